@@ -1,0 +1,1 @@
+"""Answers before a run: is the data well."""

@@ -1,0 +1,117 @@
+"""Decodes a whole data set before it is trained on, and reports all that is wrong at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from training.data import DataOptions, load_data
+from training.data.bundle import ImageDataset
+from training.data.images import ImageError
+from training.data.loader import automatic_workers
+from training.data.sources import Source
+from training.data.workers import end_with_parent, worker_context
+
+IMAGES_PER_MESSAGE = 64
+IMAGES_WORTH_A_WORKER = 1000  # fewer are decoded sooner than a worker has started
+Size = tuple[int, int]  # width, height in pixels
+
+
+@dataclass
+class DataReport:
+    """What `check_data` found.
+
+    Attributes:
+        class_names: Name of each label.
+        train_counts: Training images of each class.
+        val_counts: Validation images of each class.
+        label_range: Lowest and highest label that occurs.
+        unreadable: Path and reason of each image that cannot be used.
+        smallest: Width and height in pixels of the image with the fewest pixels; None where none can be read.
+        largest: The same for the most pixels.
+        notes: One-line messages from loading.
+    """
+
+    class_names: list[str]
+    train_counts: list[int]
+    val_counts: list[int]
+    label_range: tuple[int, int]
+    unreadable: list[tuple[str, str]] = field(default_factory=list)
+    smallest: Size | None = None
+    largest: Size | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def images(self) -> int:
+        """Images of both parts, readable or not."""
+        return sum(self.train_counts) + sum(self.val_counts)
+
+
+def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
+    """Load the data set and decode every image of it.
+
+    Args:
+        options: As for training.
+        workers: Processes that decode; None uses all cores but one, and none for small sets and images in memory.
+
+    Raises:
+        UserError: What keeps the data set from being loaded at all, see `load_data`.
+    """
+    bundle = load_data(options)
+    labels = torch.cat([bundle.train.source.labels, bundle.val.source.labels])
+    report = DataReport(
+        class_names=bundle.class_names,
+        train_counts=bundle.train_counts,
+        val_counts=bundle.val_counts,
+        label_range=(int(labels.min()), int(labels.max())),
+        notes=bundle.notes,
+    )
+    for dataset in (bundle.train, bundle.val):
+        chosen = automatic_workers(dataset) if len(dataset) >= IMAGES_WORTH_A_WORKER else 0
+        _decode_all(dataset, chosen if workers is None else workers, report)
+    return report
+
+
+class _SizeReader(Dataset):
+    """Gives (size, None) of a readable image and (None, (path, reason)) of another."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source.labels)
+
+    def __getitem__(self, index: int) -> tuple[Size | None, tuple[str, str] | None]:
+        try:
+            _, height, width = self._source.read(index).shape
+        except ImageError as error:
+            return None, (error.path, error.reason)
+        return (width, height), None
+
+
+def _decode_all(dataset: ImageDataset, workers: int, report: DataReport) -> None:
+    loader = DataLoader(
+        _SizeReader(dataset.source),
+        batch_size=IMAGES_PER_MESSAGE,
+        num_workers=workers,
+        collate_fn=_unchanged,
+        worker_init_fn=end_with_parent,
+        multiprocessing_context=worker_context() if workers else None,
+    )
+    for size, problem in (result for group in loader for result in group):
+        if problem:
+            report.unreadable.append(problem)
+        else:
+            report.smallest = min(report.smallest or size, size, key=_pixels)
+            report.largest = max(report.largest or size, size, key=_pixels)
+
+
+def _pixels(size: Size) -> int:
+    return size[0] * size[1]
+
+
+def _unchanged(results: Any) -> Any:
+    return results

@@ -1,0 +1,45 @@
+"""Train an image classifier: the entry that every launcher starts, once per rank.
+
+bash scripts/launch_distributed.sh mobilenet ddp 8 16 50
+deepspeed --num_gpus=8 scripts/train_distributed.py --model-type efficientnet --strategy fsdp_stage2
+torchrun --nproc_per_node=8 scripts/train_distributed.py --model-type vgg --strategy fsdp_stage3
+python scripts/train_distributed.py --epochs 1          # one process, no launcher
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from training.config import parse_args
+from training.errors import USER_ERROR_EXIT_CODE, UserError
+
+SECONDS_FOR_RANK_0_TO_SPEAK = 2.0
+
+
+def main() -> int:
+    """Parse the command line and train; return the exit code."""
+    try:
+        config, only_check = parse_args(sys.argv[1:])
+        if only_check:
+            return 0
+        # Imported late: `--help` and the launchers' check need none of it.
+        from training.run import run
+
+        return run(config)
+    except UserError as error:
+        # Only mistakes found before the ranks have met come here: each rank finds the same one, rank 0 says it.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            # A launcher ends all ranks as soon as one has failed.
+            time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
+        return USER_ERROR_EXIT_CODE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""What the engine tests run on each rank: our engine, and plain PyTorch as the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from training.batchnorm import average_buffers, synchronize_batchnorm
+from training.config import TrainConfig
+from training.distributed import World
+from training.engine import Engine, build_engine
+from training.metrics import sample_losses
+from training.optim import build_optimizer
+from training.strategies import engine_config, read_strategy_json
+
+BATCH_SIZE = 8
+CLASSES = 10
+
+
+class SmallNet(nn.Module):
+    """Two convolutions and a head; BatchNorm only where asked for."""
+
+    def __init__(self, with_batchnorm: bool) -> None:
+        super().__init__()
+        norm = nn.BatchNorm2d if with_batchnorm else lambda channels: nn.Identity()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, bias=False),
+            norm(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3, padding=1, bias=False),
+            norm(16),
+            nn.ReLU(),
+        )
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(images).mean((2, 3)))
+
+
+def make_model(with_batchnorm: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return SmallNet(with_batchnorm)
+
+
+def make_batch(step: int, part: int, size: int = BATCH_SIZE) -> tuple[torch.Tensor, torch.Tensor]:
+    """Part `part` of step `step`: the same whichever rank takes it."""
+    generator = torch.Generator().manual_seed(1000 * step + part)
+    images = torch.randn(size, 3, 8, 8, generator=generator)
+    return images, torch.randint(CLASSES, (size,), generator=generator)
+
+
+def make_engine(
+    world: World, module: nn.Module, config: TrainConfig, precision: str = "fp32", discriminative: bool = False
+) -> Engine:
+    optimizer = build_optimizer(module, config, {"head.weight", "head.bias"}, discriminative=discriminative)
+    sharding = engine_config(
+        read_strategy_json(config.strategy),
+        batch_size_per_rank=BATCH_SIZE,
+        accumulation_steps=config.gradient_accumulation_steps,
+        gradient_clipping=config.gradient_clipping,
+        offload=config.offload,
+    )
+    return build_engine(module, optimizer, sharding, precision, world)
+
+
+def configuration(**changes: Any) -> TrainConfig:
+    return dataclasses.replace(TrainConfig(learning_rate=0.01, gradient_clipping=0.5), **changes)
+
+
+def train_steps(
+    world: World, engine: Engine, steps: range, accumulation: int = 1, poison: tuple[int, int] = (-1, -1)
+) -> list[float]:
+    """Train, and return the mean loss over all ranks of each micro-step; (step, rank) of `poison` sees a NaN."""
+    losses = []
+    for step in steps:
+        for micro_step in range(accumulation):
+            images, labels = make_batch(step, micro_step * world.size + world.rank)
+            if (step, world.rank) == poison:
+                images[0, 0, 0, 0] = float("nan")
+            loss = sample_losses(engine.forward(images), labels).mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(mean_over_ranks(world, loss))
+    return losses
+
+
+def mean_over_ranks(world: World, loss: torch.Tensor) -> float:
+    total = loss.detach().double().clone()
+    if world.size > 1:
+        torch.distributed.all_reduce(total)
+    return float(total) / world.size
+
+
+def weights_of(engine: Engine) -> dict[str, list]:
+    return {name: tensor.double().tolist() for name, tensor in engine.weights()}
+
+
+def train_with_engine(world: World, steps: int, with_batchnorm: bool = True, accumulation: int = 1, **changes: Any):
+    """Train with our engine; return losses and final weights."""
+    config = configuration(gradient_accumulation_steps=accumulation, **changes)
+    engine = make_engine(world, make_model(with_batchnorm), config)
+    losses = train_steps(world, engine, range(steps), accumulation)
+    result = {"losses": losses, "weights": weights_of(engine)}
+    engine.close()
+    return result
+
+
+def train_with_plain_pytorch(world: World, steps: int, optimizer: str, with_batchnorm: bool = True):
+    """The oracle: DistributedDataParallel, PyTorch's (or timm's) optimizer, clip_grad_norm_."""
+    from timm.optim import Lamb
+
+    config = configuration()
+    model = make_model(with_batchnorm)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    rules = {
+        "adamw": lambda: torch.optim.AdamW(groups, lr=config.learning_rate),
+        "sgd": lambda: torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, nesterov=True),
+        "lamb": lambda: Lamb(groups, lr=config.learning_rate, max_grad_norm=None),
+    }
+    rule = rules[optimizer]()
+    # Our ranks keep their own BatchNorm buffers between evaluations.
+    parallel = DistributedDataParallel(model, broadcast_buffers=False)
+    losses = []
+    for step in range(steps):
+        images, labels = make_batch(step, world.rank)
+        loss = nn.functional.cross_entropy(parallel(images), labels)
+        rule.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.gradient_clipping)
+        rule.step()
+        losses.append(mean_over_ranks(world, loss))
+    return {"losses": losses, "weights": {n: t.double().tolist() for n, t in model.state_dict().items()}}
+
+
+def precision_report(world: World, strategy: str, precision: str):
+    """Train a little in a precision; return the dtypes of everything and the losses."""
+    module = make_model(True)
+    engine = make_engine(world, module, configuration(strategy=strategy), precision)
+    computed: set[str] = set()
+    module.features[3].register_forward_hook(lambda _m, _i, output: computed.add(str(output.dtype)))
+    losses = train_steps(world, engine, range(3))
+    result = {
+        "losses": losses,
+        "convolution_output": sorted(computed),
+        "weights": sorted({str(tensor.dtype) for _, tensor in engine.weights() if tensor.is_floating_point()}),
+        "live": sorted({str(t.dtype) for t in [*module.parameters(), *module.buffers()] if t.is_floating_point()}),
+        "loss_scale": engine.loss_scale.value if engine.loss_scale else None,
+    }
+    engine.close()
+    return result
+
+
+def nan_report(world: World, strategy: str, precision: str):
+    """Put a NaN into one image of rank 1 at step 2; return what the weights and the loss scale did."""
+    module = make_model(False)
+    engine = make_engine(world, module, configuration(strategy=strategy), precision)
+    train_steps(world, engine, range(2))
+    before, scale_before = weights_of(engine), engine.loss_scale.value if engine.loss_scale else None
+    train_steps(world, engine, range(2, 3), poison=(2, 1))
+    after, scale_after = weights_of(engine), engine.loss_scale.value if engine.loss_scale else None
+    train_steps(world, engine, range(3, 4))
+    result = {
+        "before": before,
+        "after": after,
+        "later": weights_of(engine),
+        "scales": [scale_before, scale_after],
+    }
+    engine.close()
+    return result
+
+
+def resume_report(world: World, strategies: tuple[str, str], optimizer: str):
+    """Train 4 steps at once, and 2 + 2 through `read` and `write`; two learning rates make four parameter groups."""
+    results = []
+    for split in (False, True):
+        config = configuration(strategy=strategies[0], optimizer=optimizer)
+        engine = make_engine(world, make_model(True), config, discriminative=True)
+        losses = train_steps(world, engine, range(2))
+        if split:
+            weights = dict(engine.weights())
+            moments: dict[str, dict[str, torch.Tensor]] = {}
+            for kind, name, tensor in engine.moments():
+                moments.setdefault(kind, {})[name] = tensor
+            # Each rank keeps its own BatchNorm buffers here, as between two evaluations.
+            applied = engine.applied_steps()
+            engine.close()
+            torch.manual_seed(77)
+            config = configuration(strategy=strategies[1], optimizer=optimizer)
+            engine = make_engine(world, SmallNet(True), config, discriminative=True)
+            engine.write_state(weights, moments, applied)
+        losses += train_steps(world, engine, range(2, 4))
+        results.append({"losses": losses, "weights": weights_of(engine)})
+        engine.close()
+    return results
+
+
+def batchnorm_average_report(world: World):
+    """Each rank sees other data; return the buffers before and after averaging."""
+    module = make_model(True)
+    for step in range(3):
+        module(make_batch(step, world.rank)[0])
+    before = {name: buffer.double().tolist() for name, buffer in module.named_buffers()}
+    average_buffers(module, world)
+    return {"before": before, "after": {name: buffer.double().tolist() for name, buffer in module.named_buffers()}}
+
+
+def sync_batchnorm_report(world: World):
+    """Two ranks with half a batch each and synchronized BatchNorm; return loss, gradients, buffers."""
+    module = synchronize_batchnorm(make_model(True), world)
+    images, labels = make_batch(0, 0, size=2 * BATCH_SIZE)
+    share = slice(world.rank * BATCH_SIZE, (world.rank + 1) * BATCH_SIZE) if world.size > 1 else slice(None)
+    parallel = DistributedDataParallel(module, broadcast_buffers=False) if world.size > 1 else module
+    loss = nn.functional.cross_entropy(parallel(images[share]), labels[share])
+    loss.backward()
+    return {
+        "loss": mean_over_ranks(world, loss),
+        "gradients": {name: p.grad.double().tolist() for name, p in module.named_parameters()},
+        "buffers": {name: buffer.double().tolist() for name, buffer in module.named_buffers()},
+    }

@@ -1,0 +1,123 @@
+"""Our engine at ZeRO 1, 2 and 3 against plain PyTorch, on real gloo ranks."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+
+from training.strategies import STRATEGIES
+
+RANKS = "tests.training.engine_ranks"
+RULES = ("adamw", "sgd", "lamb")
+PRECISIONS = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
+
+
+@pytest.fixture(scope="module")
+def run_cases(tmp_path_factory):
+    """Run a function of engine_ranks once for all values of its parameters: {values: result of each rank}."""
+
+    def run(function: str, world_size: int = 2, fixed: dict | None = None, **parameters) -> dict:
+        keys = list(product(*parameters.values()))
+        cases = [dict(zip(parameters, key, strict=True)) | (fixed or {}) for key in keys]
+        results = run_ranks(f"{RANKS}:{function}", world_size, tmp_path_factory.mktemp(function), cases)
+        return {key: [rank[number] for rank in results] for number, key in enumerate(keys)}
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def oracle(run_cases):
+    return run_cases("train_with_plain_pytorch", optimizer=RULES, fixed={"steps": 5})
+
+
+@pytest.fixture(scope="module")
+def ours(run_cases):
+    return run_cases("train_with_engine", strategy=STRATEGIES, optimizer=RULES, fixed={"steps": 5})
+
+
+@pytest.mark.parametrize(("strategy", "rule"), [*product(STRATEGIES, RULES)])
+def test_losses_and_weights_equal_plain_ddp(strategy, rule, ours, oracle, largest_difference):
+    expected, result = oracle[(rule,)][0], ours[strategy, rule][0]
+    np.testing.assert_allclose(result["losses"], expected["losses"], atol=1e-5)
+    assert largest_difference(result["weights"], expected["weights"]) < 1e-5
+    assert np.ptp(expected["losses"]) > 1e-3, "the weights must have moved for this to mean anything"
+
+
+@pytest.fixture(scope="module")
+def wide_and_deep(run_cases):
+    fixed = {"steps": 3, "with_batchnorm": False}
+    wide = run_cases("train_with_engine", 2, strategy=STRATEGIES, fixed=fixed)
+    return wide, run_cases("train_with_engine", 1, strategy=STRATEGIES, fixed=fixed | {"accumulation": 2})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulation_equals_more_ranks(strategy, wide_and_deep, largest_difference):
+    """1 rank x 2 micro-steps = 2 ranks x 1: the same samples, the same gradient (no BatchNorm)."""
+    wide, deep = (runs[(strategy,)][0] for runs in wide_and_deep)
+    assert largest_difference(wide["weights"], deep["weights"]) < 1e-6
+
+
+@pytest.fixture(scope="module")
+def precision_reports(run_cases):
+    return run_cases("precision_report", strategy=STRATEGIES, precision=PRECISIONS)
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [*product(STRATEGIES, PRECISIONS)])
+def test_low_precision_keeps_weights_and_statistics_in_fp32(strategy, precision, precision_reports):
+    report = precision_reports[strategy, precision][0]
+    assert report["convolution_output"] == [PRECISIONS[precision]]
+    assert report["weights"] == report["live"] == ["torch.float32"]
+    assert report["loss_scale"] == (2.0**16 if precision == "fp16" else None)
+    exact = precision_reports[strategy, "fp32"][0]
+    np.testing.assert_allclose(report["losses"], exact["losses"], atol=0.02)
+
+
+@pytest.fixture(scope="module")
+def nan_reports(run_cases):
+    return run_cases("nan_report", strategy=STRATEGIES, precision=("fp32", "fp16"))
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [*product(STRATEGIES, ("fp32", "fp16"))])
+def test_nan_on_one_rank_skips_the_step_on_all(strategy, precision, nan_reports, largest_difference):
+    for report in nan_reports[strategy, precision]:
+        assert largest_difference(report["before"], report["after"]) == 0
+        assert largest_difference(report["after"], report["later"]) > 0
+        if precision == "fp16":
+            assert report["scales"] == [2.0**16, 2.0**15]
+
+
+CHANGES = [*((name, name) for name in STRATEGIES), ("ddp", "fsdp_stage3"), ("fsdp_stage3", "fsdp_stage2")]
+
+
+@pytest.fixture(scope="module")
+def resume_reports(run_cases):
+    return run_cases("resume_report", strategies=CHANGES, optimizer=RULES)
+
+
+@pytest.mark.parametrize(("change", "rule"), [*product(CHANGES, RULES)])
+def test_state_read_and_written_goes_on_as_if_nothing_had_happened(change, rule, resume_reports, largest_difference):
+    whole, split = resume_reports[change, rule][0]
+    if change[0] == change[1]:
+        assert whole == split, "must be bit-identical"
+    np.testing.assert_allclose(whole["losses"], split["losses"], atol=1e-5)
+    assert largest_difference(whole["weights"], split["weights"]) < 1e-5
+
+
+def test_buffers_are_averaged_over_ranks(run_cases):
+    reports = run_cases("batchnorm_average_report")[()]
+    for name in reports[0]["before"]:
+        values = [np.array(report["before"][name]) for report in reports]
+        if "num_batches" not in name:
+            assert np.abs(values[0] - values[1]).max() > 1e-4, "the ranks must have seen different data"
+        for report in reports:
+            np.testing.assert_allclose(report["after"][name], np.mean(values, axis=0), atol=1e-6)
+
+
+def test_synchronized_batchnorm_equals_one_rank_with_the_whole_batch(run_cases, largest_difference):
+    two, one = (run_cases("sync_batchnorm_report", size)[()][0] for size in (2, 1))
+    assert two["loss"] == pytest.approx(one["loss"], abs=1e-6)
+    assert largest_difference(two["gradients"], one["gradients"]) < 1e-5
+    assert largest_difference(two["buffers"], one["buffers"]) < 1e-5

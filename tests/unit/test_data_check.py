@@ -1,0 +1,90 @@
+"""The check of a whole data set, and the command that calls it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from planning.data_check import check_data
+from scripts import doctor
+from training.data import DataOptions
+
+
+@pytest.fixture
+def folder(tmp_path):
+    generator = np.random.Generator(np.random.PCG64(0))
+    for name, sizes in (("a", [(10, 20), (30, 5), (8, 8)]), ("[b]", [(50, 40), (9, 9)])):
+        (tmp_path / name).mkdir()
+        for number, (width, height) in enumerate(sizes):
+            Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(
+                tmp_path / name / f"{number}.png"
+            )
+    return tmp_path
+
+
+@pytest.fixture
+def run_doctor(monkeypatch, capsys):
+    """Call the command's `main` in this process; gives (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["doctor.py", *map(str, arguments)])
+        try:
+            code = doctor.main()
+        except SystemExit as stop:  # argparse leaves this way
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_image_is_decoded_and_measured(folder, workers):
+    (folder / "a" / "cut.jpg").write_bytes((folder / "a" / "0.png").read_bytes()[:200])
+    (folder / "[b]" / "text.jpg").write_text("text")
+    report = check_data(DataOptions(data=str(folder)), workers=workers)
+    assert report.images == sum(report.train_counts) + sum(report.val_counts) == 7
+    assert (report.class_names, report.label_range) == (["[b]", "a"], (0, 1))
+    assert (report.smallest, report.largest) == ((8, 8), (50, 40))
+    assert {path for path, _ in report.unreadable} == {str(folder / "a" / "cut.jpg"), str(folder / "[b]" / "text.jpg")}
+    assert all(reason for _, reason in report.unreadable)
+
+
+def test_images_in_memory():
+    report = check_data(DataOptions())
+    assert (report.images, report.unreadable, report.label_range) == (1797, [], (0, 9))
+    assert report.smallest == report.largest == (32, 32)
+
+
+def test_doctor_says_well(run_doctor):
+    code, printed, errors = run_doctor("--check-data", "digits")
+    assert (code, errors) == (0, "")
+    assert "0 of 1797 images cannot be used" in printed
+
+
+def test_doctor_names_what_is_unreadable_from_any_folder(folder, tmp_path):
+    (folder / "a" / "text.jpg").write_text("text")
+    command = [sys.executable, doctor.__file__, "--check-data", folder]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (1, "")
+    assert f"unreadable: '{folder}/a/text.jpg': not an image" in result.stdout
+    assert "[b]" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--check-data"),
+        (("--check-data", "digits", "--nope"), "--nope"),
+        (("--check-data", "no/such/folder"), "'no/such/folder' is no data set"),
+        (("--check-data", "digits", "--val-fraction", "2"), "the validation fraction is 2.0"),
+        (("--check-data", "digits", "--val-fraction", "half"), "invalid float value: 'half'"),
+    ],
+)
+def test_doctor_refuses_bad_usage(run_doctor, arguments, message):
+    code, printed, errors = run_doctor(*arguments)
+    assert (code, printed) == (2, "")
+    assert message in errors

@@ -1,0 +1,258 @@
+"""Batches: the same bytes for any number of ranks and workers; bad images; workers that live and die as they should."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from training.data import DataOptions, load_data
+from training.data.loader import EvaluationLoader, TrainLoader, automatic_workers
+from training.data.reader import bad_image_budget
+from training.data.sampler import BatchPlan, EvaluationPlan
+from training.errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+IMAGES_PER_CLASS = 30
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes of 30 images in train/ and in val/."""
+    generator = np.random.Generator(np.random.PCG64(0))
+    for part, name in product(("train", "val"), ("a", "b")):
+        (tmp_path / part / name).mkdir(parents=True)
+        for number in range(IMAGES_PER_CLASS):
+            image = Image.fromarray(generator.integers(0, 256, (20, 30, 3), dtype=np.uint8))
+            image.save(tmp_path / part / name / f"{number:02}.png")
+    return tmp_path
+
+
+def load_folder(root, **values):
+    return load_data(DataOptions(data=str(root), image_size=16, **values))
+
+
+def damage(root: Path, *names: str) -> list[str]:
+    for name in names:
+        (root / name).write_text("text")
+    return [str(root / name) for name in names]
+
+
+def epoch_bytes(bundle, world, accumulation, workers, epoch=1) -> dict[tuple[int, int, int], tuple[bytes, ...]]:
+    """Every micro-batch of an epoch by (step, place in the global batch): images, labels, weights, indices."""
+    plan = BatchPlan(len(bundle.train), 16 // (world * accumulation), accumulation, world, seed=0)
+    found = defaultdict(list)
+    for rank in range(world):
+        loader = TrainLoader(bundle, plan, rank, workers=workers)
+        for number, batch in enumerate(loader.epoch(epoch)):
+            step, micro_step = divmod(number, accumulation)
+            for sample in range(len(batch.labels)):
+                place = (micro_step * world + rank) * plan.batch_size_per_rank + sample
+                parts = (batch.images, batch.labels, batch.weights, batch.indices)
+                found[step, place] = [part[sample].numpy().tobytes() for part in parts]
+        loader.close()
+    return found
+
+
+@pytest.mark.parametrize("augmentation", ["crop_flip", "randaugment"])
+def test_same_bytes_for_any_ranks_accumulation_and_workers(folder, augmentation):
+    bundle = load_folder(folder, augmentation=augmentation)
+    expected = epoch_bytes(bundle, world=1, accumulation=1, workers=0)
+    assert len(expected) == 64  # 60 images and 4 of padding
+    for world, accumulation, workers in ((2, 1, 0), (8, 1, 0), (1, 2, 0), (1, 1, 2)):
+        assert epoch_bytes(bundle, world, accumulation, workers) == expected
+    assert epoch_bytes(bundle, 1, 1, 0, epoch=2) != expected
+
+
+def test_shapes_and_types():
+    bundle = load_data(DataOptions())
+    batch = next(TrainLoader(bundle, BatchPlan(1437, 5, 1, 1, 0), 0).epoch(0))
+    assert [(t.shape, t.dtype) for t in (batch.images, batch.labels, batch.weights, batch.indices)] == [
+        ((5, 3, 32, 32), torch.float32),
+        ((5,), torch.int64),
+        ((5,), torch.float32),
+        ((5,), torch.int64),
+    ]
+    assert batch.bad_paths == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_at_a_step_gives_the_rest_of_the_epoch(folder, workers):
+    bundle = load_folder(folder)
+    plan = BatchPlan(len(bundle.train), 4, 2, 1, seed=3)
+    loader = TrainLoader(bundle, plan, 0, workers=workers)
+    whole = list(loader.epoch(2))
+    abandoned = loader.epoch(2)
+    next(abandoned)  # workers have read ahead by now; what they hold must not leak into the next epoch
+    rest = list(loader.epoch(2, first_step=3))
+    assert len(rest) == len(whole) - 6
+    for first, second in zip(rest, whole[6:], strict=True):
+        assert torch.equal(first.images, second.images)
+        assert torch.equal(first.indices, second.indices)
+    loader.close()
+
+
+def test_the_dropout_stream_is_not_disturbed(folder):
+    bundle = load_folder(folder)
+    torch.manual_seed(0)
+    expected = torch.rand(8)
+    for workers in (0, 1):
+        torch.manual_seed(0)
+        loader = TrainLoader(bundle, BatchPlan(60, 20, 1, 1, 0), 0, workers=workers)
+        drawn = torch.cat([torch.rand(4) for epoch in range(2) for _ in [len(list(loader.epoch(epoch)))]])
+        loader.close()
+        assert torch.equal(drawn, expected)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_evaluation_counts_every_image_once(world):
+    bundle = load_data(DataOptions())
+    plan = EvaluationPlan(len(bundle.val), 32, world)
+    counts, labels = torch.zeros(360), torch.full((360,), -1)
+    for rank in range(world):
+        loader = EvaluationLoader(bundle, plan, rank)
+        batches = list(loader)
+        assert len(batches) == len(loader) == plan.batches_per_rank
+        for batch in batches:
+            counts.index_add_(0, batch.indices, batch.weights)
+            labels[batch.indices] = batch.labels
+    assert torch.equal(counts, torch.ones(360))
+    assert torch.equal(labels, bundle.val.source.labels)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bad_image_is_one_line_in_the_main_process(folder, workers):
+    (path,) = damage(folder, "train/b/07.png")
+    bundle = load_folder(folder)
+    loader = TrainLoader(bundle, BatchPlan(60, 4, 1, 1, 0), 0, workers=workers)
+    with pytest.raises(UserError, match="not an image") as caught:
+        list(loader.epoch(0))
+    assert path in str(caught.value)
+    assert "\n" not in str(caught.value)
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_skipped_image_weighs_nothing_and_is_listed_once(folder, workers):
+    (path,) = damage(folder, "train/b/07.png")
+    bundle = load_folder(folder, bad_images="skip", augmentation="none")
+    loader = TrainLoader(bundle, BatchPlan(60, 6, 1, 1, 0), 0, workers=workers)
+    bad_index, following = IMAGES_PER_CLASS + 7, bundle.train[0, IMAGES_PER_CLASS + 8][0]
+    for epoch in range(2):
+        weights, listed = torch.zeros(60), []
+        for batch in loader.epoch(epoch):
+            weights.index_add_(0, batch.indices, batch.weights)
+            listed += batch.bad_paths
+            if batch.bad_paths:
+                assert torch.equal(batch.images[batch.indices == bad_index][0], following)
+        assert listed == [f"{path} (not an image of a known format)"]
+        expected = torch.ones(60)
+        expected[bad_index] = 0
+        assert torch.equal(weights, expected)
+    assert loader.bad_paths == listed
+    loader.close()
+
+
+@pytest.mark.parametrize("names", [("train/a/03.png", "train/b/07.png"), ("train/a/03.png", "train/a/04.png")])
+def test_more_bad_images_than_the_budget_end_the_run(folder, names):
+    damage(folder, *names)
+    bundle = load_folder(folder, bad_images="skip")
+    with pytest.raises(UserError, match="more than 1 of 60 images"):
+        list(TrainLoader(bundle, BatchPlan(60, 4, 1, 1, 0), 0).epoch(0))
+
+
+def test_the_budget_is_a_thousandth_and_at_least_one():
+    assert [bad_image_budget(total) for total in (1, 999, 1999, 2000, 1_281_167)] == [1, 1, 1, 2, 1281]
+
+
+def test_a_skipped_validation_image_is_listed(folder):
+    (path,) = damage(folder, "val/a/00.png")
+    loader = EvaluationLoader(load_folder(folder, bad_images="skip"), EvaluationPlan(60, 8, 1), 0)
+    assert sum(batch.weights.sum() for batch in loader) == 59
+    assert loader.bad_paths == [f"{path} (not an image of a known format)"]
+
+
+def test_automatic_workers(folder, monkeypatch):
+    files, memory = load_folder(folder).train, load_data(DataOptions()).train
+    for cores, ranks, expected in ((1, 1, 1), (2, 2, 1), (8, 2, 3), (64, 1, 8)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        assert automatic_workers(files, ranks) == expected
+        assert automatic_workers(memory, ranks) == 0
+
+
+TRAINER = """
+import signal, sys, time
+from training.data import DataOptions, load_data
+from training.data.loader import TrainLoader
+from training.data.sampler import BatchPlan
+
+def main():
+    received = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: received.append(number))
+    bundle = load_data(DataOptions(data=sys.argv[1], image_size=16))
+    loader = TrainLoader(bundle, BatchPlan(60, 2, 1, 1, 0), 0, workers=2)
+    batches = loader.epoch(0)
+    next(batches)
+    print("ready", flush=True)
+    while len(received) < 2:
+        time.sleep(0.02)
+    rest = sum(1 for _ in batches) + sum(1 for _ in loader.epoch(1))
+    print("read", rest, flush=True)
+    signal.pause()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_workers_survive_the_signals_of_a_launcher_and_die_with_the_trainer(folder, tmp_path):
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    trainer = subprocess.Popen(
+        [sys.executable, script, folder], stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    try:
+        assert trainer.stdout.readline() == "ready\n"
+        workers = psutil.Process(trainer.pid).children(recursive=True)
+        assert len(workers) >= 3  # two workers and the fork server
+        os.killpg(trainer.pid, signal.SIGTERM)
+        os.killpg(trainer.pid, signal.SIGINT)
+        assert trainer.stdout.readline() == f"read {29 + 30}\n"
+        trainer.kill()
+        trainer.wait()
+        _, alive = psutil.wait_procs(workers, timeout=20)
+        assert not alive
+    finally:
+        trainer.kill()
+        trainer.wait()
+        trainer.stdout.close()
+
+
+def test_workers_end_when_the_loader_is_closed(folder):
+    loader = TrainLoader(load_folder(folder), BatchPlan(60, 30, 1, 1, 0), 0, workers=1)
+    before = set(psutil.Process().children(recursive=True))
+    list(loader.epoch(0))
+    started = set(psutil.Process().children(recursive=True)) - before
+    assert started
+    loader.close()
+    deadline = time.monotonic() + 10
+    helpers = ("forkserver", "resource_tracker")
+    while any(
+        p.is_running() and p.status() != psutil.STATUS_ZOMBIE and not any(h in " ".join(p.cmdline()) for h in helpers)
+        for p in started
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

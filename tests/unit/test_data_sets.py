@@ -1,0 +1,254 @@
+"""The data sets that come as arrays: digits, fake, and torchvision's own formats on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import pickle
+import random
+import subprocess
+import sys
+import urllib.error
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import train_test_split
+from torchvision import datasets
+from torchvision.transforms import v2
+
+from training.data import AUGMENTATIONS, DATASETS, DataOptions, load_data
+from training.data.torchvision_sets import TORCHVISION_SETS
+from training.data.transforms import evaluation_transform, training_transform
+from training.errors import UserError
+
+GENERATOR = np.random.Generator(np.random.PCG64(0))
+
+
+def test_tables_are_read_without_loading_torch():
+    code = "import sys, training.data as d; print(len(d.DATASETS), len(d.AUGMENTATIONS), 'torch' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == [str(len(DATASETS)), str(len(AUGMENTATIONS)), "False"]
+
+
+def test_digits_are_the_stratified_split_of_seed_0():
+    bundle = load_data(DataOptions(seed=9))
+    digits = load_digits()
+    train, val, train_labels, val_labels = train_test_split(
+        digits.images, digits.target, test_size=360, stratify=digits.target, random_state=0
+    )
+    assert (len(bundle.train), len(bundle.val)) == (len(train), len(val)) == (1437, 360)
+    assert bundle.train_counts == np.bincount(train_labels).tolist()
+    np.testing.assert_array_equal(bundle.val.source.labels, val_labels)
+    for index in (0, 17, 359):
+        raw = Image.fromarray(np.rint(val[index] * 255 / 16).astype(np.uint8)).convert("RGB")
+        from_file, label = (
+            evaluation_transform(bundle.preprocessing)(v2.functional.pil_to_tensor(raw)),
+            val_labels[index],
+        )
+        torch.testing.assert_close(bundle.val[0, index][0], from_file, rtol=0, atol=0)
+        assert bundle.val[0, index][1] == label
+
+
+def test_digits_normalisation_and_sizes():
+    bundle = load_data(DataOptions(augmentation="none"))
+    images = torch.stack([bundle.train[0, index][0] for index in range(len(bundle.train))])
+    assert images.shape == (1437, 3, 32, 32)
+    assert images.dtype == torch.float32
+    assert images.mean().abs() < 1e-3
+    assert abs(images.std() - 1) < 1e-3
+    assert load_data(DataOptions(image_size=64)).val[0, 0][0].shape == (3, 64, 64)
+    assert load_data(DataOptions(mean=(0, 0, 0), std=(1, 1, 1))).val[0, 0][0].min() == 0
+
+
+def test_fake_can_be_learnt_and_resized():
+    bundle = load_data(DataOptions(data="fake"))
+    colours = [part.source.images.float().mean((2, 3)).numpy() for part in (bundle.train, bundle.val)]
+    model = LogisticRegression(max_iter=1000).fit(colours[0], bundle.train.source.labels)
+    assert model.score(colours[1], bundle.val.source.labels) > 0.9
+    again = load_data(DataOptions(data="fake", seed=1, image_size=48))
+    assert again.fingerprint == bundle.fingerprint != load_data(DataOptions()).fingerprint
+    assert again.train[0, 0][0].shape == (3, 48, 48)
+
+
+def test_every_augmentation_has_a_builder_and_gives_the_evaluation_shape():
+    preprocessing = {
+        "image_size": 24,
+        "resize_size": 27,
+        "mean": [0.5] * 3,
+        "std": [0.2] * 3,
+        "interpolation": "bilinear",
+    }
+    image = torch.from_numpy(GENERATOR.integers(0, 256, (3, 50, 40), dtype=np.uint8))
+    for name in AUGMENTATIONS.keys() - {"auto"}:
+        result = training_transform(name, preprocessing)(image)
+        assert (result.shape, result.dtype) == ((3, 24, 24), torch.float32)
+
+
+def test_shift_moves_up_to_three_pixels_and_fills_with_zeros():
+    bundle = load_data(DataOptions(mean=(0, 0, 0), std=(1, 1, 1)))
+    raw = bundle.train.source.read(0).numpy()
+    padded = np.pad(raw, ((0, 0), (3, 3), (3, 3)))
+    windows = {(y, x): padded[:, y : y + 32, x : x + 32] for y, x in product(range(7), range(7))}
+    seen = set()
+    for epoch in range(300):
+        image = np.rint(bundle.train[epoch, 0][0].numpy() * 255)
+        seen |= {place for place, window in windows.items() if np.array_equal(image, window)}
+    assert {y for y, _ in seen} == {x for _, x in seen} == set(range(7))
+
+
+@pytest.mark.parametrize("augmentation", ["shift", "shift_flip", "crop_flip", "randaugment"])
+def test_augmentation_is_a_function_of_seed_epoch_and_index(augmentation):
+    bundle, other = (load_data(DataOptions(augmentation=augmentation, seed=seed)) for seed in (0, 1))
+    keys = [(epoch, index) for epoch in range(2) for index in range(4)]
+    first = {key: bundle.train[key][0] for key in keys}
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    for key in reversed(keys):
+        assert torch.equal(bundle.train[key][0], first[key])
+    for changed in (bundle.train[9, 0][0], other.train[0, 0][0]):
+        assert not torch.equal(changed, first[0, 0])
+
+
+@pytest.mark.parametrize("augmentation", ["shift", "randaugment"])
+def test_reading_a_sample_leaves_the_random_generators_as_they_were(augmentation):
+    bundle = load_data(DataOptions(augmentation=augmentation))
+
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    expected = draw()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    bundle.train[3, 7]
+    assert draw() == expected
+
+
+# --- torchvision -----------------------------------------------------------------------------------------------------
+
+
+def write_mnist(root, images, labels, prefix):
+    """Write MNIST's idx files: a magic number, the sizes as big-endian int32, the bytes."""
+    folder = root / "MNIST" / "raw"
+    folder.mkdir(parents=True, exist_ok=True)
+    header = np.array([0x803, *images.shape], dtype=">i4").tobytes()
+    (folder / f"{prefix}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+    header = np.array([0x801, len(labels)], dtype=">i4").tobytes()
+    (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
+
+
+def test_torchvision_mnist(tmp_path):
+    images = GENERATOR.integers(0, 256, (30, 28, 28), dtype=np.uint8)
+    labels = np.arange(30, dtype=np.uint8) % 10
+    write_mnist(tmp_path, images[:20], labels[:20], "train")
+    write_mnist(tmp_path, images[20:], labels[20:], "t10k")
+    bundle = load_data(DataOptions(data="torchvision:MNIST", data_root=str(tmp_path), mean=(0,) * 3, std=(1,) * 3))
+    assert (len(bundle.train), len(bundle.val), bundle.augmentation) == (20, 10, "shift")
+    assert bundle.preprocessing["image_size"] == 28
+    assert bundle.class_names == datasets.MNIST.classes
+    for index in range(10):
+        image, label = bundle.val[0, index]
+        np.testing.assert_allclose(image, np.repeat(images[20 + index][None] / 255, 3, axis=0), rtol=1e-6)
+        assert label == labels[20 + index]
+
+
+def test_torchvision_cifar10(tmp_path, monkeypatch):
+    folder = tmp_path / datasets.CIFAR10.base_folder
+    folder.mkdir()
+    images = GENERATOR.integers(0, 256, (20, 3, 32, 32), dtype=np.uint8)
+
+    def write(name, content):
+        data = pickle.dumps(content)
+        (folder / name).write_bytes(data)
+        return [name, hashlib.md5(data).hexdigest()]
+
+    parts = [
+        write(name, {"data": images[part].reshape(10, -1), "labels": list(range(10))})
+        for name, part in (("data_batch_1", slice(0, 10)), ("test_batch", slice(10, 20)))
+    ]
+    names = [f"kind {number}" for number in range(10)]
+    meta = write("batches.meta", {"label_names": names})
+    monkeypatch.setattr(datasets.CIFAR10, "train_list", parts[:1])
+    monkeypatch.setattr(datasets.CIFAR10, "test_list", parts[1:])
+    monkeypatch.setattr(datasets.CIFAR10, "meta", {"filename": meta[0], "key": "label_names", "md5": meta[1]})
+    bundle = load_data(DataOptions(data="torchvision:CIFAR10", data_root=str(tmp_path)))
+    assert (bundle.class_names, bundle.augmentation) == (names, "shift_flip")
+    assert bundle.preprocessing["image_size"] == 32
+    values = images[:10] / 255
+    np.testing.assert_allclose(bundle.preprocessing["mean"], values.mean((0, 2, 3)), atol=6e-5)
+    np.testing.assert_allclose(bundle.preprocessing["std"], values.std((0, 2, 3)), atol=6e-5)
+    np.testing.assert_array_equal(bundle.val.source.read(4), images[14])
+    assert (
+        load_data(DataOptions(data="torchvision:CIFAR10", data_root=str(tmp_path), image_size=64)).val[0, 0][0].shape[1]
+        == 64
+    )
+
+
+def test_torchvision_set_of_files(tmp_path):
+    base = tmp_path / "dtd" / "dtd"
+    (base / "labels").mkdir(parents=True)
+    for part in ("train", "val"):
+        lines = []
+        for name in ("banded", "dotted"):
+            (base / "images" / name).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(GENERATOR.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(
+                base / "images" / name / f"{part}.png"
+            )
+            lines.append(f"{name}/{part}.png\n")
+        (base / "labels" / f"{part}1.txt").write_text("".join(lines))
+    bundle = load_data(DataOptions(data="torchvision:DTD", data_root=str(tmp_path), image_size=16))
+    assert (bundle.class_names, bundle.train_counts, bundle.val_counts) == (["banded", "dotted"], [1, 1], [1, 1])
+    assert (bundle.augmentation, bundle.preprocessing["resize_size"]) == ("crop_flip", 18)
+    oracle = datasets.DTD(str(tmp_path), split="val")
+    np.testing.assert_array_equal(bundle.val.source.read(1).permute(1, 2, 0), np.asarray(oracle[1][0]))
+
+
+@pytest.mark.parametrize("name", TORCHVISION_SETS)
+def test_table_fits_the_signatures_of_torchvision(name):
+    entry, maker = TORCHVISION_SETS[name], getattr(datasets, name)
+    for arguments in (entry.train, entry.val):
+        bound = inspect.signature(maker).bind("root", download=True, **arguments)
+        splits = getattr(maker, "_SPLITS", None) or getattr(maker, "splits", None)
+        if "split" in bound.arguments and splits:
+            assert arguments["split"] in splits
+    assert entry.train != entry.val
+
+
+@pytest.mark.parametrize("name", TORCHVISION_SETS)
+def test_a_set_that_is_not_there_says_how_to_get_it(tmp_path, name):
+    with pytest.raises(UserError, match="add --download"):
+        load_data(DataOptions(data=f"torchvision:{name}", data_root=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "failure", [urllib.error.URLError("no network"), RuntimeError("Error downloading\nx"), TimeoutError("timed out")]
+)
+def test_a_failing_download_is_one_line(tmp_path, monkeypatch, failure):
+    def fail(*args, **kwargs):
+        raise failure
+
+    monkeypatch.setattr("urllib.request.urlopen", fail)
+    with pytest.raises(UserError, match="could not be fetched") as caught:
+        load_data(DataOptions(data="torchvision:MNIST", data_root=str(tmp_path), download=True))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "near"), [("CIFAR", "CIFAR10"), ("mnist", "MNIST"), ("", "CIFAR10")])
+def test_an_unknown_torchvision_name_lists_the_known_ones(name, near):
+    with pytest.raises(UserError, match=near):
+        load_data(DataOptions(data=f"torchvision:{name}"))
+
+
+def test_labels_out_of_range_are_refused(tmp_path):
+    images = np.zeros((4, 28, 28), dtype=np.uint8)
+    write_mnist(tmp_path, images, np.uint8([0, 1, 2, 3]), "train")
+    write_mnist(tmp_path, images, np.uint8([0, 1, 2, 10]), "t10k")
+    with pytest.raises(UserError, match="validation labels reach from 0 to 10"):
+        load_data(DataOptions(data="torchvision:MNIST", data_root=str(tmp_path)))

@@ -1,0 +1,128 @@
+"""The order of samples: a function of (seed, epoch) alone, each sample once, whole steps."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from training.data.sampler import BatchPlan, EvaluationPlan
+
+SHAPES = [
+    (samples, batch, accumulation, world)
+    for samples, batch, accumulation, world in itertools.product((1, 7, 64, 101), (1, 4, 16), (1, 3), (1, 2, 8))
+]
+
+
+def epoch_of(plan: BatchPlan, epoch: int = 0):
+    """All micro-batches of an epoch as {(step, micro_step, rank): (indices, weights)}."""
+    return {
+        (step, micro_step, rank): plan.micro_batch(epoch, step, micro_step, rank)
+        for step in range(plan.steps_per_epoch)
+        for micro_step in range(plan.accumulation_steps)
+        for rank in range(plan.world_size)
+    }
+
+
+@pytest.mark.parametrize(("samples", "batch", "accumulation", "world"), SHAPES)
+def test_every_sample_counts_exactly_once(samples, batch, accumulation, world):
+    plan = BatchPlan(samples, batch, accumulation, world, seed=3)
+    batches = epoch_of(plan, epoch=2).values()
+    assert all(indices.shape == weights.shape == (batch,) for indices, weights in batches)
+    assert all(indices.dtype == np.int64 and weights.dtype == np.float32 for indices, weights in batches)
+    totals = np.zeros(samples)
+    for indices, weights in batches:
+        np.add.at(totals, indices, weights)
+    np.testing.assert_array_equal(totals, np.ones(samples))
+    assert len(batches) * batch - samples < plan.global_batch
+
+
+@pytest.mark.parametrize(("samples", "batch", "accumulation", "world"), SHAPES)
+def test_loss_scale_makes_the_average_over_ranks_the_mean_over_samples(samples, batch, accumulation, world):
+    plan = BatchPlan(samples, batch, accumulation, world, seed=0)
+    losses = np.random.Generator(np.random.PCG64(5)).normal(size=samples)
+    for step in range(plan.steps_per_epoch):
+        parts = [
+            plan.loss_scale_for(step) * (weights * losses[indices]).sum()
+            for key, (indices, weights) in epoch_of(plan).items()
+            if key[0] == step
+        ]
+        chosen = plan.permutation(0)[step * plan.global_batch :][: plan.global_batch]
+        assert plan.real_samples(step) == len(chosen)
+        assert np.mean(parts) == pytest.approx(losses[chosen].mean())
+
+
+def test_order_is_the_same_for_any_number_of_ranks():
+    plans = [
+        BatchPlan(1000, 64 // (world * steps), steps, world, 7) for world, steps in ((1, 1), (1, 2), (2, 1), (8, 2))
+    ]
+    orders = []
+    for plan in plans:
+        batches = epoch_of(plan, epoch=4)
+        orders.append(np.concatenate([batches[key][0] for key in sorted(batches)]))
+    for order in orders[1:]:
+        np.testing.assert_array_equal(order, orders[0])
+
+
+def test_two_accumulation_steps_see_the_micro_batches_of_two_ranks():
+    alone, together = BatchPlan(100, 8, 2, 1, 0), BatchPlan(100, 8, 1, 2, 0)
+    for step, part in itertools.product(range(alone.steps_per_epoch), range(2)):
+        for first, second in zip(
+            alone.micro_batch(1, step, part, 0), together.micro_batch(1, step, 0, part), strict=True
+        ):
+            np.testing.assert_array_equal(first, second)
+
+
+def test_permutation_depends_on_seed_and_epoch_only():
+    plan = BatchPlan(500, 8, 1, 1, seed=1)
+    np.testing.assert_array_equal(np.sort(plan.permutation(0)), np.arange(500))
+    np.testing.assert_array_equal(plan.permutation(3), BatchPlan(500, 2, 5, 4, seed=1).permutation(3))
+    orders = [plan.permutation(0), plan.permutation(1), BatchPlan(500, 8, 1, 1, seed=2).permutation(0)]
+    for first, second in itertools.combinations(orders, 2):
+        assert (first == second).mean() < 0.05
+
+
+def test_permutation_is_uniform():
+    """Each of 6 samples stands at each of 6 places about equally often: chi-squared with 25 degrees of freedom."""
+    epochs = 6000
+    counts = np.zeros((6, 6))
+    for epoch in range(epochs):
+        counts[np.arange(6), BatchPlan(6, 1, 1, 1, 0).permutation(epoch)] += 1
+    chi_squared = ((counts - epochs / 6) ** 2 / (epochs / 6)).sum()
+    assert chi_squared < 52.6  # exceeded by 1 in 1,000
+
+
+def test_padding_comes_from_the_start_of_the_permutation():
+    plan = BatchPlan(10, 4, 1, 2, seed=0)
+    batches = epoch_of(plan)
+    tail = np.concatenate([batches[1, 0, rank][0] for rank in range(2)])
+    weights = np.concatenate([batches[1, 0, rank][1] for rank in range(2)])
+    order = plan.permutation(0)
+    np.testing.assert_array_equal(tail, np.concatenate([order[8:], order[:6]]))
+    np.testing.assert_array_equal(weights, [1, 1, 0, 0, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("first_step", [0, 1, 3, 4])
+def test_keys_from_a_step_are_the_rest_of_the_epoch(first_step):
+    plan = BatchPlan(70, 4, 2, 2, seed=0)
+    rest = list(plan.epoch_keys(5, 1, first_step))
+    whole = list(plan.epoch_keys(5, 1))[first_step * plan.accumulation_steps :]
+    assert len(rest) == len(whole)
+    for first, second in zip(rest, whole, strict=True):
+        np.testing.assert_array_equal(first.indices, second.indices)
+        np.testing.assert_array_equal(first.weights, second.weights)
+
+
+@pytest.mark.parametrize(("samples", "batch", "world"), list(itertools.product((1, 5, 32, 97), (1, 8), (1, 2, 3, 8))))
+def test_evaluation_sees_every_sample_once_in_equal_batches(samples, batch, world):
+    plan = EvaluationPlan(samples, batch, world)
+    totals = np.zeros(samples)
+    for rank in range(world):
+        keys = list(plan.keys(rank))
+        assert len(keys) == plan.batches_per_rank
+        for key in keys:
+            assert key.indices.shape == key.weights.shape == (batch,)
+            assert (key.indices[key.weights == 1] % world == rank).all()
+            np.add.at(totals, key.indices, key.weights)
+    np.testing.assert_array_equal(totals, np.ones(samples))

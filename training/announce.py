@@ -1,0 +1,95 @@
+"""What a run says about itself at its start and at its end."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from training.checkpoint import Progress
+from training.distributed import gather_objects
+from training.parts import Parts
+
+AUGMENTED_IMAGES_SHOWN = 16
+MAX_BAD_FILES_LISTED = 20
+
+
+def announce_start(parts: Parts, progress: Progress) -> None:
+    """Log what is about to be trained, on what, and what the user may not expect."""
+    config, world, plan, say = parts.config, parts.world, parts.settings.plan, parts.loggers.message
+    say(f"run {parts.folder.name}: {config.model_type}, {config.strategy}, {parts.precision}, {world.describe()}")
+    unit = "GPU" if world.device.type == "cuda" else "CPU rank"
+    say(
+        f"global batch {plan.global_batch} = {config.batch_size} per {unit} x {world.size} {unit}s x "
+        f"{config.gradient_accumulation_steps} accumulation step(s); {plan.steps_per_epoch} steps per epoch; "
+        f"peak learning rate {parts.settings.schedule.peak:.3g}"
+    )
+    data = parts.data
+    say(
+        f"data {config.data}: {len(data.train)} training and {len(data.val)} validation images, "
+        f"{len(data.class_names)} classes, {data.preprocessing['image_size']} pixels, augmentation {data.augmentation}"
+    )
+    for note in [*data.notes, *parts.built.notes, *_warnings(parts)]:
+        say(f"note: {note}")
+    if world.is_main and config.tensorboard and progress == Progress():
+        parts.loggers.images(_augmented_sample(parts))
+
+
+def announce_end(parts: Parts, progress: Progress, stop_signal: int) -> None:
+    """Log the result and where everything lies; a collective."""
+    say = parts.loggers.message
+    bad_paths = parts.train_loader.bad_paths + parts.val_loader.bad_paths
+    bad_files = sorted({path for paths in gather_objects(bad_paths, parts.world) for path in paths})
+    if bad_files:
+        more = " ..." if len(bad_files) > MAX_BAD_FILES_LISTED else ""
+        say(f"{len(bad_files)} unreadable image(s) passed over: {', '.join(bad_files[:MAX_BAD_FILES_LISTED])}{more}")
+    if stop_signal:
+        say(
+            f"stopped by {signal.Signals(stop_signal).name} in epoch {progress.epoch + 1} after {progress.step} steps, "
+            f"checkpoint saved; go on with --run-name {parts.folder.name} --resume auto"
+        )
+    if progress.best_epoch:
+        say(
+            f"top-1 {progress.best_top1:.4f} on {len(parts.data.val)} held-out images "
+            f"(best epoch: {progress.best_epoch}; its weights are saved)"
+        )
+        say(f"weights      {_shown(parts.folder.weights)}")
+    say(f"run folder   {_shown(parts.folder.path)}")
+    say(f"TensorBoard  tensorboard --logdir {_shown(parts.folder.tensorboard.parent)}")
+    say(f"log          {_shown(parts.folder.text_log)}")
+
+
+def _warnings(parts: Parts) -> list[str]:
+    config, plan = parts.config, parts.settings.plan
+    warnings = []
+    if config.gradient_accumulation_steps > 1 and any(isinstance(m, _BatchNorm) for m in parts.engine.module.modules()):
+        warnings.append(
+            f"BatchNorm sees micro-batches of {config.batch_size}, not the global batch of {plan.global_batch}"
+        )
+    padding = plan.steps_per_epoch * plan.global_batch - plan.num_samples
+    if padding:
+        warnings.append(
+            f"the last step of an epoch has {plan.global_batch - padding} samples, "
+            f"filled up to {plan.global_batch} with images of weight 0"
+        )
+    if parts.head_epochs:
+        warnings.append(f"only the head learns for the first {parts.head_epochs} epoch(s)")
+    return warnings
+
+
+def _augmented_sample(parts: Parts) -> torch.Tensor:
+    """Return the first training images of epoch 0 as the model sees them, float32 [N, 3, S, S] in 0..1."""
+    indices = parts.settings.plan.permutation(0)[:AUGMENTED_IMAGES_SHOWN]
+    images = torch.stack([parts.data.train[(0, int(index))][0] for index in indices])
+    mean, std = (torch.tensor(parts.data.preprocessing[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
+    return (images * std + mean).clamp(0, 1)
+
+
+def _shown(path: Path) -> str:
+    """Write a path as short as a reader in the current folder can use it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

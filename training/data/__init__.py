@@ -1,0 +1,142 @@
+"""What the trainer learns from: one table of data sets, one of augmentations, and `load_data`.
+
+Importing this module loads neither torch nor Pillow, so that `--help` can print the tables at once; the module of a
+data set is imported when it is asked for. A new data set is one module with `load(options)` and one line in `DATASETS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from training.errors import UserError, unknown_name
+
+if TYPE_CHECKING:
+    from training.data.bundle import DataBundle
+
+
+@dataclass(frozen=True)
+class DatasetEntry:
+    """One line of `DATASETS`.
+
+    Attributes:
+        usage: What to type after `--data`.
+        summary: What it is, in one sentence.
+        module: The module whose `load(options)` returns the `DataBundle`.
+        takes_name: Whether a name follows after a colon.
+    """
+
+    usage: str
+    summary: str
+    module: str
+    takes_name: bool = False
+
+
+DATASETS: dict[str, DatasetEntry] = {
+    "digits": DatasetEntry(
+        "digits",
+        "scikit-learn's 1,797 handwritten digits, embedded: 1,437 to train, 360 held out",
+        "training.data.digits",
+    ),
+    "fake": DatasetEntry(
+        "fake", "random patterns with a learnable class, made in memory: for tests and benchmarks", "training.data.fake"
+    ),
+    "torchvision": DatasetEntry(
+        "torchvision:NAME",
+        "a data set of torchvision, such as torchvision:CIFAR10 (--download fetches it)",
+        "training.data.torchvision_sets",
+        takes_name=True,
+    ),
+    "folder": DatasetEntry(
+        "DIR",
+        "a folder with train/ and val/, or one folder that is split; below each, one folder of images per class",
+        "training.data.folder",
+    ),
+}
+
+AUGMENTATIONS: dict[str, str] = {
+    "auto": "what suits the data set: shift for digits, shift_flip for CIFAR and its like, crop_flip for folders",
+    "none": "the evaluation transform, unchanged",
+    "shift": "shift by up to 10 % of the size (3 pixels at 32), zeros move in",
+    "shift_flip": "shift, and mirror left-right half of the time",
+    "crop_flip": "a random crop of 8-100 % of the area, resized, mirrored half of the time",
+    "randaugment": "crop_flip, then timm's RandAugment (rand-m9-mstd0.5)",
+}
+
+INTERPOLATIONS = ("bilinear", "bicubic")
+BAD_IMAGE_MODES = ("error", "skip")
+MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 8, 4096
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What to load and how to prepare it.
+
+    Attributes:
+        data: A name from `DATASETS` or the path of a folder.
+        val_fraction: Share of the images held out where one folder is split; above 0, below 1.
+        image_size: Side of the square that the model sees, in pixels; 0 takes the data set's own.
+        augmentation: A name from `AUGMENTATIONS`.
+        bad_images: "error" stops at the first unreadable image; "skip" weighs it 0, up to 0.1 % of the images.
+        download: Whether a torchvision data set may be fetched.
+        seed: Decides the split of a folder and the augmentation.
+        interpolation: Filter of every resize, one of `INTERPOLATIONS`.
+        data_root: Where torchvision data sets are kept; a leading `~` is expanded.
+        mean: Per channel, of pixels in 0..1; None takes the data set's own (a pretrained backbone brings its own).
+        std: As `mean`.
+    """
+
+    data: str = "digits"
+    val_fraction: float = 0.2
+    image_size: int = 0
+    augmentation: str = "auto"
+    bad_images: str = "error"
+    download: bool = False
+    seed: int = 0
+    interpolation: str = "bilinear"
+    data_root: str = "~/.cache/zerovision"
+    mean: tuple[float, float, float] | None = None
+    std: tuple[float, float, float] | None = None
+
+
+def load_data(options: DataOptions) -> DataBundle:
+    """Load the training and validation set that `options` names; every rank gets the same.
+
+    Raises:
+        UserError: An option or the data is wrong; see the module of the data set.
+    """
+    _check_options(options)
+    entry = find_dataset(options.data)
+    return importlib.import_module(entry.module).load(options)
+
+
+def find_dataset(data: str) -> DatasetEntry:
+    """Return the entry that a `--data` value means: a name of the table, else a folder."""
+    name, colon, _ = data.partition(":")
+    entry = DATASETS.get(name)
+    return entry if entry and entry.takes_name == bool(colon) else DATASETS["folder"]
+
+
+def _check_options(options: DataOptions) -> None:
+    tables = (
+        ("augmentation", options.augmentation, AUGMENTATIONS),
+        ("interpolation", options.interpolation, INTERPOLATIONS),
+        ("bad-images mode", options.bad_images, BAD_IMAGE_MODES),
+    )
+    for kind, given, allowed in tables:
+        if given not in allowed:
+            raise unknown_name(kind, given, allowed)
+    if not 0 < options.val_fraction < 1:
+        raise UserError(f"the validation fraction is {options.val_fraction}: give a number above 0 and below 1.")
+    if options.image_size and not MIN_IMAGE_SIZE <= options.image_size <= MAX_IMAGE_SIZE:
+        raise UserError(
+            f"the image size is {options.image_size}: give {MIN_IMAGE_SIZE} to {MAX_IMAGE_SIZE} pixels, "
+            "or 0 for the data set's own."
+        )
+
+
+def dataset_root(options: DataOptions) -> Path:
+    """Return the folder that holds downloaded data sets."""
+    return Path(options.data_root).expanduser()

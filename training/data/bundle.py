@@ -1,0 +1,151 @@
+"""A loaded data set: the samples, and everything that a run has to record about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from training.data import DataOptions
+from training.data.randomness import preserved_generators, seed_generators
+from training.data.sources import Source
+from training.data.transforms import Transform, evaluation_transform, training_transform
+from training.errors import UserError
+
+CROP_RATIO = 256 / 224  # photographs are resized to this multiple of the image size, then cut to their centre
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class ImageDataset(Dataset):
+    """Samples by (epoch, index): `(image float32 [3, S, S] normalised, label)`.
+
+    Attributes:
+        source: The raw images.
+        transform: From uint8 [3, H, W] to float32 [3, S, S].
+        seed: Seed of the augmentation; None where the transform draws nothing.
+    """
+
+    def __init__(self, source: Source, transform: Transform, seed: int | None = None) -> None:
+        self.source, self.transform, self.seed = source, transform, seed
+
+    def __len__(self) -> int:
+        return len(self.source.labels)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
+        """Return one sample as it is in one epoch; leaves the global random generators as they were.
+
+        Raises:
+            ImageError: The image cannot be read.
+        """
+        with preserved_generators():
+            return self.draw(*key)
+
+    def draw(self, epoch: int, index: int) -> tuple[torch.Tensor, int]:
+        """As `__getitem__`, but leaves the generators seeded: callers preserve them once for a whole batch."""
+        image = self.source.read(index)
+        if self.seed is not None:
+            seed_generators(self.seed, epoch, index)
+        return self.transform(image), int(self.source.labels[index])
+
+
+@dataclass(frozen=True)
+class DataBundle:
+    """What `load_data` returns; the same on every rank.
+
+    Attributes:
+        train: Training samples, augmented by (seed, epoch, index).
+        val: Validation samples, never augmented; the epoch of their key is ignored.
+        class_names: Name of each label.
+        preprocessing: The evaluation transform as JSON can hold it, see `transforms.evaluation_transform`.
+        augmentation: The augmentation in use, never "auto".
+        train_counts: Training images of each class.
+        val_counts: Validation images of each class.
+        fingerprint: sha256 that changes with the classes, the files (path, size, label) or the pixels in memory.
+        skip_bad_images: Whether unreadable images weigh 0 instead of ending the run.
+        notes: One-line messages for the user.
+    """
+
+    train: ImageDataset
+    val: ImageDataset
+    class_names: list[str]
+    preprocessing: dict[str, Any]
+    augmentation: str
+    train_counts: list[int]
+    val_counts: list[int]
+    fingerprint: str
+    skip_bad_images: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What a data set suggests where the user did not choose.
+
+    Attributes:
+        image_size: Side in pixels.
+        augmentation: What "auto" means.
+        centre_crop: Whether evaluation cuts out the centre (photographs) or resizes the whole image.
+        mean: Per channel, of values in 0..1.
+        std: As `mean`.
+    """
+
+    image_size: int
+    augmentation: str
+    centre_crop: bool
+    mean: Sequence[float]
+    std: Sequence[float]
+
+
+PHOTOGRAPHS = Habits(224, "crop_flip", centre_crop=True, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+
+
+def make_bundle(
+    train: Source,
+    val: Source,
+    class_names: list[str],
+    habits: Habits,
+    options: DataOptions,
+    fingerprint: str,
+    notes: Iterable[str] = (),
+) -> DataBundle:
+    """Put the transforms around two sources and check their labels.
+
+    Raises:
+        UserError: A set is empty, there is only one class, or a label is out of range.
+    """
+    size = options.image_size or habits.image_size
+    preprocessing = {
+        "image_size": size,
+        "resize_size": round(size * CROP_RATIO) if habits.centre_crop else None,
+        "mean": list(options.mean or habits.mean),
+        "std": list(options.std or habits.std),
+        "interpolation": options.interpolation,
+    }
+    augmentation = habits.augmentation if options.augmentation == "auto" else options.augmentation
+    return DataBundle(
+        train=ImageDataset(train, training_transform(augmentation, preprocessing), options.seed),
+        val=ImageDataset(val, evaluation_transform(preprocessing)),
+        class_names=class_names,
+        preprocessing=preprocessing,
+        augmentation=augmentation,
+        train_counts=_count_labels(train.labels, class_names, "training"),
+        val_counts=_count_labels(val.labels, class_names, "validation"),
+        fingerprint=fingerprint,
+        skip_bad_images=options.bad_images == "skip",
+        notes=list(notes),
+    )
+
+
+def _count_labels(labels: torch.Tensor, class_names: list[str], what: str) -> list[int]:
+    if len(labels) == 0:
+        raise UserError(f"the {what} set is empty: at least one image is needed.")
+    if len(class_names) < 2:
+        raise UserError(f"the {what} set has one class only ({class_names[0]!r}): at least two are needed.")
+    # a label out of range would end in an assertion on the GPU, long after the start
+    low, high, last = int(labels.min()), int(labels.max()), len(class_names) - 1
+    if low < 0 or high > last:
+        raise UserError(f"the {what} labels reach from {low} to {high}: {last + 1} classes need 0 to {last}.")
+    return torch.bincount(labels, minlength=len(class_names)).tolist()

@@ -1,0 +1,36 @@
+"""scikit-learn's handwritten digits: real images that need no download (Alpaydin & Kaynak, UCI, 1998)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional
+
+from training.data import DataOptions
+from training.data.bundle import DataBundle, Habits, make_bundle
+from training.data.sources import ArraySource, fingerprint_arrays, pixel_statistics
+
+IMAGE_SIZE = 32
+VAL_IMAGES = 360
+MAX_VALUE = 16  # the 8x8 cells count ink from 0 to 16
+
+
+def load(options: DataOptions) -> DataBundle:
+    """Load 1,437 training and 360 validation digits; the split is stratified and the same for every seed."""
+    digits = load_digits()
+    train_indices, val_indices = train_test_split(
+        np.arange(len(digits.target)), test_size=VAL_IMAGES, stratify=digits.target, random_state=0
+    )
+    size = options.image_size or IMAGE_SIZE
+    raw = torch.from_numpy(np.rint(digits.images * (255 / MAX_VALUE)).astype(np.uint8)).unsqueeze(1)
+    # resized once here: 1,797 grey images take 2 MB at 32 pixels
+    images = functional.resize(raw, [size, size], InterpolationMode(options.interpolation), antialias=True)
+    labels = torch.from_numpy(digits.target).long()
+    train, val = (ArraySource(images[indices], labels[indices]) for indices in (train_indices, val_indices))
+    class_names = [str(name) for name in digits.target_names]
+    mean, std = pixel_statistics(train.images)
+    habits = Habits(IMAGE_SIZE, "shift", centre_crop=False, mean=mean, std=std)
+    return make_bundle(train, val, class_names, habits, options, fingerprint_arrays(class_names, train, val))

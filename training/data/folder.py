@@ -1,0 +1,182 @@
+"""Folders of images: `DIR/train` and `DIR/val`, or one folder that is split; one subfolder per class."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from training.data import DATASETS, DataOptions
+from training.data.bundle import PHOTOGRAPHS, DataBundle, make_bundle
+from training.data.images import IMAGE_EXTENSIONS
+from training.data.sources import FileSource, ImageFile, fingerprint_files
+from training.errors import UserError, nearest
+
+NAMES_IN_MESSAGE = 5
+
+FoundFile = tuple[str, int]  # path relative to the root, with "/", and size in bytes
+Classes = dict[str, list[FoundFile]]
+
+
+def load(options: DataOptions) -> DataBundle:
+    """Load a folder of classes; hidden files and files without an image's extension are left out.
+
+    Raises:
+        UserError: The folder is missing or empty; a class has no image; there is one class only; train/ and val/ have
+            different classes; a symbolic link is broken or leads out of the folder.
+    """
+    root = _resolve_root(options.data)
+    ignored: Counter[str] = Counter()
+    parts = [root / name for name in ("train", "val")]
+    if any(part.is_dir() for part in parts):
+        for part in parts:
+            _require_part(part, root)
+        train, val = (_scan_classes(part, root, ignored) for part in parts)
+        _compare_classes(train, val)
+    else:
+        train, val = split_classes(_scan_classes(root, root, ignored), options.val_fraction, options.seed)
+    class_names = sorted(train)
+    train_files, val_files = (_with_labels(part, class_names) for part in (train, val))
+    if not val_files:
+        raise UserError(f"{str(root)!r} has one image per class, none is left to validate with: add images or val/.")
+    return make_bundle(
+        FileSource(root, train_files),
+        FileSource(root, val_files),
+        class_names,
+        PHOTOGRAPHS,
+        options,
+        fingerprint_files(class_names, train_files, val_files),
+        _notes(val, ignored),
+    )
+
+
+def split_classes(classes: Classes, val_fraction: float, seed: int) -> tuple[Classes, Classes]:
+    """Split every class into a training and a validation part.
+
+    A file is held out where the hash of (seed, path) falls below `val_fraction`: that depends on no other file, so
+    adding images moves none. Only where a class of two or more would be left without one of the parts, the file with
+    the lowest or highest hash fills it.
+    """
+    train: Classes = {}
+    val: Classes = {}
+    for name, files in classes.items():
+        ranked = sorted((_unit_hash(seed, file[0]), file) for file in files)
+        held_out = sum(position < val_fraction for position, _ in ranked)
+        held_out = min(max(held_out, 1), len(files) - 1)
+        val[name] = [file for _, file in ranked[:held_out]]
+        train[name] = [file for _, file in ranked[held_out:]]
+    return train, val
+
+
+def _unit_hash(seed: int, path: str) -> float:
+    digest = hashlib.blake2b(os.fsencode(f"{seed}:{path}"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
+
+
+def _resolve_root(data: str) -> Path:
+    root = Path(data).expanduser()
+    if not data or not root.is_dir():
+        usages = [entry.usage for entry in DATASETS.values()]
+        problem = "is not a folder" if root.is_file() else "is no data set and no folder of that name exists"
+        raise UserError(f"{data!r} {problem}.{nearest(data, usages)} Allowed: {', '.join(usages)}.")
+    return root.resolve()
+
+
+def _require_part(part: Path, root: Path) -> None:
+    if part.is_symlink():
+        _check_link(str(part), str(root))
+    if not part.is_dir():
+        raise UserError(
+            f"{str(root)!r} has no folder {part.name}/: give it one, or give one folder of classes, "
+            "which is split by --val-fraction."
+        )
+
+
+def _scan_classes(top: Path, root: Path, ignored: Counter[str]) -> Classes:
+    """List the images of each class folder directly below `top`, sorted by path; count other files by extension."""
+    entries = _visible_entries(str(top), str(root))
+    if not entries:
+        raise UserError(f"the data folder {str(top)!r} is empty: give it one folder of images per class.")
+    classes: Classes = {}
+    for folder in (entry for entry in entries if entry.is_dir()):
+        files = []
+        for entry in _files_below(folder.path, str(root)):
+            extension = os.path.splitext(entry.name)[1].lower()
+            if extension in IMAGE_EXTENSIONS:
+                files.append((Path(entry.path).relative_to(root).as_posix(), entry.stat().st_size))
+            else:
+                ignored[extension or "no extension"] += 1
+        classes[folder.name] = sorted(files)
+    if not any(classes.values()):
+        raise UserError(
+            f"no image in a class folder below {str(top)!r}: expected {top.name}/CLASS/IMAGE "
+            f"with one of {', '.join(IMAGE_EXTENSIONS)}."
+        )
+    empty = [name for name, files in classes.items() if not files]
+    if empty:
+        raise UserError(f"no image in class {_join(empty)} of {str(top)!r}: add images or remove the folder.")
+    if len(classes) == 1:
+        raise UserError(f"{str(top)!r} has one class only, {_join(classes)}: at least two class folders are needed.")
+    return classes
+
+
+def _visible_entries(folder: str, root: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as scan:
+            entries = sorted((entry for entry in scan if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    except OSError as error:
+        raise UserError(f"the folder {folder!r} cannot be listed: {error.strerror}.") from None
+    for entry in entries:
+        if entry.is_symlink():
+            _check_link(entry.path, root)
+    return entries
+
+
+def _files_below(folder: str, root: str) -> Iterator[os.DirEntry[str]]:
+    for entry in _visible_entries(folder, root):
+        if entry.is_dir():
+            yield from _files_below(entry.path, root)
+        elif entry.is_file():
+            yield entry
+
+
+def _check_link(path: str, root: str) -> None:
+    """Refuse a link that is broken, leads out of `root`, or leads to a folder that holds the link itself."""
+    target = os.path.realpath(path)
+    if not os.path.exists(target):
+        raise UserError(f"the symbolic link {path!r} is broken: remove or repair it.")
+    if not Path(target).is_relative_to(root):
+        raise UserError(
+            f"the symbolic link {path!r} leads out of the data folder {root!r}: copy the file there instead."
+        )
+    if Path(os.path.realpath(os.path.dirname(path))).is_relative_to(target):
+        raise UserError(f"the symbolic link {path!r} leads to a folder that contains it: remove it.")
+
+
+def _compare_classes(train: Classes, val: Classes) -> None:
+    only_train, only_val = sorted(train.keys() - val.keys()), sorted(val.keys() - train.keys())
+    if only_train or only_val:
+        sides = (("train/", only_train), ("val/", only_val))
+        found = [f"only in {part}: {_join(names)}" for part, names in sides if names]
+        raise UserError(f"train/ and val/ must have the same classes; {'; '.join(found)}.")
+
+
+def _with_labels(classes: Classes, class_names: list[str]) -> list[ImageFile]:
+    return [ImageFile(*found, label) for label, name in enumerate(class_names) for found in sorted(classes[name])]
+
+
+def _notes(val: Classes, ignored: Counter[str]) -> Iterator[str]:
+    if ignored:
+        kinds = ", ".join(f"{count} {extension}" for extension, count in ignored.most_common(NAMES_IN_MESSAGE))
+        yield f"left out {ignored.total()} files that are no images by their extension: {kinds}"
+    without = sorted(name for name, files in val.items() if not files)
+    if without:
+        yield f"no validation image for {_join(without)}: one image only, kept for training"
+
+
+def _join(names: list[str] | Classes) -> str:
+    shown = [repr(name) for name in list(names)[:NAMES_IN_MESSAGE]]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -1,0 +1,157 @@
+"""The batches of one rank, in the order that the plan gives, read in this process or in worker processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from training.data.bundle import DataBundle, ImageDataset
+from training.data.reader import Batch, BatchReader, ReadFailure, bad_image_budget, over_budget
+from training.data.sampler import BatchKey, BatchPlan, EvaluationPlan
+from training.data.workers import end_with_parent, worker_context
+from training.errors import UserError
+
+MAX_AUTOMATIC_WORKERS = 8
+
+
+class TrainLoader:
+    """The training batches of one rank; worker processes live from the first epoch to `close`.
+
+    Args:
+        bundle: The data.
+        plan: Which samples belong to which step.
+        rank: This rank, 0 to `plan.world_size` - 1.
+        workers: Worker processes, 0 reads in this process; see `automatic_workers`.
+        pin_memory: Whether batches are put into page-locked memory (needs a GPU).
+    """
+
+    def __init__(
+        self, bundle: DataBundle, plan: BatchPlan, rank: int, *, workers: int = 0, pin_memory: bool = False
+    ) -> None:
+        self._plan, self._rank = plan, rank
+        self._fetcher = _Fetcher(bundle.train, bundle.skip_bad_images, workers, pin_memory)
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """Yield the micro-batches of optimizer steps `first_step`, `first_step` + 1, ... of `epoch`.
+
+        Raises:
+            UserError: An image cannot be read, or more than the budget of skipped ones; raised on this rank only.
+        """
+        return self._fetcher.fetch(self._plan.epoch_keys(epoch, self._rank, first_step))
+
+    @property
+    def bad_paths(self) -> list[str]:
+        """Files that this rank has skipped so far, each with its reason, in the order they were met."""
+        return list(self._fetcher.bad_paths)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._fetcher.close()
+
+
+class EvaluationLoader:
+    """The validation batches of one rank, as many on every rank; iterate as often as needed.
+
+    Args:
+        bundle: The data.
+        plan: Which samples belong to which rank.
+        rank: This rank, 0 to `plan.world_size` - 1.
+        workers: As for `TrainLoader`.
+        pin_memory: As for `TrainLoader`.
+    """
+
+    def __init__(
+        self, bundle: DataBundle, plan: EvaluationPlan, rank: int, *, workers: int = 0, pin_memory: bool = False
+    ) -> None:
+        self._plan, self._rank = plan, rank
+        self._fetcher = _Fetcher(bundle.val, bundle.skip_bad_images, workers, pin_memory)
+
+    def __len__(self) -> int:
+        return self._plan.batches_per_rank
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._fetcher.fetch(self._plan.keys(self._rank))
+
+    @property
+    def bad_paths(self) -> list[str]:
+        """As `TrainLoader.bad_paths`."""
+        return list(self._fetcher.bad_paths)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._fetcher.close()
+
+
+def automatic_workers(dataset: ImageDataset, ranks_on_machine: int = 1) -> int:
+    """Choose worker processes for one rank: none for images in memory, else its share of the cores less one, 1 to 8."""
+    if dataset.source.in_memory:
+        return 0
+    cores = len(os.sched_getaffinity(0)) // ranks_on_machine
+    return min(max(cores - 1, 1), MAX_AUTOMATIC_WORKERS)
+
+
+class _Keys:
+    """The sampler of a DataLoader that outlives the epoch: yields the keys that were put in last."""
+
+    def __init__(self) -> None:
+        self.current: Iterable[BatchKey] = ()
+
+    def __iter__(self) -> Iterator[BatchKey]:
+        return iter(self.current)
+
+
+class _Fetcher:
+    """Turns keys into batches, in order, with or without workers; counts what was skipped against the budget."""
+
+    def __init__(self, dataset: ImageDataset, skip_bad_images: bool, workers: int, pin_memory: bool) -> None:
+        self.bad_paths: dict[str, None] = {}
+        self._dataset_size = len(dataset)
+        self._reader = BatchReader(dataset, skip_bad_images)
+        self._pin_memory = pin_memory
+        self._keys = _Keys()
+        self._loader = self._make_loader(workers) if workers else None
+
+    def _make_loader(self, workers: int) -> DataLoader:
+        return DataLoader(
+            self._reader,
+            batch_size=None,
+            sampler=self._keys,
+            num_workers=workers,
+            collate_fn=_unchanged,
+            worker_init_fn=end_with_parent,
+            pin_memory=self._pin_memory,
+            persistent_workers=True,
+            multiprocessing_context=worker_context(),
+            generator=torch.Generator(),  # else every epoch draws from, and so shifts, the global generator
+        )
+
+    def fetch(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
+        for result in self._results(keys):
+            if isinstance(result, ReadFailure):
+                raise UserError(result.message)
+            if result.bad_paths:
+                self.bad_paths.update(dict.fromkeys(result.bad_paths))
+                if len(self.bad_paths) > bad_image_budget(self._dataset_size):
+                    raise over_budget(self._dataset_size, self.bad_paths)
+            yield result
+
+    def _results(self, keys: Iterable[BatchKey]) -> Iterator[Batch | ReadFailure]:
+        if self._loader is None:
+            for key in keys:
+                result = self._reader[key]
+                yield result.pin_memory() if self._pin_memory and isinstance(result, Batch) else result
+            return
+        self._keys.current = keys
+        yield from self._loader
+
+    def close(self) -> None:
+        # DataLoader has no public way to end persistent workers: they end when their iterator is dropped
+        self._loader = None
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

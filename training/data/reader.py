@@ -1,0 +1,104 @@
+"""Makes one batch from its key: the part of loading that runs in the worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils.data import Dataset
+
+from training.data.bundle import ImageDataset
+from training.data.images import ImageError
+from training.data.randomness import preserved_generators
+from training.data.sampler import BatchKey
+from training.errors import UserError
+
+BAD_IMAGE_BUDGET = 0.001
+PATHS_IN_MESSAGE = 3
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank.
+
+    Attributes:
+        images: float32 [B, 3, S, S], normalised.
+        labels: int64 [B].
+        weights: float32 [B]; 0 for padding and for images that could not be read, else 1.
+        indices: int64 [B], positions in the data set.
+        bad_paths: Files of this batch that could not be read, each with its reason (only with `skip_bad_images`).
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+    indices: torch.Tensor
+    bad_paths: list[str] = field(default_factory=list)
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in page-locked memory, from which copies to a GPU run beside the computation."""
+        images, labels = self.images.pin_memory(), self.labels.pin_memory()
+        return Batch(images, labels, self.weights.pin_memory(), self.indices.pin_memory(), self.bad_paths)
+
+
+@dataclass(frozen=True)
+class ReadFailure:
+    """A user's mistake found by a worker: as data, because DataLoader turns exceptions into pages of traceback."""
+
+    message: str
+
+
+class BatchReader(Dataset):
+    """Makes the batch of a key; runs in the worker processes."""
+
+    def __init__(self, dataset: ImageDataset, skip_bad_images: bool) -> None:
+        self._dataset, self._skip_bad_images = dataset, skip_bad_images
+
+    def __getitem__(self, key: BatchKey) -> Batch | ReadFailure:
+        try:
+            with preserved_generators():
+                return self._read(key)
+        except UserError as error:
+            return ReadFailure(str(error))
+
+    def _read(self, key: BatchKey) -> Batch:
+        weights = torch.from_numpy(key.weights)
+        bad_paths: list[str] = []
+        images, labels = [], []
+        for slot, index in enumerate(key.indices.tolist()):
+            try:
+                image, label = self._dataset.draw(key.epoch, index)
+            except ImageError as error:
+                if not self._skip_bad_images:
+                    raise
+                bad_paths.append(f"{error.path} ({error.reason})")
+                weights[slot] = 0
+                image, label = self._next_readable(key.epoch, index)
+            images.append(image)
+            labels.append(label)
+        return Batch(torch.stack(images), torch.tensor(labels), weights, torch.from_numpy(key.indices), bad_paths)
+
+    def _next_readable(self, epoch: int, bad_index: int) -> tuple[torch.Tensor, int]:
+        """Return the next sample that can be read, so that BatchNorm sees a real image in the slot that weighs 0."""
+        total = len(self._dataset)
+        for distance in range(1, bad_image_budget(total) + 1):
+            try:
+                return self._dataset.draw(epoch, (bad_index + distance) % total)
+            except ImageError:
+                continue
+        raise over_budget(total)
+
+
+def bad_image_budget(num_samples: int) -> int:
+    """Count the images of a set that may be skipped: 0.1 %, at least 1."""
+    return max(1, int(BAD_IMAGE_BUDGET * num_samples))
+
+
+def over_budget(total: int, bad_paths: Iterable[str] = ()) -> UserError:
+    """Build the error for more unreadable images than `bad_image_budget(total)`; shows the first few."""
+    shown = ", ".join(list(bad_paths)[:PATHS_IN_MESSAGE])
+    return UserError(
+        f"more than {bad_image_budget(total)} of {total} images cannot be used, the limit of --bad-images skip"
+        f"{': ' + shown if shown else ''}. Repair or remove them; scripts/doctor.py --check-data lists all."
+    )

@@ -1,0 +1,181 @@
+"""The world of ranks: start, stop, and the few collectives that training needs.
+
+This module alone reads the launchers' environment variables and knows about NCCL and gloo.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from training.errors import UserError
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all ranks."""
+
+    rank: int
+    local_rank: int
+    local_size: int
+    size: int
+    device: torch.device
+    signal_group: dist.ProcessGroup | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one rank that writes and speaks."""
+        return self.rank == 0
+
+    def describe(self) -> str:
+        """Say in a few words what the ranks run on."""
+        if self.device.type == "cuda":
+            return f"{self.size} x {torch.cuda.get_device_name(self.device)}"
+        ranks = "1 CPU process" if self.size == 1 else f"{self.size} CPU ranks over gloo"
+        return f"{ranks}, {torch.get_num_threads()} thread(s) each"
+
+
+def launched_world() -> tuple[int, int, int, int]:
+    """Return (rank, local rank, ranks on this machine, all ranks) as the launcher says; (0, 0, 1, 1) without one.
+
+    Raises:
+        UserError: where the variables are incomplete or no numbers.
+    """
+    # deepspeed calls the number of ranks on this machine LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE.
+    local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    if not given:
+        return 0, 0, 1, 1
+    try:
+        rank, local_rank, size = (int(given[name]) for name in names)
+        return rank, local_rank, int(local_size), size
+    except (KeyError, ValueError):
+        said = ", ".join(f"{name}={given.get(name, 'missing')}" for name in names)
+        raise UserError(
+            f"the launcher's environment is incomplete: {said}. Start through deepspeed or torchrun."
+        ) from None
+
+
+def start_world() -> World:
+    """Join the process group; every rank must call this.
+
+    Without a launcher the process becomes a world of one. NCCL is used where there is a GPU, gloo elsewhere.
+
+    Raises:
+        UserError: where this machine has fewer GPUs than ranks, or the master port is in use.
+    """
+    rank, local_rank, local_size, size = launched_world()
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        os.environ["MASTER_PORT"] = str(_free_port())
+    use_cuda = torch.cuda.is_available()
+    if use_cuda and local_size > torch.cuda.device_count():
+        raise UserError(f"{local_size} GPUs asked for, {torch.cuda.device_count()} present: ask for fewer.")
+    if use_cuda:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        _share_cores(local_size)
+    try:
+        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ.get("MASTER_PORT")
+        raise UserError(f"port {port} is in use: give a free one with --master_port.") from None
+    # Questions about stopping go over gloo, from CPU to CPU, so that they never wait for a GPU's queue.
+    signal_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if size > 1 else None
+    return World(rank, local_rank, local_size, size, device, signal_group)
+
+
+def stop_world() -> None:
+    """Leave the process group; every rank must call this."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier(world: World) -> None:
+    """Wait for all ranks; a collective."""
+    if world.size > 1:
+        dist.barrier()
+
+
+def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Return the elementwise sum of a tensor over all ranks; a collective."""
+    total = values.clone()
+    if world.size > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def average_over_ranks(tensors: list[torch.Tensor], world: World) -> None:
+    """Replace float tensors by their mean over all ranks, in place and in one message; a collective."""
+    if world.size == 1 or not tensors:
+        return
+    flat = torch.cat([tensor.detach().to(torch.float32).reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat)
+    flat /= world.size
+    _scatter_flat(flat, tensors)
+
+
+def broadcast_from_main(tensors: list[torch.Tensor], world: World) -> None:
+    """Replace tensors by rank 0's, in place; a collective."""
+    if world.size > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0)
+
+
+def error_on_any_rank(error: str | None, world: World) -> str | None:
+    """Agree on whether any rank failed: return the lowest failing rank's message on every rank; a collective."""
+    if world.size == 1:
+        return error
+    messages: list[str | None] = [None] * world.size
+    dist.all_gather_object(messages, error)
+    return next((message for message in messages if message is not None), None)
+
+
+def gather_objects(value: Any, world: World) -> list[Any]:
+    """Return every rank's small picklable value, in rank order, on every rank; a collective."""
+    if world.size == 1:
+        return [value]
+    values: list[Any] = [None] * world.size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value: Any, world: World) -> Any:
+    """Return rank 0's small picklable value on every rank; a collective."""
+    values = [value]
+    if world.size > 1:
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _share_cores(local_size: int) -> None:
+    """Give each CPU rank its share of the cores; 2 ranks with 2 threads each on 2 cores took 15 times as long."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+
+
+def _scatter_flat(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    offset = 0
+    for tensor in tensors:
+        part = flat[offset : offset + tensor.numel()]
+        tensor.copy_(part.view_as(tensor))
+        offset += tensor.numel()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,28 @@
+"""Mistakes that belong to the user, and the one line each of them gets.
+
+Everything that a user can get wrong ends in a `UserError`: one line that says what was given, what is
+allowed and what to type. The entry scripts print it and exit with `USER_ERROR_EXIT_CODE`, without a traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+USER_ERROR_EXIT_CODE = 2
+
+
+class UserError(Exception):
+    """A mistake in what the user gave: the message is the single line that is shown."""
+
+
+def nearest(given: str, allowed: Iterable[str]) -> str:
+    """Return the closest allowed name as ' Did you mean ...?', or '' where none is close."""
+    matches = difflib.get_close_matches(given.lower(), {a.lower(): a for a in allowed}, n=1, cutoff=0.5)
+    return f" Did you mean '{matches[0]}'?" if matches else ""
+
+
+def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> UserError:
+    """Build the error for a name that is in no table: what was given, the nearest name, all that are allowed."""
+    names = list(allowed)
+    return UserError(f"unknown {kind} '{given}'.{nearest(given, names)} Allowed: {', '.join(names)}.")

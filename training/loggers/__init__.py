@@ -1,0 +1,155 @@
+"""Where a run's numbers go: console, JSON lines, the text log and TensorBoard, behind one small Protocol.
+
+A new logger is one class with these methods and one line in `build_loggers`. Only rank 0 builds any.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from training.config import TrainConfig
+    from training.metrics import Scores
+    from training.run_folder import RunFolder
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPoint:
+    """What is known at a logging point, over all ranks and the steps since the last one."""
+
+    epoch: int
+    step: int
+    steps_per_epoch: int
+    total_steps: int
+    loss: float
+    learning_rate: float
+    images_per_second: float
+    data_wait_share: float
+    seconds_left: float
+    gradient_norm: float
+    skipped_steps: int
+    memory_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochPoint:
+    """What is known at the end of an epoch."""
+
+    epoch: int
+    step: int
+    epochs: int
+    train_loss: float
+    train_top1: float
+    validation: Scores
+    images_per_second: float
+    data_wait_share: float
+    seconds: float
+    is_best: bool
+    class_names: Sequence[str]
+
+
+class RunLogger(Protocol):
+    """One destination of a run's numbers."""
+
+    def on_message(self, message: str) -> None:
+        """Take a line of text for people."""
+
+    def on_images(self, images: torch.Tensor) -> None:
+        """Take a sample of augmented training images, float32 [N, 3, H, W] in 0..1."""
+
+    def on_steps(self, point: StepPoint) -> None:
+        """Take a logging point."""
+
+    def on_epoch(self, point: EpochPoint) -> None:
+        """Take the end of an epoch."""
+
+    def close(self) -> None:
+        """Flush and release files."""
+
+
+class Loggers:
+    """Hands everything to each logger in turn; on ranks other than 0 there are none."""
+
+    def __init__(self, loggers: Sequence[RunLogger]) -> None:
+        self._loggers = loggers
+
+    def message(self, message: str) -> None:
+        """Log a line of text."""
+        for logger in self._loggers:
+            logger.on_message(message)
+
+    def images(self, images: torch.Tensor) -> None:
+        """Log a sample of augmented training images, float32 [N, 3, H, W] in 0..1."""
+        for logger in self._loggers:
+            logger.on_images(images)
+
+    def steps(self, point: StepPoint) -> None:
+        """Log a logging point."""
+        for logger in self._loggers:
+            logger.on_steps(point)
+
+    def epoch(self, point: EpochPoint) -> None:
+        """Log the end of an epoch."""
+        for logger in self._loggers:
+            logger.on_epoch(point)
+
+    def close(self) -> None:
+        """Close every logger."""
+        for logger in self._loggers:
+            logger.close()
+
+
+def build_loggers(config: TrainConfig, folder: RunFolder, facts: dict[str, Any]) -> Loggers:
+    """Build rank 0's loggers.
+
+    Args:
+        config: the run's configuration.
+        folder: where the files go.
+        facts: the environment of the run, for TensorBoard's text page.
+    """
+    from training.loggers.console import ConsoleLogger
+    from training.loggers.files import JsonLinesLogger, TextLogger
+
+    loggers: list[RunLogger] = [TextLogger(folder), JsonLinesLogger(folder)]
+    if config.progress != "off":
+        loggers.append(ConsoleLogger(config.progress))
+    if config.tensorboard:
+        from training.loggers.tensorboard import TensorBoardLogger
+
+        loggers.append(TensorBoardLogger(folder, dataclasses.asdict(config), facts))
+    return Loggers(loggers)
+
+
+def epoch_line(point: EpochPoint) -> str:
+    """Return the one line that an epoch gets on the console and in the text log."""
+    scores = point.validation
+    return (
+        f"epoch {point.epoch}/{point.epochs}  train loss {point.train_loss:.4f}  val loss {scores.loss:.4f}  "
+        f"top-1 {scores.top1:.4f}  top-5 {scores.top5:.4f}  {point.images_per_second:.0f} images/s  "
+        f"{point.seconds:.1f} s{'  best' if point.is_best else ''}"
+    )
+
+
+def step_line(point: StepPoint) -> str:
+    """Return the plain line of a logging point."""
+    skipped = f"  skipped {point.skipped_steps}" if point.skipped_steps else ""
+    return (
+        f"epoch {point.epoch}  step {point.step % point.steps_per_epoch or point.steps_per_epoch}"
+        f"/{point.steps_per_epoch}  loss {point.loss:.4f}  lr {point.learning_rate:.3g}  "
+        f"{point.images_per_second:.0f} images/s  data wait {point.data_wait_share:.1%}  "
+        f"left {duration(point.seconds_left)}{skipped}"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Write a time span for people: 45s, 3m20s, 2h05m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -1,0 +1,71 @@
+"""The files for people and for programs: logs/training.log and the run's metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch
+
+from training.loggers import EpochPoint, StepPoint, epoch_line, step_line
+from training.run_folder import RunFolder
+
+
+class TextLogger:
+    """Appends to logs/training.log, which all runs share, with time and run name before each line."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._file = folder.text_log.open("a", encoding="utf-8", buffering=1)
+        self._run_name = folder.name
+
+    def on_message(self, message: str) -> None:
+        """Write the line."""
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._file.write(f"{stamp} {self._run_name} {message}\n")
+
+    def on_images(self, images: torch.Tensor) -> None:
+        """Images have no place in a text file."""
+
+    def on_steps(self, point: StepPoint) -> None:
+        """Write the logging point's line."""
+        self.on_message(step_line(point))
+
+    def on_epoch(self, point: EpochPoint) -> None:
+        """Write the epoch's line."""
+        self.on_message(epoch_line(point))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class JsonLinesLogger:
+    """Writes metrics.jsonl: one JSON object per logging point ('kind': 'step') and per epoch ('kind': 'epoch')."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._file = folder.metrics.open("a", encoding="utf-8", buffering=1)
+
+    def on_message(self, message: str) -> None:
+        """Text goes to training.log."""
+
+    def on_images(self, images: torch.Tensor) -> None:
+        """Images go to TensorBoard."""
+
+    def on_steps(self, point: StepPoint) -> None:
+        """Write the logging point with units in its names."""
+        self._write("step", vars(point))
+
+    def on_epoch(self, point: EpochPoint) -> None:
+        """Write the epoch's exact numbers."""
+        scores = point.validation
+        values = {key: value for key, value in vars(point).items() if key not in ("validation", "class_names")}
+        values |= {"val_loss": scores.loss, "val_top1": scores.top1, "val_top5": scores.top5}
+        self._write("epoch", values | {"val_samples": scores.samples})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, kind: str, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")

@@ -1,0 +1,102 @@
+"""TensorBoard: scalars, the configuration as text, a sample of augmented images, the confusion matrix as a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from training.loggers import EpochPoint, StepPoint
+from training.run_folder import RunFolder
+
+LARGEST_MATRIX_WITH_NUMBERS = 20
+LARGEST_PICTURE = 200
+
+
+class TensorBoardLogger:
+    """Writes event files into logs/tensorboard/<run>/."""
+
+    def __init__(self, folder: RunFolder, config: dict[str, Any], facts: dict[str, Any]) -> None:
+        self._writer = SummaryWriter(str(folder.tensorboard), flush_secs=10)
+        self._writer.add_text("configuration", _as_code(config))
+        self._writer.add_text("environment", _as_code(facts))
+
+    def on_message(self, message: str) -> None:
+        """Text goes to training.log."""
+
+    def on_images(self, images: torch.Tensor) -> None:
+        """Show the sample as one grid."""
+        self._writer.add_images("augmented training images", images, global_step=0)
+
+    def on_steps(self, point: StepPoint) -> None:
+        """Write the scalars of a logging point."""
+        scalars = {
+            "train/loss": point.loss,
+            "train/learning_rate": point.learning_rate,
+            "train/gradient_norm": point.gradient_norm,
+            "speed/images_per_second": point.images_per_second,
+            "speed/data_wait_share": point.data_wait_share,
+            "memory/bytes_per_rank": point.memory_bytes,
+        }
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, point.step)
+
+    def on_epoch(self, point: EpochPoint) -> None:
+        """Write the scalars of an epoch, and the confusion matrix."""
+        scalars = {
+            "epoch/train_loss": point.train_loss,
+            "epoch/train_top1": point.train_top1,
+            "epoch/val_loss": point.validation.loss,
+            "epoch/val_top1": point.validation.top1,
+            "epoch/val_top5": point.validation.top5,
+        }
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, point.epoch)
+        confusion = point.validation.confusion
+        if confusion is not None and len(confusion) <= LARGEST_PICTURE:
+            self._writer.add_figure("confusion matrix", confusion_figure(confusion, point.class_names), point.epoch)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+def confusion_figure(confusion: torch.Tensor, class_names: Sequence[str]) -> Any:
+    """Draw a confusion matrix.
+
+    Args:
+        confusion: int64 [classes, classes], rows are true classes, columns predicted ones.
+        class_names: the names along both axes.
+
+    Returns:
+        A matplotlib figure, not registered with pyplot.
+    """
+    from matplotlib.figure import Figure
+
+    size = len(confusion)
+    side_inches = min(12.0, max(4.0, 0.4 * size))
+    figure = Figure(figsize=(side_inches + 1, side_inches), layout="constrained")
+    axes = figure.add_subplot()
+    share = confusion / confusion.sum(1, keepdim=True).clamp_min(1)
+    image = axes.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, ax=axes, label="share of the true class")
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("true class")
+    if size <= LARGEST_MATRIX_WITH_NUMBERS:
+        axes.set_xticks(range(size), class_names, rotation=90)
+        axes.set_yticks(range(size), class_names)
+        for row in range(size):
+            for column in range(size):
+                color = "white" if share[row, column] > 0.5 else "black"
+                axes.text(
+                    column, row, str(int(confusion[row, column])), ha="center", va="center", color=color, fontsize=8
+                )
+    return figure
+
+
+def _as_code(values: dict[str, Any]) -> str:
+    # Four spaces make a code block in TensorBoard's Markdown.
+    return "    " + json.dumps(values, indent=2, default=str).replace("\n", "\n    ")

@@ -1,0 +1,245 @@
+"""The loop itself: one epoch of training, one pass of evaluation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from training.data.loader import Batch, EvaluationLoader
+from training.data.sampler import BatchPlan
+from training.distributed import World, error_on_any_rank, sum_over_ranks
+from training.engine import Engine, StepResult
+from training.errors import UserError
+from training.loggers import Loggers, StepPoint
+from training.metrics import Scores, ScoreSums, sample_losses
+from training.optim import Schedule
+from training.signals import StopRequest
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What stays the same over all epochs of a run."""
+
+    plan: BatchPlan
+    schedule: Schedule
+    num_classes: int
+    image_size: int
+    seed: int
+    label_smoothing: float
+    log_every_steps: int
+    epochs: int
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.epochs * self.plan.steps_per_epoch
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """What one epoch of training gave; `stop_signal` is 0 unless a signal ended it before its last step."""
+
+    scores: Scores
+    steps_done: int
+    seconds: float
+    images_per_second: float
+    data_wait_share: float
+    stop_signal: int
+
+
+def train_one_epoch(
+    engine: Engine,
+    batches: Iterable[Batch],
+    settings: LoopSettings,
+    *,
+    epoch: int,
+    first_step: int,
+    world: World,
+    loggers: Loggers,
+    stop: StopRequest,
+) -> EpochResult:
+    """Train from step `first_step` of epoch `epoch` (both from 0) to the epoch's end, or to a stop signal.
+
+    A collective: all ranks run the same steps, and all stop after the same one.
+
+    Raises:
+        UserError: on all ranks, where an image on any rank cannot be read.
+    """
+    plan = settings.plan
+    sums = ScoreSums(settings.num_classes, world.device)
+    meter = _Meter(settings, epoch, world, loggers)
+    waiting = _TimedBatches(batches, (plan.steps_per_epoch - first_step) * plan.accumulation_steps, settings)
+    step = first_step
+    stop_signal = 0
+    for step in range(first_step, plan.steps_per_epoch):
+        position = epoch * plan.steps_per_epoch + step
+        for group in engine.parameter_groups:
+            group["lr"] = settings.schedule.group_learning_rate(position, group["rate_scale"])
+        # Dropout is a function of (seed, step, rank) alone: a run that goes on in the middle needs no stored state.
+        torch.manual_seed(_step_seed(settings.seed, position, world.rank))
+        loss_factor = plan.loss_scale_for(step)
+        result = None
+        for _ in range(plan.accumulation_steps):
+            batch = next(waiting)
+            images, labels, weights = _to_device(batch, world.device)
+            logits = engine.forward(images)
+            losses = sample_losses(logits, labels, settings.label_smoothing)
+            engine.backward((losses * weights).sum() * loss_factor)
+            result = engine.step()
+            sums.add(losses, logits, labels, weights)
+            meter.add(losses, weights)
+        meter.after_step(position, result, waiting.seconds)
+        stop_signal = stop.poll(world, failed=waiting.error is not None)
+        if stop_signal:
+            break
+    waiting.raise_error_of_any_rank(world)
+    seconds = meter.elapsed_seconds()
+    steps_done = step - first_step + 1
+    return EpochResult(
+        sums.reduce(world),
+        steps_done,
+        seconds,
+        images_per_second=steps_done * plan.global_batch / seconds,
+        data_wait_share=waiting.seconds / seconds,
+        stop_signal=stop_signal if step + 1 < plan.steps_per_epoch else 0,
+    )
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, batches: EvaluationLoader, settings: LoopSettings, world: World) -> Scores:
+    """Return exact averages over every validation sample, each counted once; a collective.
+
+    Every rank holds the same number of batches, filled up with samples of weight 0.
+
+    Raises:
+        UserError: on all ranks, where an image on any rank cannot be read.
+    """
+    engine.train(False)
+    sums = ScoreSums(settings.num_classes, world.device, with_confusion=True)
+    waiting = _TimedBatches(batches, len(batches), settings)
+    for batch in waiting:
+        images, labels, weights = _to_device(batch, world.device)
+        logits = engine.forward(images)
+        sums.add(sample_losses(logits, labels), logits, labels, weights)
+    waiting.raise_error_of_any_rank(world)
+    engine.train(True)
+    return sums.reduce(world)
+
+
+def _step_seed(seed: int, position: int, rank: int) -> int:
+    return int(np.random.SeedSequence((seed, position, rank)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _to_device(batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tensors = (batch.images, batch.labels, batch.weights)
+    images, labels, weights = (tensor.to(device, non_blocking=True) for tensor in tensors)
+    return images, labels, weights
+
+
+class _TimedBatches:
+    """An iterator over `count` batches that adds up the seconds spent waiting, and outlives an unreadable image.
+
+    A rank that raised in the middle of a step would leave the others waiting in a collective. So after an error the
+    rank goes on with empty batches of weight 0 until all ranks have agreed to stop.
+    """
+
+    def __init__(self, batches: Iterable[Batch], count: int, settings: LoopSettings) -> None:
+        self._iterator: Iterator[Batch] = iter(batches)
+        self._left = count
+        self._settings = settings
+        self.seconds = 0.0
+        self.error: UserError | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._left == 0:
+            raise StopIteration
+        self._left -= 1
+        if self.error is not None:
+            return self._empty_batch()
+        start = time.perf_counter()
+        try:
+            return next(self._iterator)
+        except UserError as error:
+            self.error = error
+            return self._empty_batch()
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def raise_error_of_any_rank(self, world: World) -> None:
+        """Raise on every rank what went wrong on the first rank that failed; a collective."""
+        message = error_on_any_rank(str(self.error) if self.error else None, world)
+        if message:
+            raise UserError(message)
+
+    def _empty_batch(self) -> Batch:
+        size, side = self._settings.plan.batch_size_per_rank, self._settings.image_size
+        zeros = torch.zeros(size, dtype=torch.int64)
+        return Batch(torch.zeros(size, 3, side, side), zeros, torch.zeros(size), zeros, [])
+
+
+class _Meter:
+    """Collects losses on the device between logging points, and reads them there."""
+
+    def __init__(self, settings: LoopSettings, epoch: int, world: World, loggers: Loggers) -> None:
+        self._settings, self._epoch, self._world, self._loggers = settings, epoch, world, loggers
+        self._start = self._last_time = time.perf_counter()
+        self._last_wait = 0.0
+        self._steps = 0
+        self._skipped = 0
+        self._sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+
+    def add(self, losses: torch.Tensor, weights: torch.Tensor) -> None:
+        """Add a micro-batch's losses [B] and weights [B]."""
+        with torch.no_grad():
+            kept = torch.where(weights > 0, losses.detach(), 0.0)
+            self._sums += torch.stack([kept.double().sum(), weights.double().sum()])
+
+    def after_step(self, position: int, result: StepResult | None, wait_seconds: float) -> None:
+        """Count an optimizer step; at a logging point sum over the ranks and log. A collective."""
+        settings = self._settings
+        self._steps += 1
+        self._skipped += result is not None and not result.applied
+        step_of_epoch = position % settings.plan.steps_per_epoch + 1
+        if step_of_epoch % settings.log_every_steps and step_of_epoch != settings.plan.steps_per_epoch:
+            return
+        loss_sum, count = sum_over_ranks(self._sums, self._world).tolist()  # the sync of a logging point
+        now = time.perf_counter()
+        seconds = max(now - self._last_time, 1e-9)
+        steps_left = settings.total_steps - position - 1
+        point = StepPoint(
+            epoch=self._epoch + 1,
+            step=position + 1,
+            steps_per_epoch=settings.plan.steps_per_epoch,
+            total_steps=settings.total_steps,
+            loss=loss_sum / max(count, 1.0),
+            learning_rate=settings.schedule.learning_rate(position),
+            images_per_second=self._steps * settings.plan.global_batch / seconds,
+            data_wait_share=min(1.0, (wait_seconds - self._last_wait) / seconds),
+            seconds_left=steps_left * seconds / self._steps,
+            gradient_norm=float(result.gradient_norm) if result and result.gradient_norm is not None else float("nan"),
+            skipped_steps=self._skipped,
+            memory_bytes=memory_bytes(self._world),
+        )
+        self._loggers.steps(point)
+        self._last_time, self._last_wait, self._steps, self._skipped = now, wait_seconds, 0, 0
+        self._sums.zero_()
+
+    def elapsed_seconds(self) -> float:
+        """Seconds since the epoch began."""
+        return max(time.perf_counter() - self._start, 1e-9)
+
+
+def memory_bytes(world: World) -> int:
+    """Return this rank's peak memory in bytes: allocated on the GPU, or resident (ru_maxrss) on a CPU."""
+    if world.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(world.device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,236 @@
+"""Builds the parts of a run, in the order in which a mistake is cheapest to report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from models import build_model, model_spec
+from models.build import BuiltModel
+from models.checkpointing import enable_activation_checkpointing
+from training.batchnorm import synchronize_batchnorm
+from training.config import TrainConfig, save_config
+from training.data import DataOptions, load_data
+from training.data.bundle import DataBundle
+from training.data.loader import EvaluationLoader, TrainLoader, automatic_workers
+from training.data.sampler import BatchPlan, EvaluationPlan
+from training.distributed import World, broadcast_object, error_on_any_rank
+from training.engine import Engine, build_engine
+from training.environment import describe_environment
+from training.errors import UserError
+from training.finetune import RestingBackbone
+from training.loggers import Loggers, build_loggers
+from training.loop import LoopSettings
+from training.optim import build_optimizer, build_schedule
+from training.precision import resolve_precision
+from training.run_folder import RunFolder, create_run_folder, name_run
+from training.strategies import engine_config, read_strategy_json
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that a run is made of.
+
+    Attributes:
+        config: what the user asked for.
+        world: the ranks.
+        precision: 'bf16', 'fp16' or 'fp32', never 'auto'.
+        data: training and validation set.
+        built: the model, before it was sharded.
+        folder: where the run's files go.
+        settings: what the loop needs to know.
+        head_epochs: epochs in which only the head learns.
+        engine: the sharded model with its optimizer.
+        backbone: lets all layers but the head rest.
+        loggers: none on ranks other than 0.
+        train_loader: this rank's training batches.
+        val_loader: this rank's validation batches.
+    """
+
+    config: TrainConfig
+    world: World
+    precision: str
+    data: DataBundle
+    built: BuiltModel
+    folder: RunFolder
+    settings: LoopSettings
+    head_epochs: int
+    engine: Engine
+    backbone: RestingBackbone
+    loggers: Loggers
+    train_loader: TrainLoader
+    val_loader: EvaluationLoader
+
+    def close(self) -> None:
+        """Flush the logs, end the workers, release the engine."""
+        self.loggers.close()
+        self.train_loader.close()
+        self.val_loader.close()
+        self.engine.close()
+
+
+def build_parts(config: TrainConfig, world: World) -> Parts:
+    """Build a run; a collective.
+
+    Raises:
+        UserError: on all ranks, for a mistake that any of them found.
+    """
+    precision = agreed(lambda: resolve_precision(config.precision, world.device), world)
+    strategy_json = agreed(lambda: read_strategy_json(config.strategy, config.deepspeed_config), world)
+    data = agreed(lambda: load_data(_data_options(config)), world)
+    built = _build_model(config, data, world)
+    head_epochs = config.head_epochs if model_spec(config.model_type).always_pretrained else 0
+    settings = _loop_settings(config, data, head_epochs, world)
+    folder = _create_folder(config, world)
+    sharding = engine_config(
+        strategy_json,
+        batch_size_per_rank=config.batch_size,
+        accumulation_steps=config.gradient_accumulation_steps,
+        gradient_clipping=config.gradient_clipping,
+        offload=config.offload,
+    )
+    loggers = _build_loggers(config, folder, precision, data, built, sharding, world)
+    optimizer = build_optimizer(built.module, config, built.head_parameter_names, discriminative=head_epochs > 0)
+    backbone = RestingBackbone(built.module, built.head_parameter_names)
+    engine = build_engine(built.module, optimizer, sharding, precision, world)
+    train_loader, val_loader = _build_loaders(config, data, settings.plan, world)
+    return Parts(
+        config,
+        world,
+        precision,
+        data,
+        built,
+        folder,
+        settings,
+        head_epochs,
+        engine,
+        backbone,
+        loggers,
+        train_loader,
+        val_loader,
+    )
+
+
+def agreed(action: Callable[[], Result], world: World) -> Result:
+    """Run an action on every rank; where it is a user's mistake on any, raise it on all. A collective."""
+    message = None
+    result: Any = None
+    try:
+        result = action()
+    except UserError as error:
+        message = str(error)
+    message = error_on_any_rank(message, world)
+    if message is not None:
+        raise UserError(message)
+    return result
+
+
+def _data_options(config: TrainConfig) -> DataOptions:
+    return DataOptions(
+        data=config.data,
+        val_fraction=config.val_fraction,
+        image_size=config.image_size,
+        augmentation=config.augmentation,
+        bad_images=config.bad_images,
+        download=config.download,
+        seed=config.seed,
+    )
+
+
+def _build_model(config: TrainConfig, data: DataBundle, world: World) -> BuiltModel:
+    def build() -> BuiltModel:
+        # The same seed on every rank: all start from the same weights.
+        torch.manual_seed(config.seed)
+        return build_model(
+            config.model_type,
+            num_classes=len(data.class_names),
+            image_size=data.preprocessing["image_size"],
+            pretrained=config.pretrained,
+            weights=config.weights or None,
+            members=tuple(config.ensemble_members.split(",")),
+            batch_size=config.batch_size,
+        )
+
+    # One rank of each machine goes first: it downloads hub weights, the others then find them in its cache.
+    built = agreed(lambda: build() if world.local_rank == 0 else None, world)
+    if built is None:
+        built = build()
+    module = built.module.to(world.device)
+    if config.activation_checkpointing:
+        enable_activation_checkpointing(module)
+    if config.sync_batchnorm:
+        module = synchronize_batchnorm(module, world)
+    return dataclasses.replace(built, module=module)
+
+
+def _loop_settings(config: TrainConfig, data: DataBundle, head_epochs: int, world: World) -> LoopSettings:
+    plan = BatchPlan(len(data.train), config.batch_size, config.gradient_accumulation_steps, world.size, config.seed)
+    return LoopSettings(
+        plan=plan,
+        schedule=build_schedule(config, plan.steps_per_epoch, plan.global_batch, head_epochs),
+        num_classes=len(data.class_names),
+        image_size=data.preprocessing["image_size"],
+        seed=config.seed,
+        label_smoothing=config.label_smoothing,
+        log_every_steps=config.log_every_steps,
+        epochs=config.epochs,
+    )
+
+
+def _create_folder(config: TrainConfig, world: World) -> RunFolder:
+    """Create the run's folders on rank 0, and tell all ranks where they are; a collective."""
+
+    def create() -> RunFolder | None:
+        if not world.is_main:
+            return None
+        folder = create_run_folder(config, name_run(config))
+        save_config(config, folder.path / "config.json")
+        return folder
+
+    return broadcast_object(agreed(create, world), world)
+
+
+def _build_loggers(
+    config: TrainConfig,
+    folder: RunFolder,
+    precision: str,
+    data: DataBundle,
+    built: BuiltModel,
+    sharding: dict[str, Any],
+    world: World,
+) -> Loggers:
+    if not world.is_main:
+        return Loggers([])
+    facts = describe_environment(world) | {
+        "precision": precision,
+        "data_fingerprint": data.fingerprint,
+        "model": built.description,
+    }
+    _write_json(folder.path / "environment.json", facts)
+    _write_json(folder.path / "deepspeed_config.json", sharding)
+    return build_loggers(config, folder, facts)
+
+
+def _build_loaders(
+    config: TrainConfig, data: DataBundle, plan: BatchPlan, world: World
+) -> tuple[TrainLoader, EvaluationLoader]:
+    is_automatic = config.workers == "auto"
+    workers = automatic_workers(data.train, world.local_size) if is_automatic else int(config.workers)
+    pin = world.device.type == "cuda"
+    evaluation = EvaluationPlan(len(data.val), config.batch_size, world.size)
+    return (
+        TrainLoader(data, plan, world.rank, workers=workers, pin_memory=pin),
+        EvaluationLoader(data, evaluation, world.rank, workers=workers, pin_memory=pin),
+    )
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")

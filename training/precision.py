@@ -1,0 +1,84 @@
+"""Precision: which arithmetic a run uses, autocast around the model, and the dynamic loss scale of fp16.
+
+Weights, gradients, optimizer state and BatchNorm (weights and statistics) stay in fp32 under every precision;
+autocast picks bf16 or fp16 for the operations that gain from it. DeepSpeed's `bf16.enabled` would cast the
+weights and leave BatchNorm's buffers behind (findings, row 1), and its `torch_autocast` in fp16 steps each shard
+on its own overflow check; so DeepSpeed is given an fp32 model whose forward runs under `torch.autocast`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from training.errors import UserError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+AMPERE = (8, 0)
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """Return 'bf16', 'fp16' or 'fp32' for what was asked, where 'auto' follows the hardware.
+
+    Args:
+        precision: 'auto', 'bf16', 'fp16' or 'fp32'.
+        device: this rank's device.
+
+    Raises:
+        UserError: for bf16 on a GPU older than Ampere.
+    """
+    has_bf16 = device.type == "cpu" or torch.cuda.get_device_capability(device) >= AMPERE
+    if precision == "auto":
+        return "fp32" if device.type == "cpu" else "bf16" if has_bf16 else "fp16"
+    if precision == "bf16" and not has_bf16:
+        raise UserError(f"--precision bf16: {torch.cuda.get_device_name(device)} has no bf16; use fp16 or auto.")
+    return precision
+
+
+def run_under_autocast(module: nn.Module, precision: str, device: torch.device) -> None:
+    """Make every forward of the module run under autocast, and return fp32; parameter names stay as they are."""
+    if precision == "fp32":
+        return
+    autocast = torch.autocast(device.type, dtype=DTYPES[precision])
+    inner_forward = module.forward
+
+    def forward(images: torch.Tensor) -> torch.Tensor:
+        with autocast:
+            logits = inner_forward(images)
+        return logits.float()
+
+    module.forward = forward
+
+
+class DynamicLossScale:
+    """The loss scale of fp16: halved after an overflow, doubled after a run of good steps.
+
+    The rule is that of NVIDIA's mixed-precision guide and `torch.amp.GradScaler`, with its default numbers. The
+    same decisions fall on all ranks, because whether a step was applied is agreed on by all.
+    """
+
+    GROWTH_INTERVAL_STEPS = 2000
+    MINIMUM = 1.0
+    MAXIMUM = 2.0**24
+
+    def __init__(self, initial: float = 2.0**16) -> None:
+        self.value = initial
+        self.good_steps = 0
+
+    def update(self, step_applied: bool) -> None:
+        """Note whether the last optimizer step was applied (finite gradients) or skipped."""
+        if not step_applied:
+            self.value = max(self.value / 2, self.MINIMUM)
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps % self.GROWTH_INTERVAL_STEPS == 0:
+            self.value = min(self.value * 2, self.MAXIMUM)
+
+    def state(self) -> dict[str, float]:
+        """Return what a checkpoint stores."""
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Take back what `state` gave."""
+        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

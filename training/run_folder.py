@@ -1,0 +1,81 @@
+"""Where a run's files lie: logs/training.log, logs/tensorboard/<run>/ and logs/runs/<run>/."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from training.config import REPO_ROOT, TrainConfig
+from training.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run."""
+
+    log_dir: Path
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """The run's own folder."""
+        return self.log_dir / "runs" / self.name
+
+    @property
+    def text_log(self) -> Path:
+        """The text log that all runs share."""
+        return self.log_dir / "training.log"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The run's TensorBoard event files."""
+        return self.log_dir / "tensorboard" / self.name
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per logging point and epoch."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def weights(self) -> Path:
+        """The trained model: the best epoch's weights."""
+        return self.path / "model.safetensors"
+
+    @property
+    def checkpoints(self) -> Path:
+        """What resume reads."""
+        return self.path / "checkpoints"
+
+
+def name_run(config: TrainConfig) -> str:
+    """Return the run's name: the one given, or date, model and strategy."""
+    if config.run_name:
+        return config.run_name
+    model = config.model_type.replace(":", "-").replace("/", "-")
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.strategy}"
+
+
+def create_run_folder(config: TrainConfig, name: str) -> RunFolder:
+    """Create the folders of a run; called on rank 0 alone.
+
+    Raises:
+        UserError: where a folder cannot be written, or a run of that name exists and is not resumed.
+    """
+    log_dir = Path(config.log_dir).expanduser().resolve() if config.log_dir else REPO_ROOT / "logs"
+    folder = RunFolder(log_dir, name)
+    try:
+        for path in (folder.path, folder.tensorboard, folder.checkpoints):
+            path.mkdir(parents=True, exist_ok=True)
+        if config.resume == "never" and folder.metrics.exists():
+            raise UserError(
+                f"--run-name {name}: {folder.path} holds a run already. Give another name, or --resume auto to go on."
+            )
+        with folder.text_log.open("a", encoding="utf-8"), folder.metrics.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--log-dir {log_dir}: cannot be written ({error.strerror}: {error.filename}). "
+            "Give a folder that you may write to."
+        ) from None
+    return folder
