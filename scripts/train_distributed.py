@@ -9,6 +9,7 @@ python scripts/train_distributed.py --epochs 1          # one process, no launch
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -23,6 +24,8 @@ SECONDS_FOR_RANK_0_TO_SPEAK = 2.0
 
 def main() -> int:
     """Parse the command line and train; return the exit code."""
+    # Until the run listens for signals itself, Ctrl-C ends the process at once and without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         config, only_check = parse_args(sys.argv[1:])
         if only_check:

@@ -100,6 +100,7 @@ class TrainConfig:
     data: str = option(
         "digits", f"Data set: {', '.join(DATASETS)}, or a folder of class folders (or of train/ and val/)."
     )
+    data_root: str = option("~/.cache/zerovision", "Folder that torchvision data sets are read from and downloaded to.")
     download: bool = option(False, "Allow torchvision data sets to be downloaded.")
     val_fraction: float = option(
         0.2, "Share of a folder without train/ and val/ held out for validation.", above=0, high=0.9

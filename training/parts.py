@@ -14,6 +14,7 @@ import torch
 from models import build_model, model_spec
 from models.build import BuiltModel
 from models.checkpointing import enable_activation_checkpointing
+from models.normalization import starting_normalization
 from training.batchnorm import synchronize_batchnorm
 from training.config import TrainConfig, save_config
 from training.data import DataOptions, load_data
@@ -86,9 +87,11 @@ def build_parts(config: TrainConfig, world: World) -> Parts:
     precision = agreed(lambda: resolve_precision(config.precision, world.device), world)
     strategy_json = agreed(lambda: read_strategy_json(config.strategy, config.deepspeed_config), world)
     data = agreed(lambda: load_data(_data_options(config)), world)
-    built = _build_model(config, data, world)
     head_epochs = config.head_epochs if model_spec(config.model_type).always_pretrained else 0
     settings = _loop_settings(config, data, head_epochs, world)
+    # Worker processes take seconds to start: they do so while the model and the engine are built.
+    train_loader, val_loader = _build_loaders(config, data, settings.plan, world)
+    built = _build_model(config, data, world)
     folder = _create_folder(config, world)
     sharding = engine_config(
         strategy_json,
@@ -101,7 +104,6 @@ def build_parts(config: TrainConfig, world: World) -> Parts:
     optimizer = build_optimizer(built.module, config, built.head_parameter_names, discriminative=head_epochs > 0)
     backbone = RestingBackbone(built.module, built.head_parameter_names)
     engine = build_engine(built.module, optimizer, sharding, precision, world)
-    train_loader, val_loader = _build_loaders(config, data, settings.plan, world)
     return Parts(
         config,
         world,
@@ -134,13 +136,18 @@ def agreed(action: Callable[[], Result], world: World) -> Result:
 
 
 def _data_options(config: TrainConfig) -> DataOptions:
+    normalization = starting_normalization(config.model_type, pretrained=config.pretrained, weights=config.weights)
+    mean, std = normalization or (None, None)
     return DataOptions(
+        mean=mean,
+        std=std,
         data=config.data,
         val_fraction=config.val_fraction,
         image_size=config.image_size,
         augmentation=config.augmentation,
         bad_images=config.bad_images,
         download=config.download,
+        data_root=config.data_root,
         seed=config.seed,
     )
 

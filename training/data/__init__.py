@@ -81,7 +81,7 @@ class DataOptions:
         augmentation: A name from `AUGMENTATIONS`.
         bad_images: "error" stops at the first unreadable image; "skip" weighs it 0, up to 0.1 % of the images.
         download: Whether a torchvision data set may be fetched.
-        seed: Decides the split of a folder and the augmentation.
+        seed: Decides the augmentation.
         interpolation: Filter of every resize, one of `INTERPOLATIONS`.
         data_root: Where torchvision data sets are kept; a leading `~` is expanded.
         mean: Per channel, of pixels in 0..1; None takes the data set's own (a pretrained backbone brings its own).
@@ -97,8 +97,8 @@ class DataOptions:
     seed: int = 0
     interpolation: str = "bilinear"
     data_root: str = "~/.cache/zerovision"
-    mean: tuple[float, float, float] | None = None
-    std: tuple[float, float, float] | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
 
 
 def load_data(options: DataOptions) -> DataBundle:

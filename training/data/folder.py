@@ -36,7 +36,7 @@ def load(options: DataOptions) -> DataBundle:
         train, val = (_scan_classes(part, root, ignored) for part in parts)
         _compare_classes(train, val)
     else:
-        train, val = split_classes(_scan_classes(root, root, ignored), options.val_fraction, options.seed)
+        train, val = split_classes(_scan_classes(root, root, ignored), options.val_fraction)
     class_names = sorted(train)
     train_files, val_files = (_with_labels(part, class_names) for part in (train, val))
     if not val_files:
@@ -52,17 +52,17 @@ def load(options: DataOptions) -> DataBundle:
     )
 
 
-def split_classes(classes: Classes, val_fraction: float, seed: int) -> tuple[Classes, Classes]:
+def split_classes(classes: Classes, val_fraction: float) -> tuple[Classes, Classes]:
     """Split every class into a training and a validation part.
 
-    A file is held out where the hash of (seed, path) falls below `val_fraction`: that depends on no other file, so
-    adding images moves none. Only where a class of two or more would be left without one of the parts, the file with
-    the lowest or highest hash fills it.
+    A file is held out where the hash of its path falls below `val_fraction`: that depends on no other file, so adding
+    images moves none, and on no seed, so that runs of different seeds are judged on the same images. Only where a
+    class of two or more would be left without one of the parts, the file with the lowest or highest hash fills it.
     """
     train: Classes = {}
     val: Classes = {}
     for name, files in classes.items():
-        ranked = sorted((_unit_hash(seed, file[0]), file) for file in files)
+        ranked = sorted((_unit_hash(file[0]), file) for file in files)
         held_out = sum(position < val_fraction for position, _ in ranked)
         held_out = min(max(held_out, 1), len(files) - 1)
         val[name] = [file for _, file in ranked[:held_out]]
@@ -70,8 +70,8 @@ def split_classes(classes: Classes, val_fraction: float, seed: int) -> tuple[Cla
     return train, val
 
 
-def _unit_hash(seed: int, path: str) -> float:
-    digest = hashlib.blake2b(os.fsencode(f"{seed}:{path}"), digest_size=8).digest()
+def _unit_hash(path: str) -> float:
+    digest = hashlib.blake2b(os.fsencode(path), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64
 
 

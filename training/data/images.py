@@ -63,7 +63,7 @@ def open_image(path: str | os.PathLike[str], max_pixels: int = MAX_PIXELS) -> Im
                 _check_header(image, max_pixels)
                 image.load()
                 ImageOps.exif_transpose(image, in_place=True)
-                return _to_rgb(image)
+                return to_rgb(image)
     except Image.UnidentifiedImageError:
         raise ImageError(path, "not an image of a known format") from None
     except Image.DecompressionBombError:
@@ -81,7 +81,12 @@ def _check_header(image: Image.Image, max_pixels: int) -> None:
         raise ValueError(f"animation with {frames} frames")
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Make an image 8-bit RGB: 16-bit and float grey scaled, transparency laid on white.
+
+    Raises:
+        ValueError: where the scale of its pixels cannot be known.
+    """
     if image.mode == "F" or image.mode.startswith("I"):
         image = Image.fromarray(_to_8_bit(np.asarray(image), image.mode))
     if image.has_transparency_data:

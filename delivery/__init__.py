@@ -1,0 +1,1 @@
+"""What turns a finished run into something used."""

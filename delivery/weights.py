@@ -1,0 +1,132 @@
+"""The weights that a run leaves: one safetensors file that says what it is, and loads in plain PyTorch.
+
+The file's metadata (safetensors keeps text only) holds one JSON object with `description` (enough to rebuild the
+network), `class_names`, `preprocessing` and `extra`. Tensor names are the network's own, so that timm loads a
+`timm:` model too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from models import rebuild_model
+from models.weights_file import METADATA_KEY, read_facts
+from training.data.images import to_rgb
+from training.data.transforms import evaluation_transform
+from training.errors import UserError
+
+METADATA_KEYS = ("description", "class_names", "preprocessing", "extra")
+
+
+def save_weights(
+    path: str | os.PathLike[str],
+    state_dict: dict[str, torch.Tensor],
+    *,
+    description: dict[str, Any],
+    class_names: list[str],
+    preprocessing: dict[str, Any],
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Write weights and what they are into one safetensors file; a crash leaves the old file or the new one.
+
+    Args:
+        path: the file; its folder must exist.
+        state_dict: the full tensors on any device; each keeps its dtype.
+        description: `BuiltModel.description`.
+        class_names: the class of each logit, in order.
+        preprocessing: image_size and resize_size (pixels; resize_size null for no crop), mean and std (3 numbers
+            each, for pixels in 0..1), interpolation (bilinear, bicubic or nearest); see `preprocess`.
+        extra: anything else that JSON can hold.
+    """
+    values = (description, class_names, preprocessing, extra or {})
+    metadata = {METADATA_KEY: json.dumps(dict(zip(METADATA_KEYS, values, strict=True)))}
+    # Copies: a view into a strategy's flat buffer would be refused as shared memory.
+    tensors = {
+        name: torch.clone(tensor.detach().cpu(), memory_format=torch.contiguous_format)
+        for name, tensor in state_dict.items()
+    }
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(tensors, temporary, metadata=metadata)
+        _fsync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _fsync(path.parent)
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return a file's description, class_names, preprocessing and extra; the tensors are not read.
+
+    Raises:
+        UserError: for a file that is missing or that `save_weights` did not write.
+    """
+    if not Path(path).is_file():
+        raise UserError(f"weights file '{path}' does not exist or is no file")
+    try:
+        with safe_open(path, framework="pt") as reader:
+            facts = read_facts(reader)
+        return {key: facts[key] for key in METADATA_KEYS}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"weights file '{path}' cannot be read as safetensors: {error}") from error
+    except KeyError as error:
+        raise UserError(
+            f"weights file '{path}' lacks the metadata {error}: it is not the model.safetensors of a run"
+        ) from error
+
+
+def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]:
+    """Rebuild the network of a file and load its weights: float32, on the CPU, in evaluation mode.
+
+    Returns:
+        The network (images `[B, 3, H, W]` to logits `[B, classes]`) and the metadata of `read_metadata`.
+
+    Raises:
+        UserError: for a file that is missing, broken or contradicts itself.
+    """
+    metadata = read_metadata(path)
+    module = rebuild_model(metadata["description"])
+    try:
+        module.load_state_dict(load_file(path))
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"weights file '{path}' does not fit its own description: {reason}") from error
+    return module.eval(), metadata
+
+
+def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor]:
+    """Return the function that turns a PIL image into the network's input, float32 `[3, H, W]`.
+
+    The image is turned upright (EXIF), made RGB, resized (the shorter side to resize_size, then a center crop of
+    image_size; or straight to image_size where resize_size is null), and normalized with mean and std.
+
+    Args:
+        metadata: what `read_metadata` or `load_model` returned.
+    """
+    transform = evaluation_transform(metadata["preprocessing"])
+
+    def to_input(image: Image.Image) -> torch.Tensor:
+        return transform(pil_to_tensor(to_rgb(ImageOps.exif_transpose(image))))
+
+    return to_input
+
+
+def _fsync(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

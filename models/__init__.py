@@ -1,0 +1,105 @@
+"""The table of networks that can be trained, and the two functions that build one.
+
+Importing this module loads neither torch nor timm: the command line reads the table for its `--help`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from training.errors import unknown_name
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from models.build import BuiltModel
+
+TIMM_PREFIX = "timm:"
+DEFAULT_MEMBERS = ("mobilenet", "efficientnet", "vgg")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One line of the table of models."""
+
+    module: str
+    """The module whose `create(num_classes, image_size, timm_name, pretrained)` makes the network (an ensemble is put
+    together by `models.build`, from its members)."""
+    summary: str
+    """One phrase for `--help` and the guide."""
+    timm_name: str | None = None
+    """The network's name in timm, where timm makes it."""
+    always_pretrained: bool = False
+    """Whether the model is refused without pretrained weights, from the hub or from `--weights FILE`."""
+    takes_members: bool = False
+    """Whether the network is made of other models of this table."""
+
+
+MODELS: dict[str, ModelSpec] = {
+    "basic_cnn": ModelSpec("models.basic_cnn", "small plain CNN: a baseline that trains in seconds"),
+    "mobilenet": ModelSpec("models.timm_models", "MobileNetV3-Small", timm_name="mobilenetv3_small_100"),
+    "mobilenet_finetuned": ModelSpec(
+        "models.timm_models",
+        "MobileNetV3-Small from pretrained weights with a new head",
+        timm_name="mobilenetv3_small_100",
+        always_pretrained=True,
+    ),
+    "efficientnet": ModelSpec("models.timm_models", "EfficientNet-B0", timm_name="efficientnet_b0"),
+    "vgg": ModelSpec("models.timm_models", "VGG16 with BatchNorm", timm_name="vgg16_bn"),
+    "cnn_lstm": ModelSpec("models.cnn_lstm", "CNN features read column by column by a bidirectional LSTM"),
+    "ensemble": ModelSpec(
+        "models.ensemble", "several models trained together on their averaged probabilities", takes_members=True
+    ),
+}
+
+
+def check_model_name(name: str) -> None:
+    """Accept a name of `MODELS` or `timm:<name>`; whether timm has that name is checked by `build_model`.
+
+    Raises:
+        UserError: for any other name, with the nearest one.
+    """
+    if name not in MODELS and not (name.startswith(TIMM_PREFIX) and len(name) > len(TIMM_PREFIX)):
+        raise unknown_name("model", name, [*MODELS, "timm:<name>"])
+
+
+def model_spec(name: str) -> ModelSpec:
+    """Return the table's line for `name`, or the line that a `timm:<name>` stands for."""
+    check_model_name(name)
+    if name in MODELS:
+        return MODELS[name]
+    timm_name = name.removeprefix(TIMM_PREFIX)
+    return ModelSpec("models.timm_models", f"timm's {timm_name}", timm_name=timm_name)
+
+
+def build_model(
+    model_type: str,
+    *,
+    num_classes: int,
+    image_size: int,
+    pretrained: bool = False,
+    weights: str | None = None,
+    members: Sequence[str] = DEFAULT_MEMBERS,
+    batch_size: int = 2,
+) -> BuiltModel:
+    """Build the network that is to be trained, in float32 on the CPU; see `models.build.build_model`."""
+    from models import build
+
+    return build.build_model(
+        model_type,
+        num_classes=num_classes,
+        image_size=image_size,
+        pretrained=pretrained,
+        weights=weights,
+        members=members,
+        batch_size=batch_size,
+    )
+
+
+def rebuild_model(description: dict[str, Any]) -> nn.Module:
+    """Build the network of a `BuiltModel.description` again, with random weights and without a network connection."""
+    from models import build
+
+    return build.rebuild_model(description)

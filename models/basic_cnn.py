@@ -1,0 +1,50 @@
+"""A small plain CNN: three blocks of two 3x3 convolutions, global average pooling, dropout, one linear layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+DROPOUT = 0.2
+
+
+def conv_block(
+    in_channels: int, out_channels: int, *, stride: int = 1, pool: tuple[int, int] = (2, 2)
+) -> nn.Sequential:
+    """Return two 3x3 convolutions with BatchNorm and ReLU, then max pooling by `pool` (height, width).
+
+    `stride` is the stride of the first convolution.
+    """
+    return nn.Sequential(
+        nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(pool),
+    )
+
+
+class BasicCNN(nn.Module):
+    """Images `[B, 3, H, W]` to logits `[B, num_classes]`."""
+
+    # The names that timm's models carry too: the one place where other modules look for stem and head.
+    default_cfg = {"first_conv": "blocks.0.0", "classifier": "head", "input_size": (3, 224, 224)}  # noqa: RUF012
+
+    def __init__(self, num_classes: int) -> None:
+        """Make the layers; the stem's stride is 2, `models.image_size` lowers it for small images."""
+        super().__init__()
+        self.blocks = nn.Sequential(conv_block(3, 32, stride=2), conv_block(32, 64), conv_block(64, 128))
+        self.dropout = nn.Dropout(DROPOUT)
+        self.head = nn.Linear(128, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map images `[B, 3, H, W]` to logits `[B, num_classes]`."""
+        features = self.blocks(images).mean(dim=(2, 3))
+        return self.head(self.dropout(features))
+
+
+def create(num_classes: int, image_size: int, timm_name: str | None, pretrained: bool) -> nn.Module:
+    """Build the network; it takes any image size and has no pretrained weights."""
+    return BasicCNN(num_classes)

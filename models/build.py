@@ -1,0 +1,190 @@
+"""Builds a network from the table: create, fit to the image size, load weights, and describe it for a later rebuild."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from models import MODELS, model_spec
+from models.ensemble import Ensemble
+from models.image_size import StrideChanges, as_names, fit_to_image_size, set_strides, size_error
+from models.weights_file import load_weights_file
+from training.errors import UserError
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A network that is ready to train, and what must be known about it."""
+
+    module: nn.Module
+    """Maps images `[B, 3, H, W]` float32 to logits `[B, num_classes]`."""
+    description: dict[str, Any]
+    """JSON-able, enough for `rebuild_model`: model_type, timm_name, num_classes, image_size (pixels), members
+    (model names of an ensemble), stem_stride_changed {convolution: [old, new]}."""
+    notes: list[str] = field(default_factory=list)
+    """One-line messages for the log."""
+    head_parameter_names: frozenset[str] = frozenset()
+    """Names of the classifier's parameters, those that train first in fine-tuning."""
+
+
+def build_model(
+    model_type: str,
+    *,
+    num_classes: int,
+    image_size: int,
+    pretrained: bool,
+    weights: str | None,
+    members: Sequence[str],
+    batch_size: int,
+) -> BuiltModel:
+    """Build the network that is to be trained, in float32 on the CPU.
+
+    Args:
+        model_type: a name of `MODELS`, or `timm:<name>`.
+        num_classes: width of the head.
+        image_size: height and width of the images, pixels.
+        pretrained: load the hub's weights (network, or the hub's local cache).
+        weights: path of a safetensors or `weights_only` file to load instead.
+        members: the model names of an ensemble, two or more; other models ignore it.
+        batch_size: images per step and rank, to refuse a size that BatchNorm cannot take.
+
+    Raises:
+        UserError: for a name, size, batch or file that does not work, with what to type.
+    """
+    if pretrained and weights:
+        raise UserError("--pretrained and --weights both give the starting weights: leave one of them out")
+    description = _describe(model_type, num_classes, image_size, members)
+    parts: list[nn.Module] = []
+    notes: list[str] = []
+    for prefix, part in zip(_prefixes(description), _part_descriptions(description), strict=True):
+        module, changes = _fitted(part, batch_size)
+        if not weights and (pretrained or model_spec(part["model_type"]).always_pretrained):
+            module = _create_pretrained(part, notes)
+            set_strides(module, {name: new for name, (_, new) in changes.items()})
+        parts.append(module)
+        for name, (old, new) in changes.items():
+            description["stem_stride_changed"][prefix + name] = [old, new]
+            notes.append(
+                f"{part['model_type']}: stem stride {old} -> {new}, so that {image_size}-pixel images keep detail"
+            )
+    module = _assemble(description, parts)
+    heads = _heads(description, parts)
+    if weights:
+        notes += load_weights_file(module, weights, model_type=model_type, heads=heads)
+    head_names = (name for name, _ in module.named_parameters() for head in heads if name.startswith(f"{head}."))
+    return BuiltModel(module, description, notes, frozenset(head_names))
+
+
+def rebuild_model(description: dict[str, Any]) -> nn.Module:
+    """Build the network of a `BuiltModel.description` again: random weights, no network connection.
+
+    Raises:
+        UserError: for a description that no `build_model` wrote.
+    """
+    try:
+        module = _assemble(description, [_create(part) for part in _part_descriptions(description)])
+        set_strides(module, {name: int(new) for name, (_, new) in description["stem_stride_changed"].items()})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"this is no description of a model: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _describe(model_type: str, num_classes: int, image_size: int, members: Sequence[str]) -> dict[str, Any]:
+    spec = model_spec(model_type)
+    members = list(members) if spec.takes_members else []
+    if spec.takes_members and len(members) < 2:
+        raise UserError(f"an ensemble needs at least two members, not {len(members)}: --members mobilenet,vgg")
+    for member in members:
+        if model_spec(member).takes_members:
+            raise UserError(f"'{member}' cannot be a member of an ensemble. Allowed: {', '.join(_member_names())}.")
+    return {
+        "model_type": model_type,
+        "timm_name": spec.timm_name,
+        "num_classes": num_classes,
+        "image_size": image_size,
+        "members": members,
+        "stem_stride_changed": {},
+    }
+
+
+def _member_names() -> list[str]:
+    return [name for name, spec in MODELS.items() if not spec.takes_members]
+
+
+def _part_descriptions(description: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return one description per member, or the description itself where there are none."""
+    if not description["members"]:
+        return [description]
+    shared = {key: description[key] for key in ("num_classes", "image_size")}
+    return [
+        {**shared, "model_type": name, "timm_name": model_spec(name).timm_name, "members": []}
+        for name in description["members"]
+    ]
+
+
+def _prefixes(description: dict[str, Any]) -> list[str]:
+    """Return what stands before each part's parameter names in the whole network."""
+    return [f"members.{i}." for i in range(len(description["members"]))] or [""]
+
+
+def _assemble(description: dict[str, Any], parts: list[nn.Module]) -> nn.Module:
+    return Ensemble(parts) if description["members"] else parts[0]
+
+
+def _create(part: dict[str, Any], pretrained: bool = False) -> nn.Module:
+    family = importlib.import_module(model_spec(part["model_type"]).module)
+    return family.create(part["num_classes"], part["image_size"], part["timm_name"], pretrained)
+
+
+def _create_pretrained(part: dict[str, Any], notes: list[str]) -> nn.Module:
+    """Create a part with the hub's weights, and note what became of its head."""
+    name, timm_name = part["model_type"], part["timm_name"]
+    if timm_name is None:
+        raise UserError(f"model '{name}' has no pretrained weights: leave out --pretrained, or give --weights FILE")
+    try:
+        module = _create(part, pretrained=True)
+    except UserError as error:
+        twins = [n for n, s in MODELS.items() if s.timm_name == timm_name and not s.always_pretrained]
+        from_nothing = f"--model-type {twins[0]}" if model_spec(name).always_pretrained else "no --pretrained"
+        raise UserError(f"{error}. Type --weights FILE, or {from_nothing} to start from nothing.") from error
+    notes.append(f"{name}: pretrained weights of timm's {timm_name} loaded")
+    hub_classes = getattr(module, "default_cfg", {}).get("num_classes")
+    if hub_classes not in (None, part["num_classes"]):
+        notes.append(f"{name}: head replaced: {hub_classes} -> {part['num_classes']} classes")
+    return module
+
+
+def _fitted(part: dict[str, Any], batch_size: int) -> tuple[nn.Module, StrideChanges]:
+    """Create a part and fit it to its image size, before anything is downloaded for it.
+
+    Raises:
+        UserError: where the size does not work, with the one that does.
+    """
+
+    def attempt(size: int, batch: int) -> tuple[nn.Module, StrideChanges, str | None]:
+        try:
+            module = _create({**part, "image_size": size})
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:  # a vision transformer's own refusal
+            return nn.Identity(), {}, str(error).partition("\n")[0] or type(error).__name__
+        return module, *fit_to_image_size(module, size, batch)
+
+    module, changes, failure = attempt(part["image_size"], batch_size)
+    if failure is not None:
+        made_for = getattr(module, "default_cfg", {}).get("input_size", (3, part["image_size"]))[-1]
+        raise size_error(
+            part["model_type"], part["image_size"], batch_size, failure, made_for, lambda s, b: attempt(s, b)[2]
+        )
+    return module, changes
+
+
+def _heads(description: dict[str, Any], parts: list[nn.Module]) -> list[str]:
+    """Return the names of the classifier's submodules in the whole network."""
+    return [
+        prefix + name
+        for prefix, part in zip(_prefixes(description), parts, strict=True)
+        for name in as_names(getattr(part, "default_cfg", {}).get("classifier"))
+    ]

@@ -1,0 +1,107 @@
+"""Activation checkpointing: the repeated parts of a network recompute their activations in the backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from models.ensemble import Ensemble
+
+POOLING = (nn.MaxPool2d, nn.AvgPool2d)
+
+
+def enable_activation_checkpointing(module: nn.Module) -> int:
+    """Let the network's repeated parts keep only their inputs, and compute their activations again in backward.
+
+    Parts are the stages or blocks below the network's top level (timm's blocks, stages, layers), a flat stack of
+    layers (VGG) up to each pooling, and the same in every member of an ensemble. Loss, gradients and BatchNorm
+    statistics are those of the network without it; names and shapes in the state dict do not change.
+
+    Args:
+        module: the network; changed in place.
+
+    Returns:
+        The number of parts that are recomputed.
+    """
+    if isinstance(module, Ensemble):
+        return sum(enable_activation_checkpointing(member) for member in module.members)
+    parts = 0
+    for child in module.children():
+        if _is_flat_stack(child):
+            parts += _checkpoint_pooling_stages(child)
+            continue
+        repeated = list(child.children()) if isinstance(child, nn.Sequential | nn.ModuleList) else [child]
+        for part in repeated:
+            if any(True for _ in part.children()):  # one layer alone (an LSTM, a linear head) has nothing to drop
+                _checkpoint_part(part)
+                parts += 1
+    return parts
+
+
+def _is_flat_stack(module: nn.Module) -> bool:
+    layers = list(module.children())
+    return isinstance(module, nn.Sequential) and bool(layers) and not any(list(layer.children()) for layer in layers)
+
+
+def _checkpoint_part(part: nn.Module) -> None:
+    """Replace the part's forward, not the part: a wrapping module would change the names in the state dict."""
+    # Partials and bound methods, no closure: copy.deepcopy then binds them to the copied part.
+    part.forward = functools.partial(_recomputed, part.forward, [part])
+
+
+def _checkpoint_pooling_stages(stack: nn.Module) -> int:
+    """Recompute a flat stack of layers stage by stage, a stage ending with a pooling layer."""
+    stages: list[list[nn.Module]] = [[]]
+    for layer in stack.children():
+        stages[-1].append(layer)
+        if isinstance(layer, POOLING):
+            stages.append([])
+    stages = [stage for stage in stages if stage]
+    stack.forward = functools.partial(_run_stages, stages)
+    return len(stages)
+
+
+def _run_layers(layers: list[nn.Module], features: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        features = layer(features)
+    return features
+
+
+def _run_stages(stages: list[list[nn.Module]], features: torch.Tensor) -> torch.Tensor:
+    for stage in stages:
+        features = _recomputed(functools.partial(_run_layers, stage), stage, features)
+    return features
+
+
+def _recomputed(forward: Callable[..., Any], modules: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    """Run `forward` (made of `modules`), keeping its inputs for the backward pass instead of its activations."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+
+    def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        return contextlib.nullcontext(), _statistics_aside(modules)
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@contextlib.contextmanager
+def _statistics_aside(modules: list[nn.Module]) -> Iterator[None]:
+    """Give BatchNorm layers copies of their running statistics, so that the second run does not count again.
+
+    Copies rather than None: the recomputation must save as many tensors as the first run did.
+    """
+    norms = [m for module in modules for m in module.modules() if getattr(m, "running_mean", None) is not None]
+    originals = [dict(norm._buffers) for norm in norms]
+    for norm in norms:
+        norm._buffers.update({name: b.clone() for name, b in norm._buffers.items() if b is not None})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, originals, strict=True):
+            norm._buffers.update(buffers)

@@ -1,0 +1,44 @@
+"""A CNN whose feature map is read from left to right by an LSTM.
+
+The layout is CRNN's (Shi, Bai and Yao 2015, arXiv:1507.05717): the last two blocks pool the height only, so that
+the width remains as a sequence of columns: 7 for 28 pixels, 28 for 224.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from models.basic_cnn import DROPOUT, conv_block
+
+HIDDEN_SIZE = 128
+
+
+class CNNLSTM(nn.Module):
+    """Images `[B, 3, H, W]` to logits `[B, num_classes]`."""
+
+    default_cfg = {"first_conv": "blocks.0.0", "classifier": "head", "input_size": (3, 224, 224)}  # noqa: RUF012
+
+    def __init__(self, num_classes: int) -> None:
+        """Make the layers; the stem's stride is 2, `models.image_size` lowers it for small images."""
+        super().__init__()
+        self.blocks = nn.Sequential(
+            conv_block(3, 32, stride=2),
+            conv_block(32, 64),
+            conv_block(64, 128, pool=(2, 1)),
+            conv_block(128, 128, pool=(2, 1)),
+        )
+        self.lstm = nn.LSTM(128, HIDDEN_SIZE, num_layers=2, batch_first=True, bidirectional=True, dropout=DROPOUT)
+        self.dropout = nn.Dropout(DROPOUT)
+        self.head = nn.Linear(2 * HIDDEN_SIZE, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map images `[B, 3, H, W]` to logits `[B, num_classes]`."""
+        columns = self.blocks(images).mean(dim=2).transpose(1, 2)  # [B, columns, 128]
+        outputs, _ = self.lstm(columns)
+        return self.head(self.dropout(outputs.mean(dim=1)))
+
+
+def create(num_classes: int, image_size: int, timm_name: str | None, pretrained: bool) -> nn.Module:
+    """Build the network; it takes any image size and has no pretrained weights."""
+    return CNNLSTM(num_classes)

@@ -1,0 +1,136 @@
+"""Fits a network to the size of its images: the stem's stride, and a check that the size works at all.
+
+The check runs the network on fake tensors, which have shapes but no data: it takes a fraction of a second at any
+size, and leaves weights, BatchNorm statistics and random numbers as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from training.errors import UserError
+
+SMALL_IMAGE_PIXELS = 64
+SIZES_TO_TRY = (28, 32, 48, 64, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512)
+
+StrideChanges = dict[str, list[int]]
+"""Name of the convolution -> [old stride, new stride]."""
+
+
+def fit_to_image_size(module: nn.Module, image_size: int, batch_size: int) -> tuple[StrideChanges, str | None]:
+    """Lower the stem's stride where images are small, then check one training step's shapes.
+
+    A stride of 2 in the first layer of a network made for 224 pixels starves it at 32. Where the network does not
+    fit together with the lower stride (parallel branches in the stem), the usual stride stays.
+
+    Args:
+        module: maps `[B, 3, H, W]` to `[B, num_classes]`; changed in place.
+        image_size: height and width in pixels.
+        batch_size: images per step.
+
+    Returns:
+        The strides that were changed, and why the size does not work (None where it does).
+    """
+    changes = _stem_strides_to_lower(module) if image_size < SMALL_IMAGE_PIXELS else {}
+    set_strides(module, {name: new for name, (_, new) in changes.items()})
+    failure = forward_failure(module, image_size, batch_size)
+    if failure is not None and changes:
+        set_strides(module, {name: old for name, (old, _) in changes.items()})
+        changes, failure = {}, forward_failure(module, image_size, batch_size)
+    return changes, failure
+
+
+def set_strides(module: nn.Module, strides: dict[str, int]) -> None:
+    """Set the stride of the named convolutions; their weights keep their shapes."""
+    for name, stride in strides.items():
+        convolution = module.get_submodule(name)
+        if not isinstance(convolution, nn.Conv2d):
+            raise UserError(f"'{name}' is no convolution, its stride cannot be {stride}")
+        convolution.stride = (stride, stride)
+
+
+def forward_failure(module: nn.Module, image_size: int, batch_size: int) -> str | None:
+    """Return why a forward in training mode fails at this size, or None; nothing is computed, nothing changes."""
+    buffers = [(part, dict(part._buffers)) for part in module.modules()]
+    for part, before in buffers:  # an operation among real tensors alone, such as BatchNorm's counting, is really done
+        part._buffers.update({name: buffer.clone() for name, buffer in before.items() if buffer is not None})
+    module.train()
+    try:
+        with _silent_fake_tensors(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            output = module(torch.empty(batch_size, 3, image_size, image_size))
+    except Exception as error:  # a network that does not fit together may raise anything
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    finally:
+        for part, before in buffers:
+            part._buffers.update(before)
+    if not isinstance(output, torch.Tensor) or output.ndim != 2:
+        return "its output is not one row of logits per image"
+    return None
+
+
+def size_error(
+    name: str,
+    image_size: int,
+    batch_size: int,
+    failure: str,
+    default_size: int,
+    failure_at: Callable[[int, int], str | None],
+) -> UserError:
+    """Build the error for a size that does not work: the sizes that would, and what to type.
+
+    Args:
+        name: the model as the user typed it.
+        image_size: the size that was given, pixels.
+        batch_size: images per step and rank.
+        failure: what the network said.
+        default_size: the size that the network was made for, pixels.
+        failure_at: tries (image_size, batch_size) on a new copy of the network.
+    """
+    given = f"model '{name}' does not work with {image_size}-pixel images"
+    if batch_size == 1 and failure_at(image_size, 2) is None:
+        return UserError(f"{given} in batches of 1, BatchNorm needs more: type --batch-size 2 or more")
+    sizes = sorted({*SIZES_TO_TRY, default_size})
+    # A larger size first: the user's images hold at least as much as was asked for.
+    candidates = [size for size in sizes if size > image_size] + [size for size in reversed(sizes) if size < image_size]
+    works = next((size for size in candidates if failure_at(size, max(batch_size, 2)) is None), None)
+    if works is None:
+        return UserError(f"model '{name}' works with no image size from {sizes[0]} to {sizes[-1]} pixels ({failure})")
+    relation = "the smallest size above that works is" if works > image_size else "the largest size that works is"
+    return UserError(f"{given}; {relation} {works}: type --image-size {works}")
+
+
+def _stem_strides_to_lower(module: nn.Module) -> StrideChanges:
+    """Find first convolutions of stride 2 that overlap; a patch embedding (kernel = stride) is left alone."""
+    config = getattr(module, "default_cfg", {})
+    # A network with a fixed input size has position tables laid out for the usual stride.
+    if config.get("fixed_input_size"):
+        return {}
+    changes: StrideChanges = {}
+    for name in as_names(config.get("first_conv")):
+        convolution = module.get_submodule(name)
+        if isinstance(convolution, nn.Conv2d) and convolution.stride == (2, 2) and min(convolution.kernel_size) > 2:
+            changes[name] = [2, 1]
+    return changes
+
+
+def as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return timm's "one name, several names or none" as a tuple."""
+    return (names,) if isinstance(names, str) else tuple(names or ())
+
+
+@contextmanager
+def _silent_fake_tensors() -> Iterator[None]:
+    """Keep torch from logging a traceback for a shape that does not fit: that answer is what the check is for."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled

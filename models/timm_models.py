@@ -1,0 +1,78 @@
+"""Every network that timm makes, with or without the weights of its hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import huggingface_hub
+import timm
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import get_session
+from torch import nn
+
+from training.errors import UserError, nearest
+
+HUB_TIMEOUT_SECONDS = 5.0
+
+
+def check_timm_name(name: str) -> None:
+    """Accept a name of timm's registry, with or without a tag of its weights ("resnet18.a1_in1k").
+
+    Raises:
+        UserError: for any other name, also for a source such as `hf-hub:` that would reach out to a network.
+    """
+    if not timm.is_model(name):
+        # No list of all that is allowed: timm has more than a thousand names.
+        hint = nearest(name, timm.list_models())
+        raise UserError(f"unknown model 'timm:{name}': timm {timm.__version__} has no such name.{hint}")
+    architecture, _, tag = name.partition(".")
+    tagged = timm.list_pretrained(f"{architecture}.*")
+    if tag and name not in tagged:
+        raise UserError(f"unknown weights tag '{tag}' in 'timm:{name}'. Allowed: {', '.join([architecture, *tagged])}.")
+
+
+def create(num_classes: int, image_size: int, timm_name: str | None, pretrained: bool) -> nn.Module:
+    """Build timm's network with a head of `num_classes`, as `timm.create_model` would.
+
+    Networks with a fixed input size (vision transformers and the like) are made for `image_size`.
+
+    Raises:
+        UserError: for an unknown name or tag, or where the pretrained weights cannot be had.
+    """
+    if timm_name is None:
+        raise ValueError("a timm model needs its timm_name")
+    check_timm_name(timm_name)
+    config = timm.get_pretrained_cfg(timm_name)
+    size: dict[str, Any] = {"img_size": image_size} if config and config.fixed_input_size else {}
+    if not pretrained:
+        return timm.create_model(timm_name, num_classes=num_classes, **size)
+    try:
+        with _offline_where_unreachable():
+            return timm.create_model(timm_name, pretrained=True, num_classes=num_classes, **size)
+    except Exception as error:  # the hub's clients raise a dozen types with no common base
+        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+        if isinstance(error, LocalEntryNotFoundError):
+            reason = f"{huggingface_hub.constants.ENDPOINT} cannot be reached, and they are not in its local cache"
+        raise UserError(f"the pretrained weights of timm's {timm_name} could not be loaded: {reason}") from error
+
+
+@contextmanager
+def _offline_where_unreachable() -> Iterator[None]:
+    """Use the hub's local cache alone while the hub does not answer: its client would retry for most of a minute."""
+    constants = huggingface_hub.constants
+    was_offline = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = was_offline or not _hub_answers()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = was_offline
+
+
+def _hub_answers() -> bool:
+    try:
+        get_session().head(huggingface_hub.constants.ENDPOINT, timeout=HUB_TIMEOUT_SECONDS)
+    except Exception:  # whatever went wrong, the hub was not reached
+        return False
+    return True

@@ -1,0 +1,138 @@
+"""Reads a local file of weights into a network, and says clearly why a file does not fit."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from timm.models import clean_state_dict
+from torch import nn
+
+from training.errors import UserError
+
+StateDict = dict[str, torch.Tensor]
+
+# All facts stand under one key: safetensors writes several keys in an order that changes from run to run, and equal
+# runs are to give equal files.
+METADATA_KEY = "zerovision"
+
+
+def load_weights_file(module: nn.Module, path: str, *, model_type: str, heads: Iterable[str]) -> list[str]:
+    """Load a safetensors or `weights_only` file into `module`; a head of another class count stays as it is.
+
+    Args:
+        module: the network to fill, in place.
+        path: the file.
+        model_type: the model as the user typed it, for the messages.
+        heads: names of the classifier's submodules.
+
+    Returns:
+        Messages for the log, one line each.
+
+    Raises:
+        UserError: for a missing, broken or unsafe file, one of another model, or one that contradicts itself.
+    """
+    tensors, facts = read_weights_file(path)
+    expected = module.state_dict()
+    head_keys = {key for key in expected for head in heads if key.startswith(f"{head}.")}
+    counts = {(len(expected[key]), len(tensors[key])) for key in head_keys & tensors.keys() if tensors[key].ndim}
+    _check_class_names(path, facts, {found for _, found in counts})
+    replaced = sorted((found, wanted) for wanted, found in counts if found != wanted)
+    left_out = {key for key in head_keys if key in tensors and _other_class_count(expected[key], tensors[key])}
+    _check_same_network(path, model_type, expected, tensors, left_out)
+    module.load_state_dict({**expected, **{key: tensors[key] for key in expected.keys() - left_out}})
+    notes = [f"weights loaded from {path}"]
+    if replaced:
+        found, wanted = replaced[0]
+        notes.append(f"head replaced: {found} -> {wanted} classes, it starts from random weights")
+    return notes
+
+
+def read_facts(reader: safe_open) -> dict[str, Any]:
+    """Return what `delivery.weights.save_weights` wrote beside the tensors of an open file; {} for others' files.
+
+    Raises:
+        ValueError: where it is no JSON object.
+    """
+    facts = json.loads((reader.metadata() or {}).get(METADATA_KEY, "{}"))
+    if not isinstance(facts, dict):
+        raise ValueError(f"metadata '{METADATA_KEY}' is no JSON object")
+    return facts
+
+
+def read_weights_file(path: str) -> tuple[StateDict, dict[str, Any]]:
+    """Read a file's tensors (on the CPU) and, for one of our own, its facts; nothing in the file is executed.
+
+    Raises:
+        UserError: for a file that is missing, broken, or would run code.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"weights file '{path}' does not exist or is no file: give --weights FILE")
+    try:
+        with file.open("rb") as stream:
+            is_safetensors = stream.read(9)[8:] == b"{"  # 8 bytes of header length, then JSON
+        if is_safetensors:
+            with safe_open(path, framework="pt") as reader:
+                return {key: reader.get_tensor(key) for key in reader.keys()}, read_facts(reader)  # noqa: SIM118
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"weights file '{path}' is neither safetensors nor a PyTorch file of tensors alone (a file that could run "
+            "code is refused): save the state_dict with safetensors.torch.save_file"
+        ) from error
+    except Exception as error:  # on a damaged file the unpickler may raise anything
+        reason = str(error).partition("\n")[0] or "nothing in it"
+        raise UserError(f"weights file '{path}' cannot be read: {type(error).__name__}: {reason}") from error
+    return _plain_state_dict(path, content), {}
+
+
+def _plain_state_dict(path: str, content: object) -> StateDict:
+    for key in ("state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    tensors = content.items() if isinstance(content, dict) else ()
+    if not tensors or not all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in tensors):
+        raise UserError(f"weights file '{path}' holds no state_dict: save torch.save(model.state_dict(), FILE)")
+    return clean_state_dict(dict(tensors))  # takes off the prefixes of DDP ("module.") and torch.compile
+
+
+def _check_class_names(path: str, facts: dict[str, Any], counts: set[int]) -> None:
+    """Refuse a file whose list of class names is not as long as its head is wide."""
+    if "class_names" not in facts:
+        return
+    if not isinstance(facts["class_names"], list):
+        raise UserError(f"weights file '{path}' has an unreadable list of class names: {facts['class_names']!r}")
+    named = len(facts["class_names"])
+    if counts and counts != {named}:
+        raise UserError(
+            f"weights file '{path}' contradicts itself: {named} class names, but a head of {max(counts)} classes"
+        )
+
+
+def _other_class_count(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    return expected.ndim > 0 and found.shape[1:] == expected.shape[1:] and found.shape != expected.shape
+
+
+def _check_same_network(
+    path: str, model_type: str, expected: StateDict, tensors: StateDict, left_out: set[str]
+) -> None:
+    missing = [key for key in expected if key not in tensors]
+    unexpected = [key for key in tensors if key not in expected]
+    if missing or unexpected:
+        firsts = [f"{kind} {keys[0]!r}" for kind, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
+        raise UserError(
+            f"weights file '{path}' is of another model than '{model_type}': {len(missing)} tensors missing, "
+            f"{len(unexpected)} unexpected (first {', first '.join(firsts)})"
+        )
+    for key, tensor in tensors.items():
+        if key not in left_out and tensor.shape != expected[key].shape:
+            raise UserError(
+                f"weights file '{path}' is of another model than '{model_type}': {key!r} is "
+                f"{list(tensor.shape)} there, {list(expected[key].shape)} here"
+            )

@@ -1,0 +1,61 @@
+"""Starts real trainings the way a user does, and reads what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRY = "scripts/train_distributed.py"
+TIMEOUT_SECONDS = 280
+
+
+def environment() -> dict[str, str]:
+    """The user's environment, with this Python's tools first, as the launchers arrange it."""
+    dropped = ("MASTER_PORT", "LAUNCHER", "DRY_RUN", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    return kept | {"PATH": f"{Path(sys.executable).parent}:{kept['PATH']}"}
+
+
+def run_command(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Run a command from the repository's root and wait for it."""
+    return subprocess.run(
+        words,
+        cwd=ROOT,
+        env=environment() | changes,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def launch(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Run scripts/launch_distributed.sh with these words."""
+    return run_command("bash", "scripts/launch_distributed.sh", *words, **changes)
+
+
+def train_alone(*flags: str) -> subprocess.CompletedProcess[str]:
+    """Run the entry in one process, without a launcher."""
+    return run_command(sys.executable, ENTRY, *flags, OMP_NUM_THREADS="1")
+
+
+def read_metrics(run_folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the run's metrics.jsonl lines of one kind, 'step' or 'epoch'."""
+    lines = (run_folder / "metrics.jsonl").read_text().splitlines()
+    return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
+
+
+def assert_user_error(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Check for exit code 2, one line that holds the words, and no traceback."""
+    assert result.returncode == 2, result.stdout + result.stderr
+    errors = [line for line in result.stderr.splitlines() if not line.startswith("no GPU found")]
+    assert len(errors) == 1, result.stderr
+    for word in words:
+        assert word in errors[0]
+    assert "Traceback" not in result.stdout

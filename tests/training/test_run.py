@@ -1,0 +1,250 @@
+"""One real run through the launcher on the handwritten digits, and everything that it must leave."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from commands import ROOT, launch, read_metrics, run_command, train_alone
+from PIL import Image
+from ranks import free_port
+from sklearn.datasets import load_digits
+from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, top_k_accuracy_score
+
+from delivery.weights import load_model, preprocess
+from training.config import parse_args
+from training.data import DataOptions, load_data
+
+EPOCHS = 4
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(log folder, what the launcher printed) of a run over two ranks."""
+    logs = tmp_path_factory.mktemp("logs")
+    words = ["mobilenet", "ddp", "2", "16", str(EPOCHS), "--learning-rate", "0.004"]
+    result = launch(*words, "--run-name", "digits", "--log-dir", str(logs))
+    assert result.returncode == 0, result.stdout + result.stderr
+    return logs, result
+
+
+@pytest.fixture(scope="module")
+def run_folder(trained):
+    return trained[0] / "runs" / "digits"
+
+
+@pytest.fixture(scope="module")
+def predictions(run_folder):
+    """(labels [360], probabilities [360, 10] as float64) of the saved file on the held-out digits, plain PyTorch."""
+    model, metadata = load_model(run_folder / "model.safetensors")
+    data = load_data(DataOptions())
+    images = torch.stack([data.val[0, index][0] for index in range(len(data.val))])
+    with torch.no_grad():
+        probabilities = model(images).double().softmax(1).numpy()
+    assert metadata["class_names"] == data.class_names
+    return data.val.source.labels.numpy(), probabilities
+
+
+def test_says_what_it_runs_on_and_where_everything_is(trained, run_folder):
+    logs, result = trained
+    assert "no GPU found: running 2 CPU ranks over gloo" in result.stderr
+    assert "global batch 32 = 16 per CPU rank x 2 CPU ranks x 1 accumulation step(s)" in result.stdout
+    assert "stem stride 2 -> 1" in result.stdout
+    for path in (run_folder / "model.safetensors", logs / "training.log", logs / "tensorboard"):
+        assert str(path) in result.stdout
+        assert path.exists()
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_learns(run_folder):
+    epochs = read_metrics(run_folder, "epoch")
+    assert [entry["epoch"] for entry in epochs] == list(range(1, EPOCHS + 1))
+    assert epochs[-1]["val_top1"] > 0.8
+    assert epochs[-1]["train_loss"] < epochs[0]["train_loss"]
+
+
+def test_reported_accuracy_is_that_of_the_saved_file_by_scikit_learn(run_folder, predictions, trained):
+    labels, probabilities = predictions
+    best = max(read_metrics(run_folder, "epoch"), key=lambda entry: entry["val_top1"])
+    assert best["val_samples"] == len(labels) == 360
+    assert best["val_top1"] == pytest.approx(accuracy_score(labels, probabilities.argmax(1)), abs=1e-12)
+    assert best["val_top5"] == pytest.approx(top_k_accuracy_score(labels, probabilities, k=5), abs=1e-12)
+    assert best["val_loss"] == pytest.approx(log_loss(labels, probabilities), abs=1e-5)
+    assert f"top-1 {best['val_top1']:.4f} on 360 held-out images" in trained[1].stdout
+
+
+def test_weights_predict_from_an_image_file(run_folder, predictions, tmp_path):
+    """The README's four lines, on a picture file that a user might have."""
+    _, probabilities = predictions
+    model, metadata = load_model(run_folder / "model.safetensors")
+    data = load_data(DataOptions())
+    pixels = data.val.source.images[0].expand(3, -1, -1).permute(1, 2, 0).numpy()
+    Image.fromarray(pixels).save(tmp_path / "digit.png")
+    image = preprocess(metadata)(Image.open(tmp_path / "digit.png"))
+    with torch.no_grad():
+        ours = model(image[None]).double().softmax(1).numpy()[0]
+    np.testing.assert_allclose(ours, probabilities[0], atol=1e-4)
+
+
+def test_held_out_digits_are_the_stratified_360():
+    data = load_data(DataOptions())
+    assert sum(data.train_counts) == 1437
+    counts = np.bincount(load_digits().target)
+    np.testing.assert_allclose(np.array(data.val_counts) / 360, counts / counts.sum(), atol=0.003)
+
+
+def test_loading_weights_needs_no_deepspeed(run_folder):
+    program = (
+        "import sys; from delivery.weights import load_model; "
+        f"load_model({str(run_folder / 'model.safetensors')!r}); "
+        "assert 'deepspeed' not in sys.modules"
+    )
+    result = run_command(sys.executable, "-c", program, PYTHONPATH=str(ROOT))
+    assert result.returncode == 0, result.stderr
+
+
+def test_saved_configuration_can_be_used_again(run_folder):
+    config, _ = parse_args(["--config", str(run_folder / "config.json")])
+    assert (config.model_type, config.learning_rate, config.run_name) == ("mobilenet", 0.004, "digits")
+    config, _ = parse_args(["--config", str(run_folder / "config.json"), "--learning-rate", "0.1"])
+    assert (config.model_type, config.learning_rate) == ("mobilenet", 0.1)
+
+
+def test_environment_and_sharding_are_recorded(run_folder):
+    facts = json.loads((run_folder / "environment.json").read_text())
+    assert facts["packages"]["torch"] == torch.__version__.partition("+")[0]
+    assert facts["ranks"] == 2
+    assert "--model-type" in facts["command"]
+    sharding = json.loads((run_folder / "deepspeed_config.json").read_text())
+    assert sharding["zero_optimization"]["stage"] == 1
+    assert sharding["gradient_clipping"] == 1.0
+
+
+def test_checkpoints_are_best_and_last(run_folder):
+    folder = run_folder / "checkpoints"
+    names = {pointer: (folder / pointer).read_text().strip() for pointer in ("last", "best")}
+    assert names["last"] == f"step-{EPOCHS:05d}-0000000"
+    assert {path.name for path in folder.iterdir()} == {"last", "best", *names.values()}
+
+
+def test_run_name_is_not_used_twice(trained):
+    result = train_alone("--run-name", "digits", "--log-dir", str(trained[0]), "--epochs", "1")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "holds a run already" in result.stderr
+
+
+def test_tensorboard_serves_the_scalars(trained, run_folder):
+    """The real server on localhost, and the scalars read back over HTTP."""
+    port = free_port()
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(trained[0] / "tensorboard")]
+    server = subprocess.Popen(
+        [*command, "--port", str(port), "--host", "127.0.0.1"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    address = f"http://127.0.0.1:{port}/data/plugin"
+    try:
+        top1 = fetch_when_there(f"{address}/scalars/scalars?run=digits&tag=epoch%2Fval_top1")
+        expected = [entry["val_top1"] for entry in read_metrics(run_folder, "epoch")]
+        np.testing.assert_allclose([value for _, _, value in top1], expected, atol=1e-6)
+        tags = fetch_when_there(f"{address}/scalars/tags")["digits"]
+        assert {"train/loss", "train/learning_rate", "train/gradient_norm", "speed/images_per_second"} < set(tags)
+        assert "memory/bytes_per_rank" in tags
+        pictures = fetch_when_there(f"{address}/images/tags")["digits"]
+        assert {"augmented training images", "confusion matrix"} <= set(pictures)
+        assert "configuration/text_summary" in fetch_when_there(f"{address}/text/tags")["digits"]
+    finally:
+        server.terminate()
+        server.wait(timeout=20)
+
+
+def fetch_when_there(address: str):
+    """GET JSON, once the server has come up and read the event file."""
+    for _ in range(120):
+        try:
+            with urllib.request.urlopen(address, timeout=10) as response:
+                content = json.load(response)
+            if content:
+                return content
+        except OSError:
+            pass
+        time.sleep(0.5)
+    raise AssertionError(f"nothing at {address}")
+
+
+def test_fine_tuning_leaves_the_backbone_alone_in_the_head_epochs(run_folder, tmp_path):
+    start = run_folder / "model.safetensors"
+    flags = ["--model-type", "mobilenet_finetuned", "--weights", str(start), "--data", "fake", "--epochs", "2"]
+    flags += ["--learning-rate", "0.01", "--log-dir", str(tmp_path), "--batch-size", "64"]
+    states = [load_model(start)[0].state_dict()]
+    for head_epochs in (2, 1):
+        result = train_alone(*flags, "--head-epochs", str(head_epochs), "--run-name", f"head{head_epochs}")
+        assert result.returncode == 0, result.stderr
+        states.append(load_last(tmp_path / "runs" / f"head{head_epochs}"))
+    before, resting, awake = states
+    head = {"classifier.weight", "classifier.bias"}
+    assert head < before.keys()
+    for name in before:
+        same = torch.equal(before[name], resting[name])
+        assert same == (name not in head), name
+    moved = [name for name in before if not torch.equal(before[name], awake[name])]
+    assert len(moved) > 0.9 * len(before)
+
+
+def load_last(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    name = (folder / "checkpoints" / "last").read_text().strip()
+    tensors = load_file(folder / "checkpoints" / name / "state.safetensors")
+    return {key.removeprefix("weights/"): value for key, value in tensors.items() if key.startswith("weights/")}
+
+
+def test_timm_model_loads_in_timm_by_its_own_name(tmp_path):
+    import timm
+
+    flags = ["--model-type", "timm:resnet10t", "--data", "fake", "--epochs", "1", "--batch-size", "64"]
+    result = train_alone(*flags, "--image-size", "64", "--run-name", "r", "--log-dir", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    path = tmp_path / "runs" / "r" / "model.safetensors"
+    theirs = timm.create_model("resnet10t", num_classes=10, checkpoint_path=str(path)).eval()
+    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(images), load_model(path)[0](images))
+
+
+def test_early_stopping_waits_for_its_patience(tmp_path):
+    flags = ["--model-type", "basic_cnn", "--data", "fake", "--batch-size", "100", "--epochs", "30"]
+    flags += ["--learning-rate", "1e-9", "--early-stopping-patience", "2", "--warmup-epochs", "0"]
+    result = train_alone(*flags, "--run-name", "r", "--log-dir", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    epochs = read_metrics(tmp_path / "runs" / "r", "epoch")
+    best = max(range(len(epochs)), key=lambda number: epochs[number]["val_top1"])
+    assert len(epochs) == best + 1 + 2 < 30
+    assert "stopping early" in result.stdout
+
+
+def test_confusion_matrix_is_scikit_learns(predictions):
+    from training.distributed import World
+    from training.metrics import ScoreSums, sample_losses
+
+    labels, probabilities = predictions
+    world = World(0, 0, 1, 1, torch.device("cpu"))
+    sums = ScoreSums(10, world.device, with_confusion=True)
+    logits, targets = torch.from_numpy(probabilities).log(), torch.from_numpy(labels)
+    # In uneven pieces, each with padding that must not count.
+    for piece in torch.arange(360).split(77):
+        padded = torch.cat([piece, piece[:5]])
+        weights = torch.cat([torch.ones(len(piece)), torch.zeros(5)])
+        losses = sample_losses(logits[padded], targets[padded])
+        losses[-5:] = float("inf")
+        sums.add(losses, logits[padded], targets[padded], weights)
+    scores = sums.reduce(world)
+    np.testing.assert_array_equal(scores.confusion, confusion_matrix(labels, probabilities.argmax(1)))
+    assert scores.top1 == pytest.approx(accuracy_score(labels, probabilities.argmax(1)), abs=1e-12)
+    assert scores.samples == 360

@@ -1,0 +1,99 @@
+"""What the tests of the launchers share: running them, reading what they print, a repository with a stub entry."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+REPO_ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = REPO_ROOT / "scripts"
+USER_ERROR = 2
+CORES = len(os.sched_getaffinity(0))
+WORDS = {
+    "launch_distributed.sh": ["mobilenet", "ddp", "2", "16", "3"],
+    "launch_multi_node.sh": ["mobilenet", "ddp", "2", "4", "16", "3"],
+    "slurm_distributed.sh": ["mobilenet", "ddp", "2", "16", "3"],
+}
+HOSTFILE = "node-1 slots=8\nnode-2 slots=8\n"
+
+# Stands in for the training entry: says what it was given, and stops on a signal as the trainer does.
+STUB_ENTRY = """
+import json, os, signal, sys, time
+from pathlib import Path
+if "--check-config" in sys.argv:
+    sys.exit(0)
+folder = Path(os.environ["STUB_FOLDER"])
+received = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda given, frame: received.append((given, time.time())))
+rank = os.environ["RANK"]
+record = folder / f"rank{rank}.json"
+def write(**values):
+    record.with_suffix(".tmp").write_text(json.dumps(dict(pid=os.getpid(), ppid=os.getppid(), argv=sys.argv[1:],
+        threads=os.environ["OMP_NUM_THREADS"], received=received, **values)))
+    record.with_suffix(".tmp").rename(record)
+write()
+if "--fail" in sys.argv:
+    sys.exit(2)
+while not received and "--finish" not in sys.argv:
+    time.sleep(0.02)
+time.sleep(0.5)  # as if a checkpoint were written
+write()
+sys.exit(128 + received[0][0] if received else 0)
+"""
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """A clean environment: this Python's tools first, no GPU unless a test pretends one."""
+    dropped = ("CUDA_VISIBLE_DEVICES", "MASTER_PORT", "LAUNCHER", "HOSTFILE", "OMP_NUM_THREADS", "STOP_TIMEOUT")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped and not name.startswith("SLURM_")}
+    return kept | {"PATH": f"{Path(sys.executable).parent}:{kept['PATH']}"} | changes
+
+
+def launch(script: str, words: list[str], cwd: Path = REPO_ROOT, **changes: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", str(SCRIPTS / script), *words],
+        cwd=cwd,
+        env=environment(**({"DRY_RUN": "1"} | changes)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def words_of(line: str) -> list[str]:
+    """Read a printed command as a shell would, without running it."""
+    reader = subprocess.run(
+        ["bash", "-c", f"set -- {line}\nprintf '%s\\0' \"$@\""], capture_output=True, text=True, check=True
+    )
+    return reader.stdout.split("\0")[:-1]
+
+
+def pretend_gpus(folder: Path, count: int) -> str:
+    """Put an nvidia-smi that lists `count` GPUs into a folder; return the PATH on which it is found first."""
+    lines = "".join(f"echo 'GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i:08d})'\n" for i in range(count))
+    tool = folder / "nvidia-smi"
+    tool.write_text(f"#!/bin/bash\n{lines}")
+    tool.chmod(0o755)
+    return f"{folder}:{environment()['PATH']}"
+
+
+def assert_refused(result: subprocess.CompletedProcess, *parts: str) -> None:
+    assert result.returncode == USER_ERROR, result.stderr
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    for part in parts:
+        assert part in result.stderr
+
+
+def stub_repo(folder: Path) -> Path:
+    """Make a copy of scripts/ whose training entry is a stub, with this environment as its .venv; return its root."""
+    root = folder / "repo"
+    shutil.copytree(SCRIPTS, root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "scripts" / "train_distributed.py").write_text(STUB_ENTRY)
+    (root / ".venv").symlink_to(sys.prefix)
+    return root

@@ -1,0 +1,93 @@
+"""The hostfile parser: what it accepts, and the line each mistake gets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from training.errors import UserError
+from training.hostfile import read_hostfile
+
+REPO_ROOT = Path(__file__).resolve().parents[2]
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "hosts.txt"
+    path.write_text(text)
+    return path
+
+
+def test_comments_and_blank_lines_are_skipped_and_order_kept(tmp_path: Path) -> None:
+    path = write(tmp_path, "# lab\n\nnode-b slots=8\n  10.0.0.7\tslots=4 # old\na.example.org slots=16\n")
+    hosts = read_hostfile(path, nodes=3, slots=4)
+    assert list(hosts.items()) == [("node-b", 8), ("10.0.0.7", 4), ("a.example.org", 16)]
+
+
+def test_the_example_suits_the_guides_command() -> None:
+    hosts = read_hostfile(REPO_ROOT / "hostfile_example.txt", nodes=4, slots=8)
+    assert hosts == {f"gpu-node-0{number}": 8 for number in range(1, 5)}
+
+
+def test_only_the_hosts_that_are_used_need_the_slots(tmp_path: Path) -> None:
+    path = write(tmp_path, "a slots=8\nb slots=8\nc slots=1\n")
+    assert read_hostfile(path, nodes=2, slots=8)["c"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a slots=4abc", 1),
+        ("a slots=0", 1),
+        ("a slots=-1", 1),
+        ("a slots=08", 1),
+        ("a slots=99999", 1),
+        ("a slots = 4", 1),
+        ("a", 1),
+        ("a slots=4 b", 1),
+        ("ok slots=4\n-oProxyCommand=reboot slots=4", 2),
+        ("ok slots=4\n$(reboot) slots=4", 2),
+        ("ok slots=4\nhost- slots=4", 2),
+        ("ok slots=4\nuser@host slots=4", 2),
+        ("ok slots=4\n\nok slots=4", 3),
+        ("höst slots=4", 1),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, text: str, line: int) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(UserError) as raised:
+        read_hostfile(path)
+    assert f"{str(path)!r}, line {line}:" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "slots", "said"), [(3, 4, "3 nodes asked for, 2 listed"), (2, 8, "line 2: 8 GPUs per node asked for")]
+)
+def test_too_few_hosts_or_slots_name_both_numbers(tmp_path: Path, nodes: int, slots: int, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        read_hostfile(write(tmp_path, "a slots=8\nb slots=4\n"), nodes, slots)
+
+
+@pytest.mark.parametrize("make_path", ["missing", "folder", "binary", "empty"])
+def test_a_file_that_is_no_hostfile(tmp_path: Path, make_path: str) -> None:
+    path = tmp_path / make_path
+    if make_path == "folder":
+        path.mkdir()
+    elif make_path != "missing":
+        path.write_bytes(b"\xff\xfe\x00" if make_path == "binary" else b"")
+    with pytest.raises(UserError, match=f"hostfile '{path}'"):
+        read_hostfile(path)
+
+
+def test_the_command_needs_no_torch_and_says_one_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "a slots=x\n")
+    blocked = (
+        "import sys; sys.modules['torch'] = None; import runpy; runpy.run_module('training.hostfile', {}, '__main__')"
+    )
+    result = subprocess.run([sys.executable, "-c", blocked, str(path)], cwd=REPO_ROOT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "line 1" in result.stderr

@@ -1,0 +1,243 @@
+"""The bash launchers: what they print under DRY_RUN=1, and what they refuse."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launching import (
+    CORES,
+    HOSTFILE,
+    REPO_ROOT,
+    SCRIPTS,
+    WORDS,
+    assert_refused,
+    environment,
+    launch,
+    pretend_gpus,
+    stub_repo,
+    words_of,
+)
+
+
+@pytest.mark.parametrize("folder", [REPO_ROOT, SCRIPTS, Path("/")])
+def test_dry_run_prints_one_command_from_any_folder(folder: Path) -> None:
+    result = launch("launch_distributed.sh", [*WORDS["launch_distributed.sh"], "--seed", "7"], cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("\n") == 1
+    words = words_of(result.stdout)
+    entry = words.index(str(SCRIPTS / "train_distributed.py"))
+    assert words[entry + 1 :] == [
+        *["--model-type=mobilenet", "--strategy=ddp", "--batch-size", "16", "--epochs", "3", "--seed", "7"]
+    ]
+    launcher = next(place for place, word in enumerate(words) if Path(word).name == "deepspeed")
+    assert words[launcher + 1 : launcher + 3] == ["--num_gpus", "2"]
+    assert result.stderr == f"no GPU found: running 2 CPU ranks over gloo on {CORES} cores\n"
+    assert f"OMP_NUM_THREADS={max(1, CORES // 2)}" in words
+
+
+def test_torchrun_is_the_other_launcher() -> None:
+    words = words_of(launch("launch_distributed.sh", WORDS["launch_distributed.sh"], LAUNCHER="torchrun").stdout)
+    assert str(SCRIPTS / "torchrun.py") in words
+    assert words[words.index("--nproc_per_node") + 1] == "2"
+
+
+def test_words_with_shell_characters_come_through_whole(tmp_path: Path) -> None:
+    nasty = f"a b;$(touch {tmp_path}/ran)`touch {tmp_path}/ran`\n'\"\\ *"
+    result = launch("launch_distributed.sh", [*WORDS["launch_distributed.sh"], "--data", nasty])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("\n") == 1
+    assert words_of(result.stdout)[-2:] == ["--data", nasty]
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["--num_gpus", "2"]),
+        ("2,3", ["--include", "localhost:2,3"]),
+        ("3, 1,0", ["--include", "localhost:3,1"]),
+    ],
+)
+def test_gpus_are_counted_and_chosen(tmp_path: Path, visible: str | None, expected: list[str]) -> None:
+    changes = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    path = pretend_gpus(tmp_path, 4)
+    result = launch("launch_distributed.sh", WORDS["launch_distributed.sh"], PATH=path, **changes)
+    assert result.stderr == ""
+    words = words_of(result.stdout)
+    launcher = next(place for place, word in enumerate(words) if Path(word).name == "deepspeed")
+    assert words[launcher + 1 : launcher + 3] == expected
+    assert "DS_ACCELERATOR=cpu" not in words
+
+
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_hidden_gpus_mean_cpu_ranks(tmp_path: Path, visible: str) -> None:
+    path = pretend_gpus(tmp_path, 4)
+    result = launch("launch_distributed.sh", WORDS["launch_distributed.sh"], PATH=path, CUDA_VISIBLE_DEVICES=visible)
+    assert "no GPU found: running 2 CPU ranks" in result.stderr
+    assert "DS_ACCELERATOR=cpu" in words_of(result.stdout)
+
+
+def test_a_broken_nvidia_smi_means_no_gpu(tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/bash\necho 'NVIDIA-SMI has failed' >&2\nexit 9\n")
+    tool.chmod(0o755)
+    path = f"{tmp_path}:{environment()['PATH']}"
+    result = launch("launch_distributed.sh", WORDS["launch_distributed.sh"], PATH=path)
+    assert result.returncode == 0
+    assert "no GPU found" in result.stderr
+
+
+def test_multi_node_prints_the_deepspeed_command(tmp_path: Path) -> None:
+    (tmp_path / "hostfile.txt").write_text(HOSTFILE)
+    result = launch("launch_multi_node.sh", [*WORDS["launch_multi_node.sh"], "--master_port", "29555"], cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    words = words_of(result.stdout)
+    expected = ["--hostfile=hostfile.txt", "--num_nodes", "2", "--num_gpus", "4", "--master_port", "29555"]
+    assert words[1 : 1 + len(expected)] == expected
+
+
+@pytest.mark.parametrize("folder", ["", "scripts"])
+def test_slurm_log_lies_in_logs_wherever_sbatch_was_typed(tmp_path: Path, folder: str) -> None:
+    root = stub_repo(tmp_path)
+    spool = tmp_path / "slurm_script"  # Slurm runs a copy of the script
+    shutil.copy(SCRIPTS / "slurm_distributed.sh", spool)
+    subprocess.run(
+        ["bash", str(spool), *WORDS["slurm_distributed.sh"]],
+        env=environment(DRY_RUN="1", SLURM_JOB_ID="77", SLURM_SUBMIT_DIR=str(root / folder)),
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+    words = words_of((root / "logs" / "slurm_distributed_77.out").read_text())
+    assert words[0] == "srun"
+    assert words[words.index("--nproc_per_node") + 1] == "2"
+    assert words[words.index("--rdzv_endpoint") + 1] == "localhost:20077"
+
+
+def test_slurm_script_outside_a_job_says_sbatch() -> None:
+    assert_refused(launch("slurm_distributed.sh", WORDS["slurm_distributed.sh"], DRY_RUN="0"), "sbatch")
+
+
+@pytest.mark.parametrize("script", WORDS)
+@pytest.mark.parametrize("words", [["--help"], ["mobilenet", "-h"]])
+def test_help_explains(script: str, words: list[str]) -> None:
+    result = launch(script, words)
+    assert result.returncode == 0
+    assert all(name in result.stdout for name in ("<model> <strategy>", "<batch_size> <epochs>", "DRY_RUN", "Examples"))
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("script", WORDS)
+def test_missing_words_are_counted(script: str) -> None:
+    assert_refused(launch(script, WORDS[script][:-1]), f"{len(WORDS[script])} arguments", "--help")
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "1.5", "abc", "", "08", "1e3", " 2", "0x2", "9" * 30, "٣"])
+@pytest.mark.parametrize("place", [2, 3, 4])
+def test_numbers_are_whole_and_positive(given: str, place: int) -> None:
+    words = list(WORDS["launch_distributed.sh"])
+    words[place] = given
+    name = ("num_gpus", "batch_size", "epochs")[place - 2]
+    assert_refused(launch("launch_distributed.sh", words), name, "whole number from 1 to")
+
+
+@pytest.mark.parametrize("script", WORDS)
+def test_nothing_in_any_word_is_run(script: str, tmp_path: Path) -> None:
+    (tmp_path / "hostfile.txt").write_text(HOSTFILE)
+    canary = tmp_path / "ran"
+    touch = f"touch {canary}"
+    tab = touch.replace(" ", "${IFS}")
+    payloads = [
+        f"$({touch})",
+        f"`{touch}`",
+        f"; {touch}",
+        f"a;{tab}",
+        f"a[$({tab})]",
+        f"x\n{touch}",
+        f"--launcher_args={tab}",
+        "-oProxyCommand=x",
+        "a b",
+    ]
+    for place in range(len(WORDS[script])):
+        for payload in payloads:
+            words = list(WORDS[script])
+            words[place] = payload
+            assert_refused(launch(script, words, cwd=tmp_path))
+    for payload in payloads:
+        assert_refused(launch(script, [*WORDS[script], payload], cwd=tmp_path))
+        assert_refused(launch(script, WORDS[script], cwd=tmp_path, MASTER_PORT=payload))
+    assert not canary.exists()
+
+
+def test_multi_node_refuses_what_a_remote_shell_would_run(tmp_path: Path) -> None:
+    (tmp_path / "hostfile.txt").write_text(HOSTFILE)
+    words = [*WORDS["launch_multi_node.sh"], "--data", "/data;reboot"]
+    assert_refused(launch("launch_multi_node.sh", words, cwd=tmp_path), "/data\\;reboot")
+
+
+def test_names_are_judged_by_the_training_entry() -> None:
+    assert_refused(launch("launch_distributed.sh", ["mobilenett", *WORDS["launch_distributed.sh"][1:]]), "'mobilenet'")
+    assert_refused(launch("launch_distributed.sh", ["mobilenet", "ddpp", "2", "16", "3"]), "'ddp'")
+    assert_refused(launch("launch_distributed.sh", [*WORDS["launch_distributed.sh"], "--learning-rte", "1"]), "rate")
+
+
+def test_more_gpus_than_present_names_both_numbers(tmp_path: Path) -> None:
+    words = ["mobilenet", "ddp", "8", "16", "3"]
+    path = pretend_gpus(tmp_path, 4)
+    assert_refused(launch("launch_distributed.sh", words, PATH=path), "8 GPUs asked for", "4 present")
+    refused = launch("launch_distributed.sh", words, PATH=path, CUDA_VISIBLE_DEVICES="0,1")
+    assert_refused(refused, "8 GPUs asked for", "2 present")
+
+
+@pytest.mark.parametrize("visible", ["0,9", "GPU-00000001,GPU-00000002"])
+def test_deepspeed_takes_only_gpu_numbers_of_this_machine(tmp_path: Path, visible: str) -> None:
+    path = pretend_gpus(tmp_path, 4)
+    words = WORDS["launch_distributed.sh"]
+    result = launch("launch_distributed.sh", words, PATH=path, CUDA_VISIBLE_DEVICES=visible)
+    assert_refused(result, "CUDA_VISIBLE_DEVICES", "0 1 2 3")
+
+
+def test_cpu_ranks_are_limited_by_cores() -> None:
+    too_many = str(CORES * 8 + 1)
+    result = launch("launch_distributed.sh", ["mobilenet", "ddp", too_many, "16", "3"])
+    assert_refused(result, too_many, f"at most {CORES * 8}")
+
+
+@pytest.mark.parametrize("form", ["MASTER_PORT", "--master_port", "--master-port="])
+def test_an_occupied_port_is_refused_at_once(form: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        changes = {form: port} if form == "MASTER_PORT" else {}
+        extra = [] if changes else [form + port] if form.endswith("=") else [form, port]
+        result = launch("launch_distributed.sh", [*WORDS["launch_distributed.sh"], *extra], **changes)
+    assert_refused(result, port)
+
+
+@pytest.mark.parametrize(
+    ("changes", "extra", "named"),
+    [
+        ({"LAUNCHER": "mpirun"}, [], "deepspeed or torchrun"),
+        ({"MASTER_PORT": "65536"}, [], "65535"),
+        ({"STOP_TIMEOUT": "soon"}, [], "STOP_TIMEOUT"),
+        ({}, ["--master_port"], "port"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, str], extra: list[str], named: str) -> None:
+    assert_refused(launch("launch_distributed.sh", [*WORDS["launch_distributed.sh"], *extra], **changes), named)
+
+
+def test_without_an_environment_the_line_says_make_setup(tmp_path: Path) -> None:
+    root = stub_repo(tmp_path)
+    (root / ".venv").unlink()
+    script = root / "scripts" / "launch_distributed.sh"
+    bare = {"PATH": "/usr/bin:/bin"}
+    result = subprocess.run(
+        ["bash", str(script), *WORDS["launch_distributed.sh"]], env=bare, capture_output=True, text=True
+    )
+    assert_refused(result, "make setup")

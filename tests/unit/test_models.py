@@ -1,0 +1,460 @@
+"""Models: the table, sizes, stems, weights files, and recomputed activations against the plain network."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+
+from models import MODELS, build_model, check_model_name, rebuild_model
+from models.build import BuiltModel
+from models.checkpointing import enable_activation_checkpointing
+from models.ensemble import Ensemble
+from models.image_size import forward_failure
+from models.weights_file import METADATA_KEY
+from training.errors import UserError
+
+SMALL_MEMBERS = ("basic_cnn", "mobilenet")
+# One of every family, without the two that are slow or need the hub.
+QUICK_MODELS = ("basic_cnn", "mobilenet", "efficientnet", "cnn_lstm", "ensemble", "timm:resnet18", "timm:convnext_atto")
+
+
+def build(model_type: str, num_classes: int = 5, image_size: int = 32, **options) -> BuiltModel:
+    torch.manual_seed(0)
+    options.setdefault("members", SMALL_MEMBERS)
+    return build_model(model_type, num_classes=num_classes, image_size=image_size, **options)
+
+
+def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+# --- the table -------------------------------------------------------------------------------------------------
+
+
+def test_the_table_is_read_without_torch():
+    done = run_python("import sys, models; print([m for m in ('torch', 'timm', 'numpy') if m in sys.modules])")
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(("given", "hint"), [("mobilnet", "mobilenet"), ("vg", "vgg"), ("timm:", "timm:<name>")])
+def test_unknown_name_gets_the_nearest(given, hint):
+    with pytest.raises(UserError, match=rf"unknown model '{given}'.*{hint}"):
+        check_model_name(given)
+
+
+def test_unknown_timm_name_gets_the_nearest_of_timm():
+    check_model_name("timm:resnet81")
+    with pytest.raises(UserError, match=r"no such name. Did you mean 'resnet"):
+        build("timm:resnet81")
+    with pytest.raises(UserError, match=r"unknown weights tag .* Allowed: .*resnet18.a1_in1k"):
+        build("timm:resnet18.nosuchtag")
+    with pytest.raises(UserError, match="no such name"):
+        build("timm:hf-hub:someone/something")
+
+
+# --- shapes and sizes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", [m for m in MODELS if m not in ("mobilenet_finetuned", "vgg", "ensemble")])
+@pytest.mark.parametrize("image_size", [28, 32, 64, 224])
+def test_sizes_of_the_table(model_type, image_size):
+    built = build(model_type, image_size=image_size)
+    assert forward_failure(built.module, image_size, batch_size=2) is None
+
+
+def test_vgg_sizes():
+    module = build("vgg").module
+    assert [forward_failure(module, size, 2) is None for size in (28, 32, 64, 224, 512)] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
+    started = time.perf_counter()
+    forward_failure(module, 512, 16)
+    assert time.perf_counter() - started < 1.0
+
+
+@pytest.mark.parametrize("model_type", QUICK_MODELS)
+def test_real_forward_and_head(model_type):
+    built = build(model_type)
+    images = torch.randn(3, 3, 32, 32)
+    logits = built.module.train()(images)
+    assert logits.shape == (3, 5)
+    assert logits.dtype == torch.float32
+    parameters = dict(built.module.named_parameters())
+    assert built.head_parameter_names
+    assert built.head_parameter_names < parameters.keys()
+    assert {len(parameters[name]) for name in built.head_parameter_names} == {5}
+
+
+@pytest.mark.parametrize("model_type", ["cnn_lstm", "ensemble"])
+def test_autocast_trains(model_type):
+    module = build(model_type, members=("basic_cnn", "cnn_lstm")).module.train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = functional.cross_entropy(module(torch.randn(4, 3, 32, 32)).float(), torch.arange(4))
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() and p.grad.dtype == torch.float32 for p in module.parameters())
+
+
+def works_in_timm(name: str, size: int, **options) -> bool:
+    """The oracle of a size: a real step's forward of timm's own network."""
+    try:
+        return timm.create_model(name, num_classes=5, **options).train()(torch.randn(2, 3, size, size)).shape == (2, 5)
+    except (RuntimeError, AssertionError):
+        return False
+
+
+def test_a_failing_size_names_the_smallest_that_works():
+    with pytest.raises(
+        UserError, match=r"'timm:inception_v3' .* 64-pixel .*the smallest .* is 96: type --image-size 96"
+    ):
+        build("timm:inception_v3", image_size=64)
+    assert works_in_timm("inception_v3", 96)
+    assert not works_in_timm("inception_v3", 64)
+
+
+def test_sizes_off_the_usual_list_and_refused_at_creation():
+    with pytest.raises(UserError, match="type --image-size 240"):
+        build("timm:crossvit_tiny_240", image_size=224)
+    assert works_in_timm("crossvit_tiny_240", 240, img_size=240)
+    assert not works_in_timm("crossvit_tiny_240", 224, img_size=224)
+    with pytest.raises(UserError, match=r"'timm:nest_tiny' does not work with 30-pixel .* type --image-size (32|64)"):
+        build("timm:nest_tiny", image_size=30)
+
+
+def test_networks_with_a_fixed_input_size_are_made_for_ours():
+    built = build("timm:vit_tiny_patch16_224", image_size=64)
+    assert built.module(torch.randn(2, 3, 64, 64)).shape == (2, 5)
+    assert built.module.patch_embed.img_size == (64, 64)
+
+
+def test_one_image_per_batch_is_refused_where_batchnorm_needs_two():
+    with pytest.raises(UserError, match=r"'timm:levit_128s' .*batches of 1.* type --batch-size 2"):
+        build("timm:levit_128s", image_size=64, batch_size=1)
+    with pytest.raises(ValueError, match="more than 1 value"):  # the oracle: what training would have run into
+        timm.create_model("levit_128s", img_size=64).train()(torch.randn(1, 3, 64, 64))
+    assert build("mobilenet", batch_size=1).module(torch.randn(1, 3, 32, 32)).shape == (1, 5)
+
+
+@pytest.mark.parametrize("model_type", ["mobilenet", "timm:convit_tiny"])
+def test_the_size_check_changes_nothing(model_type, caplog):
+    module = build(model_type).module
+    before, random_state = state_of(module), torch.get_rng_state()
+    assert forward_failure(module, 32, 4) is None
+    assert forward_failure(module, 3, 1) is not None
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert type(module(torch.randn(2, 3, 32, 32))) is torch.Tensor
+    assert not caplog.records
+
+
+# --- the stem --------------------------------------------------------------------------------------------------
+
+
+def test_small_images_lower_the_stem_stride():
+    built = build("timm:resnet18", image_size=32)
+    assert built.description["stem_stride_changed"] == {"conv1": [2, 1]}
+    assert any("stem stride 2 -> 1" in note for note in built.notes)
+    images = torch.randn(2, 3, 32, 32)
+    network = timm.create_model("resnet18", num_classes=5)
+    network.load_state_dict(built.module.state_dict())
+    with torch.no_grad():
+        assert not torch.allclose(network.eval()(images), built.module.eval()(images))
+        network.conv1.stride = (1, 1)
+        assert torch.equal(network(images), built.module(images))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "image_size"),
+    [
+        ("mobilenet", 64),  # large enough
+        ("timm:convnext_atto", 32),  # a patch embedding: kernel = stride
+        ("timm:vit_tiny_patch16_224", 32),
+        ("timm:fastvit_t8", 32),  # parallel branches in the stem: one changed branch would not fit the others
+    ],
+)
+def test_other_stems_stay(model_type, image_size):
+    built = build(model_type, image_size=image_size)
+    assert built.description["stem_stride_changed"] == {}
+    assert built.module(torch.randn(2, 3, image_size, image_size)).shape == (2, 5)
+
+
+@pytest.mark.parametrize("model_type", [*QUICK_MODELS, "timm:vit_tiny_patch16_224"])
+def test_rebuild_from_the_description(model_type):
+    built = build(model_type)
+    rebuilt = rebuild_model(json.loads(json.dumps(built.description)))
+    rebuilt.load_state_dict(built.module.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(rebuilt.eval()(images), built.module.eval()(images))
+
+
+@pytest.mark.parametrize("damage", [{"stem_stride_changed": {"head": [2, 1]}}, {"model_type": "nope"}, {"members": 3}])
+def test_a_damaged_description_is_refused(damage):
+    with pytest.raises(UserError):
+        rebuild_model({**build("mobilenet").description, **damage})
+    with pytest.raises(UserError, match="no description"):
+        rebuild_model({})
+
+
+# --- the ensemble ----------------------------------------------------------------------------------------------
+
+
+def test_ensemble_averages_probabilities():
+    torch.manual_seed(0)
+    members = [nn.Linear(6, 4) for _ in range(3)]
+    ensemble, inputs, labels = Ensemble(members), 20 * torch.randn(8, 6), torch.randint(0, 4, (8,))
+    average = torch.stack([member(inputs).double().softmax(1) for member in members]).mean(0)
+    torch.testing.assert_close(ensemble(inputs).double(), average.log(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ensemble(inputs).softmax(1).double(), average, rtol=1e-5, atol=1e-7)
+    expected = functional.nll_loss(average.log(), labels)
+    torch.testing.assert_close(functional.cross_entropy(ensemble(inputs), labels).double(), expected)
+
+
+def test_ensemble_stays_finite_where_probabilities_underflow():
+    ensemble = Ensemble([nn.Identity(), nn.Identity()])
+    logits = torch.tensor([[0.0, 500.0]], requires_grad=True)
+    loss = functional.cross_entropy(ensemble(logits), torch.tensor([0]))
+    loss.backward()
+    assert loss.item() == pytest.approx(500.0)
+    torch.testing.assert_close(logits.grad, torch.tensor([[-1.0, 1.0]]))
+
+
+@pytest.mark.parametrize("members", [("mobilenet",), ("mobilenet", "ensemble"), ("mobilenet", "nope")])
+def test_ensemble_refuses_members(members):
+    with pytest.raises(UserError):
+        build("ensemble", members=members)
+
+
+# --- weights ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("container", ["safetensors", "plain", "state_dict", "model", "ddp"])
+@pytest.mark.parametrize("model_type", ["mobilenet", "mobilenet_finetuned", "ensemble"])
+def test_weights_file_loads(tmp_path, container, model_type):
+    file = tmp_path / "weights"
+    source = build("ensemble" if model_type == "ensemble" else "mobilenet").module
+    state = state_of(source)
+    if container == "safetensors":
+        save_file(state, file)
+    else:
+        wrapped = {f"module.{name}": tensor for name, tensor in state.items()} if container == "ddp" else state
+        torch.save({container: wrapped} if container in ("state_dict", "model") else wrapped, file)
+    torch.manual_seed(7)
+    built = build_model(model_type, num_classes=5, image_size=32, weights=str(file), members=SMALL_MEMBERS)
+    assert all(torch.equal(state[name], tensor) for name, tensor in built.module.state_dict().items())
+    assert not any("head" in note for note in built.notes)
+
+
+@pytest.mark.parametrize("model_type", ["mobilenet", "vgg", "ensemble", "cnn_lstm"])
+def test_another_class_count_keeps_the_backbone(tmp_path, model_type):
+    file = tmp_path / "weights.safetensors"
+    state = state_of(build(model_type, num_classes=7).module)
+    save_file(state, file)
+    built = build(model_type, num_classes=3, weights=str(file))
+    assert any("head replaced: 7 -> 3 classes" in note for note in built.notes)
+    for name, tensor in built.module.state_dict().items():
+        if name in built.head_parameter_names:
+            assert len(tensor) == 3
+        else:
+            assert torch.equal(tensor, state[name])
+
+
+class RunsCode:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def write_bad_file(kind: str, file: Path) -> None:
+    state = state_of(build("mobilenet").module)
+    writers = {
+        "missing": lambda: None,
+        "folder": file.mkdir,
+        "empty": lambda: file.write_bytes(b""),
+        "text": lambda: file.write_text("not weights at all\n"),
+        "code": lambda: file.write_bytes(pickle.dumps(RunsCode(), protocol=2)),
+        "code in torch file": lambda: torch.save({"state_dict": RunsCode()}, file),
+        "no tensors": lambda: torch.save({"epoch": 3}, file),
+        "list": lambda: torch.save([1, 2], file),
+        "names no text": lambda: torch.save({1: torch.zeros(1)}, file),
+        "name of two lines": lambda: save_file({**state, "a\nb": torch.zeros(1)}, file),
+        "other model": lambda: save_file(state_of(build("basic_cnn").module), file),
+        "other shape": lambda: save_file({**state, "conv_stem.weight": torch.zeros(16, 3, 5, 5)}, file),
+        "narrow head": lambda: save_file({**state, "classifier.weight": torch.zeros(5, 9)}, file),
+        "one missing": lambda: save_file({k: v for k, v in state.items() if k != "bn1.weight"}, file),
+        "class names": lambda: save_file(state, file, metadata={METADATA_KEY: '{"class_names": ["a", "b"]}'}),
+        "class names no list": lambda: save_file(state, file, metadata={METADATA_KEY: '{"class_names": 7}'}),
+    }
+    writers[kind]()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", "does not exist"),
+        ("folder", "is no file"),
+        ("empty", "cannot be read"),
+        ("text", "neither safetensors nor"),
+        ("code", "could run code is refused"),
+        ("code in torch file", "could run code is refused"),
+        ("no tensors", "holds no state_dict"),
+        ("list", "holds no state_dict"),
+        ("names no text", "holds no state_dict"),
+        ("name of two lines", "0 tensors missing, 1 unexpected"),
+        ("other model", r"of another model than 'mobilenet': \d+ tensors missing, \d+ unexpected \(first missing '"),
+        ("other shape", r"'conv_stem.weight' is \[16, 3, 5, 5\] there, \[16, 3, 3, 3\] here"),
+        ("narrow head", r"'classifier.weight' is \[5, 9\] there, \[5, 1024\] here"),
+        ("one missing", "1 tensors missing, 0 unexpected .first missing 'bn1.weight'"),
+        ("class names", "2 class names, but a head of 5 classes"),
+        ("class names no list", "unreadable list of class names"),
+    ],
+)
+def test_bad_weights_files_are_refused_in_one_line(tmp_path, monkeypatch, kind, message):
+    monkeypatch.chdir(tmp_path)
+    write_bad_file(kind, tmp_path / "weights")
+    with pytest.raises(UserError, match=message) as caught:
+        build("mobilenet", weights="weights")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_truncated_and_flipped_files_never_escape(tmp_path, suffix):
+    file = tmp_path / f"weights.{suffix}"
+    state = state_of(build("basic_cnn").module)
+    save_file(state, file) if suffix == "safetensors" else torch.save(state, file)
+    whole = file.read_bytes()
+    for end in [1, 8, 9, 50, 500, len(whole) // 2, len(whole) - 1]:
+        file.write_bytes(whole[:end])
+        with pytest.raises(UserError):
+            build("basic_cnn", weights=str(file))
+
+
+def test_contradicting_sources_of_weights():
+    with pytest.raises(UserError, match="--pretrained and --weights"):
+        build("mobilenet", pretrained=True, weights="x")
+    with pytest.raises(UserError, match="'basic_cnn' has no pretrained weights"):
+        build("basic_cnn", pretrained=True)
+
+
+BUILD_FINETUNED = """
+    import time, torch
+    from models import build_model
+    from training.errors import UserError
+    import models.build
+    started = time.perf_counter()
+    try:
+        built = build_model("mobilenet_finetuned", num_classes=5, image_size=32)
+        print(built.notes, built.module.conv_stem.stride, float(built.module.conv_stem.weight.detach().sum()))
+    except UserError as error:
+        print(f"UserError: {error}")
+    print(time.perf_counter() - started)
+"""
+UNREACHABLE = "http://127.0.0.1:9"
+
+
+def test_without_the_hub_the_refusal_is_quick_and_names_the_cures(tmp_path):
+    done = run_python(BUILD_FINETUNED, HF_ENDPOINT=UNREACHABLE, HF_HOME=str(tmp_path), TORCH_HOME=str(tmp_path))
+    message, seconds = done.stdout.strip().split("\n")
+    assert message.startswith("UserError: the pretrained weights of timm's mobilenetv3_small_100 could not be loaded")
+    assert "--weights FILE" in message
+    assert "--model-type mobilenet " in message
+    assert float(seconds) < 10
+
+
+def test_pretrained_weights_come_from_the_hubs_cache(tmp_path):
+    repository = "models--" + timm.get_pretrained_cfg("mobilenetv3_small_100").hf_hub_id.replace("/", "--")
+    snapshot = tmp_path / "hub" / repository / "snapshots" / ("0" * 40)
+    (tmp_path / "hub" / repository / "refs").mkdir(parents=True)
+    (tmp_path / "hub" / repository / "refs" / "main").write_text("0" * 40)
+    snapshot.mkdir(parents=True)
+    state = state_of(timm.create_model("mobilenetv3_small_100"))
+    save_file(state, snapshot / "model.safetensors")
+    done = run_python(BUILD_FINETUNED, HF_ENDPOINT=UNREACHABLE, HF_HOME=str(tmp_path), TORCH_HOME=str(tmp_path))
+    shown = done.stdout.split("\n")[0]
+    assert "head replaced: 1000 -> 5 classes" in shown, done.stderr
+    assert "(1, 1)" in shown
+    assert float(shown.rsplit(" ", 1)[1]) == pytest.approx(state["conv_stem.weight"].sum().item(), rel=1e-4)
+
+
+# --- recomputed activations ------------------------------------------------------------------------------------
+
+
+def train_step(module: nn.Module) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor], int]:
+    """Return loss, gradients, buffers, and how many numbers autograd kept for the backward pass."""
+    saved = 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal saved
+        saved += tensor.numel()
+        return tensor
+
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(1)  # dropout draws the same masks in every call
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        loss = functional.cross_entropy(module(images), torch.arange(4))
+    loss.backward()
+    return loss.detach(), [p.grad for p in module.parameters()], list(module.buffers()), saved
+
+
+@pytest.mark.parametrize("model_type", [*QUICK_MODELS, "timm:vit_tiny_patch16_224", "timm:regnety_002"])
+def test_recomputing_changes_nothing_but_memory(model_type):
+    plain = build(model_type).module.train()
+    recomputing = copy.deepcopy(plain)
+    assert enable_activation_checkpointing(recomputing) >= 2
+    assert list(recomputing.state_dict()) == list(plain.state_dict())
+    recomputing = copy.deepcopy(recomputing)  # a copy must run its own layers
+    loss, gradients, buffers, saved = train_step(plain)
+    new_loss, new_gradients, new_buffers, new_saved = train_step(recomputing)
+    torch.testing.assert_close(new_loss, loss, rtol=0, atol=0)
+    torch.testing.assert_close(new_gradients, gradients, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(new_buffers, buffers, rtol=0, atol=0)
+    assert new_saved < 0.6 * saved
+
+
+def test_a_flat_stack_is_recomputed_from_pooling_to_pooling():
+    torch.manual_seed(0)
+    channels = [8, "M", 16, "M", 32, 32, "M"]  # timm's VGG16 has the same parts, and a hundred million weights
+    plain = timm.models.vgg.VGG(channels, num_classes=5, mlp_ratio=0.01, norm_layer=nn.BatchNorm2d, drop_rate=0.5)
+    recomputing = copy.deepcopy(plain)
+    assert enable_activation_checkpointing(recomputing) == 3 + 2  # the poolings' stages, pre_logits and head
+    loss, gradients, buffers, saved = train_step(plain)
+    new_loss, new_gradients, new_buffers, new_saved = train_step(recomputing)
+    torch.testing.assert_close((new_loss, new_gradients, new_buffers), (loss, gradients, buffers), rtol=0, atol=0)
+    assert new_saved < 0.6 * saved
+
+
+def test_evaluation_recomputes_nothing():
+    plain = build("mobilenet").module.eval()
+    recomputing = copy.deepcopy(plain)
+    enable_activation_checkpointing(recomputing)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(recomputing(images), plain(images))

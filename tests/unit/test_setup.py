@@ -1,0 +1,114 @@
+"""`make setup` and `make help`, on a copy of the files with requirements that need no network."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO_ROOT = Path(__file__).resolve().parents[2]
+SAYS_IT_WORKS = "setup: installing"
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    """The Makefile and the set-up script in an otherwise empty folder."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(REPO_ROOT / "Makefile", tmp_path)
+    shutil.copy(REPO_ROOT / "scripts" / "setup_env.sh", tmp_path / "scripts")
+    (tmp_path / "requirements.txt").write_text("# nothing\n")
+    (tmp_path / "requirements-dev.txt").write_text("-r requirements.txt\n")
+    return tmp_path
+
+
+def start(repo: Path, *words: str) -> subprocess.Popen:
+    env = os.environ | {"PYTHON": sys.executable, "MAKEFLAGS": ""}
+    command = ["make", "--no-print-directory", "-C", str(repo), *words]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def make(repo: Path, *words: str) -> tuple[int, str]:
+    """Run make and return its exit code and what it said on stderr."""
+    process = start(repo, *words)
+    _, said = process.communicate(timeout=60)
+    return process.returncode, said
+
+
+def test_a_second_call_does_nothing(repo: Path) -> None:
+    code, said = make(repo, "setup")
+    assert code == 0, said
+    assert SAYS_IT_WORKS in said
+    assert subprocess.run([repo / ".venv/bin/python", "-c", ""]).returncode == 0
+    assert make(repo, "setup") == (0, "")
+
+
+def test_changed_requirements_are_installed(repo: Path) -> None:
+    make(repo, "setup")
+    (repo / "requirements.txt").write_text("# changed\n")
+    code, said = make(repo, "setup")
+    assert code == 0
+    assert SAYS_IT_WORKS in said
+
+
+def test_calls_at_the_same_time_wait_in_line(repo: Path) -> None:
+    calls = [start(repo, "setup") for _ in range(3)]
+    said = [call.communicate(timeout=60)[1] for call in calls]
+    assert [call.returncode for call in calls] == [0, 0, 0], said
+    assert sum(SAYS_IT_WORKS in text for text in said) == 1
+
+
+def test_an_interrupted_environment_is_made_anew(repo: Path) -> None:
+    make(repo, "setup")
+    (repo / ".venv" / ".unfinished").touch()
+    half_installed = repo / ".venv" / "lib" / "half_installed.py"
+    half_installed.touch()
+    assert make(repo, "setup")[0] == 0
+    assert not half_installed.exists()
+    assert make(repo, "setup") == (0, "")
+
+
+def test_a_broken_interpreter_is_replaced(repo: Path) -> None:
+    make(repo, "setup")
+    (repo / ".venv/bin/python").unlink()
+    assert make(repo, "setup")[0] == 0
+    assert (repo / ".venv/bin/python").exists()
+
+
+def test_a_failed_install_is_an_error_and_is_made_good_later(repo: Path) -> None:
+    (repo / "requirements.txt").write_text("./no-such-package\n")
+    code, said = make(repo, "setup")
+    assert code != 0
+    assert "could not be installed" in said
+    assert make(repo, "setup")[0] != 0
+    (repo / "requirements.txt").write_text("# nothing\n")
+    assert make(repo, "setup")[0] == 0
+
+
+def test_a_python_that_does_not_exist_gets_one_line(repo: Path) -> None:
+    code, said = make(repo, "setup", "PYTHON=no-such-python")
+    assert code != 0
+    assert "'no-such-python' is not Python 3.11 or later" in said
+    assert not (repo / ".venv").exists()
+
+
+def test_help_lists_every_target(repo: Path) -> None:
+    targets = re.search(r"^\.PHONY: (.*)$", (repo / "Makefile").read_text(), re.MULTILINE)
+    assert targets
+    printed = subprocess.run(["make", "-C", repo, "help"], capture_output=True, text=True, check=True).stdout
+    listed = [line.split()[0] for line in printed.splitlines() if not line.startswith("make")]
+    assert sorted(listed) == sorted(targets[1].split())
+
+
+def test_clean_keeps_the_logs(repo: Path) -> None:
+    make(repo, "setup")
+    (repo / "logs" / "__pycache__").mkdir(parents=True)
+    (repo / "scripts" / "__pycache__").mkdir()
+    assert make(repo, "clean")[0] == 0
+    assert not (repo / ".venv").exists()
+    assert not (repo / "scripts" / "__pycache__").exists()
+    assert (repo / "logs" / "__pycache__").exists()

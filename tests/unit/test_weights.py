@@ -1,0 +1,181 @@
+"""The delivered file: plain PyTorch and timm load it, metadata says what it is, a crash leaves the old one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+import delivery.weights
+from delivery.weights import load_model, preprocess, read_metadata, save_weights
+from models import build_model
+from training.data.transforms import evaluation_transform
+from training.errors import UserError
+
+CLASS_NAMES = ["null", "eins", "zwei", "drei", "四"]
+PREPROCESSING = {
+    "image_size": 32,
+    "resize_size": 36,
+    "mean": [0.5, 0.4, 0.3],
+    "std": [0.2, 0.25, 0.5],
+    "interpolation": "bilinear",
+}
+
+
+def save(path: Path, model_type: str = "mobilenet", **changes):
+    torch.manual_seed(0)
+    built = build_model(model_type, num_classes=5, image_size=32, members=("basic_cnn", "cnn_lstm"))
+    arguments = {
+        "description": built.description,
+        "class_names": CLASS_NAMES,
+        "preprocessing": PREPROCESSING,
+        "extra": {"epoch": 3, "top1": 0.5},
+        **changes,
+    }
+    save_weights(path, built.module.state_dict(), **arguments)
+    return built
+
+
+@pytest.mark.parametrize("model_type", ["basic_cnn", "mobilenet", "cnn_lstm", "ensemble", "timm:vit_tiny_patch16_224"])
+def test_a_saved_model_loads_and_answers_the_same(tmp_path, model_type):
+    built = save(tmp_path / "model.safetensors", model_type)
+    loaded, metadata = load_model(tmp_path / "model.safetensors")
+    images = torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(loaded(images), built.module.eval()(images))
+    assert not loaded.training
+    assert metadata == {
+        "description": built.description,
+        "class_names": CLASS_NAMES,
+        "preprocessing": PREPROCESSING,
+        "extra": {"epoch": 3, "top1": 0.5},
+    }
+
+
+def test_timm_loads_its_own_model_by_name(tmp_path):
+    torch.manual_seed(0)
+    file = tmp_path / "model.safetensors"
+    built = build_model("timm:resnet18", num_classes=5, image_size=64)
+    save_weights(
+        file, built.module.state_dict(), description=built.description, class_names=CLASS_NAMES, preprocessing={}
+    )
+    network = timm.create_model("resnet18", num_classes=5, checkpoint_path=str(file))
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(network.eval()(images), built.module.eval()(images))
+
+
+def test_the_file_can_start_another_training(tmp_path):
+    built = save(tmp_path / "model.safetensors")
+    again = build_model("mobilenet", num_classes=5, image_size=32, weights=str(tmp_path / "model.safetensors"))
+    assert all(torch.equal(t, built.module.state_dict()[name]) for name, t in again.module.state_dict().items())
+
+
+def test_views_into_one_flat_buffer_and_strided_tensors_are_saved_as_they_read(tmp_path):
+    flat = torch.arange(24, dtype=torch.float32)
+    state = {"a": flat[:6].view(2, 3), "b": flat[6:12], "t": flat.view(4, 6).t(), "n": torch.tensor(3)}
+    save_weights(tmp_path / "w.safetensors", state, description={}, class_names=[], preprocessing={})
+    found = load_file(tmp_path / "w.safetensors")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) and found[name].dtype == state[name].dtype for name in state)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    save(tmp_path / "model.safetensors")
+    before = (tmp_path / "model.safetensors").read_bytes()
+
+    def full_disk(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(delivery.weights, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        save(tmp_path / "model.safetensors", "basic_cnn")
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_loading_needs_no_deepspeed(tmp_path):
+    save(tmp_path / "model.safetensors")
+    code = (
+        "import sys; from delivery.weights import load_model; load_model(sys.argv[1]); "
+        "print([m for m in ('deepspeed', 'tensorboard') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "model.safetensors")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_files_that_are_no_delivery_are_refused(tmp_path):
+    file = tmp_path / "w.safetensors"
+    with pytest.raises(UserError, match="does not exist"):
+        read_metadata(file)
+    file.write_text("hello")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_metadata(file)
+    save_file({"a": torch.zeros(1)}, file)
+    with pytest.raises(UserError, match="lacks the metadata 'description'"):
+        load_model(file)
+    built = save(file)
+    save(file, description={**built.description, "num_classes": 6})
+    with pytest.raises(UserError, match="does not fit its own description"):
+        load_model(file)
+
+
+def test_preprocess_resizes_crops_and_normalizes():
+    pixels = np.random.default_rng(0).integers(0, 256, (48, 80, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    found = preprocess({"preprocessing": PREPROCESSING})(image)
+    # The oracle: Pillow's own resize and crop, the normalization written out.
+    resized = image.resize((60, 36), Image.Resampling.BILINEAR).crop((14, 2, 46, 34))
+    expected = (np.asarray(resized, dtype=np.float64) / 255 - PREPROCESSING["mean"]) / PREPROCESSING["std"]
+    assert type(found) is torch.Tensor
+    assert found.dtype == torch.float32
+    grey_level = 1 / 255 / min(PREPROCESSING["std"])  # Pillow and torchvision round differently
+    torch.testing.assert_close(
+        found.double(), torch.from_numpy(expected).permute(2, 0, 1), rtol=0, atol=1.01 * grey_level
+    )
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "nearest"])
+@pytest.mark.parametrize("resize_size", [None, 40])
+def test_preprocess_is_what_the_evaluation_of_training_sees(interpolation, resize_size):
+    values = {**PREPROCESSING, "resize_size": resize_size, "interpolation": interpolation}
+    pixels = np.random.default_rng(0).integers(0, 256, (48, 80, 3), dtype=np.uint8)
+    expected = evaluation_transform(values)(torch.from_numpy(pixels).permute(2, 0, 1))
+    assert torch.equal(preprocess({"preprocessing": values})(Image.fromarray(pixels)), expected)
+
+
+def test_preprocess_turns_and_converts():
+    values = {**PREPROCESSING, "resize_size": None, "mean": [0.0] * 3, "std": [1.0] * 3}
+    grey = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: shown rotated by 90 degrees
+    grey.info["exif"] = exif.tobytes()
+    found = preprocess({"preprocessing": values})(grey)
+    upright = np.rot90(np.asarray(grey), -1).astype(np.float32) / 255
+    torch.testing.assert_close(found, torch.from_numpy(upright).expand(3, 32, 32))
+
+
+def test_four_lines_classify_an_image(tmp_path):
+    built = save(tmp_path / "model.safetensors", "basic_cnn")
+    image = Image.fromarray(np.random.default_rng(1).integers(0, 256, (40, 40, 3), dtype=np.uint8))
+    model, metadata = load_model(tmp_path / "model.safetensors")
+    with torch.no_grad():
+        probabilities = model(preprocess(metadata)(image)[None]).softmax(1)[0]
+        expected = functional.softmax(built.module.eval()(preprocess(metadata)(image)[None]), dim=1)[0]
+    assert metadata["class_names"][probabilities.argmax()] == CLASS_NAMES[expected.argmax()]
