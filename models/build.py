@@ -97,7 +97,7 @@ def _describe(model_type: str, num_classes: int, image_size: int, members: Seque
     spec = model_spec(model_type)
     members = list(members) if spec.takes_members else []
     if spec.takes_members and len(members) < 2:
-        raise UserError(f"an ensemble needs at least two members, not {len(members)}: --members mobilenet,vgg")
+        raise UserError(f"an ensemble needs at least two members, not {len(members)}: --ensemble-members mobilenet,vgg")
     for member in members:
         if model_spec(member).takes_members:
             raise UserError(f"'{member}' cannot be a member of an ensemble. Allowed: {', '.join(_member_names())}.")

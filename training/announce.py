@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from training.checkpoint import Progress
+from training.data.images import ImageError
 from training.distributed import gather_objects
 from training.parts import Parts
 
@@ -34,7 +36,9 @@ def announce_start(parts: Parts, progress: Progress) -> None:
     for note in [*data.notes, *parts.built.notes, *_warnings(parts)]:
         say(f"note: {note}")
     if world.is_main and config.tensorboard and progress == Progress():
-        parts.loggers.images(_augmented_sample(parts))
+        images = _augmented_sample(parts)
+        if len(images):
+            parts.loggers.images(images)
 
 
 def announce_end(parts: Parts, progress: Progress, stop_signal: int) -> None:
@@ -81,10 +85,13 @@ def _warnings(parts: Parts) -> list[str]:
 
 def _augmented_sample(parts: Parts) -> torch.Tensor:
     """Return the first training images of epoch 0 as the model sees them, float32 [N, 3, S, S] in 0..1."""
-    indices = parts.settings.plan.permutation(0)[:AUGMENTED_IMAGES_SHOWN]
-    images = torch.stack([parts.data.train[(0, int(index))][0] for index in indices])
+    images = []
+    for index in parts.settings.plan.permutation(0)[:AUGMENTED_IMAGES_SHOWN]:
+        # An unreadable image is the loader's to report, on all ranks; this runs on rank 0 alone.
+        with contextlib.suppress(ImageError):
+            images.append(parts.data.train[(0, int(index))][0])
     mean, std = (torch.tensor(parts.data.preprocessing[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
-    return (images * std + mean).clamp(0, 1)
+    return (torch.stack(images) * std + mean).clamp(0, 1) if images else torch.empty(0)
 
 
 def _shown(path: Path) -> str:

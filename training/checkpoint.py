@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,23 +47,35 @@ class Progress:
     epochs_without_better: int = 0
 
 
+def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
+    """Return all fp32 weights and buffers by name on rank 0, nothing on the others; a collective."""
+    return _on_main(engine.weights(), world)
+
+
 def save_checkpoint(
-    folder: Path, engine: Engine, progress: Progress, identity: dict[str, Any], world: World, *, is_best: bool
+    folder: Path,
+    engine: Engine,
+    weights: dict[str, torch.Tensor],
+    progress: Progress,
+    identity: dict[str, Any],
+    world: World,
+    *,
+    is_best: bool,
 ) -> None:
     """Save a checkpoint and point `last` (and `best`) at it; a collective, rank 0 writes.
 
     Args:
         folder: the run's checkpoints folder.
-        engine: the engine, whose BatchNorm buffers have been averaged.
+        engine: the engine, for the moments.
+        weights: what `gather_weights` returned, after the BatchNorm buffers were averaged.
         progress: where the run stands.
-        identity: what a run that resumes must agree on; see `run.checkpoint_identity`.
+        identity: what a run that resumes must agree on; see `run._identity`.
         world: the ranks.
         is_best: whether this is the best evaluation so far.
     """
-    tensors = {f"weights/{name}": tensor for name, tensor in engine.weights()}
-    for kind, name, tensor in engine.moments():
-        tensors[f"moments/{kind}/{name}"] = tensor
+    moments = _on_main(((f"moments/{kind}/{name}", tensor) for kind, name, tensor in engine.moments()), world)
     if world.is_main:
+        tensors = {f"weights/{name}": tensor for name, tensor in weights.items()} | moments
         loss_scale = engine.loss_scale.state() if engine.loss_scale else None
         content = {
             "progress": dataclasses.asdict(progress),
@@ -132,6 +145,15 @@ def load_checkpoint(path: Path, engine: Engine, identity: dict[str, Any]) -> Pro
     if engine.loss_scale is not None and content["loss_scale"]:
         engine.loss_scale.restore(content["loss_scale"])
     return progress
+
+
+def _on_main(items: Iterable[tuple[str, torch.Tensor]], world: World) -> dict[str, torch.Tensor]:
+    """Walk through items that every rank must produce, and keep them on rank 0 alone."""
+    kept = {}
+    for name, tensor in items:
+        if world.is_main:
+            kept[name] = tensor
+    return kept
 
 
 def _write_folder(path: Path, tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> None:

@@ -10,10 +10,15 @@ import difflib
 from collections.abc import Iterable
 
 USER_ERROR_EXIT_CODE = 2
+SECONDS_FOR_RANK_0_TO_SPEAK = 2.0
 
 
 class UserError(Exception):
     """A mistake in what the user gave: the message is the single line that is shown."""
+
+
+class AgreedError(UserError):
+    """A mistake that all ranks know of: each raises it at the same point, and rank 0 alone says it."""
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from training.data.loader import Batch, EvaluationLoader
 from training.data.sampler import BatchPlan
 from training.distributed import World, error_on_any_rank, sum_over_ranks
 from training.engine import Engine, StepResult
-from training.errors import UserError
+from training.errors import AgreedError, UserError
 from training.loggers import Loggers, StepPoint
 from training.metrics import Scores, ScoreSums, sample_losses
 from training.optim import Schedule
@@ -176,7 +176,7 @@ class _TimedBatches:
         """Raise on every rank what went wrong on the first rank that failed; a collective."""
         message = error_on_any_rank(str(self.error) if self.error else None, world)
         if message:
-            raise UserError(message)
+            raise AgreedError(message)
 
     def _empty_batch(self) -> Batch:
         size, side = self._settings.plan.batch_size_per_rank, self._settings.image_size

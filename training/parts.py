@@ -24,7 +24,7 @@ from training.data.sampler import BatchPlan, EvaluationPlan
 from training.distributed import World, broadcast_object, error_on_any_rank
 from training.engine import Engine, build_engine
 from training.environment import describe_environment
-from training.errors import UserError
+from training.errors import AgreedError, UserError
 from training.finetune import RestingBackbone
 from training.loggers import Loggers, build_loggers
 from training.loop import LoopSettings
@@ -131,7 +131,7 @@ def agreed(action: Callable[[], Result], world: World) -> Result:
         message = str(error)
     message = error_on_any_rank(message, world)
     if message is not None:
-        raise UserError(message)
+        raise AgreedError(message)
     return result
 
 

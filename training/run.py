@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from typing import Any
+
+import torch
 
 from delivery.weights import save_weights
 from training.announce import announce_end, announce_start
 from training.batchnorm import average_buffers
-from training.checkpoint import Progress, find_checkpoint, load_checkpoint, save_checkpoint
+from training.checkpoint import Progress, find_checkpoint, gather_weights, load_checkpoint, save_checkpoint
 from training.config import TrainConfig
-from training.distributed import barrier, start_world, stop_world
-from training.errors import USER_ERROR_EXIT_CODE, UserError
+from training.distributed import start_world, stop_world
+from training.errors import SECONDS_FOR_RANK_0_TO_SPEAK, USER_ERROR_EXIT_CODE, AgreedError, UserError
 from training.loggers import EpochPoint
 from training.loop import EpochResult, evaluate, train_one_epoch
 from training.metrics import Scores
@@ -34,10 +37,11 @@ def run(config: TrainConfig) -> int:
         parts = build_parts(config, world)
         return train(parts, stop)
     except UserError as error:
-        # Every rank arrives here with the same message (see `agreed`); one of them says it.
-        if world.is_main:
+        if world.is_main or not isinstance(error, AgreedError):
             print(f"error: {error}", file=sys.stderr, flush=True)
-        barrier(world)
+        else:
+            # A launcher ends all ranks as soon as one has failed: rank 0 speaks first.
+            time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
         return USER_ERROR_EXIT_CODE
     finally:
         stop.close()
@@ -80,7 +84,7 @@ def _train_and_evaluate(parts: Parts, progress: Progress, stop: StopRequest) -> 
     average_buffers(parts.engine.module, parts.world)
     if result.stop_signal:
         progress = dataclasses.replace(progress, step=progress.step + result.steps_done)
-        _save_checkpoint(parts, progress, is_best=False)
+        _save_checkpoint(parts, gather_weights(parts.engine, parts.world), progress, is_best=False)
         return progress, result.stop_signal
     scores = evaluate(parts.engine, parts.val_loader, parts.settings, parts.world)
     progress = _after_evaluation(parts, progress, result, scores)
@@ -114,14 +118,14 @@ def _after_evaluation(parts: Parts, progress: Progress, result: EpochResult, sco
             class_names=parts.data.class_names,
         )
     )
+    weights = gather_weights(parts.engine, parts.world)
     if is_best:
-        _save_weights(parts, epoch, scores)
-    _save_checkpoint(parts, progress, is_best=is_best)
+        _save_weights(parts, weights, epoch, scores)
+    _save_checkpoint(parts, weights, progress, is_best=is_best)
     return progress
 
 
-def _save_weights(parts: Parts, epoch: int, scores: Scores) -> None:
-    weights = dict(parts.engine.weights())
+def _save_weights(parts: Parts, weights: dict[str, torch.Tensor], epoch: int, scores: Scores) -> None:
     if parts.world.is_main:
         save_weights(
             parts.folder.weights,
@@ -133,8 +137,9 @@ def _save_weights(parts: Parts, epoch: int, scores: Scores) -> None:
         )
 
 
-def _save_checkpoint(parts: Parts, progress: Progress, *, is_best: bool) -> None:
-    save_checkpoint(parts.folder.checkpoints, parts.engine, progress, _identity(parts), parts.world, is_best=is_best)
+def _save_checkpoint(parts: Parts, weights: dict[str, torch.Tensor], progress: Progress, *, is_best: bool) -> None:
+    folder, identity = parts.folder.checkpoints, _identity(parts)
+    save_checkpoint(folder, parts.engine, weights, progress, identity, parts.world, is_best=is_best)
 
 
 def _resume(parts: Parts) -> Progress:

@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = "scripts/train_distributed.py"
-TIMEOUT_SECONDS = 280
+TIMEOUT_SECONDS = 600
 
 
 def environment() -> dict[str, str]:

@@ -99,7 +99,7 @@ def _open(name: str, arguments: Mapping[str, Any], options: DataOptions) -> Any:
         except (RuntimeError, OSError):
             raise UserError(
                 f"torchvision:{name} is not (whole) in {str(root)!r}: add --download to fetch it, "
-                "or set ZEROVISION_DATA to where it is."
+                "or give --data-root, the folder where it is."
             ) from None
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,42 @@
+# `make help` lists the targets.
+SHELL := bash
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev train test test-slow lint check clean
+
+PYTHON ?= python3
+EPOCHS ?= 20
+TRAIN_FLAGS ?= --learning-rate 0.004
+SHELL_FILES := $(wildcard scripts/*.sh) .ci/run
+BIN := .venv/bin
+export PYTHON
+
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup: ## Make .venv with what training needs (does nothing if it is there)
+	@bash scripts/setup_env.sh requirements.txt
+
+setup-dev: ## Make .venv with what the tests need too
+	@bash scripts/setup_env.sh requirements-dev.txt
+
+train: setup ## Train mobilenet on handwritten digits, 2 ranks (EPOCHS=20, TRAIN_FLAGS="--learning-rate 0.004")
+	@bash scripts/launch_distributed.sh mobilenet ddp 2 16 $(EPOCHS) $(TRAIN_FLAGS)
+
+test: setup-dev ## Run the tests
+	$(BIN)/python -m pytest
+
+test-slow: setup-dev ## Run the tests that take minutes each
+	$(BIN)/python -m pytest -m slow
+
+lint: setup-dev ## Run ruff, mypy, shellcheck and shfmt
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/shellcheck -x $(SHELL_FILES)
+	$(BIN)/shfmt -i 4 -d $(SHELL_FILES)
+
+check: lint test ## Everything that CI runs: lint and test
+
+clean: ## Remove .venv and caches, never logs
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path './logs/*' -prune -exec rm -rf {} +

@@ -1,0 +1,44 @@
+"""Trains every model of the zoo under one strategy, one after another on the same ranks.
+
+    deepspeed --num_gpus 2 tests/training/matrix_entry.py --strategy ddp --log-dir /tmp/logs --weights FILE
+
+Most of a launch is its start: seven models in one launch take a minute less than seven launches. `--epochs` holds for
+all models but vgg, of which one epoch must do: a step of its 134 million parameters takes seconds on a CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from models import MODELS
+from training.config import parse_args
+from training.distributed import start_world, stop_world
+from training.parts import build_parts
+from training.run import train
+from training.signals import StopRequest
+
+
+def main() -> int:
+    config, _ = parse_args(sys.argv[1:])
+    world = start_world()
+    stop = StopRequest()
+    for name, spec in MODELS.items():
+        weights = config.weights if spec.always_pretrained else ""
+        epochs = 1 if name == "vgg" else config.epochs
+        changes = {"model_type": name, "run_name": name, "weights": weights, "epochs": epochs}
+        parts = build_parts(dataclasses.replace(config, **changes), world)
+        exit_code = train(parts, stop)
+        parts.close()
+        if exit_code:
+            return exit_code
+    stop.close()
+    stop_world()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

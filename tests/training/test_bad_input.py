@@ -1,0 +1,158 @@
+"""What users get wrong, through the real entries: one line, exit code 2, no traceback, and never a hang."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+
+import pytest
+from commands import ENTRY, assert_user_error, launch, run_command, train_alone
+from PIL import Image
+
+from training.strategies import CONFIG_FOLDER
+
+
+def make_folder(root, classes=("cat", "dog"), count=12):
+    for name in classes:
+        (root / name).mkdir(parents=True)
+        for number in range(count):
+            color = (20 * number % 256, 90 if name == "cat" else 160, 40)
+            Image.new("RGB", (40, 40), color).save(root / name / f"{number}.jpg")
+    return root
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:200])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model-type", "mobilnet"], ["'mobilnet'", "Did you mean 'mobilenet'"]),
+        (["--strategy", "dpp"], ["'dpp'", "Did you mean 'ddp'"]),
+        (["--precision", "bf61"], ["--precision 'bf61'", "Did you mean 'bf16'"]),
+        (["--batch-size", "0"], ["--batch-size 0", "from 1"]),
+        (["--batch-size", "1.5"], ["--batch-size '1.5'", "whole number"]),
+        (["--epochs", "-3"], ["--epochs -3"]),
+        (["--learning-rate", "nan"], ["--learning-rate", "above 0"]),
+        (["--learning-rate", "fast"], ["--learning-rate 'fast'", "a number"]),
+        (["--batchsize", "3"], ["'--batchsize'", "Did you mean '--batch-size'"]),
+        (["--config", "/nowhere.yaml"], ["/nowhere.yaml", "No such file"]),
+        (["--run-name", "../up"], ["--run-name '../up'"]),
+        (["--offload", "optimizer"], ["--offload optimizer", "ddp allows none"]),
+        (["--weights", "x", "--pretrained"], ["exclude each other"]),
+    ],
+)
+def test_command_line(flags, words):
+    assert_user_error(train_alone("--check-config", *flags), *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("batch-siz: 8", ["'batch-siz'", "Did you mean 'batch-size'"]),
+        ("batch-size: 0", ["batch-size 0", "from 1"]),
+        ("batch-size: many", ["batch-size 'many'"]),
+        ("batch-size: [1", ["not valid YAML", "line 1"]),
+        ("batch-size:", ["has no value"]),
+        ("batch-size: 8\nbatch_size: 9", ["given twice"]),
+        ("- 8", ["expected lines such as"]),
+        ("pretrained: perhaps", ["true or false"]),
+    ],
+)
+def test_configuration_file(text, words, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert_user_error(train_alone("--check-config", "--config", str(path)), str(path), *words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c | {"zero_optimisation": {"stage": 1}}, ["'zero_optimisation'", "'zero_optimization'"]),
+        (lambda c: c | {"bf16": {"enabled": True}}, ["'bf16'", "--precision"]),
+        (lambda c: c | {"train_batch_size": "auto"}, ["'train_batch_size'", "--batch-size"]),
+        (lambda c: c | {"prescale_gradients": "auto"}, ["'prescale_gradients'", "'auto'"]),
+        (lambda c: c | {"zero_optimization": {"stage": 3}}, ["stage is 3", "stage 1"]),
+        (lambda c: c | {"zero_optimization": {"stage": 1, "overlap_com": True}}, ["overlap_com", "overlap_comm"]),
+        (lambda c: c | {"zero_optimization": {"stage": 1, "overlap_comm": "yes"}}, ["'yes'", "true or false"]),
+        (lambda c: c | {"zero_optimization": {"stage": 1, "reduce_bucket_size": -1}}, ["-1", "0 or more"]),
+    ],
+)
+def test_deepspeed_json(change, words, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(change(json.loads((CONFIG_FOLDER / "ds_config_ddp.json").read_text()))))
+    assert_user_error(train_alone("--data", "fake", "--deepspeed-config", str(path)), str(path), *words)
+
+
+def test_malformed_deepspeed_json(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 1},}')
+    assert_user_error(train_alone("--data", "fake", "--deepspeed-config", str(path)), str(path), "line 1")
+
+
+def test_log_folder_that_cannot_be_written():
+    # /proc takes no new folders, from root either.
+    result = train_alone("--data", "fake", "--model-type", "basic_cnn", "--log-dir", "/proc/logs")
+    assert_user_error(result, "--log-dir /proc/logs", "cannot be written")
+
+
+def test_missing_data_folder_over_two_ranks(tmp_path):
+    result = launch("basic_cnn", "ddp", "2", "8", "1", "--data", "/no/such/folder", "--log-dir", str(tmp_path))
+    assert_user_error(result, "/no/such/folder")
+
+
+def test_occupied_port():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        result = run_command("deepspeed", "--num_gpus=2", "--master_port", port, ENTRY, "--data", "fake")
+    assert result.returncode == 2
+    assert f"error: port {port} is in use" in result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_unreadable_image_in_the_middle_of_an_epoch_ends_all_ranks(tmp_path):
+    """The rank that reads it must not leave the other waiting in a collective."""
+    root = make_folder(tmp_path / "images", count=40)
+    truncate(root / "cat" / "7.jpg")
+    flags = ["--data", str(root), "--image-size", "32", "--log-dir", str(tmp_path / "logs")]
+    result = launch("basic_cnn", "ddp", "2", "2", "1", *flags)
+    assert_user_error(result, "cat/7.jpg")
+
+
+def test_skipped_images_are_counted_and_listed(tmp_path):
+    root = make_folder(tmp_path / "images", count=40)
+    truncate(root / "cat" / "7.jpg")
+    flags = ["--data", str(root), "--image-size", "32", "--log-dir", str(tmp_path / "logs"), "--bad-images", "skip"]
+    result = launch("basic_cnn", "fsdp_stage3", "2", "2", "1", *flags)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "1 unreadable image(s) passed over" in result.stdout
+    assert "cat/7.jpg" in result.stdout
+
+
+def test_data_folders_with_other_classes(tmp_path):
+    make_folder(tmp_path / "images" / "train", ("cat", "dog"))
+    make_folder(tmp_path / "images" / "val", ("cat", "cow"))
+    flags = ["--model-type", "basic_cnn", "--image-size", "32", "--log-dir", str(tmp_path)]
+    assert_user_error(train_alone("--data", str(tmp_path / "images"), *flags), "dog", "cow")
+    shutil.rmtree(tmp_path / "images")
+    make_folder(tmp_path / "images", ("cat",))
+    assert_user_error(train_alone("--data", str(tmp_path / "images"), *flags), "one class")
+
+
+def test_image_too_small_for_the_model(tmp_path):
+    result = train_alone("--data", "fake", "--model-type", "vgg", "--image-size", "28", "--log-dir", str(tmp_path))
+    assert_user_error(result, "28", "--image-size 32")
+
+
+def test_weights_without_a_network(tmp_path):
+    result = train_alone("--data", "fake", "--model-type", "mobilenet_finetuned", "--log-dir", str(tmp_path))
+    assert_user_error(result, "--weights")
+
+
+def test_a_launchers_environment_that_is_incomplete():
+    result = run_command("python", ENTRY, "--data", "fake", RANK="0", WORLD_SIZE="x", LOCAL_RANK="0")
+    assert_user_error(result, "WORLD_SIZE=x")

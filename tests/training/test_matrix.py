@@ -1,0 +1,154 @@
+"""Every model under every strategy on two real ranks, through the real `deepspeed` launcher, the guide's commands."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from commands import ENTRY, launch, read_metrics, run_command
+from PIL import Image
+from ranks import free_port
+from safetensors.torch import load_file
+
+from delivery.weights import load_model, save_weights
+from models import MODELS, build_model
+from training.data import DataOptions, load_data
+from training.strategies import STRATEGIES
+
+TRAIN_IMAGES, VAL_IMAGES, BATCH_SIZE = 80, 8, 8
+EPOCHS = 6
+
+
+@pytest.fixture(scope="module")
+def two_classes(tmp_path_factory):
+    """A folder of small photographs, so to say: bright and dark ones. Few, because a step of vgg takes seconds here."""
+    root = tmp_path_factory.mktemp("images")
+    noise = np.random.default_rng(0)
+    for part, count in (("train", TRAIN_IMAGES), ("val", VAL_IMAGES)):
+        for number in range(count):
+            name, level = (("bright", 190), ("dark", 60))[number % 2]
+            pixels = (level + noise.normal(0, 25, (40, 48, 3))).clip(0, 255).astype(np.uint8)
+            (root / part / name).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(root / part / name / f"{number}.jpg")
+    return root
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A local file in the place of hub weights: mobilenet with a head of seven classes."""
+    path = tmp_path_factory.mktemp("weights") / "pretrained.safetensors"
+    built = build_model("mobilenet", num_classes=7, image_size=32)
+    save_weights(
+        path,
+        built.module.state_dict(),
+        description=built.description,
+        class_names=[f"class-{number}" for number in range(7)],
+        preprocessing=load_data(DataOptions()).preprocessing,
+    )
+    return path
+
+
+def train_matrix(strategy, members, images, pretrained, logs):
+    """Train every model under one strategy, in one launch; return the folder of the runs."""
+    flags = ["--data", str(images), "--image-size", "32", "--augmentation", "none", "--workers", "0"]
+    flags += [
+        "--epochs",
+        str(EPOCHS),
+        "--batch-size",
+        str(BATCH_SIZE),
+        "--log-every-steps",
+        "1",
+        "--tensorboard",
+        "false",
+    ]
+    flags += ["--learning-rate", "0.0001", "--warmup-epochs", "0", "--label-smoothing", "0"]
+    flags += ["--head-epochs", "0", "--backbone-learning-rate-scale", "1", "--weights", str(pretrained)]
+    flags += ["--strategy", strategy, "--ensemble-members", members, "--log-dir", str(logs)]
+    launcher = ["deepspeed", "--num_gpus=2", "--master_port", str(free_port())]
+    result = run_command(*launcher, "tests/training/matrix_entry.py", *flags)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
+    return logs / "runs"
+
+
+@pytest.fixture(scope="module")
+def run_folders(tmp_path_factory, two_classes, pretrained):
+    """{strategy: folder of the runs}; the ensemble is a small one here."""
+    members = "mobilenet,basic_cnn"
+    return {
+        name: train_matrix(name, members, two_classes, pretrained, tmp_path_factory.mktemp(name)) for name in STRATEGIES
+    }
+
+
+def assert_learned(folder):
+    losses = [entry["loss"] for entry in read_metrics(folder, "step")]
+    assert len(losses) >= TRAIN_IMAGES / (2 * BATCH_SIZE)
+    assert np.mean(losses[-3:]) < np.mean(losses[:2]), losses
+    load_model(folder / "model.safetensors")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_model_learns_under_every_strategy(model, strategy, run_folders):
+    assert_learned(run_folders[strategy] / model)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("strategy", ["fsdp_stage2", "fsdp_stage3"])
+def test_the_strategies_agree_on_the_losses(model, strategy, run_folders):
+    expected, found = (
+        [entry["loss"] for entry in read_metrics(run_folders[name] / model, "step")][:3] for name in ("ddp", strategy)
+    )
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_whole_ensemble_learns(strategy, two_classes, pretrained, tmp_path):
+    """With all of mobilenet, efficientnet and vgg: minutes on two cores."""
+    members = "mobilenet,efficientnet,vgg"
+    assert_learned(train_matrix(strategy, members, two_classes, pretrained, tmp_path) / "ensemble")
+
+
+def test_head_of_the_local_file_was_replaced(run_folders, pretrained):
+    assert load_file(pretrained)["classifier.weight"].shape[0] == 7
+    model, _ = load_model(run_folders["ddp"] / "mobilenet_finetuned" / "model.safetensors")
+    assert model.classifier.out_features == 2
+
+
+def test_the_guides_direct_command(tmp_path):
+    result = run_command(
+        "deepspeed",
+        "--num_gpus=2",
+        f"--master_port={free_port()}",
+        ENTRY,
+        *["--model-type", "efficientnet", "--strategy", "fsdp_stage2", "--epochs", "1", "--batch-size", "16"],
+        *["--gradient-accumulation-steps", "2", "--learning-rate", "0.001"],
+        *["--data", "fake", "--run-name", "r", "--log-dir", str(tmp_path)],
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert "global batch 64 = 16 per CPU rank x 2 CPU ranks x 2 accumulation step(s)" in result.stdout
+    assert "BatchNorm sees micro-batches of 16" in result.stdout
+    losses = [entry["loss"] for entry in read_metrics(tmp_path / "runs" / "r", "step")]
+    assert losses[-1] < losses[0]
+
+
+def test_torchrun(tmp_path):
+    result = run_command(
+        *["torchrun", "--nproc_per_node=2", f"--master_port={free_port()}", ENTRY, "--model-type", "cnn_lstm"],
+        *["--strategy", "fsdp_stage3", "--epochs", "1", "--batch-size", "50", "--data", "fake"],
+        *["--precision", "bf16", "--activation-checkpointing", "--sync-batchnorm", "--offload", "all"],
+        *["--run-name", "r", "--log-dir", str(tmp_path), "--optimizer", "lamb", "--learning-rate", "0.01"],
+        *["--log-every-steps", "1"],
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    losses = [entry["loss"] for entry in read_metrics(tmp_path / "runs" / "r", "step")]
+    assert losses[-1] < losses[0]
+
+
+def test_launcher_from_its_own_folder(tmp_path):
+    command = "cd scripts && bash launch_distributed.sh basic_cnn fsdp_stage3 2 50 1 --data fake --log-dir"
+    result = run_command("bash", "-c", f'{command} "$1"', "-", str(tmp_path))
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert "top-1" in result.stdout
+    assert launch("--help").returncode == 0

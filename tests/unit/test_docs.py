@@ -1,0 +1,259 @@
+"""What README.md, CONTRIBUTING.md and docs/ name exists: paths, links, commands, flags, keys, messages."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from models import MODELS
+from training.config import FLAG_OF, parse_args, read_config_file
+from training.data import AUGMENTATIONS, DATASETS
+from training.deepspeed_schema import check_deepspeed_json
+from training.errors import UserError
+from training.loggers import EpochPoint, StepPoint
+from training.strategies import STRATEGIES
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+# logs/ is not among them: it holds what runs leave.
+OUR_FOLDERS = ("scripts", "training", "models", "delivery", "planning", "docs", "deepspeed_configs", "tests")
+
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+OUR_PATH = re.compile(rf"(?:{'|'.join(OUR_FOLDERS)})/[\w./-]*|[\w-]+\.(?:sh|py|md)|Makefile|requirements[\w-]*\.txt")
+# The words of each launcher before its flags, by what the training entry calls them; None are the launcher's own.
+LAUNCHER_WORDS = {
+    "launch_distributed.sh": ("model-type", "strategy", None, "batch-size", "epochs"),
+    "launch_multi_node.sh": ("model-type", "strategy", None, None, "batch-size", "epochs"),
+    "slurm_distributed.sh": ("model-type", "strategy", None, "batch-size", "epochs"),
+}
+LAUNCHER_FLAGS = {"--master_port", "--help"}
+ENTRY_FLAGS = {*FLAG_OF.values(), "--config", "--check-config", "--help"}
+
+
+@cache
+def doctor_flags() -> set[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), "--help"]
+    return set(FLAG.findall(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+
+
+@cache
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@cache
+def sources() -> str:
+    files = [file for folder in OUR_FOLDERS if folder != "tests" for file in (ROOT / folder).rglob("*.[ps][yh]")]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return [body for found, body in FENCE.findall(text) if found == language]
+
+
+def inline_code(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of every command in a bash block, without comments and leading variables."""
+    for line in "\n".join(blocks(text, "bash")).splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words = words[1:]
+        if words:
+            yield words
+
+
+def slug(heading: str) -> str:
+    """Return the anchor that GitHub makes of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def link_problems(page: Path, text: str) -> Iterator[str]:
+    for link in LINK.findall(text):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists():
+            yield f"link to {link}: no such file"
+        elif anchor and anchor not in map(slug, re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)):
+            yield f"link to {link}: no such heading"
+
+
+def path_problems(text: str) -> Iterator[str]:
+    words = [word for span in inline_code(text) for word in span.split()]
+    words += [word for command in commands(text) for word in command]
+    for word in words:
+        if OUR_PATH.fullmatch(word) and not (ROOT / word).exists() and not (ROOT / "scripts" / word).exists():
+            yield f"path {word}: does not exist"
+
+
+def flag_problems(text: str) -> Iterator[str]:
+    known = ENTRY_FLAGS | LAUNCHER_FLAGS | doctor_flags()
+    for span in inline_code(text):
+        if span.split()[0] in ("deepspeed", "torchrun", "sbatch", "tensorboard", "nvidia-smi"):
+            continue  # flags of others
+        yield from (f"flag {flag}: does not exist" for flag in FLAG.findall(span) if flag not in known)
+
+
+def entry_arguments(words: list[str]) -> list[str] | None:
+    """Return what a command hands to the training entry, None for a command that trains nothing."""
+    names = [Path(word).name for word in words]
+    launcher = next((name for name in names if name in LAUNCHER_WORDS), None)
+    if launcher:
+        given = words[names.index(launcher) + 1 :]
+        meanings = LAUNCHER_WORDS[launcher]
+        pairs = zip(meanings, given, strict=False)
+        return [f"--{meaning}={value}" for meaning, value in pairs if meaning] + given[len(meanings) :]
+    return words[names.index("train_distributed.py") + 1 :] if "train_distributed.py" in names else None
+
+
+def command_problems(text: str) -> Iterator[str]:
+    for words in commands(text):
+        shown = shlex.join(words)
+        if words[0] == "make" and not make_targets() >= {word for word in words[1:] if "=" not in word}:
+            yield f"command {shown}: no such target"
+        if "scripts/doctor.py" in words and not doctor_flags() >= set(FLAG.findall(shown)):
+            yield f"command {shown}: no such flag"
+        arguments = entry_arguments(words)
+        if arguments is None or any("<" in word for word in words) or "--help" in words:
+            continue
+        for flag in ("--config", "--master_port"):  # the first names a file of the reader's
+            if flag in arguments:
+                place = arguments.index(flag)
+                del arguments[place : place + 2]
+        try:
+            parse_args(arguments)
+        except UserError as error:
+            yield f"command {shown}: {error}"
+
+
+def can_import(module: str, name: str) -> bool:
+    """Say whether `from module import name` works."""
+    if hasattr(importlib.import_module(module), name):
+        return True
+    try:
+        importlib.import_module(f"{module}.{name}")
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def block_problems(text: str, folder: Path) -> Iterator[str]:
+    """Check JSON blocks as DeepSpeed files, YAML blocks as configurations, and the imports of Python blocks."""
+    for body in blocks(text, "json"):
+        try:
+            check_deepspeed_json(json.loads(body), Path("the JSON block"))
+        except (UserError, ValueError) as error:
+            yield str(error)
+    for number, body in enumerate(blocks(text, "yaml")):
+        file = folder / f"block{number}.yaml"
+        file.write_text(body)
+        try:
+            read_config_file(file)
+        except UserError as error:
+            yield str(error)
+    for body in blocks(text, "python"):
+        imports = [node for node in ast.walk(ast.parse(body)) if isinstance(node, ast.ImportFrom)]
+        for name, alias in ((str(node.module), alias.name) for node in imports for alias in node.names):
+            if not can_import(name, alias):
+                yield f"import of {alias} from {name}: no such name"
+
+
+def message_problems(text: str) -> Iterator[str]:
+    """Find rows of the table of messages that share no phrase of 10 characters with our sources."""
+    table = text.partition("## Lines you may meet")[2].partition("\n## ")[0]
+    for message in re.findall(r"^\| `([^`]+)`", table, re.MULTILINE):
+        phrases = [
+            phrase for phrase in re.split(r"'[^']*'|\.{3}|\b\d+\b|--\S+|:", message) if len(phrase.strip()) >= 10
+        ]
+        if not any(phrase.strip() in sources() for phrase in phrases):
+            yield f"message {message}: not in the sources"
+
+
+def problems(page: Path, folder: Path) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    found = [*link_problems(page, text), *path_problems(text), *flag_problems(text), *command_problems(text)]
+    return [*found, *block_problems(text, folder), *message_problems(text)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_everything_named_exists(page: Path, tmp_path: Path) -> None:
+    assert problems(page, tmp_path) == []
+
+
+def test_the_checks_find_what_does_not_exist(tmp_path: Path) -> None:
+    page = tmp_path / "wrong.md"
+    page.write_text(
+        """# Wrong
+[a](missing.md) [b](#no-heading) [c](#wrong) `training/missing.py` `launch.sh` `--batchsize` `--batch-size`
+```bash
+DRY_RUN=1 bash scripts/launch_distributed.sh mobilnet ddp 2 16 1    # a comment
+torchrun --nproc_per_node=2 scripts/train_distributed.py --epochs 0
+bash scripts/launch_multi_node.sh vgg fsdp_stage3 4 8 8 100 --offload all
+make trian
+python scripts/doctor.py --check DIR
+```
+```json
+{"zero_optimisation": {}}
+```
+```yaml
+epoch: 3
+```
+```python
+from delivery.weights import load_weights
+```
+## Lines you may meet
+| `nothing ever says this 7` | cure |
+| `no GPU found: running 2 CPU ranks` | cure |
+""",
+        encoding="utf-8",
+    )
+    found = problems(page, tmp_path)
+    expected = ["link to missing.md", "link to #no-heading", "path training/missing.py", "path launch.sh"]
+    expected += ["flag --batchsize", "launch_distributed.sh mobilnet", "--epochs 0", "trian", "doctor.py --check DIR"]
+    expected += ["'zero_optimisation'", "'epoch'", "import of load_weights", "message nothing ever"]
+    assert len(found) == len(expected), found
+    for problem, part in zip(found, expected, strict=True):
+        assert part in problem
+
+
+def named_in(page: Path) -> set[str]:
+    return {word for span in inline_code(page.read_text(encoding="utf-8")) for word in span.split()}
+
+
+def test_tables_are_complete() -> None:
+    assert named_in(ROOT / "README.md") >= {*MODELS, *STRATEGIES}
+    assert named_in(DOCS / "guide.md") >= {*MODELS, *STRATEGIES, *ENTRY_FLAGS}
+    assert named_in(DOCS / "strategies.md") >= {*STRATEGIES, *(spec.config_file for spec in STRATEGIES.values())}
+    assert named_in(DOCS / "data.md") >= {*AUGMENTATIONS, *(entry.usage for entry in DATASETS.values())}
+
+
+def test_logged_fields_are_documented() -> None:
+    fields = {field.name for point in (StepPoint, EpochPoint) for field in dataclasses.fields(point)}
+    assert named_in(DOCS / "runs.md") >= fields - {"validation", "class_names"}
+    tags = set(re.findall(r'"((?:train|speed|memory|epoch)/\w+)"', sources()))
+    assert tags
+    assert named_in(DOCS / "runs.md") >= tags
+
+
+def test_pictures_are_small() -> None:
+    pictures = list((DOCS / "images").glob("*"))
+    assert pictures
+    assert all(picture.suffix == ".png" and picture.stat().st_size < 200_000 for picture in pictures)
