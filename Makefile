@@ -4,7 +4,7 @@ SHELL := bash
 .PHONY: help setup setup-dev train test test-slow lint check clean
 
 PYTHON ?= python3
-EPOCHS ?= 20
+EPOCHS ?= 15
 TRAIN_FLAGS ?= --learning-rate 0.004
 SHELL_FILES := $(wildcard scripts/*.sh) .ci/run
 BIN := .venv/bin
@@ -19,7 +19,7 @@ setup: ## Make .venv with what training needs (does nothing if it is there)
 setup-dev: ## Make .venv with what the tests need too
 	@bash scripts/setup_env.sh requirements-dev.txt
 
-train: setup ## Train mobilenet on handwritten digits, 2 ranks (EPOCHS=20, TRAIN_FLAGS="--learning-rate 0.004")
+train: setup ## Train mobilenet on handwritten digits, 2 ranks (EPOCHS=15, TRAIN_FLAGS="--learning-rate 0.004")
 	@bash scripts/launch_distributed.sh mobilenet ddp 2 16 $(EPOCHS) $(TRAIN_FLAGS)
 
 test: setup-dev ## Run the tests

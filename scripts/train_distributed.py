@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from training.config import parse_args
 from training.errors import SECONDS_FOR_RANK_0_TO_SPEAK, USER_ERROR_EXIT_CODE, UserError
+from training.strategies import read_strategy_json
 
 
 def main() -> int:
@@ -26,6 +27,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         config, only_check = parse_args(sys.argv[1:])
+        read_strategy_json(config.strategy, config.deepspeed_config)
         if only_check:
             return 0
         # Imported late: `--help` and the launchers' check need none of it.

@@ -99,7 +99,7 @@ class TrainConfig:
     # Data.
     data: str = option(
         "digits",
-        f"Data set: {', '.join(entry.usage for entry in DATASETS.values())} (a folder of classes, or train/ and val/).",
+        f"Data set: {', '.join(entry.usage for entry in DATASETS.values())} (classes, or train/ and val/).",
     )
     data_root: str = option("~/.cache/zerovision", "Folder that torchvision data sets are read from and downloaded to.")
     download: bool = option(False, "Allow torchvision data sets to be downloaded.")

@@ -83,13 +83,13 @@ def test_configuration_file(text, words, tmp_path):
 def test_deepspeed_json(change, words, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(change(json.loads((CONFIG_FOLDER / "ds_config_ddp.json").read_text()))))
-    assert_user_error(train_alone("--data", "fake", "--deepspeed-config", str(path)), str(path), *words)
+    assert_user_error(train_alone("--check-config", "--deepspeed-config", str(path)), str(path), *words)
 
 
 def test_malformed_deepspeed_json(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 1},}')
-    assert_user_error(train_alone("--data", "fake", "--deepspeed-config", str(path)), str(path), "line 1")
+    assert_user_error(train_alone("--check-config", "--deepspeed-config", str(path)), str(path), "line 1")
 
 
 def test_log_folder_that_cannot_be_written():
