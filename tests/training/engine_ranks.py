@@ -201,6 +201,38 @@ def resume_report(world: World, strategies: tuple[str, str], optimizer: str):
     return results
 
 
+def evaluation_report(world: World):
+    """Evaluate a model of fixed random weights on the held-out digits; return the scores and the predictions."""
+    from training.data import DataOptions, load_data
+    from training.data.loader import EvaluationLoader
+    from training.data.sampler import BatchPlan, EvaluationPlan
+    from training.loop import LoopSettings, evaluate
+    from training.optim import build_schedule
+
+    data = load_data(DataOptions())
+    config = configuration(batch_size=BATCH_SIZE, strategy="fsdp_stage3")
+    engine = make_engine(world, make_model(True), config)
+    # Statistics that differ from those of any batch, so that a model left in training mode would be seen.
+    for buffer in engine.module.buffers():
+        buffer.fill_(2)
+    schedule = build_schedule(config, 1, 1, 0)
+    plan = BatchPlan(len(data.train), BATCH_SIZE, 1, world.size, 0)
+    settings = LoopSettings(plan, schedule, CLASSES, 32, 0, 0.0, 1, 1)
+    loader = EvaluationLoader(data, EvaluationPlan(len(data.val), BATCH_SIZE, world.size), world.rank)
+    scores = evaluate(engine, loader, settings, world)
+    engine.train(False)
+    images = torch.stack([data.val[0, index][0] for index in range(len(data.val))])
+    with torch.no_grad():
+        logits = torch.cat([engine.forward(part) for part in images.split(60)])
+    engine.close()
+    return {
+        "scores": [scores.loss, scores.top1, scores.top5, scores.samples],
+        "confusion": scores.confusion.tolist(),
+        "labels": data.val.source.labels.tolist(),
+        "logits": logits.tolist(),
+    }
+
+
 def batchnorm_average_report(world: World):
     """Each rank sees other data; return the buffers before and after averaging."""
     module = make_model(True)

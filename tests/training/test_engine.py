@@ -6,7 +6,9 @@ from itertools import product
 
 import numpy as np
 import pytest
+import scipy.special
 from ranks import run_ranks
+from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, top_k_accuracy_score
 
 from training.strategies import STRATEGIES
 
@@ -121,3 +123,22 @@ def test_synchronized_batchnorm_equals_one_rank_with_the_whole_batch(run_cases, 
     assert two["loss"] == pytest.approx(one["loss"], abs=1e-6)
     assert largest_difference(two["gradients"], one["gradients"]) < 1e-5
     assert largest_difference(two["buffers"], one["buffers"]) < 1e-5
+
+
+def test_evaluation_is_exact_on_any_number_of_ranks(run_cases):
+    """360 samples in batches of 8: full on 1 rank, padded on 2 and 3."""
+    reports = {size: run_cases("evaluation_report", size)[()] for size in (1, 2, 3)}
+    single = reports[1][0]
+    labels, logits = np.array(single["labels"]), np.array(single["logits"])
+    probabilities = scipy.special.softmax(logits.astype(np.float64), axis=1)
+    loss, top1, top5, samples = single["scores"]
+    assert samples == 360
+    assert top1 == pytest.approx(accuracy_score(labels, logits.argmax(1)), abs=1e-12)
+    assert top5 == pytest.approx(top_k_accuracy_score(labels, logits, k=5), abs=1e-12)
+    assert loss == pytest.approx(log_loss(labels, probabilities), abs=1e-6)
+    np.testing.assert_array_equal(single["confusion"], confusion_matrix(labels, logits.argmax(1)))
+    for ranks in reports.values():
+        for report in ranks:
+            assert report["scores"][1:] == single["scores"][1:]
+            assert report["scores"][0] == pytest.approx(loss, abs=1e-6)
+            assert report["confusion"] == single["confusion"]

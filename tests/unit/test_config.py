@@ -1,0 +1,88 @@
+"""The configuration: one merge order, types and ranges, and a file that gives the same run again."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from training.config import FIELDS, FLAG_OF, TrainConfig, check_config, parse_args, read_config_file, save_config
+from training.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_order_is_default_file_command_line(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("batch-size: 8\nlearning_rate: 0.5\nworkers: 2\npretrained: true\n")
+    config, _ = parse_args(["--learning-rate", "0.25", "--config", str(file), "--epochs", "7"])
+    assert (config.batch_size, config.learning_rate, config.epochs) == (8, 0.25, 7)
+    assert (config.workers, config.pretrained, config.momentum) == ("2", True, 0.9)
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_position_of_config_on_the_command_line_does_not_matter(position, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("epochs: 3\n")
+    words = [["--epochs", "9"], ["--epochs", "9"]]
+    words.insert(2 * position, ["--config", str(file)])
+    assert parse_args([word for pair in words for word in pair])[0].epochs == 9
+
+
+def test_saved_configuration_comes_back_the_same(tmp_path):
+    config = dataclasses.replace(TrainConfig(), learning_rate=3e-5, data="my photos", pretrained=True, seed=12)
+    save_config(config, tmp_path / "config.json")
+    assert parse_args(["--config", str(tmp_path / "config.json")])[0] == config
+
+
+def test_the_guides_flags_keep_their_names():
+    words = ["--model-type", "vgg", "--strategy", "fsdp_stage3", "--epochs", "100", "--batch-size", "16"]
+    words += ["--gradient-accumulation-steps", "2", "--learning-rate", "0.001", "--local_rank=3"]
+    config, only_check = parse_args(words)
+    assert (config.model_type, config.strategy, config.gradient_accumulation_steps) == ("vgg", "fsdp_stage3", 2)
+    assert only_check is False
+
+
+@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.metadata["low"] is not None])
+def test_every_lower_bound_holds(name):
+    field = FIELDS[name]
+    below = dataclasses.replace(TrainConfig(), **{name: field.metadata["low"] - 1})
+    with pytest.raises(UserError, match=FLAG_OF[name]):
+        check_config(below, FLAG_OF)
+
+
+@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if isinstance(field.default, float)])
+def test_nan_is_in_no_range(name):
+    with pytest.raises(UserError, match=FLAG_OF[name]):
+        check_config(dataclasses.replace(TrainConfig(), **{name: float("nan")}), FLAG_OF)
+
+
+def test_a_wrong_value_in_a_file_names_the_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("epochs: 0\n")
+    with pytest.raises(UserError, match=rf"{file}: epochs 0: expected a whole number from 1"):
+        read_config_file(file)
+
+
+def test_help_names_every_flag_with_default_and_is_quick():
+    program = [sys.executable, str(ROOT / "scripts" / "train_distributed.py"), "--help"]
+    start = time.perf_counter()
+    shown = subprocess.run(program, capture_output=True, text=True, check=True, timeout=60).stdout
+    seconds = time.perf_counter() - start
+    for name, field in FIELDS.items():
+        assert f"  {FLAG_OF[name]} " in shown
+        if field.metadata["low"] is not None and isinstance(field.default, int):
+            assert f"from {field.metadata['low']}" in " ".join(shown.split())
+    assert seconds < 10, "torch must not be imported for this"
+
+
+def test_command_line_needs_neither_torch_nor_deepspeed():
+    program = (
+        "import sys; import training.config; print([m for m in ('torch', 'timm', 'deepspeed') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,59 @@
+"""Rules of the house that a test can keep."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("models", "training", "delivery", "planning", "scripts")
+
+# Who may import it, anywhere in the file.
+OWNERS = {
+    "deepspeed": {"training/engine.py"},
+    "tensorboard": {"training/loggers/tensorboard.py"},
+    "torch.utils.tensorboard": {"training/loggers/tensorboard.py"},
+}
+
+
+def python_files():
+    return [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+
+
+def imported_modules(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("library", OWNERS)
+def test_a_library_has_one_owner(library):
+    users = {
+        str(path.relative_to(ROOT))
+        for path in python_files()
+        if any(name == library or name.startswith(library + ".") for name in imported_modules(path))
+    }
+    assert users == OWNERS[library] or (library == "tensorboard" and users == set())
+
+
+def test_names_become_behaviour_in_tables_only():
+    """No `if strategy == ...`, no `if model_type == ...`."""
+    found = []
+    for path in python_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
+                words = ast.unparse(node.left)
+                if words.endswith(("strategy", "model_type")):
+                    found.append(f"{path}:{node.lineno}")
+    assert found == []
+
+
+def test_the_environment_is_read_where_it_belongs():
+    allowed = {"training/distributed.py", "training/engine.py", "scripts/supervise.py", "scripts/train_distributed.py"}
+    readers = {str(path.relative_to(ROOT)) for path in python_files() if "os.environ" in path.read_text()}
+    assert readers <= allowed

@@ -1,0 +1,74 @@
+"""Learning rates against closed forms and PyTorch's own schedules; parameter groups against their definition."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from training.config import TrainConfig
+from training.optim import build_optimizer, build_schedule
+
+CONFIG = TrainConfig(epochs=10, warmup_epochs=2, learning_rate=0.1, final_learning_rate_scale=0.0)
+
+
+def rates(schedule, steps):
+    return [schedule.learning_rate(step) for step in range(steps)]
+
+
+def test_equals_pytorchs_warm_up_and_cosine():
+    schedule = build_schedule(CONFIG, steps_per_epoch=5, global_batch=32, head_epochs=0)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=9)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
+    oracle = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], milestones=[10])
+    expected = []
+    for _ in range(50):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        oracle.step()
+    assert rates(schedule, 50) == pytest.approx(expected, abs=1e-9)
+
+
+def test_ends_at_the_final_share():
+    config = dataclasses.replace(CONFIG, final_learning_rate_scale=0.25)
+    schedule = build_schedule(config, steps_per_epoch=5, global_batch=32, head_epochs=0)
+    assert schedule.learning_rate(50) == pytest.approx(0.025)
+    assert max(rates(schedule, 50)) == pytest.approx(0.1)
+
+
+def test_linear_scaling_only_where_asked_for():
+    scaled = dataclasses.replace(CONFIG, base_batch_size=256)
+    assert build_schedule(scaled, 5, global_batch=1024, head_epochs=0).peak == pytest.approx(0.4)
+    assert build_schedule(CONFIG, 5, global_batch=1024, head_epochs=0).peak == 0.1
+
+
+def test_backbone_rests_in_the_head_epochs():
+    schedule = build_schedule(CONFIG, steps_per_epoch=5, global_batch=32, head_epochs=3)
+    assert [schedule.group_learning_rate(step, 0.1) for step in range(15)] == [0.0] * 15
+    assert schedule.group_learning_rate(15, 0.1) == pytest.approx(0.1 * schedule.learning_rate(15))
+    assert schedule.group_learning_rate(3, 1.0) == schedule.learning_rate(3) > 0
+
+
+def test_groups_tell_decay_and_head():
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    head = {"3.weight", "3.bias"}
+    optimizer = build_optimizer(module, CONFIG, head, discriminative=True)
+    found = {
+        name: (group["weight_decay"], group["rate_scale"])
+        for group in optimizer.param_groups
+        for name, parameter in module.named_parameters()
+        if any(parameter is member for member in group["params"])
+    }
+    assert found == {
+        "0.weight": (0.05, 0.1),
+        "0.bias": (0.0, 0.1),
+        "1.weight": (0.0, 0.1),
+        "1.bias": (0.0, 0.1),
+        "3.weight": (0.05, 1.0),
+        "3.bias": (0.0, 1.0),
+    }
+    same_rate = build_optimizer(module, CONFIG, head, discriminative=False)
+    assert {group["rate_scale"] for group in same_rate.param_groups} == {1.0}
