@@ -78,7 +78,15 @@ if [[ -e $UNFINISHED ]] || ! .venv/bin/python -c '' 2>/dev/null; then
     make_environment
 fi
 touch "$UNFINISHED"
-install_requirements || die "the packages of $REQUIREMENTS could not be installed: the lines above say why."
+if [[ -n $UV ]] && ! install_requirements; then
+    # uv looks elsewhere than pip for certificates, proxies and indexes: what it cannot reach, pip may.
+    printf 'setup: uv failed, trying pip\n' >&2
+    UV=
+    rm -rf .venv
+    make_environment
+    touch "$UNFINISHED"
+fi
+[[ -n $UV ]] || install_requirements || die "the packages of $REQUIREMENTS could not be installed: the lines above say why."
 compile_bytecode
 wanted >"$STAMP"
 rm "$UNFINISHED"
