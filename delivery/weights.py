@@ -24,6 +24,7 @@ from models import rebuild_model
 from models.weights_file import METADATA_KEY, read_facts
 from training.data.images import to_rgb
 from training.data.transforms import evaluation_transform
+from training.durable import sync_to_disk
 from training.errors import UserError
 
 METADATA_KEYS = ("description", "class_names", "preprocessing", "extra")
@@ -60,11 +61,11 @@ def save_weights(
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         save_file(tensors, temporary, metadata=metadata)
-        _fsync(temporary)
+        sync_to_disk(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _fsync(path.parent)
+    sync_to_disk(path.parent)
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -121,12 +122,3 @@ def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor
         return transform(pil_to_tensor(to_rgb(ImageOps.exif_transpose(image))))
 
     return to_input
-
-
-def _fsync(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.config import parse_args
+from training.command_line import parse_args
 from training.errors import SECONDS_FOR_RANK_0_TO_SPEAK, USER_ERROR_EXIT_CODE, UserError
 from training.strategies import read_strategy_json
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from training.distributed import World, barrier
+from training.durable import sync_to_disk
 from training.engine import Engine
 from training.errors import UserError
 
@@ -163,18 +163,18 @@ def _write_folder(path: Path, tensors: dict[str, torch.Tensor], content: dict[st
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary / STATE_FILE)
     (temporary / PROGRESS_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for file in (temporary / STATE_FILE, temporary / PROGRESS_FILE, temporary):
-        _sync(file)
+        sync_to_disk(file)
     shutil.rmtree(path, ignore_errors=True)
     temporary.rename(path)
-    _sync(path.parent)
+    sync_to_disk(path.parent)
 
 
 def _point(pointer: Path, name: str) -> None:
     temporary = pointer.with_name(f".{pointer.name}.tmp")
     temporary.write_text(name + "\n", encoding="utf-8")
-    _sync(temporary)
+    sync_to_disk(temporary)
     temporary.replace(pointer)
-    _sync(pointer.parent)
+    sync_to_disk(pointer.parent)
 
 
 def _remove_unnamed(folder: Path) -> None:
@@ -183,11 +183,3 @@ def _remove_unnamed(folder: Path) -> None:
     for path in folder.glob("*step-*"):
         if path.name not in named:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

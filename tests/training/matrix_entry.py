@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from models import MODELS
-from training.config import parse_args
+from training.command_line import parse_args
 from training.distributed import start_world, stop_world
 from training.parts import build_parts
 from training.run import train

@@ -14,6 +14,8 @@ from models import MODELS, build_model
 from training.data import DataOptions, load_data
 from training.strategies import STRATEGIES
 
+pytestmark = pytest.mark.timeout(900)
+
 TRAIN_IMAGES, VAL_IMAGES, BATCH_SIZE = 64, 8, 8
 EPOCHS = 6
 
@@ -85,7 +87,6 @@ def assert_learned(folder):
     load_model(folder / "model.safetensors")
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_model_learns_under_every_strategy(model, strategy, run_folders):
@@ -102,7 +103,6 @@ def test_the_strategies_agree_on_the_losses(model, strategy, run_folders):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_whole_ensemble_learns(strategy, two_classes, pretrained, tmp_path):
     """With all of mobilenet, efficientnet and vgg: minutes on two cores."""

@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, top_k_accuracy_score
 
 from delivery.weights import load_model, preprocess
-from training.config import parse_args
+from training.command_line import parse_args
 from training.data import DataOptions, load_data
 
 EPOCHS = 4

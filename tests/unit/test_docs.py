@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from models import MODELS
-from training.config import FLAG_OF, parse_args, read_config_file
+from training.command_line import parse_args, read_config_file
+from training.config import FLAG_OF
 from training.data import AUGMENTATIONS, DATASETS
 from training.deepspeed_schema import check_deepspeed_json
 from training.errors import UserError
