@@ -7,10 +7,11 @@ the file saved.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.nn.functional import all_reduce
 
 from training.distributed import World, average_over_ranks
 
@@ -56,12 +57,12 @@ def synchronized_batch_norm(images: torch.Tensor, norm: nn.BatchNorm2d) -> torch
     """
     channels = images.shape[1]
     local = torch.cat([images.sum((0, 2, 3)), images.new_full((1,), images.numel() / channels)])
-    sums = all_reduce(local, op=dist.ReduceOp.SUM)
+    sums = _SumOverRanks.apply(local)
     total = sums[-1].detach()
     mean = sums[:channels] / total
     # A second pass over the centred values: E[x^2] - E[x]^2 would cancel where the mean is large.
     centred = images - mean.view(1, -1, 1, 1)
-    variance = all_reduce(centred.square().sum((0, 2, 3)), op=dist.ReduceOp.SUM) / total
+    variance = _SumOverRanks.apply(centred.square().sum((0, 2, 3))) / total
     with torch.no_grad():
         if norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None:
             norm.num_batches_tracked.add_(1)
@@ -73,6 +74,22 @@ def synchronized_batch_norm(images: torch.Tensor, norm: nn.BatchNorm2d) -> torch
         scale = scale * norm.weight
     output = centred * scale.view(1, -1, 1, 1)
     return output + norm.bias.view(1, -1, 1, 1) if norm.affine else output
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """All-reduce whose gradient is the all-reduced gradient: each rank's input is part of every rank's output."""
+
+    @staticmethod
+    def forward(_context: Any, values: torch.Tensor) -> torch.Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total)
+        return total
 
 
 _SYNCHRONIZED: dict[type, type] = {}

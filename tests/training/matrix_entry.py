@@ -9,6 +9,7 @@ all models but vgg, of which one epoch must do: a step of its 134 million parame
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -41,4 +42,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # as train_distributed.py does

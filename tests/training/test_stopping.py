@@ -25,6 +25,8 @@ def start(logs, name, **changes):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A background job of a shell inherits SIGINT ignored, and the launcher rightly leaves it so.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

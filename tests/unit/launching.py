@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,11 @@ def environment(**changes: str) -> dict[str, str]:
     dropped = ("CUDA_VISIBLE_DEVICES", "MASTER_PORT", "LAUNCHER", "HOSTFILE", "OMP_NUM_THREADS", "STOP_TIMEOUT")
     kept = {name: value for name, value in os.environ.items() if name not in dropped and not name.startswith("SLURM_")}
     return kept | {"PATH": f"{Path(sys.executable).parent}:{kept['PATH']}"} | changes
+
+
+def hear_ctrl_c() -> None:
+    """Undo what a background job of a shell inherits: SIGINT ignored, which launchers rightly leave so."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def launch(script: str, words: list[str], cwd: Path = REPO_ROOT, **changes: str) -> subprocess.CompletedProcess:

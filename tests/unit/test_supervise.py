@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from scripts.supervise import remove_stale_build_locks, shell_exit_code
-from tests.unit.launching import CORES, USER_ERROR, WORDS, environment, stub_repo
+from tests.unit.launching import CORES, USER_ERROR, WORDS, environment, hear_ctrl_c, stub_repo
 
 
 @pytest.fixture
@@ -38,6 +38,7 @@ def start(repo: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=hear_ctrl_c,
         )
         started.append(process)
         return process
