@@ -105,19 +105,19 @@ def build_parts(config: TrainConfig, world: World) -> Parts:
     backbone = RestingBackbone(built.module, built.head_parameter_names)
     engine = build_engine(built.module, optimizer, sharding, precision, world)
     return Parts(
-        config,
-        world,
-        precision,
-        data,
-        built,
-        folder,
-        settings,
-        head_epochs,
-        engine,
-        backbone,
-        loggers,
-        train_loader,
-        val_loader,
+        config=config,
+        world=world,
+        precision=precision,
+        data=data,
+        built=built,
+        folder=folder,
+        settings=settings,
+        head_epochs=head_epochs,
+        engine=engine,
+        backbone=backbone,
+        loggers=loggers,
+        train_loader=train_loader,
+        val_loader=val_loader,
     )
 
 

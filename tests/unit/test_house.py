@@ -13,7 +13,6 @@ PACKAGES = ("models", "training", "delivery", "planning", "scripts")
 # Who may import it, anywhere in the file.
 OWNERS = {
     "deepspeed": {"training/engine.py"},
-    "tensorboard": {"training/loggers/tensorboard.py"},
     "torch.utils.tensorboard": {"training/loggers/tensorboard.py"},
 }
 
@@ -38,7 +37,7 @@ def test_a_library_has_one_owner(library):
         for path in python_files()
         if any(name == library or name.startswith(library + ".") for name in imported_modules(path))
     }
-    assert users == OWNERS[library] or (library == "tensorboard" and users == set())
+    assert users == OWNERS[library]
 
 
 def test_names_become_behaviour_in_tables_only():
