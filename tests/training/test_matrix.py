@@ -49,26 +49,16 @@ def pretrained(tmp_path_factory):
     return path
 
 
-def train_matrix(strategy, members, images, pretrained, logs):
-    """Train every model under one strategy, in one launch; return the folder of the runs."""
-    flags = ["--data", str(images), "--image-size", "32", "--augmentation", "none", "--workers", "0"]
-    flags += [
-        "--epochs",
-        str(EPOCHS),
-        "--batch-size",
-        str(BATCH_SIZE),
-        "--log-every-steps",
-        "1",
-        "--tensorboard",
-        "false",
-    ]
+def train_two_ranks(entry, strategy, members, images, logs, *flags):
+    """Train with the real `deepspeed` launcher on a folder of images; return the folder of the runs."""
+    flags = [*flags, "--data", str(images), "--image-size", "32", "--augmentation", "none", "--workers", "0"]
+    flags += ["--batch-size", str(BATCH_SIZE), "--log-every-steps", "1", "--tensorboard", "false"]
     flags += ["--learning-rate", "0.0001", "--warmup-epochs", "0", "--label-smoothing", "0"]
-    flags += ["--head-epochs", "0", "--backbone-learning-rate-scale", "1", "--weights", str(pretrained)]
     flags += ["--strategy", strategy, "--ensemble-members", members, "--log-dir", str(logs)]
     launcher = ["deepspeed", "--num_gpus=2", "--master_port", str(free_port())]
     # vgg's tensors are large: without these glibc gives them back to the kernel after every step.
     malloc = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
-    result = run_command(*launcher, "tests/training/matrix_entry.py", *flags, **malloc)
+    result = run_command(*launcher, entry, *flags, **malloc)
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
     return logs / "runs"
 
@@ -76,9 +66,18 @@ def train_matrix(strategy, members, images, pretrained, logs):
 @pytest.fixture(scope="module")
 def run_folders(tmp_path_factory, two_classes, pretrained):
     """{strategy: folder of the runs}; the ensemble is a small one here."""
-    members = "mobilenet,basic_cnn"
+    flags = ["--epochs", str(EPOCHS), "--weights", str(pretrained)]
+    flags += ["--head-epochs", "0", "--backbone-learning-rate-scale", "1"]
     return {
-        name: train_matrix(name, members, two_classes, pretrained, tmp_path_factory.mktemp(name)) for name in STRATEGIES
+        name: train_two_ranks(
+            "tests/training/matrix_entry.py",
+            name,
+            "mobilenet,basic_cnn",
+            two_classes,
+            tmp_path_factory.mktemp(name),
+            *flags,
+        )
+        for name in STRATEGIES
     }
 
 
@@ -106,10 +105,11 @@ def test_the_strategies_agree_on_the_losses(model, strategy, run_folders):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_whole_ensemble_learns(strategy, two_classes, pretrained, tmp_path):
-    """With all of mobilenet, efficientnet and vgg: minutes on two cores."""
-    members = "mobilenet,efficientnet,vgg"
-    assert_learned(train_matrix(strategy, members, two_classes, pretrained, tmp_path) / "ensemble")
+def test_the_whole_ensemble_learns(strategy, two_classes, tmp_path):
+    """With all of mobilenet, efficientnet and vgg: a minute each on two cores."""
+    flags = ["--model-type", "ensemble", "--epochs", "1", "--run-name", "whole"]
+    runs = train_two_ranks(ENTRY, strategy, "mobilenet,efficientnet,vgg", two_classes, tmp_path, *flags)
+    assert_learned(runs / "whole")
 
 
 def test_head_of_the_local_file_was_replaced(run_folders, pretrained):
