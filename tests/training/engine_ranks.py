@@ -233,6 +233,81 @@ def evaluation_report(world: World):
     }
 
 
+EPOCH_SAMPLES = 37  # 2 ranks x 2 micro-steps x 8 images: a full step, and one of 5
+
+
+def make_small_data():
+    """37 grey images with labels, as a bundle without augmentation."""
+    from training.data import DataOptions
+    from training.data.bundle import Habits, make_bundle
+    from training.data.sources import ArraySource
+
+    generator = torch.Generator().manual_seed(5)
+    pixels = torch.randint(256, (EPOCH_SAMPLES, 1, 8, 8), generator=generator, dtype=torch.uint8)
+    source = ArraySource(pixels, torch.arange(EPOCH_SAMPLES) % CLASSES)
+    habits = Habits(8, "none", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
+    names = [f"class-{number}" for number in range(CLASSES)]
+    return make_bundle(source, source, names, habits, DataOptions(), "fingerprint")
+
+
+def epoch_settings(world: World, config: TrainConfig):
+    from training.data.sampler import BatchPlan
+    from training.loop import LoopSettings
+    from training.optim import Schedule
+
+    plan = BatchPlan(EPOCH_SAMPLES, BATCH_SIZE, config.gradient_accumulation_steps, world.size, 0)
+    constant = Schedule(config.learning_rate, total_steps=1, warmup_steps=0, final_scale=1.0)
+    return LoopSettings(plan, constant, CLASSES, 8, 0, 0.0, log_every_steps=1, epochs=1)
+
+
+def epoch_with_our_loop(world: World, strategy: str):
+    """Train one epoch with a remainder; return the weights and the scores of the epoch."""
+    from training.data.loader import TrainLoader
+    from training.loggers import Loggers
+    from training.loop import train_one_epoch
+    from training.signals import StopRequest
+
+    config = configuration(strategy=strategy, gradient_accumulation_steps=2)
+    engine = make_engine(world, make_model(False), config)
+    settings = epoch_settings(world, config)
+    loader = TrainLoader(make_small_data(), settings.plan, world.rank)
+    stop = StopRequest()
+    result = train_one_epoch(
+        engine, loader.epoch(0), settings, epoch=0, first_step=0, world=world, loggers=Loggers([]), stop=stop
+    )
+    stop.close()
+    weights = weights_of(engine)
+    engine.close()
+    return {"weights": weights, "loss": result.scores.loss, "top1": result.scores.top1, "n": result.scores.samples}
+
+
+def epoch_with_plain_pytorch(world: World, global_batch: int):
+    """The oracle on one rank: the mean loss over each step's own samples, in the same order."""
+    from training.data.sampler import BatchPlan
+
+    config, data, model = configuration(), make_small_data(), make_model(False)
+    order = BatchPlan(EPOCH_SAMPLES, global_batch, 1, 1, 0).permutation(0)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    rule = torch.optim.AdamW(groups, lr=config.learning_rate)
+    loss_sum = hits = 0.0
+    for start in range(0, EPOCH_SAMPLES, global_batch):
+        samples = [data.train[0, int(index)] for index in order[start : start + global_batch]]
+        images, labels = torch.stack([image for image, _ in samples]), torch.tensor([label for _, label in samples])
+        logits = model(images)
+        loss = nn.functional.cross_entropy(logits, labels)
+        rule.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.gradient_clipping)
+        rule.step()
+        loss_sum += float(loss) * len(samples)
+        hits += int((logits.argmax(1) == labels).sum())
+    weights = {name: tensor.double().tolist() for name, tensor in model.state_dict().items()}
+    return {"weights": weights, "loss": loss_sum / EPOCH_SAMPLES, "top1": hits / EPOCH_SAMPLES, "n": EPOCH_SAMPLES}
+
+
 def batchnorm_average_report(world: World):
     """Each rank sees other data; return the buffers before and after averaging."""
     module = make_model(True)

@@ -108,6 +108,16 @@ def test_state_read_and_written_goes_on_as_if_nothing_had_happened(change, rule,
     assert largest_difference(whole["weights"], split["weights"]) < 1e-5
 
 
+def test_an_epoch_with_a_remainder_equals_plain_pytorch(run_cases, largest_difference):
+    """37 samples over 2 ranks x 2 micro-steps x 8: every sample counts once, the last step is the mean over its 5."""
+    oracle = run_cases("epoch_with_plain_pytorch", 1, fixed={"global_batch": 32})[()][0]
+    for (strategy,), ranks in run_cases("epoch_with_our_loop", strategy=STRATEGIES).items():
+        for report in ranks:
+            assert largest_difference(report["weights"], oracle["weights"]) < 1e-5, strategy
+            assert report["loss"] == pytest.approx(oracle["loss"], abs=1e-5)
+            assert (report["top1"], report["n"]) == (pytest.approx(oracle["top1"], abs=1e-12), 37)
+
+
 def test_buffers_are_averaged_over_ranks(run_cases):
     reports = run_cases("batchnorm_average_report")[()]
     for name in reports[0]["before"]:
