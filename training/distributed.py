@@ -128,13 +128,6 @@ def average_over_ranks(tensors: list[torch.Tensor], world: World) -> None:
     _scatter_flat(flat, tensors)
 
 
-def broadcast_from_main(tensors: list[torch.Tensor], world: World) -> None:
-    """Replace tensors by rank 0's, in place; a collective."""
-    if world.size > 1:
-        for tensor in tensors:
-            dist.broadcast(tensor, src=0)
-
-
 def error_on_any_rank(error: str | None, world: World) -> str | None:
     """Agree on whether any rank failed: return the lowest failing rank's message on every rank; a collective."""
     if world.size == 1:
