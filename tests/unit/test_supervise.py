@@ -55,10 +55,16 @@ def processes_of(root: Path) -> list[psutil.Process]:
     """All live processes with a file of this repository on their command line."""
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if any(word.startswith(str(root)) for word in process.cmdline()):
-                found.append(process)
+        if any(word.startswith(str(root)) for word in command_line(process)):
+            found.append(process)
     return found
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    """Return the words of a process; none of one that has just ended."""
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 40.0) -> None:
@@ -128,7 +134,7 @@ def test_a_rank_killed_with_9_is_reported_as_137(start, repo: Path, tmp_path: Pa
 
 def test_a_signal_during_start_up_ends_everything(start, repo: Path, tmp_path: Path) -> None:
     process = start("deepspeed")
-    wait_until(lambda: any("deepspeed" in word for one in processes_of(repo) for word in one.cmdline()[:2]))
+    wait_until(lambda: any("deepspeed" in word for one in processes_of(repo) for word in command_line(one)[:2]))
     time.sleep(0.3)  # deepspeed imports torch for seconds; no rank is there yet
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
