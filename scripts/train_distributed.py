@@ -17,23 +17,32 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from training.command_line import parse_args
+from training.config import TrainConfig
 from training.errors import SECONDS_FOR_RANK_0_TO_SPEAK, USER_ERROR_EXIT_CODE, UserError
+from training.launch_folder import FOLDER_VARIABLE, RESTARTS_VARIABLE, RankReport
 from training.strategies import read_strategy_json
+
+SLOW_IMPORT_S = 300.0  # a thousand ranks that read torch from one network disk at once
 
 
 def main() -> int:
     """Parse the command line and train; return the exit code."""
     # Until the run listens for signals itself, Ctrl-C ends the process at once and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    report = None
     try:
         config, only_check = parse_args(sys.argv[1:])
         read_strategy_json(config.strategy, config.deepspeed_config)
         if only_check:
             return 0
+        report = report_to_launcher(config)
         # Imported late: `--help` and the launchers' check need none of it.
+        from training.parts import RunStart
         from training.run import run
 
-        return run(config)
+        exit_code = run(config, RunStart(int(os.environ.get(RESTARTS_VARIABLE, "0")), report))
+        if exit_code == 0 and os.environ.get("RANK", "0") == "0":
+            report.succeeded()
     except UserError as error:
         # Only mistakes found before the ranks have met come here: each rank finds the same one, rank 0 says it.
         if os.environ.get("RANK", "0") == "0":
@@ -41,7 +50,22 @@ def main() -> int:
         else:
             # A launcher ends all ranks as soon as one has failed.
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
-        return USER_ERROR_EXIT_CODE
+        exit_code = USER_ERROR_EXIT_CODE
+    if report is not None:
+        report.ended(exit_code)
+    return exit_code
+
+
+def report_to_launcher(config: TrainConfig) -> RankReport:
+    """Begin to tell the launcher that this rank lives; where there is none, nothing is told."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    rank = os.environ.get("RANK", "0")
+    report = RankReport(Path(folder) if folder else None, int(rank) if rank.isdigit() else 0, config.hang_timeout)
+    report.watch_stacks()
+    if "LOCAL_RANK" in os.environ:
+        report.end_with_parent()
+    report.beat("import", allowed_s=SLOW_IMPORT_S + config.hang_timeout)
+    return report
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from training.checkpoint import Progress
+from training.checkpoint.manifest import Progress
 from training.data.images import ImageError
 from training.distributed import gather_objects
 from training.parts import Parts

@@ -18,6 +18,40 @@ from training.distributed import World, average_over_ranks
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
+class ModelBuffers:
+    """Copies and restores all buffers of a model (BatchNorm's statistics) in one operation for each dtype.
+
+    The buffers become views of one flat tensor per dtype: a copy of mobilenet's 138 one by one takes as long as the
+    optimizer. They keep their names, and the modules go on updating them in place.
+    """
+
+    ALIGNMENT = 32  # elements; each buffer begins where a tensor of its own could
+
+    def __init__(self, module: nn.Module) -> None:
+        self._flat: list[torch.Tensor] = []
+        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for buffer in module.buffers():
+            by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        for (dtype, device), buffers in by_kind.items():
+            starts = [0]
+            for buffer in buffers:
+                starts.append(starts[-1] + -(-buffer.numel() // self.ALIGNMENT) * self.ALIGNMENT)
+            flat = torch.zeros(starts[-1], dtype=dtype, device=device)
+            for buffer, start in zip(buffers, starts, strict=False):
+                view = flat[start : start + buffer.numel()].view(buffer.shape)
+                buffer.data = view.copy_(buffer)
+            self._flat.append(flat)
+
+    def copy(self) -> list[torch.Tensor]:
+        """Return the buffers of now, for `restore`."""
+        return [flat.clone() for flat in self._flat]
+
+    def restore(self, copies: list[torch.Tensor]) -> None:
+        """Set all buffers back to what `copy` returned."""
+        for flat, kept in zip(self._flat, copies, strict=True):
+            flat.copy_(kept)
+
+
 def average_buffers(module: nn.Module, world: World) -> None:
     """Replace every floating-point buffer by its mean over all ranks; a collective."""
     average_over_ranks([buffer for buffer in module.buffers() if buffer.is_floating_point()], world)

@@ -115,11 +115,35 @@ class TrainConfig:
     log_every_steps: int = option(10, "Optimizer steps between two log points.", low=1)
     progress: Literal["auto", "bar", "lines", "off"] = option("auto", "Console progress; auto: a bar on a terminal.")
     tensorboard: bool = option(True, "Write TensorBoard event files.")
+
+    # Surviving: checkpoints, resume, what ends a run.
     resume: str = option(
-        "never", "never, auto (newest checkpoint of --run-name, if any), must, or a checkpoint folder."
+        "never", "never, auto (newest good checkpoint of --run-name, if any), must, or a checkpoint folder."
     )
+    save_every_steps: int = option(0, "Optimizer steps between checkpoints within an epoch; 0: none by steps.", low=0)
+    save_every_minutes: float = option(5.0, "Minutes between checkpoints within an epoch; 0: none by time.", low=0)
+    keep_last: int = option(2, "Newest checkpoints to keep, beside the best epoch's.", low=1, high=100_000)
+    max_bad_steps: int = option(10, "Skipped steps in a row (gradient not finite) that end the run; 0: never.", low=0)
+    hang_timeout: float = option(
+        300.0,
+        "Seconds without a finished step after which a rank counts as hung (first step and saves: 5 times).",
+        above=0,
+        high=10**6,
+    )
+    deterministic: bool = option(False, "Use PyTorch's deterministic algorithms, so that a GPU run can be repeated.")
 
 
+# What a run that resumes may change; all else is part of the recipe, and must be as the checkpoint has it. Accumulation
+# follows from the global batch, the data set is known by its fingerprint, the starting weights are history.
+FREE_ON_RESUME = frozenset(
+    {
+        *("strategy", "precision", "offload", "deepspeed_config", "activation_checkpointing", "deterministic"),
+        *("batch_size", "gradient_accumulation_steps", "pretrained", "weights", "early_stopping_patience"),
+        *("data", "data_root", "download", "workers"),
+        *("run_name", "log_dir", "log_every_steps", "progress", "tensorboard"),
+        *("resume", "save_every_steps", "save_every_minutes", "keep_last", "max_bad_steps", "hang_timeout"),
+    }
+)
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 FLAG_OF = {name: "--" + name.replace("_", "-") for name in FIELDS}
 

@@ -29,6 +29,7 @@ class World:
     size: int
     device: torch.device
     signal_group: dist.ProcessGroup | None = None
+    save_group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -65,10 +66,13 @@ def launched_world() -> tuple[int, int, int, int]:
         ) from None
 
 
-def start_world() -> World:
+def start_world(*, deterministic: bool = False) -> World:
     """Join the process group; every rank must call this.
 
     Without a launcher the process becomes a world of one. NCCL is used where there is a GPU, gloo elsewhere.
+
+    Args:
+        deterministic: whether to use PyTorch's deterministic algorithms; an operation without one warns.
 
     Raises:
         UserError: where this machine has fewer GPUs than ranks, or the master port is in use.
@@ -77,6 +81,8 @@ def start_world() -> World:
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         os.environ["MASTER_PORT"] = str(_free_port())
+    if deterministic:
+        _use_deterministic_algorithms()
     use_cuda = torch.cuda.is_available()
     if use_cuda and local_size > torch.cuda.device_count():
         raise UserError(f"{local_size} GPUs asked for, {torch.cuda.device_count()} present: ask for fewer.")
@@ -94,8 +100,11 @@ def start_world() -> World:
         port = os.environ.get("MASTER_PORT")
         raise UserError(f"port {port} is in use: give a free one with --master_port.") from None
     # Questions about stopping go over gloo, from CPU to CPU, so that they never wait for a GPU's queue.
-    signal_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if size > 1 else None
-    return World(rank, local_rank, local_size, size, device, signal_group)
+    # So do the questions of the thread that writes checkpoints, beside the steps and the stops.
+    signal_group, save_group = (
+        cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if size > 1 else None for _ in range(2)
+    )
+    return World(rank, local_rank, local_size, size, device, signal_group, save_group)
 
 
 def stop_world() -> None:
@@ -137,12 +146,12 @@ def error_on_any_rank(error: str | None, world: World) -> str | None:
     return next((message for message in messages if message is not None), None)
 
 
-def gather_objects(value: Any, world: World) -> list[Any]:
-    """Return every rank's small picklable value, in rank order, on every rank; a collective."""
+def gather_objects(value: Any, world: World, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's small picklable value, in rank order, on every rank; a collective of the group."""
     if world.size == 1:
         return [value]
     values: list[Any] = [None] * world.size
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -152,6 +161,15 @@ def broadcast_object(value: Any, world: World) -> Any:
     if world.size > 1:
         dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def _use_deterministic_algorithms() -> None:
+    """Follow https://docs.pytorch.org/docs/stable/notes/randomness.html; must come before CUDA's first use."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    # Filling fresh memory finds reads of uninitialized tensors, which is a test's work, and costs time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _share_cores(local_size: int) -> None:

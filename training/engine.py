@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,30 @@ class StepResult:
 
     applied: bool
     gradient_norm: float | torch.Tensor | None
+
+
+class Piece(NamedTuple):
+    """`length` elements of the parameter `name`, from element `offset` on, lie in a flat tensor from `start` on."""
+
+    name: str
+    offset: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class FlatShard:
+    """This rank's part of one parameter group: live tensors, not copies.
+
+    Attributes:
+        weights: fp32 [n].
+        moments: kind -> fp32 [n]; empty before the first step, which creates them.
+        pieces: what lies where; elements in no piece fill up.
+    """
+
+    weights: torch.Tensor
+    moments: dict[str, torch.Tensor]
+    pieces: tuple[Piece, ...]
 
 
 def build_engine(
@@ -141,7 +165,7 @@ class Engine:
         """Fill a fresh engine with what the three functions above gave under any strategy; a collective.
 
         Args:
-            weights: parameters and buffers by name.
+            weights: parameters by name, read one at a time.
             moments: kind -> parameter name -> tensor; empty before the first step.
             applied_steps: updates applied so far.
         """
@@ -157,19 +181,39 @@ class Engine:
             safe_set_full_fp32_param(parameter, value)
             for kind, tensors in moments.items():
                 safe_set_full_optimizer_state(parameter, tensors[name].to(self._engine.device), kind)
-        for name, buffer in self.module.named_buffers():
-            buffer.copy_(weights[name])
+
+    def parameter_shapes(self) -> dict[str, list[int]]:
+        """Return the full shape of every parameter, also where ZeRO 3 has emptied it."""
+        return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in self.module.named_parameters()}
+
+    def flat_shards(self) -> list[FlatShard]:
+        """Return this rank's part of weights and moments as it lies in memory; no collective."""
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        kinds = self._moment_kinds()
+        states = self._engine.optimizer.optimizer.state
+        return [
+            FlatShard(
+                weights=flat,
+                moments={kind: states[flat][kind] for kind in kinds},
+                pieces=tuple(Piece(names[id(group[f.parameter])], f.offset, f.start, f.length) for f in fragments),
+            )
+            for flat, group, fragments in self._fragments()
+        ]
 
     def shard_layouts(self) -> dict[int, FlatLayout]:
         """Say, for each of this rank's flat fp32 pieces (by `id`), which part of which parameter lies where."""
+        return {id(flat): FlatLayout(len(group), fragments) for flat, group, fragments in self._fragments()}
+
+    def _fragments(self) -> list[tuple[torch.Tensor, list[nn.Parameter], tuple[Fragment, ...]]]:
+        """Return each flat piece of this rank, the parameters of its group, and their fragments in it."""
         zero = self._engine.optimizer
         is_stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
         groups = zero.fp16_groups if is_stage_3 else zero.bit16_groups
         fragments_of = _stage_3_fragments if is_stage_3 else _flat_fragments
-        return {
-            id(flat): FlatLayout(len(group), tuple(fragments_of(group)))
+        return [
+            (flat, group, tuple(fragments_of(group)))
             for flat, group in zip(self._flat_partitions(), groups, strict=True)
-        }
+        ]
 
     def _flat_partitions(self) -> list[torch.Tensor]:
         """This rank's flat fp32 pieces of the weights, which are the inner optimizer's parameters."""
@@ -209,13 +253,22 @@ class Engine:
         self._engine.destroy()
 
 
+def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
+    """Return all fp32 weights and buffers by name on rank 0, nothing on the others; a collective."""
+    kept = {}
+    for name, tensor in engine.weights():
+        if world.is_main:
+            kept[name] = tensor
+    return kept
+
+
 def _flat_fragments(parameters: list[nn.Parameter]) -> Iterator[Fragment]:
     """ZeRO 1 and 2: the group's parameters one after another, cut into one piece per rank."""
     for number, parameter in enumerate(parameters):
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is not None:  # else it lies wholly on other ranks
             address = mapping.get_hp_fragment_address()
-            yield Fragment(number, address.start, address.numel)
+            yield Fragment(number, address.start, address.numel, mapping.lp_fragment_address.start)
 
 
 def _stage_3_fragments(parameters: list[nn.Parameter]) -> Iterator[Fragment]:
@@ -225,5 +278,5 @@ def _stage_3_fragments(parameters: list[nn.Parameter]) -> Iterator[Fragment]:
         size = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
         real = min(max(parameter.ds_numel - dist.get_rank() * size, 0), size)  # type: ignore[attr-defined]
         if real:
-            yield Fragment(number, start, real)
+            yield Fragment(number, start, real, dist.get_rank() * size)
         start += size

@@ -10,6 +10,8 @@ import difflib
 from collections.abc import Iterable
 
 USER_ERROR_EXIT_CODE = 2
+TOO_MANY_BAD_STEPS_EXIT_CODE = 65  # EX_DATAERR of sysexits.h: --max-bad-steps in a row had no finite gradient
+CANNOT_SAVE_EXIT_CODE = 74  # EX_IOERR of sysexits.h: two saves in a row failed
 SECONDS_FOR_RANK_0_TO_SPEAK = 2.0
 
 
@@ -19,6 +21,14 @@ class UserError(Exception):
 
 class AgreedError(UserError):
     """A mistake that all ranks know of: each raises it at the same point, and rank 0 alone says it."""
+
+
+class RunEnded(Exception):
+    """The run cannot go on, and all ranks know it: rank 0 says the one line, and each exits with the code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:

@@ -24,13 +24,15 @@ class Fragment:
 
     Attributes:
         parameter: number of the parameter within its flat tensor's group, the same on all ranks.
-        start: first element.
+        start: first element in the flat tensor.
         length: number of elements.
+        offset: first element in the flattened parameter.
     """
 
     parameter: int
     start: int
     length: int
+    offset: int
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,11 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from training.bad_steps import StepGuard
+from training.checkpoint.manifest import Progress
+from training.checkpoint.saver import Saver
 from training.data.loader import Batch, EvaluationLoader
 from training.data.sampler import BatchPlan
 from training.distributed import World, error_on_any_rank, sum_over_ranks
 from training.engine import Engine, StepResult
 from training.errors import AgreedError, UserError
+from training.launch_folder import RankReport
 from training.loggers import Loggers, StepPoint
 from training.metrics import Scores, ScoreSums, sample_losses
 from training.optim import Schedule
@@ -40,11 +45,22 @@ class LoopSettings:
 
 
 @dataclass(frozen=True)
-class EpochResult:
-    """What one epoch of training gave; `stop_signal` is 0 unless a signal ended it before its last step."""
+class LoopTools:
+    """What the loop calls on its way; the same over all epochs of a run."""
 
-    scores: Scores
-    steps_done: int
+    world: World
+    loggers: Loggers
+    stop: StopRequest
+    guard: StepGuard
+    report: RankReport
+    saver: Saver | None = None
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """What one epoch of training did; `stop_signal` is 0 unless a signal asked for its end."""
+
+    progress: Progress
     seconds: float
     images_per_second: float
     data_wait_share: float
@@ -55,65 +71,90 @@ def train_one_epoch(
     engine: Engine,
     batches: Iterable[Batch],
     settings: LoopSettings,
-    *,
-    epoch: int,
-    first_step: int,
-    world: World,
-    loggers: Loggers,
-    stop: StopRequest,
+    progress: Progress,
+    sums: ScoreSums,
+    tools: LoopTools,
 ) -> EpochResult:
-    """Train from step `first_step` of epoch `epoch` (both from 0) to the epoch's end, or to a stop signal.
+    """Train from where `progress` stands to the epoch's end, or to a stop signal.
 
     A collective: all ranks run the same steps, and all stop after the same one.
 
+    Args:
+        engine: the model and its optimizer.
+        batches: this rank's micro-batches, from `progress.step` on.
+        settings: what stays the same.
+        progress: epoch and first step.
+        sums: the epoch's sums; skipped steps are not in them.
+        tools: what the loop calls.
+
     Raises:
         UserError: on all ranks, where an image on any rank cannot be read.
+        RunEnded: on all ranks, where the run cannot go on.
     """
-    plan = settings.plan
-    sums = ScoreSums(settings.num_classes, world.device)
-    meter = _Meter(settings, epoch, world, loggers)
-    waiting = _TimedBatches(batches, (plan.steps_per_epoch - first_step) * plan.accumulation_steps, settings)
-    step = first_step
-    stop_signal = 0
+    plan, world, guard = settings.plan, tools.world, tools.guard
+    meter = _Meter(settings, progress, sums, tools)
+    waiting = _TimedBatches(batches, (plan.steps_per_epoch - progress.step) * plan.accumulation_steps, settings)
+    first_step, stop_signal = progress.step, 0
     for step in range(first_step, plan.steps_per_epoch):
-        position = epoch * plan.steps_per_epoch + step
+        position = progress.epoch * plan.steps_per_epoch + step
         for group in engine.parameter_groups:
             group["lr"] = settings.schedule.group_learning_rate(position, group["rate_scale"])
-        # Dropout is a function of (seed, step, rank) alone: a run that goes on in the middle needs no stored state.
-        torch.manual_seed(_step_seed(settings.seed, position, world.rank))
         loss_factor = plan.loss_scale_for(step)
+        guard.before_step()
+        sums_before = sums.state()
         result = None
-        for _ in range(plan.accumulation_steps):
+        for micro_step in range(plan.accumulation_steps):
             batch = next(waiting)
             images, labels, weights = _to_device(batch, world.device)
+            _seed_dropout(settings.seed, position, micro_step * world.size + world.rank)
             logits = engine.forward(images)
             losses = sample_losses(logits, labels, settings.label_smoothing)
             engine.backward((losses * weights).sum() * loss_factor)
             result = engine.step()
             sums.add(losses, logits, labels, weights)
-            meter.add(losses, weights)
+            guard.note(batch, losses)
+        if not guard.after_step(result, position + 1):
+            sums.restore(sums_before)
+        progress = dataclasses.replace(
+            progress, step=step + 1, skipped_steps=guard.skipped, bad_steps_in_row=guard.in_row
+        )
         meter.after_step(position, result, waiting.seconds)
-        stop_signal = stop.poll(world, failed=waiting.error is not None)
+        tools.report.beat("step", position + 1)
+        save_due = tools.saver is not None and tools.saver.is_due_by_time()
+        verdict = tools.stop.poll(world, failed=waiting.error is not None, save_due=save_due)
+        stop_signal = verdict.stop_signal
         if stop_signal:
             break
+        if tools.saver is not None and step + 1 < plan.steps_per_epoch:
+            _save_if_due(tools.saver, progress, sums, position + 1, verdict.save_due)
     waiting.raise_error_of_any_rank(world)
     seconds = meter.elapsed_seconds()
-    steps_done = step - first_step + 1
+    steps_done = progress.step - first_step
     return EpochResult(
-        sums.reduce(world),
-        steps_done,
+        progress,
         seconds,
         images_per_second=steps_done * plan.global_batch / seconds,
         data_wait_share=waiting.seconds / seconds,
-        stop_signal=stop_signal if step + 1 < plan.steps_per_epoch else 0,
+        stop_signal=stop_signal,
     )
 
 
+def _save_if_due(saver: Saver, progress: Progress, sums: ScoreSums, position: int, due_by_time: bool) -> None:
+    saver.note_outcome()
+    if due_by_time or saver.is_due_by_steps(position):
+        saver.save(progress, sums.state())
+
+
 @torch.no_grad()
-def evaluate(engine: Engine, batches: EvaluationLoader, settings: LoopSettings, world: World) -> Scores:
+def evaluate(
+    engine: Engine, batches: EvaluationLoader, settings: LoopSettings, world: World, tools: LoopTools | None = None
+) -> Scores | int:
     """Return exact averages over every validation sample, each counted once; a collective.
 
     Every rank holds the same number of batches, filled up with samples of weight 0.
+
+    Returns:
+        The scores, or the number of the stop signal that broke the evaluation off (with `tools` only).
 
     Raises:
         UserError: on all ranks, where an image on any rank cannot be read.
@@ -121,17 +162,29 @@ def evaluate(engine: Engine, batches: EvaluationLoader, settings: LoopSettings, 
     engine.train(False)
     sums = ScoreSums(settings.num_classes, world.device, with_confusion=True)
     waiting = _TimedBatches(batches, len(batches), settings)
+    stop_signal = 0
     for batch in waiting:
         images, labels, weights = _to_device(batch, world.device)
         logits = engine.forward(images)
         sums.add(sample_losses(logits, labels), logits, labels, weights)
+        if tools is not None:
+            tools.report.beat("evaluate")
+            stop_signal = tools.stop.poll(world, failed=waiting.error is not None).stop_signal
+            if stop_signal:
+                break
     waiting.raise_error_of_any_rank(world)
     engine.train(True)
-    return sums.reduce(world)
+    return stop_signal or sums.reduce(world)
 
 
-def _step_seed(seed: int, position: int, rank: int) -> int:
-    return int(np.random.SeedSequence((seed, position, rank)).generate_state(1, np.uint64)[0] >> 1)
+def _seed_dropout(seed: int, position: int, micro_batch: int) -> None:
+    """Make dropout a function of (seed, step, micro-batch of the step) alone.
+
+    So a run that goes on in the middle needs no stored state, and as many micro-batches on another number of ranks
+    draw the same.
+    """
+    state = np.random.SeedSequence((seed, position, micro_batch)).generate_state(1, np.uint64)
+    torch.manual_seed(int(state[0] >> 1))
 
 
 def _to_device(batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -185,21 +238,15 @@ class _TimedBatches:
 
 
 class _Meter:
-    """Collects losses on the device between logging points, and reads them there."""
+    """Reads the sums at logging points, and logs what came in between."""
 
-    def __init__(self, settings: LoopSettings, epoch: int, world: World, loggers: Loggers) -> None:
-        self._settings, self._epoch, self._world, self._loggers = settings, epoch, world, loggers
+    def __init__(self, settings: LoopSettings, progress: Progress, sums: ScoreSums, tools: LoopTools) -> None:
+        self._settings, self._epoch, self._sums, self._tools = settings, progress.epoch, sums, tools
         self._start = self._last_time = time.perf_counter()
         self._last_wait = 0.0
         self._steps = 0
         self._skipped = 0
-        self._sums = torch.zeros(2, dtype=torch.float64, device=world.device)
-
-    def add(self, losses: torch.Tensor, weights: torch.Tensor) -> None:
-        """Add a micro-batch's losses [B] and weights [B]."""
-        with torch.no_grad():
-            kept = torch.where(weights > 0, losses.detach(), 0.0)
-            self._sums += torch.stack([kept.double().sum(), weights.double().sum()])
+        self._last_sums = sums.state()
 
     def after_step(self, position: int, result: StepResult | None, wait_seconds: float) -> None:
         """Count an optimizer step; at a logging point sum over the ranks and log. A collective."""
@@ -209,7 +256,8 @@ class _Meter:
         step_of_epoch = position % settings.plan.steps_per_epoch + 1
         if step_of_epoch % settings.log_every_steps and step_of_epoch != settings.plan.steps_per_epoch:
             return
-        loss_sum, count = sum_over_ranks(self._sums, self._world).tolist()  # the sync of a logging point
+        sums = self._sums.state()
+        loss_sum, _, _, count = sum_over_ranks(sums - self._last_sums, self._tools.world).tolist()  # the sync
         now = time.perf_counter()
         seconds = max(now - self._last_time, 1e-9)
         steps_left = settings.total_steps - position - 1
@@ -218,18 +266,18 @@ class _Meter:
             step=position + 1,
             steps_per_epoch=settings.plan.steps_per_epoch,
             total_steps=settings.total_steps,
-            loss=loss_sum / max(count, 1.0),
+            loss=loss_sum / count if count else float("nan"),
             learning_rate=settings.schedule.learning_rate(position),
             images_per_second=self._steps * settings.plan.global_batch / seconds,
             data_wait_share=min(1.0, (wait_seconds - self._last_wait) / seconds),
             seconds_left=steps_left * seconds / self._steps,
             gradient_norm=float(result.gradient_norm) if result and result.gradient_norm is not None else float("nan"),
             skipped_steps=self._skipped,
-            memory_bytes=memory_bytes(self._world),
+            memory_bytes=memory_bytes(self._tools.world),
         )
-        self._loggers.steps(point)
+        self._tools.loggers.steps(point)
         self._last_time, self._last_wait, self._steps, self._skipped = now, wait_seconds, 0, 0
-        self._sums.zero_()
+        self._last_sums = sums
 
     def elapsed_seconds(self) -> float:
         """Seconds since the epoch began."""

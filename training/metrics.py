@@ -53,6 +53,18 @@ class ScoreSums:
                 cells = labels * self._num_classes + best[:, 0]
                 self._confusion.scatter_add_(0, cells, counted.long())
 
+    def state(self) -> torch.Tensor:
+        """Return a copy of the sums without the confusion matrix: loss, top-1, top-5, samples; float64 [4]."""
+        return self._sums.clone()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._sums.zero_()
+
+    def restore(self, state: torch.Tensor) -> None:
+        """Take back what `state` gave."""
+        self._sums.copy_(state)
+
     def reduce(self, world: World) -> Scores:
         """Return the averages over all ranks' samples; a collective, and a sync with the device."""
         loss, top1, top5, count = sum_over_ranks(self._sums, world).tolist()

@@ -16,6 +16,9 @@ from models.build import BuiltModel
 from models.checkpointing import enable_activation_checkpointing
 from models.normalization import starting_normalization
 from training.batchnorm import synchronize_batchnorm
+from training.checkpoint.manifest import Progress
+from training.checkpoint.resume import check_fit, hold_global_batch
+from training.checkpoint.store import FoundCheckpoint, choose, find_candidates
 from training.config import TrainConfig, save_config
 from training.data import DataOptions, load_data
 from training.data.bundle import DataBundle
@@ -26,6 +29,7 @@ from training.engine import Engine, build_engine
 from training.environment import describe_environment
 from training.errors import AgreedError, UserError
 from training.finetune import RestingBackbone
+from training.launch_folder import RankReport
 from training.loggers import Loggers, build_loggers
 from training.loop import LoopSettings
 from training.optim import build_optimizer, build_schedule
@@ -34,6 +38,22 @@ from training.run_folder import RunFolder, create_run_folder, name_run
 from training.strategies import engine_config, read_strategy_json
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """Which start of a run this is.
+
+    Attributes:
+        restarts: how often the launcher has started it again.
+        report: what the launcher is told.
+    """
+
+    restarts: int
+    report: RankReport
+
+
+FIRST_START = RunStart(0, RankReport(None, 0, 0.0))
 
 
 @dataclass(frozen=True)
@@ -52,6 +72,8 @@ class Parts:
         engine: the sharded model with its optimizer.
         backbone: lets all layers but the head rest.
         loggers: none on ranks other than 0.
+        found: the checkpoint to go on from, None for a fresh start.
+        notes: what the user should know of the choice of the checkpoint.
         train_loader: this rank's training batches.
         val_loader: this rank's validation batches.
     """
@@ -67,8 +89,19 @@ class Parts:
     engine: Engine
     backbone: RestingBackbone
     loggers: Loggers
+    found: FoundCheckpoint | None
+    notes: list[str]
     train_loader: TrainLoader
     val_loader: EvaluationLoader
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint and the run that resumes from it must agree on, beside the recipe."""
+        return _identity(self.data, self.built, self.settings.plan)
+
+    def position(self, progress: Progress) -> int:
+        """Return how many optimizer steps of the run lie behind."""
+        return progress.epoch * self.settings.plan.steps_per_epoch + progress.step
 
     def close(self) -> None:
         """Flush the logs, end the workers, release the engine."""
@@ -78,8 +111,13 @@ class Parts:
         self.engine.close()
 
 
-def build_parts(config: TrainConfig, world: World) -> Parts:
+def build_parts(config: TrainConfig, world: World, start: RunStart = FIRST_START) -> Parts:
     """Build a run; a collective.
+
+    Args:
+        config: what the user asked for.
+        world: the ranks.
+        start: which start of the run this is.
 
     Raises:
         UserError: on all ranks, for a mistake that any of them found.
@@ -87,12 +125,17 @@ def build_parts(config: TrainConfig, world: World) -> Parts:
     precision = agreed(lambda: resolve_precision(config.precision, world.device), world)
     strategy_json = agreed(lambda: read_strategy_json(config.strategy, config.deepspeed_config), world)
     data = agreed(lambda: load_data(_data_options(config)), world)
+    folder = _create_folder(config, start, world)
+    found, notes = _find_checkpoint(config, folder, start, world)
+    config = agreed(lambda: hold_global_batch(config, found, world), world)
     head_epochs = config.head_epochs if model_spec(config.model_type).always_pretrained else 0
     settings = _loop_settings(config, data, head_epochs, world)
     # Worker processes take seconds to start: they do so while the model and the engine are built.
     train_loader, val_loader = _build_loaders(config, data, settings.plan, world)
     built = _build_model(config, data, world)
-    folder = _create_folder(config, world)
+    if found is not None:
+        fits = found
+        agreed(lambda: check_fit(fits, config, _identity(data, built, settings.plan)), world)
     sharding = engine_config(
         strategy_json,
         batch_size_per_rank=config.batch_size,
@@ -100,7 +143,8 @@ def build_parts(config: TrainConfig, world: World) -> Parts:
         gradient_clipping=config.gradient_clipping,
         offload=config.offload,
     )
-    loggers = _build_loggers(config, folder, precision, data, built, sharding, world)
+    first_step = _first_step(found, settings.plan)
+    loggers = _build_loggers(config, folder, precision, data, built, sharding, world, first_step)
     optimizer = build_optimizer(built.module, config, built.head_parameter_names, discriminative=head_epochs > 0)
     backbone = RestingBackbone(built.module, built.head_parameter_names)
     engine = build_engine(built.module, optimizer, sharding, precision, world)
@@ -116,6 +160,8 @@ def build_parts(config: TrainConfig, world: World) -> Parts:
         engine=engine,
         backbone=backbone,
         loggers=loggers,
+        found=found,
+        notes=notes,
         train_loader=train_loader,
         val_loader=val_loader,
     )
@@ -192,17 +238,49 @@ def _loop_settings(config: TrainConfig, data: DataBundle, head_epochs: int, worl
     )
 
 
-def _create_folder(config: TrainConfig, world: World) -> RunFolder:
+def _create_folder(config: TrainConfig, start: RunStart, world: World) -> RunFolder:
     """Create the run's folders on rank 0, and tell all ranks where they are; a collective."""
 
     def create() -> RunFolder | None:
         if not world.is_main:
             return None
-        folder = create_run_folder(config, name_run(config))
-        save_config(config, folder.path / "config.json")
-        return folder
+        return create_run_folder(config, name_run(config), is_restart=start.restarts > 0)
 
-    return broadcast_object(agreed(create, world), world)
+    folder = broadcast_object(agreed(create, world), world)
+    start.report.run_name(folder.name)
+    return folder
+
+
+def _find_checkpoint(
+    config: TrainConfig, folder: RunFolder, start: RunStart, world: World
+) -> tuple[FoundCheckpoint | None, list[str]]:
+    """Find the checkpoint to go on from, and what the user should know about it; a collective.
+
+    Raises:
+        UserError: on all ranks, where the user asked for one and there is no good one.
+    """
+    is_restart = start.restarts > 0
+    candidates, notes = agreed(lambda: find_candidates(config.resume, folder.checkpoints, is_restart=is_restart), world)
+    found, refused = choose(candidates, world)
+    notes = notes + refused
+    if candidates and found is None:
+        if config.resume not in ("auto", "never"):
+            raise AgreedError(f"--resume {config.resume}: no good checkpoint. {refused[0]}")
+        notes.append("no good checkpoint is left: starting from the beginning")
+    return found, notes
+
+
+def _first_step(found: FoundCheckpoint | None, plan: BatchPlan) -> int:
+    return found.manifest.progress.epoch * plan.steps_per_epoch + found.manifest.progress.step if found else 0
+
+
+def _identity(data: DataBundle, built: BuiltModel, plan: BatchPlan) -> dict[str, Any]:
+    return {
+        "model": built.description,
+        "class list": data.class_names,
+        "data set": data.fingerprint,
+        "global batch": plan.global_batch,
+    }
 
 
 def _build_loggers(
@@ -213,6 +291,7 @@ def _build_loggers(
     built: BuiltModel,
     sharding: dict[str, Any],
     world: World,
+    first_step: int,
 ) -> Loggers:
     if not world.is_main:
         return Loggers([])
@@ -221,9 +300,14 @@ def _build_loggers(
         "data_fingerprint": data.fingerprint,
         "model": built.description,
     }
-    _write_json(folder.path / "environment.json", facts)
-    _write_json(folder.path / "deepspeed_config.json", sharding)
-    return build_loggers(config, folder, facts)
+    loggers = build_loggers(config, folder, facts, first_step)
+    try:
+        save_config(config, folder.path / "config.json")
+        _write_json(folder.path / "environment.json", facts)
+        _write_json(folder.path / "deepspeed_config.json", sharding)
+    except OSError as error:
+        loggers.message(f"note: the run's description cannot be written: {error}")
+    return loggers
 
 
 def _build_loaders(

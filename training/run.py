@@ -5,111 +5,145 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from typing import Any
+import traceback
+from collections.abc import Callable
 
 import torch
 
 from delivery.weights import save_weights
 from training.announce import announce_end, announce_start
+from training.bad_steps import StepGuard
 from training.batchnorm import average_buffers
-from training.checkpoint import Progress, find_checkpoint, gather_weights, load_checkpoint, save_checkpoint
+from training.checkpoint.manifest import Progress
+from training.checkpoint.resume import fill_engine
+from training.checkpoint.saver import Saver, SaveSettings
 from training.config import TrainConfig
 from training.distributed import start_world, stop_world
-from training.errors import SECONDS_FOR_RANK_0_TO_SPEAK, USER_ERROR_EXIT_CODE, AgreedError, UserError
+from training.engine import gather_weights
+from training.errors import SECONDS_FOR_RANK_0_TO_SPEAK, USER_ERROR_EXIT_CODE, AgreedError, RunEnded, UserError
 from training.loggers import EpochPoint
-from training.loop import EpochResult, evaluate, train_one_epoch
-from training.metrics import Scores
-from training.parts import Parts, agreed, build_parts
+from training.loop import EpochResult, LoopTools, evaluate, train_one_epoch
+from training.metrics import Scores, ScoreSums
+from training.parts import FIRST_START, Parts, RunStart, agreed, build_parts
 from training.signals import StopRequest, exit_code_of
 
+SLOW_PHASE = 5  # start-up, the first step and saves may take this many hang timeouts
 
-def run(config: TrainConfig) -> int:
+
+def run(config: TrainConfig, start: RunStart = FIRST_START) -> int:
     """Train as the configuration says; every rank calls this.
 
     Returns:
-        The process's exit code: 0 after the last epoch, 130 or 143 after SIGINT or SIGTERM, 2 for a user's mistake.
+        The process's exit code: 0 after the last epoch, 130, 138 or 143 after SIGINT, SIGUSR1 or SIGTERM, 2 for a
+        user's mistake, 65 and 74 as `training.errors` says, 1 for anything else.
     """
-    world = start_world()
+    start.report.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
     stop = StopRequest()
     stop.install()
+    world = start_world(deterministic=config.deterministic)
     parts = None
     try:
-        parts = build_parts(config, world)
-        return train(parts, stop)
-    except UserError as error:
-        if world.is_main or not isinstance(error, AgreedError):
+        parts = build_parts(config, world, start)
+        exit_code = train(parts, stop, start)
+    except (UserError, RunEnded) as error:
+        if world.is_main or not isinstance(error, (AgreedError, RunEnded)):
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
             # A launcher ends all ranks as soon as one has failed: rank 0 speaks first.
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
-        return USER_ERROR_EXIT_CODE
-    finally:
-        stop.close()
-        if parts is not None:
-            parts.close()
-        stop_world()
+        exit_code = error.exit_code if isinstance(error, RunEnded) else USER_ERROR_EXIT_CODE
+    except Exception:
+        # The other ranks do not know of it: whatever needs them would wait for ever, so nothing is closed.
+        traceback.print_exc()
+        return 1
+    stop.close()
+    if parts is not None:
+        parts.close()
+    stop_world()
+    return exit_code
 
 
-def train(parts: Parts, stop: StopRequest) -> int:
-    """Train to the last epoch, to the patience's end or to a signal, and return the exit code; a collective."""
-    progress = _resume(parts)
+def train(parts: Parts, stop: StopRequest, start: RunStart = FIRST_START) -> int:
+    """Train to the last epoch, to the patience's end or to a signal, and return the exit code; a collective.
+
+    Raises:
+        RunEnded: on all ranks, where the run cannot go on.
+    """
+    sums = ScoreSums(parts.settings.num_classes, parts.world.device)
+    progress = _resume(parts, sums, start)
     announce_start(parts, progress)
-    stop_signal = 0
+    saver = Saver(_save_settings(parts), parts.engine, parts.world, parts.loggers, start.report)
+    guard = StepGuard(
+        parts.engine,
+        parts.world,
+        parts.loggers,
+        parts.config.max_bad_steps,
+        parts.data.train.source.name,
+        skipped=progress.skipped_steps,
+        in_row=progress.bad_steps_in_row,
+    )
+    tools = LoopTools(parts.world, parts.loggers, stop, guard, start.report, saver)
+    start.report.beat("first step", parts.position(progress), allowed_s=SLOW_PHASE * parts.config.hang_timeout)
+    stop_signal = stop.poll_now(parts.world)
     while progress.epoch < parts.config.epochs and not stop_signal:
         if _is_out_of_patience(parts, progress):
             parts.loggers.message(f"no better top-1 for {progress.epochs_without_better} epochs: stopping early")
             break
-        progress, stop_signal = _train_and_evaluate(parts, progress, stop)
+        progress, stop_signal = _train_and_evaluate(parts, progress, sums, tools)
+    saver.finish(progress, sums.state())
     announce_end(parts, progress, stop_signal)
     return exit_code_of(stop_signal) if stop_signal else 0
 
 
-def _train_and_evaluate(parts: Parts, progress: Progress, stop: StopRequest) -> tuple[Progress, int]:
+def _train_and_evaluate(parts: Parts, progress: Progress, sums: ScoreSums, tools: LoopTools) -> tuple[Progress, int]:
     """Run one epoch, or the part of it before a signal, and save; return the new progress and the signal."""
+    steps_per_epoch = parts.settings.plan.steps_per_epoch
     parts.engine.train()
     if progress.epoch < parts.head_epochs:
         parts.backbone.rest()
     else:
         parts.backbone.wake()
+    only_evaluation_is_left = progress.step == steps_per_epoch
     result = train_one_epoch(
-        parts.engine,
-        parts.train_loader.epoch(progress.epoch, progress.step),
-        parts.settings,
-        epoch=progress.epoch,
-        first_step=progress.step,
-        world=parts.world,
-        loggers=parts.loggers,
-        stop=stop,
+        parts.engine, parts.train_loader.epoch(progress.epoch, progress.step), parts.settings, progress, sums, tools
     )
-    average_buffers(parts.engine.module, parts.world)
-    if result.stop_signal:
-        progress = dataclasses.replace(progress, step=progress.step + result.steps_done)
-        _save_checkpoint(parts, gather_weights(parts.engine, parts.world), progress, is_best=False)
-        return progress, result.stop_signal
-    scores = evaluate(parts.engine, parts.val_loader, parts.settings, parts.world)
-    progress = _after_evaluation(parts, progress, result, scores)
-    is_last = progress.epoch == parts.config.epochs
-    return progress, 0 if is_last else stop.poll(parts.world)
+    progress, stop_signal = result.progress, result.stop_signal
+    if progress.step == steps_per_epoch:
+        # A checkpoint of this moment holds averaged buffers: averaging them again would round them again.
+        if not only_evaluation_is_left:
+            average_buffers(parts.engine.module, parts.world)
+        if not stop_signal:
+            scores = evaluate(parts.engine, parts.val_loader, parts.settings, parts.world, tools)
+            if isinstance(scores, Scores):
+                return _after_evaluation(parts, result, scores, sums, tools), 0
+            stop_signal = scores
+    assert tools.saver is not None, "train() always gives one"
+    tools.saver.save(progress, sums.state())
+    return progress, stop_signal
 
 
-def _after_evaluation(parts: Parts, progress: Progress, result: EpochResult, scores: Scores) -> Progress:
+def _after_evaluation(parts: Parts, result: EpochResult, scores: Scores, sums: ScoreSums, tools: LoopTools) -> Progress:
     """Log an epoch, save its checkpoint and, where it is the best so far, its weights; a collective."""
-    is_best = scores.top1 > progress.best_top1
-    epoch = progress.epoch + 1
-    progress = Progress(
+    before = result.progress
+    is_best = scores.top1 > before.best_top1
+    epoch = before.epoch + 1
+    progress = dataclasses.replace(
+        before,
         epoch=epoch,
         step=0,
-        best_top1=max(scores.top1, progress.best_top1),
-        best_epoch=epoch if is_best else progress.best_epoch,
-        epochs_without_better=0 if is_best else progress.epochs_without_better + 1,
+        best_top1=max(scores.top1, before.best_top1),
+        best_epoch=epoch if is_best else before.best_epoch,
+        epochs_without_better=0 if is_best else before.epochs_without_better + 1,
     )
+    train_scores = sums.reduce(parts.world)
+    sums.reset()
     parts.loggers.epoch(
         EpochPoint(
             epoch=epoch,
             step=epoch * parts.settings.plan.steps_per_epoch,
             epochs=parts.config.epochs,
-            train_loss=result.scores.loss,
-            train_top1=result.scores.top1,
+            train_loss=train_scores.loss,
+            train_top1=train_scores.top1,
             validation=scores,
             images_per_second=result.images_per_second,
             data_wait_share=result.data_wait_share,
@@ -118,50 +152,56 @@ def _after_evaluation(parts: Parts, progress: Progress, result: EpochResult, sco
             class_names=parts.data.class_names,
         )
     )
-    weights = gather_weights(parts.engine, parts.world)
-    if is_best:
-        _save_weights(parts, weights, epoch, scores)
-    _save_checkpoint(parts, weights, progress, is_best=is_best)
+    assert tools.saver is not None, "train() always gives one"
+    write_best = _best_weights(parts, epoch, scores) if is_best else None
+    tools.saver.save(progress, sums.state(), write_best)
     return progress
 
 
-def _save_weights(parts: Parts, weights: dict[str, torch.Tensor], epoch: int, scores: Scores) -> None:
-    if parts.world.is_main:
+def _best_weights(parts: Parts, epoch: int, scores: Scores) -> Callable[[], None]:
+    """Copy the weights of now to rank 0, and return what writes them; a collective."""
+    weights: dict[str, torch.Tensor] = gather_weights(parts.engine, parts.world)
+    extra = {"epoch": epoch, "top1": scores.top1, "top5": scores.top5, "loss": scores.loss}
+
+    def write() -> None:
         save_weights(
             parts.folder.weights,
             weights,
             description=parts.built.description,
             class_names=parts.data.class_names,
             preprocessing=parts.data.preprocessing,
-            extra={"epoch": epoch, "top1": scores.top1, "top5": scores.top5, "loss": scores.loss},
+            extra=extra,
         )
 
-
-def _save_checkpoint(parts: Parts, weights: dict[str, torch.Tensor], progress: Progress, *, is_best: bool) -> None:
-    folder, identity = parts.folder.checkpoints, _identity(parts)
-    save_checkpoint(folder, parts.engine, weights, progress, identity, parts.world, is_best=is_best)
+    return write
 
 
-def _resume(parts: Parts) -> Progress:
-    path = agreed(lambda: find_checkpoint(parts.config.resume, parts.folder.checkpoints), parts.world)
-    if path is None:
+def _save_settings(parts: Parts) -> SaveSettings:
+    config = parts.config
+    return SaveSettings(
+        folder=parts.folder.checkpoints,
+        identity=parts.identity,
+        config=dataclasses.asdict(config),
+        every_steps=config.save_every_steps,
+        every_minutes=config.save_every_minutes,
+        keep_last=config.keep_last,
+        patience_s=SLOW_PHASE * config.hang_timeout,
+        steps_per_epoch=parts.settings.plan.steps_per_epoch,
+    )
+
+
+def _resume(parts: Parts, sums: ScoreSums, start: RunStart) -> Progress:
+    for note in parts.notes:
+        parts.loggers.message(note)
+    if parts.found is None:
         return Progress()
-    progress = agreed(lambda: load_checkpoint(path, parts.engine, _identity(parts)), parts.world)
-    parts.loggers.message(f"resuming from {path}: epoch {progress.epoch + 1}, step {progress.step + 1}")
+    found = parts.found
+    progress = agreed(lambda: fill_engine(found, parts.engine, sums, parts.world), parts.world)
+    parts.loggers.message(f"resuming from {found.path}: epoch {progress.epoch + 1}, step {progress.step + 1}")
+    parts.loggers.event(
+        "resume", {"step": parts.position(progress), "checkpoint": found.path.name, "restarts": start.restarts}
+    )
     return progress
-
-
-def _identity(parts: Parts) -> dict[str, Any]:
-    """Return what a checkpoint and the run that resumes from it must agree on."""
-    return {
-        "model": parts.built.description,
-        "classes": parts.data.class_names,
-        "data fingerprint": parts.data.fingerprint,
-        "global batch": parts.settings.plan.global_batch,
-        "epochs": parts.config.epochs,
-        "optimizer": parts.config.optimizer,
-        "seed": parts.config.seed,
-    }
 
 
 def _is_out_of_patience(parts: Parts, progress: Progress) -> bool:

@@ -56,8 +56,13 @@ def name_run(config: TrainConfig) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.strategy}"
 
 
-def create_run_folder(config: TrainConfig, name: str) -> RunFolder:
+def create_run_folder(config: TrainConfig, name: str, *, is_restart: bool = False) -> RunFolder:
     """Create the folders of a run; called on rank 0 alone.
+
+    Args:
+        config: the configuration.
+        name: the run's name.
+        is_restart: whether the launcher started this run again: it goes on in its own folder.
 
     Raises:
         UserError: where a folder cannot be written, or a run of that name exists and is not resumed.
@@ -67,7 +72,7 @@ def create_run_folder(config: TrainConfig, name: str) -> RunFolder:
     try:
         for path in (folder.path, folder.tensorboard, folder.checkpoints):
             path.mkdir(parents=True, exist_ok=True)
-        if config.resume == "never" and folder.metrics.exists():
+        if config.resume == "never" and not is_restart and folder.metrics.exists():
             raise UserError(
                 f"--run-name {name}: {folder.path} holds a run already. Give another name, or --resume auto to go on."
             )

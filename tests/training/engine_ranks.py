@@ -195,6 +195,8 @@ def resume_report(world: World, strategies: tuple[str, str], optimizer: str):
             config = configuration(strategy=strategies[1], optimizer=optimizer)
             engine = make_engine(world, SmallNet(True), config, discriminative=True)
             engine.write_state(weights, moments, applied)
+            for name, buffer in engine.module.named_buffers():
+                buffer.copy_(weights[name])
         losses += train_steps(world, engine, range(2, 4))
         results.append({"losses": losses, "weights": weights_of(engine)})
         engine.close()
@@ -262,9 +264,13 @@ def epoch_settings(world: World, config: TrainConfig):
 
 def epoch_with_our_loop(world: World, strategy: str):
     """Train one epoch with a remainder; return the weights and the scores of the epoch."""
+    from training.bad_steps import StepGuard
+    from training.checkpoint.manifest import Progress
     from training.data.loader import TrainLoader
+    from training.launch_folder import RankReport
     from training.loggers import Loggers
-    from training.loop import train_one_epoch
+    from training.loop import LoopTools, train_one_epoch
+    from training.metrics import ScoreSums
     from training.signals import StopRequest
 
     config = configuration(strategy=strategy, gradient_accumulation_steps=2)
@@ -272,13 +278,15 @@ def epoch_with_our_loop(world: World, strategy: str):
     settings = epoch_settings(world, config)
     loader = TrainLoader(make_small_data(), settings.plan, world.rank)
     stop = StopRequest()
-    result = train_one_epoch(
-        engine, loader.epoch(0), settings, epoch=0, first_step=0, world=world, loggers=Loggers([]), stop=stop
-    )
+    sums = ScoreSums(CLASSES, world.device)
+    guard = StepGuard(engine, world, Loggers([]), most_in_row=0, name_of=str)
+    tools = LoopTools(world, Loggers([]), stop, guard, RankReport(None, 0, 0.0))
+    train_one_epoch(engine, loader.epoch(0), settings, Progress(), sums, tools)
+    scores = sums.reduce(world)
     stop.close()
     weights = weights_of(engine)
     engine.close()
-    return {"weights": weights, "loss": result.scores.loss, "top1": result.scores.top1, "n": result.scores.samples}
+    return {"weights": weights, "loss": scores.loss, "top1": scores.top1, "n": scores.samples}
 
 
 def epoch_with_plain_pytorch(world: World, global_batch: int):

@@ -6,6 +6,7 @@ A new logger is one class with these methods and one line in `build_loggers`. On
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,6 +59,9 @@ class RunLogger(Protocol):
     def on_message(self, message: str) -> None:
         """Take a line of text for people."""
 
+    def on_event(self, kind: str, values: dict[str, Any]) -> None:
+        """Take something that happened (a checkpoint, a skipped step, a resume) as numbers for programs."""
+
     def on_images(self, images: torch.Tensor) -> None:
         """Take a sample of augmented training images, float32 [N, 3, H, W] in 0..1."""
 
@@ -72,44 +76,58 @@ class RunLogger(Protocol):
 
 
 class Loggers:
-    """Hands everything to each logger in turn; on ranks other than 0 there are none."""
+    """Hands everything to each logger in turn; on ranks other than 0 there are none.
+
+    A logger that cannot write (a full disk) is told once on stderr, and training goes on.
+    """
 
     def __init__(self, loggers: Sequence[RunLogger]) -> None:
         self._loggers = loggers
+        self._complained: set[int] = set()
 
     def message(self, message: str) -> None:
         """Log a line of text."""
-        for logger in self._loggers:
-            logger.on_message(message)
+        self._each("on_message", message)
+
+    def event(self, kind: str, values: dict[str, Any]) -> None:
+        """Log something that happened, as numbers for programs."""
+        self._each("on_event", kind, values)
 
     def images(self, images: torch.Tensor) -> None:
         """Log a sample of augmented training images, float32 [N, 3, H, W] in 0..1."""
-        for logger in self._loggers:
-            logger.on_images(images)
+        self._each("on_images", images)
 
     def steps(self, point: StepPoint) -> None:
         """Log a logging point."""
-        for logger in self._loggers:
-            logger.on_steps(point)
+        self._each("on_steps", point)
 
     def epoch(self, point: EpochPoint) -> None:
         """Log the end of an epoch."""
-        for logger in self._loggers:
-            logger.on_epoch(point)
+        self._each("on_epoch", point)
 
     def close(self) -> None:
         """Close every logger."""
-        for logger in self._loggers:
-            logger.close()
+        self._each("close")
+
+    def _each(self, method: str, *values: Any) -> None:
+        for number, logger in enumerate(self._loggers):
+            try:
+                getattr(logger, method)(*values)
+            except OSError as error:
+                if number not in self._complained:
+                    self._complained.add(number)
+                    name = type(logger).__name__
+                    print(f"{name} cannot write ({error}): training goes on without it", file=sys.stderr, flush=True)
 
 
-def build_loggers(config: TrainConfig, folder: RunFolder, facts: dict[str, Any]) -> Loggers:
+def build_loggers(config: TrainConfig, folder: RunFolder, facts: dict[str, Any], first_step: int) -> Loggers:
     """Build rank 0's loggers.
 
     Args:
         config: the run's configuration.
         folder: where the files go.
         facts: the environment of the run, for TensorBoard's text page.
+        first_step: the run's step that comes first, 0 but for a resume: later ones logged before it are void.
     """
     from training.loggers.console import ConsoleLogger
     from training.loggers.files import JsonLinesLogger, TextLogger
@@ -120,7 +138,7 @@ def build_loggers(config: TrainConfig, folder: RunFolder, facts: dict[str, Any])
     if config.tensorboard:
         from training.loggers.tensorboard import TensorBoardLogger
 
-        loggers.append(TensorBoardLogger(folder, dataclasses.asdict(config), facts))
+        loggers.append(TensorBoardLogger(folder, dataclasses.asdict(config), facts, first_step))
     return Loggers(loggers)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,6 +26,9 @@ class ConsoleLogger:
     def on_message(self, message: str) -> None:
         """Print the line, above the bar where there is one."""
         self._console.print(message, markup=False)
+
+    def on_event(self, kind: str, values: dict[str, Any]) -> None:
+        """Events have messages of their own."""
 
     def on_images(self, images: torch.Tensor) -> None:
         """Images have no place on a console."""

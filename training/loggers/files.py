@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,9 @@ class TextLogger:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         self._file.write(f"{stamp} {self._run_name} {message}\n")
 
+    def on_event(self, kind: str, values: dict[str, Any]) -> None:
+        """Events have messages of their own."""
+
     def on_images(self, images: torch.Tensor) -> None:
         """Images have no place in a text file."""
 
@@ -41,13 +46,21 @@ class TextLogger:
 
 
 class JsonLinesLogger:
-    """Writes metrics.jsonl: one JSON object per logging point ('kind': 'step') and per epoch ('kind': 'epoch')."""
+    """Writes metrics.jsonl: one JSON object per logging point ('kind': 'step'), epoch ('epoch') and event.
+
+    After a resume steps appear again: the later line of a step holds.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
+        _cut_unfinished_line(folder.metrics)
         self._file = folder.metrics.open("a", encoding="utf-8", buffering=1)
 
     def on_message(self, message: str) -> None:
         """Text goes to training.log."""
+
+    def on_event(self, kind: str, values: dict[str, Any]) -> None:
+        """Write what happened."""
+        self._write(kind, values)
 
     def on_images(self, images: torch.Tensor) -> None:
         """Images go to TensorBoard."""
@@ -69,3 +82,12 @@ class JsonLinesLogger:
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Remove the half line that a killed run may have left: the next one would be glued to it."""
+    if path.exists():
+        content = path.read_bytes()
+        end = content.rfind(b"\n") + 1
+        if end < len(content):
+            os.truncate(path, end)

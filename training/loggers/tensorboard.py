@@ -19,13 +19,18 @@ LARGEST_PICTURE = 200
 class TensorBoardLogger:
     """Writes event files into logs/tensorboard/<run>/."""
 
-    def __init__(self, folder: RunFolder, config: dict[str, Any], facts: dict[str, Any]) -> None:
-        self._writer = SummaryWriter(str(folder.tensorboard), flush_secs=10)
+    def __init__(self, folder: RunFolder, config: dict[str, Any], facts: dict[str, Any], first_step: int) -> None:
+        # After a resume, steps from before it that are run again are void.
+        purge_step = first_step + 1 if first_step else None
+        self._writer = SummaryWriter(str(folder.tensorboard), flush_secs=10, purge_step=purge_step)
         self._writer.add_text("configuration", _as_code(config))
         self._writer.add_text("environment", _as_code(facts))
 
     def on_message(self, message: str) -> None:
         """Text goes to training.log."""
+
+    def on_event(self, kind: str, values: dict[str, Any]) -> None:
+        """Events are in metrics.jsonl."""
 
     def on_images(self, images: torch.Tensor) -> None:
         """Show the sample as one grid."""

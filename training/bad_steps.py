@@ -1,0 +1,133 @@
+"""Steps whose gradient is not finite: undone on all ranks, counted, and logged with the names of the samples.
+
+The engine does not apply an update where the global gradient norm is not finite, on any rank's account (one NaN in one
+image of one rank suffices). The forward pass has touched BatchNorm's statistics by then: they are set back here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from training.batchnorm import ModelBuffers
+from training.data.reader import Batch
+from training.distributed import World, gather_objects
+from training.engine import Engine, StepResult
+from training.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
+from training.loggers import Loggers
+from training.precision import DynamicLossScale
+
+NAMES_IN_MESSAGE = 4
+
+
+class _Blame(NamedTuple):
+    """What one rank knows of a bad step: whether its losses were finite, what was not, in which samples."""
+
+    losses_finite: bool
+    culprit: str
+    names: list[str]
+
+
+class StepGuard:
+    """Undoes steps that the engine skipped, and ends a run in which nothing else happens.
+
+    Args:
+        engine: the engine.
+        world: the ranks.
+        loggers: where a skipped step is told.
+        most_in_row: skipped steps in a row that end the run, 0 for no limit.
+        name_of: the path of a sample by its index in the training set.
+        skipped: steps skipped before a resume.
+        in_row: how many of them were the latest steps.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        world: World,
+        loggers: Loggers,
+        most_in_row: int,
+        name_of: Callable[[int], str],
+        skipped: int = 0,
+        in_row: int = 0,
+    ) -> None:
+        self._engine, self._world, self._loggers = engine, world, loggers
+        self._most_in_row, self._name_of = most_in_row, name_of
+        self._buffers = ModelBuffers(engine.module)
+        self._kept: list[torch.Tensor] = []
+        self._micro_batches: list[tuple[Batch, torch.Tensor]] = []
+        self.skipped, self.in_row = skipped, in_row
+
+    def before_step(self) -> None:
+        """Keep what a skipped step must not change."""
+        self._kept = self._buffers.copy()
+        self._micro_batches = []
+
+    def note(self, batch: Batch, losses: torch.Tensor) -> None:
+        """Remember a micro-batch and its losses [B] until the step is over; nothing is read back."""
+        self._micro_batches.append((batch, losses.detach()))
+
+    def after_step(self, result: StepResult | None, step: int) -> bool:
+        """Undo the step where it was skipped, and return whether it was applied; a collective where it was not.
+
+        Args:
+            result: what the engine did.
+            step: the run's step, from 1, for the message.
+
+        Raises:
+            RunEnded: on all ranks, after too many bad steps in a row.
+        """
+        if result is None or result.applied:
+            self.in_row = 0
+            return True
+        self._buffers.restore(self._kept)
+        self.skipped += 1
+        blames = gather_objects(self._blame(), self._world)
+        if self._is_loss_scale_search(blames):
+            return False
+        self.in_row += 1
+        rank, worst = min(enumerate(blames), key=lambda item: (item[1].losses_finite, not item[1].names))
+        shown = ", ".join(worst.names[:NAMES_IN_MESSAGE])
+        more = f" and {len(worst.names) - NAMES_IN_MESSAGE} more" if len(worst.names) > NAMES_IN_MESSAGE else ""
+        self._loggers.message(
+            f"step {step} skipped on all ranks ({self.in_row} in a row): {worst.culprit} not finite on rank {rank}, "
+            f"samples {shown}{more}"
+        )
+        names = [name for blame in blames if blame.losses_finite == worst.losses_finite for name in blame.names]
+        self._loggers.event(
+            "skipped_step", {"step": step, "in_row": self.in_row, "culprit": worst.culprit, "samples": names}
+        )
+        if 0 < self._most_in_row <= self.in_row:
+            raise RunEnded(
+                f"{self.in_row} steps in a row were skipped because the gradient was not finite (--max-bad-steps): "
+                "look at the samples named above, lower --learning-rate, or resume from an earlier checkpoint.",
+                TOO_MANY_BAD_STEPS_EXIT_CODE,
+            )
+        return False
+
+    def _is_loss_scale_search(self, blames: list[_Blame]) -> bool:
+        """Say whether fp16's loss scale was merely too large, which halving it cures."""
+        scale = self._engine.loss_scale
+        can_be_halved = scale is not None and scale.value > DynamicLossScale.MINIMUM
+        return can_be_halved and all(blame.losses_finite for blame in blames)
+
+    def _blame(self) -> _Blame:
+        """Find what this rank contributed: a broken image first, then losses, else the gradient of the whole step."""
+        images, losses, step = [], [], []
+        for batch, batch_losses in self._micro_batches:
+            finite_images = torch.isfinite(batch.images).flatten(1).all(1).tolist()
+            finite_losses = torch.isfinite(batch_losses).tolist()
+            for index, image_ok, loss_ok in zip(batch.indices.tolist(), finite_images, finite_losses, strict=True):
+                step.append(index)
+                if not image_ok:
+                    images.append(index)
+                if not loss_ok:
+                    losses.append(index)
+        culprit, indices = next(
+            (what, found)
+            for what, found in (("an image is", images), ("the loss is", losses), ("the gradient is", step))
+            if found or what == "the gradient is"
+        )
+        return _Blame(not losses, culprit, [self._name_of(index) for index in indices])

@@ -1,0 +1,154 @@
+"""The manifest of a checkpoint: where the run stands, what it was made with, and a hash of every file.
+
+A folder without a manifest is no checkpoint, and a manifest is believed only if its own sha256 holds. Everything
+read here may have been damaged or crafted: it is JSON, its size is bounded, and names of files are not taken from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from training.durable import sync_to_disk
+
+MANIFEST_FILE = "manifest.json"
+FORMAT = "zerovision checkpoint 1"
+LARGEST_MANIFEST = 64 * 2**20  # bytes; a million classes with long names fit
+MOST_SHARDS = 100_000
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint that cannot be used; the message is one line that says why."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        epoch: the epoch to go on with, from 0.
+        step: the optimizer step of that epoch to go on with, from 0; the number of steps of an epoch where only its
+            evaluation is left.
+        best_top1: the best validation top-1 so far, -1 before the first evaluation.
+        best_epoch: the epoch of it, from 1; 0 before the first evaluation.
+        epochs_without_better: evaluations since then, for early stopping.
+        skipped_steps: optimizer steps skipped so far because a gradient was not finite.
+        bad_steps_in_row: how many of them were the latest steps.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    best_top1: float = -1.0
+    best_epoch: int = 0
+    epochs_without_better: int = 0
+    skipped_steps: int = 0
+    bad_steps_in_row: int = 0
+
+
+@dataclass(frozen=True)
+class ShardFacts:
+    """Size in bytes and sha256 (hexadecimal) of one rank's file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says about itself.
+
+    Attributes:
+        progress: where the run stands.
+        identity: what a run that resumes must agree on, by a name for people: model, classes, data, global batch.
+        config: the configuration of the run that saved it.
+        applied_steps: updates that the optimizer has applied, for Adam's bias correction.
+        loss_scale: state of the dynamic loss scale, None but for fp16.
+        parameters: shape of every parameter.
+        shards: one entry per rank.
+    """
+
+    progress: Progress
+    identity: dict[str, Any]
+    config: dict[str, Any]
+    applied_steps: int
+    loss_scale: dict[str, float] | None
+    parameters: dict[str, list[int]]
+    shards: tuple[ShardFacts, ...]
+
+
+def shard_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"shard-{rank:05d}.safetensors"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, and wait until it is on the disk."""
+    content = {"format": FORMAT, **dataclasses.asdict(manifest)}
+    path = folder / MANIFEST_FILE
+    path.write_text(json.dumps(content | {"sha256": _digest(content)}, indent=1) + "\n", encoding="utf-8")
+    sync_to_disk(path)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a manifest; the shards are not looked at.
+
+    Raises:
+        DamagedCheckpoint: where it is missing, damaged or not ours.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        if path.stat().st_size > LARGEST_MANIFEST:
+            raise DamagedCheckpoint(f"{MANIFEST_FILE} is larger than {LARGEST_MANIFEST >> 20} MiB")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"it has no {MANIFEST_FILE}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} cannot be read: {one_line(error)}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} is not of the format '{FORMAT}'")
+    if content.pop("sha256", None) != _digest(content):
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} was changed after it was written: its sha256 does not hold")
+    try:
+        return _parse(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} lacks a value or has a wrong one: {one_line(error)}") from None
+
+
+def one_line(error: object, most: int = 200) -> str:
+    """Return a message without line breaks, and not longer than a line or two."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= most else text[:most] + "..."
+
+
+def _parse(content: dict[str, Any]) -> Manifest:
+    progress = Progress(**content["progress"])
+    counts = dataclasses.asdict(progress)
+    best_top1 = counts.pop("best_top1")
+    if not all(type(value) is int and value >= 0 for value in counts.values()) or not math.isfinite(best_top1):
+        raise ValueError("progress")
+    shards = tuple(ShardFacts(int(shard["bytes"]), str(shard["sha256"])) for shard in content["shards"])
+    if not 0 < len(shards) <= MOST_SHARDS:
+        raise ValueError(f"{len(shards)} shards")
+    parameters = {str(name): [int(size) for size in shape] for name, shape in content["parameters"].items()}
+    if any(size < 0 for shape in parameters.values() for size in shape):
+        raise ValueError("parameters")
+    loss_scale = content["loss_scale"]
+    return Manifest(
+        progress=progress,
+        identity=dict(content["identity"]),
+        config=dict(content["config"]),
+        applied_steps=int(content["applied_steps"]),
+        loss_scale=None if loss_scale is None else {str(key): float(value) for key, value in loss_scale.items()},
+        parameters=parameters,
+        shards=shards,
+    )
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """Return the sha256 of the content, whatever the order and the layout in which it is written."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,120 @@
+"""Going on from a checkpoint: which one, whether it fits this run, and filling the engine from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from safetensors import SafetensorError
+
+from training.checkpoint.manifest import DamagedCheckpoint, Manifest, Progress, one_line
+from training.checkpoint.shards import CheckpointReader
+from training.checkpoint.store import FoundCheckpoint
+from training.config import FIELDS, FLAG_OF, FREE_ON_RESUME, TrainConfig
+from training.distributed import World
+from training.engine import Engine
+from training.errors import UserError
+from training.metrics import ScoreSums
+
+
+def hold_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> TrainConfig:
+    """Return the configuration with the accumulation steps that keep the checkpoint's global batch.
+
+    Raises:
+        UserError: where the ranks and the batch size do not divide it, with what does.
+    """
+    if found is None:
+        return config
+    global_batch = found.manifest.identity.get("global batch")
+    if not isinstance(global_batch, int) or global_batch < 1:
+        raise UserError(f"checkpoint {found.path}: its global batch {one_line(repr(global_batch))} is no whole number.")
+    per_step = config.batch_size * world.size
+    if global_batch % per_step == 0:
+        return dataclasses.replace(config, gradient_accumulation_steps=global_batch // per_step)
+    if global_batch % world.size:
+        sizes = _divisors(global_batch)
+        raise UserError(
+            f"{world.size} ranks cannot share the checkpoint's global batch of {global_batch} evenly: "
+            f"use {_choice(sizes)} ranks."
+        )
+    raise UserError(
+        f"--batch-size {config.batch_size} x {world.size} ranks does not divide the checkpoint's global batch of "
+        f"{global_batch}: use --batch-size {_choice(_divisors(global_batch // world.size))}."
+    )
+
+
+def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another model, class list, data set or recipe.
+
+    Raises:
+        UserError: naming the first difference.
+    """
+    manifest = found.manifest
+    for key, value in identity.items():
+        saved = manifest.identity.get(key)
+        if saved != value:
+            shown = one_line(_difference(saved, value), 400)
+            raise UserError(f"checkpoint {found.path} was made with another {key}: {shown}.")
+    for name in FIELDS:
+        if name in FREE_ON_RESUME:
+            continue
+        saved, given = manifest.config.get(name), getattr(config, name)
+        if saved != given:
+            raise UserError(
+                f"checkpoint {found.path} was made with {FLAG_OF[name]} {one_line(saved)}, this run has {given}: "
+                "give the same to go on, or start a new run with --weights."
+            )
+
+
+def fill_engine(found: FoundCheckpoint, engine: Engine, sums: ScoreSums, world: World) -> Progress:
+    """Fill a fresh engine, and the sums of the running epoch, from a verified checkpoint; a collective.
+
+    Raises:
+        UserError: where its content is not what this model has.
+    """
+    manifest = found.manifest
+    try:
+        reader = CheckpointReader(found.path, manifest)
+        _check_names(engine, manifest, reader.buffers(world.rank, world.size))
+        engine.write_state(reader.weights, reader.moments, manifest.applied_steps)
+        for name, buffer in engine.module.named_buffers():
+            buffer.copy_(reader.buffers(world.rank, world.size)[name])
+        sums.restore(reader.epoch_sums(world.rank, world.size))
+    except (DamagedCheckpoint, SafetensorError, RuntimeError, KeyError) as error:
+        raise UserError(f"checkpoint {found.path} cannot be used: {one_line(error)}") from None
+    if engine.loss_scale is not None and manifest.loss_scale:
+        engine.loss_scale.restore(manifest.loss_scale)
+    return manifest.progress
+
+
+def _check_names(engine: Engine, manifest: Manifest, buffers: dict[str, Any]) -> None:
+    ours = engine.parameter_shapes()
+    if ours != manifest.parameters:
+        theirs = manifest.parameters
+        other = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+        raise DamagedCheckpoint(f"{len(other)} parameters differ from this model's, first {other[0]}")
+    shapes = {name: buffer.shape for name, buffer in engine.module.named_buffers()}
+    if shapes != {name: buffer.shape for name, buffer in buffers.items()}:
+        raise DamagedCheckpoint("its buffers differ from this model's")
+
+
+def _difference(saved: Any, given: Any) -> str:
+    """Say in which entry two values differ, or show both."""
+    if isinstance(saved, dict) and isinstance(given, dict):
+        for key in sorted({*saved, *given}, key=str):
+            if saved.get(key) != given.get(key):
+                return f"{key} {one_line(repr(saved.get(key)))}, this run has {one_line(repr(given.get(key)))}"
+    if isinstance(saved, list) and isinstance(given, list):
+        if len(saved) != len(given):
+            return f"{len(saved)} entries, this run has {len(given)}"
+        number = next(number for number, pair in enumerate(zip(saved, given, strict=True)) if pair[0] != pair[1])
+        return f"entry {number} is {one_line(repr(saved[number]))}, this run has {one_line(repr(given[number]))}"
+    return f"{one_line(repr(saved))}, this run has {one_line(repr(given))}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _choice(values: list[int]) -> str:
+    return ", ".join(map(str, values[:-1])) + f" or {values[-1]}" if len(values) > 1 else str(values[0])

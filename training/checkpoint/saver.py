@@ -1,0 +1,233 @@
+"""Saving while training goes on: the state is copied at once, and written by a thread beside the steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from training.checkpoint.manifest import Manifest, Progress, ShardFacts, one_line, shard_name
+from training.checkpoint.shards import Snapshot, write_shard
+from training.checkpoint.store import checkpoint_name, commit, discard, temporary_folder
+from training.distributed import World, gather_objects
+from training.engine import Engine
+from training.errors import CANNOT_SAVE_EXIT_CODE, RunEnded
+from training.launch_folder import RankReport
+from training.loggers import Loggers
+
+FAILURES_THAT_END_A_RUN = 2
+
+
+@dataclass(frozen=True)
+class SaveSettings:
+    """What stays the same over all saves of a run.
+
+    Attributes:
+        folder: the run's checkpoints folder.
+        identity: see `Manifest.identity`.
+        config: see `Manifest.config`.
+        every_steps: optimizer steps between two saves, 0 for none.
+        every_minutes: minutes between two saves, 0 for none.
+        keep_last: newest checkpoints to keep.
+        patience_s: seconds that training may wait for a save before the rank counts as hung.
+        steps_per_epoch: optimizer steps of one epoch.
+    """
+
+    folder: Path
+    identity: dict[str, Any]
+    config: dict[str, Any]
+    every_steps: int
+    every_minutes: float
+    keep_last: int
+    patience_s: float
+    steps_per_epoch: int
+
+
+@dataclass
+class _Save:
+    """One save under way, or done; `error` is the same on all ranks."""
+
+    name: str
+    position: int
+    is_best: bool
+    stall_seconds: float
+    seconds: float = 0.0
+    error: str | None = None
+
+
+class Saver:
+    """Saves checkpoints of one run; every rank has one and calls it at the same steps."""
+
+    def __init__(
+        self,
+        settings: SaveSettings,
+        engine: Engine,
+        world: World,
+        loggers: Loggers,
+        report: RankReport,
+    ) -> None:
+        self._settings, self._engine, self._world = settings, engine, world
+        self._loggers, self._report = loggers, report
+        self._snapshot = Snapshot()
+        self._thread: threading.Thread | None = None
+        self._running: _Save | None = None
+        self._unsaved_best: Callable[[], None] | None = None
+        self._failures_in_row = 0
+        self._last_start = time.monotonic()
+
+    def is_due_by_time(self) -> bool:
+        """Say once that the minutes between two saves are over, by rank 0's clock; the other ranks are told."""
+        minutes, now = self._settings.every_minutes, time.monotonic()
+        if not self._world.is_main or minutes == 0 or now - self._last_start < 60 * minutes:
+            return False
+        self._last_start = now
+        return True
+
+    def is_due_by_steps(self, position: int) -> bool:
+        """Say whether a save is due after `position` steps of the run; the same on all ranks."""
+        return self._settings.every_steps > 0 and position % self._settings.every_steps == 0
+
+    def save(self, progress: Progress, epoch_sums: torch.Tensor, write_best: Callable[[], None] | None = None) -> None:
+        """Copy the state of now, and begin to write it; a collective.
+
+        Args:
+            progress: where the run stands.
+            epoch_sums: the running epoch's sums, float64 [4].
+            write_best: given where this is the best epoch: writes its weights; called on rank 0 alone.
+
+        Raises:
+            RunEnded: on all ranks, where the two saves before this one failed.
+        """
+        self._wait()
+        start = self._last_start = time.monotonic()
+        self._snapshot.take(self._engine, epoch_sums)
+        if write_best is not None:
+            self._unsaved_best = write_best
+        facts = {
+            "progress": progress,
+            "identity": self._settings.identity,
+            "config": self._settings.config,
+            "applied_steps": self._engine.applied_steps(),
+            "loss_scale": self._engine.loss_scale.state() if self._engine.loss_scale else None,
+            "parameters": self._engine.parameter_shapes(),
+        }
+        save = _Save(
+            checkpoint_name(progress),
+            position=progress.epoch * self._settings.steps_per_epoch + progress.step,
+            is_best=write_best is not None,
+            stall_seconds=time.monotonic() - start,
+        )
+        self._running = save
+        self._thread = threading.Thread(target=self._write, args=(save, facts), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def note_outcome(self) -> None:
+        """Log a save that has ended since the last call; called at every step, costs nothing while none has."""
+        if self._thread is None or self._thread.is_alive() or self._running is None:
+            return
+        save, self._thread, self._running = self._running, None, None
+        if save.error is None:
+            self._failures_in_row = 0
+            self._unsaved_best = None
+            self._loggers.event(
+                "checkpoint",
+                {
+                    "step": save.position,
+                    "name": save.name,
+                    "stall_seconds": round(save.stall_seconds, 4),
+                    "seconds": round(save.seconds, 3),
+                },
+            )
+            if self._world.is_main:
+                self._report.checkpoint_saved(save.position)
+            return
+        self._failures_in_row += 1
+        self._loggers.event("checkpoint_failed", {"step": save.position, "name": save.name, "error": save.error})
+        self._loggers.message(
+            f"checkpoint {save.name} could not be saved ({save.error}): the one before it stays, training goes on"
+        )
+
+    def finish(self, progress: Progress, epoch_sums: torch.Tensor) -> None:
+        """Wait for the save under way; where it failed, save the state of now once more. A collective.
+
+        Raises:
+            RunEnded: on all ranks, where nothing can be saved.
+        """
+        self._wait()
+        if self._failures_in_row:
+            self.save(progress, epoch_sums)
+            self._wait()
+        if self._failures_in_row:
+            raise self._cannot_save()
+
+    def _wait(self) -> None:
+        """Wait for the save under way; raise where it was the second in a row that failed."""
+        if self._thread is not None:
+            self._report.beat("save", self._running.position if self._running else -1, self._settings.patience_s)
+            self._thread.join()
+        self.note_outcome()
+        if self._failures_in_row >= FAILURES_THAT_END_A_RUN:
+            raise self._cannot_save()
+
+    def _cannot_save(self) -> RunEnded:
+        return RunEnded(
+            f"checkpoints cannot be saved in {self._settings.folder} (see the line above); make room there "
+            "and start again with --resume auto.",
+            CANNOT_SAVE_EXIT_CODE,
+        )
+
+    def _write(self, save: _Save, facts: dict[str, Any]) -> None:
+        """Write this rank's shard, agree with the other ranks, and commit; the thread's work, a collective of its own.
+
+        Its messages travel over `World.save_group`, so that they never meet those of the training steps.
+        """
+        start = time.monotonic()
+        folder = self._settings.folder
+        try:
+            save.error = self._write_and_commit(save, facts)
+            if save.error is not None and self._world.is_main:
+                discard(folder, save.name)
+        except Exception as error:  # a rank that died takes the agreement with it; the steps will notice, too
+            save.error = one_line(f"{type(error).__name__}: {error}")
+        save.seconds = time.monotonic() - start
+
+    def _write_and_commit(self, save: _Save, facts: dict[str, Any]) -> str | None:
+        folder, name, world = self._settings.folder, save.name, self._world
+        temporary = temporary_folder(folder, name)
+        shard: list[ShardFacts] = []
+
+        def prepare() -> None:
+            discard(folder, name)
+            temporary.mkdir(parents=True)
+
+        def commit_all() -> None:
+            # Before the checkpoint: a run that resumes from it takes these weights for written.
+            if self._unsaved_best is not None:
+                self._unsaved_best()
+            manifest = Manifest(shards=tuple(part for parts in shards for part in parts), **facts)
+            commit(folder, name, manifest, is_best=save.is_best, keep_last=self._settings.keep_last)
+
+        error = self._agree(prepare if world.is_main else None)
+        if error is None:
+            error = self._agree(lambda: shard.append(write_shard(temporary / shard_name(world.rank), self._snapshot)))
+        if error is None:
+            shards = gather_objects(shard, world, world.save_group)
+            error = self._agree(commit_all if world.is_main else None)
+        return error
+
+    def _agree(self, action: Callable[[], None] | None) -> str | None:
+        """Do something on some ranks; return the first failing rank's reason on all. A collective of the save group."""
+        error = None
+        try:
+            if action is not None:
+                action()
+        except (OSError, SafetensorError) as failure:
+            error = f"rank {self._world.rank}: {one_line(failure)}"
+        errors = gather_objects(error, self._world, self._world.save_group)
+        return next((message for message in errors if message is not None), None)

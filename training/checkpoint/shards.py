@@ -1,0 +1,199 @@
+"""One rank's file of a checkpoint: taking a copy, writing it, and putting parameters together again from all files.
+
+A rank stores its flat pieces of the parameter groups as they lie in memory, without any communication: `weights.<i>`
+and `<moment>.<i>`, one-dimensional fp32. The layout in the file's metadata says which part of which parameter lies
+where, so that a reader with another strategy or number of ranks finds it. BatchNorm's buffers differ from rank to
+rank between evaluations: each rank stores its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from models.weights_file import METADATA_KEY
+from training.checkpoint.manifest import DamagedCheckpoint, Manifest, ShardFacts, one_line, shard_name
+from training.durable import sync_to_disk
+from training.engine import Engine
+
+BUFFER_PREFIX = "buffer/"
+EPOCH_SUMS = "epoch_sums"
+
+
+class Snapshot:
+    """A copy of this rank's part of the training state in CPU memory, in tensors that are used again and again."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.layout: dict[str, Any] = {}
+
+    def take(self, engine: Engine, epoch_sums: torch.Tensor) -> None:
+        """Copy the state of now.
+
+        Args:
+            engine: the engine; no collective is needed.
+            epoch_sums: what `ScoreSums.state` returned, float64 [4].
+        """
+        shards = engine.flat_shards()
+        sources = {f"weights.{number}": shard.weights for number, shard in enumerate(shards)}
+        for number, shard in enumerate(shards):
+            sources |= {f"{kind}.{number}": moment for kind, moment in shard.moments.items()}
+        sources |= {BUFFER_PREFIX + name: buffer for name, buffer in engine.module.named_buffers()}
+        sources[EPOCH_SUMS] = epoch_sums
+        self.tensors = {name: self._copy(name, tensor) for name, tensor in sources.items()}
+        if epoch_sums.device.type == "cuda":
+            torch.cuda.synchronize(epoch_sums.device)
+        groups = [[tuple(piece) for piece in shard.pieces] for shard in shards]
+        self.layout = {"groups": groups, "moments": sorted(shards[0].moments)}
+
+    def _copy(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        source = source.detach()
+        kept = self.tensors.get(name)
+        if kept is None or kept.shape != source.shape:
+            kept = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type == "cuda")
+        return kept.copy_(source, non_blocking=True)
+
+
+def write_shard(path: Path, snapshot: Snapshot) -> ShardFacts:
+    """Write a rank's file, and wait until it is on the disk.
+
+    Raises:
+        OSError, SafetensorError: where that fails, as on a full disk.
+    """
+    save_file(snapshot.tensors, path, metadata={METADATA_KEY: json.dumps(snapshot.layout)})
+    sync_to_disk(path)
+    return ShardFacts(path.stat().st_size, _sha256(path))
+
+
+def verify_shard(folder: Path, rank: int, facts: ShardFacts) -> None:
+    """Compare a file with what the manifest says of it.
+
+    Raises:
+        DamagedCheckpoint: where it is missing, or not of the size or the sha256.
+    """
+    path = folder / shard_name(rank)
+    try:
+        size = path.stat().st_size
+        if size != facts.bytes:
+            raise DamagedCheckpoint(f"{path.name} has {size} bytes instead of {facts.bytes}")
+        if _sha256(path) != facts.sha256:
+            raise DamagedCheckpoint(f"{path.name} is damaged: its sha256 does not hold")
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path.name} is missing") from None
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path.name} cannot be read: {one_line(error)}") from None
+
+
+class _Place(NamedTuple):
+    """Where `length` elements of a parameter, from element `offset` on, lie: group and start in a rank's file."""
+
+    offset: int
+    length: int
+    rank: int
+    group: int
+    start: int
+
+
+class CheckpointReader:
+    """The training state in a verified checkpoint; tensors are read when they are asked for, one at a time.
+
+    Args:
+        folder: the checkpoint.
+        manifest: its manifest.
+
+    Raises:
+        DamagedCheckpoint: where the files do not hold every element of every parameter exactly once.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.shapes = manifest.parameters
+        self._places: dict[str, list[_Place]] = {name: [] for name in self.shapes}
+        try:
+            self._files = [safe_open(folder / shard_name(rank), "pt") for rank in range(len(manifest.shards))]
+            for rank, file in enumerate(self._files):
+                self._note_layout(rank, json.loads(file.metadata()[METADATA_KEY]))
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise DamagedCheckpoint(f"a shard cannot be read: {one_line(error)}") from None
+        for name, places in self._places.items():
+            places.sort()
+            end = 0
+            for place in places:
+                end = place.offset + place.length if place.offset == end else -1
+            if end != math.prod(self.shapes[name]):
+                raise DamagedCheckpoint(f"parameter {one_line(name)} is not complete")
+
+    def _note_layout(self, rank: int, layout: dict[str, Any]) -> None:
+        self._moment_kinds = [str(kind) for kind in layout["moments"]]
+        for group, pieces in enumerate(layout["groups"]):
+            for name, offset, start, length in pieces:
+                self._places[name].append(_Place(int(offset), int(length), rank, group, int(start)))
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The fp32 weights, whole, by parameter name."""
+        return _Assembled(self, "weights")
+
+    @property
+    def moments(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        """The optimizer's moments, whole: kind -> parameter name -> tensor; empty before the first step."""
+        return {kind: _Assembled(self, kind) for kind in self._moment_kinds}
+
+    def buffers(self, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+        """Return a rank's buffers: its own, or the ranks' mean where another number of ranks had saved them."""
+        if world_size == len(self._files):
+            return self._buffers_of(rank)
+        every = [self._buffers_of(saved) for saved in range(len(self._files))]
+        # Counters, such as BatchNorm's number of batches, are the same on all ranks.
+        return {
+            name: torch.stack([buffers[name] for buffers in every]).mean(0) if first.is_floating_point() else first
+            for name, first in every[0].items()
+        }
+
+    def epoch_sums(self, rank: int, world_size: int) -> torch.Tensor:
+        """Return a rank's share of the epoch's sums so far: its own, or all of them on rank 0."""
+        if world_size == len(self._files):
+            return self._files[rank].get_tensor(EPOCH_SUMS)
+        total = torch.stack([file.get_tensor(EPOCH_SUMS) for file in self._files]).sum(0)
+        return total if rank == 0 else torch.zeros_like(total)
+
+    def assemble(self, kind: str, name: str) -> torch.Tensor:
+        """Return the weights or a moment of one parameter, whole, fp32 on the CPU."""
+        whole = torch.empty(math.prod(self.shapes[name]))
+        for place in self._places[name]:
+            stored = self._files[place.rank].get_slice(f"{kind}.{place.group}")
+            whole[place.offset : place.offset + place.length] = stored[place.start : place.start + place.length]
+        return whole.view(self.shapes[name])
+
+    def _buffers_of(self, rank: int) -> dict[str, torch.Tensor]:
+        file = self._files[rank]
+        names = [name for name in file.keys() if name.startswith(BUFFER_PREFIX)]  # noqa: SIM118 - no mapping
+        return {name.removeprefix(BUFFER_PREFIX): file.get_tensor(name) for name in names}
+
+
+class _Assembled(Mapping[str, torch.Tensor]):
+    """One kind of tensor of all parameters, put together when asked for."""
+
+    def __init__(self, reader: CheckpointReader, kind: str) -> None:
+        self._reader, self._kind = reader, kind
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._reader.assemble(self._kind, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reader.shapes)
+
+    def __len__(self) -> int:
+        return len(self._reader.shapes)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,182 @@
+"""The checkpoints folder of a run: a checkpoint appears there whole or not at all, and a damaged one is passed over."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from training.checkpoint.manifest import (
+    MANIFEST_FILE,
+    DamagedCheckpoint,
+    Manifest,
+    Progress,
+    one_line,
+    read_manifest,
+    write_manifest,
+)
+from training.checkpoint.shards import verify_shard
+from training.distributed import World, broadcast_object, error_on_any_rank
+from training.durable import sync_to_disk
+from training.errors import UserError
+
+LAST, BEST = "last", "best"
+NAME_PATTERN = re.compile(r"step-(\d{5,9})-(\d{7,12})")
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint whose files are as they were written."""
+
+    path: Path
+    manifest: Manifest
+
+
+def checkpoint_name(progress: Progress) -> str:
+    """Return the folder's name of a checkpoint, which sorts by the position in the run."""
+    return f"step-{progress.epoch:05d}-{progress.step:07d}"
+
+
+def temporary_folder(folder: Path, name: str) -> Path:
+    """Return where a checkpoint is written before it gets its name."""
+    return folder / f".{name}.tmp"
+
+
+def commit(folder: Path, name: str, manifest: Manifest, *, is_best: bool, keep_last: int) -> None:
+    """Give a checkpoint whose shards are on the disk its name, then point at it, then remove old ones; on rank 0 alone.
+
+    A kill at any moment leaves the checkpoint before this one, or this one.
+
+    Raises:
+        OSError: where the disk does not take it.
+    """
+    temporary, path = temporary_folder(folder, name), folder / name
+    write_manifest(temporary, manifest)
+    sync_to_disk(temporary)
+    if path.exists():  # of the same step, from before a resume
+        _remove(path)
+    temporary.rename(path)
+    sync_to_disk(folder)
+    _point(folder / LAST, name)
+    if is_best:
+        _point(folder / BEST, name)
+    _remove_old(folder, name, keep_last)
+
+
+def discard(folder: Path, name: str) -> None:
+    """Remove what was written of a checkpoint that failed."""
+    shutil.rmtree(temporary_folder(folder, name), ignore_errors=True)
+
+
+def find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[list[Path], list[str]]:
+    """Return the checkpoints that `--resume` means, the one to try first at the front, and notes for the log.
+
+    Args:
+        resume: 'never', 'auto', 'must' or a folder: a checkpoint, a run's folder or its checkpoints folder.
+        folder: this run's checkpoints folder.
+        is_restart: whether the launcher started this run again: what the run has saved itself goes before `resume`.
+
+    Raises:
+        UserError: for `must`, or a folder, without a checkpoint.
+    """
+    own, notes = _newest_first(folder)
+    if own and (is_restart or resume in ("auto", "must")):
+        return own, notes
+    if resume in ("never", "auto"):
+        return [], notes
+    if resume == "must":
+        raise UserError(f"--resume must: no checkpoint in {folder}. Give the --run-name of a run that has one.")
+    path = Path(resume).expanduser()
+    if (path / MANIFEST_FILE).is_file() or (NAME_PATTERN.fullmatch(path.name) and path.is_dir()):
+        return [path], []
+    for place in (path / "checkpoints", path):
+        candidates, notes = _newest_first(place)
+        if candidates:
+            return candidates, notes
+    raise UserError(
+        f"--resume {resume}: no checkpoint there (no {MANIFEST_FILE}). Give never, auto, must or a checkpoint folder."
+    )
+
+
+def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None, list[str]]:
+    """Return the first checkpoint whose every file is good, and why those before it are not; a collective.
+
+    The ranks share the work of hashing; all must see the same folder.
+    """
+    candidates = broadcast_object(candidates, world)
+    refused: list[str] = []
+    for path in candidates:
+        error, manifest = None, None
+        try:
+            manifest = read_manifest(path)
+            for rank in range(world.rank, len(manifest.shards), world.size):
+                verify_shard(path, rank, manifest.shards[rank])
+        except DamagedCheckpoint as damage:
+            error = str(damage)
+        error = error_on_any_rank(error, world)
+        if error is None and manifest is not None:
+            return FoundCheckpoint(path, manifest), refused
+        refused.append(f"checkpoint {path} is passed over: {error}")
+    return None, refused
+
+
+def _newest_first(folder: Path) -> tuple[list[Path], list[str]]:
+    """List the checkpoints from the one that `last` names backwards; all of them where it names none."""
+    if not folder.is_dir():
+        return [], []
+    names = sorted((path.name for path in folder.iterdir() if NAME_PATTERN.fullmatch(path.name)), key=_position)
+    notes = []
+    pointed, problem = _read_pointer(folder / LAST)
+    if problem and names:
+        notes.append(f"{folder / LAST} {problem}: the newest checkpoint is taken")
+    # Later ones are left from before a resume that went back, or were not pointed at yet.
+    kept = [name for name in names if not pointed or _position(name) <= _position(pointed)]
+    return [folder / name for name in reversed(kept)], notes
+
+
+def _read_pointer(pointer: Path) -> tuple[str, str]:
+    """Return the name in a pointer file, or '' and what is wrong with it."""
+    try:
+        name = pointer.read_bytes()[:100].decode("ascii").strip()
+    except FileNotFoundError:
+        return "", "is missing"
+    except (OSError, UnicodeDecodeError) as error:
+        return "", f"cannot be read ({one_line(error)})"
+    if not NAME_PATTERN.fullmatch(name):
+        return "", f"names no checkpoint ({json.dumps(name)})"
+    return name, ""
+
+
+def _position(name: str) -> tuple[int, int]:
+    match = NAME_PATTERN.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else (-1, -1)
+
+
+def _point(pointer: Path, name: str) -> None:
+    temporary = pointer.with_name(f".{pointer.name}.tmp")
+    temporary.write_text(name + "\n", encoding="utf-8")
+    sync_to_disk(temporary)
+    temporary.replace(pointer)
+    sync_to_disk(pointer.parent)
+
+
+def _remove_old(folder: Path, current: str, keep_last: int) -> None:
+    """Keep the best, and the newest up to the current one; what lies after it is from before a resume."""
+    names = sorted((path.name for path in folder.iterdir() if NAME_PATTERN.fullmatch(path.name)), key=_position)
+    up_to_now = [name for name in names if _position(name) <= _position(current)]
+    kept = {*up_to_now[-keep_last:], _read_pointer(folder / BEST)[0]}
+    for name in names:
+        if name not in kept:
+            _remove(folder / name)
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Take a checkpoint's name away first: a kill while files are removed leaves nothing that looks like one."""
+    doomed = path.with_name(f".{path.name}.old")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
