@@ -26,11 +26,11 @@ wants_help() {
     return 1
 }
 
-# require_whole_number NAME VALUE LARGEST
+# require_whole_number NAME VALUE LARGEST [SMALLEST]: the smallest is 1 unless given.
 require_whole_number() {
-    local name=$1 value=$2 largest=$3
-    [[ $value =~ ^[1-9][0-9]*$ ]] && ((${#value} <= ${#largest})) && ((value <= largest)) && return
-    die "$name $(quoted "$value"): expected a whole number from 1 to $largest."
+    local name=$1 value=$2 largest=$3 smallest=${4:-1}
+    [[ $value =~ ^(0|[1-9][0-9]*)$ ]] && ((${#value} <= ${#largest})) && ((value >= smallest && value <= largest)) && return
+    die "$name $(quoted "$value"): expected a whole number from $smallest to $largest."
 }
 
 # require_name NAME VALUE: only the shape; the training entry knows which names exist.
@@ -76,23 +76,42 @@ check_configuration() {
     "$PYTHON" "$ENTRY" --check-config "${TRAINING_ARGUMENTS[@]}" || exit
 }
 
-# split_port_flag WORD...: sets PORT (MASTER_PORT, or --master_port / --master-port, which wins) and EXTRA (the other words).
-split_port_flag() {
-    PORT="${MASTER_PORT:-}"
+# take_flag NAME EXPECTED WORD...: takes a flag of the launcher's own out of the words; --a_b and --a-b are the same.
+# Sets TAKEN to the values given ("--flag value" or "--flag=value") and EXTRA to the other words.
+take_flag() {
+    local name=$1 expected=$2
+    shift 2
+    TAKEN=()
     EXTRA=()
     while (($#)); do
-        case $1 in
-        --master_port | --master-port)
-            (($# >= 2)) || die "$1 needs a port number from 1 to 65535."
-            PORT=$2
+        case ${1//_/-} in
+        "$name")
+            (($# >= 2)) || die "$1 needs $expected."
+            TAKEN+=("$2")
             shift
             ;;
-        --master_port=* | --master-port=*) PORT=${1#*=} ;;
+        "$name"=*) TAKEN+=("${1#*=}") ;;
         *) EXTRA+=("$1") ;;
         esac
         shift
     done
+}
+
+# split_port_flag WORD...: sets PORT (MASTER_PORT, or --master_port / --master-port, which wins) and EXTRA (the other words).
+split_port_flag() {
+    take_flag --master-port "a port number from 1 to 65535" "$@"
+    PORT="${MASTER_PORT:-}"
+    ((${#TAKEN[@]} == 0)) || PORT=${TAKEN[-1]}
     [[ -z $PORT ]] || require_whole_number "master port" "$PORT" 65535
+}
+
+# split_restarts_flag WORD...: sets MAX_RESTARTS (the variable, or --max-restarts, which wins) and EXTRA (the other words).
+split_restarts_flag() {
+    take_flag --max-restarts "a whole number from 0 to 1000" "$@"
+    MAX_RESTARTS=${MAX_RESTARTS:-3}
+    ((${#TAKEN[@]} == 0)) || MAX_RESTARTS=${TAKEN[-1]}
+    require_whole_number "max restarts" "$MAX_RESTARTS" 1000 0
+    export MAX_RESTARTS
 }
 
 # free_port [PORT]: print PORT if nothing listens there, or any free port if none is given.

@@ -18,7 +18,8 @@ Train an image classifier on the GPUs of this machine (on CPU ranks where it has
   batch_size  images per GPU
   epochs      passes over the training data
   flags       any flag of train_distributed.py ('python scripts/train_distributed.py --help' lists all),
-              and --master_port N
+              --master_port N, and --max-restarts N: how often in a row a failed training is started again
+              without having saved a newer checkpoint in between (default 3, 0 to 1000)
 
 Examples:
     bash launch_distributed.sh mobilenet ddp 4 16 50
@@ -32,11 +33,22 @@ Environment variables:
     CUDA_VISIBLE_DEVICES   use only these GPUs, for example 2,3
     OMP_NUM_THREADS        CPU threads per rank (default: cores / ranks)
     TORCH_EXTENSIONS_DIR   where DeepSpeed keeps compiled operators (default: inside the environment)
-    STOP_TIMEOUT           seconds the ranks have to save and stop after Ctrl-C or SIGTERM (default 300)
+    MAX_RESTARTS           as --max-restarts, which wins
+    STOP_TIMEOUT           seconds the ranks have to save and stop after a signal (default 300)
 
-Ctrl-C and SIGTERM reach all ranks at once; they save a checkpoint and stop. A second Ctrl-C ends them without.
-Exit code: 0 done, 2 a mistake in what was given (one line says which), 130 / 143 stopped by Ctrl-C / SIGTERM,
-128 + n where signal n ended a rank, otherwise the ranks' own.
+Ctrl-C, SIGTERM and SIGUSR1 reach all ranks at once; they save a checkpoint and stop. A second Ctrl-C ends them without.
+A rank that dies or hangs ends the others, and training goes on from its newest good checkpoint: at once the first
+time, then after 2, 4, 8, ... 30 seconds. One line says why.
+Exit codes:
+    0                 training is done
+    2                 a mistake in what was given; one line says which
+    65                the loss or the gradients were not finite, too many steps in a row
+    74                checkpoints cannot be written
+    130, 138, 143     stopped by Ctrl-C, SIGUSR1, SIGTERM; --resume goes on
+  and when the restarts are used up, that of the last failure:
+    124               a rank hung
+    128 + n           signal n ended a rank: 137 for kill -9 and for want of memory
+    any other         the rank's own
 HELP
 }
 
@@ -106,16 +118,20 @@ main() {
     export STOP_TIMEOUT=${STOP_TIMEOUT:-300}
     require_whole_number STOP_TIMEOUT "$STOP_TIMEOUT" 86400
     split_port_flag "${@:6}"
+    split_restarts_flag "${EXTRA[@]}"
     use_environment
     find_gpus
     ((${#GPU_IDS[@]} == 0 || num_gpus <= ${#GPU_IDS[@]})) ||
         die "$num_gpus GPUs asked for, ${#GPU_IDS[@]} present: ask for at most ${#GPU_IDS[@]}."
     check_configuration "$model" "$strategy" "$batch_size" "$epochs" "${EXTRA[@]}"
+    local given_port=$PORT
     PORT=$(free_port "$PORT")
     build_environment "$num_gpus"
     "${launcher}_command" "$num_gpus"
     COMMAND=(env "${ENVIRONMENT[@]}" "${COMMAND[@]}" "$ENTRY" "${TRAINING_ARGUMENTS[@]}")
     end_if_dry_run "${COMMAND[@]}"
+    export CHOSEN_PORT=$PORT # a restart takes another one
+    [[ -z $given_port ]] || CHOSEN_PORT=
     exec "$PYTHON" "$SCRIPTS/supervise.py" "${COMMAND[@]}"
 }
 

@@ -1,112 +1,118 @@
-"""Runs a launcher (deepspeed or torchrun) and stays in charge of every process that it starts.
+"""Runs a launcher (deepspeed or torchrun), stays in charge of every process that it starts, and starts it again.
 
-    STOP_TIMEOUT=300 TORCH_EXTENSIONS_DIR=.venv/torch_extensions python scripts/supervise.py \\
-        deepspeed --num_gpus 2 scripts/train_distributed.py --model-type mobilenet
+    STOP_TIMEOUT=300 MAX_RESTARTS=3 TORCH_EXTENSIONS_DIR=.venv/torch_extensions python scripts/supervise.py \\
+        deepspeed --num_gpus 2 --master_port 29500 scripts/train_distributed.py --model-type mobilenet
 
-launch_distributed.sh starts it so and explains the two variables.
+launch_distributed.sh starts it so and explains the variables; CHOSEN_PORT is the master port that it chose itself,
+which a restart replaces by another free one.
 
 What the launchers alone get wrong, each measured: SIGTERM to deepspeed reaches rank 1 up to 30 seconds after rank 0;
-a launcher killed with -9 leaves its ranks running, and deepspeed then exits with 0; a lock left by a compile job that
-was killed makes every later start wait for ever. So the launcher runs in a session of its own, where no Ctrl-C
-reaches it, the ranks get the signals from here, all at once, and whatever is left at the end is ended.
+a launcher killed with -9 leaves its ranks running, and deepspeed then exits with 0; a rank that waits for a dead one
+keeps them waiting for 30 seconds, and a rank that hangs for ever; a lock left by a compile job that was killed makes
+every later start wait for ever. So the launcher runs in a session of its own, where no Ctrl-C reaches it, the ranks
+get the signals from here, all at once, and whatever is left at the end is ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
-import subprocess
+import socket
 import sys
+import tempfile
 import time
-import uuid
 from pathlib import Path
 
-import psutil
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-MARK = "ZEROVISION_LAUNCH"  # in the environment of everything that one launch starts: survives re-parenting
+from scripts.attempt import PASSED_ON, Attempt
+from scripts.launch_processes import MARK, POLL_SECONDS, Launch, remove_stale_build_locks
+from training.errors import USER_ERROR_EXIT_CODE
+from training.launch_folder import FOLDER_VARIABLE, RESTARTS_VARIABLE, LaunchFolder
+
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-POLL_SECONDS = 0.1
-LEFTOVER_SECONDS = 5.0  # helpers such as multiprocessing's resource tracker need a moment to see their parent gone
-REPEAT_SECONDS = 0.5  # `timeout` and terminals may deliver one wish to stop as two signals
-KILL_SECONDS = 30.0  # a process the kernel does not let go of is no reason to wait for ever
+LONGEST_DELAY_SECONDS = 30.0
 
 
-class Launch:
-    """All processes of one launch, found by the mark in their environment."""
+class Restarts:
+    """Counts restarts, and says how long to wait before each."""
 
-    def __init__(self) -> None:
-        self.mark = uuid.uuid4().hex
-        self.signalled: set[psutil.Process] = set()
+    def __init__(self, allowed: int) -> None:
+        """Allow so many restarts in a row without progress, which is a newer checkpoint than any before."""
+        self.total = 0
+        self._allowed = allowed
+        self._in_a_row = 0
+        self._position = -1
 
-    def processes(self) -> dict[psutil.Process, bool]:
-        """Return every live process of this launch, and whether it is a rank (not a launcher, not a rank's worker)."""
-        found = {}
-        for process in psutil.process_iter():
-            try:
-                environment = process.environ()
-                if environment.get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found[process] = ("LOCAL_RANK" in environment, process.ppid())
-            except psutil.Error:
-                continue  # gone, or another user's
-        inside_rank = {process.pid for process, (has_rank, _) in found.items() if has_rank}
-        return {process: has_rank and parent not in inside_rank for process, (has_rank, parent) in found.items()}
+    def after_failure(self, reason: str, position: int) -> float | None:
+        """Say on stderr what follows; return the seconds to wait before the next start, None where none follows.
 
-    def ranks(self) -> list[psutil.Process]:
-        """Return the live ranks."""
-        return [process for process, is_rank in self.processes().items() if is_rank]
-
-    def signal_ranks(self, number: int) -> int:
-        """Send a signal to each rank that has not had one yet; return how many ranks live."""
-        ranks = self.ranks()
-        for rank in ranks:
-            if rank not in self.signalled:
-                self.signalled.add(rank)
-                send(rank, number)
-        return len(ranks)
-
-    def stop(self, number: int, timeout_s: float) -> None:
-        """Signal all ranks, give them `timeout_s` seconds to save and leave, and end what remains."""
-        deadline = time.monotonic() + timeout_s
-        while self.signal_ranks(number) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        self.kill()
-
-    def kill(self) -> None:
-        """End every process of this launch at once."""
-        deadline = time.monotonic() + KILL_SECONDS
-        while (processes := self.processes()) and time.monotonic() < deadline:
-            for process in processes:
-                send(process, signal.SIGKILL)
-            time.sleep(POLL_SECONDS)
+        Args:
+            reason: what happened, without a full stop.
+            position: of the newest checkpoint saved since the last start, -1 for none.
+        """
+        if position > self._position:
+            self._position, self._in_a_row = position, 0
+        if self._in_a_row >= self._allowed:
+            print(f"{reason}: given up after {self._in_a_row} restart(s) without progress", file=sys.stderr)
+            return None
+        delay_s = min(2.0**self._in_a_row, LONGEST_DELAY_SECONDS) if self._in_a_row else 0.0
+        self.total, self._in_a_row = self.total + 1, self._in_a_row + 1
+        when = f" in {delay_s:g} s" if delay_s else ""
+        print(f"{reason}: restart {self._in_a_row} of {self._allowed}{when}", file=sys.stderr, flush=True)
+        return delay_s
 
 
-def send(process: psutil.Process, number: int) -> None:
-    """Send a signal to a process that may just have ended."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.send_signal(number)
+def supervise(
+    command: list[str], folder: LaunchFolder, stop_timeout_s: float, restarts: Restarts, chosen_port: str, locks: Path
+) -> int:
+    """Run the command, again after every failure; return its exit code once no process of it is left.
+
+    SIGINT, SIGTERM, SIGHUP (which the ranks get as SIGTERM) and SIGUSR1 go to all ranks at once; a second SIGINT
+    ends them.
+
+    Args:
+        command: the launcher and its arguments, those of the training entry last.
+        folder: an empty folder in which the ranks report; removed at the end.
+        stop_timeout_s: seconds the ranks have to save and leave after a signal.
+        restarts: how many there may be.
+        chosen_port: the master port in the command if a restart may replace it, else ''.
+        locks: the folder of compiled operators, where a killed compile job leaves its lock.
+    """
+    launch = Launch()
+    guard_pipe = guard(launch, folder.path, stop_timeout_s)
+    received: list[int] = []
+    for heard in PASSED_ON:
+        if signal.getsignal(heard) != signal.SIG_IGN:  # as under nohup
+            signal.signal(heard, lambda given, _frame: received.append(given))
+    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    environment |= {MARK: launch.mark, FOLDER_VARIABLE: str(folder.path)}
+    resuming: list[str] = []
+    try:
+        while True:
+            remove_stale_build_locks(locks)
+            attempt = Attempt(launch, folder, received, stop_timeout_s)
+            ending = attempt.run(command + resuming, environment | {RESTARTS_VARIABLE: str(restarts.total)})
+            if ending.is_final:
+                return ending.code
+            delay_s = restarts.after_failure(ending.reason, folder.checkpoint_position())
+            if delay_s is None:
+                return ending.code
+            if number := signal_within(delay_s, received):
+                return 128 + number
+            if attempt.watch.run_name:
+                resuming = [f"--run-name={attempt.watch.run_name}"]
+            command = with_free_port(command, chosen_port)
+            folder.clear()
+    finally:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(guard_pipe, b"0")
 
 
-def shell_exit_code(code: int) -> int:
-    """Return the shell's 128 + n for an end by signal n, which Popen gives as -n and deepspeed as 256 - n."""
-    if code < 0:
-        return 128 - code
-    return 128 + (256 - code) if code > 256 - 32 else code
-
-
-def remove_stale_build_locks(folder: Path) -> None:
-    """Remove the locks of compile jobs that no longer run; torch keeps a lock's file open while it compiles."""
-    locks = {str(path) for path in folder.glob("**/lock")}
-    for process in psutil.process_iter() if locks else ():
-        try:
-            locks -= {opened.path for opened in process.open_files()}
-        except psutil.Error:
-            continue
-    for lock in locks:
-        Path(lock).unlink(missing_ok=True)
-
-
-def guard(launch: Launch, timeout_s: float) -> int:
+def guard(launch: Launch, folder: Path, timeout_s: float) -> int:
     """Start a process that stops the ranks should this one be killed with -9; a byte on the returned pipe ends it."""
     reading, writing = os.pipe()
     if os.fork():
@@ -116,63 +122,39 @@ def guard(launch: Launch, timeout_s: float) -> int:
     os.close(writing)
     if not os.read(reading, 1):
         launch.stop(signal.SIGTERM, timeout_s)
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
-def supervise(command: list[str], stop_timeout_s: float) -> int:
-    """Run the command; return its exit code once no process of it is left.
-
-    SIGINT, SIGTERM and SIGHUP (which the ranks get as SIGTERM) go to all ranks at once, a second SIGINT ends them.
-
-    Args:
-        command: the launcher and its arguments.
-        stop_timeout_s: seconds the ranks have to save and leave after a signal.
-    """
-    launch = Launch()
-    guard_pipe = guard(launch, stop_timeout_s)
-    received: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda given, _frame: received.append(given))
-    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    child = subprocess.Popen(command, env=environment | {MARK: launch.mark}, start_new_session=True)
-
-    while child.poll() is None and not received:
+def signal_within(seconds: float, received: list[int]) -> int:
+    """Wait; return the signal passed on to ranks that was received before or meanwhile, 0 for none."""
+    deadline = time.monotonic() + seconds
+    while not received and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-    exit_code = stop(launch, child, received, stop_timeout_s) if child.poll() is None else child.returncode
-    exit_code = shell_exit_code(exit_code)
-    if launch.ranks():
-        print("the launcher ended before its ranks: stopping them", file=sys.stderr)
-        launch.stop(signal.SIGTERM, stop_timeout_s)
-        exit_code = exit_code or 1
-    deadline = time.monotonic() + LEFTOVER_SECONDS
-    while launch.processes() and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-    launch.kill()
-    with contextlib.suppress(BrokenPipeError):
-        os.write(guard_pipe, b"0")
-    return exit_code
+    return PASSED_ON[signal.Signals(received[0])] if received else 0
 
 
-def stop(launch: Launch, child: subprocess.Popen, received: list[int], timeout_s: float) -> int:
-    """Pass the received signal on to the ranks and wait for the launcher's own end; return its code as Popen does."""
-    number = signal.SIGINT if received[0] == signal.SIGINT else signal.SIGTERM
-    living = launch.signal_ranks(number)
-    if not living:  # the launcher is still starting: there is nothing to save
-        launch.kill()
-        return -number
-    print(f"{number.name}: {living} rank(s) save and stop; Ctrl-C ends them without", file=sys.stderr)
-    time.sleep(REPEAT_SECONDS)
-    received.clear()
-    deadline = time.monotonic() + timeout_s
-    while child.poll() is None:
-        launch.signal_ranks(number)  # also one that the launcher had only just begun to start
-        if time.monotonic() > deadline or signal.SIGINT in received:
-            launch.kill()
-        time.sleep(POLL_SECONDS)
-    return child.returncode
+def with_free_port(command: list[str], chosen_port: str) -> list[str]:
+    """Return the command with another master port: the old one may be busy for a while."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = str(probe.getsockname()[1])
+    flags = ["", *command[:-1]]
+    pairs = zip(flags, command, strict=True)
+    return [port if (flag, word) == ("--master_port", chosen_port) else word for flag, word in pairs]
+
+
+def main() -> int:
+    """Supervise the command given on the command line, as the environment says."""
+    stop_timeout_s, max_restarts = float(os.environ["STOP_TIMEOUT"]), int(os.environ["MAX_RESTARTS"])
+    chosen_port, locks = os.environ.get("CHOSEN_PORT", ""), Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    try:
+        folder = LaunchFolder(Path(tempfile.mkdtemp(prefix="zerovision-")))
+    except OSError as error:
+        print(f"error: no temporary folder: {error}. Set TMPDIR to a folder that can be written.", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    return supervise(sys.argv[1:], folder, stop_timeout_s, Restarts(max_restarts), chosen_port, locks)
 
 
 if __name__ == "__main__":
-    remove_stale_build_locks(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
-    sys.exit(supervise(sys.argv[1:], float(os.environ["STOP_TIMEOUT"])))
+    sys.exit(main())

@@ -170,17 +170,22 @@ class Engine:
             applied_steps: updates applied so far.
         """
         import deepspeed
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         self._create_moments(moments, applied_steps)
+        places: dict[str, list[tuple[FlatShard, Piece]]] = {}
+        for shard in self.flat_shards():
+            for piece in shard.pieces:
+                places.setdefault(piece.name, []).append((shard, piece))
         for name, parameter in self.module.named_parameters():
             value = weights[name].to(self._engine.device)
             # The working weights first: setting the fp32 copy alone would leave the next forward with the old ones.
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
                 parameter.data.copy_(value)
-            safe_set_full_fp32_param(parameter, value)
-            for kind, tensors in moments.items():
-                safe_set_full_optimizer_state(parameter, tensors[name].to(self._engine.device), kind)
+            # Not safe_set_full_fp32_param: at ZeRO 3 it fails where a parameter does not divide by the ranks.
+            for shard, piece in places.get(name, ()):
+                _fill(shard.weights, piece, value)
+                for kind, tensors in moments.items():
+                    _fill(shard.moments[kind], piece, tensors[name])
 
     def parameter_shapes(self) -> dict[str, list[int]]:
         """Return the full shape of every parameter, also where ZeRO 3 has emptied it."""
@@ -251,6 +256,11 @@ class Engine:
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers; without it a process may abort at its exit (findings, row 17)."""
         self._engine.destroy()
+
+
+def _fill(flat: torch.Tensor, piece: Piece, whole: torch.Tensor) -> None:
+    """Copy a piece of a parameter, given whole, to its place in a flat tensor."""
+    flat.detach().narrow(0, piece.start, piece.length).copy_(whole.reshape(-1).narrow(0, piece.offset, piece.length))
 
 
 def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:

@@ -20,36 +20,85 @@ WORDS = {
 }
 HOSTFILE = "node-1 slots=8\nnode-2 slots=8\n"
 
-# Stands in for the training entry: says what it was given, and stops on a signal as the trainer does.
+# Stands in for the training entry: reports to the supervisor and stops on a signal as the trainer does, says in
+# STUB_FOLDER what it was given, and has one fault, the word after --fault. A restart succeeds unless --always is given.
 STUB_ENTRY = """
 import json, os, signal, sys, time
 from pathlib import Path
 if "--check-config" in sys.argv:
     sys.exit(0)
-folder = Path(os.environ["STUB_FOLDER"])
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from training.launch_folder import FOLDER_VARIABLE, RESTARTS_VARIABLE, RankReport
 received = []
-for number in (signal.SIGINT, signal.SIGTERM):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda given, frame: received.append((given, time.time())))
-rank = os.environ["RANK"]
-record = folder / f"rank{rank}.json"
-def write(**values):
+folder, rank, restarts = Path(os.environ["STUB_FOLDER"]), int(os.environ["RANK"]), int(os.environ[RESTARTS_VARIABLE])
+report = RankReport(Path(os.environ[FOLDER_VARIABLE]), rank, hang_timeout_s=3.0)
+report.watch_stacks()
+report.end_with_parent()
+report.beat("start", allowed_s=60.0)
+record, stop = folder / f"rank{rank}-{restarts}.json", folder / f"stop-{restarts}"
+
+def write():
     record.with_suffix(".tmp").write_text(json.dumps(dict(pid=os.getpid(), ppid=os.getppid(), argv=sys.argv[1:],
-        threads=os.environ["OMP_NUM_THREADS"], received=received, **values)))
+        threads=os.environ["OMP_NUM_THREADS"], received=received, time=time.time(), port=os.environ["MASTER_PORT"])))
     record.with_suffix(".tmp").rename(record)
+
+def wait_for_the_other():
+    while not (folder / f"rank{1 - rank}-{restarts}.json").exists():
+        report.beat("meet", allowed_s=60.0)
+        time.sleep(0.02)
+
+def leave(code):
+    write()
+    report.ended(code)
+    sys.exit(code)
+
+def sleep_for_ever():
+    while True:
+        time.sleep(0.1)
+
+def train():
+    fault = sys.argv[sys.argv.index("--fault") + 1] if "--fault" in sys.argv else ""
+    if restarts and "--always" not in sys.argv:
+        fault = "finish"
+    if rank == 0:
+        report.run_name("run-7")
+        if restarts < sys.argv.count("--save"):
+            report.checkpoint_saved(position=restarts)
+    wait_for_the_other()
+    report.beat("train", step=5)
+    if fault.isdigit():
+        leave(int(fault))
+    if rank == 1 and fault == "kill":
+        write()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "sleep" or (rank == 0 and "--deaf" in sys.argv):
+        sleep_for_ever()
+    while fault not in ("finish", "silent") and not received and not stop.exists():
+        report.beat("train", step=5)
+        time.sleep(0.02)
+    if received:
+        stop.write_text(str(received[0][0]))  # all ranks agree
+    report.beat("save", step=5, allowed_s=60.0)
+    time.sleep(0.5)  # as if a checkpoint were written
+    if stop.exists():
+        leave(128 + int(stop.read_text()))
+    if rank == 0 and fault == "finish":
+        report.succeeded()
+    leave(0)
+
 write()
-if "--fail" in sys.argv:
-    sys.exit(2)
-while not received and "--finish" not in sys.argv:
-    time.sleep(0.02)
-time.sleep(0.5)  # as if a checkpoint were written
-write()
-sys.exit(128 + received[0][0] if received else 0)
+train()
 """
 
 
 def environment(**changes: str) -> dict[str, str]:
     """A clean environment: this Python's tools first, no GPU unless a test pretends one."""
-    dropped = ("CUDA_VISIBLE_DEVICES", "MASTER_PORT", "LAUNCHER", "HOSTFILE", "OMP_NUM_THREADS", "STOP_TIMEOUT")
+    dropped = {"CUDA_VISIBLE_DEVICES", "MASTER_PORT", "LAUNCHER", "HOSTFILE", "OMP_NUM_THREADS", "STOP_TIMEOUT"}
+    dropped |= {"MAX_RESTARTS", "CHOSEN_PORT"}
     kept = {name: value for name, value in os.environ.items() if name not in dropped and not name.startswith("SLURM_")}
     return kept | {"PATH": f"{Path(sys.executable).parent}:{kept['PATH']}"} | changes
 
@@ -100,6 +149,9 @@ def stub_repo(folder: Path) -> Path:
     """Make a copy of scripts/ whose training entry is a stub, with this environment as its .venv; return its root."""
     root = folder / "repo"
     shutil.copytree(SCRIPTS, root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "training").mkdir()
+    for name in ("__init__.py", "errors.py", "launch_folder.py"):  # all that scripts/supervise.py needs
+        shutil.copy(REPO_ROOT / "training" / name, root / "training")
     (root / "scripts" / "train_distributed.py").write_text(STUB_ENTRY)
     (root / ".venv").symlink_to(sys.prefix)
     return root

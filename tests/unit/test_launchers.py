@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.attempt import FINAL_CODES, HANG_CODE
 from tests.unit.launching import (
     CORES,
     HOSTFILE,
@@ -38,6 +40,23 @@ def test_dry_run_prints_one_command_from_any_folder(folder: Path) -> None:
     assert words[launcher + 1 : launcher + 3] == ["--num_gpus", "2"]
     assert result.stderr == f"no GPU found: running 2 CPU ranks over gloo on {CORES} cores\n"
     assert f"OMP_NUM_THREADS={max(1, CORES // 2)}" in words
+
+
+@pytest.mark.parametrize("flag", [["--max-restarts", "0"], ["--max-restarts=1000"], ["--max_restarts", "5"]])
+def test_the_ranks_do_not_see_the_launchers_own_flags(flag: list[str]) -> None:
+    words = [*WORDS["launch_distributed.sh"], "--seed", "7", *flag, "--master-port=29555", "--data", "a_b"]
+    result = launch("launch_distributed.sh", words)
+    assert result.returncode == 0, result.stderr
+    printed = words_of(result.stdout)
+    assert printed[-4:] == ["--seed", "7", "--data", "a_b"]
+    assert printed[printed.index("--master_port") + 1] == "29555"
+
+
+def test_help_tells_the_exit_codes() -> None:
+    text = launch("launch_distributed.sh", ["--help"]).stdout
+    codes = re.findall(r"^    (\d[0-9, ]*|128 \+ n) {2,}", text, flags=re.MULTILINE)
+    assert {int(code) for line in codes if "n" not in line for code in line.split(",")} == {0, HANG_CODE, *FINAL_CODES}
+    assert all(name in text for name in ("--max-restarts N", "MAX_RESTARTS", "128 + n"))
 
 
 def test_torchrun_is_the_other_launcher() -> None:
@@ -225,6 +244,12 @@ def test_an_occupied_port_is_refused_at_once(form: str) -> None:
         ({"LAUNCHER": "mpirun"}, [], "deepspeed or torchrun"),
         ({"MASTER_PORT": "65536"}, [], "65535"),
         ({"STOP_TIMEOUT": "soon"}, [], "STOP_TIMEOUT"),
+        ({"STOP_TIMEOUT": "0"}, [], "STOP_TIMEOUT"),
+        ({"MAX_RESTARTS": "1001"}, [], "whole number from 0 to 1000"),
+        ({}, ["--max-restarts"], "whole number from 0 to 1000"),
+        ({}, ["--max-restarts="], "whole number from 0 to 1000"),
+        ({}, ["--max-restarts", "-1"], "max restarts -1"),
+        ({"MAX_RESTARTS": "1"}, ["--max_restarts=1.5"], "max restarts 1.5"),
         ({}, ["--master_port"], "port"),
     ],
 )

@@ -1,11 +1,13 @@
-"""What ranks really get through the real deepspeed and torchrun launchers: words, signals, an end without orphans."""
+"""What ranks really get through the real deepspeed and torchrun launchers: words, signals, restarts, no orphans."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scripts.supervise import remove_stale_build_locks, shell_exit_code
-from tests.unit.launching import CORES, USER_ERROR, WORDS, environment, hear_ctrl_c, stub_repo
+from scripts.attempt import FINAL_CODES
+from scripts.launch_processes import code_of_zombie, is_alive, remove_stale_build_locks, shell_exit_code
+from scripts.rank_watch import Death, main_thread
+from scripts.supervise import Restarts, signal_within, with_free_port
+from tests.unit.launching import CORES, WORDS, environment, hear_ctrl_c, stub_repo
+
+NO_RESTART = ("--max-restarts", "0")
+END_SECONDS = 120  # for an end that takes a few seconds on a machine with nothing else to do
 
 
 @pytest.fixture
@@ -25,15 +33,19 @@ def repo(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(repo: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
-    """Start the launcher on the stub; at the end of the test no process of it may be left."""
+    """Start the launcher on the stub; at the end of the test no process and no temporary folder of it may be left."""
     started: list[subprocess.Popen] = []
-    (tmp_path / "torch_extensions").mkdir()
+    for name in ("torch_extensions", "tmp"):
+        (tmp_path / name).mkdir()
 
     def start_launcher(launcher: str, *extra: str) -> subprocess.Popen:
         process = subprocess.Popen(
             ["bash", str(repo / "scripts" / "launch_distributed.sh"), *WORDS["launch_distributed.sh"], *extra],
             env=environment(
-                LAUNCHER=launcher, STUB_FOLDER=str(tmp_path), TORCH_EXTENSIONS_DIR=str(tmp_path / "torch_extensions")
+                LAUNCHER=launcher,
+                STUB_FOLDER=str(tmp_path),
+                TORCH_EXTENSIONS_DIR=str(tmp_path / "torch_extensions"),
+                TMPDIR=str(tmp_path / "tmp"),
             ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -44,11 +56,15 @@ def start(repo: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen
         return process
 
     yield start_launcher
+    left = processes_of(repo)
     for process in started:
         process.kill()
+        process.wait()
     for process in processes_of(repo):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    assert left == []
+    assert list((tmp_path / "tmp").glob("zerovision-*")) == []
 
 
 def processes_of(root: Path) -> list[psutil.Process]:
@@ -67,79 +83,223 @@ def command_line(process: psutil.Process) -> list[str]:
     return []
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 40.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = END_SECONDS) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
 
 
-def records(folder: Path) -> list[dict]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+def records(folder: Path, restart: int = 0) -> list[dict]:
+    """Return what the ranks of one start said of themselves; an empty list where it did not happen."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"rank*-{restart}.json"))]
 
 
-@pytest.mark.parametrize(("launcher", "number"), [("deepspeed", signal.SIGTERM), ("torchrun", signal.SIGINT)])
-def test_a_signal_reaches_all_ranks_at_once(start, repo: Path, tmp_path: Path, launcher: str, number: int) -> None:
+def signals(folder: Path) -> list[int]:
+    """Return the first signal that each rank of the first start got."""
+    return [rank["received"][0][0] for rank in records(folder)]
+
+
+def output_and_code(process: subprocess.Popen) -> tuple[list[str], int]:
+    output, _ = process.communicate(timeout=END_SECONDS)
+    return [line for line in output.splitlines() if "no GPU found" not in line], process.returncode
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [("deepspeed", signal.SIGTERM), ("torchrun", signal.SIGINT), ("torchrun", signal.SIGUSR1)],
+)
+def test_a_signal_reaches_all_ranks_at_once(start, tmp_path: Path, launcher: str, number: int) -> None:
     nasty = "a b;$(exit 3)\n`"
     process = start(launcher, "--data", nasty)
     wait_until(lambda: len(records(tmp_path)) == 2)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=20)
-    assert process.returncode == 128 + number
+    lines, code = output_and_code(process)
+    assert code == 128 + number
     ranks = records(tmp_path)
     moments = [rank["received"][0][1] for rank in ranks]
-    assert [rank["received"][0][0] for rank in ranks] == [number, number]
+    assert signals(tmp_path) == [number, number]
     assert max(moments) - min(moments) < 1.0
     assert all(rank["argv"][-2:] == ["--data", nasty] for rank in ranks)
     assert all(rank["threads"] == str(max(1, CORES // 2)) for rank in ranks)
-    assert len(output.splitlines()) == 2, output  # how many CPU ranks, and that they stop: no launcher's chatter
-    assert processes_of(repo) == []
+    assert len(lines) == 1, lines  # that they stop: no launcher's chatter
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
-def test_the_ranks_exit_code_is_passed_on_without_a_page(start, repo: Path, launcher: str) -> None:
-    process = start(launcher, "--fail")
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == USER_ERROR
-    assert len(output.splitlines()) == 1, output
-    assert processes_of(repo) == []
+def test_a_killed_rank_is_restarted_once_and_the_run_goes_on(start, tmp_path: Path, launcher: str) -> None:
+    process = start(launcher, "--fault", "kill")
+    lines, code = output_and_code(process)
+    assert code == 0, lines
+    first, second = records(tmp_path), records(tmp_path, 1)
+    assert lines[-1].endswith(f", pid {first[1]['pid']}) was ended by SIGKILL: restart 1 of 3"), lines
+    assert [rank["argv"][-1] for rank in second] == ["--run-name=run-7"] * 2
+    assert [rank["received"] for rank in second] == [[], []]  # also none because of a launcher that is well
+    assert first[0]["port"] != second[0]["port"] == second[1]["port"]
 
 
-def test_a_killed_node_launcher_is_a_failure_and_leaves_no_rank(start, repo: Path, tmp_path: Path) -> None:
-    process = start("deepspeed")
+def test_a_dead_rank_ends_one_that_waits_for_it(start, tmp_path: Path) -> None:
+    """The launchers alone give it 30 seconds, because SIGTERM only sets a flag."""
+    process = start("deepspeed", "--fault", "kill", "--deaf", *NO_RESTART)
+    lines, code = output_and_code(process)
+    assert time.time() - records(tmp_path)[1]["time"] < 10.0
+    assert code == 128 + signal.SIGKILL
+    assert lines[-1].endswith("was ended by SIGKILL: given up after 0 restart(s) without progress"), lines
+
+
+def test_a_new_checkpoint_starts_the_count_anew(start, tmp_path: Path) -> None:
+    process = start("torchrun", "--fault", "kill", "--always", "--save", "--save", "--max-restarts=1")
+    lines, code = output_and_code(process)
+    assert code == 128 + signal.SIGKILL
+    ends = [line.rsplit(": ", 1)[1] for line in lines]
+    assert ends == ["restart 1 of 1", "restart 1 of 1", "given up after 1 restart(s) without progress"]
+    assert records(tmp_path, 2)
+    assert not records(tmp_path, 3)
+
+
+@pytest.mark.parametrize(("launcher", "fault"), [("deepspeed", "2"), ("torchrun", "65")])
+def test_what_a_restart_cannot_mend_is_not_restarted(start, tmp_path: Path, launcher: str, fault: str) -> None:
+    lines, code = output_and_code(start(launcher, "--fault", fault))
+    assert code == int(fault)
+    assert lines == []  # the ranks speak for themselves
+    assert not records(tmp_path, 1)
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_sigterm_of_one_rank_is_a_wish_to_stop(start, tmp_path: Path, launcher: str) -> None:
+    process = start(launcher)
+    wait_until(lambda: len(records(tmp_path)) == 2)
+    psutil.Process(records(tmp_path)[1]["pid"]).terminate()
+    lines, code = output_and_code(process)
+    assert (lines, code) == ([], 128 + signal.SIGTERM)
+    assert not records(tmp_path, 1)
+
+
+def test_exit_code_0_without_the_success_marker_is_a_failure(start) -> None:
+    lines, code = output_and_code(start("torchrun", "--fault", "silent", *NO_RESTART))
+    assert code == 1
+    assert "rank 0 did not say that training is done: given up" in lines[-1]
+
+
+@pytest.mark.parametrize(("launcher", "fault"), [("deepspeed", "stop"), ("torchrun", "sleep")])
+def test_a_hang_is_named_with_its_stack_and_restarted(start, tmp_path: Path, launcher: str, fault: str) -> None:
+    process = start(launcher, "--fault", fault)
+    wait_until(lambda: len(records(tmp_path)) == 2)
+    begin = time.monotonic()
+    wait_until(lambda: len(records(tmp_path, 1)) == 2)
+    assert time.monotonic() - begin < 30.0  # 3 s without a beat, 2 s for stacks, and a new start
+    lines, code = output_and_code(process)
+    assert code == 0, lines
+    text = "\n".join(lines)
+    pid = records(tmp_path)[1]["pid"]
+    found = re.search(
+        rf"rank 1 \(\S+, pid {pid}\) hangs: .* for (\d+) s \(3 s allowed\) in phase 'train', step 5; ", text
+    )
+    assert found, text
+    assert 3 <= int(found[1]) <= 8
+    inner, outer = ("sleep_for_ever", "train") if fault == "sleep" else ("train", "<module>")
+    assert re.search(rf'File ".*train_distributed.py", line \d+ in {inner}\n  File .* in {outer}\n', text), text
+    assert ("process stopped" in text) == (fault == "stop")
+    assert re.search(r"rank [01] hung: restart 1 of 3", lines[-1])
+    if fault == "stop":
+        assert "rank 0" not in text  # it went on
+    else:
+        assert "it probably waits for rank" in text
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_a_killed_node_launcher_stops_the_ranks_and_is_restarted(start, tmp_path: Path, launcher: str) -> None:
+    process = start(launcher)
     wait_until(lambda: len(records(tmp_path)) == 2)
     psutil.Process(records(tmp_path)[0]["ppid"]).kill()  # deepspeed alone would exit with 0 and leave both ranks
-    process.communicate(timeout=20)
-    assert process.returncode not in (0, None)
-    assert [rank["received"][0][0] for rank in records(tmp_path)] == [signal.SIGTERM] * 2
-    assert processes_of(repo) == []
+    lines, code = output_and_code(process)
+    assert code == 0, lines
+    assert "the launcher " in lines[-1]
+    assert lines[-1].endswith(": restart 1 of 3"), lines
+    assert signals(tmp_path) == [signal.SIGTERM] * 2
+    assert len(records(tmp_path, 1)) == 2
 
 
-def test_kill_9_of_the_launcher_script_still_stops_the_ranks(start, repo: Path, tmp_path: Path) -> None:
+def test_kill_9_of_the_supervisor_still_stops_the_ranks(start, repo: Path, tmp_path: Path) -> None:
     process = start("torchrun")
     wait_until(lambda: len(records(tmp_path)) == 2)
     process.kill()
     wait_until(lambda: processes_of(repo) == [])
-    assert [rank["received"][0][0] for rank in records(tmp_path)] == [signal.SIGTERM] * 2
+    assert signals(tmp_path) == [signal.SIGTERM] * 2
 
 
-def test_a_rank_killed_with_9_is_reported_as_137(start, repo: Path, tmp_path: Path) -> None:
-    process = start("torchrun")
-    wait_until(lambda: len(records(tmp_path)) == 2)
-    psutil.Process(records(tmp_path)[1]["pid"]).kill()
-    process.communicate(timeout=20)
-    assert process.returncode == 128 + signal.SIGKILL
-    assert processes_of(repo) == []
-
-
-def test_a_signal_during_start_up_ends_everything(start, repo: Path, tmp_path: Path) -> None:
+def test_a_signal_during_start_up_ends_everything(start, repo: Path) -> None:
     process = start("deepspeed")
     wait_until(lambda: any("deepspeed" in word for one in processes_of(repo) for word in command_line(one)[:2]))
     time.sleep(0.3)  # deepspeed imports torch for seconds; no rank is there yet
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert processes_of(repo) == []
+    assert output_and_code(process)[1] == 128 + signal.SIGTERM
+
+
+def test_a_signal_between_two_starts_ends_the_waiting() -> None:
+    begin = time.monotonic()
+    assert signal_within(0.2, []) == 0
+    assert time.monotonic() - begin >= 0.2
+    received: list[int] = []
+    threading.Timer(0.2, received.append, [signal.SIGHUP]).start()
+    assert signal_within(30.0, received) == signal.SIGTERM
+    assert time.monotonic() - begin < 20.0
+
+
+def test_the_delay_doubles_up_to_30_seconds_and_progress_resets_it(capsys: pytest.CaptureFixture) -> None:
+    restarts = Restarts(allowed=7)
+    assert [restarts.after_failure("why", -1) for _ in range(7)] == [0.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert capsys.readouterr().err.splitlines()[:2] == ["why: restart 1 of 7", "why: restart 2 of 7 in 2 s"]
+    assert restarts.after_failure("why", 40) == 0.0
+    assert [restarts.after_failure("why", 40) for _ in range(7)] == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0, None]
+    assert restarts.total == 14
+
+
+@pytest.mark.parametrize(
+    ("code", "noted", "expected"),
+    [
+        *[(0, True, False), (143, True, False), (143, False, False), (65, True, False), (74, True, False)],
+        *[
+            (0, False, True),
+            (1, True, True),
+            (2, True, True),
+            (-9, False, True),
+            (-15, False, True),
+            (None, False, True),
+        ],
+    ],
+)
+def test_only_an_end_on_which_all_agree_gives_the_others_time(code: int | None, noted: bool, expected: bool) -> None:
+    assert Death(1, "node-1, pid 7", code, noted, 0.0).is_failure == expected
+
+
+def test_the_stack_is_the_main_threads_and_our_own_frames_stay() -> None:
+    ours = [f'  File "/repo/training/run.py", line {n} in train' for n in range(3)]
+    library = [f'  File "/env/site-packages/torch/nn.py", line {n} in call' for n in range(40)]
+    other = 'Thread 0x1 (most recent call first):\n  File "/usr/threading.py", line 1 in wait\n\n'
+    dump = "\n".join([other + "Current thread 0x2 (most recent call first):", *library, *ours, ""])
+    assert main_thread(dump) == library[:7] + ours
+    assert main_thread(other) == ['  File "/usr/threading.py", line 1 in wait']
+    assert main_thread("") == []
+
+
+def test_final_codes() -> None:
+    assert set(FINAL_CODES) == {2, 65, 74, 130, 138, 143}
+
+
+def test_only_a_chosen_master_port_is_replaced() -> None:
+    command = ["torchrun", "--master_port", "29500", "train.py", "--seed", "29500"]
+    replaced = with_free_port(command, "29500")
+    assert [before == after for before, after in zip(command, replaced, strict=True)] == [1, 1, 0, 1, 1, 1]
+    assert with_free_port(command, "") == command
+
+
+@pytest.mark.parametrize(("how", "expected"), [("exit 7", 7), ("kill -9 $$", -9), ("kill -TERM $$", -15)])
+def test_a_zombie_still_tells_how_it_ended(how: str, expected: int) -> None:
+    process = subprocess.Popen(["bash", "-c", how])
+    wait_until(lambda: not is_alive(psutil.Process(process.pid)))
+    assert code_of_zombie(process.pid) == expected
+    assert process.wait() == expected
+    assert code_of_zombie(process.pid) is None
 
 
 def test_stale_build_locks_go_and_held_ones_stay(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ MANIFEST_FILE = "manifest.json"
 FORMAT = "zerovision checkpoint 1"
 LARGEST_MANIFEST = 64 * 2**20  # bytes; a million classes with long names fit
 MOST_SHARDS = 100_000
+LOSS_SCALE_KEYS = ("value", "good_steps")  # see DynamicLossScale.state
 
 
 class DamagedCheckpoint(Exception):
@@ -102,51 +104,77 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     try:
-        if path.stat().st_size > LARGEST_MANIFEST:
+        if file_size(path) > LARGEST_MANIFEST:
             raise DamagedCheckpoint(f"{MANIFEST_FILE} is larger than {LARGEST_MANIFEST >> 20} MiB")
         content = json.loads(path.read_text(encoding="utf-8"))
+        is_ours = isinstance(content, dict) and content.get("format") == FORMAT
+        is_unchanged = is_ours and content.pop("sha256", None) == _digest(content)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"it has no {MANIFEST_FILE}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} cannot be read: {one_line(error)}") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not is_ours:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} is not of the format '{FORMAT}'")
-    if content.pop("sha256", None) != _digest(content):
+    if not is_unchanged:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} was changed after it was written: its sha256 does not hold")
     try:
         return _parse(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} lacks a value or has a wrong one: {one_line(error)}") from None
 
 
+def file_size(path: Path) -> int:
+    """Return the size of a regular file in bytes; a named pipe would keep its reader waiting for ever.
+
+    Raises:
+        DamagedCheckpoint: where it is something else.
+        OSError: where it is missing.
+    """
+    facts = path.stat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise DamagedCheckpoint(f"{path.name} is not a regular file")
+    return facts.st_size
+
+
 def one_line(error: object, most: int = 200) -> str:
-    """Return a message without line breaks, and not longer than a line or two."""
-    text = " ".join(str(error).split())
+    """Return a message without line breaks and control characters, and not longer than a line or two."""
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(str(error).split()))
     return text if len(text) <= most else text[:most] + "..."
 
 
 def _parse(content: dict[str, Any]) -> Manifest:
     progress = Progress(**content["progress"])
     counts = dataclasses.asdict(progress)
-    best_top1 = counts.pop("best_top1")
-    if not all(type(value) is int and value >= 0 for value in counts.values()) or not math.isfinite(best_top1):
-        raise ValueError("progress")
-    shards = tuple(ShardFacts(int(shard["bytes"]), str(shard["sha256"])) for shard in content["shards"])
-    if not 0 < len(shards) <= MOST_SHARDS:
-        raise ValueError(f"{len(shards)} shards")
-    parameters = {str(name): [int(size) for size in shape] for name, shape in content["parameters"].items()}
-    if any(size < 0 for shape in parameters.values() for size in shape):
-        raise ValueError("parameters")
+    if not -1 <= counts.pop("best_top1") <= 1:  # nan is in no range
+        raise ValueError("best_top1")
+    for name, value in counts.items():
+        _count(value, name)
+    shards = content["shards"]
+    if type(shards) is not list or not 0 < len(shards) <= MOST_SHARDS:
+        raise ValueError(f"shards: expected a list of 1 to {MOST_SHARDS}")
     loss_scale = content["loss_scale"]
+    if loss_scale is not None:
+        loss_scale = {key: float(loss_scale[key]) for key in LOSS_SCALE_KEYS}
+        if not all(0 <= value < math.inf for value in loss_scale.values()):
+            raise ValueError("loss_scale")
     return Manifest(
         progress=progress,
         identity=dict(content["identity"]),
         config=dict(content["config"]),
-        applied_steps=int(content["applied_steps"]),
-        loss_scale=None if loss_scale is None else {str(key): float(value) for key, value in loss_scale.items()},
-        parameters=parameters,
-        shards=shards,
+        applied_steps=_count(content["applied_steps"], "applied_steps"),
+        loss_scale=loss_scale,
+        parameters={
+            name: [_count(size, f"shape of {name}") for size in shape] for name, shape in content["parameters"].items()
+        },
+        shards=tuple(ShardFacts(_count(shard["bytes"], "bytes"), str(shard["sha256"])) for shard in shards),
     )
+
+
+def _count(value: Any, name: str) -> int:
+    """Return a whole number from 0 that fits into 64 bits, or raise ValueError."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(name)
+    return value
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from typing import Any
 
 from safetensors import SafetensorError
 
-from training.checkpoint.manifest import DamagedCheckpoint, Manifest, Progress, one_line
+from training.checkpoint.manifest import MOST_SHARDS, DamagedCheckpoint, Manifest, Progress, one_line
 from training.checkpoint.shards import CheckpointReader
 from training.checkpoint.store import FoundCheckpoint
 from training.config import FIELDS, FLAG_OF, FREE_ON_RESUME, TrainConfig
@@ -26,25 +27,40 @@ def hold_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world:
     if found is None:
         return config
     global_batch = found.manifest.identity.get("global batch")
-    if not isinstance(global_batch, int) or global_batch < 1:
-        raise UserError(f"checkpoint {found.path}: its global batch {one_line(repr(global_batch))} is no whole number.")
+    if type(global_batch) is not int or not 0 < global_batch < 2**63:
+        raise UserError(f"checkpoint {found.path}: its global batch {_shown(global_batch)} is no whole number.")
     per_step = config.batch_size * world.size
     if global_batch % per_step == 0:
-        return dataclasses.replace(config, gradient_accumulation_steps=global_batch // per_step)
+        accumulation_steps, most = global_batch // per_step, FIELDS["gradient_accumulation_steps"].metadata["high"]
+        if accumulation_steps > most:
+            raise UserError(
+                f"--batch-size {config.batch_size} x {world.size} ranks takes {accumulation_steps} accumulation steps "
+                f"for the checkpoint's global batch of {global_batch}, {most} are allowed: use a larger --batch-size."
+            )
+        return dataclasses.replace(config, gradient_accumulation_steps=accumulation_steps)
     if global_batch % world.size:
-        sizes = _divisors(global_batch)
+        sizes = _divisors(global_batch, MOST_SHARDS)
         raise UserError(
             f"{world.size} ranks cannot share the checkpoint's global batch of {global_batch} evenly: "
-            f"use {_choice(sizes)} ranks."
+            f"use {one_line(_choice(sizes))} ranks."
         )
+    sizes = _divisors(global_batch // world.size, FIELDS["batch_size"].metadata["high"])
     raise UserError(
         f"--batch-size {config.batch_size} x {world.size} ranks does not divide the checkpoint's global batch of "
-        f"{global_batch}: use --batch-size {_choice(_divisors(global_batch // world.size))}."
+        f"{global_batch}: use --batch-size {one_line(_choice(sizes))}."
     )
 
 
-def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another model, class list, data set or recipe.
+def check_fit(
+    found: FoundCheckpoint, config: TrainConfig, identity: dict[str, Any], steps_per_epoch: int | None = None
+) -> None:
+    """Refuse a checkpoint of another model, class list, data set or recipe, or of a position that this run never has.
+
+    Args:
+        found: the checkpoint.
+        config: this run's configuration.
+        identity: this run's, see `Manifest.identity`.
+        steps_per_epoch: optimizer steps of one epoch of this run; None leaves the position within one unchecked.
 
     Raises:
         UserError: naming the first difference.
@@ -61,9 +77,15 @@ def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, A
         saved, given = manifest.config.get(name), getattr(config, name)
         if saved != given:
             raise UserError(
-                f"checkpoint {found.path} was made with {FLAG_OF[name]} {one_line(saved)}, this run has {given}: "
+                f"checkpoint {found.path} was made with {FLAG_OF[name]} {_shown(saved)}, this run has {_shown(given)}: "
                 "give the same to go on, or start a new run with --weights."
             )
+    progress = manifest.progress
+    if progress.epoch > config.epochs or (steps_per_epoch is not None and progress.step > steps_per_epoch):
+        raise UserError(
+            f"checkpoint {found.path} stands at epoch {progress.epoch}, step {progress.step}: this run has "
+            f"{config.epochs} epochs of {steps_per_epoch} steps."
+        )
 
 
 def fill_engine(found: FoundCheckpoint, engine: Engine, sums: ScoreSums, world: World) -> Progress:
@@ -75,11 +97,15 @@ def fill_engine(found: FoundCheckpoint, engine: Engine, sums: ScoreSums, world: 
     manifest = found.manifest
     try:
         reader = CheckpointReader(found.path, manifest)
-        _check_names(engine, manifest, reader.buffers(world.rank, world.size))
+        buffers = reader.buffers(world.rank, world.size)
+        epoch_sums = reader.epoch_sums(world.rank, world.size)
+        _check_names(engine, manifest, buffers)
+        if epoch_sums.shape != sums.state().shape:
+            raise DamagedCheckpoint("its sums of the epoch have another shape")
         engine.write_state(reader.weights, reader.moments, manifest.applied_steps)
         for name, buffer in engine.module.named_buffers():
-            buffer.copy_(reader.buffers(world.rank, world.size)[name])
-        sums.restore(reader.epoch_sums(world.rank, world.size))
+            buffer.copy_(buffers[name])
+        sums.restore(epoch_sums)
     except (DamagedCheckpoint, SafetensorError, RuntimeError, KeyError) as error:
         raise UserError(f"checkpoint {found.path} cannot be used: {one_line(error)}") from None
     if engine.loss_scale is not None and manifest.loss_scale:
@@ -93,8 +119,8 @@ def _check_names(engine: Engine, manifest: Manifest, buffers: dict[str, Any]) ->
         theirs = manifest.parameters
         other = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
         raise DamagedCheckpoint(f"{len(other)} parameters differ from this model's, first {other[0]}")
-    shapes = {name: buffer.shape for name, buffer in engine.module.named_buffers()}
-    if shapes != {name: buffer.shape for name, buffer in buffers.items()}:
+    kinds = {name: (buffer.shape, buffer.dtype) for name, buffer in engine.module.named_buffers()}
+    if kinds != {name: (buffer.shape, buffer.dtype) for name, buffer in buffers.items()}:
         raise DamagedCheckpoint("its buffers differ from this model's")
 
 
@@ -103,17 +129,24 @@ def _difference(saved: Any, given: Any) -> str:
     if isinstance(saved, dict) and isinstance(given, dict):
         for key in sorted({*saved, *given}, key=str):
             if saved.get(key) != given.get(key):
-                return f"{key} {one_line(repr(saved.get(key)))}, this run has {one_line(repr(given.get(key)))}"
+                return f"{key} {_shown(saved.get(key))}, this run has {_shown(given.get(key))}"
     if isinstance(saved, list) and isinstance(given, list):
         if len(saved) != len(given):
             return f"{len(saved)} entries, this run has {len(given)}"
         number = next(number for number, pair in enumerate(zip(saved, given, strict=True)) if pair[0] != pair[1])
-        return f"entry {number} is {one_line(repr(saved[number]))}, this run has {one_line(repr(given[number]))}"
-    return f"{one_line(repr(saved))}, this run has {one_line(repr(given))}"
+        return f"entry {number} is {_shown(saved[number])}, this run has {_shown(given[number])}"
+    return f"{_shown(saved)}, this run has {_shown(given)}"
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+def _shown(value: Any) -> str:
+    """Show a value that may be huge, or nested without end."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 100
+    return one_line(short.repr(value))
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
 
 
 def _choice(values: list[int]) -> str:

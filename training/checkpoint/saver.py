@@ -191,8 +191,8 @@ class Saver:
         folder = self._settings.folder
         try:
             save.error = self._write_and_commit(save, facts)
-            if save.error is not None and self._world.is_main:
-                discard(folder, save.name)
+            if save.error is not None:
+                self._agree((lambda: discard(folder, save.name)) if self._world.is_main else None)
         except Exception as error:  # a rank that died takes the agreement with it; the steps will notice, too
             save.error = one_line(f"{type(error).__name__}: {error}")
         save.seconds = time.monotonic() - start

@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from models.weights_file import METADATA_KEY
-from training.checkpoint.manifest import DamagedCheckpoint, Manifest, ShardFacts, one_line, shard_name
+from training.checkpoint.manifest import DamagedCheckpoint, Manifest, ShardFacts, file_size, one_line, shard_name
 from training.durable import sync_to_disk
-from training.engine import Engine
+from training.engine import Engine, Piece
 
 BUFFER_PREFIX = "buffer/"
 EPOCH_SUMS = "epoch_sums"
@@ -81,7 +81,7 @@ def verify_shard(folder: Path, rank: int, facts: ShardFacts) -> None:
     """
     path = folder / shard_name(rank)
     try:
-        size = path.stat().st_size
+        size = file_size(path)
         if size != facts.bytes:
             raise DamagedCheckpoint(f"{path.name} has {size} bytes instead of {facts.bytes}")
         if _sha256(path) != facts.sha256:
@@ -118,8 +118,10 @@ class CheckpointReader:
         self._places: dict[str, list[_Place]] = {name: [] for name in self.shapes}
         try:
             self._files = [safe_open(folder / shard_name(rank), "pt") for rank in range(len(manifest.shards))]
-            for rank, file in enumerate(self._files):
-                self._note_layout(rank, json.loads(file.metadata()[METADATA_KEY]))
+            layouts = [json.loads(file.metadata()[METADATA_KEY]) for file in self._files]
+            self._moment_kinds: list[str] = layouts[0]["moments"]
+            for rank, layout in enumerate(layouts):
+                self._note_layout(rank, layout)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise DamagedCheckpoint(f"a shard cannot be read: {one_line(error)}") from None
         for name, places in self._places.items():
@@ -131,10 +133,28 @@ class CheckpointReader:
                 raise DamagedCheckpoint(f"parameter {one_line(name)} is not complete")
 
     def _note_layout(self, rank: int, layout: dict[str, Any]) -> None:
-        self._moment_kinds = [str(kind) for kind in layout["moments"]]
+        """Note what lies where in a rank's file; raise ValueError where a piece is not in it, or shares elements."""
+        if layout["moments"] != self._moment_kinds or any(type(kind) is not str for kind in self._moment_kinds):
+            raise ValueError(f"rank {rank} has other moments than rank 0")
         for group, pieces in enumerate(layout["groups"]):
-            for name, offset, start, length in pieces:
-                self._places[name].append(_Place(int(offset), int(length), rank, group, int(start)))
+            size = self._group_size(rank, group)
+            end = 0
+            for name, offset, start, length in sorted((Piece(*piece) for piece in pieces), key=lambda p: p.start):
+                if any(type(number) is not int for number in (offset, start, length)):
+                    raise TypeError(f"a piece of {name} has no whole numbers")
+                # Slices that reach out of a tensor are cut without a word, and one element would then fill many.
+                if min(offset, length) < 0 or not end <= start <= size - length:
+                    raise ValueError(f"a piece of {name} lies outside of group {group} of rank {rank}, or on another")
+                end = start + length
+                self._places[name].append(_Place(offset, length, rank, group, start))
+
+    def _group_size(self, rank: int, group: int) -> int:
+        """Return the elements of a rank's part of a group, the same for the weights and all moments."""
+        slices = [self._files[rank].get_slice(f"{kind}.{group}") for kind in ("weights", *self._moment_kinds)]
+        if {stored.get_dtype() for stored in slices} != {"F32"} or len({tuple(s.get_shape()) for s in slices}) > 1:
+            raise ValueError(f"weights and moments of group {group} of rank {rank} are not all fp32 and of one shape")
+        (size,) = slices[0].get_shape()
+        return size
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:

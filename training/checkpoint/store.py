@@ -13,6 +13,7 @@ from training.checkpoint.manifest import (
     DamagedCheckpoint,
     Manifest,
     Progress,
+    file_size,
     one_line,
     read_manifest,
     write_manifest,
@@ -55,8 +56,8 @@ def commit(folder: Path, name: str, manifest: Manifest, *, is_best: bool, keep_l
     temporary, path = temporary_folder(folder, name), folder / name
     write_manifest(temporary, manifest)
     sync_to_disk(temporary)
-    if path.exists():  # of the same step, from before a resume
-        _remove(path)
+    if path.exists():  # of the same step, from before a resume; until the next line, `last` means the one set aside
+        _set_aside(path)
     temporary.rename(path)
     sync_to_disk(folder)
     _point(folder / LAST, name)
@@ -79,8 +80,15 @@ def find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[lis
         is_restart: whether the launcher started this run again: what the run has saved itself goes before `resume`.
 
     Raises:
-        UserError: for `must`, or a folder, without a checkpoint.
+        UserError: for `must`, or a folder, without a checkpoint, and where a folder cannot be read.
     """
+    try:
+        return _find_candidates(resume, folder, is_restart=is_restart)
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~ of a user who has no home
+        raise UserError(f"--resume {one_line(resume)}: cannot be read: {one_line(error)}.") from None
+
+
+def _find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[list[Path], list[str]]:
     own, notes = _newest_first(folder)
     if own and (is_restart or resume in ("auto", "must")):
         return own, notes
@@ -96,7 +104,8 @@ def find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[lis
         if candidates:
             return candidates, notes
     raise UserError(
-        f"--resume {resume}: no checkpoint there (no {MANIFEST_FILE}). Give never, auto, must or a checkpoint folder."
+        f"--resume {one_line(resume)}: no checkpoint there (no {MANIFEST_FILE}). "
+        "Give never, auto, must or a checkpoint folder."
     )
 
 
@@ -123,26 +132,32 @@ def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None
 
 
 def _newest_first(folder: Path) -> tuple[list[Path], list[str]]:
-    """List the checkpoints from the one that `last` names backwards; all of them where it names none."""
+    """List the checkpoints from the one that `last` names backwards; all of them where that leaves none."""
     if not folder.is_dir():
         return [], []
     names = sorted((path.name for path in folder.iterdir() if NAME_PATTERN.fullmatch(path.name)), key=_position)
-    notes = []
     pointed, problem = _read_pointer(folder / LAST)
-    if problem and names:
-        notes.append(f"{folder / LAST} {problem}: the newest checkpoint is taken")
     # Later ones are left from before a resume that went back, or were not pointed at yet.
-    kept = [name for name in names if not pointed or _position(name) <= _position(pointed)]
-    return [folder / name for name in reversed(kept)], notes
+    kept = [name for name in names if not pointed or _position(name) <= _position(pointed)] or names
+    candidates = [folder / name for name in reversed(kept)]
+    if pointed and pointed not in names:
+        problem = f"names {pointed}, which is not there"
+        if _aside(folder / pointed).is_dir():
+            candidates.insert(0, _aside(folder / pointed))
+    if problem and candidates:
+        return candidates, [f"{folder / LAST} {problem}: {candidates[0].name} is tried first"]
+    return candidates, []
 
 
 def _read_pointer(pointer: Path) -> tuple[str, str]:
     """Return the name in a pointer file, or '' and what is wrong with it."""
     try:
-        name = pointer.read_bytes()[:100].decode("ascii").strip()
+        file_size(pointer)
+        with pointer.open("rb") as file:
+            name = file.read(100).decode("ascii").strip()
     except FileNotFoundError:
         return "", "is missing"
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, DamagedCheckpoint) as error:
         return "", f"cannot be read ({one_line(error)})"
     if not NAME_PATTERN.fullmatch(name):
         return "", f"names no checkpoint ({json.dumps(name)})"
@@ -176,7 +191,14 @@ def _remove_old(folder: Path, current: str, keep_last: int) -> None:
 
 def _remove(path: Path) -> None:
     """Take a checkpoint's name away first: a kill while files are removed leaves nothing that looks like one."""
-    doomed = path.with_name(f".{path.name}.old")
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    shutil.rmtree(_set_aside(path), ignore_errors=True)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def _set_aside(path: Path) -> Path:
+    aside = _aside(path)
+    shutil.rmtree(aside, ignore_errors=True)
+    return path.rename(aside)

@@ -1,0 +1,200 @@
+"""What ranks and supervisor tell each other over files, also torn, missing or on a full disk; the parent's death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.unit.launching import REPO_ROOT
+from training.launch_folder import ENDED, RECORD_BYTES, Beat, LaunchFolder, RankReport, beat_of
+
+
+def run_python(code: str, *arguments: object) -> subprocess.Popen:
+    words = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.Popen(words, cwd=REPO_ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_the_last_beat_is_read_back(tmp_path: Path) -> None:
+    report, folder = RankReport(tmp_path, 3, 300.0), LaunchFolder(tmp_path)
+    assert folder.beats() == {}
+    report.beat("a long phase " * 20, step=123456789, allowed_s=900.0)
+    before = time.time(), time.monotonic()
+    report.beat("train", step=7)
+    beat = folder.beats()[3]
+    assert (beat.rank, beat.pid, beat.host) == (3, os.getpid(), os.uname().nodename)
+    assert (beat.phase, beat.step, beat.allowed_s, beat.exit_code) == ("train", 7, 300.0, None)
+    assert before[0] <= beat.time <= time.time()
+    assert before[1] <= beat.monotonic <= time.monotonic()
+    report.ended(143)
+    assert (folder.beats()[3].phase, folder.beats()[3].exit_code) == (ENDED, 143)
+    assert (tmp_path / "rank-3.json").stat().st_size == RECORD_BYTES
+
+
+def test_a_torn_record_is_never_believed() -> None:
+    old = Beat(0, "node-1", 4711, "train", 199, 1.7e9, 19999.5, 300.0)
+    new = Beat(0, "node-1", 4711, "evaluate", 200, 1.7e9 + 10.0, 20000.5, 900.0)
+    read = [beat_of(new.record()[:cut] + old.record()[cut:]) for cut in range(RECORD_BYTES + 1)]
+    assert (read[0], read[-1]) == (old, new)
+    assert set(read) == {old, new, None}
+    assert {beat_of(old.record()[:cut]) for cut in range(RECORD_BYTES)} == {None}
+
+
+def test_a_reader_beside_a_writer_sees_whole_beats_in_order(tmp_path: Path) -> None:
+    writer = run_python(
+        """
+        import sys
+        from pathlib import Path
+        from training.launch_folder import RankReport
+        report = RankReport(Path(sys.argv[1]), 0, 300.0)
+        for step in range(20000):
+            report.beat("train" if step % 3 else "evaluate with a longer name", step)
+        """,
+        tmp_path,
+    )
+    steps = []
+    while writer.poll() is None:
+        steps += [beat.step for beat in LaunchFolder(tmp_path).beats().values()]
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 10
+    assert LaunchFolder(tmp_path).beats()[0].step == 19999
+
+
+def test_a_beat_costs_microseconds(tmp_path: Path) -> None:
+    report = RankReport(tmp_path, 0, 300.0)
+    seconds = []
+    for step in range(500):
+        begin = time.perf_counter()
+        report.beat("train", step)
+        seconds.append(time.perf_counter() - begin)
+    assert sorted(seconds)[len(seconds) // 2] < 200e-6
+
+
+def test_what_rank_0_says_and_a_new_start(tmp_path: Path) -> None:
+    report, folder = RankReport(tmp_path, 0, 300.0), LaunchFolder(tmp_path)
+    assert (folder.run_name(), folder.checkpoint_position(), folder.has_succeeded()) == ("", -1, False)
+    report.run_name("run 7 ü")
+    report.checkpoint_saved(0)
+    report.checkpoint_saved(1200)
+    report.succeeded()
+    assert (folder.run_name(), folder.checkpoint_position(), folder.has_succeeded()) == ("run 7 ü", 1200, True)
+    folder.clear()
+    assert list(tmp_path.iterdir()) == []
+    assert (folder.run_name(), folder.checkpoint_position(), folder.has_succeeded()) == ("", -1, False)
+
+
+@pytest.mark.parametrize("folder", [None, Path("/proc/nothing/here")], ids=["no launcher", "folder gone"])
+def test_without_a_folder_nothing_happens(folder: Path | None) -> None:
+    handler = signal.getsignal(signal.SIGUSR2)
+    report = RankReport(folder, 0, 300.0)
+    report.watch_stacks()
+    report.beat("train", 1)
+    report.run_name("run")
+    report.checkpoint_saved(1)
+    report.succeeded()
+    report.ended(0)
+    assert signal.getsignal(signal.SIGUSR2) == handler
+
+
+def test_a_rank_on_a_full_disk_lives_on_and_is_not_watched(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.json").symlink_to("/dev/full")
+    (tmp_path / "run-name.tmp").symlink_to("/dev/full")
+    report = RankReport(tmp_path, 0, 300.0)
+    report.beat("train", 1)
+    report.beat("train", 2)
+    report.run_name("run")
+    report.ended(0)
+    folder = LaunchFolder(tmp_path)
+    assert (folder.beats(), folder.run_name()) == ({}, "")
+    assert not (tmp_path / "rank-0.json").is_symlink()  # nothing that would grow old and look like a hang
+
+
+def test_sigusr2_gives_the_stack_of_code_that_is_stuck(tmp_path: Path) -> None:
+    stuck = run_python(
+        """
+        import sys, threading
+        from pathlib import Path
+        from training.launch_folder import RankReport
+        report = RankReport(Path(sys.argv[1]), 1, 300.0)
+        assert report.beat("start") is None
+        def stuck_in_c():
+            lock = threading.Lock()
+            lock.acquire()
+            report.watch_stacks()
+            lock.acquire()
+        stuck_in_c()
+        """,
+        tmp_path,
+    )
+    folder = LaunchFolder(tmp_path)
+    try:
+        wait_until(lambda: folder.stack(1) is not None)
+        time.sleep(0.2)
+        stuck.send_signal(signal.SIGUSR2)
+        wait_until(lambda: " in stuck_in_c\n" in (folder.stack(1) or ""))
+        assert stuck.poll() is None
+    finally:
+        stuck.kill()
+        stuck.wait()
+    assert folder.stack(0) is None
+
+
+CHILD = """
+import os, signal, sys, time
+from pathlib import Path
+from training.launch_folder import RankReport
+folder = Path(sys.argv[1])
+def remember(number, frame):
+    (folder / "signal").write_text(str(number))
+    os._exit(0)
+signal.signal(signal.SIGTERM, remember)
+sys.argv[0] = sys.argv[2] if len(sys.argv) > 2 else "train.py"
+RankReport(None, 0, 300.0).end_with_parent()
+(folder / "pid").write_text(str(os.getpid()))
+time.sleep(60)
+"""
+PARENT = """
+import subprocess, sys, threading, time
+subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[1]])
+threading.Thread(target=time.sleep, args=(0.1,)).start()  # the end of another thread of the parent is not its end
+time.sleep(60)
+"""
+
+
+def test_the_end_of_the_parent_is_heard_and_only_that(tmp_path: Path) -> None:
+    parent = run_python(PARENT, tmp_path, CHILD)
+    wait_until((tmp_path / "pid").exists)
+    time.sleep(0.5)
+    child = psutil.Process(int((tmp_path / "pid").read_text()))
+    assert child.is_running()
+    assert not (tmp_path / "signal").exists()
+    parent.kill()
+    wait_until((tmp_path / "signal").exists)
+    parent.wait()
+
+
+@pytest.mark.parametrize("started_by_process_1", [False, True])
+def test_a_parent_that_was_gone_before_is_noticed(tmp_path: Path, started_by_process_1: bool) -> None:
+    """Process 1 is where orphans go, and in a container may be the launcher itself."""
+    script = Path("/proc/1/cmdline").read_text().split("\0")[0] if started_by_process_1 else "nothing-like-this.py"
+    child = run_python(f"import os\nos.getppid = lambda: 1\n{CHILD}", tmp_path, script)
+    wait_until(lambda: child.poll() is not None or (tmp_path / "pid").exists())
+    assert (tmp_path / "pid").exists() == started_by_process_1
+    assert (tmp_path / "signal").exists() != started_by_process_1
+    child.kill()
+    child.wait()
