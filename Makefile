@@ -1,10 +1,12 @@
 # `make help` lists the targets.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev train test test-slow lint check clean
+.PHONY: help setup setup-dev train test test-slow chaos lint check clean
 
 PYTHON ?= python3
 EPOCHS ?= 15
+N ?= 100
+SEED ?= 0
 TRAIN_FLAGS ?= --learning-rate 0.004
 SHELL_FILES := $(wildcard scripts/*.sh) .ci/run
 BIN := .venv/bin
@@ -27,6 +29,9 @@ test: setup-dev ## Run the tests
 
 test-slow: setup-dev ## Run the tests that take minutes each
 	$(BIN)/python -m pytest -m slow
+
+chaos: setup-dev ## Break into trainings at random moments, compare with uninterrupted ones (N=100 faults, SEED=0)
+	$(BIN)/python -m tests.chaos --faults $(N) --seed $(SEED)
 
 lint: setup-dev ## Run ruff, mypy, shellcheck and shfmt
 	$(BIN)/ruff check

@@ -50,10 +50,12 @@ def announce_end(parts: Parts, progress: Progress, stop_signal: int) -> None:
         more = " ..." if len(bad_files) > MAX_BAD_FILES_LISTED else ""
         say(f"{len(bad_files)} unreadable image(s) passed over: {', '.join(bad_files[:MAX_BAD_FILES_LISTED])}{more}")
     if stop_signal:
-        say(
-            f"stopped by {signal.Signals(stop_signal).name} in epoch {progress.epoch + 1} after {progress.step} steps, "
-            f"checkpoint saved; go on with --run-name {parts.folder.name} --resume auto"
-        )
+        name, again = signal.Signals(stop_signal).name, f"--run-name {parts.folder.name} --resume auto"
+        if parts.position(progress) == 0:
+            say(f"stopped by {name} before the first step; start with {again}")
+        else:
+            done = f"in epoch {progress.epoch + 1} after {progress.step} steps"
+            say(f"stopped by {name} {done}, checkpoint saved; go on with {again}")
     if progress.best_epoch:
         say(
             f"top-1 {progress.best_top1:.4f} on {len(parts.data.val)} held-out images "

@@ -81,6 +81,8 @@ def start_world(*, deterministic: bool = False) -> World:
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         os.environ["MASTER_PORT"] = str(_free_port())
+    # MKL's products may else differ in the last bit with where in memory a matrix happens to lie.
+    os.environ.setdefault("MKL_CBWR", "AUTO")
     if deterministic:
         _use_deterministic_algorithms()
     use_cuda = torch.cuda.is_available()

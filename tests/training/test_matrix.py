@@ -17,7 +17,7 @@ from training.strategies import STRATEGIES
 pytestmark = pytest.mark.timeout(900)
 
 TRAIN_IMAGES, VAL_IMAGES, BATCH_SIZE = 64, 8, 8
-EPOCHS = 6
+EPOCHS = 4
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,15 @@ import psutil
 import pytest
 from commands import ROOT, assert_user_error, environment, launch, read_metrics, train_alone
 
-FLAGS = ["--data", "fake", "--log-every-steps", "2"]
-# No BatchNorm: its per-rank statistics are averaged at a stop, so only models without it go on bit for bit.
-MODEL = "timm:convnext_atto"
-EPOCHS = "2"
+MODEL = "basic_cnn"  # BatchNorm and dropout
+WORDS = (MODEL, "fsdp_stage2", "2", "16", "2")
+FLAGS = ("--log-every-steps", "2", "--tensorboard", "false", "--workers", "1")
+STEPS_PER_EPOCH = 45  # 1,437 digits, 32 at a time
 
 
 def start(logs, name, **changes):
-    words = [MODEL, "fsdp_stage2", "2", "32", EPOCHS, *FLAGS, "--run-name", name, "--log-dir", str(logs)]
     return subprocess.Popen(
-        ["bash", "scripts/launch_distributed.sh", *words],
+        ["bash", "scripts/launch_distributed.sh", *WORDS, *FLAGS, "--run-name", name, "--log-dir", str(logs)],
         cwd=ROOT,
         env=environment() | changes,
         stdout=subprocess.PIPE,
@@ -30,20 +29,25 @@ def start(logs, name, **changes):
     )
 
 
-def wait_for_step(folder, step, process):
+def wait_until(condition, process):
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        if (folder / "metrics.jsonl").exists() and any(m["step"] >= step for m in read_metrics(folder, "step")):
+        if condition():
             return
-        time.sleep(0.05)
+        time.sleep(0.02)
     process.kill()
-    raise AssertionError(f"step {step} was not reached: {process.communicate()}")
+    raise AssertionError(f"waited in vain: {process.communicate()}")
+
+
+def has_reached(folder, step):
+    return (folder / "metrics.jsonl").exists() and any(m["step"] >= step for m in read_metrics(folder, "step"))
 
 
 def ranks_of(run_name):
     found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if run_name in (process.info["cmdline"] or []):
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        is_rank = "LOCAL_RANK" in (process.info["environ"] or {})
+        if is_rank and run_name in (process.info["cmdline"] or []):
             found.append(process)
     return found
 
@@ -51,33 +55,68 @@ def ranks_of(run_name):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     logs = tmp_path_factory.mktemp("whole")
-    words = [MODEL, "fsdp_stage2", "2", "32", EPOCHS, *FLAGS, "--run-name", "whole", "--log-dir", str(logs)]
-    result = launch(*words)
+    result = launch(*WORDS, *FLAGS, "--run-name", "whole", "--log-dir", str(logs))
     assert result.returncode == 0, result.stdout + result.stderr
     return (logs / "runs" / "whole" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("number", "launcher", "exit_code"), [(signal.SIGTERM, "deepspeed", 143), (signal.SIGINT, "torchrun", 130)]
-)
-def test_a_signal_saves_and_the_run_goes_on(number, launcher, exit_code, tmp_path, uninterrupted):
-    name = f"stopped-{launcher}"
-    folder = tmp_path / "runs" / name
-    process = start(tmp_path, name, LAUNCHER=launcher)
-    wait_for_step(folder, 4, process)
-    process.send_signal(number)
+def assert_stopped(process, number, name):
     output, errors = process.communicate(timeout=60)
-    assert process.returncode == exit_code, output + errors
-    assert f"stopped by {number.name} in epoch 1 after" in output
+    assert process.returncode == 128 + number, output + errors
+    assert f"stopped by {number.name}" in output
     assert "Traceback" not in output + errors
     assert ranks_of(name) == []
-    assert (folder / "checkpoints" / "last").read_text().startswith("step-00000-")
 
-    words = [MODEL, "fsdp_stage2", "2", "32", EPOCHS, *FLAGS, "--run-name", name, "--log-dir", str(tmp_path)]
-    again = launch(*words, "--resume", "must")
+
+def assert_goes_on_to(uninterrupted, logs, name):
+    again = launch(*WORDS, *FLAGS, "--run-name", name, "--log-dir", str(logs), "--resume", "auto")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "resuming from" in again.stdout
-    assert (folder / "model.safetensors").read_bytes() == uninterrupted
+    assert (logs / "runs" / name / "model.safetensors").read_bytes() == uninterrupted
+    return again.stdout
+
+
+def test_sigterm_to_the_launcher_saves_and_the_run_goes_on_bit_for_bit(tmp_path, uninterrupted):
+    folder = tmp_path / "runs" / "terminated"
+    process = start(tmp_path, "terminated", LAUNCHER="deepspeed")
+    wait_until(lambda: has_reached(folder, 4), process)
+    process.send_signal(signal.SIGTERM)
+    assert_stopped(process, signal.SIGTERM, "terminated")
+    assert (folder / "checkpoints" / "last").read_text().startswith("step-00000-")
+    assert "resuming from" in assert_goes_on_to(uninterrupted, tmp_path, "terminated")
+    assert len(read_metrics(folder, "resume")) == 1
+
+
+def test_sigusr1_to_one_rank_in_the_evaluation(tmp_path, uninterrupted):
+    """As Slurm sends it ahead of a preemption; the evaluation is broken off and made anew after the resume."""
+    folder = tmp_path / "runs" / "preempted"
+    process = start(tmp_path, "preempted", LAUNCHER="torchrun")
+    wait_until(lambda: has_reached(folder, STEPS_PER_EPOCH), process)
+    ranks_of("preempted")[-1].send_signal(signal.SIGUSR1)
+    assert_stopped(process, signal.SIGUSR1, "preempted")
+    assert_goes_on_to(uninterrupted, tmp_path, "preempted")
+
+
+def test_sigterm_to_one_rank_before_the_first_step(tmp_path):
+    process = start(tmp_path, "early", LAUNCHER="torchrun")
+    wait_until(lambda: (tmp_path / "runs" / "early").exists(), process)
+    ranks_of("early")[0].send_signal(signal.SIGTERM)
+    assert_stopped(process, signal.SIGTERM, "early")
+
+
+def test_ctrl_c_and_on_with_one_rank_under_another_strategy(tmp_path):
+    """The global batch is held: two accumulation steps in the place of two ranks."""
+    folder = tmp_path / "runs" / "moved"
+    process = start(tmp_path, "moved", LAUNCHER="torchrun")
+    wait_until(lambda: has_reached(folder, STEPS_PER_EPOCH + 2), process)
+    process.send_signal(signal.SIGINT)
+    assert_stopped(process, signal.SIGINT, "moved")
+    words = [*WORDS[:1], "fsdp_stage3", "1", *WORDS[3:]]
+    again = launch(*words, *FLAGS, "--run-name", "moved", "--log-dir", str(tmp_path), "--resume", "must")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "global batch 32 = 16 per CPU rank x 1 CPU ranks x 2 accumulation step(s)" in again.stdout
+    epochs = read_metrics(folder, "epoch")
+    assert [epoch["epoch"] for epoch in epochs] == [1, 2]
+    assert epochs[-1]["val_top1"] > epochs[0]["val_top1"] > 0.3
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
@@ -95,7 +134,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     ]
     assert train_alone(*flags, "--model-type", "basic_cnn").returncode == 0
     other = train_alone(*flags, "--model-type", "mobilenet", "--resume", "auto")
-    assert_user_error(other, "was made with model")
+    assert_user_error(other, "was made with another model")
 
 
 def test_resume_must_needs_a_checkpoint(tmp_path):

@@ -41,7 +41,7 @@ LAUNCHER_WORDS = {
     "launch_multi_node.sh": ("model-type", "strategy", None, None, "batch-size", "epochs"),
     "slurm_distributed.sh": ("model-type", "strategy", None, "batch-size", "epochs"),
 }
-LAUNCHER_FLAGS = {"--master_port", "--help"}
+LAUNCHER_FLAGS = {"--master_port", "--max-restarts", "--help"}
 ENTRY_FLAGS = {*FLAG_OF.values(), "--config", "--check-config", "--help"}
 
 

@@ -1,0 +1,168 @@
+"""The trainings that are broken into: their command lines, and what can be seen of them from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import uuid
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.damage import manifests
+from tests.chaos.processes import LAUNCH_MARK, MARK, kill_all
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "basic_cnn"  # BatchNorm and dropout; 50 ms a micro-step on 2 CPU ranks
+RANKS = 2
+BATCH_SIZE = 16
+EPOCHS_OF_ACCUMULATION = {1: 3, 2: 4}  # 135 and 92 optimizer steps on 1,437 digits
+STRATEGIES = ("ddp", "fsdp_stage2", "fsdp_stage3")
+LAUNCHERS = ("deepspeed", "torchrun")
+RUN = "run"
+STOP_SECONDS = 40
+HANG_SECONDS = 8
+ORACLE_SECONDS = 300
+SURVIVAL_FLAGS = (
+    *("--save-every-steps", "3", "--keep-last", "3", "--resume", "auto"),
+    *("--max-restarts", "1000", "--hang-timeout", str(HANG_SECONDS)),
+)
+# What would change a launch: another launch's variables, or the user's choices.
+DROPPED_VARIABLES = {"MASTER_PORT", "LAUNCHER", "DRY_RUN", "RANK", "LOCAL_RANK", "WORLD_SIZE", LAUNCH_MARK}
+
+
+class OracleError(Exception):
+    """An uninterrupted training failed: there is nothing to compare with."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What differs between the trainings."""
+
+    strategy: str
+    launcher: str
+    accumulation: int
+    workers: int
+    epochs: int
+
+    def __str__(self) -> str:
+        return f"{self.strategy}, {self.launcher}, accumulation {self.accumulation}, workers {self.workers}"
+
+    @property
+    def oracle(self) -> Case:
+        """The case whose uninterrupted run has to give the same bytes: launcher and workers must not matter."""
+        return replace(self, launcher="torchrun", workers=0)
+
+    def start(self, mark: str, log_dir: Path, output: Path, *flags: str) -> subprocess.Popen:
+        """Start the launcher; it appends to the file `output`.
+
+        Args:
+            mark: given to every process in its environment.
+            log_dir: the run lies in `log_dir`/runs/run.
+            output: gets standard output and standard error.
+            flags: added to the training's flags.
+        """
+        words = ["bash", "scripts/launch_distributed.sh", MODEL, self.strategy, RANKS, BATCH_SIZE, self.epochs]
+        words += ["--learning-rate", 0.01, "--gradient-accumulation-steps", self.accumulation]
+        words += ["--workers", self.workers, "--log-every-steps", 1, "--log-dir", log_dir, "--run-name", RUN, *flags]
+        kept = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
+        changes = {
+            MARK: mark,
+            "LAUNCHER": self.launcher,
+            "STOP_TIMEOUT": str(STOP_SECONDS),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",  # bytes are promised on CPU
+            "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}",
+        }
+        with output.open("ab") as file:
+            return subprocess.Popen(
+                [str(word) for word in words],
+                cwd=ROOT,
+                env=kept | changes,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the harness, which ends the launch itself
+            )
+
+
+def make_case(number: int) -> Case:
+    """Return the case of a training, from 0: all strategies under both launchers within 6, all mixtures within 24."""
+    accumulation = 1 + number // 6 % 2
+    return Case(
+        STRATEGIES[number % 3],
+        LAUNCHERS[number % 2],
+        accumulation,
+        workers=number // 3 % 2,
+        epochs=EPOCHS_OF_ACCUMULATION[accumulation],
+    )
+
+
+def run_folder(log_dir: Path) -> Path:
+    """Return where the run lies."""
+    return log_dir / "runs" / RUN
+
+
+def run_oracle(case: Case, folder: Path) -> Path:
+    """Run a training without faults, and without saves in mid-epoch, to its end; return the run's folder.
+
+    Raises:
+        OracleError: where it fails, or takes too long.
+    """
+    mark = uuid.uuid4().hex
+    folder.mkdir(parents=True)
+    output = folder / "output.log"
+    try:
+        code = case.start(mark, folder / "logs", output).wait(timeout=ORACLE_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise OracleError(
+            f"the uninterrupted training ({case}) took over {ORACLE_SECONDS} s:\n{tail(output)}"
+        ) from None
+    finally:
+        kill_all(mark)
+    if code:
+        raise OracleError(f"the uninterrupted training ({case}) ended with {code}:\n{tail(output)}")
+    return run_folder(folder / "logs")
+
+
+def tail(output: Path, lines: int = 25) -> str:
+    """Return the last lines of a file, without what is blank."""
+    text = output.read_text(encoding="utf-8", errors="replace")
+    return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+
+
+class Watch:
+    """What a run's files say about how far it is."""
+
+    def __init__(self, run: Path) -> None:
+        self._metrics = run / "metrics.jsonl"
+        self.checkpoints = run / "checkpoints"
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the steps in metrics.jsonl, in the order written; a line cut off by a kill or a full disk is none."""
+        entries = []
+        with contextlib.suppress(FileNotFoundError):
+            for line in self._metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError):
+                    entries.append(json.loads(line))
+        return [entry for entry in entries if isinstance(entry, dict) and entry.get("kind") == "step"]
+
+    def last_save(self) -> float:
+        """Return the wall-clock time of the newest manifest, in seconds; 0 before the first."""
+        newest = 0.0
+        for manifest in manifests(self.checkpoints):
+            with contextlib.suppress(FileNotFoundError):
+                newest = max(newest, manifest.stat().st_mtime)
+        return newest
+
+    def last_progress(self) -> float:
+        """Return the wall-clock time of the newest line or manifest, in seconds; 0 before the first."""
+        return max([self.last_save(), *(entry["time"] for entry in self.steps()[-1:])])
+
+    def position(self) -> str:
+        """Say how far the run is."""
+        steps = self.steps()
+        return f"step {steps[-1]['step']}" if steps else "the start"

@@ -1,0 +1,337 @@
+"""What the checkpoint tests run on each rank: the real loop, the real saver, the real engine on small data."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.training.engine_ranks import CLASSES, configuration, make_engine
+from training.bad_steps import StepGuard
+from training.batchnorm import average_buffers
+from training.checkpoint.manifest import Progress
+from training.checkpoint.resume import fill_engine
+from training.checkpoint.saver import Saver, SaveSettings
+from training.checkpoint.store import choose, find_candidates
+from training.config import TrainConfig
+from training.data import DataOptions
+from training.data.bundle import DataBundle, Habits, make_bundle
+from training.data.loader import TrainLoader
+from training.data.sampler import BatchPlan
+from training.data.sources import ArraySource
+from training.distributed import World, gather_objects
+from training.errors import RunEnded
+from training.launch_folder import RankReport
+from training.loggers import Loggers, StepPoint
+from training.loop import LoopSettings, LoopTools, train_one_epoch
+from training.metrics import ScoreSums
+from training.optim import Schedule
+from training.signals import StopRequest
+
+SAMPLES = 45  # three steps of 16, the last of them with a remainder
+MICRO_BATCH = 4
+GLOBAL_BATCH = 16
+EPOCHS = 2
+RATE = 0.01
+
+
+class DropoutNet(nn.Module):
+    """A convolution, BatchNorm where asked for, dropout and a head."""
+
+    def __init__(self, with_batchnorm: bool) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3, padding=1, bias=not with_batchnorm)
+        self.norm = nn.BatchNorm2d(8) if with_batchnorm else nn.Identity()
+        self.dropout = nn.Dropout(0.3)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.dropout(torch.relu(self.norm(self.convolution(images))).mean((2, 3))))
+
+
+class InfiniteGradient(torch.autograd.Function):
+    """Identity whose gradient is infinite where `context.broken` says so."""
+
+    @staticmethod
+    def forward(context: Any, values: torch.Tensor, broken: bool) -> torch.Tensor:
+        context.broken = broken
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return (gradient / 0 if context.broken else gradient), None
+
+
+class Recorder:
+    """A logger that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.points: list[StepPoint] = []
+        self.events: list[dict[str, Any]] = []
+        self.messages: list[str] = []
+
+    def on_message(self, message: str) -> None:
+        self.messages.append(message)
+
+    def on_event(self, kind: str, values: dict[str, Any]) -> None:
+        self.events.append({"kind": kind} | values)
+
+    def on_images(self, images: torch.Tensor) -> None: ...
+
+    def on_steps(self, point: StepPoint) -> None:
+        self.points.append(point)
+
+    def on_epoch(self, point: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_data(broken_sample: int = -1) -> DataBundle:
+    """45 images with a little augmentation; one of them may come out of it as NaN."""
+    generator = torch.Generator().manual_seed(5)
+    pixels = torch.randint(256, (SAMPLES, 1, 8, 8), generator=generator, dtype=torch.uint8)
+    if broken_sample >= 0:
+        pixels[broken_sample] = 7  # a constant image, which `_nan_where_constant` finds again
+    source = ArraySource(pixels, torch.arange(SAMPLES) % CLASSES)
+    habits = Habits(8, "shift", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
+    names = [f"class-{number}" for number in range(CLASSES)]
+    bundle = make_bundle(source, source, names, habits, DataOptions(), "fingerprint")
+    if broken_sample >= 0:
+        bundle.train.transform = _NanWhereConstant(bundle.train.transform)
+    return bundle
+
+
+class _NanWhereConstant:
+    def __init__(self, transform: Any) -> None:
+        self._transform = transform
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        result = self._transform(image)
+        return torch.full_like(result, float("nan")) if bool((image == image.flatten()[0]).all()) else result
+
+
+class Job:
+    """One small training on these ranks, with everything that the real one has but evaluation."""
+
+    def __init__(
+        self,
+        world: World,
+        folder: str,
+        strategy: str,
+        *,
+        with_batchnorm: bool = False,
+        every_steps: int = 0,
+        precision: str = "fp32",
+        clipping: float = 0.5,
+        broken_sample: int = -1,
+        most_bad_steps: int = 0,
+        resume: str = "never",
+    ) -> None:
+        accumulation = GLOBAL_BATCH // (MICRO_BATCH * world.size)
+        config = configuration(
+            strategy=strategy,
+            gradient_accumulation_steps=accumulation,
+            batch_size=MICRO_BATCH,
+            gradient_clipping=clipping,
+        )
+        self.world, self.recorder = world, Recorder()
+        loggers = Loggers([self.recorder])
+        # A resumed run must not owe its weights to the seed.
+        torch.manual_seed(0 if resume == "never" else 99)
+        self.module = DropoutNet(with_batchnorm)
+        self.engine = make_engine(world, self.module, config, precision)
+        plan = BatchPlan(SAMPLES, MICRO_BATCH, accumulation, world.size, seed=3)
+        schedule = Schedule(RATE, total_steps=EPOCHS * plan.steps_per_epoch, warmup_steps=1, final_scale=0.1)
+        self.settings = LoopSettings(plan, schedule, CLASSES, 8, 3, 0.1, log_every_steps=1, epochs=EPOCHS)
+        self.data = make_data(broken_sample)
+        self.loader = TrainLoader(self.data, plan, world.rank)
+        self.stop = StopRequest()
+        self.sums = ScoreSums(CLASSES, world.device)
+        self.folder = Path(folder)
+        self.progress = Progress()
+        if resume != "never":
+            candidates, _ = find_candidates(resume, self.folder, is_restart=False)
+            found, self.refused = choose(candidates, world)
+            assert found is not None, self.refused
+            self.progress = fill_engine(found, self.engine, self.sums, world)
+        report = RankReport(None, world.rank, 0.0)
+        self.saver = Saver(_save_settings(self.folder, config, every_steps, plan), self.engine, world, loggers, report)
+        guard = StepGuard(self.engine, world, loggers, most_bad_steps, name_of=lambda index: f"sample-{index}")
+        self.tools = LoopTools(world, loggers, self.stop, guard, report, self.saver)
+
+    def train(self) -> None:
+        """Train to the end, averaging BatchNorm's buffers after each epoch as the real run does."""
+        for epoch in range(self.progress.epoch, EPOCHS):
+            batches = self.loader.epoch(epoch, self.progress.step)
+            result = train_one_epoch(self.engine, batches, self.settings, self.progress, self.sums, self.tools)
+            average_buffers(self.module, self.world)
+            self.epoch_scores = self.sums.reduce(self.world)
+            self.sums.reset()
+            self.progress = dataclasses.replace(result.progress, epoch=epoch + 1, step=0)
+            self.saver.save(self.progress, self.sums.state())
+        self.saver.finish(self.progress, self.sums.state())
+
+    def report(self) -> dict[str, Any]:
+        """Return what the tests compare."""
+        return {
+            "losses": {str(point.step): point.loss for point in self.recorder.points},
+            "weights": {name: tensor.double().tolist() for name, tensor in self.engine.weights()},
+            "samples": self.epoch_scores.samples,
+            "train_loss": self.epoch_scores.loss,
+            "events": self.recorder.events,
+            "messages": self.recorder.messages,
+        }
+
+    def close(self) -> None:
+        self.stop.close()
+        self.engine.close()
+
+
+def _save_settings(folder: Path, config: TrainConfig, every_steps: int, plan: BatchPlan) -> SaveSettings:
+    return SaveSettings(
+        folder=folder,
+        identity={"global batch": plan.global_batch},
+        config=dataclasses.asdict(config),
+        every_steps=every_steps,
+        every_minutes=0.0,
+        keep_last=100,
+        patience_s=60.0,
+        steps_per_epoch=plan.steps_per_epoch,
+    )
+
+
+def train_whole(world: World, folder: str, strategy: str, **options: Any) -> dict[str, Any]:
+    """Train without interruption, saving at every step; the checkpoints stay in the folder."""
+    job = Job(world, folder, strategy, every_steps=1, **options)
+    job.train()
+    result = job.report()
+    job.close()
+    return result
+
+
+def resume_from(world: World, checkpoint: str, folder: str, strategy: str, **options: Any) -> dict[str, Any]:
+    """Go on from one checkpoint to the end."""
+    job = Job(world, checkpoint, strategy, resume=checkpoint, **options)
+    buffers = {name: buffer.double().tolist() for name, buffer in job.module.named_buffers()}
+    job.saver = Saver(
+        dataclasses.replace(job.saver._settings, folder=Path(folder)), job.engine, world, Loggers([]), job.tools.report
+    )
+    job.tools = dataclasses.replace(job.tools, saver=job.saver)
+    job.train()
+    result = job.report() | {"resumed_buffers": gather_objects(buffers, world)}
+    job.close()
+    return result
+
+
+def poisoned(
+    world: World, folder: str, strategy: str, precision: str, clipping: float, culprit: str, most_bad_steps: int = 0
+) -> dict[str, Any]:
+    """Break one step of the first epoch by an image, a loss or a gradient on one rank; return what became of it."""
+    broken_sample = (
+        int(BatchPlan(SAMPLES, MICRO_BATCH, 1, world.size, seed=3).permutation(0)[6]) if culprit == "image" else -1
+    )
+    job = Job(
+        world,
+        folder,
+        strategy,
+        with_batchnorm=True,
+        precision=precision,
+        clipping=clipping,
+        broken_sample=broken_sample,
+        most_bad_steps=most_bad_steps,
+    )
+    kept: dict[str, Any] = {}
+    calls = 0
+
+    def break_it(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        # The forward passes of the second step, on the last rank.
+        accumulation = job.settings.plan.accumulation_steps
+        is_bad = (calls - 1) // accumulation == 1 and world.rank == world.size - 1
+        if culprit == "loss":
+            return output * float("nan") if is_bad else output
+        return InfiniteGradient.apply(output, is_bad)
+
+    if culprit != "image":
+        job.module.register_forward_hook(break_it)
+    after_step = job.tools.guard.after_step
+    before_step = job.tools.guard.before_step
+
+    def state() -> dict[str, Any]:
+        return {name: tensor.double().tolist() for name, tensor in job.engine.weights()}
+
+    def watched_before() -> None:
+        before_step()
+        kept["before"] = state()
+
+    def watched_after(result: Any, step: int) -> bool:
+        applied = after_step(result, step)
+        if not applied:
+            kept.update(bad_step=step, unchanged=kept["before"] == state(), applied_steps=job.engine.applied_steps())
+        return applied
+
+    job.tools.guard.before_step = watched_before  # type: ignore[method-assign]
+    job.tools.guard.after_step = watched_after  # type: ignore[method-assign]
+    ended = None
+    try:
+        job.train()
+    except RunEnded as error:
+        ended = [str(error), error.exit_code]
+        job.epoch_scores = job.sums.reduce(world)
+    result = job.report() | {"ended": ended, "skipped": job.tools.guard.skipped}
+    result |= {key: kept.get(key) for key in ("bad_step", "unchanged", "applied_steps")}
+    job.close()
+    return result
+
+
+@contextlib.contextmanager
+def full_disk(world: World, on_rank: int):
+    """Let writes beyond 512 bytes of a file fail on one rank, as on a full disk (RLIMIT_FSIZE: 'File too large')."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if world.rank == on_rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def save_on_full_disk(world: World, folder: str, strategy: str, full_rank: int) -> dict[str, Any]:
+    """Save once well, then twice with no room on one rank; and after one failure once more with room."""
+    job = Job(world, folder, strategy)
+    epoch_sums = job.sums.state()
+
+    def save(step: int) -> None:
+        job.saver.save(dataclasses.replace(job.progress, step=step), epoch_sums)
+        job.saver._wait()
+
+    save(1)
+    ended = None
+    with full_disk(world, full_rank):
+        save(2)
+    names_after_failure = sorted(path.name for path in job.folder.iterdir())
+    save(3)
+    names_after_success = sorted(path.name for path in job.folder.iterdir())
+    try:
+        with full_disk(world, full_rank):
+            save(4)
+            save(5)
+    except RunEnded as error:
+        ended = [str(error), error.exit_code]
+    result = {
+        "after_failure": names_after_failure,
+        "after_success": names_after_success,
+        "at_end": sorted(path.name for path in job.folder.iterdir()),
+        "messages": job.recorder.messages,
+        "events": job.recorder.events,
+        "ended": ended,
+        "last": (job.folder / "last").read_text(),
+    }
+    job.close()
+    return result

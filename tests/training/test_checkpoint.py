@@ -1,0 +1,199 @@
+"""Saving and going on: bit for bit on as many ranks, and to 1e-5 under any strategy on any number of ranks."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+
+from training.errors import CANNOT_SAVE_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE
+from training.strategies import STRATEGIES
+
+RANKS = "tests.training.checkpoint_ranks"
+WORLDS = (1, 2, 4)
+MIDDLE = "step-00000-0000002"  # two of three steps of the first epoch
+MATRIX = [*product(STRATEGIES, WORLDS, STRATEGIES, WORLDS)]
+CULPRITS = ("image", "loss", "gradient")
+
+
+class Launches:
+    """Runs cases in as few launches as possible: most of a launch is the import of torch."""
+
+    def __init__(self, folder) -> None:
+        self.folder = folder
+        self._count = 0
+
+    def run(self, function: str, world_size: int, cases: list[dict]) -> list[list]:
+        """Return result [case][rank]."""
+        self._count += 1
+        results = self.folder / f"launch-{self._count}"
+        results.mkdir()
+        import time
+
+        t = time.time()
+        ranks = run_ranks(f"{RANKS}:{function}", world_size, results, cases)
+        return [list(case) for case in zip(*ranks, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory):
+    return Launches(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def whole_runs(launches):
+    """{(strategy, world size, with BatchNorm): every rank's report}; their checkpoints of every step stay."""
+    runs = {}
+    for world_size in WORLDS:
+        keys = [*product(STRATEGIES, (False, True))]
+        cases = [
+            {
+                "folder": str(checkpoints_of(launches, strategy, world_size, norm)),
+                "strategy": strategy,
+                "with_batchnorm": norm,
+            }
+            for strategy, norm in keys
+        ]
+        for (strategy, norm), ranks in zip(keys, launches.run("train_whole", world_size, cases), strict=True):
+            runs[strategy, world_size, norm] = ranks
+    return runs
+
+
+def checkpoints_of(launches, strategy, world_size, with_batchnorm):
+    return launches.folder / f"{strategy}-{world_size}{'-norm' if with_batchnorm else ''}"
+
+
+@pytest.fixture(scope="module")
+def resumed_runs(launches, whole_runs):
+    """{(saved strategy, saved world size, strategy, world size, with BatchNorm): every rank's report}."""
+    runs = {}
+    for world_size in WORLDS:
+        keys = [key for key in product(STRATEGIES, WORLDS, STRATEGIES, (False, True)) if not key[3] or key[0] == key[2]]
+        cases = [
+            {
+                "checkpoint": str(checkpoints_of(launches, saved, saved_size, norm) / MIDDLE),
+                "folder": str(launches.folder / f"from-{saved}-{saved_size}-to-{strategy}-{world_size}-{norm}"),
+                "strategy": strategy,
+                "with_batchnorm": norm,
+            }
+            for saved, saved_size, strategy, norm in keys
+        ]
+        results = launches.run("resume_from", world_size, cases)
+        for (saved, saved_size, strategy, norm), ranks in zip(keys, results, strict=True):
+            runs[saved, saved_size, strategy, world_size, norm] = ranks
+    return runs
+
+
+@pytest.mark.parametrize(("saved", "saved_size", "strategy", "world_size"), MATRIX)
+def test_a_run_goes_on_under_any_strategy_on_any_number_of_ranks(
+    saved, saved_size, strategy, world_size, whole_runs, resumed_runs, largest_difference
+):
+    oracle = whole_runs["ddp", 1, False][0]
+    resumed = resumed_runs[saved, saved_size, strategy, world_size, False][0]
+    steps = ["3", "4", "5", "6"]
+    assert list(resumed["losses"]) == steps
+    np.testing.assert_allclose(
+        [resumed["losses"][step] for step in steps], [oracle["losses"][step] for step in steps], atol=1e-5
+    )
+    assert largest_difference(resumed["weights"], oracle["weights"]) < 1e-5
+    assert (resumed["samples"], resumed["train_loss"]) == (45, pytest.approx(oracle["train_loss"], abs=1e-5))
+
+
+@pytest.mark.parametrize(("strategy", "world_size", "norm"), [*product(STRATEGIES, WORLDS, (False, True))])
+def test_the_same_world_goes_on_bit_for_bit(strategy, world_size, norm, whole_runs, resumed_runs):
+    for whole, resumed in zip(
+        whole_runs[strategy, world_size, norm],
+        resumed_runs[strategy, world_size, strategy, world_size, norm],
+        strict=True,
+    ):
+        assert resumed["weights"] == whole["weights"]
+        assert resumed["losses"] == {step: loss for step, loss in whole["losses"].items() if int(step) > 2}
+        assert resumed["train_loss"] == whole["train_loss"]
+
+
+def test_the_runs_mean_something(whole_runs):
+    losses = whole_runs["ddp", 1, False][0]["losses"]
+    assert np.ptp(list(losses.values())) > 0.02
+    first, second = (whole_runs["ddp", size, True][0]["weights"]["norm.running_mean"] for size in (1, 2))
+    assert np.abs(np.array(first) - np.array(second)).max() > 1e-6, "BatchNorm's statistics depend on the ranks"
+
+
+@pytest.mark.parametrize(("strategy", "saved_size", "world_size"), [*product(STRATEGIES, WORLDS, WORLDS)])
+def test_batchnorms_statistics_are_averaged_for_another_number_of_ranks(strategy, saved_size, world_size, resumed_runs):
+    own = resumed_runs[strategy, saved_size, strategy, saved_size, True][0]["resumed_buffers"]
+    if saved_size > 1:
+        assert own[0]["norm.running_mean"] != own[1]["norm.running_mean"], "each rank saw other samples"
+    for buffers in resumed_runs[strategy, saved_size, strategy, world_size, True][0]["resumed_buffers"]:
+        for name in ("norm.running_mean", "norm.running_var"):
+            if world_size != saved_size:
+                mean = np.mean([rank[name] for rank in own], axis=0)
+                np.testing.assert_allclose(buffers[name], mean, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def poisoned_runs(launches):
+    keys = [
+        *product(STRATEGIES, ("fp32",), (0.0, 0.5), CULPRITS),
+        *product(STRATEGIES, ("bf16", "fp16"), (0.0,), CULPRITS),
+    ]
+    cases = [
+        {
+            "folder": str(launches.folder / f"poisoned-{number}"),
+            **dict(zip(("strategy", "precision", "clipping", "culprit"), key, strict=True)),
+        }
+        for number, key in enumerate(keys)
+    ]
+    return dict(zip(keys, launches.run("poisoned", 2, cases), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "clipping", "culprit"),
+    [*product(STRATEGIES, ("fp32",), (0.0, 0.5), CULPRITS), *product(STRATEGIES, ("bf16", "fp16"), (0.0,), CULPRITS)],
+)
+def test_a_bad_step_leaves_no_trace_on_any_rank(strategy, precision, clipping, culprit, poisoned_runs):
+    """Weights, BatchNorm's statistics and the count of updates stay, and the samples are named."""
+    ranks = poisoned_runs[strategy, precision, clipping, culprit]
+    for report in ranks:
+        assert report["unchanged"] is True
+        assert report["ended"] is None
+        assert all(np.isfinite(values).all() for values in report["weights"].values())
+        assert np.isfinite(report["train_loss"])
+    main = ranks[0]
+    if culprit == "gradient" and precision == "fp16":
+        assert not any(event["kind"] == "skipped_step" for event in main["events"]), "the search for a loss scale"
+        assert main["skipped"] == 1
+        return
+    events = [event for event in main["events"] if event["kind"] == "skipped_step"]
+    # The broken image comes once an epoch; the broken loss and gradient came once.
+    assert len(events) == main["skipped"] == (2 if culprit == "image" else 1)
+    assert events[0]["culprit"].split()[1] == culprit
+    assert events[0]["in_row"] == 1
+    assert sum("skipped on all ranks" in message for message in main["messages"]) == len(events)
+    assert len(events[0]["samples"]) == {"image": 1, "loss": 8, "gradient": 16}[culprit]
+
+
+def test_too_many_bad_steps_end_the_run(launches):
+    case = {"folder": str(launches.folder / "ended"), "strategy": "ddp", "precision": "fp32", "clipping": 0.0}
+    for report in launches.run("poisoned", 2, [case | {"culprit": "image", "most_bad_steps": 1}])[0]:
+        message, code = report["ended"]
+        assert code == TOO_MANY_BAD_STEPS_EXIT_CODE
+        assert message.startswith("1 steps in a row were skipped")
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize("full_rank", [0, 1])
+def test_a_full_disk_on_one_rank_costs_one_checkpoint_and_two_in_a_row_end_the_run(full_rank, launches):
+    case = {"folder": str(launches.folder / f"full-{full_rank}"), "strategy": "fsdp_stage2", "full_rank": full_rank}
+    reports = launches.run("save_on_full_disk", 2, [case])[0]
+    for report in reports:
+        assert report["after_failure"] == ["last", "step-00000-0000001"]
+        assert report["after_success"] == ["last", "step-00000-0000001", "step-00000-0000003"]
+        assert report["at_end"] == report["after_success"]
+        assert report["last"].strip() == "step-00000-0000003"
+        assert report["ended"][1] == CANNOT_SAVE_EXIT_CODE
+        failed = [event for event in report["events"] if event["kind"] == "checkpoint_failed"]
+        assert [event["step"] for event in failed] == [2, 4, 5]
+        assert all(f"rank {full_rank}" in event["error"] and "File too large" in event["error"] for event in failed)
+        assert any("training goes on" in message for message in report["messages"])
