@@ -30,9 +30,6 @@ class Launches:
         self._count += 1
         results = self.folder / f"launch-{self._count}"
         results.mkdir()
-        import time
-
-        t = time.time()
         ranks = run_ranks(f"{RANKS}:{function}", world_size, results, cases)
         return [list(case) for case in zip(*ranks, strict=True)]
 

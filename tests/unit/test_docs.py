@@ -135,7 +135,7 @@ def command_problems(text: str) -> Iterator[str]:
         arguments = entry_arguments(words)
         if arguments is None or any("<" in word for word in words) or "--help" in words:
             continue
-        for flag in ("--config", "--master_port"):  # the first names a file of the reader's
+        for flag in ("--config", "--master_port", "--max-restarts"):  # the first names a file of the reader's
             if flag in arguments:
                 place = arguments.index(flag)
                 del arguments[place : place + 2]

@@ -56,7 +56,7 @@ class _Save:
     name: str
     position: int
     is_best: bool
-    stall_seconds: float
+    stall_seconds: float  # that training stood still: waiting for the save before, and copying
     seconds: float = 0.0
     error: str | None = None
 
@@ -104,8 +104,8 @@ class Saver:
         Raises:
             RunEnded: on all ranks, where the two saves before this one failed.
         """
-        self._wait()
         start = self._last_start = time.monotonic()
+        self._wait()
         self._snapshot.take(self._engine, epoch_sums)
         if write_best is not None:
             self._unsaved_best = write_best
