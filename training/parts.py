@@ -18,7 +18,7 @@ from models.normalization import starting_normalization
 from training.batchnorm import synchronize_batchnorm
 from training.checkpoint.manifest import Progress
 from training.checkpoint.resume import check_fit, hold_global_batch
-from training.checkpoint.store import FoundCheckpoint, choose, find_candidates
+from training.checkpoint.store import FoundCheckpoint, choose, find_candidates, set_aside
 from training.config import TrainConfig, save_config
 from training.data import DataOptions, load_data
 from training.data.bundle import DataBundle
@@ -135,7 +135,9 @@ def build_parts(config: TrainConfig, world: World, start: RunStart = FIRST_START
     built = _build_model(config, data, world)
     if found is not None:
         fits = found
-        agreed(lambda: check_fit(fits, config, _identity(data, built, settings.plan)), world)
+        agreed(
+            lambda: check_fit(fits, config, _identity(data, built, settings.plan), settings.plan.steps_per_epoch), world
+        )
     sharding = engine_config(
         strategy_json,
         batch_size_per_rank=config.batch_size,
@@ -262,12 +264,13 @@ def _find_checkpoint(
     is_restart = start.restarts > 0
     candidates, notes = agreed(lambda: find_candidates(config.resume, folder.checkpoints, is_restart=is_restart), world)
     found, refused = choose(candidates, world)
-    notes = notes + refused
-    if candidates and found is None:
+    if refused and found is None:
         if config.resume not in ("auto", "never"):
-            raise AgreedError(f"--resume {config.resume}: no good checkpoint. {refused[0]}")
+            raise AgreedError(f"--resume {config.resume}: no good checkpoint. {next(iter(refused.values()))}")
         notes.append("no good checkpoint is left: starting from the beginning")
-    return found, notes
+    if world.is_main:
+        set_aside(folder.checkpoints, refused)
+    return found, notes + [f"checkpoint {path} is passed over: {reason}" for path, reason in refused.items()]
 
 
 def _first_step(found: FoundCheckpoint | None, plan: BatchPlan) -> int:

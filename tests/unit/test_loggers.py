@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import threading
 
 import pytest
 import torch
 from rich.console import Console
 
-from training.loggers import EpochPoint, StepPoint, duration
+from training.loggers import EpochPoint, Loggers, StepPoint, duration
 from training.loggers.console import ConsoleLogger
 from training.loggers.files import JsonLinesLogger, TextLogger
-from training.loggers.tensorboard import confusion_figure
+from training.loggers.tensorboard import TensorBoardLogger, confusion_figure
 from training.metrics import Scores
 from training.run_folder import RunFolder
 
@@ -71,9 +73,14 @@ def test_a_file_gets_plain_lines():
     )
 
 
-def test_files_hold_the_numbers(tmp_path):
-    folder = RunFolder(tmp_path, "run")
+def run_folder(path, name="run"):
+    folder = RunFolder(path, name)
     folder.path.mkdir(parents=True)
+    return folder
+
+
+def test_files_hold_the_numbers(tmp_path):
+    folder = run_folder(tmp_path)
     for logger in (TextLogger(folder), JsonLinesLogger(folder)):
         logger.on_message("hello")
         logger.on_steps(STEP)
@@ -85,6 +92,105 @@ def test_files_hold_the_numbers(tmp_path):
     step, epoch = (json.loads(line) for line in folder.metrics.read_text().splitlines())
     assert (step["kind"], step["loss"], step["gradient_norm"]) == ("step", 0.5, 1.5)
     assert (epoch["kind"], epoch["val_top1"], epoch["val_samples"]) == ("epoch", 0.9, 360)
+
+
+def test_events_are_lines_for_programs(tmp_path):
+    folder = run_folder(tmp_path)
+    loggers = Loggers([TextLogger(folder), ConsoleLogger("lines"), JsonLinesLogger(folder)])
+    loggers.event("checkpoint", {"step": 12, "name": "step-00001-0000002", "stall_seconds": 0.003})
+    loggers.event("skipped_step", {"step": 13, "samples": ["a b.png", 'q"\n.png']})
+    loggers.close()
+    first, second = (json.loads(line) for line in folder.metrics.read_text().splitlines())
+    assert first.pop("time") <= second.pop("time")
+    assert first == {"kind": "checkpoint", "step": 12, "name": "step-00001-0000002", "stall_seconds": 0.003}
+    assert second == {"kind": "skipped_step", "step": 13, "samples": ["a b.png", 'q"\n.png']}
+    assert folder.text_log.read_text() == ""
+
+
+@pytest.mark.parametrize("whole", ["", '{"kind": "step", "step": 1}\n', '{"a": 1}\n{"b": 2}\n'])
+@pytest.mark.parametrize("half", ["", "{", '{"kind": "step", "lo', '{"kind": "step"}'])
+def test_a_half_line_of_a_killed_run_is_cut(tmp_path, whole, half):
+    folder = run_folder(tmp_path)
+    folder.metrics.write_text(whole + half)
+    logger = JsonLinesLogger(folder)
+    assert folder.metrics.read_text() == whole
+    logger.on_event("resume", {"step": 1})
+    logger.close()
+    lines = folder.metrics.read_text().splitlines(keepends=True)
+    assert "".join(lines[:-1]) == whole
+    assert json.loads(lines[-1])["kind"] == "resume"
+
+
+# A full disk.
+
+
+def log_much(loggers, times=300):
+    for number in range(times):
+        loggers.steps(STEP)
+        loggers.message(f"message {number} " + "x" * 100)
+        loggers.event("checkpoint", {"step": number})
+    loggers.images(torch.rand(4, 3, 64, 64))
+    loggers.epoch(EPOCH)
+
+
+@contextlib.contextmanager
+def full(disk):
+    """Leave no byte on a disk, inside the block."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(1024)):
+            pass
+    yield
+    filler.unlink()
+
+
+def test_training_goes_on_where_the_text_log_cannot_be_written(tmp_path, capsys):
+    folder = run_folder(tmp_path)
+    folder.text_log.symlink_to("/dev/full")
+    loggers = Loggers([TextLogger(folder), JsonLinesLogger(folder)])
+    log_much(loggers)
+    loggers.close()
+    assert capsys.readouterr().err == (
+        "TextLogger cannot write ([Errno 28] No space left on device): training goes on without it\n"
+    )
+    assert len(folder.metrics.read_text().splitlines()) == 601, "the other loggers miss nothing"
+
+
+def test_metrics_go_on_after_a_full_disk(small_disk, capsys):
+    folder = run_folder(small_disk)
+    loggers = Loggers([JsonLinesLogger(folder)])
+    with full(small_disk):
+        log_much(loggers)
+    loggers.event("after", {})
+    loggers.close()
+    told = capsys.readouterr().err
+    assert told.count("\n") == told.count("JsonLinesLogger cannot write") == 1
+    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert lines[-1]["kind"] == "after", "no half line in front of it"
+
+
+def test_closing_on_a_full_disk_ends(small_disk, capsys):
+    loggers = Loggers([TextLogger(run_folder(small_disk)), JsonLinesLogger(run_folder(small_disk, "second"))])
+    with full(small_disk):
+        log_much(loggers, times=10)
+        loggers.close()
+    told = capsys.readouterr().err.splitlines()
+    assert sorted(line.split()[0] for line in told) == ["JsonLinesLogger", "TextLogger"]
+
+
+# The library's thread dies with a traceback of its own, which pytest turns into a warning.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.timeout(60)
+def test_tensorboard_does_not_hang_on_a_full_disk(small_disk, capsys):
+    before = set(threading.enumerate())
+    loggers = Loggers([TensorBoardLogger(run_folder(small_disk), {}, {}, 0)])
+    with full(small_disk):
+        log_much(loggers)
+        loggers.close()
+    log_much(loggers, times=20)
+    loggers.close()
+    assert capsys.readouterr().err.count("TensorBoardLogger cannot write") == 1
+    assert set(threading.enumerate()) <= before, "its thread has ended"
 
 
 def test_confusion_figure_has_true_classes_as_rows():

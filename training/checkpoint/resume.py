@@ -51,16 +51,14 @@ def hold_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world:
     )
 
 
-def check_fit(
-    found: FoundCheckpoint, config: TrainConfig, identity: dict[str, Any], steps_per_epoch: int | None = None
-) -> None:
+def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, Any], steps_per_epoch: int) -> None:
     """Refuse a checkpoint of another model, class list, data set or recipe, or of a position that this run never has.
 
     Args:
         found: the checkpoint.
         config: this run's configuration.
         identity: this run's, see `Manifest.identity`.
-        steps_per_epoch: optimizer steps of one epoch of this run; None leaves the position within one unchecked.
+        steps_per_epoch: optimizer steps of one epoch of this run.
 
     Raises:
         UserError: naming the first difference.
@@ -71,17 +69,18 @@ def check_fit(
         if saved != value:
             shown = one_line(_difference(saved, value), 400)
             raise UserError(f"checkpoint {found.path} was made with another {key}: {shown}.")
-    for name in FIELDS:
+    for name, field in FIELDS.items():
         if name in FREE_ON_RESUME:
             continue
-        saved, given = manifest.config.get(name), getattr(config, name)
+        # A flag that is younger than the checkpoint had its default.
+        saved, given = manifest.config.get(name, field.default), getattr(config, name)
         if saved != given:
             raise UserError(
                 f"checkpoint {found.path} was made with {FLAG_OF[name]} {_shown(saved)}, this run has {_shown(given)}: "
                 "give the same to go on, or start a new run with --weights."
             )
     progress = manifest.progress
-    if progress.epoch > config.epochs or (steps_per_epoch is not None and progress.step > steps_per_epoch):
+    if progress.epoch > config.epochs or progress.step > steps_per_epoch:
         raise UserError(
             f"checkpoint {found.path} stands at epoch {progress.epoch}, step {progress.step}: this run has "
             f"{config.epochs} epochs of {steps_per_epoch} steps."

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,13 +111,13 @@ def _find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[li
     )
 
 
-def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None, list[str]]:
-    """Return the first checkpoint whose every file is good, and why those before it are not; a collective.
+def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None, dict[Path, str]]:
+    """Return the first checkpoint whose every file is good, and what is wrong with those before it; a collective.
 
     The ranks share the work of hashing; all must see the same folder.
     """
     candidates = broadcast_object(candidates, world)
-    refused: list[str] = []
+    refused: dict[Path, str] = {}
     for path in candidates:
         error, manifest = None, None
         try:
@@ -127,8 +129,19 @@ def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None
         error = error_on_any_rank(error, world)
         if error is None and manifest is not None:
             return FoundCheckpoint(path, manifest), refused
-        refused.append(f"checkpoint {path} is passed over: {error}")
+        refused[path] = str(error)
     return None, refused
+
+
+def set_aside(folder: Path, damaged: Iterable[Path]) -> None:
+    """Take the names away from a run's own damaged checkpoints, so that none of `--keep-last` is one; on rank 0 alone.
+
+    They stay hidden in the folder until the next checkpoint is complete.
+    """
+    for path in damaged:
+        if path.parent == folder:
+            with contextlib.suppress(OSError):  # where nothing can be renamed, they are merely found again
+                path.rename(path.with_name(f".{path.name}.damaged"))
 
 
 def _newest_first(folder: Path) -> tuple[list[Path], list[str]]:

@@ -138,7 +138,10 @@ def build_loggers(config: TrainConfig, folder: RunFolder, facts: dict[str, Any],
     if config.tensorboard:
         from training.loggers.tensorboard import TensorBoardLogger
 
-        loggers.append(TensorBoardLogger(folder, dataclasses.asdict(config), facts, first_step))
+        try:
+            loggers.append(TensorBoardLogger(folder, dataclasses.asdict(config), facts, first_step))
+        except OSError as error:
+            print(f"TensorBoardLogger cannot write ({error}): training goes on without it", file=sys.stderr, flush=True)
     return Loggers(loggers)
 
 

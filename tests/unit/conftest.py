@@ -1,0 +1,27 @@
+"""Fixtures that several files of unit tests share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A tmpfs of 64 KiB; skips where mounting is not permitted."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "zerovision-test", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip(f"no tmpfs can be mounted: {result.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@pytest.fixture
+def no_sync(monkeypatch):
+    """Leave out waiting for the disk: it costs more than all else in tests of what the files hold."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)

@@ -1,0 +1,307 @@
+"""Steps that are undone: BatchNorm as before them, counts, names, and when they end a run."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_checkpoints import ALONE
+from timm.layers import BatchNormAct2d
+from torch import nn
+
+from training.bad_steps import NAMES_IN_MESSAGE, StepGuard
+from training.batchnorm import ModelBuffers, synchronize_batchnorm
+from training.data.reader import Batch
+from training.distributed import World
+from training.engine import StepResult
+from training.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
+from training.loggers import Loggers
+from training.metrics import sample_losses
+from training.precision import DynamicLossScale
+
+APPLIED, SKIPPED = StepResult(True, 1.0), StepResult(False, float("inf"))
+
+
+class Recorder:
+    """A logger that keeps what it is told."""
+
+    def __init__(self):
+        self.messages, self.events = [], []
+
+    def on_message(self, message):
+        self.messages.append(message)
+
+    def on_event(self, kind, values):
+        self.events.append((kind, values))
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)).train()
+
+
+def batch_of(indices, seed=0):
+    images = torch.randn(len(indices), 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+    return Batch(images, torch.arange(len(indices)) % 5, torch.ones(len(indices)), torch.tensor(indices))
+
+
+class Run:
+    """A step guard over a real model, of which only the engine's decision to skip is played."""
+
+    def __init__(self, most_in_row=0, loss_scale=None, **counts):
+        self.model, self.log = small_model(), Recorder()
+        engine = SimpleNamespace(module=self.model, loss_scale=loss_scale)
+        self.guard = StepGuard(engine, ALONE, Loggers([self.log]), most_in_row, "photo-{}.png".format, **counts)
+        self.step_number = 0
+
+    def step(self, result, *batches, spoil=lambda losses: losses):
+        self.step_number += 1
+        self.guard.before_step()
+        for batch in batches or [batch_of([1, 2, 3])]:
+            losses = sample_losses(self.model(batch.images), batch.labels)
+            self.guard.note(batch, spoil(losses))
+        return self.guard.after_step(result, self.step_number)
+
+    def state(self):
+        return copy.deepcopy(dict(self.model.named_buffers()))
+
+
+def assert_same(buffers, expected):
+    assert buffers.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert buffers[name].dtype == tensor.dtype
+        assert buffers[name].shape == tensor.shape
+        assert torch.equal(buffers[name], tensor), name
+
+
+def test_a_skipped_step_leaves_no_trace_in_batchnorm():
+    run, undisturbed = Run(), small_model()
+    broken = batch_of([7, 8, 9])
+    broken.images[1] = torch.nan
+    for seed in range(4):
+        good = batch_of([1, 2, 3], seed)
+        assert run.step(APPLIED, good)
+        undisturbed(good.images)
+        before = run.state()
+        assert not run.step(SKIPPED, good, broken)
+        assert_same(run.state(), before)
+    assert_same(run.state(), dict(undisturbed.named_buffers()))
+    assert run.guard.skipped == 4
+
+
+def test_an_applied_step_keeps_its_statistics():
+    run, plain = Run(), small_model()
+    assert run.step(APPLIED, batch_of([1, 2]), batch_of([3, 4], seed=1))
+    for seed, indices in enumerate(([1, 2], [3, 4])):
+        plain(batch_of(indices, seed).images)
+    assert_same(run.state(), dict(plain.named_buffers()))
+    assert run.log.messages == run.log.events == []
+
+
+def test_a_micro_step_without_an_update_counts_as_good():
+    run = Run(in_row=3, skipped=3)
+    assert run.step(None)
+    assert (run.guard.skipped, run.guard.in_row) == (3, 0)
+
+
+def test_counts_go_on_after_a_resume_and_begin_anew_after_a_good_step():
+    run = Run(most_in_row=4, skipped=7, in_row=2)
+    run.step(SKIPPED)
+    assert (run.guard.skipped, run.guard.in_row) == (8, 3)
+    run.step(APPLIED)
+    for in_row in (1, 2, 3):
+        run.step(SKIPPED)
+        assert (run.guard.skipped, run.guard.in_row) == (8 + in_row, in_row)
+    before = run.state()
+    with pytest.raises(RunEnded, match="4 steps in a row") as caught:
+        run.step(SKIPPED)
+    assert caught.value.exit_code == TOO_MANY_BAD_STEPS_EXIT_CODE
+    assert str(caught.value).isprintable()
+    assert_same(run.state(), before)
+
+
+def test_no_limit_is_no_limit():
+    run = Run(most_in_row=0)
+    for _ in range(30):
+        assert not run.step(SKIPPED)
+    assert run.guard.in_row == 30
+
+
+def with_broken_image(value):
+    batch = batch_of([4, 5, 6])
+    batch.images[2, 1, 3, 3] = value
+    return batch
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_the_broken_image_is_named_not_those_that_it_spoils(value):
+    run = Run()
+    run.step(SKIPPED, batch_of([1, 2, 3]), with_broken_image(value))
+    (message,) = run.log.messages
+    assert message.startswith("step 1 skipped on all ranks (1 in a row): an image is not finite on rank 0")
+    assert message.endswith("samples photo-6.png")
+    assert run.log.events == [
+        ("skipped_step", {"step": 1, "in_row": 1, "culprit": "an image is", "samples": ["photo-6.png"]})
+    ]
+
+
+def test_the_samples_of_a_broken_loss_are_named():
+    run = Run()
+    run.step(SKIPPED, batch_of([1, 2, 3]), spoil=lambda losses: losses * torch.tensor([1.0, torch.inf, 1.0]))
+    assert "the loss is not finite" in run.log.messages[0]
+    assert run.log.events[0][1]["samples"] == ["photo-2.png"]
+
+
+def test_all_samples_are_named_where_only_the_gradient_is_broken():
+    run = Run()
+    indices = list(range(NAMES_IN_MESSAGE + 3))
+    run.step(SKIPPED, batch_of(indices[:4]), batch_of(indices[4:]))
+    assert "the gradient is not finite" in run.log.messages[0]
+    assert run.log.messages[0].endswith(f"photo-{NAMES_IN_MESSAGE - 1}.png and 3 more")
+    assert run.log.events[0][1]["samples"] == [f"photo-{index}.png" for index in indices]
+
+
+def test_micro_batches_of_an_earlier_step_are_forgotten():
+    run = Run()
+    run.step(APPLIED, batch_of([1, 2]))
+    run.step(SKIPPED, batch_of([3, 4]))
+    assert run.log.events[0][1]["samples"] == ["photo-3.png", "photo-4.png"]
+
+
+def test_a_search_of_fp16s_loss_scale_is_no_bad_step():
+    run = Run(most_in_row=1, loss_scale=DynamicLossScale(2.0**10))
+    before = run.state()
+    for _ in range(5):
+        assert not run.step(SKIPPED)
+    assert (run.guard.skipped, run.guard.in_row, run.log.events) == (5, 0, [])
+    assert_same(run.state(), before)
+
+
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_with_fp16_a_broken_loss_or_the_smallest_scale_is_one(spoiled):
+    scale = DynamicLossScale(2.0**10 if spoiled else DynamicLossScale.MINIMUM)
+    run = Run(most_in_row=2, loss_scale=scale)
+    batch = with_broken_image(torch.nan) if spoiled else batch_of([1, 2])
+    run.step(SKIPPED, batch)
+    with pytest.raises(RunEnded):
+        run.step(SKIPPED, batch)
+
+
+# The buffers behind it.
+
+
+def buffers_of_all_kinds():
+    module = nn.Module()
+    for name, tensor in {
+        "f16": torch.randn(3, 5).half(),
+        "f32": torch.randn(2, 3, 4),
+        "turned": torch.randn(4, 6).t(),
+        "f64": torch.randn(33, dtype=torch.float64),
+        "count": torch.tensor(7),
+        "whole": torch.arange(40, dtype=torch.int32),
+        "flags": torch.tensor([True, False]),
+        "empty": torch.zeros(0),
+    }.items():
+        module.register_buffer(name, tensor)
+    module.register_buffer("hidden", torch.ones(2), persistent=False)
+    module.register_buffer("absent", None)
+    return module
+
+
+def test_buffers_keep_names_types_and_values():
+    torch.manual_seed(1)
+    module = buffers_of_all_kinds()
+    expected = copy.deepcopy(dict(module.named_buffers()))
+    keys = list(module.state_dict())
+    ModelBuffers(module)
+    assert_same(dict(module.named_buffers()), expected)
+    assert list(module.state_dict()) == keys
+    assert list(dict(module.named_buffers())) == list(expected)
+
+
+def test_restoring_is_exact_for_every_type():
+    module = buffers_of_all_kinds()
+    module.f16[0, 0], module.f32[0, 0, 0], module.f64[5] = torch.inf, torch.nan, 1e-310
+    expected = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    buffers = ModelBuffers(module)
+    kept = buffers.copy()
+    for buffer in module.buffers():
+        buffer.zero_()
+    buffers.restore(kept)
+    for name, buffer in module.named_buffers():
+        assert torch.equal(
+            buffer.contiguous().view(-1).view(torch.uint8), expected[name].contiguous().view(-1).view(torch.uint8)
+        )
+
+
+def images_of(seed):
+    return torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def gloo(tmp_path):
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def synchronized(norm):
+    return synchronize_batchnorm(nn.Sequential(norm), World(0, 0, 2, 2, torch.device("cpu")))
+
+
+NORMS = {
+    "BatchNorm2d": lambda: nn.BatchNorm2d(3),
+    "cumulative": lambda: nn.BatchNorm2d(3, momentum=None),
+    "without affine": lambda: nn.BatchNorm2d(3, affine=False),
+    "timm BatchNormAct2d": lambda: BatchNormAct2d(3),
+    "synchronized": lambda: synchronized(nn.BatchNorm2d(3)),
+    "synchronized timm": lambda: synchronized(BatchNormAct2d(3)),
+}
+
+
+@pytest.mark.usefixtures("gloo")
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_batchnorm_works_on_as_before_and_is_set_back(norm):
+    torch.manual_seed(2)
+    module = NORMS[norm]().train()
+    plain = copy.deepcopy(module)
+    buffers = ModelBuffers(module)
+    for seed in range(3):
+        assert torch.equal(module(images_of(seed)), plain(images_of(seed)))
+        assert_same(dict(module.named_buffers()), dict(plain.named_buffers()))
+        kept = buffers.copy()
+        module(images_of(seed + 100))
+        assert not torch.equal(kept[0], buffers.copy()[0]), "the update must reach the flat copy"
+        buffers.restore(kept)
+        assert_same(dict(module.named_buffers()), dict(plain.named_buffers()))
+    assert torch.equal(module.eval()(images_of(9)), plain.eval()(images_of(9)))
+
+
+def test_a_copy_does_not_follow_the_model():
+    module = nn.BatchNorm2d(3).train()
+    buffers = ModelBuffers(module)
+    kept = buffers.copy()
+    before = [tensor.clone() for tensor in kept]
+    module(images_of(0))
+    assert all(torch.equal(tensor, old) for tensor, old in zip(kept, before, strict=True))
+
+
+def test_loading_weights_reaches_the_copy():
+    module, other = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+    other.running_mean += 5
+    buffers = ModelBuffers(module)
+    module.load_state_dict(other.state_dict())
+    kept = buffers.copy()
+    module(images_of(0))
+    buffers.restore(kept)
+    assert torch.equal(module.running_mean, other.running_mean)
+
+
+def test_a_model_without_buffers():
+    buffers = ModelBuffers(nn.Linear(2, 2))
+    buffers.restore(buffers.copy())
+    assert buffers.copy() == []

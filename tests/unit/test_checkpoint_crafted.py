@@ -1,0 +1,367 @@
+"""Crafted checkpoints, with hashes that hold: nothing is executed, nothing hangs, and each gets one line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import tracemalloc
+
+import pytest
+import torch
+from small_checkpoints import (
+    ALONE,
+    GROUPS,
+    MOMENTS,
+    PretendedRank,
+    forge_manifest,
+    forge_shard,
+    trust_shard,
+    write_checkpoint,
+)
+
+from training.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST_FILE, Progress, shard_name
+from training.checkpoint.resume import fill_engine
+from training.checkpoint.shards import Snapshot
+from training.checkpoint.store import choose, find_candidates
+from training.errors import UserError
+from training.metrics import ScoreSums
+
+LINE_LENGTH = 1500
+PROGRESS = Progress(epoch=1, step=2)
+pytestmark = [
+    pytest.mark.timeout(60),  # a reader that waits for a pipe fails instead of hanging
+    pytest.mark.usefixtures("no_sync"),
+]
+
+
+def refusal(path):
+    """Return the one line that `choose` has for a checkpoint which it does not take."""
+    found, refused = choose([path], ALONE)
+    assert found is None, "the crafted checkpoint was taken"
+    (line,) = refused.values()
+    assert_one_line(line)
+    return line
+
+
+def assert_one_line(line):
+    assert line.isprintable()
+    assert len(line) < LINE_LENGTH
+
+
+def assert_not_filled(path):
+    """Assert that a checkpoint whose hashes hold is refused in one line when it is read, before the engine changes."""
+    found, refused = choose([path], ALONE)
+    assert found is not None, refused
+    engine = PretendedRank(seed=5)
+    before, running_mean = engine.weights, engine.module.norm_mean.clone()
+    with pytest.raises(UserError) as caught:
+        fill_engine(found, engine, ScoreSums(2, ALONE.device), ALONE)
+    assert_one_line(str(caught.value))
+    assert engine.weights is before
+    assert torch.equal(engine.module.norm_mean, running_mean)
+    return str(caught.value)
+
+
+class Exploit:
+    """Runs a shell command when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.parametrize("protocol", [0, 5])
+def test_a_pickle_as_a_shard_is_not_executed(tmp_path, protocol):
+    marker = tmp_path / "executed"
+    path = write_checkpoint(tmp_path / "c", PROGRESS)
+    (path / shard_name(1)).write_bytes(pickle.dumps(Exploit(marker), protocol=protocol))
+    trust_shard(path, 1)
+    assert_not_filled(path)
+    assert not marker.exists()
+
+
+def test_a_torch_file_as_a_shard_is_not_executed(tmp_path):
+    marker = tmp_path / "executed"
+    path = write_checkpoint(tmp_path / "c", PROGRESS)
+    torch.save({"weights.0": Exploit(marker)}, path / shard_name(0))
+    trust_shard(path, 0)
+    assert_not_filled(path)
+    (path / MANIFEST_FILE).write_bytes(pickle.dumps(Exploit(marker)))
+    refusal(path)
+    assert not marker.exists()
+
+
+# Files that are no files.
+
+
+@pytest.mark.parametrize("name", [shard_name(0), MANIFEST_FILE])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "loop", "dangling"])
+def test_files_that_are_no_files(tmp_path, name, kind):
+    path = write_checkpoint(tmp_path, PROGRESS)
+    (path / name).unlink()
+    {
+        "pipe": os.mkfifo,
+        "folder": os.mkdir,
+        "device": lambda at: os.symlink("/dev/zero", at),
+        "loop": lambda at: os.symlink(at, at),
+        "dangling": lambda at: os.symlink("nothing", at),
+    }[kind](path / name)
+    if name != MANIFEST_FILE:  # the size of a pipe and of a device
+        forge_manifest(path, lambda content: content["shards"][0].update(bytes=0))
+    assert name in refusal(path)
+
+
+def test_a_link_to_a_file_counts_by_its_content(tmp_path):
+    path = write_checkpoint(tmp_path, PROGRESS)
+    shard = path / shard_name(0)
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    assert choose([path], ALONE)[0] is not None
+    shard.unlink()
+    shard.symlink_to("/etc/passwd")
+    assert shard.name in refusal(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_a_pointer_that_is_no_file(tmp_path, make):
+    path = write_checkpoint(tmp_path, PROGRESS)
+    (tmp_path / "last").unlink()
+    make(tmp_path / "last")
+    candidates, notes = find_candidates("auto", tmp_path, is_restart=False)
+    assert candidates == [path]
+    assert_one_line(notes[0])
+
+
+# The manifest.
+
+DEEP = json.loads("[" * 200 + "]" * 200)
+MANIFESTS = {
+    "a million shards": lambda c: c.update(shards=[{"bytes": 1, "sha256": "0"}] * 10**6),
+    "no shards": lambda c: c.update(shards=[]),
+    "shards as a dict": lambda c: c.update(shards={"bytes": 1, "sha256": "0"}),
+    "shards as text": lambda c: c.update(shards="../../x"),
+    "shards as a number": lambda c: c.update(shards=2),
+    "a shard as text": lambda c: c.update(shards=["../../x"]),
+    "more shards than files": lambda c: c["shards"].append(c["shards"][0]),
+    "huge size": lambda c: c["shards"][0].update(bytes=10**30),
+    "large size": lambda c: c["shards"][0].update(bytes=10**15),
+    "negative size": lambda c: c["shards"][0].update(bytes=-1),
+    "infinite size": lambda c: c["shards"][0].update(bytes=math.inf),
+    "size as text": lambda c: c["shards"][0].update(bytes="1"),
+    "another hash": lambda c: c["shards"][0].update(sha256="0" * 64),
+    "hash with line breaks": lambda c: c["shards"][0].update(sha256="\n\x1b[31m\ud800"),
+    "hash as a list": lambda c: c["shards"][0].update(sha256=DEEP),
+    "negative shape": lambda c: c["parameters"].update({"stem.bias": [-5]}),
+    "infinite shape": lambda c: c["parameters"].update({"stem.bias": [math.inf]}),
+    "shape of nan": lambda c: c["parameters"].update({"stem.bias": [math.nan]}),
+    "shape of fractions": lambda c: c["parameters"].update({"stem.bias": [5.0]}),
+    "shape beyond 64 bits": lambda c: c["parameters"].update({"stem.bias": [10**30]}),
+    "shape as text": lambda c: c["parameters"].update({"stem.bias": "5"}),
+    "shape with strange name": lambda c: c["parameters"].update({"\n\x1b[2J\ud800": [-1]}),
+    "parameters as a list": lambda c: c.update(parameters=[]),
+    "progress as a list": lambda c: c.update(progress=[1, 2]),
+    "progress of nan": lambda c: c["progress"].update(best_top1=math.nan),
+    "progress of infinity": lambda c: c["progress"].update(best_top1=math.inf),
+    "progress above 100 %": lambda c: c["progress"].update(best_top1=10**400),
+    "epoch of nan": lambda c: c["progress"].update(epoch=math.nan),
+    "epoch of infinity": lambda c: c["progress"].update(epoch=math.inf),
+    "negative epoch": lambda c: c["progress"].update(epoch=-1),
+    "step of a half": lambda c: c["progress"].update(step=0.5),
+    "step as text": lambda c: c["progress"].update(step="1"),
+    "step as truth": lambda c: c["progress"].update(step=True),
+    "step beyond 64 bits": lambda c: c["progress"].update(step=10**100),
+    "unknown progress": lambda c: c["progress"].update(__class__="x"),
+    "applied steps of infinity": lambda c: c.update(applied_steps=math.inf),
+    "applied steps negative": lambda c: c.update(applied_steps=-1),
+    "loss scale of nan": lambda c: c.update(loss_scale={"value": math.nan, "good_steps": 0}),
+    "loss scale too large": lambda c: c.update(loss_scale={"value": 10**400, "good_steps": 0}),
+    "loss scale without value": lambda c: c.update(loss_scale={"good_steps": 0}),
+    "loss scale as text": lambda c: c.update(loss_scale="1"),
+    "identity as a number": lambda c: c.update(identity=1),
+    "config as text": lambda c: c.update(config="x"),
+    "config missing": lambda c: c.pop("config"),
+    "progress missing": lambda c: c.pop("progress"),
+}
+
+
+@pytest.mark.parametrize("craft", MANIFESTS)
+def test_crafted_manifests(tmp_path, craft):
+    path = write_checkpoint(tmp_path, PROGRESS)
+    forge_manifest(path, MANIFESTS[craft])
+    refusal(path)
+
+
+@pytest.mark.parametrize("depth", [50, *range(880, 1001, 2), 100_000])
+def test_deeply_nested_json(tmp_path, depth):
+    path = tmp_path / "step-00001-0000002"
+    path.mkdir()
+    text = '{"format": "zerovision checkpoint 1", "sha256": "0", "config": ' + "[" * depth + "]" * depth + "}"
+    (path / MANIFEST_FILE).write_text(text)
+    refusal(path)
+
+
+@pytest.mark.parametrize("content", ["[]", "1", "null", '"x"', "{}", '{"format": []}', "[" * 10, "9" * 5000])
+def test_json_that_is_no_manifest(tmp_path, content):
+    path = tmp_path / "step-00001-0000002"
+    path.mkdir()
+    (path / MANIFEST_FILE).write_text(content)
+    refusal(path)
+
+
+def test_a_huge_manifest_is_not_read(tmp_path):
+    path = write_checkpoint(tmp_path, PROGRESS)
+    os.truncate(path / MANIFEST_FILE, 100 * LARGEST_MANIFEST)  # sparse: takes no room
+    assert "larger than" in refusal(path)
+
+
+# The shards.
+
+
+def layout_of(rank, size=2):
+    snapshot, engine = Snapshot(), PretendedRank(rank, size)
+    snapshot.take(engine, engine.epoch_sums)
+    return snapshot.tensors, json.loads(json.dumps(snapshot.layout))
+
+
+def first_piece(layout, **changes):
+    piece = layout["groups"][0][0]
+    for key, value in changes.items():
+        piece[("name", "offset", "start", "length").index(key)] = value
+
+
+LAYOUTS = {
+    "negative offset": lambda t, la: first_piece(la, offset=-1),
+    "negative start": lambda t, la: first_piece(la, start=-4),
+    "negative length": lambda t, la: first_piece(la, length=-3),
+    "gap": lambda t, la: first_piece(la, length=la["groups"][0][0][3] - 1),
+    "overlap in the parameter": lambda t, la: la["groups"][0].append(la["groups"][0][0]),
+    "overlap in the file": lambda t, la: la["groups"][0].append(["stem.bias", 0, 0, 5]),
+    "out of the file": lambda t, la: first_piece(la, start=5),
+    "far out of the file": lambda t, la: first_piece(la, start=10**30),
+    "longer than the parameter": lambda t, la: first_piece(la, length=10**15),
+    "numbers as text": lambda t, la: first_piece(la, offset="0"),
+    "fractions": lambda t, la: first_piece(la, offset=0.0),
+    "infinity": lambda t, la: first_piece(la, offset=math.inf),
+    "nothing": lambda t, la: first_piece(la, length=None),
+    "unknown parameter": lambda t, la: first_piece(la, name="other"),
+    "parameter with a path": lambda t, la: first_piece(la, name="../../../etc/passwd"),
+    "parameter with line breaks": lambda t, la: first_piece(la, name="a\nb\x1b[2J\ud800"),
+    "parameter as a list": lambda t, la: first_piece(la, name=["stem.weight"]),
+    "short piece": lambda t, la: la["groups"][0][0].pop(),
+    "piece as a number": lambda t, la: la["groups"][0].append(1),
+    "unknown group": lambda t, la: la["groups"].append([["stem.bias", 0, 0, 5]]),
+    "a group more, empty": lambda t, la: la["groups"].append([]),
+    "a group less": lambda t, la: la["groups"].pop(),
+    "groups as a dict": lambda t, la: la.update(groups={"0": []}),
+    "groups as text": lambda t, la: la.update(groups="../../x"),
+    "groups missing": lambda t, la: la.pop("groups"),
+    "moments missing": lambda t, la: la.pop("moments"),
+    "other moments than rank 0": lambda t, la: la.update(moments=["exp_avg"]),
+    "moments with a path": lambda t, la: la.update(moments=["../../x"]),
+    "moments as lists": lambda t, la: la.update(moments=[[["exp_avg"]]]),
+    "moments nested": lambda t, la: la.update(moments=DEEP),
+    "weights as a matrix": lambda t, la: t.update({"weights.0": t["weights.0"][None]}),
+    "weights without dimension": lambda t, la: t.update({"weights.0": torch.tensor(1.0)}),
+    "weights in bf16": lambda t, la: t.update({"weights.0": t["weights.0"].bfloat16()}),
+    "weights as integers": lambda t, la: t.update({"weights.0": t["weights.0"].int()}),
+    "weights cut": lambda t, la: t.update({"weights.0": t["weights.0"][:3].clone()}),
+    "weights missing": lambda t, la: t.pop("weights.0"),
+    "moment cut": lambda t, la: t.update({"exp_avg.1": t["exp_avg.1"][:1].clone()}),
+    "moment missing": lambda t, la: t.pop("exp_avg_sq.1"),
+    "buffer missing": lambda t, la: t.pop("buffer/norm_mean"),
+    "buffer of another shape": lambda t, la: t.update({"buffer/norm_mean": torch.zeros(1)}),
+    "sums missing": lambda t, la: t.pop("epoch_sums"),
+    "sums of another shape": lambda t, la: t.update({"epoch_sums": torch.zeros(10**4, dtype=torch.float64)}),
+}
+
+
+@pytest.mark.parametrize("craft", LAYOUTS)
+def test_crafted_shards(tmp_path, craft):
+    path = write_checkpoint(tmp_path, PROGRESS)
+    tensors, layout = layout_of(1)
+    LAYOUTS[craft](tensors, layout)
+    forge_shard(path, 1, tensors, layout)
+    assert_not_filled(path)
+
+
+def test_the_shard_is_read_where_it_is_not_crafted(tmp_path):
+    # Else the refusals above might have another reason.
+    path = write_checkpoint(tmp_path, PROGRESS)
+    forge_shard(path, 1, *layout_of(1))
+    engine = PretendedRank(seed=5)
+    assert fill_engine(choose([path], ALONE)[0], engine, ScoreSums(2, ALONE.device), ALONE) == PROGRESS
+    assert torch.equal(engine.weights["stem.bias"], PretendedRank().weights["stem.bias"])
+
+
+@pytest.mark.parametrize("layout", [None, 1, "x", [], {}, DEEP])
+def test_layouts_of_another_type(tmp_path, layout):
+    path = write_checkpoint(tmp_path, PROGRESS)
+    forge_shard(path, 0, layout_of(0)[0], layout)
+    assert_not_filled(path)
+
+
+ON_ALL_RANKS = {
+    "buffer of another dtype": ("buffer/norm_mean", torch.zeros(7, dtype=torch.int64)),
+    "buffer more": ("buffer/../../x", torch.zeros(1)),
+    "sums of one number": ("epoch_sums", torch.zeros(1)),
+}
+
+
+@pytest.mark.parametrize("craft", ON_ALL_RANKS)
+def test_tensors_crafted_on_all_ranks(tmp_path, craft):
+    path = write_checkpoint(tmp_path, PROGRESS)
+    for rank in range(2):
+        tensors, layout = layout_of(rank)
+        forge_shard(path, rank, tensors | dict([ON_ALL_RANKS[craft]]), layout)
+    assert_not_filled(path)
+
+
+HEADERS = {
+    "longer than the file": (10**15).to_bytes(8, "little") + b"{}",
+    "longer than memory": (2**63).to_bytes(8, "little") + b"{}",
+    "no JSON": (4).to_bytes(8, "little") + b"\xff\xff\xff\xff",
+    "terabytes": b'{"weights.0":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4000000000000]}}',
+    "beyond 64 bits": b'{"weights.0":{"dtype":"F32","shape":[9223372036854775807,4],"data_offsets":[0,0]}}',
+    "negative": b'{"weights.0":{"dtype":"F32","shape":[-1],"data_offsets":[0,-4]}}',
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_headers_that_declare_too_much(tmp_path, header):
+    path = write_checkpoint(tmp_path, PROGRESS)
+    content = HEADERS[header]
+    is_whole = not content.startswith(b"{")
+    (path / shard_name(0)).write_bytes(content if is_whole else len(content).to_bytes(8, "little") + content)
+    trust_shard(path, 0)
+    assert_not_filled(path)
+
+
+@pytest.mark.parametrize("shape", [[2**40], [2**62], [2**31, 2**31, 2**31], [0, 2**62], [5, 1], []])
+def test_gigantic_parameters_are_refused_before_memory_is_taken(tmp_path, shape):
+    path = write_checkpoint(tmp_path, PROGRESS)
+    forge_manifest(path, lambda content: content["parameters"].update({"stem.bias": shape}))
+    tracemalloc.start()
+    assert "stem.bias" in assert_not_filled(path)
+    assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
+    tracemalloc.stop()
+
+
+def test_one_element_cannot_stand_for_many(tmp_path):
+    path = write_checkpoint(tmp_path, PROGRESS)
+    tensors, layout = layout_of(0)
+    layout["groups"][0] = [["huge", offset, 0, 8] for offset in range(0, 2**20, 8)]
+    forge_manifest(path, lambda content: content["parameters"].update(huge=[2**20]))
+    forge_shard(path, 0, tensors, layout)
+    assert "lies outside" in assert_not_filled(path)
+
+
+def test_the_builder_has_what_the_crafted_ones_alter():
+    tensors, layout = layout_of(1)
+    assert len(layout["groups"]) == len(GROUPS)
+    assert tuple(layout["moments"]) == MOMENTS
+    assert {"weights.0", "exp_avg.1", "buffer/norm_mean", "epoch_sums"} <= set(tensors)

@@ -1,0 +1,207 @@
+"""Which run may go on from a checkpoint: the global batch held, the recipe the same, all else free."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
+import torch
+from small_checkpoints import ALONE, IDENTITY
+
+from training.checkpoint.manifest import Manifest, Progress, ShardFacts
+from training.checkpoint.resume import check_fit, hold_global_batch
+from training.checkpoint.store import FoundCheckpoint
+from training.config import FIELDS, FLAG_OF, FREE_ON_RESUME, TrainConfig, field_types
+from training.distributed import World
+from training.errors import UserError
+
+CONFIG = TrainConfig(epochs=5, batch_size=8)
+STEPS_PER_EPOCH = 7
+RECIPE = sorted(FIELDS.keys() - FREE_ON_RESUME)
+BOTTOMLESS: list = []
+for _ in range(100_000):
+    BOTTOMLESS = [BOTTOMLESS]
+STRANGE = {
+    "bottomless": BOTTOMLESS,
+    "bottomless entry": {"depth": BOTTOMLESS, "model_type": BOTTOMLESS},
+    "control characters": "\n\x1b[2J\ud800" * 10**5,
+    "large number": 10**4000,
+    "nan": math.nan,
+    "long list": [1] * 10**6,
+    "nothing": None,
+}
+
+
+MIDDLE = Progress(epoch=1, step=3)
+
+
+def found(progress=MIDDLE, config=None, **identity):
+    """Return a checkpoint as it is after its way through the JSON file."""
+    saved = json.loads(json.dumps(dataclasses.asdict(CONFIG))) | (config or {})
+    shards = (ShardFacts(1, "0"),)
+    manifest = Manifest(
+        progress, IDENTITY | {k.replace("_", " "): v for k, v in identity.items()}, saved, 9, None, {}, shards
+    )
+    return FoundCheckpoint(Path("runs/first/checkpoints/step-00001-0000003"), manifest)
+
+
+def world_of(size):
+    return World(0, 0, size, size, torch.device("cpu"))
+
+
+def refusal(checkpoint, config=CONFIG, identity=IDENTITY):
+    with pytest.raises(UserError) as caught:
+        check_fit(checkpoint, config, identity, STEPS_PER_EPOCH)
+    line = str(caught.value)
+    assert line.isprintable()
+    assert len(line) < 1000
+    assert str(checkpoint.path) in line
+    return line
+
+
+def changed(name):
+    """Return another value of a field, of the field's type."""
+    value, kind = getattr(CONFIG, name), field_types()[name]
+    if get_origin(kind) is Literal:
+        return next(choice for choice in get_args(kind) if choice != value)
+    return {
+        bool: lambda: not value,
+        str: lambda: value + "x",
+        int: lambda: value + 1,
+        float: lambda: value / 2 + 0.125,
+    }[kind]()
+
+
+def test_the_same_run_fits():
+    check_fit(found(), CONFIG, IDENTITY, STEPS_PER_EPOCH)
+
+
+@pytest.mark.parametrize("name", sorted(FREE_ON_RESUME))
+def test_what_is_free_may_change(name):
+    check_fit(found(), dataclasses.replace(CONFIG, **{name: changed(name)}), IDENTITY, STEPS_PER_EPOCH)
+
+
+@pytest.mark.parametrize("name", RECIPE)
+def test_the_recipe_may_not(name):
+    line = refusal(found(), dataclasses.replace(CONFIG, **{name: changed(name)}))
+    assert f" {FLAG_OF[name]} " in line
+    assert str(getattr(CONFIG, name)) in line
+    assert str(changed(name)) in line
+
+
+@pytest.mark.parametrize("name", RECIPE)
+def test_a_flag_younger_than_the_checkpoint_had_its_default(name):
+    checkpoint = found()
+    del checkpoint.manifest.config[name]
+    default = dataclasses.replace(CONFIG, **{name: FIELDS[name].default})
+    check_fit(checkpoint, default, IDENTITY, STEPS_PER_EPOCH)
+    if changed(name) != FIELDS[name].default:
+        assert FLAG_OF[name] in refusal(checkpoint, config=dataclasses.replace(CONFIG, **{name: changed(name)}))
+
+
+def test_the_promises_of_the_manual_are_free():
+    # Issue: "what may change freely (world size, strategy, precision, workers, logging) does".
+    assert {
+        "strategy",
+        "precision",
+        "workers",
+        "log_every_steps",
+        "tensorboard",
+        "progress",
+        "log_dir",
+    } <= FREE_ON_RESUME
+    assert not {"seed", "model_type", "optimizer", "learning_rate", "epochs", "augmentation"} & FREE_ON_RESUME
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("model", {"model_type": "large"}, "another model: model_type 'small', this run has 'large'"),
+        ("model", {"model_type": "small", "members": ["a"]}, "another model: members None, this run has ['a']"),
+        ("class list", ["cat", "cow"], "another class list: entry 1 is 'dog', this run has 'cow'"),
+        ("class list", ["cat"], "another class list: 2 entries, this run has 1"),
+        ("data set", "ff00", "another data set: 'ab12', this run has 'ff00'"),
+        ("global batch", 32, "another global batch: 16, this run has 32"),
+    ],
+)
+def test_another_identity_is_named(key, value, told):
+    assert told in refusal(found(), identity=IDENTITY | {key: value})
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+@pytest.mark.parametrize("key", ["model", "class_list", "data_set"])
+def test_strange_identities_are_shown_in_one_line(key, strange):
+    refusal(found(**{key: STRANGE[strange]}))
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+@pytest.mark.parametrize("name", ["seed", "optimizer"])
+def test_strange_configurations_are_shown_in_one_line(name, strange):
+    assert FLAG_OF[name] in refusal(found(config={name: STRANGE[strange]}))
+
+
+@pytest.mark.parametrize(("epoch", "step"), [(0, 0), (4, STEPS_PER_EPOCH), (5, 0)])
+def test_positions_of_the_run_fit(epoch, step):
+    check_fit(found(Progress(epoch, step)), CONFIG, IDENTITY, STEPS_PER_EPOCH)
+
+
+@pytest.mark.parametrize(("epoch", "step"), [(6, 0), (2**62, 0), (0, STEPS_PER_EPOCH + 1), (0, 2**62)])
+def test_positions_beyond_the_run_do_not(epoch, step):
+    line = refusal(found(Progress(epoch, step)))
+    assert f"epoch {epoch}, step {step}" in line
+    assert "5 epochs of 7 steps" in line
+
+
+# The global batch.
+
+
+@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 8), (2, 8), (2, 4), (4, 4), (16, 1), (1, 16)])
+def test_accumulation_keeps_the_global_batch(ranks, batch_size):
+    config = dataclasses.replace(CONFIG, batch_size=batch_size, gradient_accumulation_steps=3)
+    held = hold_global_batch(config, found(), world_of(ranks))
+    assert held.gradient_accumulation_steps * ranks * batch_size == IDENTITY["global batch"]
+    assert dataclasses.replace(held, gradient_accumulation_steps=3) == config
+
+
+def test_without_a_checkpoint_nothing_changes():
+    assert hold_global_batch(CONFIG, None, ALONE) is CONFIG
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch_size", "told"),
+    [
+        (3, 8, "use 1, 2, 4, 8 or 16 ranks."),
+        (32, 1, "use 1, 2, 4, 8 or 16 ranks."),
+        (2, 3, "use --batch-size 1, 2, 4 or 8."),
+        (4, 8, "use --batch-size 1, 2 or 4."),
+        (16, 2, "use --batch-size 1."),
+    ],
+)
+def test_a_remainder_is_refused_with_what_is_allowed(ranks, batch_size, told):
+    with pytest.raises(UserError) as caught:
+        hold_global_batch(dataclasses.replace(CONFIG, batch_size=batch_size), found(), world_of(ranks))
+    assert str(caught.value).endswith(told)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "global_batch", [None, 0, -16, 16.0, True, "16", [16], math.nan, 10**4000, BOTTOMLESS, 2**62, 2**61 + 1, 720_720**2]
+)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_strange_global_batches_get_one_line_at_once(global_batch, ranks):
+    with pytest.raises(UserError) as caught:
+        hold_global_batch(CONFIG, found(global_batch=global_batch), world_of(ranks))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
+
+
+def test_accumulation_has_an_end():
+    most = FIELDS["gradient_accumulation_steps"].metadata["high"]
+    config = dataclasses.replace(CONFIG, batch_size=1)
+    assert hold_global_batch(config, found(global_batch=most), ALONE).gradient_accumulation_steps == most
+    with pytest.raises(UserError, match=f"{2 * most} accumulation steps .* use a larger --batch-size"):
+        hold_global_batch(config, found(global_batch=2 * most), ALONE)
