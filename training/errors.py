@@ -31,6 +31,19 @@ class RunEnded(Exception):
         self.exit_code = exit_code
 
 
+# What a rank's exception says when not its own code failed: the others' deaths reach it so.
+_DEATHS = {
+    "DataLoader worker": "a data worker of rank {rank} died: {error}",
+    "by peer": "rank {rank} lost the connection to another rank",
+}
+
+
+def known_death(error: Exception, rank: int) -> str | None:
+    """Return one line for an exception that only says that another process died; None for any other."""
+    text = " ".join(str(error).split())
+    return next((line.format(rank=rank, error=text) for sign, line in _DEATHS.items() if sign in text), None)
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str:
     """Return the closest allowed name as ' Did you mean ...?', or '' where none is close."""
     matches = difflib.get_close_matches(given.lower(), {a.lower(): a for a in allowed}, n=1, cutoff=0.5)

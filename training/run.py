@@ -20,7 +20,14 @@ from training.checkpoint.saver import Saver, SaveSettings
 from training.config import TrainConfig
 from training.distributed import start_world, stop_world
 from training.engine import gather_weights
-from training.errors import SECONDS_FOR_RANK_0_TO_SPEAK, USER_ERROR_EXIT_CODE, AgreedError, RunEnded, UserError
+from training.errors import (
+    SECONDS_FOR_RANK_0_TO_SPEAK,
+    USER_ERROR_EXIT_CODE,
+    AgreedError,
+    RunEnded,
+    UserError,
+    known_death,
+)
 from training.loggers import EpochPoint
 from training.loop import EpochResult, LoopTools, evaluate, train_one_epoch
 from training.metrics import Scores, ScoreSums
@@ -52,9 +59,9 @@ def run(config: TrainConfig, start: RunStart = FIRST_START) -> int:
             # A launcher ends all ranks as soon as one has failed: rank 0 speaks first.
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
         exit_code = error.exit_code if isinstance(error, RunEnded) else USER_ERROR_EXIT_CODE
-    except Exception:
+    except Exception as error:
         # The other ranks do not know of it: whatever needs them would wait for ever, so nothing is closed.
-        traceback.print_exc()
+        print(known_death(error, world.rank) or traceback.format_exc(), file=sys.stderr, flush=True)
         return 1
     stop.close()
     if parts is not None:
@@ -89,13 +96,15 @@ def train(parts: Parts, stop: StopRequest, start: RunStart = FIRST_START) -> int
         if _is_out_of_patience(parts, progress):
             parts.loggers.message(f"no better top-1 for {progress.epochs_without_better} epochs: stopping early")
             break
-        progress, stop_signal = _train_and_evaluate(parts, progress, sums, tools)
+        progress, stop_signal = _train_and_evaluate(parts, progress, sums, tools, saver)
     saver.finish(progress, sums.state())
     announce_end(parts, progress, stop_signal)
     return exit_code_of(stop_signal) if stop_signal else 0
 
 
-def _train_and_evaluate(parts: Parts, progress: Progress, sums: ScoreSums, tools: LoopTools) -> tuple[Progress, int]:
+def _train_and_evaluate(
+    parts: Parts, progress: Progress, sums: ScoreSums, tools: LoopTools, saver: Saver
+) -> tuple[Progress, int]:
     """Run one epoch, or the part of it before a signal, and save; return the new progress and the signal."""
     steps_per_epoch = parts.settings.plan.steps_per_epoch
     parts.engine.train()
@@ -115,14 +124,13 @@ def _train_and_evaluate(parts: Parts, progress: Progress, sums: ScoreSums, tools
         if not stop_signal:
             scores = evaluate(parts.engine, parts.val_loader, parts.settings, parts.world, tools)
             if isinstance(scores, Scores):
-                return _after_evaluation(parts, result, scores, sums, tools), 0
+                return _after_evaluation(parts, result, scores, sums, saver), 0
             stop_signal = scores
-    assert tools.saver is not None, "train() always gives one"
-    tools.saver.save(progress, sums.state())
+    saver.save(progress, sums.state())
     return progress, stop_signal
 
 
-def _after_evaluation(parts: Parts, result: EpochResult, scores: Scores, sums: ScoreSums, tools: LoopTools) -> Progress:
+def _after_evaluation(parts: Parts, result: EpochResult, scores: Scores, sums: ScoreSums, saver: Saver) -> Progress:
     """Log an epoch, save its checkpoint and, where it is the best so far, its weights; a collective."""
     before = result.progress
     is_best = scores.top1 > before.best_top1
@@ -152,9 +160,8 @@ def _after_evaluation(parts: Parts, result: EpochResult, scores: Scores, sums: S
             class_names=parts.data.class_names,
         )
     )
-    assert tools.saver is not None, "train() always gives one"
     write_best = _best_weights(parts, epoch, scores) if is_best else None
-    tools.saver.save(progress, sums.state(), write_best)
+    saver.save(progress, sums.state(), write_best)
     return progress
 
 

@@ -1,0 +1,39 @@
+"""The one line that a foreign death gets, and the traceback that everything else keeps."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from training.errors import known_death
+
+
+class DeadlyData(Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(1)
+
+
+def test_the_death_of_a_real_worker_is_one_line():
+    with pytest.raises(RuntimeError) as caught:
+        list(DataLoader(DeadlyData(), num_workers=1))
+    line = known_death(caught.value, 3)
+    assert line is not None
+    assert line.startswith("a data worker of rank 3 died: DataLoader worker")
+    assert "\n" not in line
+
+
+def test_a_lost_peer_is_one_line():
+    gloo = "[/pytorch/gloo/pair.cc:561] Connection closed by peer [127.0.0.1]:20395.\nCheck the logs"
+    assert known_death(RuntimeError(gloo), 0) == "rank 0 lost the connection to another rank"
+
+
+def test_a_bug_keeps_its_traceback():
+    assert known_death(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 0) is None
