@@ -80,6 +80,11 @@ def _warnings(parts: Parts) -> list[str]:
             f"the last step of an epoch has {plan.global_batch - padding} samples, "
             f"filled up to {plan.global_batch} with images of weight 0"
         )
+    if config.deterministic:
+        warnings.append(
+            "--deterministic repeats a run on the same hardware, number of ranks and versions only; an operation "
+            "without a deterministic version runs all the same, and warns by its name"
+        )
     if parts.head_epochs:
         warnings.append(f"only the head learns for the first {parts.head_epochs} epoch(s)")
     return warnings

@@ -234,14 +234,10 @@ def train_whole(world: World, folder: str, strategy: str, **options: Any) -> dic
 
 
 def resume_from(world: World, checkpoint: str, folder: str, strategy: str, **options: Any) -> dict[str, Any]:
-    """Go on from one checkpoint to the end."""
+    """Go on from one checkpoint to the end, saving at every step into another folder."""
     warm_up(world)
-    job = Job(world, checkpoint, strategy, resume=checkpoint, **options)
+    job = Job(world, folder, strategy, every_steps=1, resume=checkpoint, **options)
     buffers = {name: buffer.double().tolist() for name, buffer in job.module.named_buffers()}
-    job.saver = Saver(
-        dataclasses.replace(job.saver._settings, folder=Path(folder)), job.engine, world, Loggers([]), job.tools.report
-    )
-    job.tools = dataclasses.replace(job.tools, saver=job.saver)
     job.train()
     result = job.report() | {"resumed_buffers": gather_objects(buffers, world)}
     job.close()

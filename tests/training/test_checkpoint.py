@@ -77,10 +77,30 @@ def resumed_runs(launches, whole_runs):
             }
             for saved, saved_size, strategy, norm in keys
         ]
-        results = launches.run("resume_from", world_size, cases)
-        for (saved, saved_size, strategy, norm), ranks in zip(keys, results, strict=True):
+        results = launches.run("resume_from", world_size, cases + (chain_of(launches) if world_size == 2 else []))
+        if world_size == 2:
+            runs["chain"] = results[-1]
+        for (saved, saved_size, strategy, norm), ranks in zip(keys, results[: len(keys)], strict=True):
             runs[saved, saved_size, strategy, world_size, norm] = ranks
     return runs
+
+
+def chain_of(launches):
+    """One step under ddp, then one under each of fsdp_stage2, fsdp_stage3, ddp, from the checkpoint before."""
+    folder, cases = checkpoints_of(launches, "ddp", 2, False), []
+    for number, strategy in enumerate(("fsdp_stage2", "fsdp_stage3", "ddp")):
+        place = f"step-{number // 2:05d}-{(1, 2, 1)[number]:07d}"  # after 1, 2 and 4 of 6 steps
+        cases.append({"checkpoint": str(folder / place), "strategy": strategy})
+        folder = launches.folder / f"chain-{number}"
+        cases[-1]["folder"] = str(folder)
+    return cases
+
+
+def test_three_changes_of_strategy_in_one_training(whole_runs, resumed_runs, largest_difference):
+    oracle, chained = whole_runs["ddp", 2, False][0], resumed_runs["chain"][0]
+    assert list(chained["losses"]) == ["5", "6"]
+    assert largest_difference(chained["weights"], oracle["weights"]) < 1e-5
+    assert chained["losses"]["6"] == pytest.approx(oracle["losses"]["6"], abs=1e-5)
 
 
 @pytest.mark.parametrize(("saved", "saved_size", "strategy", "world_size"), MATRIX)
@@ -129,26 +149,26 @@ def test_batchnorms_statistics_are_averaged_for_another_number_of_ranks(strategy
                 np.testing.assert_allclose(buffers[name], mean, atol=1e-6)
 
 
+POISONED = [
+    *product(STRATEGIES, ("fp32",), (0.0, 0.5), CULPRITS),
+    *product(STRATEGIES, ("bf16", "fp16"), (0.0,), CULPRITS),
+]
+LIMITED = ("ddp", "fp32", 0.0, "image")
+
+
 @pytest.fixture(scope="module")
 def poisoned_runs(launches):
-    keys = [
-        *product(STRATEGIES, ("fp32",), (0.0, 0.5), CULPRITS),
-        *product(STRATEGIES, ("bf16", "fp16"), (0.0,), CULPRITS),
-    ]
+    """{(strategy, precision, clipping, culprit): every rank's report}, and under `None` one with --max-bad-steps 1."""
+    names = ("strategy", "precision", "clipping", "culprit")
     cases = [
-        {
-            "folder": str(launches.folder / f"poisoned-{number}"),
-            **dict(zip(("strategy", "precision", "clipping", "culprit"), key, strict=True)),
-        }
-        for number, key in enumerate(keys)
+        dict(zip(names, key, strict=True)) | {"folder": str(launches.folder / f"poisoned-{number}")}
+        for number, key in enumerate([*POISONED, LIMITED])
     ]
-    return dict(zip(keys, launches.run("poisoned", 2, cases), strict=True))
+    cases[-1]["most_bad_steps"] = 1
+    return dict(zip([*POISONED, None], launches.run("poisoned", 2, cases), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "precision", "clipping", "culprit"),
-    [*product(STRATEGIES, ("fp32",), (0.0, 0.5), CULPRITS), *product(STRATEGIES, ("bf16", "fp16"), (0.0,), CULPRITS)],
-)
+@pytest.mark.parametrize(("strategy", "precision", "clipping", "culprit"), POISONED)
 def test_a_bad_step_leaves_no_trace_on_any_rank(strategy, precision, clipping, culprit, poisoned_runs):
     """Weights, BatchNorm's statistics and the count of updates stay, and the samples are named."""
     ranks = poisoned_runs[strategy, precision, clipping, culprit]
@@ -171,26 +191,27 @@ def test_a_bad_step_leaves_no_trace_on_any_rank(strategy, precision, clipping, c
     assert len(events[0]["samples"]) == {"image": 1, "loss": 8, "gradient": 16}[culprit]
 
 
-def test_too_many_bad_steps_end_the_run(launches):
-    case = {"folder": str(launches.folder / "ended"), "strategy": "ddp", "precision": "fp32", "clipping": 0.0}
-    for report in launches.run("poisoned", 2, [case | {"culprit": "image", "most_bad_steps": 1}])[0]:
+def test_too_many_bad_steps_end_the_run(poisoned_runs):
+    for report in poisoned_runs[None]:
         message, code = report["ended"]
         assert code == TOO_MANY_BAD_STEPS_EXIT_CODE
         assert message.startswith("1 steps in a row were skipped")
         assert "\n" not in message
 
 
-@pytest.mark.parametrize("full_rank", [0, 1])
-def test_a_full_disk_on_one_rank_costs_one_checkpoint_and_two_in_a_row_end_the_run(full_rank, launches):
-    case = {"folder": str(launches.folder / f"full-{full_rank}"), "strategy": "fsdp_stage2", "full_rank": full_rank}
-    reports = launches.run("save_on_full_disk", 2, [case])[0]
-    for report in reports:
-        assert report["after_failure"] == ["last", "step-00000-0000001"]
-        assert report["after_success"] == ["last", "step-00000-0000001", "step-00000-0000003"]
-        assert report["at_end"] == report["after_success"]
-        assert report["last"].strip() == "step-00000-0000003"
-        assert report["ended"][1] == CANNOT_SAVE_EXIT_CODE
-        failed = [event for event in report["events"] if event["kind"] == "checkpoint_failed"]
-        assert [event["step"] for event in failed] == [2, 4, 5]
-        assert all(f"rank {full_rank}" in event["error"] and "File too large" in event["error"] for event in failed)
-        assert any("training goes on" in message for message in report["messages"])
+def test_a_full_disk_on_one_rank_costs_one_checkpoint_and_two_in_a_row_end_the_run(launches):
+    cases = [
+        {"folder": str(launches.folder / f"full-{full_rank}"), "strategy": "fsdp_stage2", "full_rank": full_rank}
+        for full_rank in range(2)
+    ]
+    for full_rank, reports in enumerate(launches.run("save_on_full_disk", 2, cases)):
+        for report in reports:
+            assert report["after_failure"] == ["last", "step-00000-0000001"]
+            assert report["after_success"] == ["last", "step-00000-0000001", "step-00000-0000003"]
+            assert report["at_end"] == report["after_success"]
+            assert report["last"].strip() == "step-00000-0000003"
+            assert report["ended"][1] == CANNOT_SAVE_EXIT_CODE
+            failed = [event for event in report["events"] if event["kind"] == "checkpoint_failed"]
+            assert [event["step"] for event in failed] == [2, 4, 5]
+            assert all(f"rank {full_rank}" in event["error"] and "too large" in event["error"] for event in failed)
+            assert any("training goes on" in message for message in report["messages"])

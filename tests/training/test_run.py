@@ -29,7 +29,7 @@ EPOCHS = 4
 def trained(tmp_path_factory):
     """(log folder, what the launcher printed) of a run over two ranks."""
     logs = tmp_path_factory.mktemp("logs")
-    words = ["mobilenet", "ddp", "2", "16", str(EPOCHS), "--learning-rate", "0.004"]
+    words = ["mobilenet", "ddp", "2", "16", str(EPOCHS), "--learning-rate", "0.004", "--deterministic"]
     result = launch(*words, "--run-name", "digits", "--log-dir", str(logs))
     assert result.returncode == 0, result.stdout + result.stderr
     return logs, result
@@ -57,6 +57,7 @@ def test_says_what_it_runs_on_and_where_everything_is(trained, run_folder):
     assert "no GPU found: running 2 CPU ranks over gloo" in result.stderr
     assert "global batch 32 = 16 per CPU rank x 2 CPU ranks x 1 accumulation step(s)" in result.stdout
     assert "stem stride 2 -> 1" in result.stdout
+    assert "--deterministic repeats a run on the same hardware" in result.stdout
     for path in (run_folder / "model.safetensors", logs / "training.log", logs / "tensorboard"):
         assert str(path) in result.stdout
         assert path.exists()
