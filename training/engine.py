@@ -81,6 +81,7 @@ def build_engine(
         model=module, optimizer=optimizer, config=config, dist_init_required=False
     )
     engine = Engine(deepspeed_engine, DynamicLossScale() if precision == "fp16" else None)
+    _clear_filling(engine.flat_shards())
     if isinstance(optimizer, ShardedLamb):
         optimizer.bind_shards(engine.shard_layouts(), world)
     return engine
@@ -256,6 +257,15 @@ class Engine:
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers; without it a process may abort at its exit (findings, row 17)."""
         self._engine.destroy()
+
+
+def _clear_filling(shards: list[FlatShard]) -> None:
+    """Set to 0 what fills up the flat weights: ZeRO 3 leaves it as the memory was, and no two files would be equal."""
+    for shard in shards:
+        is_filling = torch.ones_like(shard.weights, dtype=torch.bool)
+        for piece in shard.pieces:
+            is_filling[piece.start : piece.start + piece.length] = False
+        shard.weights.detach()[is_filling] = 0
 
 
 def _fill(flat: torch.Tensor, piece: Piece, whole: torch.Tensor) -> None:

@@ -27,6 +27,7 @@ from training.data.loader import TrainLoader
 from training.data.sampler import BatchPlan
 from training.data.sources import ArraySource
 from training.distributed import World, barrier, broadcast_object, gather_objects
+from training.engine import FlatShard
 from training.errors import RunEnded
 from training.launch_folder import RankReport
 from training.loggers import Loggers, StepPoint
@@ -228,9 +229,15 @@ def train_whole(world: World, folder: str, strategy: str, **options: Any) -> dic
     warm_up(world)
     job = Job(world, folder, strategy, every_steps=1, **options)
     job.train()
-    result = job.report()
+    result = job.report() | {"filling": [part for shard in job.engine.flat_shards() for part in filling_of(shard)]}
     job.close()
     return result
+
+
+def filling_of(shard: FlatShard) -> list[float]:
+    """Return the weights that belong to no parameter."""
+    places = {place for piece in shard.pieces for place in range(piece.start, piece.start + piece.length)}
+    return [value for place, value in enumerate(shard.weights.tolist()) if place not in places]
 
 
 def resume_from(world: World, checkpoint: str, folder: str, strategy: str, **options: Any) -> dict[str, Any]:

@@ -130,6 +130,12 @@ def test_the_same_world_goes_on_bit_for_bit(strategy, world_size, norm, whole_ru
         assert resumed["train_loss"] == whole["train_loss"]
 
 
+def test_what_fills_up_the_shards_is_zero(whole_runs):
+    filling = [value for ranks in whole_runs.values() for report in ranks for value in report["filling"]]
+    assert filling
+    assert set(filling) == {0.0}
+
+
 def test_the_runs_mean_something(whole_runs):
     losses = whole_runs["ddp", 1, False][0]["losses"]
     assert np.ptp(list(losses.values())) > 0.02
