@@ -37,8 +37,8 @@ def main() -> int:
             return 0
         report = report_to_launcher(config)
         # Imported late: `--help` and the launchers' check need none of it.
-        from training.parts import RunStart
         from training.run import run
+        from training.run_start import RunStart
 
         exit_code = run(config, RunStart(int(os.environ.get(RESTARTS_VARIABLE, "0")), report))
         if exit_code == 0 and os.environ.get("RANK", "0") == "0":

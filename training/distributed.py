@@ -8,14 +8,16 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from training.errors import UserError
+from training.errors import AgreedError, UserError
 
+Result = TypeVar("Result")
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -146,6 +148,20 @@ def error_on_any_rank(error: str | None, world: World) -> str | None:
     messages: list[str | None] = [None] * world.size
     dist.all_gather_object(messages, error)
     return next((message for message in messages if message is not None), None)
+
+
+def agreed(action: Callable[[], Result], world: World) -> Result:
+    """Run an action on every rank; where it is a user's mistake on any, raise it on all. A collective."""
+    message = None
+    result: Any = None
+    try:
+        result = action()
+    except UserError as error:
+        message = str(error)
+    message = error_on_any_rank(message, world)
+    if message is not None:
+        raise AgreedError(message)
+    return result
 
 
 def gather_objects(value: Any, world: World, group: dist.ProcessGroup | None = None) -> list[Any]:

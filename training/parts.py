@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,42 +17,23 @@ from models.normalization import starting_normalization
 from training.batchnorm import synchronize_batchnorm
 from training.checkpoint.manifest import Progress
 from training.checkpoint.resume import check_fit, hold_global_batch
-from training.checkpoint.store import FoundCheckpoint, choose, find_candidates, set_aside
+from training.checkpoint.store import FoundCheckpoint
 from training.config import TrainConfig, save_config
 from training.data import DataOptions, load_data
 from training.data.bundle import DataBundle
 from training.data.loader import EvaluationLoader, TrainLoader, automatic_workers
 from training.data.sampler import BatchPlan, EvaluationPlan
-from training.distributed import World, broadcast_object, error_on_any_rank
+from training.distributed import World, agreed
 from training.engine import Engine, build_engine
 from training.environment import describe_environment
-from training.errors import AgreedError, UserError
 from training.finetune import RestingBackbone
-from training.launch_folder import RankReport
 from training.loggers import Loggers, build_loggers
 from training.loop import LoopSettings
 from training.optim import build_optimizer, build_schedule
 from training.precision import resolve_precision
-from training.run_folder import RunFolder, create_run_folder, name_run
+from training.run_folder import RunFolder
+from training.run_start import FIRST_START, RunStart, create_folder, find_checkpoint
 from training.strategies import engine_config, read_strategy_json
-
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class RunStart:
-    """Which start of a run this is.
-
-    Attributes:
-        restarts: how often the launcher has started it again.
-        report: what the launcher is told.
-    """
-
-    restarts: int
-    report: RankReport
-
-
-FIRST_START = RunStart(0, RankReport(None, 0, 0.0))
 
 
 @dataclass(frozen=True)
@@ -125,8 +105,8 @@ def build_parts(config: TrainConfig, world: World, start: RunStart = FIRST_START
     precision = agreed(lambda: resolve_precision(config.precision, world.device), world)
     strategy_json = agreed(lambda: read_strategy_json(config.strategy, config.deepspeed_config), world)
     data = agreed(lambda: load_data(_data_options(config)), world)
-    folder = _create_folder(config, start, world)
-    found, notes = _find_checkpoint(config, folder, start, world)
+    folder = create_folder(config, start, world)
+    found, notes = find_checkpoint(config, folder, start, world)
     config = agreed(lambda: hold_global_batch(config, found, world), world)
     head_epochs = config.head_epochs if model_spec(config.model_type).always_pretrained else 0
     settings = _loop_settings(config, data, head_epochs, world)
@@ -167,20 +147,6 @@ def build_parts(config: TrainConfig, world: World, start: RunStart = FIRST_START
         train_loader=train_loader,
         val_loader=val_loader,
     )
-
-
-def agreed(action: Callable[[], Result], world: World) -> Result:
-    """Run an action on every rank; where it is a user's mistake on any, raise it on all. A collective."""
-    message = None
-    result: Any = None
-    try:
-        result = action()
-    except UserError as error:
-        message = str(error)
-    message = error_on_any_rank(message, world)
-    if message is not None:
-        raise AgreedError(message)
-    return result
 
 
 def _data_options(config: TrainConfig) -> DataOptions:
@@ -238,39 +204,6 @@ def _loop_settings(config: TrainConfig, data: DataBundle, head_epochs: int, worl
         log_every_steps=config.log_every_steps,
         epochs=config.epochs,
     )
-
-
-def _create_folder(config: TrainConfig, start: RunStart, world: World) -> RunFolder:
-    """Create the run's folders on rank 0, and tell all ranks where they are; a collective."""
-
-    def create() -> RunFolder | None:
-        if not world.is_main:
-            return None
-        return create_run_folder(config, name_run(config), is_restart=start.restarts > 0)
-
-    folder = broadcast_object(agreed(create, world), world)
-    start.report.run_name(folder.name)
-    return folder
-
-
-def _find_checkpoint(
-    config: TrainConfig, folder: RunFolder, start: RunStart, world: World
-) -> tuple[FoundCheckpoint | None, list[str]]:
-    """Find the checkpoint to go on from, and what the user should know about it; a collective.
-
-    Raises:
-        UserError: on all ranks, where the user asked for one and there is no good one.
-    """
-    is_restart = start.restarts > 0
-    candidates, notes = agreed(lambda: find_candidates(config.resume, folder.checkpoints, is_restart=is_restart), world)
-    found, refused = choose(candidates, world)
-    if refused and found is None:
-        if config.resume not in ("auto", "never"):
-            raise AgreedError(f"--resume {config.resume}: no good checkpoint. {next(iter(refused.values()))}")
-        notes.append("no good checkpoint is left: starting from the beginning")
-    if world.is_main:
-        set_aside(folder.checkpoints, refused)
-    return found, notes + [f"checkpoint {path} is passed over: {reason}" for path, reason in refused.items()]
 
 
 def _first_step(found: FoundCheckpoint | None, plan: BatchPlan) -> int:

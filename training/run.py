@@ -18,7 +18,7 @@ from training.checkpoint.manifest import Progress
 from training.checkpoint.resume import fill_engine
 from training.checkpoint.saver import Saver, SaveSettings
 from training.config import TrainConfig
-from training.distributed import start_world, stop_world
+from training.distributed import agreed, start_world, stop_world
 from training.engine import gather_weights
 from training.errors import (
     SECONDS_FOR_RANK_0_TO_SPEAK,
@@ -31,7 +31,8 @@ from training.errors import (
 from training.loggers import EpochPoint
 from training.loop import EpochResult, LoopTools, evaluate, train_one_epoch
 from training.metrics import Scores, ScoreSums
-from training.parts import FIRST_START, Parts, RunStart, agreed, build_parts
+from training.parts import Parts, build_parts
+from training.run_start import FIRST_START, RunStart
 from training.signals import StopRequest, exit_code_of
 
 SLOW_PHASE = 5  # start-up, the first step and saves may take this many hang timeouts
