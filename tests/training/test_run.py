@@ -19,6 +19,8 @@ from sklearn.datasets import load_digits
 from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, top_k_accuracy_score
 
 from delivery.weights import load_model, preprocess
+from training.checkpoint.manifest import read_manifest
+from training.checkpoint.shards import CheckpointReader
 from training.command_line import parse_args
 from training.data import DataOptions, load_data
 
@@ -128,11 +130,12 @@ def test_environment_and_sharding_are_recorded(run_folder):
     assert sharding["gradient_clipping"] == 1.0
 
 
-def test_checkpoints_are_best_and_last(run_folder):
+def test_checkpoints_are_the_last_two_and_the_best(run_folder):
     folder = run_folder / "checkpoints"
     names = {pointer: (folder / pointer).read_text().strip() for pointer in ("last", "best")}
     assert names["last"] == f"step-{EPOCHS:05d}-0000000"
-    assert {path.name for path in folder.iterdir()} == {"last", "best", *names.values()}
+    before = f"step-{EPOCHS - 1:05d}-0000000"
+    assert {path.name for path in folder.iterdir()} == {"last", "best", before, *names.values()}
 
 
 def test_run_name_is_not_used_twice(trained):
@@ -198,12 +201,12 @@ def test_fine_tuning_leaves_the_backbone_alone_in_the_head_epochs(run_folder, tm
     assert len(moved) > 0.9 * len(before)
 
 
-def load_last(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    name = (folder / "checkpoints" / "last").read_text().strip()
-    tensors = load_file(folder / "checkpoints" / name / "state.safetensors")
-    return {key.removeprefix("weights/"): value for key, value in tensors.items() if key.startswith("weights/")}
+def load_last(run_folder: Path) -> dict[str, torch.Tensor]:
+    """Return weights and buffers of the newest checkpoint of a run of one rank."""
+    folder = run_folder / "checkpoints"
+    checkpoint = folder / (folder / "last").read_text().strip()
+    reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
+    return {**reader.weights, **reader.buffers(0, 1)}
 
 
 def test_timm_model_loads_in_timm_by_its_own_name(tmp_path):

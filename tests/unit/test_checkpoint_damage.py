@@ -112,7 +112,7 @@ def test_nothing_is_chosen_where_all_are_damaged(tmp_path):
         cut(write_checkpoint(tmp_path, progress, seed=seed) / shard_name(0))
     found, notes = newest(tmp_path)
     assert found is None
-    assert [note.split()[1] for note in notes] == [str(tmp_path / checkpoint_name(p)) for p in (NEW, OLD)]
+    assert [note.split(": ")[0] for note in notes] == [str(tmp_path / checkpoint_name(p)) for p in (NEW, OLD)]
 
 
 POINTERS = {
