@@ -334,13 +334,18 @@ def save_on_full_disk(world: World, folder: str, strategy: str, full_rank: int) 
         job.saver.save(dataclasses.replace(job.progress, step=step), epoch_sums)
         job.saver._wait()
 
+    def names() -> list[str]:
+        found = sorted(path.name for path in job.folder.iterdir())
+        gather_objects(None, world)  # rank 0 begins the next save after all ranks have looked
+        return found
+
     save(1)
     ended = None
     with full_disk(world, full_rank):
         save(2)
-    names_after_failure = sorted(path.name for path in job.folder.iterdir())
+    names_after_failure = names()
     save(3)
-    names_after_success = sorted(path.name for path in job.folder.iterdir())
+    names_after_success = names()
     try:
         with full_disk(world, full_rank):
             save(4)
@@ -350,7 +355,7 @@ def save_on_full_disk(world: World, folder: str, strategy: str, full_rank: int) 
     result = {
         "after_failure": names_after_failure,
         "after_success": names_after_success,
-        "at_end": sorted(path.name for path in job.folder.iterdir()),
+        "at_end": names(),
         "messages": job.recorder.messages,
         "events": job.recorder.events,
         "ended": ended,
