@@ -40,9 +40,9 @@ def launch(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
     return run_command("bash", "scripts/launch_distributed.sh", *words, **changes)
 
 
-def train_alone(*flags: str) -> subprocess.CompletedProcess[str]:
+def train_alone(*flags: str, **changes: str) -> subprocess.CompletedProcess[str]:
     """Run the entry in one process, without a launcher."""
-    return run_command(sys.executable, ENTRY, *flags, OMP_NUM_THREADS="1")
+    return run_command(sys.executable, ENTRY, *flags, OMP_NUM_THREADS="1", **changes)
 
 
 def read_metrics(run_folder: Path, kind: str) -> list[dict[str, Any]]:
