@@ -11,6 +11,13 @@ from torch import nn
 
 from training.config import TrainConfig
 
+# What each `--optimizer` keeps of a parameter, in the names of its own state; sgd without momentum keeps nothing.
+MOMENT_KINDS: dict[str, tuple[str, ...]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "lamb": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+}
+
 
 @dataclass(frozen=True)
 class Schedule:

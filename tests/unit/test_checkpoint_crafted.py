@@ -320,6 +320,17 @@ def test_tensors_crafted_on_all_ranks(tmp_path, craft):
     assert_not_filled(path)
 
 
+@pytest.mark.parametrize("kind", ["momentum_buffer", "step", "exp_avg2"])
+def test_moments_that_the_optimizer_does_not_have(tmp_path, kind):
+    path = write_checkpoint(tmp_path, PROGRESS)
+    for rank in range(2):
+        tensors, layout = layout_of(rank)
+        for group in range(len(GROUPS)):
+            tensors[f"{kind}.{group}"] = tensors.pop(f"exp_avg_sq.{group}")
+        forge_shard(path, rank, tensors, layout | {"moments": ["exp_avg", kind]})
+    assert "moments" in assert_not_filled(path)
+
+
 HEADERS = {
     "longer than the file": (10**15).to_bytes(8, "little") + b"{}",
     "longer than memory": (2**63).to_bytes(8, "little") + b"{}",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import pytest
 import torch
+from timm.optim import Lamb
 from torch import nn
 
-from training.config import TrainConfig
-from training.optim import build_optimizer, build_schedule
+from training.config import TrainConfig, field_types
+from training.optim import MOMENT_KINDS, build_optimizer, build_schedule
 
 CONFIG = TrainConfig(epochs=10, warmup_epochs=2, learning_rate=0.1, final_learning_rate_scale=0.0)
 
@@ -72,3 +74,18 @@ def test_groups_tell_decay_and_head():
     }
     same_rate = build_optimizer(module, CONFIG, head, discriminative=False)
     assert {group["rate_scale"] for group in same_rate.param_groups} == {1.0}
+
+
+@pytest.mark.parametrize("name", get_args(field_types()["optimizer"]))
+def test_moment_kinds_are_what_the_optimizer_keeps(name):
+    """LAMB through timm's own class, which ours follows: ours needs the shards of an engine."""
+    module = nn.Linear(3, 2)
+    config = dataclasses.replace(CONFIG, optimizer=name)
+    optimizer = build_optimizer(module, config, [], discriminative=False)
+    if name == "lamb":
+        optimizer = Lamb(module.parameters())
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for parameter, state in optimizer.state.items():
+        kept = [kind for kind, value in state.items() if torch.is_tensor(value) and value.shape == parameter.shape]
+        assert sorted(kept) == sorted(MOMENT_KINDS[name])

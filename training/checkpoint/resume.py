@@ -16,6 +16,7 @@ from training.distributed import World
 from training.engine import Engine
 from training.errors import UserError
 from training.metrics import ScoreSums
+from training.optim import MOMENT_KINDS
 
 
 def hold_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> TrainConfig:
@@ -99,6 +100,7 @@ def fill_engine(found: FoundCheckpoint, engine: Engine, sums: ScoreSums, world: 
         buffers = reader.buffers(world.rank, world.size)
         epoch_sums = reader.epoch_sums(world.rank, world.size)
         _check_names(engine, manifest, buffers)
+        _check_moments(manifest, reader.moments)
         if epoch_sums.shape != sums.state().shape:
             raise DamagedCheckpoint("its sums of the epoch have another shape")
         engine.write_state(reader.weights, reader.moments, manifest.applied_steps)
@@ -121,6 +123,13 @@ def _check_names(engine: Engine, manifest: Manifest, buffers: dict[str, Any]) ->
     kinds = {name: (buffer.shape, buffer.dtype) for name, buffer in engine.module.named_buffers()}
     if kinds != {name: (buffer.shape, buffer.dtype) for name, buffer in buffers.items()}:
         raise DamagedCheckpoint("its buffers differ from this model's")
+
+
+def _check_moments(manifest: Manifest, moments: dict[str, Any]) -> None:
+    """Refuse moments under other names than the optimizer's, which would miss its own in its next step."""
+    optimizer = str(manifest.config.get("optimizer", FIELDS["optimizer"].default))
+    if moments and sorted(moments) != sorted(MOMENT_KINDS.get(optimizer, ())):
+        raise DamagedCheckpoint(f"its moments are not those of {one_line(optimizer)}")
 
 
 def _difference(saved: Any, given: Any) -> str:
