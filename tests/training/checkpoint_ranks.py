@@ -336,7 +336,7 @@ def save_on_full_disk(world: World, folder: str, strategy: str, full_rank: int) 
 
     def names() -> list[str]:
         found = sorted(path.name for path in job.folder.iterdir())
-        gather_objects(None, world)  # rank 0 begins the next save after all ranks have looked
+        barrier(world)  # rank 0 begins the next save after all ranks have looked
         return found
 
     save(1)

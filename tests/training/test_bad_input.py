@@ -103,15 +103,27 @@ def test_missing_data_folder_over_two_ranks(tmp_path):
     assert_user_error(result, "/no/such/folder")
 
 
-def test_occupied_port():
-    """Rank 0 of two, started as a launcher does: `deepspeed` itself would end the waiting rank 1 after 30 s only."""
+@pytest.fixture
+def taken_port():
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        port = str(taken.getsockname()[1])
-        ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        result = train_alone("--data", "fake", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **ranks)
-    assert_user_error(result, f"port {port} is in use")
+        yield str(taken.getsockname()[1])
+
+
+def test_occupied_port(taken_port):
+    """Rank 0 of two, started as a launcher does: `deepspeed` ends rank 1, which waits for it, after 30 s only."""
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    result = train_alone("--data", "fake", MASTER_ADDR="127.0.0.1", MASTER_PORT=taken_port, **ranks)
+    assert_user_error(result, f"port {taken_port} is in use")
+
+
+@pytest.mark.slow
+def test_occupied_port_under_deepspeed(taken_port):
+    result = run_command("deepspeed", "--num_gpus=2", "--master_port", taken_port, ENTRY, "--data", "fake")
+    assert result.returncode == 2
+    assert f"error: port {taken_port} is in use" in result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
 
 
 def test_unreadable_image_in_the_middle_of_an_epoch_ends_all_ranks(tmp_path):
