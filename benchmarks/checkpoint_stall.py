@@ -11,23 +11,12 @@ run has many; the share of one save a minute follows from the stall of each.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import subprocess
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-JOB = ("mobilenet", "ddp", "2", "16")
-
-
-def train(epochs: int, save_every_minutes: float, folder: Path) -> list[dict]:
-    """Train once; return the lines of metrics.jsonl."""
-    flags = ["--learning-rate", "0.004", "--save-every-minutes", str(save_every_minutes), "--tensorboard", "false"]
-    command = ["bash", str(ROOT / "scripts" / "launch_distributed.sh"), *JOB, str(epochs), *flags]
-    subprocess.run([*command, "--log-dir", str(folder), "--run-name", "run"], check=True, capture_output=True)
-    return [json.loads(line) for line in (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
+from digits_run import train
 
 
 def step_seconds(lines: list[dict]) -> float:
@@ -48,7 +37,8 @@ def main() -> None:
         seconds = {}
         for every_minutes in shuffle.sample([0.0, given.every_seconds / 60], 2):
             with tempfile.TemporaryDirectory() as folder:
-                lines = train(given.epochs, every_minutes, Path(folder))
+                saving = ("--save-every-minutes", str(every_minutes))
+                lines = train("mobilenet", 2, 16, given.epochs, Path(folder), "run", *saving)
             seconds[every_minutes] = step_seconds(lines)
             if every_minutes:
                 saves = [line for line in lines if line["kind"] == "checkpoint"]
