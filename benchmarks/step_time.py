@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from models import build_model
 from training.config import TrainConfig
 from training.distributed import World, barrier, start_world, stop_world
-from training.engine import build_engine
+from training.engines import ENGINES, build_engine
 from training.metrics import sample_losses
 from training.optim import build_optimizer
 from training.strategies import STRATEGIES, engine_config, read_strategy_json
@@ -59,8 +60,27 @@ def bare_ddp_step(module: nn.Module, config: TrainConfig) -> Step:
     return step
 
 
-def our_step(module: nn.Module, config: TrainConfig, strategy: str, world: World) -> Step:
-    """One step as `training.loop` takes it, logging apart."""
+def tuned_ddp_step(module: nn.Module, config: TrainConfig) -> Step:
+    """The same loop with every option that PyTorch has, and channels_last."""
+    module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    parallel = DistributedDataParallel(module, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False)
+    optimizer = torch.optim.AdamW(
+        parallel.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+    )
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+        images = images.contiguous(memory_format=torch.channels_last)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(parallel(images), labels).backward()
+        if config.gradient_clipping:
+            nn.utils.clip_grad_norm_(parallel.parameters(), config.gradient_clipping)
+        optimizer.step()
+
+    return step
+
+
+def our_step(module: nn.Module, config: TrainConfig, strategy: str, engine_name: str, world: World) -> Step:
+    """One step as `training.loop` takes it, logging apart; the images are channels_last, as our loaders give them."""
     optimizer = build_optimizer(module, config, (), discriminative=False)
     sharding = engine_config(
         read_strategy_json(strategy),
@@ -69,9 +89,10 @@ def our_step(module: nn.Module, config: TrainConfig, strategy: str, world: World
         gradient_clipping=config.gradient_clipping,
         offload="none",
     )
-    engine = build_engine(module, optimizer, sharding, "fp32", world)
+    engine = build_engine(module, optimizer, sharding, "fp32", world, engine_name)
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+        images = images.contiguous(memory_format=torch.channels_last)
         engine.backward(sample_losses(engine.forward(images), labels).mean())
         engine.step()
 
@@ -111,9 +132,10 @@ def main() -> None:
     ]
     batches = [(images.to(world.device), labels.to(world.device)) for images, labels in batches]
     variants = {BASELINE: bare_ddp_step(make_model(given.model_type, given.image_size, world), config)}
-    for strategy in STRATEGIES:
+    variants["tuned DDP"] = tuned_ddp_step(make_model(given.model_type, given.image_size, world), config)
+    for engine_name, strategy in product(ENGINES, STRATEGIES):
         module = make_model(given.model_type, given.image_size, world)
-        variants[strategy] = our_step(module, config, strategy, world)
+        variants[f"{strategy}, {engine_name}"] = our_step(module, config, strategy, engine_name, world)
 
     order, shuffler = list(variants), random.Random(0)
     rounds = []

@@ -92,6 +92,9 @@ class TrainConfig:
     offload: Literal["none", "optimizer", "all"] = option(
         "none", "Keep optimizer state (stages 2, 3) or parameters too (all: stage 3) in CPU memory; about 30 % slower."
     )
+    engine: Literal["auto", "deepspeed", "native"] = option(
+        "auto", "What shards the training state; auto: native on CPU ranks for models that fit, else deepspeed."
+    )
     deepspeed_config: str = option("", "Use this DeepSpeed JSON in place of the strategy's own.")
 
     # Data.
@@ -137,7 +140,8 @@ class TrainConfig:
 # follows from the global batch, the data set is known by its fingerprint, the starting weights are history.
 FREE_ON_RESUME = frozenset(
     {
-        *("strategy", "precision", "offload", "deepspeed_config", "activation_checkpointing", "deterministic"),
+        *("strategy", "precision", "offload", "engine", "deepspeed_config"),
+        *("activation_checkpointing", "deterministic"),
         *("batch_size", "gradient_accumulation_steps", "pretrained", "weights", "early_stopping_patience"),
         *("data", "data_root", "download", "workers"),
         *("run_name", "log_dir", "log_every_steps", "progress", "tensorboard"),

@@ -1,23 +1,21 @@
-"""The engine that shards training state over the ranks, behind five verbs: forward, backward, step, read, write.
+"""What an engine is: a model with its optimizer, sharded over the ranks, behind five verbs.
 
-DeepSpeed ZeRO is the engine; nothing outside this module knows that.
+The verbs are forward, backward, step, read and write. Two engines have them: DeepSpeed ZeRO, and our own flat buffers
+for models that fit. Nothing outside the engines' own modules knows which one it is.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from training.distributed import World
-from training.lamb import FlatLayout, Fragment, ShardedLamb
-from training.precision import DynamicLossScale, run_under_autocast
+from training.lamb import FlatLayout
+from training.precision import DynamicLossScale
 
 
 @dataclass(frozen=True)
@@ -57,66 +55,32 @@ class FlatShard:
     pieces: tuple[Piece, ...]
 
 
-def build_engine(
-    module: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], precision: str, world: World
-) -> Engine:
-    """Shard a model and its optimizer as the configuration says; a collective.
+class Engine(Protocol):
+    """A sharded model with its optimizer.
 
-    Args:
-        module: the model in fp32 on `world.device`, float32 images [B, 3, H, W] -> logits [B, classes].
-        optimizer: the optimizer over the module's parameters.
-        config: what `training.strategies.engine_config` returned.
-        precision: 'bf16', 'fp16' or 'fp32'.
-        world: the ranks.
+    Attributes:
+        module: the model; where parameters are sharded, they may be empty outside forward and backward.
+        loss_scale: of fp16, else None.
     """
-    if world.device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
-    import deepspeed
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # A CPU-only helper for inference that would be compiled at every first start (20 s) and is never called here.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    run_under_autocast(module, precision, world.device)
-    deepspeed_engine, _, _, _ = deepspeed.initialize(
-        model=module, optimizer=optimizer, config=config, dist_init_required=False
-    )
-    engine = Engine(deepspeed_engine, DynamicLossScale() if precision == "fp16" else None)
-    _clear_filling(engine.flat_shards())
-    if isinstance(optimizer, ShardedLamb):
-        optimizer.bind_shards(engine.shard_layouts(), world)
-    return engine
-
-
-class Engine:
-    """A sharded model with its optimizer."""
-
-    def __init__(self, deepspeed_engine: Any, loss_scale: DynamicLossScale | None) -> None:
-        self._engine = deepspeed_engine
-        self.loss_scale = loss_scale
+    loss_scale: DynamicLossScale | None
 
     @property
     def module(self) -> nn.Module:
-        """The model; at ZeRO 3 its parameters are empty outside forward and backward."""
-        return self._engine.module
+        """The model."""
 
     @property
     def parameter_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups, whose 'lr' the schedule sets before each step."""
-        return self._engine.optimizer.optimizer.param_groups
 
     def train(self, mode: bool = True) -> None:
         """Set training or evaluation mode of the model."""
-        self._engine.train(mode)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return logits [B, classes] in float32 for images [B, 3, H, W]; a collective at ZeRO 3."""
-        return self._engine(images)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of a scalar loss, and reduce it over the ranks where it is due; a collective."""
-        if self.loss_scale is not None:
-            self._engine.optimizer.override_loss_scale(self.loss_scale.value)
-        self._engine.backward(loss)
 
     def step(self) -> StepResult | None:
         """Count a micro-step, and update the weights after the last one of an accumulation; a collective.
@@ -124,41 +88,18 @@ class Engine:
         Returns:
             None between the updates. An update is skipped on all ranks when the gradient's norm is not finite.
         """
-        due = self._engine.is_gradient_accumulation_boundary()
-        self._engine.step()
-        if not due:
-            return None
-        applied = self._engine.was_step_applied()
-        if self.loss_scale is not None:
-            self.loss_scale.update(applied)
-        return StepResult(applied, self._engine.get_global_grad_norm())
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter in full and in fp32, and every buffer, as CPU tensors; a collective."""
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        for name, parameter in self.module.named_parameters():
-            yield name, safe_get_full_fp32_param(parameter).detach().to("cpu", torch.float32, copy=True)
-        for name, buffer in self.module.named_buffers():
-            yield name, buffer.detach().to("cpu", copy=True)
 
     def moments(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (kind, parameter name, full fp32 CPU tensor) of the optimizer's moments; a collective.
 
         Nothing is yielded before the first step, which creates them.
         """
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        self._link_moments()
-        for kind in self._moment_kinds():
-            for name, parameter in self.module.named_parameters():
-                moment = safe_get_full_optimizer_state(parameter, kind)
-                yield kind, name, moment.detach().to("cpu", torch.float32, copy=True)
 
     def applied_steps(self) -> int:
         """Return how many updates the optimizer has applied, which Adam's bias correction needs."""
-        states = [state for state in self._engine.optimizer.optimizer.state.values() if "step" in state]
-        return int(states[0]["step"]) if states else 0
 
     def write_state(
         self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]], applied_steps: int
@@ -170,105 +111,21 @@ class Engine:
             moments: kind -> parameter name -> tensor; empty before the first step.
             applied_steps: updates applied so far.
         """
-        import deepspeed
-
-        self._create_moments(moments, applied_steps)
-        places: dict[str, list[tuple[FlatShard, Piece]]] = {}
-        for shard in self.flat_shards():
-            for piece in shard.pieces:
-                places.setdefault(piece.name, []).append((shard, piece))
-        for name, parameter in self.module.named_parameters():
-            value = weights[name].to(self._engine.device)
-            # The working weights first: setting the fp32 copy alone would leave the next forward with the old ones.
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
-                parameter.data.copy_(value)
-            # Not safe_set_full_fp32_param: at ZeRO 3 it fails where a parameter does not divide by the ranks.
-            for shard, piece in places.get(name, ()):
-                _fill(shard.weights, piece, value)
-                for kind, tensors in moments.items():
-                    _fill(shard.moments[kind], piece, tensors[name])
 
     def parameter_shapes(self) -> dict[str, list[int]]:
-        """Return the full shape of every parameter, also where ZeRO 3 has emptied it."""
-        return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in self.module.named_parameters()}
+        """Return the full shape of every parameter, also where it is sharded."""
 
     def flat_shards(self) -> list[FlatShard]:
         """Return this rank's part of weights and moments as it lies in memory; no collective."""
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        kinds = self._moment_kinds()
-        states = self._engine.optimizer.optimizer.state
-        return [
-            FlatShard(
-                weights=flat,
-                moments={kind: states[flat][kind] for kind in kinds},
-                pieces=tuple(Piece(names[id(group[f.parameter])], f.offset, f.start, f.length) for f in fragments),
-            )
-            for flat, group, fragments in self._fragments()
-        ]
 
     def shard_layouts(self) -> dict[int, FlatLayout]:
         """Say, for each of this rank's flat fp32 pieces (by `id`), which part of which parameter lies where."""
-        return {id(flat): FlatLayout(len(group), fragments) for flat, group, fragments in self._fragments()}
-
-    def _fragments(self) -> list[tuple[torch.Tensor, list[nn.Parameter], tuple[Fragment, ...]]]:
-        """Return each flat piece of this rank, the parameters of its group, and their fragments in it."""
-        zero = self._engine.optimizer
-        is_stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
-        groups = zero.fp16_groups if is_stage_3 else zero.bit16_groups
-        fragments_of = _stage_3_fragments if is_stage_3 else _flat_fragments
-        return [
-            (flat, group, tuple(fragments_of(group)))
-            for flat, group in zip(self._flat_partitions(), groups, strict=True)
-        ]
-
-    def _flat_partitions(self) -> list[torch.Tensor]:
-        """This rank's flat fp32 pieces of the weights, which are the inner optimizer's parameters."""
-        zero = self._engine.optimizer
-        return getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
-
-    def _moment_kinds(self) -> list[str]:
-        flat = self._flat_partitions()[0]
-        state = self._engine.optimizer.optimizer.state.get(flat, {})
-        return [kind for kind, value in state.items() if torch.is_tensor(value) and value.shape == flat.shape]
-
-    def _create_moments(self, kinds: Iterable[str], applied_steps: int) -> None:
-        """Create the optimizer's state, which otherwise appears in its first step, and link it as that step would."""
-        zero = self._engine.optimizer
-        kinds = list(kinds)
-        if not kinds:
-            return
-        for flat in self._flat_partitions():
-            state: dict[str, Any] = {kind: torch.zeros_like(flat) for kind in kinds}
-            state["step"] = torch.tensor(float(applied_steps))
-            zero.optimizer.state[flat] = state
-        self._link_moments()
-
-    def _link_moments(self) -> None:
-        """Let DeepSpeed find each parameter's moments at ZeRO 1 and 2.
-
-        It links them itself inside the first step, but after the first parameter group alone: the moments of the
-        other groups are then missing.
-        """
-        zero = self._engine.optimizer
-        if hasattr(zero, "_lazy_init_hp_params_optimizer_state") and self._moment_kinds():
-            zero._hp_optimizer_states_linked = False
-            zero._lazy_init_hp_params_optimizer_state()
 
     def close(self) -> None:
-        """Release DeepSpeed's hooks and buffers; without it a process may abort at its exit (findings, row 17)."""
-        self._engine.destroy()
+        """Release hooks and buffers."""
 
 
-def _clear_filling(shards: list[FlatShard]) -> None:
-    """Set to 0 what fills up the flat weights: ZeRO 3 leaves it as the memory was, and no two files would be equal."""
-    for shard in shards:
-        is_filling = torch.ones_like(shard.weights, dtype=torch.bool)
-        for piece in shard.pieces:
-            is_filling[piece.start : piece.start + piece.length] = False
-        shard.weights.detach()[is_filling] = 0
-
-
-def _fill(flat: torch.Tensor, piece: Piece, whole: torch.Tensor) -> None:
+def fill(flat: torch.Tensor, piece: Piece, whole: torch.Tensor) -> None:
     """Copy a piece of a parameter, given whole, to its place in a flat tensor."""
     flat.detach().narrow(0, piece.start, piece.length).copy_(whole.reshape(-1).narrow(0, piece.offset, piece.length))
 
@@ -280,23 +137,3 @@ def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
         if world.is_main:
             kept[name] = tensor
     return kept
-
-
-def _flat_fragments(parameters: list[nn.Parameter]) -> Iterator[Fragment]:
-    """ZeRO 1 and 2: the group's parameters one after another, cut into one piece per rank."""
-    for number, parameter in enumerate(parameters):
-        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
-        if mapping is not None:  # else it lies wholly on other ranks
-            address = mapping.get_hp_fragment_address()
-            yield Fragment(number, address.start, address.numel, mapping.lp_fragment_address.start)
-
-
-def _stage_3_fragments(parameters: list[nn.Parameter]) -> Iterator[Fragment]:
-    """ZeRO 3: each parameter is cut over the ranks by itself; the last piece is filled up, and the filling left out."""
-    start = 0
-    for number, parameter in enumerate(parameters):
-        size = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
-        real = min(max(parameter.ds_numel - dist.get_rank() * size, 0), size)  # type: ignore[attr-defined]
-        if real:
-            yield Fragment(number, start, real, dist.get_rank() * size)
-        start += size

@@ -24,7 +24,8 @@ from training.data.bundle import DataBundle
 from training.data.loader import EvaluationLoader, TrainLoader, automatic_workers
 from training.data.sampler import BatchPlan, EvaluationPlan
 from training.distributed import World, agreed
-from training.engine import Engine, build_engine
+from training.engine import Engine
+from training.engines import build_engine, resolve_engine
 from training.environment import describe_environment
 from training.finetune import RestingBackbone
 from training.loggers import Loggers, build_loggers
@@ -125,11 +126,12 @@ def build_parts(config: TrainConfig, world: World, start: RunStart = FIRST_START
         gradient_clipping=config.gradient_clipping,
         offload=config.offload,
     )
+    engine_name = agreed(lambda: resolve_engine(config.engine, sharding, built.module, world.device), world)
     first_step = _first_step(found, settings.plan)
     loggers = _build_loggers(config, folder, precision, data, built, sharding, world, first_step)
     optimizer = build_optimizer(built.module, config, built.head_parameter_names, discriminative=head_epochs > 0)
     backbone = RestingBackbone(built.module, built.head_parameter_names)
-    engine = build_engine(built.module, optimizer, sharding, precision, world)
+    engine = build_engine(built.module, optimizer, sharding, precision, world, engine_name)
     return Parts(
         config=config,
         world=world,

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training.batchnorm import average_buffers, synchronize_batchnorm
 from training.config import TrainConfig
 from training.distributed import World
-from training.engine import Engine, build_engine
+from training.engine import Engine
+from training.engines import build_engine
 from training.metrics import sample_losses
 from training.optim import build_optimizer
 from training.strategies import engine_config, read_strategy_json
@@ -64,7 +65,7 @@ def make_engine(
         gradient_clipping=config.gradient_clipping,
         offload=config.offload,
     )
-    return build_engine(module, optimizer, sharding, precision, world)
+    return build_engine(module, optimizer, sharding, precision, world, config.engine)
 
 
 def configuration(**changes: Any) -> TrainConfig:

@@ -1,0 +1,251 @@
+"""ZeRO over flat buffers, in plain PyTorch: what DeepSpeed does, for models whose gradients fit one bucket.
+
+Each parameter group is one flat fp32 buffer that the parameters are views of (Rajbhandari et al. 2020,
+https://arxiv.org/abs/1910.02054). Every rank owns an equal part: it receives the sum of that part's gradients, keeps
+the optimizer's state of it and updates it; then the parts are gathered again. There is one message for each of the
+two ways and no Python per parameter, which is where DeepSpeed spends its time on models of this size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from training.distributed import World, sum_over_ranks
+from training.engine import FlatShard, Piece, StepResult, fill
+from training.lamb import FlatLayout, Fragment
+from training.precision import DynamicLossScale
+from training.rank_buffers import RankBuffers, make_buffers
+
+ALIGNMENT = 16  # elements: every parameter begins on a cache line
+
+
+class FlatGroup:
+    """One parameter group in one flat buffer.
+
+    Attributes:
+        parameters: views of the buffer, in its order.
+        buffers: weights and gradients.
+        master: this rank's part of the weights [n / ranks], the one parameter that the optimizer sees.
+        gradient: of the master, [n / ranks]; set by each step.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], world: World, *, releasable: bool) -> None:
+        self.parameters, self._rank = parameters, world.rank
+        starts = [0]
+        for parameter in parameters:
+            starts.append(starts[-1] + _round_up(parameter.numel(), ALIGNMENT))
+        self._starts = starts[:-1]
+        self.buffers: RankBuffers = make_buffers(
+            _round_up(starts[-1], ALIGNMENT * world.size), world, releasable=releasable
+        )
+        for parameter, start in zip(parameters, self._starts, strict=True):
+            weight, gradient = (
+                flat.narrow(0, start, parameter.numel()).view(parameter.shape)
+                for flat in (self.buffers.weights, self.buffers.gradients)
+            )
+            if world.is_main:
+                weight.copy_(parameter.detach())
+            parameter.data, parameter.grad = weight, gradient
+        self.buffers.start_from_main()
+        self.master = nn.Parameter(self.buffers.part)
+        self.gradient = torch.zeros(0)
+
+    def fragments(self) -> tuple[Fragment, ...]:
+        """Return what of which parameter lies in this rank's part."""
+        first = self._rank * self.master.numel()
+        found = []
+        for number, (parameter, start) in enumerate(zip(self.parameters, self._starts, strict=True)):
+            low, high = max(start, first), min(start + parameter.numel(), first + self.master.numel())
+            if low < high:
+                found.append(Fragment(number, low - first, high - low, low - start))
+        return tuple(found)
+
+    def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield each parameter's place in a flat tensor [n], in its shape."""
+        for parameter, start in zip(self.parameters, self._starts, strict=True):
+            yield flat.narrow(0, start, parameter.numel()).view(parameter.shape)
+
+
+class NativeEngine:
+    """A model whose training state is sharded over the ranks by flat buffers; see `training.engine.Engine`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: Mapping[str, Any],
+        loss_scale: DynamicLossScale | None,
+        world: World,
+    ) -> None:
+        """Take over the parameters; a collective.
+
+        Args:
+            module: the model in fp32.
+            optimizer: the rule; its groups' parameters become this rank's flat parts.
+            config: what `training.strategies.engine_config` returned.
+            loss_scale: of fp16, else None.
+            world: the ranks.
+        """
+        self.module, self.loss_scale = module, loss_scale
+        self._optimizer, self._world = optimizer, world
+        self._accumulation_steps = config["gradient_accumulation_steps"]
+        self._clipping = config["gradient_clipping"]
+        self._releases = config["zero_optimization"]["stage"] == 3
+        self._micro_steps = 0
+        self._groups: list[FlatGroup] = []
+        for group in optimizer.param_groups:
+            flat = FlatGroup(group["params"], world, releasable=self._releases)
+            group["params"] = [flat.master]
+            self._groups.append(flat)
+        self._has_all_weights = True
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    @property
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, whose 'lr' the schedule sets before each step."""
+        return self._optimizer.param_groups
+
+    def train(self, mode: bool = True) -> None:
+        """Set training or evaluation mode of the model."""
+        self.module.train(mode)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, classes] in float32 for images [B, 3, H, W]; a collective at ZeRO 3."""
+        self._gather()
+        return self.module(images)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of a scalar loss to this rank's buffers."""
+        scale = 1 / (self._world.size * self._accumulation_steps)
+        if self.loss_scale is not None:
+            scale *= self.loss_scale.value
+        (loss * scale).backward()
+
+    def step(self) -> StepResult | None:
+        """Count a micro-step, and update the weights after the last one of an accumulation; a collective."""
+        self._micro_steps += 1
+        if self._micro_steps % self._accumulation_steps:
+            return None
+        scale = self.loss_scale.value if self.loss_scale is not None else 1.0
+        norm = self._sum_gradients() / scale
+        applied = bool(norm.isfinite())  # the sync
+        if applied:
+            self._update(norm, scale)
+        for group in self._groups:
+            group.buffers.gradients.zero_()
+        if self.loss_scale is not None:
+            self.loss_scale.update(applied)
+        return StepResult(applied, norm)
+
+    def _sum_gradients(self) -> torch.Tensor:
+        """Give each rank the sum of its part's gradients; return their global L2 norm, float64 []; a collective."""
+        squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        for group in self._groups:
+            group.gradient = group.master.grad = group.buffers.sum_own_part()
+            squares += torch.linalg.vector_norm(group.gradient).double().square()
+        # All ranks have read the gradients when this returns: they may be written again.
+        return sum_over_ranks(squares, self._world).sqrt()
+
+    @torch.no_grad()
+    def _update(self, norm: torch.Tensor, scale: float) -> None:
+        factor = 1 / scale
+        if self._clipping:
+            factor = factor * (self._clipping / (norm + 1e-6)).clamp(max=1.0)
+        if self._clipping or scale != 1.0:
+            for group in self._groups:
+                group.gradient.mul_(factor)
+        self._optimizer.step()
+        if self._releases:
+            for group in self._groups:
+                group.buffers.release_weights()
+            self._has_all_weights = False
+        else:
+            self._gather(anew=True)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every parameter in full and in fp32, and every buffer, as CPU tensors; a collective."""
+        self._gather()
+        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
+            yield name, tensor.detach().to("cpu", copy=True)
+
+    def moments(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield (kind, parameter name, full fp32 CPU tensor) of the optimizer's moments; a collective."""
+        for kind in self._moment_kinds():
+            for group in self._groups:
+                moment = self._optimizer.state[group.master][kind]
+                parts = [torch.empty_like(moment) for _ in range(self._world.size)]
+                if self._world.size > 1:
+                    dist.all_gather(parts, moment)
+                else:
+                    parts = [moment]
+                for parameter, whole in zip(group.parameters, group.views(torch.cat(parts)), strict=True):
+                    yield kind, self._names[id(parameter)], whole.to("cpu", copy=True)
+
+    def applied_steps(self) -> int:
+        """Return how many updates the optimizer has applied, which Adam's bias correction needs."""
+        states = [state for state in self._optimizer.state.values() if "step" in state]
+        return int(states[0]["step"]) if states else 0
+
+    @torch.no_grad()
+    def write_state(
+        self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]], applied_steps: int
+    ) -> None:
+        """Fill a fresh engine with what the three functions above gave under any strategy; a collective."""
+        for group in self._groups:
+            if moments:
+                state: dict[str, Any] = {kind: torch.zeros_like(group.master) for kind in moments}
+                state["step"] = torch.tensor(float(applied_steps))
+                self._optimizer.state[group.master] = state
+        for shard in self.flat_shards():
+            for piece in shard.pieces:
+                fill(shard.weights, piece, weights[piece.name])
+                for kind, tensors in moments.items():
+                    fill(shard.moments[kind], piece, tensors[piece.name])
+        self._gather(anew=True)
+
+    def parameter_shapes(self) -> dict[str, list[int]]:
+        """Return the full shape of every parameter."""
+        return {name: list(parameter.shape) for name, parameter in self.module.named_parameters()}
+
+    def flat_shards(self) -> list[FlatShard]:
+        """Return this rank's part of weights and moments as it lies in memory; no collective."""
+        kinds = self._moment_kinds()
+        return [
+            FlatShard(
+                weights=group.master,
+                moments={kind: self._optimizer.state[group.master][kind] for kind in kinds},
+                pieces=tuple(
+                    Piece(self._names[id(group.parameters[f.parameter])], f.offset, f.start, f.length)
+                    for f in group.fragments()
+                ),
+            )
+            for group in self._groups
+        ]
+
+    def shard_layouts(self) -> dict[int, FlatLayout]:
+        """Say, for each of this rank's flat fp32 pieces (by `id`), which part of which parameter lies where."""
+        return {id(group.master): FlatLayout(len(group.parameters), group.fragments()) for group in self._groups}
+
+    def close(self) -> None:
+        """Nothing outlives the tensors."""
+
+    def _moment_kinds(self) -> list[str]:
+        master = self._groups[0].master
+        state = self._optimizer.state.get(master, {})
+        return [kind for kind, value in state.items() if torch.is_tensor(value) and value.shape == master.shape]
+
+    def _gather(self, *, anew: bool = False) -> None:
+        """Have all weights on this rank; a collective where they were released, or changed."""
+        if anew or not self._has_all_weights:
+            for group in self._groups:
+                group.buffers.gather_weights()
+            self._has_all_weights = True
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
