@@ -20,14 +20,20 @@ ENGINES = {
     "native": ("training.native_engine", "NativeEngine"),
 }
 
-# What the native engine does, or what it can leave alone because it only says how DeepSpeed should go about it.
+# The keys of the configuration that the native engine follows, or that mean something to DeepSpeed alone.
 _NATIVE_KEYS = frozenset(
     {
         *("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
         *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
     }
 )
-_KEYS_FOR_DEEPSPEED = frozenset({"offload_optimizer", "offload_param"})
+# The keys of zero_optimization that are more than advice.
+_ZERO_KEYS_FOR_DEEPSPEED = frozenset(
+    {
+        *("offload_optimizer", "offload_param"),
+        *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"),
+    }
+)
 
 
 def resolve_engine(engine: str, config: Mapping[str, Any], module: nn.Module, device: torch.device) -> str:
@@ -46,7 +52,7 @@ def resolve_engine(engine: str, config: Mapping[str, Any], module: nn.Module, de
         UserError: where the native engine is asked for what only DeepSpeed does.
     """
     zero = config["zero_optimization"]
-    needs_deepspeed = sorted({*config} - _NATIVE_KEYS | _KEYS_FOR_DEEPSPEED & {*zero})
+    needs_deepspeed = sorted({*config} - _NATIVE_KEYS | _ZERO_KEYS_FOR_DEEPSPEED & {*zero})
     if engine == "native" and needs_deepspeed:
         raise UserError(f"--engine native does not know {', '.join(needs_deepspeed)}: use --engine deepspeed, or auto.")
     if engine != "auto":

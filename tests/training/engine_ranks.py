@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from training import rank_buffers
 from training.batchnorm import average_buffers, synchronize_batchnorm
 from training.config import TrainConfig
 from training.distributed import World
@@ -110,6 +112,25 @@ def train_with_engine(world: World, steps: int, with_batchnorm: bool = True, acc
     return result
 
 
+def train_over_collectives(world: World, steps: int, strategy: str, optimizer: str):
+    """As `train_with_engine`, natively, on a machine without memory to share; say how the ranks exchanged."""
+    rank_buffers.SHARED_MEMORY, kept = Path("/nowhere"), rank_buffers.SHARED_MEMORY
+    try:
+        engine = make_engine(
+            world, make_model(True), configuration(strategy=strategy, optimizer=optimizer, engine="native")
+        )
+    finally:
+        rank_buffers.SHARED_MEMORY = kept
+    losses = train_steps(world, engine, range(steps))
+    live = live_weight_bytes(engine)
+    return {"losses": losses, "weights": weights_of(engine), "live": live}
+
+
+def live_weight_bytes(engine: Engine) -> int:
+    """Return the bytes of the weights that this rank holds between two steps."""
+    return sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in engine.module.parameters()}.values())
+
+
 def train_with_plain_pytorch(world: World, steps: int, optimizer: str, with_batchnorm: bool = True):
     """The oracle: DistributedDataParallel, PyTorch's (or timm's) optimizer, clip_grad_norm_."""
     from timm.optim import Lamb
@@ -140,10 +161,10 @@ def train_with_plain_pytorch(world: World, steps: int, optimizer: str, with_batc
     return {"losses": losses, "weights": {n: t.double().tolist() for n, t in model.state_dict().items()}}
 
 
-def precision_report(world: World, strategy: str, precision: str):
+def precision_report(world: World, strategy: str, engine: str, precision: str):
     """Train a little in a precision; return the dtypes of everything and the losses."""
     module = make_model(True)
-    engine = make_engine(world, module, configuration(strategy=strategy), precision)
+    engine = make_engine(world, module, configuration(strategy=strategy, engine=engine), precision)
     computed: set[str] = set()
     module.features[3].register_forward_hook(lambda _m, _i, output: computed.add(str(output.dtype)))
     losses = train_steps(world, engine, range(3))
@@ -158,10 +179,10 @@ def precision_report(world: World, strategy: str, precision: str):
     return result
 
 
-def nan_report(world: World, strategy: str, precision: str):
+def nan_report(world: World, strategy: str, engine: str, precision: str):
     """Put a NaN into one image of rank 1 at step 2; return what the weights and the loss scale did."""
     module = make_model(False)
-    engine = make_engine(world, module, configuration(strategy=strategy), precision)
+    engine = make_engine(world, module, configuration(strategy=strategy, engine=engine), precision)
     train_steps(world, engine, range(2))
     before, scale_before = weights_of(engine), engine.loss_scale.value if engine.loss_scale else None
     train_steps(world, engine, range(2, 3), poison=(2, 1))
@@ -177,11 +198,15 @@ def nan_report(world: World, strategy: str, precision: str):
     return result
 
 
-def resume_report(world: World, strategies: tuple[str, str], optimizer: str):
-    """Train 4 steps at once, and 2 + 2 through `read` and `write`; two learning rates make four parameter groups."""
+def resume_report(world: World, change: tuple[str, str, str, str], optimizer: str):
+    """Train 4 steps at once, and 2 + 2 through `read` and `write`; two learning rates make four parameter groups.
+
+    `change` is strategy and engine of the first two steps, and of the last two.
+    """
+    strategies, engines = change[::2], change[1::2]
     results = []
     for split in (False, True):
-        config = configuration(strategy=strategies[0], optimizer=optimizer)
+        config = configuration(strategy=strategies[0], engine=engines[0], optimizer=optimizer)
         engine = make_engine(world, make_model(True), config, discriminative=True)
         losses = train_steps(world, engine, range(2))
         if split:
@@ -193,7 +218,7 @@ def resume_report(world: World, strategies: tuple[str, str], optimizer: str):
             applied = engine.applied_steps()
             engine.close()
             torch.manual_seed(77)
-            config = configuration(strategy=strategies[1], optimizer=optimizer)
+            config = configuration(strategy=strategies[1], engine=engines[1], optimizer=optimizer)
             engine = make_engine(world, SmallNet(True), config, discriminative=True)
             engine.write_state(weights, moments, applied)
             for name, buffer in engine.module.named_buffers():
@@ -263,7 +288,7 @@ def epoch_settings(world: World, config: TrainConfig):
     return LoopSettings(plan, constant, CLASSES, 8, 0, 0.0, log_every_steps=1, epochs=1)
 
 
-def epoch_with_our_loop(world: World, strategy: str):
+def epoch_with_our_loop(world: World, strategy: str, engine: str):
     """Train one epoch with a remainder; return the weights and the scores of the epoch."""
     from training.bad_steps import StepGuard
     from training.checkpoint.manifest import Progress
@@ -274,7 +299,7 @@ def epoch_with_our_loop(world: World, strategy: str):
     from training.metrics import ScoreSums
     from training.signals import StopRequest
 
-    config = configuration(strategy=strategy, gradient_accumulation_steps=2)
+    config = configuration(strategy=strategy, engine=engine, gradient_accumulation_steps=2)
     engine = make_engine(world, make_model(False), config)
     settings = epoch_settings(world, config)
     loader = TrainLoader(make_small_data(), settings.plan, world.rank)

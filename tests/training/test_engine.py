@@ -10,8 +10,10 @@ import scipy.special
 from ranks import run_ranks
 from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, top_k_accuracy_score
 
+from training.engines import ENGINES
 from training.strategies import STRATEGIES
 
+VARIANTS = [*product(STRATEGIES, ENGINES)]
 RANKS = "tests.training.engine_ranks"
 RULES = ("adamw", "sgd", "lamb")
 PRECISIONS = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
@@ -37,72 +39,92 @@ def oracle(run_cases):
 
 @pytest.fixture(scope="module")
 def ours(run_cases):
-    return run_cases("train_with_engine", strategy=STRATEGIES, optimizer=RULES, fixed={"steps": 5})
+    return run_cases("train_with_engine", strategy=STRATEGIES, engine=ENGINES, optimizer=RULES, fixed={"steps": 5})
 
 
-@pytest.mark.parametrize(("strategy", "rule"), [*product(STRATEGIES, RULES)])
-def test_losses_and_weights_equal_plain_ddp(strategy, rule, ours, oracle, largest_difference):
-    expected, result = oracle[(rule,)][0], ours[strategy, rule][0]
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("strategy", "engine"), VARIANTS)
+def test_losses_and_weights_equal_plain_ddp(strategy, engine, rule, ours, oracle, largest_difference):
+    expected, result = oracle[(rule,)][0], ours[strategy, engine, rule][0]
     np.testing.assert_allclose(result["losses"], expected["losses"], atol=1e-5)
     assert largest_difference(result["weights"], expected["weights"]) < 1e-5
     assert np.ptp(expected["losses"]) > 1e-3, "the weights must have moved for this to mean anything"
 
 
+def test_collectives_give_the_bits_of_shared_memory(run_cases, ours):
+    over_collectives = run_cases("train_over_collectives", strategy=STRATEGIES, optimizer=RULES, fixed={"steps": 5})
+    for (strategy, rule), ranks in over_collectives.items():
+        for rank, report in enumerate(ranks):
+            live = report.pop("live")
+            assert report == ours[strategy, "native", rule][rank]
+            assert (live == 0) == (strategy == "fsdp_stage3"), "stage 3 holds the others' weights in a step only"
+
+
 @pytest.fixture(scope="module")
 def wide_and_deep(run_cases):
     fixed = {"steps": 3, "with_batchnorm": False}
-    wide = run_cases("train_with_engine", 2, strategy=STRATEGIES, fixed=fixed)
-    return wide, run_cases("train_with_engine", 1, strategy=STRATEGIES, fixed=fixed | {"accumulation": 2})
+    wide = run_cases("train_with_engine", 2, strategy=STRATEGIES, engine=ENGINES, fixed=fixed)
+    deep = run_cases("train_with_engine", 1, strategy=STRATEGIES, engine=ENGINES, fixed=fixed | {"accumulation": 2})
+    return wide, deep
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_accumulation_equals_more_ranks(strategy, wide_and_deep, largest_difference):
+@pytest.mark.parametrize(("strategy", "engine"), VARIANTS)
+def test_accumulation_equals_more_ranks(strategy, engine, wide_and_deep, largest_difference):
     """1 rank x 2 micro-steps = 2 ranks x 1: the same samples, the same gradient (no BatchNorm)."""
-    wide, deep = (runs[(strategy,)][0] for runs in wide_and_deep)
+    wide, deep = (runs[strategy, engine][0] for runs in wide_and_deep)
     assert largest_difference(wide["weights"], deep["weights"]) < 1e-6
 
 
 @pytest.fixture(scope="module")
 def precision_reports(run_cases):
-    return run_cases("precision_report", strategy=STRATEGIES, precision=PRECISIONS)
+    return run_cases("precision_report", strategy=STRATEGIES, engine=ENGINES, precision=PRECISIONS)
 
 
-@pytest.mark.parametrize(("strategy", "precision"), [*product(STRATEGIES, PRECISIONS)])
-def test_low_precision_keeps_weights_and_statistics_in_fp32(strategy, precision, precision_reports):
-    report = precision_reports[strategy, precision][0]
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("strategy", "engine"), VARIANTS)
+def test_low_precision_keeps_weights_and_statistics_in_fp32(strategy, engine, precision, precision_reports):
+    report = precision_reports[strategy, engine, precision][0]
     assert report["convolution_output"] == [PRECISIONS[precision]]
     assert report["weights"] == report["live"] == ["torch.float32"]
     assert report["loss_scale"] == (2.0**16 if precision == "fp16" else None)
-    exact = precision_reports[strategy, "fp32"][0]
+    exact = precision_reports[strategy, engine, "fp32"][0]
     np.testing.assert_allclose(report["losses"], exact["losses"], atol=0.02)
 
 
 @pytest.fixture(scope="module")
 def nan_reports(run_cases):
-    return run_cases("nan_report", strategy=STRATEGIES, precision=("fp32", "fp16"))
+    return run_cases("nan_report", strategy=STRATEGIES, engine=ENGINES, precision=("fp32", "fp16"))
 
 
-@pytest.mark.parametrize(("strategy", "precision"), [*product(STRATEGIES, ("fp32", "fp16"))])
-def test_nan_on_one_rank_skips_the_step_on_all(strategy, precision, nan_reports, largest_difference):
-    for report in nan_reports[strategy, precision]:
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(("strategy", "engine"), VARIANTS)
+def test_nan_on_one_rank_skips_the_step_on_all(strategy, engine, precision, nan_reports, largest_difference):
+    for report in nan_reports[strategy, engine, precision]:
         assert largest_difference(report["before"], report["after"]) == 0
         assert largest_difference(report["after"], report["later"]) > 0
         if precision == "fp16":
             assert report["scales"] == [2.0**16, 2.0**15]
 
 
-CHANGES = [*((name, name) for name in STRATEGIES), ("ddp", "fsdp_stage3"), ("fsdp_stage3", "fsdp_stage2")]
+CHANGES = [  # strategy and engine of the first steps, and of the last
+    *(variant * 2 for variant in VARIANTS),
+    ("ddp", "deepspeed", "fsdp_stage3", "deepspeed"),
+    ("fsdp_stage3", "deepspeed", "fsdp_stage2", "deepspeed"),
+    ("ddp", "native", "fsdp_stage3", "native"),
+    ("fsdp_stage3", "native", "fsdp_stage2", "deepspeed"),
+    ("fsdp_stage3", "deepspeed", "ddp", "native"),
+]
 
 
 @pytest.fixture(scope="module")
 def resume_reports(run_cases):
-    return run_cases("resume_report", strategies=CHANGES, optimizer=RULES)
+    return run_cases("resume_report", change=CHANGES, optimizer=RULES)
 
 
 @pytest.mark.parametrize(("change", "rule"), [*product(CHANGES, RULES)])
 def test_state_read_and_written_goes_on_as_if_nothing_had_happened(change, rule, resume_reports, largest_difference):
     whole, split = resume_reports[change, rule][0]
-    if change[0] == change[1]:
+    if change[:2] == change[2:] or change[1] == change[3] == "native":
         assert whole == split, "must be bit-identical"
     np.testing.assert_allclose(whole["losses"], split["losses"], atol=1e-5)
     assert largest_difference(whole["weights"], split["weights"]) < 1e-5
@@ -111,9 +133,9 @@ def test_state_read_and_written_goes_on_as_if_nothing_had_happened(change, rule,
 def test_an_epoch_with_a_remainder_equals_plain_pytorch(run_cases, largest_difference):
     """37 samples over 2 ranks x 2 micro-steps x 8: every sample counts once, the last step is the mean over its 5."""
     oracle = run_cases("epoch_with_plain_pytorch", 1, fixed={"global_batch": 32})[()][0]
-    for (strategy,), ranks in run_cases("epoch_with_our_loop", strategy=STRATEGIES).items():
+    for variant, ranks in run_cases("epoch_with_our_loop", strategy=STRATEGIES, engine=ENGINES).items():
         for report in ranks:
-            assert largest_difference(report["weights"], oracle["weights"]) < 1e-5, strategy
+            assert largest_difference(report["weights"], oracle["weights"]) < 1e-5, variant
             assert report["loss"] == pytest.approx(oracle["loss"], abs=1e-5)
             assert (report["top1"], report["n"]) == (pytest.approx(oracle["top1"], abs=1e-12), 37)
 
