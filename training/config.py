@@ -95,6 +95,9 @@ class TrainConfig:
     engine: Literal["auto", "deepspeed", "native"] = option(
         "auto", "What shards the training state; auto: native on CPU ranks for models that fit, else deepspeed."
     )
+    compile: Literal["auto", "on", "off"] = option(
+        "auto", "Translate the model with torch.compile (a minute at the start); auto: where it was measured faster."
+    )
     deepspeed_config: str = option("", "Use this DeepSpeed JSON in place of the strategy's own.")
 
     # Data.
@@ -140,7 +143,7 @@ class TrainConfig:
 # follows from the global batch, the data set is known by its fingerprint, the starting weights are history.
 FREE_ON_RESUME = frozenset(
     {
-        *("strategy", "precision", "offload", "engine", "deepspeed_config"),
+        *("strategy", "precision", "offload", "engine", "compile", "deepspeed_config"),
         *("activation_checkpointing", "deterministic"),
         *("batch_size", "gradient_accumulation_steps", "pretrained", "weights", "early_stopping_patience"),
         *("data", "data_root", "download", "workers"),

@@ -52,6 +52,10 @@ class DeepSpeedEngine:
         """The optimizer's groups, whose 'lr' the schedule sets before each step."""
         return self._engine.optimizer.optimizer.param_groups
 
+    def compile(self, mode: str | None) -> None:
+        """Let `torch.compile` translate the model at its first forward; mode as of `torch.compile`."""
+        self._engine.compile(compile_kwargs={"mode": mode})
+
     def train(self, mode: bool = True) -> None:
         """Set training or evaluation mode of the model."""
         self._engine.train(mode)

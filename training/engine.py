@@ -73,6 +73,9 @@ class Engine(Protocol):
     def parameter_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups, whose 'lr' the schedule sets before each step."""
 
+    def compile(self, mode: str | None) -> None:
+        """Let `torch.compile` translate the model at its first forward; mode as of `torch.compile`."""
+
     def train(self, mode: bool = True) -> None:
         """Set training or evaluation mode of the model."""
 

@@ -110,6 +110,10 @@ class NativeEngine:
         """The optimizer's groups, whose 'lr' the schedule sets before each step."""
         return self._optimizer.param_groups
 
+    def compile(self, mode: str | None) -> None:
+        """Let `torch.compile` translate the model at its first forward; mode as of `torch.compile`."""
+        self.module.compile(mode=mode)
+
     def train(self, mode: bool = True) -> None:
         """Set training or evaluation mode of the model."""
         self.module.train(mode)

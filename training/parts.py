@@ -18,6 +18,7 @@ from training.batchnorm import synchronize_batchnorm
 from training.checkpoint.manifest import Progress
 from training.checkpoint.resume import check_fit, hold_global_batch
 from training.checkpoint.store import FoundCheckpoint
+from training.compilation import compile_mode, resolve_compile
 from training.config import TrainConfig, save_config
 from training.data import DataOptions, load_data
 from training.data.bundle import DataBundle
@@ -127,11 +128,14 @@ def build_parts(config: TrainConfig, world: World, start: RunStart = FIRST_START
         offload=config.offload,
     )
     engine_name = agreed(lambda: resolve_engine(config.engine, sharding, built.module, world.device), world)
+    compiles = agreed(lambda: resolve_compile(config.compile, world.device), world)
     first_step = _first_step(found, settings.plan)
     loggers = _build_loggers(config, folder, precision, data, built, sharding, world, first_step)
     optimizer = build_optimizer(built.module, config, built.head_parameter_names, discriminative=head_epochs > 0)
     backbone = RestingBackbone(built.module, built.head_parameter_names)
     engine = build_engine(built.module, optimizer, sharding, precision, world, engine_name)
+    if compiles:
+        engine.compile(compile_mode(world.device, config.batch_size))
     return Parts(
         config=config,
         world=world,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from training.compilation import FASTER_ON, compile_mode, resolve_compile
 from training.engines import resolve_engine
 from training.errors import UserError
 from training.strategies import STRATEGIES, engine_config, read_strategy_json
@@ -59,3 +60,23 @@ def test_what_only_deepspeed_does_goes_to_deepspeed(config):
 @pytest.mark.parametrize("engine", ["deepspeed", "native"])
 def test_the_users_word_holds(engine):
     assert resolve_engine(engine, configuration(), model(LARGE), GPU) == engine
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_compile_is_as_asked_and_auto_follows_the_measurements(device):
+    assert resolve_compile("on", device)
+    assert not resolve_compile("off", device)
+    assert resolve_compile("auto", device) == (device.type in FASTER_ON)
+
+
+def test_compile_without_a_compiler_is_one_line(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match=r"--compile on: needs a C\+\+ compiler"):
+        resolve_compile("on", CPU)
+    assert not resolve_compile("auto", CPU)
+
+
+def test_small_batches_on_a_gpu_take_cuda_graphs():
+    assert compile_mode(GPU, 16) == "reduce-overhead"
+    assert compile_mode(GPU, 64) is None
+    assert compile_mode(CPU, 16) is None
