@@ -90,7 +90,7 @@ deepspeed_command() {
     if ((${#GPU_IDS[@]})) && [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
         for id in "${GPU_IDS[@]}"; do
             [[ $MACHINE_GPUS == *" $id "* ]] ||
-                die "CUDA_VISIBLE_DEVICES $(quoted "$id"): expected GPU numbers out of$MACHINE_GPUS(or LAUNCHER=torchrun)."
+                die "CUDA_VISIBLE_DEVICES $(quoted "$id"): expected GPU numbers out of$MACHINE_GPUS(or LAUNCHER=direct)."
         done
         # deepspeed ignores CUDA_VISIBLE_DEVICES beside --num_gpus.
         printf -v ids '%s,' "${GPU_IDS[@]:0:ranks}"

@@ -36,8 +36,8 @@ def test_dry_run_prints_one_command_from_any_folder(folder: Path) -> None:
     assert words[entry + 1 :] == [
         *["--model-type=mobilenet", "--strategy=ddp", "--batch-size", "16", "--epochs", "3", "--seed", "7"]
     ]
-    launcher = next(place for place, word in enumerate(words) if Path(word).name == "deepspeed")
-    assert words[launcher + 1 : launcher + 3] == ["--num_gpus", "2"]
+    launcher = words.index(str(SCRIPTS / "local_ranks.py"))
+    assert words[launcher + 1 : launcher + 3] == ["--nproc_per_node", "2"]
     assert result.stderr == f"no GPU found: running 2 CPU ranks over gloo on {CORES} cores\n"
     assert f"OMP_NUM_THREADS={max(1, CORES // 2)}" in words
 
@@ -59,7 +59,7 @@ def test_help_tells_the_exit_codes() -> None:
     assert all(name in text for name in ("--max-restarts N", "MAX_RESTARTS", "128 + n"))
 
 
-def test_torchrun_is_the_other_launcher() -> None:
+def test_torchrun_may_start_the_ranks() -> None:
     words = words_of(launch("launch_distributed.sh", WORDS["launch_distributed.sh"], LAUNCHER="torchrun").stdout)
     assert str(SCRIPTS / "torchrun.py") in words
     assert words[words.index("--nproc_per_node") + 1] == "2"
@@ -85,7 +85,8 @@ def test_words_with_shell_characters_come_through_whole(tmp_path: Path) -> None:
 def test_gpus_are_counted_and_chosen(tmp_path: Path, visible: str | None, expected: list[str]) -> None:
     changes = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     path = pretend_gpus(tmp_path, 4)
-    result = launch("launch_distributed.sh", WORDS["launch_distributed.sh"], PATH=path, **changes)
+    changes |= {"PATH": path, "LAUNCHER": "deepspeed"}
+    result = launch("launch_distributed.sh", WORDS["launch_distributed.sh"], **changes)
     assert result.stderr == ""
     words = words_of(result.stdout)
     launcher = next(place for place, word in enumerate(words) if Path(word).name == "deepspeed")
@@ -216,8 +217,8 @@ def test_more_gpus_than_present_names_both_numbers(tmp_path: Path) -> None:
 def test_deepspeed_takes_only_gpu_numbers_of_this_machine(tmp_path: Path, visible: str) -> None:
     path = pretend_gpus(tmp_path, 4)
     words = WORDS["launch_distributed.sh"]
-    result = launch("launch_distributed.sh", words, PATH=path, CUDA_VISIBLE_DEVICES=visible)
-    assert_refused(result, "CUDA_VISIBLE_DEVICES", "0 1 2 3")
+    changes = {"PATH": path, "LAUNCHER": "deepspeed", "CUDA_VISIBLE_DEVICES": visible}
+    assert_refused(launch("launch_distributed.sh", words, **changes), "CUDA_VISIBLE_DEVICES", "0 1 2 3")
 
 
 def test_cpu_ranks_are_limited_by_cores() -> None:
@@ -241,7 +242,7 @@ def test_an_occupied_port_is_refused_at_once(form: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "extra", "named"),
     [
-        ({"LAUNCHER": "mpirun"}, [], "deepspeed or torchrun"),
+        ({"LAUNCHER": "mpirun"}, [], "direct, deepspeed or torchrun"),
         ({"MASTER_PORT": "65536"}, [], "65535"),
         ({"STOP_TIMEOUT": "soon"}, [], "STOP_TIMEOUT"),
         ({"STOP_TIMEOUT": "0"}, [], "STOP_TIMEOUT"),

@@ -1,4 +1,4 @@
-"""What ranks really get through the real deepspeed and torchrun launchers: words, signals, restarts, no orphans."""
+"""What ranks really get through each launcher, the real ones: words, signals, restarts, no orphans."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from scripts.rank_watch import Death, main_thread
 from scripts.supervise import Restarts, signal_within, with_free_port
 from tests.unit.launching import CORES, WORDS, environment, hear_ctrl_c, stub_repo
 
+LAUNCHERS = ("direct", "deepspeed", "torchrun")
 NO_RESTART = ("--max-restarts", "0")
 END_SECONDS = 120  # for an end that takes a few seconds on a machine with nothing else to do
 
@@ -107,7 +108,7 @@ def output_and_code(process: subprocess.Popen) -> tuple[list[str], int]:
 
 @pytest.mark.parametrize(
     ("launcher", "number"),
-    [("deepspeed", signal.SIGTERM), ("torchrun", signal.SIGINT), ("torchrun", signal.SIGUSR1)],
+    [("direct", signal.SIGINT), ("deepspeed", signal.SIGTERM), ("torchrun", signal.SIGINT), ("direct", signal.SIGUSR1)],
 )
 def test_a_signal_reaches_all_ranks_at_once(start, tmp_path: Path, launcher: str, number: int) -> None:
     nasty = "a b;$(exit 3)\n`"
@@ -125,7 +126,7 @@ def test_a_signal_reaches_all_ranks_at_once(start, tmp_path: Path, launcher: str
     assert len(lines) == 1, lines  # that they stop: no launcher's chatter
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_killed_rank_is_restarted_once_and_the_run_goes_on(start, tmp_path: Path, launcher: str) -> None:
     process = start(launcher, "--fault", "kill")
     lines, code = output_and_code(process)
@@ -137,9 +138,10 @@ def test_a_killed_rank_is_restarted_once_and_the_run_goes_on(start, tmp_path: Pa
     assert first[0]["port"] != second[0]["port"] == second[1]["port"]
 
 
-def test_a_dead_rank_ends_one_that_waits_for_it(start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["direct", "deepspeed"])
+def test_a_dead_rank_ends_one_that_waits_for_it(start, tmp_path: Path, launcher: str) -> None:
     """The launchers alone give it 30 seconds, because SIGTERM only sets a flag."""
-    process = start("deepspeed", "--fault", "kill", "--deaf", *NO_RESTART)
+    process = start(launcher, "--fault", "kill", "--deaf", *NO_RESTART)
     lines, code = output_and_code(process)
     assert time.time() - records(tmp_path)[1]["time"] < 10.0
     assert code == 128 + signal.SIGKILL
@@ -147,7 +149,7 @@ def test_a_dead_rank_ends_one_that_waits_for_it(start, tmp_path: Path) -> None:
 
 
 def test_a_new_checkpoint_starts_the_count_anew(start, tmp_path: Path) -> None:
-    process = start("torchrun", "--fault", "kill", "--always", "--save", "--save", "--max-restarts=1")
+    process = start("direct", "--fault", "kill", "--always", "--save", "--save", "--max-restarts=1")
     lines, code = output_and_code(process)
     assert code == 128 + signal.SIGKILL
     ends = [line.rsplit(": ", 1)[1] for line in lines]
@@ -156,7 +158,7 @@ def test_a_new_checkpoint_starts_the_count_anew(start, tmp_path: Path) -> None:
     assert not records(tmp_path, 3)
 
 
-@pytest.mark.parametrize(("launcher", "fault"), [("deepspeed", "2"), ("torchrun", "65")])
+@pytest.mark.parametrize(("launcher", "fault"), [("direct", "74"), ("deepspeed", "2"), ("torchrun", "65")])
 def test_what_a_restart_cannot_mend_is_not_restarted(start, tmp_path: Path, launcher: str, fault: str) -> None:
     lines, code = output_and_code(start(launcher, "--fault", fault))
     assert code == int(fault)
@@ -164,7 +166,7 @@ def test_what_a_restart_cannot_mend_is_not_restarted(start, tmp_path: Path, laun
     assert not records(tmp_path, 1)
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_sigterm_of_one_rank_is_a_wish_to_stop(start, tmp_path: Path, launcher: str) -> None:
     process = start(launcher)
     wait_until(lambda: len(records(tmp_path)) == 2)
@@ -175,12 +177,14 @@ def test_sigterm_of_one_rank_is_a_wish_to_stop(start, tmp_path: Path, launcher: 
 
 
 def test_exit_code_0_without_the_success_marker_is_a_failure(start) -> None:
-    lines, code = output_and_code(start("torchrun", "--fault", "silent", *NO_RESTART))
+    lines, code = output_and_code(start("direct", "--fault", "silent", *NO_RESTART))
     assert code == 1
     assert "rank 0 did not say that training is done: given up" in lines[-1]
 
 
-@pytest.mark.parametrize(("launcher", "fault"), [("deepspeed", "stop"), ("torchrun", "sleep")])
+@pytest.mark.parametrize(
+    ("launcher", "fault"), [("direct", "stop"), ("direct", "sleep"), ("deepspeed", "stop"), ("torchrun", "sleep")]
+)
 def test_a_hang_is_named_with_its_stack_and_restarted(start, tmp_path: Path, launcher: str, fault: str) -> None:
     process = start(launcher, "--fault", fault)
     wait_until(lambda: len(records(tmp_path)) == 2)
@@ -206,7 +210,7 @@ def test_a_hang_is_named_with_its_stack_and_restarted(start, tmp_path: Path, lau
         assert "it probably waits for rank" in text
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_killed_node_launcher_stops_the_ranks_and_is_restarted(start, tmp_path: Path, launcher: str) -> None:
     process = start(launcher)
     wait_until(lambda: len(records(tmp_path)) == 2)
@@ -220,7 +224,7 @@ def test_a_killed_node_launcher_stops_the_ranks_and_is_restarted(start, tmp_path
 
 
 def test_kill_9_of_the_supervisor_still_stops_the_ranks(start, repo: Path, tmp_path: Path) -> None:
-    process = start("torchrun")
+    process = start("direct")
     wait_until(lambda: len(records(tmp_path)) == 2)
     process.kill()
     wait_until(lambda: processes_of(repo) == [])
