@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ranks import Ranks
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +14,22 @@ def largest_difference():
         return max(float(np.abs(np.array(first[name]) - np.array(second[name])).max()) for name in first)
 
     return difference
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory):
+    """Call a function with every case on so many ranks, and return result [rank][case]; the ranks stay for the next."""
+    started = {}
+
+    def run(function: str, world_size: int, cases: list[dict]) -> list[list]:
+        if world_size not in started:
+            started[world_size] = Ranks(world_size, tmp_path_factory.mktemp(f"ranks-{world_size}"))
+        try:
+            return started[world_size].run(function, cases)
+        except AssertionError:
+            started.pop(world_size).close()
+            raise
+
+    yield run
+    for ranks in started.values():
+        ranks.close()

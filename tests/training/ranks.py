@@ -1,19 +1,19 @@
-"""Runs a function on several real CPU ranks, each a process of its own, and brings back what each returned.
+"""Real CPU ranks, each a process of its own, that run functions and bring back what each returned.
 
-    python tests/training/ranks.py module:function '[{"key": "value"}]' result.json
-
-The function is called once per set of arguments, in processes that start once: most of a rank's time is its start.
-Each rank writes its results as JSON; tensors travel as nested lists.
+The ranks stay until they are closed and take one job after another: most of a rank's time is its start. A job is a
+line of JSON on their standard input, the results are JSON in a file; tensors travel as nested lists.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,39 +21,69 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 240
 
 
-def run_ranks(function: str, world_size: int, folder: Path, cases: list[dict[str, Any]]) -> list[list[Any]]:
-    """Call 'module:function' with (world, **case) on `world_size` gloo ranks; return result [rank][case].
+class Ranks:
+    """`world_size` gloo ranks on this machine."""
 
-    Raises:
-        AssertionError: with every rank's output, where one failed or took too long.
-    """
-    port = free_port()
-    processes = []
-    for rank in range(world_size):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-        }
-        command = [sys.executable, __file__, function, json.dumps(cases), str(folder / f"rank{rank}.json")]
-        processes.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    outputs = []
-    try:
-        for process in processes:
-            outputs.append(process.communicate(timeout=TIMEOUT_SECONDS)[0])
-    finally:
-        for process in processes:
+    def __init__(self, world_size: int, folder: Path) -> None:
+        """Start them; `folder` takes what they print and their results."""
+        self._folder = folder
+        self._jobs = 0
+        port = free_port()
+        self._processes = []
+        for rank in range(world_size):
+            environment = os.environ | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+            }
+            with self._log(rank).open("w") as log:
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, __file__],
+                        env=environment,
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                    )
+                )
+
+    def run(self, function: str, cases: list[dict[str, Any]]) -> list[list[Any]]:
+        """Call 'module:function' with (world, **case) for every case on every rank; return result [rank][case].
+
+        Raises:
+            AssertionError: with every rank's output, where one failed or took too long.
+        """
+        self._jobs += 1
+        files = [self._folder / f"job{self._jobs}-rank{rank}.json" for rank in range(len(self._processes))]
+        for process, file in zip(self._processes, files, strict=True):
+            assert process.stdin
+            with contextlib.suppress(BrokenPipeError):  # of a rank that has ended: seen below
+                process.stdin.write(json.dumps({"function": function, "cases": cases, "result": str(file)}) + "\n")
+                process.stdin.flush()
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not all(file.exists() for file in files):
+            late = time.monotonic() > deadline
+            if late or any(process.poll() is not None for process in self._processes):
+                what = "took too long" if late else "failed"
+                outputs = [f"rank {rank}:\n{self._log(rank).read_text()}" for rank in range(len(files))]
+                raise AssertionError(f"{function} {what}\n" + "\n".join(outputs))
+            time.sleep(0.02)
+        return [json.loads(file.read_text()) for file in files]
+
+    def close(self) -> None:
+        """End the ranks at once: between two jobs there is nothing to save."""
+        for process in self._processes:
             process.kill()
-    failed = [f"rank {rank}:\n{output}" for rank, output in enumerate(outputs) if processes[rank].returncode != 0]
-    assert not failed, "\n".join(failed)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+            process.communicate()
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"rank{rank}.log"
 
 
 def free_port() -> int:
@@ -64,14 +94,17 @@ def free_port() -> int:
 
 
 def main() -> None:
-    """Be one rank."""
-    name, cases, result_file = sys.argv[1:]
-    module_name, function_name = name.split(":")
+    """Be one rank, until standard input ends."""
     from training.distributed import start_world, stop_world
 
     world = start_world()
-    function = getattr(importlib.import_module(module_name), function_name)
-    Path(result_file).write_text(json.dumps([function(world, **case) for case in json.loads(cases)]))
+    for line in sys.stdin:
+        job = json.loads(line)
+        module_name, function_name = job["function"].split(":")
+        function = getattr(importlib.import_module(module_name), function_name)
+        result, unfinished = Path(job["result"]), Path(job["result"] + ".tmp")
+        unfinished.write_text(json.dumps([function(world, **case) for case in job["cases"]]))
+        unfinished.rename(result)
     stop_world()
 
 

@@ -6,7 +6,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from ranks import run_ranks
 
 from training.errors import CANNOT_SAVE_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE
 from training.strategies import STRATEGIES
@@ -19,24 +18,21 @@ CULPRITS = ("image", "loss", "gradient")
 
 
 class Launches:
-    """Runs cases in as few launches as possible: most of a launch is the import of torch."""
+    """Runs cases on ranks, and holds the folder of their checkpoints."""
 
-    def __init__(self, folder) -> None:
+    def __init__(self, run_ranks, folder) -> None:
         self.folder = folder
-        self._count = 0
+        self._run_ranks = run_ranks
 
     def run(self, function: str, world_size: int, cases: list[dict]) -> list[list]:
         """Return result [case][rank]."""
-        self._count += 1
-        results = self.folder / f"launch-{self._count}"
-        results.mkdir()
-        ranks = run_ranks(f"{RANKS}:{function}", world_size, results, cases)
+        ranks = self._run_ranks(f"{RANKS}:{function}", world_size, cases)
         return [list(case) for case in zip(*ranks, strict=True)]
 
 
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory):
-    return Launches(tmp_path_factory.mktemp("checkpoints"))
+def launches(run_ranks, tmp_path_factory):
+    return Launches(run_ranks, tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module")

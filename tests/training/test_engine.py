@@ -7,7 +7,6 @@ from itertools import product
 import numpy as np
 import pytest
 import scipy.special
-from ranks import run_ranks
 from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, top_k_accuracy_score
 
 from training.engines import ENGINES
@@ -20,13 +19,13 @@ PRECISIONS = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.
 
 
 @pytest.fixture(scope="module")
-def run_cases(tmp_path_factory):
+def run_cases(run_ranks):
     """Run a function of engine_ranks once for all values of its parameters: {values: result of each rank}."""
 
     def run(function: str, world_size: int = 2, fixed: dict | None = None, **parameters) -> dict:
         keys = list(product(*parameters.values()))
         cases = [dict(zip(parameters, key, strict=True)) | (fixed or {}) for key in keys]
-        results = run_ranks(f"{RANKS}:{function}", world_size, tmp_path_factory.mktemp(function), cases)
+        results = run_ranks(f"{RANKS}:{function}", world_size, cases)
         return {key: [rank[number] for rank in results] for number, key in enumerate(keys)}
 
     return run
