@@ -24,8 +24,9 @@ setup-dev: ## Make .venv with what the tests need too
 train: setup ## Train mobilenet on handwritten digits, 2 ranks (EPOCHS=15, TRAIN_FLAGS="--learning-rate 0.004")
 	@bash scripts/launch_distributed.sh mobilenet ddp 2 16 $(EPOCHS) $(TRAIN_FLAGS)
 
-test: setup-dev ## Run the tests
-	$(BIN)/python -m pytest
+test: setup-dev ## Run the tests: those of units side by side, then those that start ranks themselves
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -n 2 --dist worksteal
+	$(BIN)/python -m pytest --ignore tests/unit
 
 test-slow: setup-dev ## Run the tests that take minutes each
 	$(BIN)/python -m pytest -m slow

@@ -1,4 +1,4 @@
-"""Signals, through both launchers: every rank stops at the same step, the checkpoint is good, the run goes on."""
+"""Signals, through every launcher: every rank stops at the same step, the checkpoint is good, the run goes on."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_sigusr1_to_one_rank_in_the_evaluation(tmp_path, uninterrupted):
 
 
 def test_sigterm_to_one_rank_before_the_first_step(tmp_path):
-    process = start(tmp_path, "early", LAUNCHER="torchrun")
+    process = start(tmp_path, "early", LAUNCHER="direct")
     wait_until(lambda: (tmp_path / "runs" / "early").exists(), process)
     ranks_of("early")[0].send_signal(signal.SIGTERM)
     assert_stopped(process, signal.SIGTERM, "early")
@@ -106,7 +106,7 @@ def test_sigterm_to_one_rank_before_the_first_step(tmp_path):
 def test_ctrl_c_and_on_with_one_rank_under_another_strategy(tmp_path):
     """The global batch is held: two accumulation steps in the place of two ranks."""
     folder = tmp_path / "runs" / "moved"
-    process = start(tmp_path, "moved", LAUNCHER="torchrun")
+    process = start(tmp_path, "moved", LAUNCHER="direct")
     wait_until(lambda: has_reached(folder, STEPS_PER_EPOCH + 2), process)
     process.send_signal(signal.SIGINT)
     assert_stopped(process, signal.SIGINT, "moved")
