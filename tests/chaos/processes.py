@@ -43,8 +43,8 @@ class Seen:
 
     @property
     def is_node_launcher(self) -> bool:
-        """Whether it is deepspeed, deepspeed's launcher of this node, or torchrun."""
-        names = ("/deepspeed", "torchrun.py", "deepspeed.launcher.launch")
+        """Whether it is what starts the ranks: ours, deepspeed, deepspeed's launcher of this node, or torchrun."""
+        names = ("local_ranks.py", "/deepspeed", "torchrun.py", "deepspeed.launcher.launch")
         return (
             LAUNCH_MARK in self.environment
             and "LOCAL_RANK" not in self.environment

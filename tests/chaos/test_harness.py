@@ -181,6 +181,11 @@ def test_a_full_disk_is_full_for_a_while_and_gone_at_the_end(tmp_path: Path):
     assert str(disk) not in {partition.mountpoint for partition in psutil.disk_partitions(all=True)}
 
 
+def test_all_mixtures_of_a_training_come():
+    assert len({(case.strategy, case.launcher) for case in map(make_case, range(9))}) == 9
+    assert len(set(map(make_case, range(36)))) == 36
+
+
 def test_all_kinds_come_equally_often_and_none_that_is_impossible():
     deck = Deck(list(FAULTS), Random(0))
     drawn = [deck.draw(frozenset()) for _ in range(3 * len(FAULTS))]

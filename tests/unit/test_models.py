@@ -175,6 +175,11 @@ def test_the_size_check_changes_nothing(model_type, caplog):
     assert not caplog.records
 
 
+def test_a_network_that_fake_tensors_do_not_take_is_not_refused():
+    """Fake tensors alone cannot run it; on real ones it works."""
+    assert forward_failure(timm.create_model("coat_tiny"), 224, 2) is None
+
+
 # --- the stem --------------------------------------------------------------------------------------------------
 
 
