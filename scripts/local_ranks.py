@@ -3,7 +3,7 @@
     python scripts/local_ranks.py --nproc_per_node 2 --master_port 29500 scripts/train_distributed.py --model-type vgg
 
 What torchrun does on one machine without restarts, with the variables that it sets, but without importing torch: the
-ranks start at once (deepspeed's launcher takes 5 seconds on 2 cores to come to that, torchrun 2).
+ranks start at once (deepspeed's launcher takes about 5 seconds to come to that, torchrun 2).
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the training entry and its arguments")
     given = parser.parse_args(arguments)
     ranks: list[subprocess.Popen] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda heard, _frame: _send(ranks, heard))
     for rank in range(given.nproc_per_node):
         environment = os.environ | rank_environment(rank, given.nproc_per_node, given.master_addr, given.master_port)
         ranks.append(subprocess.Popen([sys.executable, "-u", *given.command], env=environment))
+    # Only now: a signal before ends this process, and with it every rank that is there (`RankReport.end_with_parent`).
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda heard, _frame: _send(ranks, heard))
     return wait_for_all(ranks)
 
 

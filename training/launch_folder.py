@@ -131,7 +131,7 @@ class RankReport:
 
         Call it only where a launcher started this process, from any thread of it: a process that a shell started
         would end with that shell. The kernel sends the signal when the parent's *thread* ends that made this
-        process; deepspeed and torchrun make their ranks from the main thread.
+        process; every launcher makes its ranks from the main thread.
         """
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
