@@ -17,7 +17,7 @@ def largest_difference():
 
 
 @pytest.fixture(scope="session")
-def run_ranks(tmp_path_factory):
+def run_on_ranks(tmp_path_factory):
     """Call a function with every case on so many ranks, and return result [rank][case]; the ranks stay for the next."""
     started = {}
 

@@ -86,6 +86,15 @@ class Ranks:
         return self._folder / f"rank{rank}.log"
 
 
+def run_ranks(function: str, world_size: int, folder: Path, cases: list[dict[str, Any]]) -> list[list[Any]]:
+    """Run one job on ranks of its own, as `Ranks.run` does: for a test that must not share a process with others."""
+    ranks = Ranks(world_size, folder)
+    try:
+        return ranks.run(function, cases)
+    finally:
+        ranks.close()
+
+
 def free_port() -> int:
     """Return a port on which nothing listens."""
     with socket.socket() as probe:

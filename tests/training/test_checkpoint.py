@@ -20,19 +20,19 @@ CULPRITS = ("image", "loss", "gradient")
 class Launches:
     """Runs cases on ranks, and holds the folder of their checkpoints."""
 
-    def __init__(self, run_ranks, folder) -> None:
+    def __init__(self, run_on_ranks, folder) -> None:
         self.folder = folder
-        self._run_ranks = run_ranks
+        self._run_on_ranks = run_on_ranks
 
     def run(self, function: str, world_size: int, cases: list[dict]) -> list[list]:
         """Return result [case][rank]."""
-        ranks = self._run_ranks(f"{RANKS}:{function}", world_size, cases)
+        ranks = self._run_on_ranks(f"{RANKS}:{function}", world_size, cases)
         return [list(case) for case in zip(*ranks, strict=True)]
 
 
 @pytest.fixture(scope="module")
-def launches(run_ranks, tmp_path_factory):
-    return Launches(run_ranks, tmp_path_factory.mktemp("checkpoints"))
+def launches(run_on_ranks, tmp_path_factory):
+    return Launches(run_on_ranks, tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module")

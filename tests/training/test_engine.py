@@ -19,13 +19,13 @@ PRECISIONS = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.
 
 
 @pytest.fixture(scope="module")
-def run_cases(run_ranks):
+def run_cases(run_on_ranks):
     """Run a function of engine_ranks once for all values of its parameters: {values: result of each rank}."""
 
     def run(function: str, world_size: int = 2, fixed: dict | None = None, **parameters) -> dict:
         keys = list(product(*parameters.values()))
         cases = [dict(zip(parameters, key, strict=True)) | (fixed or {}) for key in keys]
-        results = run_ranks(f"{RANKS}:{function}", world_size, cases)
+        results = run_on_ranks(f"{RANKS}:{function}", world_size, cases)
         return {key: [rank[number] for rank in results] for number, key in enumerate(keys)}
 
     return run
