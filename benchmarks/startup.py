@@ -106,7 +106,8 @@ def measure(
                 seconds[name].append(taken)
                 if name in OURS:
                     phases[name].append(ends)
-        print(f"round {number}: " + "  ".join(f"{name} {values[-1]:.1f}" for name, values in seconds.items() if values))
+        said = "  ".join(f"{name} {values[-1]:.1f}" for name, values in seconds.items() if values)
+        print(f"round {number}: {said or 'warmed up'}", flush=True)
     return seconds, phases
 
 
