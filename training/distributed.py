@@ -131,6 +131,15 @@ def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
     return total
 
 
+def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Return every rank's values [n] as [ranks, n] on every rank; a collective."""
+    rows = values.new_empty(world.size, values.numel())
+    if world.size == 1:
+        return rows.copy_(values)
+    dist.all_gather_into_tensor(rows.view(-1), values)
+    return rows
+
+
 def average_over_ranks(tensors: list[torch.Tensor], world: World) -> None:
     """Replace float tensors by their mean over all ranks, in place and in one message; a collective."""
     if world.size == 1 or not tensors:
