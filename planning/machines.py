@@ -46,7 +46,7 @@ DEVICE_PEAKS = (
 def peak_tflops(device_name: str) -> float | None:
     """Return the 16-bit peak in 10**12 operations per second of a device as PyTorch names it; None where unknown."""
     words = device_name.replace("-", " ").split()
-    if "MIG" in words:  # a slice of the device
+    if "MIG" in words or "Laptop" in words:  # a slice of the device; another chip of the same name
         return None
     for peak in DEVICE_PEAKS:
         wanted = peak.name.replace("-", " ").split()

@@ -85,6 +85,8 @@ def start_world(*, deterministic: bool = False) -> World:
         os.environ["MASTER_PORT"] = str(_free_port())
     # MKL's products may else differ in the last bit with where in memory a matrix happens to lie.
     os.environ.setdefault("MKL_CBWR", "AUTO")
+    # The profiler's library tells each start, and as an error that it finds no GPU.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if deterministic:
         _use_deterministic_algorithms()
     use_cuda = torch.cuda.is_available()

@@ -179,13 +179,14 @@ def _after_evaluation(
 
 def _start_timing(parts: Parts) -> Timing:
     """Start the clock of this rank; a collective."""
+    hosts = name_hosts(parts.world)  # where all ranks meet; their clocks start together
     clock = start_clock(parts.world.device)
     profiler = None
     if parts.config.profile and parts.world.is_main:
         from training.profiler import StepProfiler
 
         profiler = StepProfiler(parts.config.profile, parts.folder.path / "profile", clock, parts.loggers)
-    return Timing(clock, hosts=name_hosts(parts.world), flops=parts.flops, profiler=profiler)
+    return Timing(clock, hosts=hosts, flops=parts.flops, profiler=profiler)
 
 
 def _best_weights(parts: Parts, epoch: int, scores: Scores) -> Callable[[], None]:

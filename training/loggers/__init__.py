@@ -221,19 +221,19 @@ def step_line(point: StepPoint) -> str:
 def run_lines(point: RunPoint) -> list[str]:
     """Return the lines of a run's end: its time, its speed and its memory."""
     shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in point.time_shares.items())
-    speed = f"{point.images_per_second:.0f} images/s"
+    speed = f"{point.images_per_second:.0f} images/s in {duration(point.seconds)}"
+    speed += f", evaluation {duration(point.evaluation_seconds)} apart"
     if point.load.tflops_per_second is not None:
         speed += f", {point.load.tflops_per_second:.3g} TFLOP/s per rank"
     if point.load.mfu is not None:
-        speed += f", MFU {point.load.mfu:.1%}"
+        speed += f", MFU {100 * point.load.mfu:.1f} %"
     peak, now, reserved = point.memory
     memory = f"peak {_gigabytes(peak)}, now {_gigabytes(now)}"
     if reserved is not None:
         memory += f", reserved {_gigabytes(reserved)}"
     return [
         f"time         {shares}",
-        f"speed        {speed} in {duration(point.seconds)}, evaluation {duration(point.evaluation_seconds)} apart; "
-        f"memory of rank 0: {memory}",
+        f"speed        {speed}; memory of rank 0: {memory}",
     ]
 
 
