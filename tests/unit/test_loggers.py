@@ -7,15 +7,17 @@ import io
 import json
 import threading
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from training.loggers import DeviceLoad, EpochPoint, Loggers, MemoryUse, RunPoint, StepPoint, duration, run_lines
+from training.loggers.confusion import confusion_picture
 from training.loggers.console import ConsoleLogger
 from training.loggers.files import JsonLinesLogger, TextLogger
-from training.loggers.tensorboard import TensorBoardLogger, confusion_figure
+from training.loggers.tensorboard import TensorBoardLogger
 from training.metrics import Scores
 from training.run_folder import RunFolder
 
@@ -231,12 +233,26 @@ def test_tensorboard_does_not_hang_on_a_full_disk(small_disk, capsys):
     assert set(threading.enumerate()) <= before, "its thread has ended"
 
 
-def test_confusion_figure_has_true_classes_as_rows():
-    figure = confusion_figure(torch.tensor([[3, 1], [0, 4]]), ["cat", "dog"])
-    axes = figure.axes[0]
-    assert axes.get_ylabel() == "true class"
-    assert axes.images[0].get_array()[0, 1] == pytest.approx(0.25)
-    assert [text.get_text() for text in axes.texts] == ["3", "1", "0", "4"]
+def test_confusion_picture_has_true_classes_as_rows_and_shades_by_their_shares():
+    picture = confusion_picture(torch.tensor([[3, 1], [0, 4]]), ["cat", "dog"])
+    cells = picture[:60, -60:]
+    corners = cells[2::30, 2::30].astype(int)
+    light, dark = np.array([247, 251, 255]), np.array([8, 48, 107])
+    expected = light + np.array([[0.75, 0.25], [0.0, 1.0]])[..., None] * (dark - light)
+    np.testing.assert_allclose(corners, expected, atol=1)
+    assert (cells[30:, :30].min(2) < 100).any(), "the 0 is written in black"
+    assert (cells[30:, 30:].min(2) > 200).any(), "the 4 in white"
+    other = confusion_picture(torch.tensor([[3, 1], [0, 4]]), ["cow", "dog"])
+    rows, columns, _ = np.nonzero(picture != other)
+    assert rows.max() < 30
+    assert columns.max() < picture.shape[1] - 60
+
+
+def test_a_large_confusion_picture_has_cells_only():
+    confusion = torch.eye(150, dtype=torch.int64)
+    picture = confusion_picture(confusion, [str(number) for number in range(150)])
+    dark = (picture[: 4 * 150, -4 * 150 :] == [8, 48, 107]).all(2)
+    np.testing.assert_array_equal(dark, np.kron(np.eye(150), np.ones((4, 4))) > 0)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0s"), (59.6, "1m00s"), (200, "3m20s"), (7500, "2h05m")])

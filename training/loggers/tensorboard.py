@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from training.loggers import EpochPoint, RunPoint, StepPoint
+from training.loggers.confusion import confusion_picture
 from training.run_folder import RunFolder
 
-LARGEST_MATRIX_WITH_NUMBERS = 20
 LARGEST_PICTURE = 200
 
 
@@ -63,7 +63,8 @@ class TensorBoardLogger:
         self._write_scalars(scalars, point.epoch)
         confusion = point.validation.confusion
         if confusion is not None and len(confusion) <= LARGEST_PICTURE:
-            self._writer.add_figure("confusion matrix", confusion_figure(confusion, point.class_names), point.epoch)
+            picture = confusion_picture(confusion, point.class_names)
+            self._writer.add_image("confusion matrix", picture, point.epoch, dataformats="HWC")
 
     def on_end(self, point: RunPoint) -> None:
         """Write the whole run's numbers, one point each."""
@@ -86,39 +87,6 @@ def _time_and_speed(point: StepPoint | RunPoint) -> dict[str, float | None]:
         "speed/mfu": point.load.mfu,
         "speed/gpu_utilization": point.load.gpu_utilization,
     }
-
-
-def confusion_figure(confusion: torch.Tensor, class_names: Sequence[str]) -> Any:
-    """Draw a confusion matrix.
-
-    Args:
-        confusion: int64 [classes, classes], rows are true classes, columns predicted ones.
-        class_names: the names along both axes.
-
-    Returns:
-        A matplotlib figure, not registered with pyplot.
-    """
-    from matplotlib.figure import Figure
-
-    size = len(confusion)
-    side_inches = min(12.0, max(4.0, 0.4 * size))
-    figure = Figure(figsize=(side_inches + 1, side_inches), layout="constrained")
-    axes = figure.add_subplot()
-    share = confusion / confusion.sum(1, keepdim=True).clamp_min(1)
-    image = axes.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(image, ax=axes, label="share of the true class")
-    axes.set_xlabel("predicted class")
-    axes.set_ylabel("true class")
-    if size <= LARGEST_MATRIX_WITH_NUMBERS:
-        axes.set_xticks(range(size), class_names, rotation=90)
-        axes.set_yticks(range(size), class_names)
-        for row in range(size):
-            for column in range(size):
-                color = "white" if share[row, column] > 0.5 else "black"
-                axes.text(
-                    column, row, str(int(confusion[row, column])), ha="center", va="center", color=color, fontsize=8
-                )
-    return figure
 
 
 def _as_code(values: dict[str, Any]) -> str:
