@@ -40,6 +40,9 @@ class Marks(Protocol):
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each span so far."""
 
+    def is_capturing(self) -> bool:
+        """Say whether what is called now is only recorded, to run later."""
+
 
 class HostMarks:
     """The host's own clock."""
@@ -57,6 +60,10 @@ class HostMarks:
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each span so far."""
         return dict(self._seconds)
+
+    def is_capturing(self) -> bool:
+        """Say that everything runs when it is called."""
+        return False
 
 
 class StreamMarks:
@@ -91,6 +98,10 @@ class StreamMarks:
         self._take_in()
         return dict(self._seconds)
 
+    def is_capturing(self) -> bool:
+        """Say whether a CUDA graph is being recorded."""
+        return torch.cuda.is_current_stream_capturing()
+
     def _take_in(self) -> None:
         """Read the events that the stream has passed."""
         while self._pending and self._pending[0][1].query():
@@ -119,8 +130,13 @@ class SpanClock:
         return self._marks.seconds()
 
     def belongs_here(self) -> bool:
-        """Say whether the calling thread's time is this clock's: the thread that trains, or autograd's in backward."""
-        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+        """Say whether the time of now is this clock's: of the thread that trains, or of autograd's in its backward.
+
+        Not that of the thread that writes checkpoints, nor where a CUDA graph records what it will run later.
+        """
+        if threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1:
+            return False
+        return not self._marks.is_capturing()
 
     def enter(self, name: str) -> None:
         """Open a span inside the one that is open."""
@@ -191,8 +207,7 @@ def _measured(function: Callable[..., Any], clock: SpanClock) -> Callable[..., A
 
     @functools.wraps(function)
     def measured(*arguments: Any, **named: Any) -> Any:
-        # Not those of the thread that writes checkpoints, nor those that a CUDA graph records to run later.
-        if not clock.belongs_here() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if not clock.belongs_here():
             return function(*arguments, **named)
         with span:
             return function(*arguments, **named)
