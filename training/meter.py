@@ -76,29 +76,28 @@ class Meter:
         (loss_sum, _, _, count), spans = self._gather()  # the sync
         now = time.perf_counter()
         seconds = max(now - self._last_time, 1e-9)
-        if self._world.is_main:
-            images_per_second = self._steps * settings.plan.global_batch / seconds
-            gradient_norm = result.gradient_norm if result else None
-            time_shares = _mean_shares(spans)
-            self._loggers.steps(
-                StepPoint(
-                    epoch=self._epoch + 1,
-                    step=position + 1,
-                    steps_per_epoch=settings.plan.steps_per_epoch,
-                    total_steps=settings.total_steps,
-                    loss=loss_sum / count if count else float("nan"),
-                    learning_rate=settings.schedule.learning_rate(position),
-                    images_per_second=images_per_second,
-                    data_wait_share=min(1.0, (wait_seconds - self._last_wait) / seconds),
-                    seconds_left=(settings.total_steps - position - 1) * seconds / self._steps,
-                    gradient_norm=float("nan") if gradient_norm is None else float(gradient_norm),
-                    skipped_steps=self._skipped,
-                    time_shares=time_shares,
-                    memory=memory_use(self._world.device),
-                    load=device_load(images_per_second, time_shares, self._timing.flops, self._world),
-                )
+        images_per_second = self._steps * settings.plan.global_batch / seconds
+        gradient_norm = result.gradient_norm if result else None
+        time_shares = _mean_shares(spans)
+        self._loggers.steps(
+            StepPoint(
+                epoch=self._epoch + 1,
+                step=position + 1,
+                steps_per_epoch=settings.plan.steps_per_epoch,
+                total_steps=settings.total_steps,
+                loss=loss_sum / count if count else float("nan"),
+                learning_rate=settings.schedule.learning_rate(position),
+                images_per_second=images_per_second,
+                data_wait_share=min(1.0, (wait_seconds - self._last_wait) / seconds),
+                seconds_left=(settings.total_steps - position - 1) * seconds / self._steps,
+                gradient_norm=float("nan") if gradient_norm is None else float(gradient_norm),
+                skipped_steps=self._skipped,
+                time_shares=time_shares,
+                memory=memory_use(self._world.device),
+                load=device_load(images_per_second, time_shares, self._timing.flops, self._world),
             )
-            self._name_slow_ranks(position + 1, spans)
+        )
+        self._name_slow_ranks(position + 1, spans)
         self._last_time, self._last_wait, self._steps, self._skipped = now, wait_seconds, 0, 0
 
     def elapsed_seconds(self) -> float:

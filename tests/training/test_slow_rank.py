@@ -21,9 +21,8 @@ def reports(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("slow_rank", "span"), CASES)
-def test_the_rank_that_sleeps_is_named_once_by_rank_0(slow_rank, span, reports):
-    first, second = reports[slow_rank, span]
-    assert second["messages"] == []
+def test_the_rank_that_sleeps_is_named_once(slow_rank, span, reports):
+    first, _ = reports[slow_rank, span]
     (message,) = first["messages"]
     found = re.fullmatch(
         rf"rank {slow_rank} \(host {re.escape(socket.gethostname())}\) is slow: "

@@ -84,7 +84,7 @@ def epoch_with_a_slow_rank(world: World, slow_rank: int, sleeps_in: str):
     schedule = Schedule(0.1, total_steps=1, warmup_steps=0, final_scale=1.0)
     settings = LoopSettings(plan, schedule, CLASSES, 8, 0, 0.0, log_every_steps=6, epochs=1)
     hosts, heard, clock, stop = name_hosts(world), Heard(), SpanClock(), StopRequest()
-    loggers = Loggers([heard])
+    loggers = Loggers([heard] if world.is_main else [])
     timing = Timing(clock, hosts=hosts)
     guard = StepGuard(engine, world, loggers, most_in_row=0, name_of=str)
     tools = LoopTools(world, loggers, stop, guard, RankReport(None, 0, 0.0), timing=timing)
