@@ -167,9 +167,10 @@ def memory_use(device: torch.device) -> MemoryUse:
         )
     import resource
 
-    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return MemoryUse(peak_bytes, resident_pages * resource.getpagesize(), None)
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    # The kernel updates the peak now and then only.
+    peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return MemoryUse(peak, resident, None)
 
 
 def device_load(

@@ -26,8 +26,11 @@ class SlowRank(NamedTuple):
 
 
 def work_seconds(seconds: Mapping[str, float]) -> float:
-    """Return a rank's own work out of the seconds of its spans: no waiting for others, no saving, no evaluation."""
-    return sum(seconds.values()) - sum(seconds[name] for name in ("communication", "saving", "evaluation"))
+    """Return a rank's own work out of the seconds of its spans: what all ranks have to do in every step.
+
+    That leaves out waiting for the others, and logging, which is rank 0's alone.
+    """
+    return sum(seconds[name] for name in ("data", "forward", "backward", "optimizer", "other"))
 
 
 class SlowRankWatch:

@@ -173,10 +173,12 @@ def test_of_two_ranks_the_slower_is_named_and_single_steps_are_put_together():
     assert SlowRankWatch().judge([1.0], 100) == []
 
 
-def test_waiting_is_no_work():
+def test_waiting_and_logging_are_no_work():
     seconds = dict.fromkeys(SPANS, 1.0)
-    assert work_seconds(seconds) == len(SPANS) - 3
-    assert work_seconds(seconds | {"communication": 9.0}) == work_seconds(seconds)
+    assert work_seconds(seconds) == len(SPANS) - 4
+    for name in SPANS:
+        is_work = name not in ("communication", "logging", "saving", "evaluation")
+        assert work_seconds(seconds | {name: 9.0}) == work_seconds(seconds) + 8 * is_work
 
 
 # Operations.
