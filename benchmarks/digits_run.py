@@ -24,9 +24,9 @@ def train(model: str, ranks: int, batch_size: int, epochs: int, logs: Path, name
     Raises:
         RuntimeError: with what the launcher said, where it failed.
     """
-    words = [model, "ddp", str(ranks), str(batch_size), str(epochs), "--run-name", name, "--log-dir", str(logs), *flags]
+    words = [model, "ddp", str(ranks), str(batch_size), str(epochs), "--run-name", name, "--log-dir", str(logs)]
     recipe = ["--learning-rate", "0.004", "--tensorboard", "false"]
-    command = ["bash", str(ROOT / "scripts" / "launch_distributed.sh"), *words, *recipe]
+    command = ["bash", str(ROOT / "scripts" / "launch_distributed.sh"), *words, *recipe, *flags]
     result = subprocess.run(command, check=False, capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {result.returncode}: {result.stderr[-2000:]}")

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from training.checkpoint.manifest import Progress
 from training.data.images import ImageError
 from training.distributed import gather_objects
+from training.loggers import RunPoint
 from training.parts import Parts
 
 AUGMENTED_IMAGES_SHOWN = 16
@@ -41,8 +42,8 @@ def announce_start(parts: Parts, progress: Progress) -> None:
             parts.loggers.images(images)
 
 
-def announce_end(parts: Parts, progress: Progress, stop_signal: int) -> None:
-    """Log the result and where everything lies; a collective."""
+def announce_end(parts: Parts, progress: Progress, stop_signal: int, point: RunPoint) -> None:
+    """Log the result, where the time went and where everything lies; a collective."""
     say = parts.loggers.message
     bad_paths = parts.train_loader.bad_paths + parts.val_loader.bad_paths
     bad_files = sorted({path for paths in gather_objects(bad_paths, parts.world) for path in paths})
@@ -62,6 +63,8 @@ def announce_end(parts: Parts, progress: Progress, stop_signal: int) -> None:
             f"(best epoch: {progress.best_epoch}; its weights are saved)"
         )
         say(f"weights      {_shown(parts.folder.weights)}")
+    if point.images_per_second:
+        parts.loggers.end(point)
     say(f"run folder   {_shown(parts.folder.path)}")
     say(f"TensorBoard  tensorboard --logdir {_shown(parts.folder.tensorboard.parent)}")
     say(f"log          {_shown(parts.folder.text_log)}")

@@ -121,6 +121,12 @@ class TrainConfig:
     log_every_steps: int = option(10, "Optimizer steps between two log points.", low=1)
     progress: Literal["auto", "bar", "lines", "off"] = option("auto", "Console progress; auto: a bar on a terminal.")
     tensorboard: bool = option(True, "Write TensorBoard event files.")
+    profile: int = option(
+        0,
+        "Steps of rank 0's first epoch that torch.profiler traces into the run's folder; 0: none.",
+        low=0,
+        high=10_000,
+    )
 
     # Surviving: checkpoints, resume, what ends a run.
     resume: str = option(
@@ -147,7 +153,7 @@ FREE_ON_RESUME = frozenset(
         *("activation_checkpointing", "deterministic"),
         *("batch_size", "gradient_accumulation_steps", "pretrained", "weights", "early_stopping_patience"),
         *("data", "data_root", "download", "workers"),
-        *("run_name", "log_dir", "log_every_steps", "progress", "tensorboard"),
+        *("run_name", "log_dir", "log_every_steps", "progress", "tensorboard", "profile"),
         *("resume", "save_every_steps", "save_every_minutes", "keep_last", "max_bad_steps", "hang_timeout"),
     }
 )

@@ -85,6 +85,8 @@ def start_world(*, deterministic: bool = False) -> World:
         os.environ["MASTER_PORT"] = str(_free_port())
     # MKL's products may else differ in the last bit with where in memory a matrix happens to lie.
     os.environ.setdefault("MKL_CBWR", "AUTO")
+    # The profiler's library tells each start, and as an error that it finds no GPU.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if deterministic:
         _use_deterministic_algorithms()
     use_cuda = torch.cuda.is_available()
@@ -129,6 +131,15 @@ def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
     if world.size > 1:
         dist.all_reduce(total)
     return total
+
+
+def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Return every rank's values [n] as [ranks, n] on every rank; a collective."""
+    rows = values.new_empty(world.size, values.numel())
+    if world.size == 1:
+        return rows.copy_(values)
+    dist.all_gather_into_tensor(rows.view(-1), values)
+    return rows
 
 
 def average_over_ranks(tensors: list[torch.Tensor], world: World) -> None:

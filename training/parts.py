@@ -29,6 +29,7 @@ from training.engine import Engine
 from training.engines import build_engine, resolve_engine
 from training.environment import describe_environment
 from training.finetune import RestingBackbone
+from training.flops import TrainingFlops
 from training.loggers import Loggers, build_loggers
 from training.loop import LoopSettings
 from training.optim import build_optimizer, build_schedule
@@ -53,6 +54,7 @@ class Parts:
         head_epochs: epochs in which only the head learns.
         engine: the sharded model with its optimizer.
         backbone: lets all layers but the head rest.
+        flops: counts the model's operations, on rank 0.
         loggers: none on ranks other than 0.
         found: the checkpoint to go on from, None for a fresh start.
         notes: what the user should know of the choice of the checkpoint.
@@ -70,6 +72,7 @@ class Parts:
     head_epochs: int
     engine: Engine
     backbone: RestingBackbone
+    flops: TrainingFlops | None
     loggers: Loggers
     found: FoundCheckpoint | None
     notes: list[str]
@@ -114,7 +117,7 @@ def build_parts(config: TrainConfig, world: World, start: RunStart = FIRST_START
     settings = _loop_settings(config, data, head_epochs, world)
     # Worker processes take seconds to start: they do so while the model and the engine are built.
     train_loader, val_loader = _build_loaders(config, data, settings.plan, world)
-    built = _build_model(config, data, world)
+    built, flops = _build_model(config, data, world)
     if found is not None:
         fits = found
         agreed(
@@ -147,6 +150,7 @@ def build_parts(config: TrainConfig, world: World, start: RunStart = FIRST_START
         head_epochs=head_epochs,
         engine=engine,
         backbone=backbone,
+        flops=flops,
         loggers=loggers,
         found=found,
         notes=notes,
@@ -172,7 +176,7 @@ def _data_options(config: TrainConfig) -> DataOptions:
     )
 
 
-def _build_model(config: TrainConfig, data: DataBundle, world: World) -> BuiltModel:
+def _build_model(config: TrainConfig, data: DataBundle, world: World) -> tuple[BuiltModel, TrainingFlops | None]:
     def build() -> BuiltModel:
         # The same seed on every rank: all start from the same weights.
         torch.manual_seed(config.seed)
@@ -191,11 +195,13 @@ def _build_model(config: TrainConfig, data: DataBundle, world: World) -> BuiltMo
     if built is None:
         built = build()
     module = built.module.to(world.device)
+    # Before anything is converted for several ranks: rank 0 counts alone.
+    flops = TrainingFlops(module, data.preprocessing["image_size"]) if world.is_main else None
     if config.activation_checkpointing:
         enable_activation_checkpointing(module)
     if config.sync_batchnorm:
         module = synchronize_batchnorm(module, world)
-    return dataclasses.replace(built, module=module)
+    return dataclasses.replace(built, module=module), flops
 
 
 def _loop_settings(config: TrainConfig, data: DataBundle, head_epochs: int, world: World) -> LoopSettings:

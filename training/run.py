@@ -30,10 +30,12 @@ from training.errors import (
 )
 from training.loggers import EpochPoint
 from training.loop import EpochResult, LoopTools, evaluate, train_one_epoch
+from training.meter import Timing, name_hosts, run_point
 from training.metrics import Scores, ScoreSums
 from training.parts import Parts, build_parts
 from training.run_start import FIRST_START, RunStart
 from training.signals import StopRequest, exit_code_of
+from training.timing import SpanClock, measured_communication, start_clock
 
 SLOW_PHASE = 5  # start-up, the first step and saves may take this many hang timeouts
 
@@ -90,16 +92,21 @@ def train(parts: Parts, stop: StopRequest, start: RunStart = FIRST_START) -> int
         skipped=progress.skipped_steps,
         in_row=progress.bad_steps_in_row,
     )
-    tools = LoopTools(parts.world, parts.loggers, stop, guard, start.report, saver)
     start.report.beat("first step", parts.position(progress), allowed_s=SLOW_PHASE * parts.config.hang_timeout)
     stop_signal = stop.poll_now(parts.world)
-    while progress.epoch < parts.config.epochs and not stop_signal:
-        if _is_out_of_patience(parts, progress):
-            parts.loggers.message(f"no better top-1 for {progress.epochs_without_better} epochs: stopping early")
-            break
-        progress, stop_signal = _train_and_evaluate(parts, progress, sums, tools, saver)
-    saver.finish(progress, sums.state())
-    announce_end(parts, progress, stop_signal)
+    first_position, timing = parts.position(progress), _start_timing(parts)
+    tools = LoopTools(parts.world, parts.loggers, stop, guard, start.report, saver, timing)
+    with measured_communication(timing.clock):
+        while progress.epoch < parts.config.epochs and not stop_signal:
+            if _is_out_of_patience(parts, progress):
+                parts.loggers.message(f"no better top-1 for {progress.epochs_without_better} epochs: stopping early")
+                break
+            progress, stop_signal = _train_and_evaluate(parts, progress, sums, tools, saver)
+        with timing.clock.saving:
+            saver.finish(progress, sums.state())
+    position = parts.position(progress)
+    images = (position - first_position) * parts.settings.plan.global_batch
+    announce_end(parts, progress, stop_signal, run_point(position, images, timing, parts.world))
     return exit_code_of(stop_signal) if stop_signal else 0
 
 
@@ -107,7 +114,7 @@ def _train_and_evaluate(
     parts: Parts, progress: Progress, sums: ScoreSums, tools: LoopTools, saver: Saver
 ) -> tuple[Progress, int]:
     """Run one epoch, or the part of it before a signal, and save; return the new progress and the signal."""
-    steps_per_epoch = parts.settings.plan.steps_per_epoch
+    steps_per_epoch, clock = parts.settings.plan.steps_per_epoch, tools.timing.clock
     parts.engine.train()
     if progress.epoch < parts.head_epochs:
         parts.backbone.rest()
@@ -123,15 +130,19 @@ def _train_and_evaluate(
         if not only_evaluation_is_left:
             average_buffers(parts.engine.module, parts.world)
         if not stop_signal:
-            scores = evaluate(parts.engine, parts.val_loader, parts.settings, parts.world, tools)
+            with clock.evaluation:
+                scores = evaluate(parts.engine, parts.val_loader, parts.settings, parts.world, tools)
             if isinstance(scores, Scores):
-                return _after_evaluation(parts, result, scores, sums, saver), 0
+                return _after_evaluation(parts, result, scores, sums, saver, clock), 0
             stop_signal = scores
-    saver.save(progress, sums.state())
+    with clock.saving:
+        saver.save(progress, sums.state())
     return progress, stop_signal
 
 
-def _after_evaluation(parts: Parts, result: EpochResult, scores: Scores, sums: ScoreSums, saver: Saver) -> Progress:
+def _after_evaluation(
+    parts: Parts, result: EpochResult, scores: Scores, sums: ScoreSums, saver: Saver, clock: SpanClock
+) -> Progress:
     """Log an epoch, save its checkpoint and, where it is the best so far, its weights; a collective."""
     before = result.progress
     is_best = scores.top1 > before.best_top1
@@ -146,24 +157,36 @@ def _after_evaluation(parts: Parts, result: EpochResult, scores: Scores, sums: S
     )
     train_scores = sums.reduce(parts.world)
     sums.reset()
-    parts.loggers.epoch(
-        EpochPoint(
-            epoch=epoch,
-            step=epoch * parts.settings.plan.steps_per_epoch,
-            epochs=parts.config.epochs,
-            train_loss=train_scores.loss,
-            train_top1=train_scores.top1,
-            validation=scores,
-            images_per_second=result.images_per_second,
-            data_wait_share=result.data_wait_share,
-            seconds=result.seconds,
-            is_best=is_best,
-            class_names=parts.data.class_names,
-        )
+    point = EpochPoint(
+        epoch=epoch,
+        step=epoch * parts.settings.plan.steps_per_epoch,
+        epochs=parts.config.epochs,
+        train_loss=train_scores.loss,
+        train_top1=train_scores.top1,
+        validation=scores,
+        images_per_second=result.images_per_second,
+        data_wait_share=result.data_wait_share,
+        seconds=result.seconds,
+        is_best=is_best,
+        class_names=parts.data.class_names,
     )
-    write_best = _best_weights(parts, epoch, scores) if is_best else None
-    saver.save(progress, sums.state(), write_best)
+    with clock.logging:
+        parts.loggers.epoch(point)
+    with clock.saving:
+        saver.save(progress, sums.state(), _best_weights(parts, epoch, scores) if is_best else None)
     return progress
+
+
+def _start_timing(parts: Parts) -> Timing:
+    """Start the clock of this rank; a collective."""
+    hosts = name_hosts(parts.world)  # where all ranks meet; their clocks start together
+    clock = start_clock(parts.world.device)
+    profiler = None
+    if parts.config.profile and parts.world.is_main:
+        from training.profiler import StepProfiler
+
+        profiler = StepProfiler(parts.config.profile, parts.folder.path / "profile", clock, parts.loggers)
+    return Timing(clock, hosts=hosts, flops=parts.flops, profiler=profiler)
 
 
 def _best_weights(parts: Parts, epoch: int, scores: Scores) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from training.checkpoint.manifest import read_manifest
 from training.checkpoint.shards import CheckpointReader
 from training.command_line import parse_args
 from training.data import DataOptions, load_data
+from training.strategies import read_strategy_json
 
 EPOCHS = 4
 
@@ -64,6 +66,27 @@ def test_says_what_it_runs_on_and_where_everything_is(trained, run_folder):
         assert str(path) in result.stdout
         assert path.exists()
     assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_says_where_the_time_went(trained, run_folder):
+    (end,) = read_metrics(run_folder, "end")
+    shares = end["time_shares"]
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert all(share > 0 for name, share in shares.items()), shares
+    assert shares["forward"] + shares["backward"] > 0.2
+    assert (
+        f"time         data {100 * shares['data']:.0f} %, forward {100 * shares['forward']:.0f} %" in trained[1].stdout
+    )
+    epochs, steps = read_metrics(run_folder, "epoch"), read_metrics(run_folder, "step")
+    in_epochs = sum(entry["seconds"] for entry in epochs)
+    assert in_epochs <= end["seconds"] + 0.1, "what lies between the epochs comes on top"
+    assert end["images_per_second"] == pytest.approx(EPOCHS * 45 * 32 / end["seconds"])
+    for point in steps:
+        assert sum(point["time_shares"].values()) == pytest.approx(1.0)
+        assert point["time_shares"].keys() == shares.keys()
+        assert 0 < point["memory_allocated_bytes"] <= point["memory_bytes"]
+        assert point["tflops_per_second"] > 0
+        assert point["mfu"] is None, "no peak is known of a CPU"
 
 
 def test_learns(run_folder):
@@ -209,28 +232,39 @@ def load_last(run_folder: Path) -> dict[str, torch.Tensor]:
     return {**reader.weights, **reader.buffers(0, 1)}
 
 
-def test_timm_model_loads_in_timm_by_its_own_name(tmp_path):
+def test_timm_model_loads_in_timm_by_its_own_name_and_is_profiled(tmp_path):
     import timm
 
     flags = ["--model-type", "timm:resnet10t", "--data", "fake", "--epochs", "1", "--batch-size", "64"]
-    result = train_alone(*flags, "--image-size", "64", "--run-name", "r", "--log-dir", str(tmp_path))
+    profile = ["--profile", "3"]
+    result = train_alone(*flags, "--image-size", "64", "--run-name", "r", "--log-dir", str(tmp_path), *profile)
     assert result.returncode == 0, result.stderr
-    path = tmp_path / "runs" / "r" / "model.safetensors"
+    folder = tmp_path / "runs" / "r"
+    assert f"profile of 3 step(s) written: {folder}/profile/trace.json.gz, summary.txt" in result.stdout
+    with gzip.open(folder / "profile" / "trace.json.gz") as file:
+        names = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert {"forward", "backward", "communication", "optimizer", "ProfilerStep#2"} <= names
+    assert "aten::convolution_backward" in (folder / "profile" / "summary.txt").read_text()
+    path = folder / "model.safetensors"
     theirs = timm.create_model("resnet10t", num_classes=10, checkpoint_path=str(path)).eval()
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(theirs(images), load_model(path)[0](images))
 
 
-def test_early_stopping_waits_for_its_patience(tmp_path):
+def test_early_stopping_waits_for_its_patience_and_deepspeed_counts_operations(tmp_path):
+    measured = read_strategy_json("ddp") | {"flops_profiler": {"enabled": True, "profile_step": 2}}
+    (tmp_path / "ds.json").write_text(json.dumps(measured))
     flags = ["--model-type", "basic_cnn", "--data", "fake", "--batch-size", "100", "--epochs", "30"]
     flags += ["--learning-rate", "1e-9", "--early-stopping-patience", "2", "--warmup-epochs", "0"]
+    flags += ["--deepspeed-config", str(tmp_path / "ds.json")]
     result = train_alone(*flags, "--run-name", "r", "--log-dir", str(tmp_path))
     assert result.returncode == 0, result.stderr
     epochs = read_metrics(tmp_path / "runs" / "r", "epoch")
     best = max(range(len(epochs)), key=lambda number: epochs[number]["val_top1"])
     assert len(epochs) == best + 1 + 2 < 30
     assert "stopping early" in result.stdout
+    assert "fwd+bwd FLOPS per GPU" in result.stdout, "the key flops_profiler works"
 
 
 def test_confusion_matrix_is_scikit_learns(predictions):

@@ -22,8 +22,9 @@ from training.config import FLAG_OF
 from training.data import AUGMENTATIONS, DATASETS
 from training.deepspeed_schema import check_deepspeed_json
 from training.errors import UserError
-from training.loggers import EpochPoint, StepPoint
+from training.loggers import DeviceLoad, EpochPoint, MemoryUse, RunPoint, StepPoint
 from training.strategies import STRATEGIES
+from training.timing import SPANS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -247,9 +248,12 @@ def test_tables_are_complete() -> None:
 
 
 def test_logged_fields_are_documented() -> None:
-    fields = {field.name for point in (StepPoint, EpochPoint) for field in dataclasses.fields(point)}
-    assert named_in(DOCS / "runs.md") >= fields - {"validation", "class_names"}
+    fields = {field.name for point in (StepPoint, EpochPoint, RunPoint) for field in dataclasses.fields(point)}
+    fields |= {*MemoryUse._fields, *DeviceLoad._fields}
+    # The last two are written with the names of their own fields.
+    assert named_in(DOCS / "runs.md") >= fields - {"validation", "class_names", "memory", "load"}
     tags = set(re.findall(r'"((?:train|speed|memory|epoch)/\w+)"', sources()))
+    assert named_in(DOCS / "runs.md") >= set(SPANS)
     assert tags
     assert named_in(DOCS / "runs.md") >= tags
 

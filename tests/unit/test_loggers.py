@@ -7,17 +7,21 @@ import io
 import json
 import threading
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from training.loggers import EpochPoint, Loggers, StepPoint, duration
+from training.loggers import DeviceLoad, EpochPoint, Loggers, MemoryUse, RunPoint, StepPoint, duration, run_lines
+from training.loggers.confusion import confusion_picture
 from training.loggers.console import ConsoleLogger
 from training.loggers.files import JsonLinesLogger, TextLogger
-from training.loggers.tensorboard import TensorBoardLogger, confusion_figure
+from training.loggers.tensorboard import TensorBoardLogger
 from training.metrics import Scores
 from training.run_folder import RunFolder
 
+SHARES = {"data": 0.01, "forward": 0.35, "backward": 0.48, "communication": 0.09, "optimizer": 0.04, "other": 0.03}
 STEP = StepPoint(
     epoch=2,
     step=13,
@@ -30,7 +34,18 @@ STEP = StepPoint(
     seconds_left=75.0,
     gradient_norm=1.5,
     skipped_steps=0,
-    memory_bytes=1000,
+    time_shares=SHARES,
+    memory=MemoryUse(3_000_000_000, 2_000_000_000, None),
+    load=DeviceLoad(0.05, None, None),
+)
+RUN = RunPoint(
+    step=50,
+    seconds=200.0,
+    evaluation_seconds=12.0,
+    images_per_second=310.0,
+    time_shares=SHARES,
+    memory=MemoryUse(3_000_000_000, 2_000_000_000, 2_500_000_000),
+    load=DeviceLoad(123.4, 0.1247, 0.97),
 )
 EPOCH = EpochPoint(
     epoch=2,
@@ -85,13 +100,38 @@ def test_files_hold_the_numbers(tmp_path):
         logger.on_message("hello")
         logger.on_steps(STEP)
         logger.on_epoch(EPOCH)
+        logger.on_end(RUN)
         logger.close()
     text = folder.text_log.read_text()
-    assert text.count("\n") == 3
+    assert text.count("\n") == 5
     assert "run hello" in text
-    step, epoch = (json.loads(line) for line in folder.metrics.read_text().splitlines())
+    step, epoch, end = (json.loads(line) for line in folder.metrics.read_text().splitlines())
     assert (step["kind"], step["loss"], step["gradient_norm"]) == ("step", 0.5, 1.5)
+    assert (step["memory_bytes"], step["tflops_per_second"], step["mfu"]) == (3_000_000_000, 0.05, None)
     assert (epoch["kind"], epoch["val_top1"], epoch["val_samples"]) == ("epoch", 0.9, 360)
+    assert (end["kind"], end["time_shares"], end["mfu"]) == ("end", SHARES, 0.1247)
+
+
+def test_a_run_ends_with_its_time_speed_and_memory():
+    assert run_lines(RUN) == [
+        "time         data 1 %, forward 35 %, backward 48 %, communication 9 %, optimizer 4 %, other 3 %",
+        "speed        310 images/s in 3m20s, evaluation 12s apart, 123 TFLOP/s per rank, MFU 12.5 %; "
+        "memory of rank 0: peak 3.00 GB, now 2.00 GB, reserved 2.50 GB",
+    ]
+
+
+def test_tensorboard_gets_the_scalars_of_a_point(tmp_path):
+    folder = run_folder(tmp_path)
+    logger = TensorBoardLogger(folder, {}, {}, 0)
+    logger.on_steps(STEP)
+    logger.on_end(RUN)
+    logger.close()
+    read = EventAccumulator(str(folder.tensorboard)).Reload()
+    expected = {"train/loss": 0.5, "time/forward": 0.35, "speed/tflops_per_second": 0.05, "run/speed/mfu": 0.1247}
+    for tag, value in expected.items():
+        (event,) = read.Scalars(tag)
+        assert (event.step, event.value) == (RUN.step if "run/" in tag else STEP.step, pytest.approx(value)), tag
+    assert "speed/mfu" not in read.Tags()["scalars"], "what is not known is left out"
 
 
 def test_events_are_lines_for_programs(tmp_path):
@@ -193,12 +233,26 @@ def test_tensorboard_does_not_hang_on_a_full_disk(small_disk, capsys):
     assert set(threading.enumerate()) <= before, "its thread has ended"
 
 
-def test_confusion_figure_has_true_classes_as_rows():
-    figure = confusion_figure(torch.tensor([[3, 1], [0, 4]]), ["cat", "dog"])
-    axes = figure.axes[0]
-    assert axes.get_ylabel() == "true class"
-    assert axes.images[0].get_array()[0, 1] == pytest.approx(0.25)
-    assert [text.get_text() for text in axes.texts] == ["3", "1", "0", "4"]
+def test_confusion_picture_has_true_classes_as_rows_and_shades_by_their_shares():
+    picture = confusion_picture(torch.tensor([[3, 1], [0, 4]]), ["cat", "dog"])
+    cells = picture[:60, -60:]
+    corners = cells[2::30, 2::30].astype(int)
+    light, dark = np.array([247, 251, 255]), np.array([8, 48, 107])
+    expected = light + np.array([[0.75, 0.25], [0.0, 1.0]])[..., None] * (dark - light)
+    np.testing.assert_allclose(corners, expected, atol=1)
+    assert (cells[30:, :30].min(2) < 100).any(), "the 0 is written in black"
+    assert (cells[30:, 30:].min(2) > 200).any(), "the 4 in white"
+    other = confusion_picture(torch.tensor([[3, 1], [0, 4]]), ["cow", "dog"])
+    rows, columns, _ = np.nonzero(picture != other)
+    assert rows.max() < 30
+    assert columns.max() < picture.shape[1] - 60
+
+
+def test_a_large_confusion_picture_has_cells_only():
+    confusion = torch.eye(150, dtype=torch.int64)
+    picture = confusion_picture(confusion, [str(number) for number in range(150)])
+    dark = (picture[: 4 * 150, -4 * 150 :] == [8, 48, 107]).all(2)
+    np.testing.assert_array_equal(dark, np.kron(np.eye(150), np.ones((4, 4))) > 0)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0s"), (59.6, "1m00s"), (200, "3m20s"), (7500, "2h05m")])

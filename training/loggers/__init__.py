@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +16,36 @@ if TYPE_CHECKING:
     from training.config import TrainConfig
     from training.metrics import Scores
     from training.run_folder import RunFolder
+
+
+class MemoryUse(NamedTuple):
+    """Memory of rank 0.
+
+    Attributes:
+        memory_bytes: the peak: of what tensors took on a GPU, or resident on a CPU.
+        memory_allocated_bytes: what tensors take on a GPU now, or what is resident on a CPU now.
+        memory_reserved_bytes: what PyTorch has taken from a GPU, None on a CPU.
+    """
+
+    memory_bytes: int
+    memory_allocated_bytes: int
+    memory_reserved_bytes: int | None
+
+
+class DeviceLoad(NamedTuple):
+    """How hard a device works; None where it is not known.
+
+    Attributes:
+        tflops_per_second: 10**12 operations of the model per second and rank.
+        mfu: these as a share of the device's 16-bit peak: model FLOPs utilization as in PaLM (arXiv 2204.02311,
+            appendix B), whatever the precision trained in.
+        gpu_utilization: share of the latest moments in which any kernel ran, by NVML. Without the package
+            nvidia-ml-py it is the share of the interval that the compute stream spent in the model and the optimizer.
+    """
+
+    tflops_per_second: float | None = None
+    mfu: float | None = None
+    gpu_utilization: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +63,9 @@ class StepPoint:
     seconds_left: float
     gradient_norm: float
     skipped_steps: int
-    memory_bytes: int
+    time_shares: Mapping[str, float]
+    memory: MemoryUse
+    load: DeviceLoad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +85,19 @@ class EpochPoint:
     class_names: Sequence[str]
 
 
+@dataclasses.dataclass(frozen=True)
+class RunPoint:
+    """What is known at the end of a run, over all its steps since this process was started."""
+
+    step: int
+    seconds: float
+    evaluation_seconds: float
+    images_per_second: float
+    time_shares: Mapping[str, float]
+    memory: MemoryUse
+    load: DeviceLoad
+
+
 class RunLogger(Protocol):
     """One destination of a run's numbers."""
 
@@ -70,6 +115,9 @@ class RunLogger(Protocol):
 
     def on_epoch(self, point: EpochPoint) -> None:
         """Take the end of an epoch."""
+
+    def on_end(self, point: RunPoint) -> None:
+        """Take the end of the run."""
 
     def close(self) -> None:
         """Flush and release files."""
@@ -104,6 +152,10 @@ class Loggers:
     def epoch(self, point: EpochPoint) -> None:
         """Log the end of an epoch."""
         self._each("on_epoch", point)
+
+    def end(self, point: RunPoint) -> None:
+        """Log the end of the run."""
+        self._each("on_end", point)
 
     def close(self) -> None:
         """Close every logger."""
@@ -164,6 +216,35 @@ def step_line(point: StepPoint) -> str:
         f"{point.images_per_second:.0f} images/s  data wait {point.data_wait_share:.1%}  "
         f"left {duration(point.seconds_left)}{skipped}"
     )
+
+
+def run_lines(point: RunPoint) -> list[str]:
+    """Return the lines of a run's end: its time, its speed and its memory."""
+    shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in point.time_shares.items())
+    speed = f"{point.images_per_second:.0f} images/s in {duration(point.seconds)}"
+    speed += f", evaluation {duration(point.evaluation_seconds)} apart"
+    if point.load.tflops_per_second is not None:
+        speed += f", {point.load.tflops_per_second:.3g} TFLOP/s per rank"
+    if point.load.mfu is not None:
+        speed += f", MFU {100 * point.load.mfu:.1f} %"
+    peak, now, reserved = point.memory
+    memory = f"peak {_gigabytes(peak)}, now {_gigabytes(now)}"
+    if reserved is not None:
+        memory += f", reserved {_gigabytes(reserved)}"
+    return [
+        f"time         {shares}",
+        f"speed        {speed}; memory of rank 0: {memory}",
+    ]
+
+
+def flat(point: StepPoint | RunPoint) -> dict[str, Any]:
+    """Return a point's numbers by name, those of memory and load among them."""
+    values = {name: value for name, value in vars(point).items() if name not in ("memory", "load")}
+    return values | point.memory._asdict() | point.load._asdict()
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB"
 
 
 def duration(seconds: float) -> str:

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from training.loggers import EpochPoint, StepPoint, duration, epoch_line, step_line
+from training.loggers import EpochPoint, RunPoint, StepPoint, duration, epoch_line, run_lines, step_line
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -58,6 +58,11 @@ class ConsoleLogger:
         """Take the bar away and print the epoch's line."""
         self._stop_bar()
         self.on_message(epoch_line(point))
+
+    def on_end(self, point: RunPoint) -> None:
+        """Print where the time went."""
+        for line in run_lines(point):
+            self.on_message(line)
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from training.loggers import EpochPoint, StepPoint, epoch_line, step_line
+from training.loggers import EpochPoint, RunPoint, StepPoint, epoch_line, flat, run_lines, step_line
 from training.run_folder import RunFolder
 
 
@@ -40,13 +40,18 @@ class TextLogger:
         """Write the epoch's line."""
         self.on_message(epoch_line(point))
 
+    def on_end(self, point: RunPoint) -> None:
+        """Write where the time went."""
+        for line in run_lines(point):
+            self.on_message(line)
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
 class JsonLinesLogger:
-    """Writes metrics.jsonl: one JSON object per logging point ('kind': 'step'), epoch ('epoch') and event.
+    """Writes metrics.jsonl: one JSON object per logging point ('kind': 'step'), epoch ('epoch'), event and run ('end').
 
     After a resume steps appear again: the later line of a step holds.
     """
@@ -67,7 +72,7 @@ class JsonLinesLogger:
 
     def on_steps(self, point: StepPoint) -> None:
         """Write the logging point with units in its names."""
-        self._write("step", vars(point))
+        self._write("step", flat(point))
 
     def on_epoch(self, point: EpochPoint) -> None:
         """Write the epoch's exact numbers."""
@@ -75,6 +80,10 @@ class JsonLinesLogger:
         values = {key: value for key, value in vars(point).items() if key not in ("validation", "class_names")}
         values |= {"val_loss": scores.loss, "val_top1": scores.top1, "val_top5": scores.top5}
         self._write("epoch", values | {"val_samples": scores.samples})
+
+    def on_end(self, point: RunPoint) -> None:
+        """Write the run's numbers."""
+        self._write("end", flat(point))
 
     def close(self) -> None:
         """Close the file."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from training.loggers import EpochPoint, StepPoint
+from training.loggers import EpochPoint, RunPoint, StepPoint
+from training.loggers.confusion import confusion_picture
 from training.run_folder import RunFolder
 
-LARGEST_MATRIX_WITH_NUMBERS = 20
 LARGEST_PICTURE = 200
 
 
@@ -44,10 +45,11 @@ class TensorBoardLogger:
             "train/gradient_norm": point.gradient_norm,
             "speed/images_per_second": point.images_per_second,
             "speed/data_wait_share": point.data_wait_share,
-            "memory/bytes_per_rank": point.memory_bytes,
+            "memory/bytes_per_rank": point.memory.memory_bytes,
+            "memory/allocated_bytes_per_rank": point.memory.memory_allocated_bytes,
+            "memory/reserved_bytes_per_rank": point.memory.memory_reserved_bytes,
         }
-        for tag, value in scalars.items():
-            self._writer.add_scalar(tag, value, point.step)
+        self._write_scalars(scalars | _time_and_speed(point), point.step)
 
     def on_epoch(self, point: EpochPoint) -> None:
         """Write the scalars of an epoch, and the confusion matrix."""
@@ -58,48 +60,33 @@ class TensorBoardLogger:
             "epoch/val_top1": point.validation.top1,
             "epoch/val_top5": point.validation.top5,
         }
-        for tag, value in scalars.items():
-            self._writer.add_scalar(tag, value, point.epoch)
+        self._write_scalars(scalars, point.epoch)
         confusion = point.validation.confusion
         if confusion is not None and len(confusion) <= LARGEST_PICTURE:
-            self._writer.add_figure("confusion matrix", confusion_figure(confusion, point.class_names), point.epoch)
+            picture = confusion_picture(confusion, point.class_names)
+            self._writer.add_image("confusion matrix", picture, point.epoch, dataformats="HWC")
+
+    def on_end(self, point: RunPoint) -> None:
+        """Write the whole run's numbers, one point each."""
+        scalars = {"speed/images_per_second": point.images_per_second} | _time_and_speed(point)
+        self._write_scalars({f"run/{tag}": value for tag, value in scalars.items()}, point.step)
 
     def close(self) -> None:
         """Flush and close the event file."""
         self._writer.close()
 
+    def _write_scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
+        """Write all in one record: one for each costs as much time for every scalar."""
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items() if value is not None]
+        self._writer._get_file_writer().add_summary(Summary(value=values), step)
 
-def confusion_figure(confusion: torch.Tensor, class_names: Sequence[str]) -> Any:
-    """Draw a confusion matrix.
 
-    Args:
-        confusion: int64 [classes, classes], rows are true classes, columns predicted ones.
-        class_names: the names along both axes.
-
-    Returns:
-        A matplotlib figure, not registered with pyplot.
-    """
-    from matplotlib.figure import Figure
-
-    size = len(confusion)
-    side_inches = min(12.0, max(4.0, 0.4 * size))
-    figure = Figure(figsize=(side_inches + 1, side_inches), layout="constrained")
-    axes = figure.add_subplot()
-    share = confusion / confusion.sum(1, keepdim=True).clamp_min(1)
-    image = axes.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(image, ax=axes, label="share of the true class")
-    axes.set_xlabel("predicted class")
-    axes.set_ylabel("true class")
-    if size <= LARGEST_MATRIX_WITH_NUMBERS:
-        axes.set_xticks(range(size), class_names, rotation=90)
-        axes.set_yticks(range(size), class_names)
-        for row in range(size):
-            for column in range(size):
-                color = "white" if share[row, column] > 0.5 else "black"
-                axes.text(
-                    column, row, str(int(confusion[row, column])), ha="center", va="center", color=color, fontsize=8
-                )
-    return figure
+def _time_and_speed(point: StepPoint | RunPoint) -> dict[str, float | None]:
+    return {f"time/{name}": share for name, share in point.time_shares.items()} | {
+        "speed/tflops_per_second": point.load.tflops_per_second,
+        "speed/mfu": point.load.mfu,
+        "speed/gpu_utilization": point.load.gpu_utilization,
+    }
 
 
 def _as_code(values: dict[str, Any]) -> str:

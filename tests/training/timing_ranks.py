@@ -1,0 +1,102 @@
+"""What a rank of tests/training/test_slow_rank.py runs: our loop over a plain engine, one rank asleep."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.training.engine_ranks import CLASSES, make_small_data
+from training.bad_steps import StepGuard
+from training.checkpoint.manifest import Progress
+from training.data.loader import TrainLoader
+from training.data.sampler import BatchPlan
+from training.distributed import World
+from training.engine import StepResult
+from training.launch_folder import RankReport
+from training.loggers import Loggers
+from training.loop import LoopSettings, LoopTools, train_one_epoch
+from training.meter import Timing, name_hosts
+from training.metrics import ScoreSums
+from training.optim import Schedule
+from training.signals import StopRequest
+from training.timing import SpanClock, measured_communication, shares
+
+STEPS, BATCH_SIZE, SLEEP_SECONDS = 18, 1, 0.03
+
+
+class PlainEngine:
+    """Plain PyTorch behind our verbs: the gradients are reduced inside backward, as DeepSpeed does."""
+
+    loss_scale = None
+
+    def __init__(self, world: World, sleeps: bool) -> None:
+        self.module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, CLASSES))
+        self.rule = torch.optim.SGD([{"params": list(self.module.parameters()), "rate_scale": 1.0}], lr=0.1)
+        self.parameter_groups = self.rule.param_groups
+        self.world, self.sleeps = world, sleeps
+
+    def forward(self, images):
+        if self.sleeps:
+            time.sleep(SLEEP_SECONDS)
+        return self.module(images)
+
+    def backward(self, loss):
+        loss.backward()
+        for parameter in self.module.parameters():
+            dist.all_reduce(parameter.grad, async_op=True).wait()
+
+    def step(self):
+        self.rule.step()
+        self.rule.zero_grad()
+        return StepResult(True, None)
+
+
+class Heard:
+    """A logger that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.messages, self.events, self.points = [], [], []
+
+    def on_message(self, message):
+        self.messages.append(message)
+
+    def on_event(self, kind, values):
+        self.events.append([kind, values])
+
+    def on_steps(self, point):
+        self.points.append(dict(point.time_shares))
+
+
+def sleeping_in_batches(batches):
+    for batch in batches:
+        time.sleep(SLEEP_SECONDS)
+        yield batch
+
+
+def epoch_with_a_slow_rank(world: World, slow_rank: int, sleeps_in: str):
+    """Train an epoch in which one rank sleeps in its data or its forward; return what was said and measured."""
+    sleeps = world.rank == slow_rank
+    engine = PlainEngine(world, sleeps and sleeps_in == "forward")
+    plan = BatchPlan(37, BATCH_SIZE, 1, world.size, 0)
+    schedule = Schedule(0.1, total_steps=1, warmup_steps=0, final_scale=1.0)
+    settings = LoopSettings(plan, schedule, CLASSES, 8, 0, 0.0, log_every_steps=6, epochs=1)
+    hosts, heard, clock, stop = name_hosts(world), Heard(), SpanClock(), StopRequest()
+    loggers = Loggers([heard] if world.is_main else [])
+    timing = Timing(clock, hosts=hosts)
+    guard = StepGuard(engine, world, loggers, most_in_row=0, name_of=str)
+    tools = LoopTools(world, loggers, stop, guard, RankReport(None, 0, 0.0), timing=timing)
+    batches = TrainLoader(make_small_data(), plan, world.rank).epoch(0)
+    if sleeps and sleeps_in == "data":
+        batches = sleeping_in_batches(batches)
+    with measured_communication(clock):
+        train_one_epoch(engine, batches, settings, Progress(), ScoreSums(CLASSES, world.device), tools)
+        stop.close()
+    return {
+        "messages": heard.messages,
+        "events": heard.events,
+        "points": heard.points,
+        "shares": shares(clock.seconds()),
+    }

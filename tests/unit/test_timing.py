@@ -1,0 +1,319 @@
+"""The clock of spans, shares, slow ranks, the count of operations and the peaks."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planning.machines import peak_tflops
+from training.flops import TrainingFlops
+from training.loggers import Loggers
+from training.profiler import StepProfiler
+from training.slow_ranks import SlowRankWatch, work_seconds
+from training.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
+
+
+class Steps:
+    """Marks on a clock that the test moves by hand."""
+
+    def __init__(self):
+        self.now = self.last = 0.0
+        self.total = dict.fromkeys(SPANS, 0.0)
+
+    def end(self, span):
+        self.total[span] += self.now - self.last
+        self.last = self.now
+
+    def seconds(self):
+        return dict(self.total)
+
+    def is_capturing(self):
+        return False
+
+
+def test_a_moment_belongs_to_the_innermost_span():
+    marks = Steps()
+    clock = SpanClock(marks)
+    marks.now = 1.0
+    with clock.backward:
+        marks.now = 3.0
+        with clock.communication:
+            marks.now = 7.0
+        marks.now = 7.5
+    marks.now = 8.0
+    with clock.evaluation:
+        marks.now = 10.0
+        with clock.communication:
+            marks.now = 14.0
+    seconds = clock.seconds()
+    assert (seconds["backward"], seconds["communication"], seconds["other"]) == (2.5, 4.0, 1.5)
+    assert seconds["evaluation"] == 6.0, "what it waits for is its own"
+    assert sum(seconds.values()) == 14.0
+    told = shares(seconds)
+    assert sum(told.values()) == pytest.approx(1.0)
+    assert told["backward"] == pytest.approx(2.5 / 8)
+    assert "evaluation" not in told
+
+
+def test_an_exception_closes_its_spans():
+    marks = Steps()
+    clock = SpanClock(marks)
+    with pytest.raises(ValueError), clock.forward, clock.communication:  # noqa: PT011
+        raise ValueError
+    marks.now = 2.0
+    assert clock.seconds()["other"] == 2.0
+
+
+class Stream:
+    """Passes the events put into it when it is told to; its time is the number of the work before."""
+
+    def __init__(self):
+        self.queue, self.done_ms = 0.0, 0.0
+
+
+class Event:
+    made = 0
+
+    def __init__(self):
+        Event.made += 1
+
+    def record(self, stream):
+        self.stream, self.at_ms = stream, stream.queue
+
+    def query(self):
+        return self.at_ms <= self.stream.done_ms
+
+    def synchronize(self):
+        self.stream.done_ms = max(self.stream.done_ms, self.at_ms)
+
+    def elapsed_time(self, later):
+        assert self.query(), "reading it would wait"
+        assert later.query(), "reading it would wait"
+        return later.at_ms - self.at_ms
+
+
+def test_a_stream_is_read_when_asked_and_its_events_are_used_again():
+    stream, Event.made = Stream(), 0
+    clock = SpanClock(StreamMarks(stream, Event))
+    for _ in range(20):
+        for _ in range(300):
+            with clock.forward:
+                stream.queue += 3.0
+            stream.queue += 1.0
+            stream.done_ms = max(stream.done_ms, stream.queue - 4000)  # the host runs ahead
+        before = stream.done_ms
+        seconds = clock.seconds()
+        assert stream.done_ms > before
+    assert seconds["forward"] == pytest.approx(20 * 300 * 3 / 1000)
+    assert seconds["other"] == pytest.approx(20 * 300 * 1 / 1000)
+    assert Event.made < 1000
+
+
+def test_collectives_count_as_communication_and_the_functions_come_back(monkeypatch):
+    before = {name: getattr(dist.ProcessGroup, name, None) for name in ("allreduce", "broadcast")}
+    wait = dist.Work.wait
+    clock = SpanClock()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with measured_communication(clock):
+            inner = clock.communication
+            entered = []
+            monkeypatch.setattr(clock, "enter", lambda name: entered.append(name))
+            monkeypatch.setattr(clock, "leave", lambda: None)
+            dist.all_reduce(torch.zeros(3))
+            work = dist.all_reduce(torch.zeros(3), async_op=True)
+            number_started = len(entered)
+            work.wait()
+            assert len(entered) == number_started + 1
+            dist.all_gather_into_tensor(torch.zeros(2), torch.zeros(2))
+            dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(2))
+            assert set(entered) == {inner._name} == {"communication"}
+            assert len(entered) >= 7, "each is started and waited for"
+            thread = threading.Thread(target=lambda: dist.all_reduce(torch.zeros(3)))
+            number = len(entered)
+            thread.start()
+            thread.join()
+            assert len(entered) == number, "another thread's time is not ours"
+    finally:
+        dist.destroy_process_group()
+    assert {name: getattr(dist.ProcessGroup, name, None) for name in before} == before
+    assert dist.Work.wait is wait
+
+
+# A slow rank.
+
+
+def test_a_rank_is_slow_at_two_points_in_row_and_named_once():
+    watch = SlowRankWatch()
+    normal, slow = [0.30, 0.29, 0.31, 0.30], [0.30, 0.29, 0.31, 0.41]
+    assert watch.judge(slow, 10) == []
+    assert watch.judge(normal, 10) == []
+    assert watch.judge(slow, 10) == []
+    ((rank, own, others),) = watch.judge(slow, 10)
+    assert (rank, own, others) == (3, pytest.approx(0.041), pytest.approx(0.030))
+    assert [watch.judge(slow, 10) for _ in range(5)] == [[]] * 5
+
+
+def test_a_slow_rank_is_named_again_after_a_while():
+    watch = SlowRankWatch(told_again_after_s=0.0)
+    assert [len(watch.judge([0.1, 0.2], 10)) for _ in range(4)] == [0, 1, 1, 1]
+
+
+def test_of_two_ranks_the_slower_is_named_and_single_steps_are_put_together():
+    watch = SlowRankWatch()
+    found = [named for _ in range(10) for named in watch.judge([0.03, 0.05], 1)]
+    assert [(slow.rank, round(slow.step_seconds, 3)) for slow in found] == [(1, 0.05)]
+    assert SlowRankWatch().judge([1.0], 100) == []
+
+
+def test_waiting_and_logging_are_no_work():
+    seconds = dict.fromkeys(SPANS, 1.0)
+    assert work_seconds(seconds) == len(SPANS) - 4
+    for name in SPANS:
+        is_work = name not in ("communication", "logging", "saving", "evaluation")
+        assert work_seconds(seconds | {name: 9.0}) == work_seconds(seconds) + 8 * is_work
+
+
+# Operations.
+
+
+def test_operations_of_layers_by_their_closed_forms():
+    """2 operations for each multiplication; backward twice as many, but no gradient of the image."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),  # 16x16 places
+        nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False),  # depthwise
+        nn.Conv2d(8, 4, 1, groups=2, bias=False),
+        nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2, bias=False),  # 16x16 -> 32x32
+        nn.Flatten(),
+        nn.Linear(6 * 32 * 32, 10, bias=False),
+    )
+    places = 16 * 16
+    forward = [3 * 8 * 9 * places, 8 * 9 * places, 8 * 2 * places, 4 * 3 * 4 * places, 6 * 32 * 32 * 10]
+    expected = 2 * (3 * sum(forward) - forward[0])
+    assert TrainingFlops(model, 16).per_image == expected
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(5, 32, num_layers=2, bidirectional=True, batch_first=True)
+
+    def forward(self, images):
+        return self.lstm(images.flatten(1, 2))[0]
+
+
+def test_operations_of_an_lstm():
+    """Four gates from input and state, each direction, layer and step; the first layer's input has no gradient."""
+    size, steps = 32, 3 * 5
+    first, state, second = 4 * size * 5, 4 * size * size, 4 * size * 2 * size
+    forward = 2 * steps * 2 * (first + state + second + state)
+    counted = TrainingFlops(Recurrent(), 5).per_image
+    without_needless = 3 * forward - 2 * steps * 2 * first
+    # The state before the first step needs no gradient either.
+    assert counted == without_needless - 2 * 2 * 2 * state
+
+
+def test_counting_changes_nothing():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten(), nn.Linear(144, 3))
+    before, random_state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    assert TrainingFlops(model, 8).per_image > 0
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class OnlyWithData(nn.Module):
+    def forward(self, images):
+        return images * float(images.sum())
+
+
+def test_a_model_that_needs_data_has_no_count():
+    assert TrainingFlops(OnlyWithData(), 8).per_image is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA A100-SXM4-40GB", 312.0),
+        ("Tesla V100-SXM2-16GB", 125.0),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_peaks(name, peak):
+    assert peak_tflops(name) == peak
+
+
+# The profiler.
+
+
+class Messages:
+    def __init__(self):
+        self.lines = []
+
+    def on_message(self, line):
+        self.lines.append(line)
+
+
+def profiled(folder, asked, left, done):
+    clock, messages = SpanClock(), Messages()
+    profiler = StepProfiler(asked, folder, clock, Loggers([messages]))
+    layer = nn.Linear(8, 8)
+    profiler.begin_epoch(left)
+    for _ in range(done):
+        with clock.forward:
+            loss = layer(torch.ones(2, 8)).sum()
+        with clock.backward:
+            loss.backward()
+        with clock.optimizer:
+            layer.zero_grad()
+        profiler.after_step()
+    profiler.end_epoch()
+    with clock.forward:
+        pass
+    return messages.lines
+
+
+@pytest.mark.parametrize(
+    ("asked", "left", "done", "traced"),
+    [(2, 20, 20, 2), (9, 3, 3, 3), (4, 6, 6, 4), (5, 30, 8, 3)],
+    ids=["as asked", "more than the epoch has", "short warm-up", "broken off"],
+)
+def test_a_trace_holds_its_steps_and_our_spans(tmp_path, asked, left, done, traced):
+    (line,) = profiled(tmp_path / "profile", asked, left, done)
+    assert line.startswith(f"profile of {traced} step(s) written: {tmp_path}/profile/trace.json.gz")
+    with gzip.open(tmp_path / "profile" / "trace.json.gz") as file:
+        names = [event["name"] for event in json.load(file)["traceEvents"] if event.get("cat") == "user_annotation"]
+    for span in ("forward", "backward", "optimizer"):
+        assert names.count(span) in (traced, traced + (done < left)), span
+    assert "ProfilerStep#0" in names
+    summary = (tmp_path / "profile" / "summary.txt").read_text().splitlines()
+    assert len(summary) == 3 + 10
+    assert any("aten::addmm" in line for line in summary)
+    assert not any(line.endswith(("forward", "ProfilerStep#0")) for line in summary)
+
+
+def test_nothing_is_written_before_the_first_traced_step_or_unasked(tmp_path):
+    assert profiled(tmp_path, 3, 20, 2) == []
+    assert profiled(tmp_path, 0, 20, 20) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_takes_no_profile_is_told(tmp_path):
+    (tmp_path / "profile").write_text("a file is in the way")
+    (line,) = profiled(tmp_path / "profile", 1, 3, 3)
+    assert line.startswith("note: the profile cannot be written")

@@ -1,0 +1,207 @@
+"""What is known at a logging point: the sums, the time and the memory since the last one."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from planning.machines import peak_tflops
+from training.distributed import World, gather_objects, gather_rows
+from training.engine import StepResult
+from training.flops import TrainingFlops, tflops_per_second
+from training.loggers import DeviceLoad, Loggers, MemoryUse, RunPoint, StepPoint
+from training.metrics import ScoreSums
+from training.slow_ranks import SlowRankWatch, work_seconds
+from training.timing import SPANS, SpanClock, shares
+
+if TYPE_CHECKING:
+    from training.loop import LoopSettings
+    from training.profiler import StepProfiler
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What measures a run's time on this rank.
+
+    Attributes:
+        clock: spans of the loop.
+        slow_ranks: looks for a rank that holds up the others.
+        hosts: name of each rank's machine, by rank.
+        flops: counts the model's operations, None where they are not wanted.
+        profiler: `--profile`, None on ranks other than 0.
+    """
+
+    clock: SpanClock = field(default_factory=SpanClock)
+    slow_ranks: SlowRankWatch = field(default_factory=SlowRankWatch)
+    hosts: tuple[str, ...] = ()
+    flops: TrainingFlops | None = None
+    profiler: StepProfiler | None = None
+
+
+class Meter:
+    """Reads one epoch's sums and the clock at logging points, and logs what came in between."""
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        epoch: int,
+        sums: ScoreSums,
+        world: World,
+        loggers: Loggers,
+        timing: Timing,
+    ) -> None:
+        self._settings, self._epoch, self._sums = settings, epoch, sums
+        self._world, self._loggers, self._timing = world, loggers, timing
+        self._start = self._last_time = time.perf_counter()
+        self._last_wait = 0.0
+        self._steps = 0
+        self._skipped = 0
+        self._last_sums = sums.state()
+        self._last_spans = timing.clock.seconds()
+
+    def after_step(self, position: int, result: StepResult | None, wait_seconds: float) -> None:
+        """Count an optimizer step; at a logging point gather over the ranks and log. A collective."""
+        settings = self._settings
+        self._steps += 1
+        self._skipped += result is not None and not result.applied
+        step_of_epoch = position % settings.plan.steps_per_epoch + 1
+        if step_of_epoch % settings.log_every_steps and step_of_epoch != settings.plan.steps_per_epoch:
+            return
+        (loss_sum, _, _, count), spans = self._gather()  # the sync
+        now = time.perf_counter()
+        seconds = max(now - self._last_time, 1e-9)
+        images_per_second = self._steps * settings.plan.global_batch / seconds
+        gradient_norm = result.gradient_norm if result else None
+        time_shares = _mean_shares(spans)
+        self._loggers.steps(
+            StepPoint(
+                epoch=self._epoch + 1,
+                step=position + 1,
+                steps_per_epoch=settings.plan.steps_per_epoch,
+                total_steps=settings.total_steps,
+                loss=loss_sum / count if count else float("nan"),
+                learning_rate=settings.schedule.learning_rate(position),
+                images_per_second=images_per_second,
+                data_wait_share=min(1.0, (wait_seconds - self._last_wait) / seconds),
+                seconds_left=(settings.total_steps - position - 1) * seconds / self._steps,
+                gradient_norm=float("nan") if gradient_norm is None else float(gradient_norm),
+                skipped_steps=self._skipped,
+                time_shares=time_shares,
+                memory=memory_use(self._world.device),
+                load=device_load(images_per_second, time_shares, self._timing.flops, self._world),
+            )
+        )
+        self._name_slow_ranks(position + 1, spans)
+        self._last_time, self._last_wait, self._steps, self._skipped = now, wait_seconds, 0, 0
+
+    def elapsed_seconds(self) -> float:
+        """Seconds since the epoch began."""
+        return max(time.perf_counter() - self._start, 1e-9)
+
+    def _gather(self) -> tuple[list[float], list[dict[str, float]]]:
+        """Return the score sums over all ranks and each rank's span seconds since the last call; a collective."""
+        sums, spans = self._sums.state(), self._timing.clock.seconds()
+        own = [spans[name] - self._last_spans[name] for name in SPANS]
+        row = torch.cat([sums - self._last_sums, sums.new_tensor(own)])
+        rows = gather_rows(row, self._world).cpu()
+        self._last_sums, self._last_spans = sums, spans
+        scores, times = rows.split([len(sums), len(SPANS)], dim=1)
+        return scores.sum(0).tolist(), [dict(zip(SPANS, rank, strict=True)) for rank in times.tolist()]
+
+    def _name_slow_ranks(self, step: int, spans: list[dict[str, float]]) -> None:
+        hosts = self._timing.hosts
+        for slow in self._timing.slow_ranks.judge([work_seconds(rank) for rank in spans], self._steps):
+            host = f" (host {hosts[slow.rank]})" if hosts else ""
+            self._loggers.message(
+                f"rank {slow.rank}{host} is slow: {1000 * slow.step_seconds:.3g} ms of work a step, "
+                f"the others {1000 * slow.others_step_seconds:.3g} ms (median)"
+            )
+            self._loggers.event(
+                "slow_rank", {"step": step, **slow._asdict(), "host": hosts[slow.rank] if hosts else ""}
+            )
+
+
+def run_point(step: int, images: int, timing: Timing, world: World) -> RunPoint:
+    """Return what is known at the end of a run; a collective.
+
+    Args:
+        step: the run's last step.
+        images: images trained by all ranks since the clock was started.
+        timing: what measured.
+        world: the ranks.
+    """
+    ranks = gather_objects(timing.clock.seconds(), world)
+    evaluation_seconds = ranks[0]["evaluation"]
+    seconds = sum(ranks[0].values()) - evaluation_seconds
+    images_per_second = images / max(seconds, 1e-9)
+    time_shares = _mean_shares(ranks)
+    return RunPoint(
+        step=step,
+        seconds=seconds,
+        evaluation_seconds=evaluation_seconds,
+        images_per_second=images_per_second,
+        time_shares=time_shares,
+        memory=memory_use(world.device),
+        load=device_load(images_per_second, time_shares, timing.flops, world),
+    )
+
+
+def name_hosts(world: World) -> tuple[str, ...]:
+    """Return the name of each rank's machine; a collective."""
+    return tuple(gather_objects(socket.gethostname(), world))
+
+
+def memory_use(device: torch.device) -> MemoryUse:
+    """Return this process's memory."""
+    if device.type == "cuda":
+        return MemoryUse(
+            torch.cuda.max_memory_allocated(device),
+            torch.cuda.memory_allocated(device),
+            torch.cuda.memory_reserved(device),
+        )
+    import resource
+
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    # The kernel updates the peak now and then only.
+    peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return MemoryUse(peak, resident, None)
+
+
+def device_load(
+    images_per_second: float, time_shares: Mapping[str, float], flops: TrainingFlops | None, world: World
+) -> DeviceLoad:
+    """Return how hard the devices work.
+
+    Args:
+        images_per_second: of all ranks together.
+        time_shares: each span's share of the same time.
+        flops: the model's operations, where they are counted.
+        world: the ranks.
+    """
+    tflops = mfu = utilization = None
+    if flops is not None and flops.per_image is not None:
+        tflops = tflops_per_second(images_per_second, flops.per_image, world.size)
+    if world.device.type == "cuda":
+        peak = peak_tflops(torch.cuda.get_device_name(world.device))
+        mfu = tflops / peak if tflops is not None and peak is not None else None
+        utilization = _gpu_utilization(world.device, time_shares)
+    return DeviceLoad(tflops, mfu, utilization)
+
+
+def _gpu_utilization(device: torch.device, time_shares: Mapping[str, float]) -> float:
+    try:
+        return torch.cuda.utilization(device) / 100
+    except Exception:  # no NVML package, or not allowed to ask in this container
+        return sum(time_shares[name] for name in ("forward", "backward", "communication", "optimizer"))
+
+
+def _mean_shares(ranks: list[dict[str, float]]) -> Mapping[str, float]:
+    """Return the mean over the ranks of each span's share."""
+    by_rank: list[Any] = [shares(seconds) for seconds in ranks]
+    return {name: sum(rank[name] for rank in by_rank) / len(by_rank) for name in by_rank[0]}

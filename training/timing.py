@@ -1,0 +1,215 @@
+"""Where the time of a run goes: a clock whose every moment belongs to the innermost open span.
+
+Spans nest: the time inside a collective is communication, and no longer part of the backward that called it. So the
+shares of all spans add to 1. On a CPU the clock is the host's; on a GPU it is the compute stream's: an event is put
+into the stream at each change of span, and read at logging points only, so the step is never held up.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+SPANS = ("data", "forward", "backward", "communication", "optimizer", "logging", "saving", "other", "evaluation")
+ABSORBING = ("saving", "evaluation")  # what happens inside them counts as theirs
+MOST_PENDING_EVENTS = 4096
+
+# Every collective of torch.distributed comes through one of these, whoever calls it; names differ between versions.
+COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "gather", "scatter", "reduce_scatter"),
+    *("allgather", "allgather_coalesced", "_allgather_base", "all_gather_single", "all_gather_single_coalesced"),
+    *("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
+)
+
+
+class Marks(Protocol):
+    """A line of time on which a span ends at each mark."""
+
+    def end(self, span: str) -> None:
+        """Say that the time since the last mark belongs to `span`."""
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each span so far."""
+
+    def is_capturing(self) -> bool:
+        """Say whether what is called now is only recorded, to run later."""
+
+
+class HostMarks:
+    """The host's own clock."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(SPANS, 0.0)
+        self._last = time.perf_counter()
+
+    def end(self, span: str) -> None:
+        """Add the time since the last mark to a span."""
+        now = time.perf_counter()
+        self._seconds[span] += now - self._last
+        self._last = now
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each span so far."""
+        return dict(self._seconds)
+
+    def is_capturing(self) -> bool:
+        """Say that everything runs when it is called."""
+        return False
+
+
+class StreamMarks:
+    """The time line of a GPU stream: events that the stream passes when the work before them is done."""
+
+    def __init__(self, stream: Any, new_event: Callable[[], Any]) -> None:
+        """Begin now.
+
+        Args:
+            stream: the stream that computes.
+            new_event: makes an event with timing.
+        """
+        self._stream, self._new_event = stream, new_event
+        self._seconds = dict.fromkeys(SPANS, 0.0)
+        self._spare: list[Any] = []
+        self._pending: deque[tuple[str, Any]] = deque()
+        self._last = new_event()
+        self._last.record(stream)
+
+    def end(self, span: str) -> None:
+        """Put an event into the stream; nothing is waited for."""
+        event = self._spare.pop() if self._spare else self._new_event()
+        event.record(self._stream)
+        self._pending.append((span, event))
+        if len(self._pending) > MOST_PENDING_EVENTS:
+            self._take_in()
+
+    def seconds(self) -> dict[str, float]:
+        """Wait for the stream, and return the seconds of each span so far: a sync, for logging points."""
+        if self._pending:
+            self._pending[-1][1].synchronize()
+        self._take_in()
+        return dict(self._seconds)
+
+    def is_capturing(self) -> bool:
+        """Say whether a CUDA graph is being recorded."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def _take_in(self) -> None:
+        """Read the events that the stream has passed."""
+        while self._pending and self._pending[0][1].query():
+            span, event = self._pending.popleft()
+            self._seconds[span] += self._last.elapsed_time(event) / 1000
+            self._spare.append(self._last)
+            self._last = event
+
+
+class SpanClock:
+    """Measures spans of one rank, such as `with clock.forward:`. Only one thread at a time may be inside spans."""
+
+    def __init__(self, marks: Marks | None = None) -> None:
+        self._marks = marks or HostMarks()
+        self._thread = threading.get_ident()
+        self._open = ["other"]
+        self._records: list[Any] = []
+        self.is_recording = False  # whether the spans appear in torch.profiler's trace
+        self.data, self.forward, self.backward = (Span(self, name) for name in SPANS[:3])
+        self.communication, self.optimizer, self.logging = (Span(self, name) for name in SPANS[3:6])
+        self.saving, self.evaluation = Span(self, "saving"), Span(self, "evaluation")
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each span since the clock was made; waits for a GPU."""
+        self._marks.end(self._open[-1])
+        return self._marks.seconds()
+
+    def belongs_here(self) -> bool:
+        """Say whether the time of now is this clock's: of the thread that trains, or of autograd's in its backward.
+
+        Not that of the thread that writes checkpoints, nor where a CUDA graph records what it will run later.
+        """
+        if threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1:
+            return False
+        return not self._marks.is_capturing()
+
+    def enter(self, name: str) -> None:
+        """Open a span inside the one that is open."""
+        outer = self._open[-1]
+        self._marks.end(outer)
+        self._open.append(outer if outer in ABSORBING else name)
+        if self.is_recording or self._records:
+            record = torch.profiler.record_function(name)
+            record.__enter__()
+            self._records.append(record)
+
+    def leave(self) -> None:
+        """Close the innermost span."""
+        self._marks.end(self._open.pop())
+        if self._records:
+            self._records.pop().__exit__(None, None, None)
+
+
+class Span:
+    """A named part of the time, to be entered again and again."""
+
+    __slots__ = ("_clock", "_name")
+
+    def __init__(self, clock: SpanClock, name: str) -> None:
+        self._clock, self._name = clock, name
+
+    def __enter__(self) -> None:
+        self._clock.enter(self._name)
+
+    def __exit__(self, *_error: object) -> None:
+        self._clock.leave()
+
+
+def start_clock(device: torch.device) -> SpanClock:
+    """Return a clock for a device: of the current stream on a GPU, of the host elsewhere."""
+    if device.type != "cuda":
+        return SpanClock()
+    return SpanClock(StreamMarks(torch.cuda.current_stream(device), lambda: torch.cuda.Event(enable_timing=True)))
+
+
+@contextmanager
+def measured_communication(clock: SpanClock) -> Iterator[None]:
+    """Count as communication what the training thread spends in collectives, inside the block.
+
+    On a CPU that is starting them and waiting for them. On a GPU it is how long the compute stream stands still for
+    them: a collective that runs beside the computation on a stream of its own is hidden, and does not count.
+    """
+    places = [(dist.ProcessGroup, name) for name in COLLECTIVES] + [(dist.Work, "wait")]
+    originals = [(owner, name, vars(owner)[name]) for owner, name in places if name in vars(owner)]
+    try:
+        for owner, name, function in originals:
+            setattr(owner, name, _measured(function, clock))
+        yield
+    finally:
+        for owner, name, function in originals:
+            setattr(owner, name, function)
+
+
+def shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return each span's share of the time without evaluation: they add to 1."""
+    training = {name: value for name, value in seconds.items() if name != "evaluation"}
+    total = max(sum(training.values()), 1e-9)
+    return {name: value / total for name, value in training.items()}
+
+
+def _measured(function: Callable[..., Any], clock: SpanClock) -> Callable[..., Any]:
+    span = clock.communication
+
+    @functools.wraps(function)
+    def measured(*arguments: Any, **named: Any) -> Any:
+        if not clock.belongs_here():
+            return function(*arguments, **named)
+        with span:
+            return function(*arguments, **named)
+
+    return measured
