@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,7 +60,8 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
     Raises:
         UserError: What keeps the data set from being loaded at all, see `load_data`.
     """
-    bundle = load_data(options)
+    # every pixel, and each time anew
+    bundle = load_data(replace(options, decode="exact", cache="off"))
     labels = torch.cat([bundle.train.source.labels, bundle.val.source.labels])
     report = DataReport(
         class_names=bundle.class_names,

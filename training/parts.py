@@ -163,6 +163,9 @@ def _data_options(config: TrainConfig) -> DataOptions:
         download=config.download,
         data_root=config.data_root,
         seed=config.seed,
+        decode=config.decode,
+        cache=config.cache,
+        cache_gb=config.cache_gb,
     )
 
 
@@ -251,11 +254,10 @@ def _build_loaders(
 ) -> tuple[TrainLoader, EvaluationLoader]:
     is_automatic = config.workers == "auto"
     workers = automatic_workers(data.train, world.local_size) if is_automatic else int(config.workers)
-    pin = world.device.type == "cuda"
     evaluation = EvaluationPlan(len(data.val), config.batch_size, world.size)
     return (
-        TrainLoader(data, plan, world.rank, workers=workers, pin_memory=pin),
-        EvaluationLoader(data, evaluation, world.rank, workers=workers, pin_memory=pin),
+        TrainLoader(data, plan, world.rank, workers=workers, device=world.device),
+        EvaluationLoader(data, evaluation, world.rank, workers=workers, device=world.device),
     )
 
 

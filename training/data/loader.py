@@ -10,11 +10,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from training.data.bundle import DataBundle, ImageDataset
+from training.data.device import batches_on_device
+from training.data.in_memory import images_on_device
 from training.data.reader import Batch, BatchReader, ReadFailure, bad_image_budget, over_budget
 from training.data.sampler import BatchKey, BatchPlan, EvaluationPlan
 from training.data.workers import end_with_parent, worker_context
 from training.errors import UserError
 
+CPU = torch.device("cpu")
 MAX_AUTOMATIC_WORKERS = 8
 
 
@@ -26,14 +29,14 @@ class TrainLoader:
         plan: Which samples belong to which step.
         rank: This rank, 0 to `plan.world_size` - 1.
         workers: Worker processes, 0 reads in this process; see `automatic_workers`.
-        pin_memory: Whether batches are put into page-locked memory (needs a GPU).
+        device: Where the batches go.
     """
 
     def __init__(
-        self, bundle: DataBundle, plan: BatchPlan, rank: int, *, workers: int = 0, pin_memory: bool = False
+        self, bundle: DataBundle, plan: BatchPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
     ) -> None:
         self._plan, self._rank = plan, rank
-        self._fetcher = _Fetcher(bundle.train, bundle.skip_bad_images, workers, pin_memory)
+        self._fetcher = _Fetcher(bundle.train, bundle.skip_bad_images, workers, device)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield the micro-batches of optimizer steps `first_step`, `first_step` + 1, ... of `epoch`.
@@ -61,14 +64,14 @@ class EvaluationLoader:
         plan: Which samples belong to which rank.
         rank: This rank, 0 to `plan.world_size` - 1.
         workers: As for `TrainLoader`.
-        pin_memory: As for `TrainLoader`.
+        device: As for `TrainLoader`.
     """
 
     def __init__(
-        self, bundle: DataBundle, plan: EvaluationPlan, rank: int, *, workers: int = 0, pin_memory: bool = False
+        self, bundle: DataBundle, plan: EvaluationPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
     ) -> None:
         self._plan, self._rank = plan, rank
-        self._fetcher = _Fetcher(bundle.val, bundle.skip_bad_images, workers, pin_memory)
+        self._fetcher = _Fetcher(bundle.val, bundle.skip_bad_images, workers, device)
 
     def __len__(self) -> int:
         return self._plan.batches_per_rank
@@ -107,12 +110,13 @@ class _Keys:
 class _Fetcher:
     """Turns keys into batches, in order, with or without workers; counts what was skipped against the budget."""
 
-    def __init__(self, dataset: ImageDataset, skip_bad_images: bool, workers: int, pin_memory: bool) -> None:
+    def __init__(self, dataset: ImageDataset, skip_bad_images: bool, workers: int, device: torch.device) -> None:
         self.bad_paths: dict[str, None] = {}
-        self._dataset_size = len(dataset)
+        self._dataset, self._device = dataset, device
         self._reader = BatchReader(dataset, skip_bad_images)
-        self._pin_memory = pin_memory
+        self._pin_memory = device.type == "cuda"
         self._keys = _Keys()
+        self._in_memory = None if workers else images_on_device(dataset, device)
         self._loader = self._make_loader(workers) if workers else None
 
     def _make_loader(self, workers: int) -> DataLoader:
@@ -130,13 +134,18 @@ class _Fetcher:
         )
 
     def fetch(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
+        if self._in_memory is not None:
+            return batches_on_device(map(self._in_memory.batch, keys), self._dataset.finish, self._device)
+        return batches_on_device(self._checked(keys), self._dataset.finish, self._device)
+
+    def _checked(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
         for result in self._results(keys):
             if isinstance(result, ReadFailure):
                 raise UserError(result.message)
             if result.bad_paths:
                 self.bad_paths.update(dict.fromkeys(result.bad_paths))
-                if len(self.bad_paths) > bad_image_budget(self._dataset_size):
-                    raise over_budget(self._dataset_size, self.bad_paths)
+                if len(self.bad_paths) > bad_image_budget(len(self._dataset)):
+                    raise over_budget(len(self._dataset), self.bad_paths)
             yield result
 
     def _results(self, keys: Iterable[BatchKey]) -> Iterator[Batch | ReadFailure]:

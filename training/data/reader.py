@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -23,11 +24,12 @@ class Batch:
     """One micro-batch of one rank.
 
     Attributes:
-        images: float32 [B, 3, S, S], normalised.
+        images: uint8 [B, 3, S, S] as read, or float32, normalised, as the loaders hand them out.
         labels: int64 [B].
         weights: float32 [B]; 0 for padding and for images that could not be read, else 1.
         indices: int64 [B], positions in the data set.
         bad_paths: Files of this batch that could not be read, each with its reason (only with `skip_bad_images`).
+        epoch: Decides the rest of the augmentation.
     """
 
     images: torch.Tensor
@@ -35,11 +37,12 @@ class Batch:
     weights: torch.Tensor
     indices: torch.Tensor
     bad_paths: list[str] = field(default_factory=list)
+    epoch: int = 0
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory, from which copies to a GPU run beside the computation."""
-        images, labels = self.images.pin_memory(), self.labels.pin_memory()
-        return Batch(images, labels, self.weights.pin_memory(), self.indices.pin_memory(), self.bad_paths)
+        pinned = {name: getattr(self, name).pin_memory() for name in ("images", "labels", "weights")}
+        return dataclasses.replace(self, **pinned)
 
 
 @dataclass(frozen=True)
@@ -65,26 +68,28 @@ class BatchReader(Dataset):
     def _read(self, key: BatchKey) -> Batch:
         weights = torch.from_numpy(key.weights)
         bad_paths: list[str] = []
-        images, labels = [], []
+        draws = self._dataset.draws(key.epoch, key.indices)
+        size = self._dataset.finish.size
+        images = torch.empty((len(draws), 3, size, size), dtype=torch.uint8, memory_format=torch.channels_last)
         for slot, index in enumerate(key.indices.tolist()):
             try:
-                image, label = self._dataset.draw(key.epoch, index)
+                image = self._dataset.read(key.epoch, index, draws[slot])
             except ImageError as error:
                 if not self._skip_bad_images:
                     raise
                 bad_paths.append(f"{error.path} ({error.reason})")
                 weights[slot] = 0
-                image, label = self._next_readable(key.epoch, index)
-            images.append(image)
-            labels.append(label)
-        return Batch(torch.stack(images), torch.tensor(labels), weights, torch.from_numpy(key.indices), bad_paths)
+                image = self._next_readable(key.epoch, index, draws[slot])
+            images[slot] = image
+        indices = torch.from_numpy(key.indices)
+        return Batch(images, self._dataset.source.labels[indices], weights, indices, bad_paths, key.epoch)
 
-    def _next_readable(self, epoch: int, bad_index: int) -> tuple[torch.Tensor, int]:
-        """Return the next sample that can be read, so that BatchNorm sees a real image in the slot that weighs 0."""
+    def _next_readable(self, epoch: int, bad_index: int, draws: list[float]) -> torch.Tensor:
+        """Return the next image that can be read, so that BatchNorm sees a real image in the slot that weighs 0."""
         total = len(self._dataset)
         for distance in range(1, bad_image_budget(total) + 1):
             try:
-                return self._dataset.draw(epoch, (bad_index + distance) % total)
+                return self._dataset.read(epoch, (bad_index + distance) % total, draws)
             except ImageError:
                 continue
         raise over_budget(total)
