@@ -253,7 +253,7 @@ def _build_loaders(
     config: TrainConfig, data: DataBundle, plan: BatchPlan, world: World
 ) -> tuple[TrainLoader, EvaluationLoader]:
     is_automatic = config.workers == "auto"
-    workers = automatic_workers(data.train, world.local_size) if is_automatic else int(config.workers)
+    workers = automatic_workers(data.train, world.device, world.local_size) if is_automatic else int(config.workers)
     evaluation = EvaluationPlan(len(data.val), config.batch_size, world.size)
     return (
         TrainLoader(data, plan, world.rank, workers=workers, device=world.device),

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from training.data.randomness import uniform_draws
 from training.data.transforms import SHIFT_FRACTION, Steps
 
+SMALLEST_STD = 1e-4  # of a set whose images are all of one colour
 BATCH_DRAWS = 3  # mirrored or not, rows and columns to move by
 
 
@@ -33,6 +34,7 @@ class Finish:
         self.steps, self.seed, self.size = steps, seed, size
         self.border = int(SHIFT_FRACTION * size) if steps.shift else 0
         mean, std = (np.array(preprocessing[key], dtype=np.float64) for key in ("mean", "std"))
+        std = np.maximum(std, SMALLEST_STD)
         # (x / 255 - mean) / std is x * scale + offset; repeated for each pixel of a row, because the arithmetic on
         # a CPU is four times as fast along whole rows as along the three channels
         self._scale, self._offset = (

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from training.data.bundle import DataBundle, ImageDataset
 from training.data.device import batches_on_device
+from training.data.images import ImageError
 from training.data.in_memory import images_on_device
+from training.data.randomness import preserved_generators
 from training.data.reader import Batch, BatchReader, ReadFailure, bad_image_budget, over_budget
 from training.data.sampler import BatchKey, BatchPlan, EvaluationPlan
 from training.data.workers import end_with_parent, worker_context
 from training.errors import UserError
 
 CPU = torch.device("cpu")
-MAX_AUTOMATIC_WORKERS = 8
+IMAGES_PER_SECOND_OF_A_GPU = 6000  # about what a small network takes on a large GPU, at 224 pixels and in bf16
+IMAGES_TIMED = 16
 
 
 class TrainLoader:
@@ -89,12 +96,34 @@ class EvaluationLoader:
         self._fetcher.close()
 
 
-def automatic_workers(dataset: ImageDataset, ranks_on_machine: int = 1) -> int:
-    """Choose worker processes for one rank: none for images in memory, else its share of the cores less one, 1 to 8."""
-    if dataset.source.in_memory:
+def automatic_workers(dataset: ImageDataset, device: torch.device = CPU, ranks_on_machine: int = 1) -> int:
+    """Choose the worker processes of one rank.
+
+    None for images in memory, and none for a rank on CPU, where they would only share the cores that train. Otherwise
+    enough to read `IMAGES_PER_SECOND_OF_A_GPU`, by the measured time of a few images (short, where a cache is warm),
+    and no more than the rank's share of the cores less one.
+    """
+    if dataset.source.in_memory or device.type == "cpu":
         return 0
-    cores = len(os.sched_getaffinity(0)) // ranks_on_machine
-    return min(max(cores - 1, 1), MAX_AUTOMATIC_WORKERS)
+    needed = math.ceil(IMAGES_PER_SECOND_OF_A_GPU * _seconds_per_image(dataset))
+    return min(max(needed, 1), most_workers(ranks_on_machine))
+
+
+def most_workers(ranks_on_machine: int = 1) -> int:
+    """Return a rank's share of the cores less one, at least 1."""
+    return max(len(os.sched_getaffinity(0)) // ranks_on_machine - 1, 1)
+
+
+def _seconds_per_image(dataset: ImageDataset) -> float:
+    """Return the median time of reading an image; bad ones are left to the training to find."""
+    indices = np.linspace(0, len(dataset) - 1, min(len(dataset), IMAGES_TIMED)).astype(int)
+    seconds = []
+    for index, draws in zip(indices.tolist(), dataset.draws(0, indices), strict=True):
+        start = time.perf_counter()
+        with preserved_generators(), contextlib.suppress(ImageError):
+            dataset.read(0, index, draws)
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds))
 
 
 class _Keys:
