@@ -1,8 +1,9 @@
 /* Decodes a part of a JPEG with libjpeg-turbo: only its rows and columns, at a reduced scale.
  *
  * What is left out is entropy-decoded (its bits have to be read), but neither transformed nor converted. The pixels are
- * those of a decode of the whole image with the library's defaults (accurate integer DCT, smooth upsampling of colour),
- * because a margin around the part is decoded too and cut off again.
+ * those of a decode of the whole image with the library's defaults (accurate integer DCT, smooth upsampling of colour):
+ * upsampling needs the neighbours, so a block more is decoded on the left and on the right, and cut off again. The
+ * library itself sees to the rows above and below.
  *
  *     cc -O2 -shared -fPIC -o crop_jpeg.so crop_jpeg.c -ljpeg
  */
@@ -16,7 +17,6 @@
 #include <jpeglib.h>
 
 #define API_VERSION 1
-#define MARGIN_IMCU_ROWS 2 /* the row after skipped ones lacks its upper neighbours when colour is upsampled */
 
 enum { DONE = 0, NOT_FOR_ME = 1 };
 
@@ -68,7 +68,6 @@ int crop_jpeg(const uint8_t *data, size_t size, int eighths, int top, int left, 
     jpeg_start_decompress(&info);
 
     int imcu_width = info.max_h_samp_factor * info.min_DCT_scaled_size;
-    int imcu_height = info.max_v_samp_factor * info.min_DCT_scaled_size;
     int first_column = left > imcu_width ? left - imcu_width : 0;
     int end_column = left + width + imcu_width;
     if (end_column > (int)info.output_width)
@@ -79,16 +78,14 @@ int crop_jpeg(const uint8_t *data, size_t size, int eighths, int top, int left, 
     row = malloc((size_t)columns * 3);
     if (row == NULL)
         goto end;
-    int skipped = top - MARGIN_IMCU_ROWS * imcu_height;
-    if (skipped > 0)
-        jpeg_skip_scanlines(&info, skipped);
+    if (top > 0)
+        jpeg_skip_scanlines(&info, top);
     JSAMPROW rows[1] = {row};
     while ((int)info.output_scanline < top + height) {
-        int line = (int)info.output_scanline - top;
+        uint8_t *target = out + (size_t)(info.output_scanline - top) * width * 3;
         if (jpeg_read_scanlines(&info, rows, 1) != 1)
             goto end;
-        if (line >= 0)
-            memcpy(out + (size_t)line * width * 3, row + (size_t)(left - (int)offset) * 3, (size_t)width * 3);
+        memcpy(target, row + (size_t)(left - (int)offset) * 3, (size_t)width * 3);
     }
     if (errors.base.num_warnings == 0)
         verdict = DONE;
