@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-GRAIN_LEVELS = 6  # brings the mean size of a file to about 90 kB at 500x375 and quality 90, as in ImageNet
+GRAIN_LEVELS = 8  # brings the mean size of a file to about 90 kB at 500x375 and quality 90, as in ImageNet
 
 
 def write_photographs(folder: Path, count: int, width: int = 500, height: int = 375, quality: int = 90) -> list[Path]:
