@@ -102,13 +102,14 @@ def _scan_classes(top: Path, root: Path, ignored: Counter[str]) -> Classes:
     if not entries:
         raise UserError(f"the data folder {str(top)!r} is empty: give it one folder of images per class.")
     classes: Classes = {}
+    prefix = len(str(root).rstrip("/")) + 1
     for folder in (entry for entry in entries if entry.is_dir()):
         files = []
         for entry in _files_below(folder.path, str(root)):
             extension = os.path.splitext(entry.name)[1].lower()
             if extension in IMAGE_EXTENSIONS:
                 status = entry.stat()
-                files.append((Path(entry.path).relative_to(root).as_posix(), status.st_size, status.st_mtime_ns))
+                files.append((entry.path[prefix:], status.st_size, status.st_mtime_ns))
             else:
                 ignored[extension or "no extension"] += 1
         classes[folder.name] = sorted(files)

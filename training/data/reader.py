@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -60,7 +61,7 @@ class BatchReader(Dataset):
 
     def __getitem__(self, key: BatchKey) -> Batch | ReadFailure:
         try:
-            with preserved_generators():
+            with preserved_generators() if self._dataset.steps.randaugment else nullcontext():
                 return self._read(key)
         except UserError as error:
             return ReadFailure(str(error))
