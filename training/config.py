@@ -106,7 +106,7 @@ class TrainConfig:
     )
     image_size: int = option(0, "Side of the square images, in pixels; 0: the data set's own.", low=0, high=4096)
     augmentation: str = option("auto", f"Training augmentation: {', '.join(AUGMENTATIONS)}.")
-    decode: Literal["cpu", "exact"] = option(
+    decode: Literal["cpu", "exact", "gpu"] = option(
         "cpu", f"How image files are decoded: {'; '.join(f'{name}: {text}' for name, text in DECODERS.items())}."
     )
     cache: Literal["auto", "ram", "disk", "off"] = option(

@@ -26,6 +26,7 @@ from training.data.sampler import BatchPlan, EvaluationPlan
 from training.distributed import World, agreed
 from training.engine import Engine, build_engine
 from training.environment import describe_environment
+from training.errors import UserError
 from training.finetune import RestingBackbone
 from training.loggers import Loggers, build_loggers
 from training.loop import LoopSettings
@@ -252,6 +253,8 @@ def _build_loggers(
 def _build_loaders(
     config: TrainConfig, data: DataBundle, plan: BatchPlan, world: World
 ) -> tuple[TrainLoader, EvaluationLoader]:
+    if data.train.source.decodes_later and world.device.type != "cuda":
+        raise UserError("--decode gpu needs a GPU, and this run has none: leave it at --decode cpu.")
     is_automatic = config.workers == "auto"
     workers = automatic_workers(data.train, world.device, world.local_size) if is_automatic else int(config.workers)
     evaluation = EvaluationPlan(len(data.val), config.batch_size, world.size)

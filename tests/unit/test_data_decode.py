@@ -7,6 +7,7 @@ import io
 import random
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,13 @@ from sklearn.datasets import load_sample_images
 from test_data_images import UPRIGHT
 from torchvision.transforms.v2.functional import resize
 
-from training.data import native
+from training.data import DataOptions, load_data, native
 from training.data.crops import Box
 from training.data.decode import FullDecoder, ShrinkingDecoder, cut, jpeg_header, shrink_eighths
 from training.data.images import ImageError, open_image
+from training.data.loader import TrainLoader
+from training.data.sampler import BatchPlan
+from training.errors import UserError
 
 GENERATOR = np.random.Generator(np.random.PCG64(0))
 SUBSAMPLINGS = {"4:4:4": 0, "4:2:2": 1, "4:2:0": 2}
@@ -211,3 +215,34 @@ def test_shrunk_photographs_look_as_if_decoded_whole(tmp_path, image_size):
             for decoder in (FullDecoder(), ShrinkingDecoder(image_size))
         ]
         assert float((images[0] - images[1]).abs().float().mean()) < 1.5
+
+
+@pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
+@pytest.mark.parametrize("augmentation", ["none", "crop_flip"])
+def test_batches_of_files_decoded_on_the_device_are_those_of_exact(tmp_path, augmentation):
+    """The way of `--decode gpu`, with torchvision's decoder for the CPU in place of nvJPEG."""
+    for part, name in product(("train", "val"), ("a", "b")):
+        folder = tmp_path / part / name
+        folder.mkdir(parents=True)
+        _write_kinds(folder)
+    loaders = []
+    for decode in ("exact", "gpu"):
+        bundle = load_data(DataOptions(str(tmp_path), image_size=24, augmentation=augmentation, decode=decode))
+        loaders.append(TrainLoader(bundle, BatchPlan(len(bundle.train), 6, 1, 1, 0), 0))
+    for exact, gpu in zip(*(loader.epoch(1) for loader in loaders), strict=True):
+        assert torch.equal(exact.labels, gpu.labels)
+        assert (exact.images - gpu.images).abs().max() < 2 / 255 / 0.22  # one level and its rounding
+
+
+@pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
+def test_a_file_that_no_decoder_reads_is_named_by_the_device_too(tmp_path):
+    for part, name in product(("train", "val"), ("a", "b")):
+        (tmp_path / part / name).mkdir(parents=True)
+        (tmp_path / part / name / "0.jpg").write_bytes(jpeg(picture(30, 40)))
+    broken = tmp_path / "train" / "b" / "0.jpg"
+    data = broken.read_bytes()
+    broken.write_bytes(data[: data.index(b"\xff\xda") + 4] + b"\xff\xd9")  # a header, a scan without content
+    bundle = load_data(DataOptions(str(tmp_path), image_size=24, decode="gpu"))
+    with pytest.raises(UserError, match="cannot use image") as caught:
+        list(TrainLoader(bundle, BatchPlan(2, 2, 1, 1, 0), 0).epoch(0))
+    assert str(broken) in str(caught.value)

@@ -68,6 +68,7 @@ AUGMENTATIONS: dict[str, str] = {
 DECODERS: dict[str, str] = {
     "cpu": "JPEG files shrunk while decoding, never below twice --image-size",
     "exact": "every pixel decoded at full size",
+    "gpu": "JPEG files decoded at full size by the GPU (nvJPEG)",
 }
 CACHES = ("auto", "ram", "disk", "off")
 
@@ -142,6 +143,8 @@ def _check_options(options: DataOptions) -> None:
     for kind, given, allowed in tables:
         if given not in allowed:
             raise unknown_name(kind, given, allowed)
+    if options.decode == "gpu" and options.augmentation == "randaugment":
+        raise UserError("the decoder gpu does not go with the augmentation randaugment: take the decoder cpu.")
     if not 0 < options.val_fraction < 1:
         raise UserError(f"the validation fraction is {options.val_fraction}: give a number above 0 and below 1.")
     if options.image_size and not MIN_IMAGE_SIZE <= options.image_size <= MAX_IMAGE_SIZE:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional
 
 from training.data import DataOptions
 from training.data.crops import CROP_DRAWS, random_box
@@ -31,12 +33,13 @@ class ImageDataset(Dataset):
         steps: The augmentation.
         seed: Seed of the augmentation.
         finish: What follows after `read`, on the device and for a whole batch.
+        whole: From a whole image, uint8 [C, H, W] of any size, to uint8 [C, S, S].
     """
 
     def __init__(self, source: Source, preprocessing: dict[str, Any], steps: Steps, seed: int) -> None:
         self.source, self.preprocessing, self.steps, self.seed = source, preprocessing, steps, seed
         self.finish = Finish(preprocessing, steps, seed)
-        self._whole = evaluation_geometry(preprocessing)
+        self.whole = evaluation_geometry(preprocessing)
         self._policy = randaugment(preprocessing) if steps.randaugment else None
 
     def __len__(self) -> int:
@@ -68,11 +71,20 @@ class ImageDataset(Dataset):
             part = self.source.read_part(index, lambda height, width: random_box(height, width, draws))
             image = resize(part, self.preprocessing)
         else:
-            image = self._whole(self.source.read(index))
+            image = self.whole(self.source.read(index))
         if self._policy is None:
             return image
         seed_generators(self.seed, epoch, index)
         return self._policy(image)
+
+    def from_pixels(self, pixels: torch.Tensor, draws: list[float]) -> torch.Tensor:
+        """As `read` without RandAugment, from the whole image, uint8 [3, H, W] on any device."""
+        if not self.steps.crop:
+            return self.whole(pixels)
+        _, height, width = pixels.shape
+        box = random_box(height, width, draws)
+        filter_mode = InterpolationMode(self.preprocessing["interpolation"])
+        return functional.resized_crop(pixels, *box, [self.finish.size] * 2, filter_mode, antialias=True)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ _STANDALONE_MARKERS = (0x01, *range(0xD0, 0xD8))  # without a length
 _FRAME_MARKERS = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive Huffman coding
 _OTHER_FRAME_MARKERS = (0xC3, *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0))
 _START_OF_SCAN, _APP1 = 0xDA, 0xE1
-_END_OF_IMAGE = b"\xff\xd9"
+END_OF_IMAGE = b"\xff\xd9"
 
 
 class Decoder(Protocol):
@@ -77,7 +77,7 @@ class ShrinkingDecoder:
             return cut(self._reduced(path, data), choose)
         eighths = shrink_eighths(header.height, header.width, self._image_size)
         # a file without its end is truncated: where, only the whole decode tells
-        if header.orientation == 1 and data.endswith(_END_OF_IMAGE):
+        if header.orientation == 1 and data.endswith(END_OF_IMAGE):
             box = choose(*scaled_size(header, eighths))
             part = crop_jpeg(data, eighths, box)
             if part is not None:

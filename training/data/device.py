@@ -7,17 +7,18 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from training.data.finish import Finish
+from training.data.bundle import ImageDataset
+from training.data.gpu_decode import decode_batch
 from training.data.reader import Batch
 
 
-def batches_on_device(batches: Iterable[Batch], finish: Finish, device: torch.device) -> Iterator[Batch]:
+def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: torch.device) -> Iterator[Batch]:
     """Yield the batches with images, labels and weights on `device`, images finished; indices stay on the CPU.
 
     On a GPU copying and finishing run on a stream of their own, one batch ahead of the one that is computed.
     """
     if device.type != "cuda":
-        yield from (_finished(batch, finish, device) for batch in batches)
+        yield from (_finished(batch, dataset, device) for batch in batches)
         return
     stream = torch.cuda.Stream(device)
     ahead: tuple[Batch, torch.cuda.Event] | None = None
@@ -25,7 +26,7 @@ def batches_on_device(batches: Iterable[Batch], finish: Finish, device: torch.de
     while True:
         with torch.cuda.stream(stream):
             batch = next(remaining, None)
-            following = (_finished(batch, finish, device), stream.record_event()) if batch is not None else None
+            following = (_finished(batch, dataset, device), stream.record_event()) if batch is not None else None
         if ahead is not None:
             yield _handed_over(*ahead, device)
         if following is None:
@@ -33,12 +34,14 @@ def batches_on_device(batches: Iterable[Batch], finish: Finish, device: torch.de
         ahead = following
 
 
-def _finished(batch: Batch, finish: Finish, device: torch.device) -> Batch:
+def _finished(batch: Batch, dataset: ImageDataset, device: torch.device) -> Batch:
+    if batch.encoded:
+        batch = decode_batch(batch, dataset, device)
     images, labels, weights = (
         tensor.to(device, non_blocking=True) for tensor in (batch.images, batch.labels, batch.weights)
     )
     return dataclasses.replace(
-        batch, images=finish(images, batch.epoch, batch.indices.numpy()), labels=labels, weights=weights
+        batch, images=dataset.finish(images, batch.epoch, batch.indices.numpy()), labels=labels, weights=weights
     )
 
 

@@ -19,10 +19,12 @@ from training.data.sources import FileSource, ImageFile
 
 CACHE_FORMAT = 1  # another number where the same file gives other pixels, or the files of a cache look otherwise
 HEADERS_READ = 64
+DECODES_LATER = ("gpu",)
 
 _DECODERS: dict[str, Callable[[int], Decoder]] = {
     "cpu": ShrinkingDecoder,
     "exact": lambda image_size: FullDecoder(),
+    "gpu": lambda image_size: FullDecoder(),  # of what is left to the CPU
 }
 
 
@@ -38,8 +40,10 @@ def file_sources(
         files = [*train, *val]
         expected = _expected_bytes(root, files, decoder) if options.cache != "off" else 0
         cache, note = open_cache(options, _cache_key(root, files, size), expected)
-    sources = FileSource(root, train, decoder, cache), FileSource(root, val, decoder, cache, first_in_cache=len(train))
-    return (*sources, [note] if note else [])
+    later = options.decode in DECODES_LATER
+    train_source = FileSource(root, train, decoder, cache, decodes_later=later)
+    val_source = FileSource(root, val, decoder, cache, first_in_cache=len(train), decodes_later=later)
+    return train_source, val_source, [note] if note else []
 
 
 def _cache_key(root: Path, files: Sequence[ImageFile], image_size: int) -> str:

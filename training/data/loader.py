@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from training.data.bundle import DataBundle, ImageDataset
 from training.data.device import batches_on_device
+from training.data.gpu_decode import read_encoded
 from training.data.images import ImageError
 from training.data.in_memory import images_on_device
 from training.data.randomness import preserved_generators
@@ -142,7 +143,7 @@ class _Fetcher:
     def __init__(self, dataset: ImageDataset, skip_bad_images: bool, workers: int, device: torch.device) -> None:
         self.bad_paths: dict[str, None] = {}
         self._dataset, self._device = dataset, device
-        self._reader = BatchReader(dataset, skip_bad_images)
+        self._reader = BatchReader(dataset, skip_bad_images, read_encoded if dataset.source.decodes_later else None)
         self._pin_memory = device.type == "cuda"
         self._keys = _Keys()
         self._in_memory = None if workers else images_on_device(dataset, device)
@@ -164,8 +165,8 @@ class _Fetcher:
 
     def fetch(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
         if self._in_memory is not None:
-            return batches_on_device(map(self._in_memory.batch, keys), self._dataset.finish, self._device)
-        return batches_on_device(self._checked(keys), self._dataset.finish, self._device)
+            return batches_on_device(map(self._in_memory.batch, keys), self._dataset, self._device)
+        return batches_on_device(self._checked(keys), self._dataset, self._device)
 
     def _checked(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
         for result in self._results(keys):

@@ -22,10 +22,12 @@ class Source(Protocol):
     Attributes:
         labels: int64 [N].
         in_memory: Whether reading costs no decoding.
+        decodes_later: Whether batches carry files, which the GPU decodes.
     """
 
     labels: torch.Tensor
     in_memory: bool
+    decodes_later: bool
 
     def read(self, index: int) -> torch.Tensor:
         """Return the image as uint8 [3, H, W]; raise ImageError where it cannot be read."""
@@ -40,7 +42,7 @@ class Source(Protocol):
 class ArraySource:
     """Images of one size in memory: uint8 [N, 1 or 3, H, W]; grey ones are shown as three equal channels."""
 
-    in_memory = True
+    in_memory, decodes_later = True, False
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         self.images, self.labels = images, labels
@@ -80,6 +82,7 @@ class FileSource:
         decoder: From a path to pixels.
         cache: Where decoded images are kept; None for nowhere.
         first_in_cache: Position of the first file in the cache.
+        decodes_later: As for `Source`.
     """
 
     in_memory = False
@@ -91,7 +94,9 @@ class FileSource:
         decoder: Decoder,
         cache: ImageCache | None = None,
         first_in_cache: int = 0,
+        decodes_later: bool = False,
     ) -> None:
+        self.decodes_later = decodes_later
         self.root, self._decoder, self._cache, self._first_in_cache = root, decoder, cache, first_in_cache
         self.labels = torch.tensor([file.label for file in files])
         parts = [os.path.split(file.path) for file in files]
