@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from training.data import DataOptions, load_data
 from training.data.bundle import ImageDataset
 from training.data.images import ImageError
-from training.data.loader import automatic_workers
+from training.data.loader import most_workers
 from training.data.sources import Source
 from training.data.workers import end_with_parent, worker_context
 
@@ -60,7 +60,8 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
     Raises:
         UserError: What keeps the data set from being loaded at all, see `load_data`.
     """
-    bundle = load_data(options)
+    # every pixel, and each time anew
+    bundle = load_data(replace(options, decode="exact", cache="off"))
     labels = torch.cat([bundle.train.source.labels, bundle.val.source.labels])
     report = DataReport(
         class_names=bundle.class_names,
@@ -70,7 +71,8 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
         notes=bundle.notes,
     )
     for dataset in (bundle.train, bundle.val):
-        chosen = automatic_workers(dataset) if len(dataset) >= IMAGES_WORTH_A_WORKER else 0
+        is_worth_it = len(dataset) >= IMAGES_WORTH_A_WORKER and not dataset.source.in_memory
+        chosen = most_workers() if is_worth_it else 0
         _decode_all(dataset, chosen if workers is None else workers, report)
     return report
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from models import MODELS, check_model_name
-from training.data import AUGMENTATIONS, DATASETS
+from training.data import AUGMENTATIONS, DATASETS, DECODERS
 from training.errors import UserError, unknown_name
 from training.strategies import STRATEGIES
 
@@ -112,6 +112,15 @@ class TrainConfig:
     )
     image_size: int = option(0, "Side of the square images, in pixels; 0: the data set's own.", low=0, high=4096)
     augmentation: str = option("auto", f"Training augmentation: {', '.join(AUGMENTATIONS)}.")
+    decode: Literal["cpu", "exact", "gpu"] = option(
+        "cpu", f"How image files are decoded: {'; '.join(f'{name}: {text}' for name, text in DECODERS.items())}."
+    )
+    cache: Literal["auto", "ram", "disk", "off"] = option(
+        "auto", "Keep the shrunk images of files: in memory, on disk under --data-root, or where they fit."
+    )
+    cache_gb: float = option(
+        0.0, "Most gigabytes of all caches together; 0: a quarter of the memory, or 50 on disk.", low=0, high=10**6
+    )
     workers: str = option("auto", "Loader processes per rank: a whole number, or auto.")
     bad_images: Literal["error", "skip"] = option("error", "What to do with unreadable images; skip allows 0.1 %.")
 
@@ -152,7 +161,7 @@ FREE_ON_RESUME = frozenset(
         *("strategy", "precision", "offload", "engine", "compile", "deepspeed_config"),
         *("activation_checkpointing", "deterministic"),
         *("batch_size", "gradient_accumulation_steps", "pretrained", "weights", "early_stopping_patience"),
-        *("data", "data_root", "download", "workers"),
+        *("data", "data_root", "download", "workers", "cache", "cache_gb"),
         *("run_name", "log_dir", "log_every_steps", "progress", "tensorboard", "profile"),
         *("resume", "save_every_steps", "save_every_minutes", "keep_last", "max_bad_steps", "hang_timeout"),
     }

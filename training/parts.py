@@ -28,6 +28,7 @@ from training.distributed import World, agreed
 from training.engine import Engine
 from training.engines import build_engine, resolve_engine
 from training.environment import describe_environment
+from training.errors import UserError
 from training.finetune import RestingBackbone
 from training.flops import TrainingFlops
 from training.loggers import Loggers, build_loggers
@@ -173,6 +174,9 @@ def _data_options(config: TrainConfig) -> DataOptions:
         download=config.download,
         data_root=config.data_root,
         seed=config.seed,
+        decode=config.decode,
+        cache=config.cache,
+        cache_gb=config.cache_gb,
     )
 
 
@@ -261,13 +265,14 @@ def _build_loggers(
 def _build_loaders(
     config: TrainConfig, data: DataBundle, plan: BatchPlan, world: World
 ) -> tuple[TrainLoader, EvaluationLoader]:
+    if data.train.source.decodes_later and world.device.type != "cuda":
+        raise UserError("--decode gpu needs a GPU, and this run has none: leave it at --decode cpu.")
     is_automatic = config.workers == "auto"
-    workers = automatic_workers(data.train, world.local_size) if is_automatic else int(config.workers)
-    pin = world.device.type == "cuda"
+    workers = automatic_workers(data.train, world.device, world.local_size) if is_automatic else int(config.workers)
     evaluation = EvaluationPlan(len(data.val), config.batch_size, world.size)
     return (
-        TrainLoader(data, plan, world.rank, workers=workers, pin_memory=pin),
-        EvaluationLoader(data, evaluation, world.rank, workers=workers, pin_memory=pin),
+        TrainLoader(data, plan, world.rank, workers=workers, device=world.device),
+        EvaluationLoader(data, evaluation, world.rank, workers=workers, device=world.device),
     )
 
 

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,7 +23,8 @@ from training.checkpoint.saver import Saver, SaveSettings
 from training.checkpoint.store import choose, find_candidates
 from training.config import TrainConfig
 from training.data import DataOptions
-from training.data.bundle import DataBundle, Habits, make_bundle
+from training.data.bundle import DataBundle, Habits, ImageDataset, make_bundle
+from training.data.finish import Finish
 from training.data.loader import TrainLoader
 from training.data.sampler import BatchPlan
 from training.data.sources import ArraySource
@@ -99,24 +101,26 @@ def make_data(broken_sample: int = -1) -> DataBundle:
     """45 images with a little augmentation; one of them may come out of it as NaN."""
     generator = torch.Generator().manual_seed(5)
     pixels = torch.randint(256, (SAMPLES, 1, 8, 8), generator=generator, dtype=torch.uint8)
-    if broken_sample >= 0:
-        pixels[broken_sample] = 7  # a constant image, which `_nan_where_constant` finds again
     source = ArraySource(pixels, torch.arange(SAMPLES) % CLASSES)
     habits = Habits(8, "shift", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
     names = [f"class-{number}" for number in range(CLASSES)]
     bundle = make_bundle(source, source, names, habits, DataOptions(), "fingerprint")
     if broken_sample >= 0:
-        bundle.train.transform = _NanWhereConstant(bundle.train.transform)
+        bundle.train.finish = _NanInOne(bundle.train, broken_sample)
     return bundle
 
 
-class _NanWhereConstant:
-    def __init__(self, transform: Any) -> None:
-        self._transform = transform
+class _NanInOne(Finish):
+    """Finishes batches, and makes one image of the set NaN."""
 
-    def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        result = self._transform(image)
-        return torch.full_like(result, float("nan")) if bool((image == image.flatten()[0]).all()) else result
+    def __init__(self, dataset: ImageDataset, broken_sample: int) -> None:
+        super().__init__(dataset.preprocessing, dataset.steps, dataset.seed)
+        self._broken_sample = broken_sample
+
+    def from_set(self, bordered: torch.Tensor, places: np.ndarray, epoch: int, indices: np.ndarray) -> torch.Tensor:
+        images = super().from_set(bordered, places, epoch, indices)
+        images[torch.from_numpy(indices == self._broken_sample)] = float("nan")
+        return images
 
 
 class Job:

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from training.data.crops import Box
+from training.data.decode import ShrinkingDecoder
 from training.data.images import ImageError, open_image
 from training.errors import UserError
 
@@ -217,11 +219,13 @@ def _postscript(path):
 )
 def test_a_bad_file_is_refused_in_one_line_with_its_name(tmp_path, name, make, reason, recwarn):
     make(tmp_path / name)
-    with pytest.raises(ImageError, match=reason) as caught:
-        open_image(tmp_path / name)
-    assert isinstance(caught.value, UserError)
-    assert str(tmp_path / name) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    decoder = ShrinkingDecoder(16)
+    for read in (open_image, decoder.read, lambda path: decoder.read_part(path, lambda *_: Box(0, 0, 1, 1))):
+        with pytest.raises(ImageError, match=reason) as caught:
+            read(str(tmp_path / name))
+        assert isinstance(caught.value, UserError)
+        assert str(tmp_path / name) in str(caught.value)
+        assert "\n" not in str(caught.value)
     assert not recwarn.list
 
 

@@ -184,11 +184,12 @@ def test_a_skipped_validation_image_is_listed(folder):
 
 
 def test_automatic_workers(folder, monkeypatch):
-    files, memory = load_folder(folder).train, load_data(DataOptions()).train
-    for cores, ranks, expected in ((1, 1, 1), (2, 2, 1), (8, 2, 3), (64, 1, 8)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
-        assert automatic_workers(files, ranks) == expected
-        assert automatic_workers(memory, ranks) == 0
+    files, memory, gpu = load_folder(folder).train, load_data(DataOptions()).train, torch.device("cuda")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    assert automatic_workers(memory, gpu) == automatic_workers(files) == 0
+    for images_per_second, ranks, expected in ((1, 1, 1), (10**9, 1, 63), (10**9, 8, 7), (10**9, 64, 1)):
+        monkeypatch.setattr("training.data.loader.IMAGES_PER_SECOND_OF_A_GPU", images_per_second)
+        assert automatic_workers(files, gpu, ranks) == expected
 
 
 TRAINER = """

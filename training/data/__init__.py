@@ -65,6 +65,13 @@ AUGMENTATIONS: dict[str, str] = {
     "randaugment": "crop_flip, then timm's RandAugment (rand-m9-mstd0.5)",
 }
 
+DECODERS: dict[str, str] = {
+    "cpu": "JPEG files shrunk while decoding, never below twice --image-size",
+    "exact": "every pixel decoded at full size",
+    "gpu": "JPEG files decoded at full size by the GPU (nvJPEG)",
+}
+CACHES = ("auto", "ram", "disk", "off")
+
 INTERPOLATIONS = ("bilinear", "bicubic")
 BAD_IMAGE_MODES = ("error", "skip")
 MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 8, 4096
@@ -86,6 +93,9 @@ class DataOptions:
         data_root: Where torchvision data sets are kept; a leading `~` is expanded.
         mean: Per channel, of pixels in 0..1; None takes the data set's own (a pretrained backbone brings its own).
         std: As `mean`.
+        decode: A name from `DECODERS`.
+        cache: Where shrunk images of files are kept, one of `CACHES`.
+        cache_gb: Most gigabytes of all caches in memory, or on disk; 0 for the defaults.
     """
 
     data: str = "digits"
@@ -99,6 +109,9 @@ class DataOptions:
     data_root: str = "~/.cache/zerovision"
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    decode: str = "cpu"
+    cache: str = "off"
+    cache_gb: float = 0.0
 
 
 def load_data(options: DataOptions) -> DataBundle:
@@ -123,11 +136,15 @@ def _check_options(options: DataOptions) -> None:
     tables = (
         ("augmentation", options.augmentation, AUGMENTATIONS),
         ("interpolation", options.interpolation, INTERPOLATIONS),
+        ("decoder", options.decode, DECODERS),
+        ("cache", options.cache, CACHES),
         ("bad-images mode", options.bad_images, BAD_IMAGE_MODES),
     )
     for kind, given, allowed in tables:
         if given not in allowed:
             raise unknown_name(kind, given, allowed)
+    if options.decode == "gpu" and options.augmentation == "randaugment":
+        raise UserError("the decoder gpu does not go with the augmentation randaugment: take the decoder cpu.")
     if not 0 < options.val_fraction < 1:
         raise UserError(f"the validation fraction is {options.val_fraction}: give a number above 0 and below 1.")
     if options.image_size and not MIN_IMAGE_SIZE <= options.image_size <= MAX_IMAGE_SIZE:

@@ -6,13 +6,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional
 
 from training.data import DataOptions
-from training.data.randomness import preserved_generators, seed_generators
+from training.data.crops import CROP_DRAWS, random_box
+from training.data.finish import BATCH_DRAWS, Finish
+from training.data.randomness import preserved_generators, seed_generators, uniform_draws
 from training.data.sources import Source
-from training.data.transforms import Transform, evaluation_transform, training_transform
+from training.data.transforms import STEPS, Steps, evaluation_geometry, randaugment, resize
 from training.errors import UserError
 
 CROP_RATIO = 256 / 224  # photographs are resized to this multiple of the image size, then cut to their centre
@@ -24,12 +29,18 @@ class ImageDataset(Dataset):
 
     Attributes:
         source: The raw images.
-        transform: From uint8 [3, H, W] to float32 [3, S, S].
-        seed: Seed of the augmentation; None where the transform draws nothing.
+        preprocessing: As `DataBundle.preprocessing`.
+        steps: The augmentation.
+        seed: Seed of the augmentation.
+        finish: What follows after `read`, on the device and for a whole batch.
+        whole: From a whole image, uint8 [C, H, W] of any size, to uint8 [C, S, S].
     """
 
-    def __init__(self, source: Source, transform: Transform, seed: int | None = None) -> None:
-        self.source, self.transform, self.seed = source, transform, seed
+    def __init__(self, source: Source, preprocessing: dict[str, Any], steps: Steps, seed: int) -> None:
+        self.source, self.preprocessing, self.steps, self.seed = source, preprocessing, steps, seed
+        self.finish = Finish(preprocessing, steps, seed)
+        self.whole = evaluation_geometry(preprocessing)
+        self._policy = randaugment(preprocessing) if steps.randaugment else None
 
     def __len__(self) -> int:
         return len(self.source.labels)
@@ -40,15 +51,40 @@ class ImageDataset(Dataset):
         Raises:
             ImageError: The image cannot be read.
         """
+        epoch, index = key
+        indices = np.array([index])
         with preserved_generators():
-            return self.draw(*key)
+            image = self.read(epoch, index, self.draws(epoch, indices)[0])
+        return self.finish(image[None], epoch, indices)[0], int(self.source.labels[index])
 
-    def draw(self, epoch: int, index: int) -> tuple[torch.Tensor, int]:
-        """As `__getitem__`, but leaves the generators seeded: callers preserve them once for a whole batch."""
-        image = self.source.read(index)
-        if self.seed is not None:
-            seed_generators(self.seed, epoch, index)
-        return self.transform(image), int(self.source.labels[index])
+    def draws(self, epoch: int, indices: np.ndarray) -> list[list[float]]:
+        """Return what `read` needs for each sample of `indices` (int64 [B]): all at once, because that is faster."""
+        return uniform_draws(self.seed, epoch, indices, BATCH_DRAWS + CROP_DRAWS)[:, BATCH_DRAWS:].tolist()
+
+    def read(self, epoch: int, index: int, draws: list[float]) -> torch.Tensor:
+        """Return the image as uint8 [3, S, S], before `finish`; may leave the global generators seeded.
+
+        Raises:
+            ImageError: The image cannot be read.
+        """
+        if self.steps.crop:
+            part = self.source.read_part(index, lambda height, width: random_box(height, width, draws))
+            image = resize(part, self.preprocessing)
+        else:
+            image = self.whole(self.source.read(index))
+        if self._policy is None:
+            return image
+        seed_generators(self.seed, epoch, index)
+        return self._policy(image)
+
+    def from_pixels(self, pixels: torch.Tensor, draws: list[float]) -> torch.Tensor:
+        """As `read` without RandAugment, from the whole image, uint8 [3, H, W] on any device."""
+        if not self.steps.crop:
+            return self.whole(pixels)
+        _, height, width = pixels.shape
+        box = random_box(height, width, draws)
+        filter_mode = InterpolationMode(self.preprocessing["interpolation"])
+        return functional.resized_crop(pixels, *box, [self.finish.size] * 2, filter_mode, antialias=True)
 
 
 @dataclass(frozen=True)
@@ -126,8 +162,8 @@ def make_bundle(
     }
     augmentation = habits.augmentation if options.augmentation == "auto" else options.augmentation
     return DataBundle(
-        train=ImageDataset(train, training_transform(augmentation, preprocessing), options.seed),
-        val=ImageDataset(val, evaluation_transform(preprocessing)),
+        train=ImageDataset(train, preprocessing, STEPS[augmentation], options.seed),
+        val=ImageDataset(val, preprocessing, STEPS["none"], options.seed),
         class_names=class_names,
         preprocessing=preprocessing,
         augmentation=augmentation,

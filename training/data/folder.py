@@ -10,13 +10,14 @@ from pathlib import Path
 
 from training.data import DATASETS, DataOptions
 from training.data.bundle import PHOTOGRAPHS, DataBundle, make_bundle
+from training.data.files import file_sources
 from training.data.images import IMAGE_EXTENSIONS
-from training.data.sources import FileSource, ImageFile, fingerprint_files
+from training.data.sources import ImageFile, fingerprint_files
 from training.errors import UserError, nearest
 
 NAMES_IN_MESSAGE = 5
 
-FoundFile = tuple[str, int]  # path relative to the root, with "/", and size in bytes
+FoundFile = tuple[str, int, int]  # path relative to the root, with "/", size in bytes, time of the last change in ns
 Classes = dict[str, list[FoundFile]]
 
 
@@ -41,14 +42,15 @@ def load(options: DataOptions) -> DataBundle:
     train_files, val_files = (_with_labels(part, class_names) for part in (train, val))
     if not val_files:
         raise UserError(f"{str(root)!r} has one image per class, none is left to validate with: add images or val/.")
+    train_source, val_source, cache_notes = file_sources(root, train_files, val_files, options)
     return make_bundle(
-        FileSource(root, train_files),
-        FileSource(root, val_files),
+        train_source,
+        val_source,
         class_names,
         PHOTOGRAPHS,
         options,
         fingerprint_files(class_names, train_files, val_files),
-        _notes(val, ignored),
+        [*_notes(val, ignored), *cache_notes],
     )
 
 
@@ -100,12 +102,14 @@ def _scan_classes(top: Path, root: Path, ignored: Counter[str]) -> Classes:
     if not entries:
         raise UserError(f"the data folder {str(top)!r} is empty: give it one folder of images per class.")
     classes: Classes = {}
+    prefix = len(str(root).rstrip("/")) + 1
     for folder in (entry for entry in entries if entry.is_dir()):
         files = []
         for entry in _files_below(folder.path, str(root)):
             extension = os.path.splitext(entry.name)[1].lower()
             if extension in IMAGE_EXTENSIONS:
-                files.append((Path(entry.path).relative_to(root).as_posix(), entry.stat().st_size))
+                status = entry.stat()
+                files.append((entry.path[prefix:], status.st_size, status.st_mtime_ns))
             else:
                 ignored[extension or "no extension"] += 1
         classes[folder.name] = sorted(files)
@@ -164,7 +168,11 @@ def _compare_classes(train: Classes, val: Classes) -> None:
 
 
 def _with_labels(classes: Classes, class_names: list[str]) -> list[ImageFile]:
-    return [ImageFile(*found, label) for label, name in enumerate(class_names) for found in sorted(classes[name])]
+    return [
+        ImageFile(path, size, label, changed_ns)
+        for label, name in enumerate(class_names)
+        for path, size, changed_ns in sorted(classes[name])
+    ]
 
 
 def _notes(val: Classes, ignored: Counter[str]) -> Iterator[str]:

@@ -7,6 +7,7 @@ really decoded here.
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 
@@ -40,7 +41,7 @@ class ImageError(UserError):
         )
 
 
-def open_image(path: str | os.PathLike[str], max_pixels: int = MAX_PIXELS) -> Image.Image:
+def open_image(path: str | os.PathLike[str], max_pixels: int = MAX_PIXELS, data: bytes | None = None) -> Image.Image:
     """Decode the image at `path` completely.
 
     The EXIF orientation is applied. Grey, palette, CMYK and other 8-bit modes become RGB; 16-bit grey is scaled by
@@ -49,6 +50,7 @@ def open_image(path: str | os.PathLike[str], max_pixels: int = MAX_PIXELS) -> Im
     Args:
         path: A file of one of the formats of `IMAGE_EXTENSIONS`, judged by its content, not by its name.
         max_pixels: Most pixels (width x height) that the header may announce; checked before decoding.
+        data: The content of the file, where it has been read already.
 
     Returns:
         A Pillow image of mode "RGB".
@@ -59,7 +61,7 @@ def open_image(path: str | os.PathLike[str], max_pixels: int = MAX_PIXELS) -> Im
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # oddities in metadata say nothing about the pixels
-            with Image.open(path, formats=_FORMATS) as image:
+            with Image.open(path if data is None else io.BytesIO(data), formats=_FORMATS) as image:
                 _check_header(image, max_pixels)
                 image.load()
                 ImageOps.exif_transpose(image, in_place=True)

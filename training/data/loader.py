@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from training.data.bundle import DataBundle, ImageDataset
+from training.data.device import batches_on_device
+from training.data.gpu_decode import read_encoded
+from training.data.images import ImageError
+from training.data.in_memory import images_on_device
+from training.data.randomness import preserved_generators
 from training.data.reader import Batch, BatchReader, ReadFailure, bad_image_budget, over_budget
 from training.data.sampler import BatchKey, BatchPlan, EvaluationPlan
 from training.data.workers import end_with_parent, worker_context
 from training.errors import UserError
 
-MAX_AUTOMATIC_WORKERS = 8
+CPU = torch.device("cpu")
+IMAGES_PER_SECOND_OF_A_GPU = 6000  # about what a small network takes on a large GPU, at 224 pixels and in bf16
+IMAGES_TIMED = 16
 
 
 class TrainLoader:
@@ -26,14 +37,14 @@ class TrainLoader:
         plan: Which samples belong to which step.
         rank: This rank, 0 to `plan.world_size` - 1.
         workers: Worker processes, 0 reads in this process; see `automatic_workers`.
-        pin_memory: Whether batches are put into page-locked memory (needs a GPU).
+        device: Where the batches go.
     """
 
     def __init__(
-        self, bundle: DataBundle, plan: BatchPlan, rank: int, *, workers: int = 0, pin_memory: bool = False
+        self, bundle: DataBundle, plan: BatchPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
     ) -> None:
         self._plan, self._rank = plan, rank
-        self._fetcher = _Fetcher(bundle.train, bundle.skip_bad_images, workers, pin_memory)
+        self._fetcher = _Fetcher(bundle.train, bundle.skip_bad_images, workers, device)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield the micro-batches of optimizer steps `first_step`, `first_step` + 1, ... of `epoch`.
@@ -61,14 +72,14 @@ class EvaluationLoader:
         plan: Which samples belong to which rank.
         rank: This rank, 0 to `plan.world_size` - 1.
         workers: As for `TrainLoader`.
-        pin_memory: As for `TrainLoader`.
+        device: As for `TrainLoader`.
     """
 
     def __init__(
-        self, bundle: DataBundle, plan: EvaluationPlan, rank: int, *, workers: int = 0, pin_memory: bool = False
+        self, bundle: DataBundle, plan: EvaluationPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
     ) -> None:
         self._plan, self._rank = plan, rank
-        self._fetcher = _Fetcher(bundle.val, bundle.skip_bad_images, workers, pin_memory)
+        self._fetcher = _Fetcher(bundle.val, bundle.skip_bad_images, workers, device)
 
     def __len__(self) -> int:
         return self._plan.batches_per_rank
@@ -86,12 +97,34 @@ class EvaluationLoader:
         self._fetcher.close()
 
 
-def automatic_workers(dataset: ImageDataset, ranks_on_machine: int = 1) -> int:
-    """Choose worker processes for one rank: none for images in memory, else its share of the cores less one, 1 to 8."""
-    if dataset.source.in_memory:
+def automatic_workers(dataset: ImageDataset, device: torch.device = CPU, ranks_on_machine: int = 1) -> int:
+    """Choose the worker processes of one rank.
+
+    None for images in memory, and none for a rank on CPU, where they would only share the cores that train. Otherwise
+    enough to read `IMAGES_PER_SECOND_OF_A_GPU`, by the measured time of a few images (short, where a cache is warm),
+    and no more than the rank's share of the cores less one.
+    """
+    if dataset.source.in_memory or device.type == "cpu":
         return 0
-    cores = len(os.sched_getaffinity(0)) // ranks_on_machine
-    return min(max(cores - 1, 1), MAX_AUTOMATIC_WORKERS)
+    needed = math.ceil(IMAGES_PER_SECOND_OF_A_GPU * _seconds_per_image(dataset))
+    return min(max(needed, 1), most_workers(ranks_on_machine))
+
+
+def most_workers(ranks_on_machine: int = 1) -> int:
+    """Return a rank's share of the cores less one, at least 1."""
+    return max(len(os.sched_getaffinity(0)) // ranks_on_machine - 1, 1)
+
+
+def _seconds_per_image(dataset: ImageDataset) -> float:
+    """Return the median time of reading an image; bad ones are left to the training to find."""
+    indices = np.linspace(0, len(dataset) - 1, min(len(dataset), IMAGES_TIMED)).astype(int)
+    seconds = []
+    for index, draws in zip(indices.tolist(), dataset.draws(0, indices), strict=True):
+        start = time.perf_counter()
+        with preserved_generators(), contextlib.suppress(ImageError):
+            dataset.read(0, index, draws)
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds))
 
 
 class _Keys:
@@ -107,12 +140,13 @@ class _Keys:
 class _Fetcher:
     """Turns keys into batches, in order, with or without workers; counts what was skipped against the budget."""
 
-    def __init__(self, dataset: ImageDataset, skip_bad_images: bool, workers: int, pin_memory: bool) -> None:
+    def __init__(self, dataset: ImageDataset, skip_bad_images: bool, workers: int, device: torch.device) -> None:
         self.bad_paths: dict[str, None] = {}
-        self._dataset_size = len(dataset)
-        self._reader = BatchReader(dataset, skip_bad_images)
-        self._pin_memory = pin_memory
+        self._dataset, self._device = dataset, device
+        self._reader = BatchReader(dataset, skip_bad_images, read_encoded if dataset.source.decodes_later else None)
+        self._pin_memory = device.type == "cuda"
         self._keys = _Keys()
+        self._in_memory = None if workers else images_on_device(dataset, device)
         self._loader = self._make_loader(workers) if workers else None
 
     def _make_loader(self, workers: int) -> DataLoader:
@@ -130,13 +164,18 @@ class _Fetcher:
         )
 
     def fetch(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
+        if self._in_memory is not None:
+            return batches_on_device(map(self._in_memory.batch, keys), self._dataset, self._device)
+        return batches_on_device(self._checked(keys), self._dataset, self._device)
+
+    def _checked(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
         for result in self._results(keys):
             if isinstance(result, ReadFailure):
                 raise UserError(result.message)
             if result.bad_paths:
                 self.bad_paths.update(dict.fromkeys(result.bad_paths))
-                if len(self.bad_paths) > bad_image_budget(self._dataset_size):
-                    raise over_budget(self._dataset_size, self.bad_paths)
+                if len(self.bad_paths) > bad_image_budget(len(self._dataset)):
+                    raise over_budget(len(self._dataset), self.bad_paths)
             yield result
 
     def _results(self, keys: Iterable[BatchKey]) -> Iterator[Batch | ReadFailure]:

@@ -1,8 +1,8 @@
 """Makes the augmentation of a sample a function of (seed, epoch, index) alone.
 
-The libraries of augmentation draw from three global generators: Python's `random` (timm), NumPy's legacy one (timm)
-and torch's (torchvision). They are seeded before each sample, and put back after each batch, so that reading data in
-the main process leaves the dropout masks of the training as they were.
+Our own draws are hashes, without any state: `uniform_draws`. timm's RandAugment draws from two global generators,
+Python's `random` and NumPy's legacy one; these are seeded before each of its samples, and put back after each batch, so
+that reading data in the main process leaves all else that is random in the training as it was.
 """
 
 from __future__ import annotations
@@ -14,6 +14,36 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+
+_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+def uniform_draws(seed: int, epoch: int, indices: np.ndarray, count: int) -> np.ndarray:
+    """Return `count` independent draws for each sample of an epoch: float64 [B, count], uniform in [0, 1).
+
+    The hash is the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+    generators", OOPSLA 2014), applied to seed, epoch, index and number of the draw in turn. Integer arithmetic and one
+    exact division: the same bits on every machine.
+
+    Args:
+        seed: Seed of the run, at least 0.
+        epoch: Number of the epoch.
+        indices: int64 [B], positions in the data set.
+        count: Draws of each sample.
+    """
+    state = _mix(np.full(1, seed, dtype=np.uint64))
+    state = _mix(state + np.uint64(epoch))
+    state = _mix(state + indices.astype(np.uint64))
+    bits = _mix(state[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN_GAMMA)
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Apply one step of SplitMix64 to uint64 of any shape; arithmetic modulo 2^64."""
+    values = values + _GOLDEN_GAMMA
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torchvision.transforms.v2.functional import pil_to_tensor
 
-from training.data.images import open_image
+from training.data.cache import ImageCache
+from training.data.crops import BoxChooser
+from training.data.decode import Decoder, cut
 
 
 class Source(Protocol):
@@ -21,13 +22,18 @@ class Source(Protocol):
     Attributes:
         labels: int64 [N].
         in_memory: Whether reading costs no decoding.
+        decodes_later: Whether batches carry files, which the GPU decodes.
     """
 
     labels: torch.Tensor
     in_memory: bool
+    decodes_later: bool
 
     def read(self, index: int) -> torch.Tensor:
         """Return the image as uint8 [3, H, W]; raise ImageError where it cannot be read."""
+
+    def read_part(self, index: int, choose: BoxChooser) -> torch.Tensor:
+        """Return what `choose` takes of the image that `read` gives: uint8 [3, h, w]."""
 
     def name(self, index: int) -> str:
         """Return the path of the image, or where it stands."""
@@ -36,7 +42,7 @@ class Source(Protocol):
 class ArraySource:
     """Images of one size in memory: uint8 [N, 1 or 3, H, W]; grey ones are shown as three equal channels."""
 
-    in_memory = True
+    in_memory, decodes_later = True, False
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         self.images, self.labels = images, labels
@@ -45,39 +51,95 @@ class ArraySource:
         """Return the image as uint8 [3, H, W]."""
         return self.images[index].expand(3, -1, -1)
 
+    def read_part(self, index: int, choose: BoxChooser) -> torch.Tensor:
+        """Return a part of the image, uint8 [3, h, w]."""
+        box = choose(*self.images.shape[2:])
+        return self.read(index)[:, box.top : box.top + box.height, box.left : box.left + box.width]
+
     def name(self, index: int) -> str:
         """Return where the image stands."""
         return f"image {index}"
 
 
 class ImageFile(NamedTuple):
-    """An image file: its path relative to the root of the data, its size in bytes, its label."""
+    """An image file: its path relative to the root of the data, its size in bytes, its label, when it was changed."""
 
     path: str
     size: int
     label: int
+    changed_ns: int = 0
 
 
 class FileSource:
     """Images in files below `root`.
 
-    The paths are one uint8 tensor, because a list of a million strings would be copied to every worker process.
+    Folders and names are bytes in arrays, because a list of a million strings would take ten times the memory, and be
+    copied to every worker process.
+
+    Args:
+        root: Folder that the paths are relative to.
+        files: The files; only their paths and labels are kept.
+        decoder: From a path to pixels.
+        cache: Where decoded images are kept; None for nowhere.
+        first_in_cache: Position of the first file in the cache.
+        decodes_later: As for `Source`.
     """
 
     in_memory = False
 
-    def __init__(self, root: Path, files: Sequence[ImageFile]) -> None:
-        self.root, self.labels = root, torch.tensor([file.label for file in files])
-        names = np.array([os.fsencode(file.path) for file in files], dtype=np.bytes_)
-        self._names = torch.from_numpy(names.view(np.uint8).reshape(len(names), -1))
+    def __init__(
+        self,
+        root: Path,
+        files: Sequence[ImageFile],
+        decoder: Decoder,
+        cache: ImageCache | None = None,
+        first_in_cache: int = 0,
+        decodes_later: bool = False,
+    ) -> None:
+        self.decodes_later = decodes_later
+        self.root, self._decoder, self._cache, self._first_in_cache = root, decoder, cache, first_in_cache
+        self.labels = torch.tensor([file.label for file in files])
+        parts = [os.path.split(file.path) for file in files]
+        numbers = {folder: number for number, folder in enumerate(dict.fromkeys(folder for folder, _ in parts))}
+        self._folders = list(numbers)
+        self._folder_of = torch.tensor([numbers[folder] for folder, _ in parts], dtype=torch.int32)
+        names = [os.fsencode(name) for _, name in parts]
+        self._names = torch.from_numpy(np.frombuffer(bytearray(b"".join(names)), dtype=np.uint8))
+        self._ends = torch.tensor([len(name) for name in names]).cumsum(0)
 
     def read(self, index: int) -> torch.Tensor:
-        """Decode the image: uint8 [3, H, W]; raise ImageError where that fails."""
-        return pil_to_tensor(open_image(self.name(index)))
+        """Return the image as uint8 [3, H, W]; raise ImageError where it cannot be read."""
+        cached = self._cached(index)
+        return _channels_first(self._decode(index) if cached is None else cached)
+
+    def read_part(self, index: int, choose: BoxChooser) -> torch.Tensor:
+        """Return a part of the image, uint8 [3, h, w]; raise ImageError where it cannot be read."""
+        pixels = self._cached(index)
+        if pixels is None:
+            if self._cache is None or self._cache.is_full:
+                return _channels_first(self._decoder.read_part(self.name(index), choose))
+            pixels = self._decode(index)
+        return _channels_first(cut(pixels, choose))
 
     def name(self, index: int) -> str:
         """Return the path of the image."""
-        return str(self.root / os.fsdecode(self._names[index].numpy().tobytes().rstrip(b"\0")))
+        start, end = int(self._ends[index - 1]) if index else 0, int(self._ends[index])
+        name = os.fsdecode(self._names[start:end].numpy().tobytes())
+        return str(self.root / self._folders[int(self._folder_of[index])] / name)
+
+    def _cached(self, index: int) -> np.ndarray | None:
+        return None if self._cache is None else self._cache.get(self._first_in_cache + index)
+
+    def _decode(self, index: int) -> np.ndarray:
+        pixels = self._decoder.read(self.name(index))
+        if self._cache is not None:
+            self._cache.put(self._first_in_cache + index, pixels)
+        return pixels
+
+
+def _channels_first(pixels: np.ndarray) -> torch.Tensor:
+    """Show [H, W, 3] as [3, H, W]; the memory stays as it is."""
+    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def pixel_statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:

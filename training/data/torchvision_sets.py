@@ -15,9 +15,9 @@ from torchvision import datasets
 
 from training.data import DataOptions, dataset_root
 from training.data.bundle import PHOTOGRAPHS, DataBundle, Habits, make_bundle
+from training.data.files import file_sources
 from training.data.sources import (
     ArraySource,
-    FileSource,
     ImageFile,
     fingerprint_arrays,
     fingerprint_files,
@@ -81,8 +81,10 @@ def load(options: DataOptions) -> DataBundle:
         root = dataset_root(options)
         train_files, val_files = (_list_files(dataset, entry.files, root) for dataset in (train, val))
         fingerprint = fingerprint_files(class_names, train_files, val_files)
-        sources = FileSource(root, train_files), FileSource(root, val_files)
-        return make_bundle(*sources, class_names, PHOTOGRAPHS, options, fingerprint, notes)
+        train_source, val_source, cache_notes = file_sources(root, train_files, val_files, options)
+        return make_bundle(
+            train_source, val_source, class_names, PHOTOGRAPHS, options, fingerprint, notes + cache_notes
+        )
     train_arrays, val_arrays = _array_source(train), _array_source(val)
     mean, std = pixel_statistics(train_arrays.images)
     habits = Habits(train_arrays.images.shape[-1], entry.augmentation, centre_crop=False, mean=mean, std=std)
@@ -134,7 +136,8 @@ def _array_source(dataset: Any) -> ArraySource:
 
 
 def _list_files(dataset: Any, attribute: str, root: Path) -> list[ImageFile]:
+    statuses = ((os.path.relpath(path, root), os.stat(path)) for path in getattr(dataset, attribute))
     return [
-        ImageFile(os.path.relpath(path, root), os.stat(path).st_size, label)
-        for path, label in zip(getattr(dataset, attribute), _labels(dataset).tolist(), strict=True)
+        ImageFile(path, status.st_size, label, status.st_mtime_ns)
+        for (path, status), label in zip(statuses, _labels(dataset).tolist(), strict=True)
     ]

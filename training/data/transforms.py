@@ -1,11 +1,13 @@
-"""From a raw image to what the model sees; all randomness comes from the generators that `randomness` seeds.
+"""What happens to an image before it is stacked into a batch: cut, resized, or left to timm's RandAugment.
 
-Every transform takes a uint8 tensor [3, H, W] of any size and gives float32 [3, S, S], normalised.
+Training and evaluation give uint8 [3, S, S]; moving, mirroring and normalising follow on the device, a batch at a time
+(`training.data.device`). `evaluation_transform` is the whole of it for one image, for whoever uses a trained model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +17,37 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 
 SHIFT_FRACTION = 0.1
 RANDAUGMENT = "rand-m9-mstd0.5"
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What an augmentation is made of.
+
+    Attributes:
+        crop: Whether a random part is resized, in place of the whole image.
+        randaugment: Whether timm's RandAugment follows.
+        shift: Whether the image is moved by up to `SHIFT_FRACTION` of its size.
+        mirror: Whether it is mirrored left to right half of the time.
+    """
+
+    crop: bool = False
+    randaugment: bool = False
+    shift: bool = False
+    mirror: bool = False
+
+    @property
+    def in_batches(self) -> bool:
+        """Whether all of it can be done on whole batches of images of one size."""
+        return not (self.crop or self.randaugment)
+
+
+STEPS: dict[str, Steps] = {
+    "none": Steps(),
+    "shift": Steps(shift=True),
+    "shift_flip": Steps(shift=True, mirror=True),
+    "crop_flip": Steps(crop=True, mirror=True),
+    "randaugment": Steps(crop=True, randaugment=True, mirror=True),
+}
 
 
 def evaluation_transform(preprocessing: dict[str, Any]) -> Transform:
@@ -28,54 +61,31 @@ def evaluation_transform(preprocessing: dict[str, Any]) -> Transform:
     Returns:
         A function from uint8 [3, H, W] to float32 [3, S, S].
     """
-    return v2.Compose([*_evaluation_geometry(preprocessing), *_normalise(preprocessing)])
+    normalise = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(preprocessing["mean"], preprocessing["std"])]
+    return v2.Compose([evaluation_geometry(preprocessing), *normalise])
 
 
-def training_transform(augmentation: str, preprocessing: dict[str, Any]) -> Transform:
-    """Build the transform of the training images: a name from `AUGMENTATIONS` other than "auto"."""
-    return v2.Compose([*_BUILDERS[augmentation](preprocessing), *_normalise(preprocessing)])
-
-
-def _evaluation_geometry(preprocessing: dict[str, Any]) -> list[Transform]:
+def evaluation_geometry(preprocessing: dict[str, Any]) -> Transform:
+    """Build the part of `evaluation_transform` before normalisation: from uint8 [C, H, W] to uint8 [C, S, S]."""
     size, resize_size = preprocessing["image_size"], preprocessing["resize_size"]
     filter_mode = InterpolationMode(preprocessing["interpolation"])
     if resize_size is None:
-        return [v2.Resize([size, size], interpolation=filter_mode, antialias=True)]
-    return [v2.Resize(resize_size, interpolation=filter_mode, antialias=True), v2.CenterCrop(size)]
+        return v2.Resize([size, size], interpolation=filter_mode, antialias=True)
+    return v2.Compose([v2.Resize(resize_size, interpolation=filter_mode, antialias=True), v2.CenterCrop(size)])
 
 
-def _normalise(preprocessing: dict[str, Any]) -> list[Transform]:
-    return [v2.ToDtype(torch.float32, scale=True), v2.Normalize(preprocessing["mean"], preprocessing["std"])]
-
-
-def _shift(preprocessing: dict[str, Any]) -> list[Transform]:
+def resize(image: torch.Tensor, preprocessing: dict[str, Any]) -> torch.Tensor:
+    """Resize uint8 [3, h, w] to [3, S, S] with antialiasing; fastest where the channels lie innermost in memory."""
     size = preprocessing["image_size"]
-    return [*_evaluation_geometry(preprocessing), v2.RandomCrop(size, padding=int(SHIFT_FRACTION * size))]
+    mode = preprocessing["interpolation"]
+    return torch.nn.functional.interpolate(image[None], (size, size), mode=mode, antialias=True)[0]
 
 
-def _shift_flip(preprocessing: dict[str, Any]) -> list[Transform]:
-    return [*_shift(preprocessing), v2.RandomHorizontalFlip()]
-
-
-def _crop_flip(preprocessing: dict[str, Any]) -> list[Transform]:
-    filter_mode = InterpolationMode(preprocessing["interpolation"])
-    crop = v2.RandomResizedCrop(preprocessing["image_size"], interpolation=filter_mode, antialias=True)
-    return [crop, v2.RandomHorizontalFlip()]
-
-
-def _randaugment(preprocessing: dict[str, Any]) -> list[Transform]:
+def randaugment(preprocessing: dict[str, Any]) -> Transform:
+    """Build timm's RandAugment, from uint8 [3, S, S] to the same; draws from the generators of Python and NumPy."""
     from timm.data.auto_augment import rand_augment_transform  # timm takes seconds to import
 
     size, mean = preprocessing["image_size"], preprocessing["mean"]
     fill = tuple(round(255 * value) for value in mean)
     policy = rand_augment_transform(RANDAUGMENT, {"translate_const": int(0.45 * size), "img_mean": fill})
-    return [*_crop_flip(preprocessing), v2.ToPILImage(), policy, v2.PILToTensor()]
-
-
-_BUILDERS: dict[str, Callable[[dict[str, Any]], list[Transform]]] = {
-    "none": _evaluation_geometry,
-    "shift": _shift,
-    "shift_flip": _shift_flip,
-    "crop_flip": _crop_flip,
-    "randaugment": _randaugment,
-}
+    return v2.Compose([v2.ToPILImage(), policy, v2.PILToTensor()])

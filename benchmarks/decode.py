@@ -1,0 +1,160 @@
+"""Time of decoding, cropping and resizing one JPEG photograph of 500x375 pixels, per core, in one run.
+
+    python benchmarks/decode.py
+
+All variants read the same files and draw crops of the same distribution (8 to 100 % of the area); the baseline is
+torchvision's default: Pillow, then `RandomResizedCrop` on the Pillow image. One thread, CPU time of the process; all
+variants run in every round, in shuffled order; a ratio is taken within each round, and the median over the rounds is
+printed with the quartiles. The first round only warms up. The last column is the mean absolute difference of the whole
+image, resized, to the same image decoded in full, in grey levels of 256.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from photographs import write_photographs
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+from torchvision.io import ImageReadMode, decode_jpeg, read_file
+from torchvision.transforms import v2
+
+from training.data import native
+from training.data.cache import ImageCache
+from training.data.crops import CROP_DRAWS, random_box
+from training.data.decode import Decoder, FullDecoder, ShrinkingDecoder, cut
+from training.data.transforms import resize
+
+BASELINE = "torchvision, Pillow"
+ReadCrop = Callable[[str], torch.Tensor]
+
+
+def peers(image_size: int) -> dict[str, ReadCrop]:
+    """Return what others do, from a path to uint8 [3, S, S]."""
+    crop, to_tensor = v2.RandomResizedCrop(image_size, antialias=True), v2.PILToTensor()
+
+    def pillow(path: str) -> torch.Tensor:
+        return to_tensor(crop(Image.open(path).convert("RGB")))
+
+    def pillow_draft(path: str) -> torch.Tensor:
+        image = Image.open(path)
+        image.draft("RGB", (2 * image_size, 2 * image_size))
+        return to_tensor(crop(image.convert("RGB")))
+
+    def tensors(path: str) -> torch.Tensor:
+        return crop(decode_jpeg(read_file(path), mode=ImageReadMode.RGB))
+
+    return {BASELINE: pillow, "torchvision, Pillow with draft": pillow_draft, "torchvision.io, tensors": tensors}
+
+
+def ours(decoder: Decoder, image_size: int, draws: random.Random) -> ReadCrop:
+    """Return our way: draw the crop, decode, resize."""
+    preprocessing = {"image_size": image_size, "interpolation": "bilinear"}
+
+    def read(path: str) -> torch.Tensor:
+        numbers = [draws.random() for _ in range(CROP_DRAWS)]
+        part = decoder.read_part(path, lambda height, width: random_box(height, width, numbers))
+        return resize(torch.from_numpy(part).permute(2, 0, 1), preprocessing)
+
+    return read
+
+
+class WithoutCompiledCode(ShrinkingDecoder):
+    """Decodes whole images at a scale with simplejpeg."""
+
+    def read_part(self, path: str, choose: Callable) -> np.ndarray:
+        """Return a part of the shrunk image."""
+        return cut(self.read(path), choose)
+
+
+class FromCache(ShrinkingDecoder):
+    """Takes shrunk images from a cache that has been filled."""
+
+    def __init__(self, image_size: int, paths: list[str], folder: Path) -> None:
+        super().__init__(image_size)
+        folder.mkdir()
+        self._cache, self._places = ImageCache(folder, 10**9), {path: place for place, path in enumerate(paths)}
+        for path, place in self._places.items():
+            self._cache.put(place, self.read(path))
+
+    def read_part(self, path: str, choose: Callable) -> np.ndarray:
+        """Return a part of the shrunk image."""
+        pixels = self._cache.get(self._places[path])
+        assert pixels is not None
+        return cut(pixels, choose)
+
+
+def grey_levels(paths: list[str], read: Callable[[str], np.ndarray], image_size: int) -> float:
+    """Return the mean absolute difference to a full decode, both resized to S x S."""
+    differences = []
+    for path in paths:
+        images = [
+            v2.functional.resize(torch.from_numpy(pixels).permute(2, 0, 1), [image_size] * 2, antialias=True).float()
+            for pixels in (read(path), FullDecoder().read(path))
+        ]
+        differences.append(float((images[0] - images[1]).abs().mean()))
+    return statistics.mean(differences)
+
+
+def measure(paths: list[str], image_size: int, rounds: int, folder: Path) -> Table:
+    """Time all variants and return the table."""
+    draws = random.Random(0)
+    decoders: dict[str, Decoder] = {
+        "--decode exact": FullDecoder(),
+        "--decode cpu without compiled code": WithoutCompiledCode(image_size),
+        "--decode cpu": ShrinkingDecoder(image_size),
+        "--decode cpu, from the cache": FromCache(image_size, paths, folder),
+    }
+    variants = peers(image_size) | {name: ours(decoder, image_size, draws) for name, decoder in decoders.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds + 1):
+        for name in draws.sample(list(variants), len(variants)):
+            start = time.process_time()
+            for path in paths:
+                variants[name](path)
+            seconds[name].append((time.process_time() - start) / len(paths))
+    table = Table(f"to {image_size} pixels", "speed", "quartiles", "ms per image", "images/s", "grey levels")
+    for name in variants:
+        ratios = [base / own for base, own in zip(seconds[BASELINE][1:], seconds[name][1:], strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        median = statistics.median(seconds[name][1:])
+        difference = f"{grey_levels(paths, decoders[name].read, image_size):.2f}" if name in decoders else ""
+        row = (f"{statistics.median(ratios):.2f}", f"{low:.2f}-{high:.2f}", f"{1e3 * median:.3f}", f"{1 / median:.0f}")
+        table.add_row(name, *row, difference)
+    return table
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--images", type=int, default=48)
+    parser.add_argument("--image-sizes", type=int, nargs="+", default=[64, 224])
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console(width=110)
+    with tempfile.TemporaryDirectory() as name:
+        paths = [str(path) for path in write_photographs(Path(name), given.images)]
+        kilobytes = statistics.mean(Path(path).stat().st_size for path in paths) / 1e3
+        console.print(
+            f"{given.images} files of 500x375 pixels, {kilobytes:.0f} kB on average, {given.rounds} rounds, "
+            f"compiled code: {'yes' if native.load_library() else 'no'}"
+        )
+        for image_size in given.image_sizes:
+            console.print(measure(paths, image_size, given.rounds, Path(name) / f"cache-{image_size}"))
+
+
+if __name__ == "__main__":
+    main()

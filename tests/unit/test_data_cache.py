@@ -1,0 +1,265 @@
+"""The cache of shrunk images: never another pixel than without it, whatever happens to its files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from training.data import DataOptions, cache_folders, load_data
+from training.data.cache import INDEX, PIXELS, ImageCache
+from training.data.cache_folders import Place, open_cache
+from training.data.loader import EvaluationLoader, TrainLoader
+from training.data.sampler import BatchPlan, EvaluationPlan
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+IMAGES = 24
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Two classes of JPEG files of several sizes in train/ and val/."""
+    generator = np.random.Generator(np.random.PCG64(0))
+    for part in ("train", "val"):
+        for name in ("a", "b"):
+            folder = tmp_path / "photos" / part / name
+            folder.mkdir(parents=True)
+            for number in range(IMAGES // 2):
+                pixels = generator.integers(0, 256, (40 + number, 70, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number:02}.jpg", quality=90)
+    return tmp_path / "photos"
+
+
+def options(photos: Path, cache: str = "disk", **values) -> DataOptions:
+    return DataOptions(data=str(photos), image_size=16, cache=cache, data_root=str(photos.parent / "root"), **values)
+
+
+def batches(given: DataOptions, workers: int = 0, epochs: int = 2) -> list[torch.Tensor]:
+    """Images of all batches of training and evaluation, over some epochs."""
+    bundle = load_data(given)
+    train = TrainLoader(bundle, BatchPlan(IMAGES, 8, 1, 1, 0), 0, workers=workers)
+    val = EvaluationLoader(bundle, EvaluationPlan(IMAGES, 8, 1), 0, workers=workers)
+    images = [batch.images for epoch in range(epochs) for loader in (train.epoch(epoch), val) for batch in loader]
+    train.close()
+    val.close()
+    return images
+
+
+def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def cache_folder(photos: Path) -> Path:
+    (index,) = (photos.parent / "root" / "images").glob(f"*/{INDEX}")
+    return index.parent
+
+
+@pytest.mark.parametrize("augmentation", ["crop_flip", "randaugment", "none"])
+def test_a_cache_changes_no_pixel_and_is_used(photos, augmentation, monkeypatch):
+    plain = batches(options(photos, "off", augmentation=augmentation))
+    assert equal(batches(options(photos, augmentation=augmentation)), plain)
+    # another run, in which nothing can be decoded
+    monkeypatch.setattr("training.data.decode.ShrinkingDecoder.read", None)
+    monkeypatch.setattr("training.data.decode.ShrinkingDecoder.read_part", None)
+    assert equal(batches(options(photos, augmentation=augmentation)), plain)
+
+
+def test_workers_fill_and_use_it(photos, monkeypatch):
+    plain = batches(options(photos, "off"))
+    assert equal(batches(options(photos), workers=2), plain)
+    monkeypatch.setattr("training.data.decode.ShrinkingDecoder.read", None)
+    assert equal(batches(options(photos)), plain)
+
+
+@pytest.mark.parametrize("name", [INDEX, PIXELS])
+def test_damage_costs_time_but_changes_no_pixel(photos, name):
+    plain = batches(options(photos))
+    file = cache_folder(photos) / name
+    whole = file.read_bytes()
+    generator = np.random.Generator(np.random.PCG64(1))
+    flipped = bytearray(whole)
+    for position in generator.integers(0, len(whole), 40):
+        flipped[position] ^= 1 << int(generator.integers(8))
+    for damaged in (bytes(flipped), whole[: len(whole) // 2], b"", os.urandom(len(whole)), whole[8:], whole * 2):
+        file.write_bytes(damaged)
+        assert equal(batches(options(photos)), plain)
+
+
+def test_the_cache_of_another_data_set_is_not_taken(photos):
+    batches(options(photos))
+    first = cache_folder(photos)
+    content = {name: (first / name).read_bytes() for name in (INDEX, PIXELS)}
+    shutil.rmtree(first)
+    for path in photos.rglob("*.jpg"):
+        pixels = np.asarray(Image.open(path))
+        Image.fromarray(pixels[::-1].copy()).save(path, quality=90)
+    plain = batches(options(photos, "off"))
+    load_data(options(photos))
+    second = cache_folder(photos)
+    assert second != first
+    for name in content:
+        (second / name).write_bytes(content[name])
+    assert equal(batches(options(photos)), plain)
+
+
+def test_what_decides_the_pixels_decides_the_name(photos):
+    root = photos.parent / "root" / "images"
+    load_data(options(photos))
+    load_data(options(photos, seed=3, augmentation="none"))
+    assert len(list(root.glob(f"*/{INDEX}"))) == 1
+    os.utime(photos / "val" / "a" / "00.jpg", ns=(0, 1))
+    load_data(options(photos))
+    load_data(DataOptions(data=str(photos), image_size=17, cache="disk", data_root=str(photos.parent / "root")))
+    assert len(list(root.glob(f"*/{INDEX}"))) == 3
+
+
+def test_what_does_not_fit_the_bound_is_decoded(photos):
+    plain = batches(options(photos, "off"))
+    bounded = options(photos, cache_gb=60e-6)
+    for _ in range(2):
+        assert equal(batches(bounded), plain)
+        assert 30_000 < (cache_folder(photos) / PIXELS).stat().st_size <= 60_000
+
+
+def test_a_full_disk_is_no_error(photos, monkeypatch):
+    plain = batches(options(photos, "off"))
+    write, left = os.pwrite, [20_000]
+
+    def write_until_full(descriptor, data, offset):
+        if left[0] <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = write(descriptor, data[: left[0]], offset)
+        left[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "pwrite", write_until_full)
+    assert equal(batches(options(photos)), plain)
+    assert (cache_folder(photos) / PIXELS).stat().st_size < 20_000
+    monkeypatch.undo()
+    assert equal(batches(options(photos)), plain)
+
+
+WRITER = """
+import sys
+import numpy as np
+from pathlib import Path
+from training.data.cache import ImageCache
+
+cache = ImageCache(Path(sys.argv[1]), 10**9)
+print("ready", flush=True)
+sys.stdin.readline()
+for index in range(int(sys.argv[2])):
+    cache.put(index, np.full((50, 40 + index % 7, 3), (index * 37 + 11) % 256, dtype=np.uint8))
+print("done", flush=True)
+"""
+
+
+def start_writers(folder: Path, count: int, images: int) -> list[subprocess.Popen]:
+    words = [sys.executable, "-c", WRITER, str(folder), str(images)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    writers = [subprocess.Popen(words, env=environment, text=True, **pipes) for _ in range(count)]
+    for writer in writers:
+        assert writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+    return writers
+
+
+def whole_images(folder: Path, count: int) -> int:
+    """Count the images of a `WRITER` that are there, and check each."""
+    cache, found = ImageCache(folder, 10**9), 0
+    for index in range(count):
+        pixels = cache.get(index)
+        if pixels is not None:
+            assert pixels.shape == (50, 40 + index % 7, 3)
+            assert (pixels == (index * 37 + 11) % 256).all()
+            found += 1
+    cache.close()
+    return found
+
+
+def test_processes_fill_a_cache_together(tmp_path):
+    for writer in start_writers(tmp_path, 2, 300):
+        assert writer.communicate(timeout=60)[0] == "done\n"
+        assert writer.returncode == 0
+    assert whole_images(tmp_path, 300) == 300
+
+
+def test_a_cache_whose_writer_was_killed_is_good(tmp_path):
+    (writer,) = start_writers(tmp_path, 1, 10**6)
+    deadline = time.monotonic() + 30
+    while (tmp_path / PIXELS).stat().st_size < 10**6:
+        assert time.monotonic() < deadline
+    writer.send_signal(signal.SIGKILL)
+    writer.communicate()
+    assert 100 < whole_images(tmp_path, 10_000) < 10**6
+    with (tmp_path / PIXELS).open("r+b") as file:  # as if the machine had lost what was written last
+        file.truncate(10**6 - 3000)
+    assert whole_images(tmp_path, 10_000) >= 100
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """One place of caches, with room for 1,000 bytes."""
+    found = Place("ram", tmp_path / "ram", 1000)
+    monkeypatch.setattr(cache_folders, "_places", lambda given: [found])
+    return found
+
+
+def fill(cache: ImageCache, images: int) -> None:
+    for index in range(images):
+        cache.put(index, np.zeros((4, 8, 3), dtype=np.uint8))
+
+
+def test_the_longest_unused_goes_first_and_none_in_use(place):
+    held = {}
+    for age, key in enumerate(("old", "older", "oldest", "in-use")):
+        held[key], note = open_cache(DataOptions(cache="ram"), key, 250)
+        assert key in note
+        fill(held[key], 2)  # 192 bytes of pixels, 48 of index
+        os.utime(place.root / key / INDEX, times=(0, 1000 - age))
+    for key in ("old", "older", "oldest"):
+        held[key].close()
+    cache, _ = open_cache(DataOptions(cache="ram"), "new", 400)
+    assert sorted(path.parent.name for path in place.root.glob(f"*/{INDEX}")) == ["in-use", "new", "old"]
+    assert cache.max_bytes == 1000 - 2 * 240
+    cache.close()
+    # the one that was just used stays, the other goes, and still it does not fit: the rest of the room is used
+    cache, _ = open_cache(DataOptions(cache="ram"), "huge", 5000)
+    assert sorted(path.parent.name for path in place.root.glob(f"*/{INDEX}")) == ["huge", "in-use"]
+    assert cache.max_bytes == 1000 - 240
+
+
+def test_auto_takes_memory_then_disk_then_none(tmp_path, monkeypatch):
+    places = [Place("ram", tmp_path / "ram", 1000), Place("disk", tmp_path / "disk", 5000)]
+    monkeypatch.setattr(cache_folders, "_places", lambda given: places)
+    automatic = DataOptions(cache="auto")
+    for expected_bytes, name in ((900, "ram"), (4000, "disk")):
+        cache, note = open_cache(automatic, f"key-{name}", expected_bytes)
+        assert cache.folder == tmp_path / name / f"key-{name}"
+        assert note.startswith(f"cache of decoded images: {name}")
+    assert open_cache(automatic, "key-disk", 900)[0].folder.parent.name == "disk"  # it is there already
+    cache, note = open_cache(automatic, "other", 10_000)
+    assert cache is None
+    assert "--cache-gb" in note
+    assert open_cache(DataOptions(cache="off"), "other", 1) == (None, "")
+
+
+def test_a_folder_that_cannot_be_used_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(cache_folders, "_places", lambda given: [Place("ram", tmp_path / "file" / "ram", 1000)])
+    cache, note = open_cache(DataOptions(cache="ram"), "key", 10)
+    assert cache is None
+    assert "Not a directory" in note

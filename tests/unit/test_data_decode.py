@@ -1,0 +1,248 @@
+"""Shrinking while decoding: the same pixels with and without the compiled part, for all kinds of JPEG and damage."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import shutil
+import subprocess
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import simplejpeg
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from test_data_images import UPRIGHT
+from torchvision.transforms.v2.functional import resize
+
+from training.data import DataOptions, load_data, native
+from training.data.crops import Box
+from training.data.decode import FullDecoder, ShrinkingDecoder, cut, jpeg_header, shrink_eighths
+from training.data.images import ImageError, open_image
+from training.data.loader import TrainLoader
+from training.data.sampler import BatchPlan
+from training.errors import UserError
+
+GENERATOR = np.random.Generator(np.random.PCG64(0))
+SUBSAMPLINGS = {"4:4:4": 0, "4:2:2": 1, "4:2:0": 2}
+SOURCE = Path(native.__file__).with_name("crop_jpeg.c")
+
+
+def picture(height: int, width: int) -> np.ndarray:
+    """Smooth colours with noise: every frequency of a block occurs."""
+    coarse = GENERATOR.integers(0, 256, (height // 7 + 2, width // 7 + 2, 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(int)
+    return (smooth + GENERATOR.integers(-20, 20, smooth.shape)).clip(0, 255).astype(np.uint8)
+
+
+def jpeg(pixels: np.ndarray, subsampling: str = "4:2:0", **options) -> bytes:
+    stream = io.BytesIO()
+    image = Image.fromarray(pixels)
+    if subsampling == "grey":
+        image.convert("L").save(stream, format="JPEG", quality=90, **options)
+    else:
+        image.save(stream, format="JPEG", quality=90, subsampling=SUBSAMPLINGS[subsampling], **options)
+    return stream.getvalue()
+
+
+def random_part(height: int, width: int, rng: random.Random) -> Box:
+    """A part whose corner lies on the corner of a block half of the time."""
+    grid = rng.choice([1, 16])
+    top, left = (rng.randrange(0, size, grid) for size in (height, width))
+    return Box(top, left, rng.randint(1, height - top), rng.randint(1, width - left))
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """`crop_jpeg.c` as it is here, compiled as scripts/setup_env.sh does it."""
+    if not shutil.which("cc") or not Path("/usr/include/jpeglib.h").exists():
+        pytest.skip("no C compiler or no jpeglib.h")
+    output = tmp_path / "crop_jpeg.so"
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", output, SOURCE, "-ljpeg"], check=True)
+    monkeypatch.setattr(native, "library_path", lambda: output)
+    native.load_library.cache_clear()
+    yield
+    native.load_library.cache_clear()
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("subsampling", [*SUBSAMPLINGS, "grey"])
+def test_a_part_decoded_alone_has_the_pixels_of_the_whole(compiled, subsampling, progressive):
+    rng = random.Random(0)
+    for height, width in ((1, 1), (17, 31), (64, 48), (199, 133)):
+        data = jpeg(picture(height, width), subsampling, progressive=progressive)
+        for eighths in (8, 4, 2, 1):
+            size = -(-height * eighths // 8), -(-width * eighths // 8)
+            whole = np.asarray(_scaled_by_pillow(data, eighths))
+            assert whole.shape[:2] == size
+            for _ in range(8):
+                box = random_part(*size, rng)
+                part = native.crop_jpeg(data, eighths, box)
+                np.testing.assert_array_equal(part, cut(whole, lambda *_, box=box: box))
+
+
+def _scaled_by_pillow(data: bytes, eighths: int) -> Image.Image:
+    """Decode at a scale by a third libjpeg, Pillow's own."""
+    image = Image.open(io.BytesIO(data))
+    image.draft(None, (max(1, image.width * eighths // 8), max(1, image.height * eighths // 8)))
+    return image.convert("RGB")
+
+
+def test_compiled_code_of_another_version_is_not_used(compiled, monkeypatch):
+    assert native.load_library() is not None
+    native.load_library.cache_clear()
+    monkeypatch.setattr(native, "API_VERSION", native.API_VERSION + 1)
+    assert native.load_library() is None
+
+
+def test_parts_outside_of_the_image_are_left_alone(compiled):
+    data = jpeg(picture(40, 30))
+    for box in (Box(-1, 0, 5, 5), Box(0, 0, 41, 5), Box(36, 0, 5, 5), Box(0, 26, 5, 5), Box(0, 0, 0, 5)):
+        assert native.crop_jpeg(data, 8, box) is None
+    assert native.crop_jpeg(data, 8, Box(35, 25, 5, 5)) is not None
+
+
+def test_the_scale_is_the_smallest_that_leaves_twice_the_image_size():
+    for image_size in (32, 64, 224):
+        for shorter in range(1, 4000, 7):
+            eighths = shrink_eighths(shorter, 2 * shorter, image_size)
+            assert eighths == 8 or np.ceil(shorter * eighths / 8) >= 2 * image_size
+            assert eighths == 1 or np.ceil(shorter * eighths / 16) < 2 * image_size
+
+
+def _write_kinds(folder: Path) -> list[Path]:
+    """Files of every kind that takes another way through the decoder."""
+    pixels = picture(130, 170)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    contents = {f"{kind}.jpg": jpeg(pixels, kind.replace("-", ":")) for kind in ("4-4-4", "4-2-0", "grey")}
+    contents["progressive.jpg"] = jpeg(pixels, progressive=True)
+    contents["turned.jpg"] = jpeg(pixels, exif=exif)
+    contents["extra.jpg"] = jpeg(pixels) + b"trailing bytes"
+    contents["stuffed.jpg"] = jpeg(pixels)[:-2] + b"\0" * 40 + b"\xff\xd9"  # a warning of libjpeg, and no damage
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    Image.fromarray(pixels).convert("CMYK").save(folder / "cmyk.jpg", quality=90)
+    Image.fromarray(pixels).save(folder / "image.png")
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.parametrize("with_compiled_code", [True, False])
+def test_a_part_of_a_file_is_a_part_of_what_is_read(tmp_path, request, monkeypatch, with_compiled_code):
+    if with_compiled_code:
+        request.getfixturevalue("compiled")
+    else:
+        monkeypatch.setattr("training.data.decode.crop_jpeg", lambda *_: None)
+    folder = tmp_path / "images"
+    folder.mkdir()
+    rng = random.Random(1)
+    for path in _write_kinds(folder):
+        for image_size in (16, 200):
+            decoder = ShrinkingDecoder(image_size)
+            whole = decoder.read(str(path))
+            assert whole.shape[:2] == decoder.shrunk_size(str(path))
+            for _ in range(5):
+                box = random_part(*whole.shape[:2], rng)
+                part = decoder.read_part(str(path), lambda *_, box=box: box)
+                np.testing.assert_array_equal(part, cut(whole, lambda *_, box=box: box), err_msg=path.name)
+        # nothing is shrunk at 200 pixels: what Pillow decodes, within what two versions of libjpeg may differ by
+        full = FullDecoder().read(str(path)).astype(int)
+        assert np.abs(full - whole).max() <= 1, path.name
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_shrunk_photographs_are_upright(tmp_path, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = jpeg(picture(100, 130), exif=exif)
+    (tmp_path / "image.jpg").write_bytes(data)
+    as_stored = simplejpeg.decode_jpeg(data, min_height=50, min_width=65)
+    shrunk = ShrinkingDecoder(20).read(str(tmp_path / "image.jpg"))
+    np.testing.assert_array_equal(shrunk, UPRIGHT[orientation](as_stored))
+
+
+def test_every_truncation_is_found_by_both_ways(tmp_path):
+    data = jpeg(picture(60, 80))
+    path = tmp_path / "cut.jpg"
+    decoder = ShrinkingDecoder(16)
+    for length in range(2, len(data) - 2, 97):
+        path.write_bytes(data[:length])
+        with pytest.raises(ImageError):
+            open_image(path)
+        for read in (decoder.read, lambda name: decoder.read_part(name, lambda *_: Box(0, 0, 5, 5))):
+            with pytest.raises(ImageError):
+                read(str(path))
+
+
+def test_damaged_files_give_an_image_or_an_image_error(tmp_path):
+    rng = random.Random(2)
+    path = tmp_path / "damaged.jpg"
+    decoder = ShrinkingDecoder(16)
+    for _ in range(150):
+        data = bytearray(jpeg(picture(48, 64), rng.choice([*SUBSAMPLINGS, "grey"]), progressive=rng.random() < 0.5))
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        path.write_bytes(data)
+        for read in (decoder.read, lambda name: decoder.read_part(name, lambda h, w: Box(h // 2, 0, h - h // 2, w))):
+            with contextlib.suppress(ImageError):
+                pixels = read(str(path))
+                assert pixels.dtype == np.uint8
+                assert pixels.shape[2] == 3
+
+
+def test_headers_that_are_not_plain_are_left_to_pillow():
+    data = jpeg(picture(20, 30))
+    assert jpeg_header(data) == (20, 30, 1)
+    assert jpeg_header(data, max_pixels=599) is None
+    for damaged in (b"", data[:3], data[:100], b"GIF89a" + data):
+        assert jpeg_header(damaged) is None
+    lossless = data.replace(b"\xff\xc0", b"\xff\xc3", 1)
+    assert jpeg_header(lossless) is None
+
+
+@pytest.mark.parametrize("image_size", [64, 128])
+def test_shrunk_photographs_look_as_if_decoded_whole(tmp_path, image_size):
+    """Both are resized to what the model sees; the difference is a fraction of a grey level of 256 on average."""
+    for number, photograph in enumerate(load_sample_images().images):
+        path = tmp_path / f"{number}.jpg"
+        Image.fromarray(photograph).save(path, quality=90)
+        images = [
+            resize(torch.from_numpy(decoder.read(str(path))).permute(2, 0, 1), [image_size] * 2, antialias=True).int()
+            for decoder in (FullDecoder(), ShrinkingDecoder(image_size))
+        ]
+        assert float((images[0] - images[1]).abs().float().mean()) < 1.5
+
+
+@pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
+@pytest.mark.parametrize("augmentation", ["none", "crop_flip"])
+def test_batches_of_files_decoded_on_the_device_are_those_of_exact(tmp_path, augmentation):
+    """The way of `--decode gpu`, with torchvision's decoder for the CPU in place of nvJPEG."""
+    for part, name in product(("train", "val"), ("a", "b")):
+        folder = tmp_path / part / name
+        folder.mkdir(parents=True)
+        _write_kinds(folder)
+    loaders = []
+    for decode in ("exact", "gpu"):
+        bundle = load_data(DataOptions(str(tmp_path), image_size=24, augmentation=augmentation, decode=decode))
+        loaders.append(TrainLoader(bundle, BatchPlan(len(bundle.train), 6, 1, 1, 0), 0))
+    for exact, gpu in zip(*(loader.epoch(1) for loader in loaders), strict=True):
+        assert torch.equal(exact.labels, gpu.labels)
+        assert (exact.images - gpu.images).abs().max() < 2 / 255 / 0.22  # one level and its rounding
+
+
+@pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
+def test_a_file_that_no_decoder_reads_is_named_by_the_device_too(tmp_path):
+    for part, name in product(("train", "val"), ("a", "b")):
+        (tmp_path / part / name).mkdir(parents=True)
+        (tmp_path / part / name / "0.jpg").write_bytes(jpeg(picture(30, 40)))
+    broken = tmp_path / "train" / "b" / "0.jpg"
+    data = broken.read_bytes()
+    broken.write_bytes(data[: data.index(b"\xff\xda") + 4] + b"\xff\xd9")  # a header, a scan without content
+    bundle = load_data(DataOptions(str(tmp_path), image_size=24, decode="gpu"))
+    with pytest.raises(UserError, match="cannot use image") as caught:
+        list(TrainLoader(bundle, BatchPlan(2, 2, 1, 1, 0), 0).epoch(0))
+    assert str(broken) in str(caught.value)
