@@ -22,6 +22,22 @@ from training.precision import DynamicLossScale
 NAMES_IN_MESSAGE = 4
 
 
+class _Evidence(NamedTuple):
+    """Which samples of a micro-batch were finite: indices int64 [B] on the CPU, bools [B] on the device."""
+
+    indices: torch.Tensor
+    images_finite: torch.Tensor
+    losses_finite: torch.Tensor
+
+
+class _Verdict(NamedTuple):
+    """A step of which the device has not said yet whether it was applied: its number, a bool [], the evidence."""
+
+    step: int
+    applied: torch.Tensor
+    evidence: list[_Evidence]
+
+
 class _Blame(NamedTuple):
     """What one rank knows of a bad step: whether its losses were finite, what was not, in which samples."""
 
@@ -58,6 +74,7 @@ class StepGuard:
         self._buffers = ModelBuffers(engine.module)
         self._kept: list[torch.Tensor] = []
         self._micro_batches: list[tuple[Batch, torch.Tensor]] = []
+        self._pending: list[_Verdict] = []
         self.skipped, self.in_row = skipped, in_row
 
     def before_step(self) -> None:
@@ -69,8 +86,11 @@ class StepGuard:
         """Remember a micro-batch and its losses [B] until the step is over; nothing is read back."""
         self._micro_batches.append((batch, losses.detach()))
 
-    def after_step(self, result: StepResult | None, step: int) -> bool:
+    def after_step(self, result: StepResult | None, step: int) -> bool | torch.Tensor:
         """Undo the step where it was skipped, and return whether it was applied; a collective where it was not.
+
+        Where the device has not said so yet, nothing is waited for: the step is undone on the device, and counted,
+        told and judged by the next `settle`.
 
         Args:
             result: what the engine did.
@@ -79,14 +99,37 @@ class StepGuard:
         Raises:
             RunEnded: on all ranks, after too many bad steps in a row.
         """
+        if result is not None and isinstance(result.applied, torch.Tensor):
+            self._buffers.restore_unless(result.applied, self._kept)
+            self._pending.append(_Verdict(step, result.applied, self._evidence()))
+            return result.applied
         if result is None or result.applied:
             self.in_row = 0
             return True
         self._buffers.restore(self._kept)
+        self._count_skipped(step, self._evidence())
+        return False
+
+    def settle(self) -> None:
+        """Read the verdicts that are still on the device: a sync; a collective where a step was skipped.
+
+        Raises:
+            RunEnded: as `after_step`.
+        """
+        pending, self._pending = self._pending, []
+        verdicts = torch.stack([verdict.applied for verdict in pending]).tolist() if pending else []
+        for verdict, applied in zip(pending, verdicts, strict=True):
+            if applied:
+                self.in_row = 0
+            else:
+                self._count_skipped(verdict.step, verdict.evidence)
+
+    def _count_skipped(self, step: int, evidence: list[_Evidence]) -> None:
+        """Count and tell a skipped step, and end the run after too many; a collective."""
         self.skipped += 1
-        blames = gather_objects(self._blame(), self._world)
+        blames = gather_objects(self._blame(evidence), self._world)
         if self._is_loss_scale_search(blames):
-            return False
+            return
         self.in_row += 1
         rank, worst = min(enumerate(blames), key=lambda item: (item[1].losses_finite, not item[1].names))
         shown = ", ".join(worst.names[:NAMES_IN_MESSAGE])
@@ -105,7 +148,6 @@ class StepGuard:
                 "look at the samples named above, lower --learning-rate, or resume from an earlier checkpoint.",
                 TOO_MANY_BAD_STEPS_EXIT_CODE,
             )
-        return False
 
     def _is_loss_scale_search(self, blames: list[_Blame]) -> bool:
         """Say whether fp16's loss scale was merely too large, which halving it cures."""
@@ -113,21 +155,28 @@ class StepGuard:
         can_be_halved = scale is not None and scale.value > DynamicLossScale.MINIMUM
         return can_be_halved and all(blame.losses_finite for blame in blames)
 
-    def _blame(self) -> _Blame:
+    def _evidence(self) -> list[_Evidence]:
+        """Find on the device what was finite in the step that is over; nothing is read back."""
+        return [
+            _Evidence(batch.indices, torch.isfinite(batch.images).flatten(1).all(1), torch.isfinite(losses))
+            for batch, losses in self._micro_batches
+        ]
+
+    def _blame(self, evidence: list[_Evidence]) -> _Blame:
         """Find what this rank contributed: a broken image first, then losses, else the gradient of the whole step."""
         images, losses, step = [], [], []
-        for batch, batch_losses in self._micro_batches:
-            finite_images = torch.isfinite(batch.images).flatten(1).all(1).tolist()
-            finite_losses = torch.isfinite(batch_losses).tolist()
-            for index, image_ok, loss_ok in zip(batch.indices.tolist(), finite_images, finite_losses, strict=True):
+        for indices, images_finite, losses_finite in evidence:
+            for index, image_ok, loss_ok in zip(
+                indices.tolist(), images_finite.tolist(), losses_finite.tolist(), strict=True
+            ):
                 step.append(index)
                 if not image_ok:
                     images.append(index)
                 if not loss_ok:
                     losses.append(index)
-        culprit, indices = next(
+        culprit, found = next(
             (what, found)
             for what, found in (("an image is", images), ("the loss is", losses), ("the gradient is", step))
             if found or what == "the gradient is"
         )
-        return _Blame(not losses, culprit, [self._name_of(index) for index in indices])
+        return _Blame(not losses, culprit, [self._name_of(index) for index in found])

@@ -51,6 +51,11 @@ class ModelBuffers:
         for flat, kept in zip(self._flat, copies, strict=True):
             flat.copy_(kept)
 
+    def restore_unless(self, applied: torch.Tensor, copies: list[torch.Tensor]) -> None:
+        """As `restore`, where the bool `applied` [], which stays on the device, is false."""
+        for flat, kept in zip(self._flat, copies, strict=True):
+            flat.copy_(torch.where(applied, flat, kept))
+
 
 def average_buffers(module: nn.Module, world: World) -> None:
     """Replace every floating-point buffer by its mean over all ranks; a collective."""

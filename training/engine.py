@@ -23,11 +23,12 @@ class StepResult:
     """What an optimizer step did.
 
     Attributes:
-        applied: whether the weights were updated; they are not where the gradient is not finite.
+        applied: whether the weights were updated; they are not where the gradient is not finite. A bool, or a bool
+            tensor [] on the device that nobody has waited for.
         gradient_norm: global L2 norm before clipping, None where it was not computed.
     """
 
-    applied: bool
+    applied: bool | torch.Tensor
     gradient_norm: float | torch.Tensor | None
 
 

@@ -94,7 +94,7 @@ def train_one_epoch(
         RunEnded: on all ranks, where the run cannot go on.
     """
     plan, world, guard, clock = settings.plan, tools.world, tools.guard, tools.timing.clock
-    meter = Meter(settings, progress.epoch, sums, world, tools.loggers, tools.timing)
+    meter = Meter(settings, progress.epoch, sums, world, tools.loggers, tools.timing, guard)
     waiting = _TimedBatches(batches, (plan.steps_per_epoch - progress.step) * plan.accumulation_steps, settings)
     first_step, stop_signal = progress.step, 0
     profiler = tools.timing.profiler
@@ -124,11 +124,8 @@ def train_one_epoch(
             with clock.logging:
                 sums.add(losses, logits, labels, weights)
             guard.note(batch, losses)
-        if not guard.after_step(result, position + 1):
-            sums.restore(sums_before)
-        progress = dataclasses.replace(
-            progress, step=step + 1, skipped_steps=guard.skipped, bad_steps_in_row=guard.in_row
-        )
+        sums.keep_if(guard.after_step(result, position + 1), sums_before)
+        progress = dataclasses.replace(progress, step=step + 1)
         with clock.logging:
             meter.after_step(position, result, waiting.seconds)
             tools.report.beat("step", position + 1)
@@ -141,14 +138,15 @@ def train_one_epoch(
             break
         if tools.saver is not None and step + 1 < plan.steps_per_epoch:
             with clock.saving:
-                _save_if_due(tools.saver, progress, sums, position + 1, verdict.save_due)
+                _save_if_due(tools.saver, guard, progress, sums, position + 1, verdict.save_due)
     if profiler is not None:
         profiler.end_epoch()
     waiting.raise_error_of_any_rank(world)
+    guard.settle()
     seconds = meter.elapsed_seconds()
     steps_done = progress.step - first_step
     return EpochResult(
-        progress,
+        _with_counts(progress, guard),
         seconds,
         images_per_second=steps_done * plan.global_batch / seconds,
         data_wait_share=waiting.seconds / seconds,
@@ -156,10 +154,17 @@ def train_one_epoch(
     )
 
 
-def _save_if_due(saver: Saver, progress: Progress, sums: ScoreSums, position: int, due_by_time: bool) -> None:
+def _save_if_due(
+    saver: Saver, guard: StepGuard, progress: Progress, sums: ScoreSums, position: int, due_by_time: bool
+) -> None:
     saver.note_outcome()
     if due_by_time or saver.is_due_by_steps(position):
-        saver.save(progress, sums.state())
+        guard.settle()
+        saver.save(_with_counts(progress, guard), sums.state())
+
+
+def _with_counts(progress: Progress, guard: StepGuard) -> Progress:
+    return dataclasses.replace(progress, skipped_steps=guard.skipped, bad_steps_in_row=guard.in_row)
 
 
 @torch.no_grad()

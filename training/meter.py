@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from planning.machines import peak_tflops
+from training.bad_steps import StepGuard
 from training.distributed import World, gather_objects, gather_rows
 from training.engine import StepResult
 from training.flops import TrainingFlops, tflops_per_second
@@ -55,13 +56,14 @@ class Meter:
         world: World,
         loggers: Loggers,
         timing: Timing,
+        guard: StepGuard,
     ) -> None:
-        self._settings, self._epoch, self._sums = settings, epoch, sums
+        self._settings, self._epoch, self._sums, self._guard = settings, epoch, sums, guard
         self._world, self._loggers, self._timing = world, loggers, timing
         self._start = self._last_time = time.perf_counter()
         self._last_wait = 0.0
         self._steps = 0
-        self._skipped = 0
+        self._last_skipped = guard.skipped
         self._last_sums = sums.state()
         self._last_spans = timing.clock.seconds()
 
@@ -69,11 +71,11 @@ class Meter:
         """Count an optimizer step; at a logging point gather over the ranks and log. A collective."""
         settings = self._settings
         self._steps += 1
-        self._skipped += result is not None and not result.applied
         step_of_epoch = position % settings.plan.steps_per_epoch + 1
         if step_of_epoch % settings.log_every_steps and step_of_epoch != settings.plan.steps_per_epoch:
             return
         (loss_sum, _, _, count), spans = self._gather()  # the sync
+        self._guard.settle()
         now = time.perf_counter()
         seconds = max(now - self._last_time, 1e-9)
         images_per_second = self._steps * settings.plan.global_batch / seconds
@@ -91,14 +93,14 @@ class Meter:
                 data_wait_share=min(1.0, (wait_seconds - self._last_wait) / seconds),
                 seconds_left=(settings.total_steps - position - 1) * seconds / self._steps,
                 gradient_norm=float("nan") if gradient_norm is None else float(gradient_norm),
-                skipped_steps=self._skipped,
+                skipped_steps=self._guard.skipped - self._last_skipped,
                 time_shares=time_shares,
                 memory=memory_use(self._world.device),
                 load=device_load(images_per_second, time_shares, self._timing.flops, self._world),
             )
         )
         self._name_slow_ranks(position + 1, spans)
-        self._last_time, self._last_wait, self._steps, self._skipped = now, wait_seconds, 0, 0
+        self._last_time, self._last_wait, self._last_skipped, self._steps = now, wait_seconds, self._guard.skipped, 0
 
     def elapsed_seconds(self) -> float:
         """Seconds since the epoch began."""

@@ -65,6 +65,12 @@ class ScoreSums:
         """Take back what `state` gave."""
         self._sums.copy_(state)
 
+    def keep_if(self, applied: bool | torch.Tensor, state: torch.Tensor) -> None:
+        """Take back what `state` gave unless the step was applied; nothing is read from the device."""
+        if applied is True:
+            return
+        self._sums.copy_(state if applied is False else torch.where(applied, self._sums, state))
+
     def reduce(self, world: World) -> Scores:
         """Return the averages over all ranks' samples; a collective, and a sync with the device."""
         loss, top1, top5, count = sum_over_ranks(self._sums, world).tolist()

@@ -96,6 +96,9 @@ class NativeEngine:
         self._accumulation_steps = config["gradient_accumulation_steps"]
         self._clipping = config["gradient_clipping"]
         self._releases = config["zero_optimization"]["stage"] == 3
+        # The fused rules skip an update by a flag on the device. fp16's loss scale has to know at once.
+        is_fused = all(group.get("fused") for group in optimizer.param_groups)
+        self.defers_verdict = world.device.type == "cuda" and is_fused and loss_scale is None
         self._micro_steps = 0
         self._groups: list[FlatGroup] = []
         for group in optimizer.param_groups:
@@ -137,13 +140,19 @@ class NativeEngine:
             return None
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         norm = self._sum_gradients() / scale
-        applied = bool(norm.isfinite())  # the sync
-        if applied:
+        is_finite = norm.isfinite()
+        applied: bool | torch.Tensor = is_finite
+        if self.defers_verdict:
+            # The rule itself looks at it, on the device: nothing here waits.
+            self._optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+        else:
+            applied = bool(is_finite)  # a sync on a GPU
+        if applied is not False:
             self._update(norm, scale)
         for group in self._groups:
             group.buffers.gradients.zero_()
         if self.loss_scale is not None:
-            self.loss_scale.update(applied)
+            self.loss_scale.update(bool(applied))
         return StepResult(applied, norm)
 
     def _sum_gradients(self) -> torch.Tensor:
@@ -203,7 +212,9 @@ class NativeEngine:
         for group in self._groups:
             if moments:
                 state: dict[str, Any] = {kind: torch.zeros_like(group.master) for kind in moments}
-                state["step"] = torch.tensor(float(applied_steps))
+                # Fused rules count on the device, LAMB on the CPU.
+                place = group.master.device if self._optimizer.param_groups[0].get("fused") else "cpu"
+                state["step"] = torch.tensor(float(applied_steps), device=place)
                 self._optimizer.state[group.master] = state
         for shard in self.flat_shards():
             for piece in shard.pieces:

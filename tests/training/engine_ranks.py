@@ -112,6 +112,16 @@ def train_with_engine(world: World, steps: int, with_batchnorm: bool = True, acc
     return result
 
 
+def train_with_deferred_verdicts(world: World, steps: int, strategy: str, optimizer: str):
+    """As `train_with_engine`, natively, with the rule itself looking at whether the gradient is finite."""
+    engine = make_engine(
+        world, make_model(True), configuration(strategy=strategy, optimizer=optimizer, engine="native")
+    )
+    engine.defers_verdict = True
+    losses = train_steps(world, engine, range(steps))
+    return {"losses": losses, "weights": weights_of(engine)}
+
+
 def train_over_collectives(world: World, steps: int, strategy: str, optimizer: str):
     """As `train_with_engine`, natively, on a machine without memory to share; say how the ranks exchanged."""
     rank_buffers.SHARED_MEMORY, kept = Path("/nowhere"), rank_buffers.SHARED_MEMORY
@@ -179,11 +189,13 @@ def precision_report(world: World, strategy: str, engine: str, precision: str):
     return result
 
 
-def nan_report(world: World, strategy: str, engine: str, precision: str):
+def nan_report(world: World, strategy: str, engine: str, precision: str, defers_verdict: bool = False):
     """Put a NaN into one image of rank 1 at step 2; return what the weights and the loss scale did."""
     module = make_model(False)
     engine = make_engine(world, module, configuration(strategy=strategy, engine=engine), precision)
     train_steps(world, engine, range(2))
+    if defers_verdict:
+        engine.defers_verdict = True  # as on a GPU
     before, scale_before = weights_of(engine), engine.loss_scale.value if engine.loss_scale else None
     train_steps(world, engine, range(2, 3), poison=(2, 1))
     after, scale_after = weights_of(engine), engine.loss_scale.value if engine.loss_scale else None

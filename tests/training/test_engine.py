@@ -105,6 +105,18 @@ def test_nan_on_one_rank_skips_the_step_on_all(strategy, engine, precision, nan_
             assert report["scales"] == [2.0**16, 2.0**15]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp_stage3"])
+def test_a_verdict_that_stays_on_the_device_changes_nothing_else(strategy, run_cases, ours, largest_difference):
+    for rule in ("adamw", "sgd"):
+        case = {"strategy": (strategy,), "optimizer": (rule,), "fixed": {"steps": 5}}
+        reports = run_cases("train_with_deferred_verdicts", **case)[strategy, rule]
+        assert reports == ours[strategy, "native", rule]
+    fixed = {"precision": "fp32", "engine": "native", "defers_verdict": True}
+    for report in run_cases("nan_report", strategy=(strategy,), fixed=fixed)[(strategy,)]:
+        assert largest_difference(report["before"], report["after"]) == 0
+        assert largest_difference(report["after"], report["later"]) > 0
+
+
 CHANGES = [  # strategy and engine of the first steps, and of the last
     *(variant * 2 for variant in VARIANTS),
     ("ddp", "deepspeed", "fsdp_stage3", "deepspeed"),

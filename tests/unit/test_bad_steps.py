@@ -305,3 +305,37 @@ def test_a_model_without_buffers():
     buffers = ModelBuffers(nn.Linear(2, 2))
     buffers.restore(buffers.copy())
     assert buffers.copy() == []
+
+
+def on_the_device(applied):
+    """A verdict that nobody has waited for."""
+    return StepResult(torch.tensor(applied), torch.tensor(1.0))
+
+
+def test_a_verdict_on_the_device_undoes_the_step_at_once_and_is_told_when_it_is_read():
+    run, other = Run(), Run()
+    for _ in range(2):
+        run.step(on_the_device(True))
+        other.step(APPLIED)
+    run.step(on_the_device(False), spoil=lambda losses: losses * torch.tensor([1.0, float("nan"), 1.0]))
+    assert_same(run.state(), other.state())
+    assert run.guard.skipped == 0
+    assert run.log.messages == []
+    run.guard.settle()
+    assert (run.guard.skipped, run.guard.in_row) == (1, 1)
+    assert "step 3 skipped on all ranks (1 in a row): the loss is not finite on rank 0, samples photo-2.png" in (
+        run.log.messages
+    )
+    run.step(on_the_device(True))
+    run.guard.settle()
+    assert (run.guard.skipped, run.guard.in_row) == (1, 0)
+    run.guard.settle()
+    assert len(run.log.messages) == 1
+
+
+def test_too_many_bad_steps_end_the_run_when_the_verdicts_are_read():
+    run = Run(most_in_row=3)
+    for applied in (False, False, True, False, False, False):
+        run.step(on_the_device(applied))
+    with pytest.raises(RunEnded, match="3 steps in a row"):
+        run.guard.settle()
