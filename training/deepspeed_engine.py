@@ -90,7 +90,9 @@ class DeepSpeedEngine:
         from deepspeed.utils import safe_get_full_fp32_param
 
         for name, parameter in self.module.named_parameters():
-            yield name, safe_get_full_fp32_param(parameter).detach().to("cpu", torch.float32, copy=True)
+            # At ZeRO 1 and 2 every rank has them whole, and asking for them would be a collective for each.
+            whole = safe_get_full_fp32_param(parameter) if hasattr(parameter, "ds_id") else parameter
+            yield name, whole.detach().to("cpu", torch.float32, copy=True)
         for name, buffer in self.module.named_buffers():
             yield name, buffer.detach().to("cpu", copy=True)
 
