@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -208,6 +209,21 @@ def test_a_cache_whose_writer_was_killed_is_good(tmp_path):
     with (tmp_path / PIXELS).open("r+b") as file:  # as if the machine had lost what was written last
         file.truncate(10**6 - 3000)
     assert whole_images(tmp_path, 10_000) >= 100
+
+
+def test_a_worker_that_starts_after_the_cache_was_removed_goes_without(tmp_path):
+    pixels = np.full((4, 8, 3), 7, dtype=np.uint8)
+    (tmp_path / "key").mkdir()
+    cache = ImageCache(tmp_path / "key", 1000)
+    cache.put(0, pixels)
+    sent = pickle.dumps(cache)
+    np.testing.assert_array_equal(pickle.loads(sent).get(0), pixels)
+    shutil.rmtree(tmp_path / "key")
+    orphan = pickle.loads(sent)
+    assert orphan.get(0) is None
+    orphan.put(0, pixels)
+    assert orphan.is_full
+    np.testing.assert_array_equal(cache.get(0), pixels)
 
 
 @pytest.fixture

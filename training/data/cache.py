@@ -98,7 +98,11 @@ class ImageCache:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._open()
+        try:
+            self._open()
+        except OSError:  # somebody has removed it: a worker that starts now goes without
+            self._index = self._pixels = -1
+            self.is_full = True
 
 
 @contextmanager

@@ -37,9 +37,8 @@ class Finish:
         std = np.maximum(std, SMALLEST_STD)
         # (x / 255 - mean) / std is x * scale + offset; repeated for each pixel of a row, because the arithmetic on
         # a CPU is four times as fast along whole rows as along the three channels
-        self._scale, self._offset = (
-            torch.from_numpy(np.tile(values, size)).float() for values in (1 / (255 * std), -mean / std)
-        )
+        self._factors = [torch.from_numpy(np.tile(values, size)).float() for values in (1 / (255 * std), -mean / std)]
+        self._factors_on: dict[torch.device, list[torch.Tensor]] = {}
 
     def __call__(self, images: torch.Tensor, epoch: int, indices: np.ndarray) -> torch.Tensor:
         """Finish a batch.
@@ -58,8 +57,10 @@ class Finish:
         if self.steps.shift:
             return self.from_set(self.with_border(images), np.arange(len(indices)), epoch, indices)
         if self.steps.mirror:
-            mirrored = torch.from_numpy(self._draws(epoch, indices)[:, 0] < 0.5).to(images.device)
-            images = torch.where(mirrored[:, None, None, None], images.flip(2), images)
+            mirrored = self._draws(epoch, indices)[:, 0] < 0.5
+            chosen = torch.from_numpy(np.arange(len(indices)) + len(indices) * mirrored).to(images.device)
+            # choosing from both is four times as fast as `torch.where` on bytes
+            images = torch.cat([images, images.flip(2)]).index_select(0, chosen)
         return self._normalise(images)
 
     def with_border(self, images: torch.Tensor) -> torch.Tensor:
@@ -94,8 +95,12 @@ class Finish:
 
     def _normalise(self, images: torch.Tensor) -> torch.Tensor:
         """Bring uint8 [B, S, S, 1 or 3] to float32 [B, 3, S, S]."""
-        if self._scale.device != images.device:
-            self._scale, self._offset = self._scale.to(images.device), self._offset.to(images.device)
+        if images.device not in self._factors_on:
+            self._factors_on[images.device] = [factors.to(images.device) for factors in self._factors]
+        scale, offset = self._factors_on[images.device]
         size = self.size
         rows = images.expand(-1, -1, -1, 3).reshape(-1, size, 3 * size).float()
-        return torch.addcmul(self._offset, rows, self._scale).view(-1, size, size, 3).permute(0, 3, 1, 2)
+        return torch.addcmul(offset, rows, scale).view(-1, size, size, 3).permute(0, 3, 1, 2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_factors_on": {}}  # what lies on a GPU is not for worker processes

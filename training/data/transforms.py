@@ -78,7 +78,9 @@ def resize(image: torch.Tensor, preprocessing: dict[str, Any]) -> torch.Tensor:
     """Resize uint8 [3, h, w] to [3, S, S] with antialiasing; fastest where the channels lie innermost in memory."""
     size = preprocessing["image_size"]
     mode = preprocessing["interpolation"]
-    return torch.nn.functional.interpolate(image[None], (size, size), mode=mode, antialias=True)[0]
+    # the new dimension is put before the height, else torch does not see that the channels lie innermost
+    batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+    return torch.nn.functional.interpolate(batch, (size, size), mode=mode, antialias=True)[0]
 
 
 def randaugment(preprocessing: dict[str, Any]) -> Transform:
