@@ -26,8 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.jpegs import make_folder
 from benchmarks.peers import ours
@@ -36,6 +35,7 @@ from benchmarks.report import Section, ratios_to, save, show, spread, versions
 from training.strategies import STRATEGIES
 
 BASELINE = "bare DDP"
+ROOT = Path(__file__).resolve().parents[1]
 # Who trains from files: contestant -> module of `peers`.
 PEERS = {
     "bare DDP": "bare_ddp",
@@ -209,10 +209,16 @@ def main() -> None:
     show(files)
     packages = ("torch", "torchvision", "deepspeed", "accelerate", "lightning", "transformers", "timm")
     facts = (
-        f"{job.model_type}, {job.batch_size} images of {job.image_size} pixels per rank, {plan.ranks} CPU ranks over gloo, "
-        f"1 thread each, fp32, AdamW, no clipping. {versions(*packages)}."
+        f"{job.model_type}, {job.batch_size} images of {job.image_size} pixels per rank, {plan.ranks} CPU ranks over "
+        f"gloo, 1 thread each, fp32, AdamW, no clipping. {versions(*packages)}."
     )
-    save("quick" if plan.images < 4000 else "compare", "Everyone against everyone", facts, shlex.join(sys.argv), [steps, files])
+    save(
+        "quick" if plan.images < 4000 else "compare",
+        "Everyone against everyone",
+        facts,
+        shlex.join(sys.argv),
+        [steps, files],
+    )
 
 
 if __name__ == "__main__":

@@ -8,16 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from benchmarks.our_engine import Step, make_engine, training_step
 from models import build_model
 from training.config import TrainConfig
 from training.distributed import World
-from training.engine import build_engine
-from training.metrics import sample_losses
-from training.optim import build_optimizer
-from training.strategies import engine_config, read_strategy_json
 
 OURS, PLAIN, TIMM = "ours (ddp)", "plain PyTorch loop", "timm's loop"
-Step = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -58,23 +54,8 @@ def make_network(model_type: str, image_size: int, num_classes: int, batch_size:
 
 def our_contestant(module: nn.Module, world: World, batch_size: int) -> Contestant:
     """The engine under the strategy ddp, as `training.loop` uses it."""
-    config = TrainConfig(batch_size=batch_size, gradient_clipping=0.0)
-    sharding = engine_config(
-        read_strategy_json("ddp"),
-        batch_size_per_rank=batch_size,
-        accumulation_steps=1,
-        gradient_clipping=0.0,
-        offload="none",
-    )
-    module = module.to(world.device)
-    optimizer = build_optimizer(module, config, (), discriminative=False)
-    engine = build_engine(module, optimizer, sharding, "bf16", world)
-
-    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
-        engine.backward(sample_losses(engine.forward(images), labels).mean())
-        engine.step()
-
-    return Contestant(step, Switches.current(), engine.close)
+    engine = make_engine(module, "ddp", "bf16", batch_size, world)
+    return Contestant(training_step(engine), Switches.current(), engine.close)
 
 
 def plain_contestant(module: nn.Module, world: World, batch_size: int) -> Contestant:

@@ -60,9 +60,7 @@ class StepCosts:
 
     def least_seconds(self, peak: Peak) -> float:
         """Return the roofline's time of the step."""
-        return sum(
-            max(flops / peak.flops_per_second, moved / peak.bytes_per_second) for flops, moved in self.operators
-        )
+        return sum(max(flops / peak.flops_per_second, moved / peak.bytes_per_second) for flops, moved in self.operators)
 
 
 def step_costs(model_type: str, batch_size: int, image_size: int, num_classes: int) -> StepCosts:

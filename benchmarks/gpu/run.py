@@ -22,16 +22,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.gpu.contestants import MAKERS, OURS, PLAIN, TIMM, Contestant, make_network
+from benchmarks.gpu.contestants import MAKERS, OURS, PLAIN, TIMM, Contestant, Switches, make_network
 from benchmarks.gpu.roofline import StepCosts, peak_of, step_costs
 from benchmarks.report import Section, ratios_to, save, show, spread, versions
 from training.distributed import World, start_world, stop_world
 
+ROOT = Path(__file__).resolve().parents[2]
 # Model -> images per GPU as the guide recommends for ddp (the ensemble: for stage 2); ResNet-50 is not in it.
 GUIDE_BATCHES = {"mobilenet": 32, "efficientnet": 16, "vgg": 8, "cnn_lstm": 8, "ensemble": 8, "timm:resnet50": 64}
 CANDIDATE_BATCHES = (32, 64, 128, 256, 512, 1024)
@@ -84,15 +84,20 @@ def make_batch(effort: Effort, batch_size: int, world: World) -> tuple[torch.Ten
     return images.to(world.device, memory_format=torch.channels_last), labels.to(world.device)
 
 
-def seconds_per_step(contestant: Contestant, batch: tuple[torch.Tensor, torch.Tensor], steps: int, world: World) -> float:
-    """Time steps under the contestant's own switches."""
+def seconds_per_step(
+    contestant: Contestant, batch: tuple[torch.Tensor, torch.Tensor], steps: int, world: World
+) -> float:
+    """Time steps under the contestant's own switches; afterwards they are as before."""
+    as_before = Switches.current()
     contestant.switches.set()
     synchronize(world)
     start = time.perf_counter()
     for _ in range(steps):
         contestant.step(*batch)
     synchronize(world)
-    return (time.perf_counter() - start) / steps
+    seconds = (time.perf_counter() - start) / steps
+    as_before.set()
+    return seconds
 
 
 def make_timed(name: str, model: str, batch: tuple[torch.Tensor, torch.Tensor], effort: Effort, world: World) -> Timed:
@@ -178,7 +183,7 @@ def tabulate(
     text = (
         f"{costs.flops / batch_size / 1e9:.2f} GFLOP per image forward and backward; median (quartiles) of the ratio "
         "of images/s within each round, more is faster. Memory: tensors held and needed by a step, allocated. MFU and "
-        f"roofline against {peak.source if peak else 'no known peak'}; the roofline's model is in benchmarks/gpu/roofline.py."
+        f"roofline against {peak.source if peak else 'no known peak'}; how it is counted: benchmarks/gpu/roofline.py."
     )
     columns = ("contestant", "images/s", "/ plain loop", "/ timm's loop", "memory, GB", "MFU", "share of roofline")
     return Section(title, text, columns, rows)
@@ -195,8 +200,11 @@ def measure_model(model: str, effort: Effort, world: World, deadline: float) -> 
         chosen = batch_size or best_batch(model, effort, world, deadline)
         if batch_size is None and chosen == guide:
             continue
-        sections.append(compare(model, chosen, effort, world))
-        show(sections[-1])
+        try:
+            sections.append(compare(model, chosen, effort, world))
+            show(sections[-1])
+        except torch.OutOfMemoryError:
+            print(f"left out, no memory for all contestants at once: {model} at {chosen}", flush=True)
         release(world)
     return sections
 
@@ -240,10 +248,12 @@ def main() -> None:
         sections = measure_model(model, effort, world, time.monotonic() + share)
         if sections:
             facts = (
-                f"{world.describe()}; {effort.image_size} pixels, {effort.num_classes} classes, bf16, AdamW, no clipping, "
-                f"channels_last images on the device; {versions('torch', 'torchvision', 'deepspeed', 'timm')}."
+                f"{world.describe()}; {effort.image_size} pixels, {effort.num_classes} classes, bf16, AdamW, "
+                f"no clipping, channels_last images on the device. "
+                f"{versions('torch', 'torchvision', 'deepspeed', 'timm')}."
             )
-            save(model.replace("timm:", ""), f"{model}: ours, a plain loop, timm's loop", facts, shlex.join(sys.argv), sections)
+            name = model.replace("timm:", "")
+            save(name, f"{model}: ours, a plain loop, timm's loop", facts, shlex.join(sys.argv), sections)
     stop_world()
     if not given.no_tests:
         run_gpu_tests(end)

@@ -6,8 +6,18 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from benchmarks.peers.job import Job, Laps, Measure, Step, image_loader, make_adamw, make_network, run_from_files
-from benchmarks.peers.job import timed, train_epochs
+from benchmarks.peers.job import (
+    Job,
+    Laps,
+    Measure,
+    Step,
+    image_loader,
+    make_adamw,
+    make_network,
+    run_from_files,
+    timed,
+    train_epochs,
+)
 
 
 def make_step(job: Job, accelerator: Accelerator) -> Step:

@@ -8,8 +8,18 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.peers.job import Job, Laps, Measure, Step, image_loader, make_adamw, make_network, run_from_files
-from benchmarks.peers.job import timed, train_epochs
+from benchmarks.peers.job import (
+    Job,
+    Laps,
+    Measure,
+    Step,
+    image_loader,
+    make_adamw,
+    make_network,
+    run_from_files,
+    timed,
+    train_epochs,
+)
 
 
 def default_step(job: Job) -> Step:
@@ -26,11 +36,9 @@ def default_step(job: Job) -> Step:
 
 
 def tuned_step(job: Job) -> Step:
-    """The same with bucket views, a static graph, no broadcast of buffers, fused AdamW, and channels_last throughout."""
+    """The same with bucket views, a static graph, no buffer broadcast, fused AdamW, channels_last throughout."""
     module = make_network(job).to(memory_format=torch.channels_last)
-    parallel = DistributedDataParallel(
-        module, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False
-    )
+    parallel = DistributedDataParallel(module, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False)
     optimizer = make_adamw(parallel, job, fused=True)
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:

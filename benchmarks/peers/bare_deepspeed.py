@@ -8,8 +8,18 @@ import os
 import torch
 from torch import nn
 
-from benchmarks.peers.job import Job, Laps, Measure, Step, image_loader, make_adamw, make_network, run_from_files
-from benchmarks.peers.job import timed, train_epochs
+from benchmarks.peers.job import (
+    Job,
+    Laps,
+    Measure,
+    Step,
+    image_loader,
+    make_adamw,
+    make_network,
+    run_from_files,
+    timed,
+    train_epochs,
+)
 
 STAGES = {"bare ZeRO-1": 1, "bare ZeRO-2": 2, "bare ZeRO-3": 3}
 

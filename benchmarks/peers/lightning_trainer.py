@@ -11,8 +11,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from benchmarks.peers.job import Batches, Job, Laps, Measure, SteadySteps, image_loader, make_adamw, make_network
-from benchmarks.peers.job import run_from_files
+from benchmarks.peers.job import (
+    Batches,
+    Job,
+    Laps,
+    Measure,
+    SteadySteps,
+    image_loader,
+    make_adamw,
+    make_network,
+    run_from_files,
+)
 
 WARMUP_STEPS = 3
 

@@ -11,38 +11,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.our_engine import make_engine, training_step
 from benchmarks.peers.job import Job, Measure, Step, make_network, timed
-from training.config import TrainConfig
 from training.distributed import World
-from training.engine import build_engine
-from training.metrics import sample_losses
-from training.optim import build_optimizer
-from training.strategies import STRATEGIES, engine_config, read_strategy_json
+from training.strategies import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def our_step(job: Job, strategy: str) -> Step:
-    """One step as `training.loop` takes it, logging apart."""
+    """Return one step as `training.loop` takes it, logging apart."""
     size, rank = dist.get_world_size(), dist.get_rank()
     world = World(rank=rank, local_rank=rank, local_size=size, size=size, device=torch.device("cpu"))
-    config = TrainConfig(learning_rate=job.learning_rate, weight_decay=job.weight_decay, gradient_clipping=0.0)
-    module = make_network(job)
-    sharding = engine_config(
-        read_strategy_json(strategy),
-        batch_size_per_rank=job.batch_size,
-        accumulation_steps=1,
-        gradient_clipping=0.0,
-        offload="none",
-    )
-    optimizer = build_optimizer(module, config, (), discriminative=False)
-    engine = build_engine(module, optimizer, sharding, "fp32", world)
-
-    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
-        engine.backward(sample_losses(engine.forward(images), labels).mean())
-        engine.step()
-
-    return step
+    recipe = {"learning_rate": job.learning_rate, "weight_decay": job.weight_decay}
+    return training_step(make_engine(make_network(job), strategy, "fp32", job.batch_size, world, **recipe))
 
 
 def step_contestants(job: Job) -> dict[str, Measure]:
