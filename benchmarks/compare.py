@@ -47,7 +47,7 @@ PEERS = {
     "timm loop": "timm_loop",
 }
 WORKER_CHOICES = (0, 1)
-CALIBRATION_IMAGES = 1000
+CALIBRATION_IMAGES = 800
 
 Round = dict[str, list[float]]
 """Contestant -> seconds of each epoch."""
@@ -103,14 +103,14 @@ def steps_section(plan: Plan, job: Job) -> Section:
     return Section("Steps from memory", text, ("contestant", "time / bare DDP", "ms/step (median)"), rows)
 
 
-def peer_seconds(job: Job, plan: Plan) -> list[float]:
-    """Train one peer from files; return the seconds of each epoch."""
+def peer_seconds(job: Job, plan: Plan, workers: Sequence[int]) -> list[list[float]]:
+    """Train one peer from files, once for each number of workers; return the seconds of each epoch of each."""
     with tempfile.TemporaryDirectory() as folder:
-        job = dataclasses.replace(job, result=str(Path(folder) / "seconds.json"))
-        fields = dataclasses.asdict(job).items()
-        words = [f"--{name.replace('_', '-')}={value}" for name, value in fields]
+        result = Path(folder) / "seconds.json"
+        fields = dataclasses.asdict(job) | {"workers": ",".join(map(str, workers)), "result": result}
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in fields.items()]
         torchrun(plan.ranks, f"benchmarks.peers.{PEERS[job.variant]}", *words)
-        return json.loads(Path(job.result).read_text())
+        return json.loads(result.read_text())
 
 
 def our_seconds(job: Job, plan: Plan) -> list[float]:
@@ -120,16 +120,15 @@ def our_seconds(job: Job, plan: Plan) -> list[float]:
 
 
 def best_workers(peers: Sequence[str], job: Job, plan: Plan, cache: Path) -> dict[str, int]:
-    """Let each peer train a quarter of the files with 0 and with 1 worker a rank; return the better number of each."""
+    """Let each peer train some of the files with 0 and with 1 worker a rank; return the better number of each."""
     files = make_folder(cache, min(CALIBRATION_IMAGES, plan.images))
     chosen = {}
     for peer in peers:
         short = dataclasses.replace(job, data=str(files), epochs=1, variant=peer)
-        seconds = {
-            workers: peer_seconds(dataclasses.replace(short, workers=workers), plan)[0] for workers in WORKER_CHOICES
-        }
-        chosen[peer] = min(WORKER_CHOICES, key=lambda workers: seconds[workers])
-        print(f"{peer}: " + ", ".join(f"{workers} workers {s:.1f} s" for workers, s in seconds.items()), flush=True)
+        seconds = [epochs[0] for epochs in peer_seconds(short, plan, WORKER_CHOICES)]
+        chosen[peer] = WORKER_CHOICES[seconds.index(min(seconds))]
+        shown = zip(WORKER_CHOICES, seconds, strict=True)
+        print(f"{peer}: " + ", ".join(f"{workers} workers {took:.1f} s" for workers, took in shown), flush=True)
     return chosen
 
 
@@ -142,8 +141,9 @@ def file_rounds(workers: Mapping[str, int], job: Job, plan: Plan, deadline: floa
         shuffler.shuffle(order)
         seconds = {}
         for name in order:
-            entry = dataclasses.replace(job, variant=name, workers=workers.get(name, 0))
-            seconds[name] = peer_seconds(entry, plan) if name in workers else our_seconds(entry, plan)
+            entry = dataclasses.replace(job, variant=name)
+            is_peer = name in workers
+            seconds[name] = peer_seconds(entry, plan, [workers[name]])[0] if is_peer else our_seconds(entry, plan)
             print(f"round {len(rounds) + 1}: {name}: {', '.join(f'{s:.2f}' for s in seconds[name])} s", flush=True)
         rounds.append(seconds)
         longest = max(longest, time.monotonic() - start)
@@ -204,7 +204,9 @@ def main() -> None:
     steps = steps_section(plan, job)
     show(steps)
     job = dataclasses.replace(job, data=str(data))
-    workers = best_workers(list(PEERS), job, plan, cache)
+    workers = (
+        dict.fromkeys(PEERS, 0) if plan.images < CALIBRATION_IMAGES else best_workers(list(PEERS), job, plan, cache)
+    )
     files = files_section(file_rounds(workers, job, plan, deadline), workers, plan)
     show(files)
     packages = ("torch", "torchvision", "deepspeed", "accelerate", "lightning", "transformers", "timm")

@@ -46,7 +46,6 @@ class Job:
         workers: loader processes per rank.
         epochs: epochs from files.
         variant: which of the module's contestants trains from files; '' for its only one.
-        result: file for the seconds of each epoch.
     """
 
     model_type: str = "mobilenet"
@@ -58,7 +57,6 @@ class Job:
     workers: int = 0
     epochs: int = 2
     variant: str = ""
-    result: str = ""
 
 
 NUM_CLASSES = 10
@@ -157,15 +155,22 @@ class SteadySteps:
 
 
 def run_from_files(train_from_files: Callable[[Job, Laps], None]) -> None:
-    """Be one rank of one contestant: read the job, train, and write the seconds of each epoch on rank 0."""
+    """Be one rank of one contestant: read the job, train, and write the seconds on rank 0."""
     parser = argparse.ArgumentParser(description="One contestant of `make bench`, under torchrun.")
+    parser.add_argument("--result", type=Path, required=True, help="gets [[seconds of each epoch] of each --workers]")
+    parser.add_argument("--workers", default="0", help="comma-separated: one training for each number")
     for field in dataclasses.fields(Job):
-        parser.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), default=field.default)
-    job = Job(**vars(parser.parse_args()))
+        if field.name != "workers":
+            parser.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), default=field.default)
+    given = vars(parser.parse_args())
+    result, choices = given.pop("result"), given.pop("workers").split(",")
     dist.init_process_group("gloo")
-    laps = Laps()
-    train_from_files(job, laps)
+    seconds = []
+    for workers in choices:
+        laps = Laps()
+        train_from_files(Job(**given, workers=int(workers)), laps)
+        seconds.append(laps.seconds)
     if dist.get_rank() == 0:
-        Path(job.result).write_text(json.dumps(laps.seconds))
+        result.write_text(json.dumps(seconds))
     dist.barrier()
     dist.destroy_process_group()
