@@ -14,12 +14,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import random
 import shlex
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,13 +26,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.jpegs import make_folder
+from benchmarks.launch import torchrun
 from benchmarks.peers import ours
 from benchmarks.peers.job import Job
 from benchmarks.report import Section, ratios_to, save, show, spread, versions
 from training.strategies import STRATEGIES
 
 BASELINE = "bare DDP"
-ROOT = Path(__file__).resolve().parents[1]
 # Who trains from files: contestant -> module of `peers`.
 PEERS = {
     "bare DDP": "bare_ddp",
@@ -46,6 +43,7 @@ PEERS = {
     "transformers Trainer": "transformers_trainer",
     "timm loop": "timm_loop",
 }
+FILES = 4000
 WORKER_CHOICES = (0, 1)
 CALIBRATION_IMAGES = 800
 
@@ -64,23 +62,6 @@ class Plan:
     step_rounds: int
     minutes: float
     our_flags: tuple[str, ...]
-
-
-def torchrun(ranks: int, module: str, *words: str) -> None:
-    """Run a module under torchrun with one thread per rank.
-
-    Raises:
-        RuntimeError: with the end of what it said, where it failed.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    command = [*launch, "-m", module, *words]
-    result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)
-    if result.returncode:
-        raise RuntimeError(f"{shlex.join(command)} ended with {result.returncode}: {result.stderr[-2000:]}")
 
 
 def steps_section(plan: Plan, job: Job) -> Section:
@@ -119,13 +100,20 @@ def our_seconds(job: Job, plan: Plan) -> list[float]:
         return ours.epoch_seconds(job, plan.ranks, Path(folder), plan.our_flags)
 
 
-def best_workers(peers: Sequence[str], job: Job, plan: Plan, cache: Path) -> dict[str, int]:
-    """Let each peer train some of the files with 0 and with 1 worker a rank; return the better number of each."""
-    files = make_folder(cache, min(CALIBRATION_IMAGES, plan.images))
-    chosen = {}
-    for peer in peers:
+def best_workers(job: Job, plan: Plan, cache: Path) -> dict[str, int]:
+    """Let each peer train some of the files with 0 and with 1 worker a rank; return the better number of each.
+
+    A peer that fails is left out, with what it said.
+    """
+    images = min(CALIBRATION_IMAGES, plan.images)
+    files, chosen = make_folder(cache, images), {}
+    for peer in PEERS:
         short = dataclasses.replace(job, data=str(files), epochs=1, variant=peer)
-        seconds = [epochs[0] for epochs in peer_seconds(short, plan, WORKER_CHOICES)]
+        try:
+            seconds = [epochs[0] for epochs in peer_seconds(short, plan, WORKER_CHOICES)]
+        except RuntimeError as error:
+            print(f"{peer} is left out: {error}", flush=True)
+            continue
         chosen[peer] = WORKER_CHOICES[seconds.index(min(seconds))]
         shown = zip(WORKER_CHOICES, seconds, strict=True)
         print(f"{peer}: " + ", ".join(f"{workers} workers {took:.1f} s" for workers, took in shown), flush=True)
@@ -183,7 +171,7 @@ def read_plan() -> tuple[Plan, Job, Path]:
     parser.add_argument("--minutes", type=float, default=15, help="start no round that would end later than this")
     parser.add_argument("--quick", action="store_true", help="few steps and files: to see that all runs")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--images", type=int, default=4000)
+    parser.add_argument("--images", type=int, default=FILES)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--step-rounds", type=int, default=9)
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "zerovision-bench")
@@ -204,9 +192,7 @@ def main() -> None:
     steps = steps_section(plan, job)
     show(steps)
     job = dataclasses.replace(job, data=str(data))
-    workers = (
-        dict.fromkeys(PEERS, 0) if plan.images < CALIBRATION_IMAGES else best_workers(list(PEERS), job, plan, cache)
-    )
+    workers = best_workers(job, plan, cache)
     files = files_section(file_rounds(workers, job, plan, deadline), workers, plan)
     show(files)
     packages = ("torch", "torchvision", "deepspeed", "accelerate", "lightning", "transformers", "timm")
@@ -214,13 +200,8 @@ def main() -> None:
         f"{job.model_type}, {job.batch_size} images of {job.image_size} pixels per rank, {plan.ranks} CPU ranks over "
         f"gloo, 1 thread each, fp32, AdamW, no clipping. {versions(*packages)}."
     )
-    save(
-        "quick" if plan.images < 4000 else "compare",
-        "Everyone against everyone",
-        facts,
-        shlex.join(sys.argv),
-        [steps, files],
-    )
+    name = "quick" if plan.images < FILES else "compare"
+    save(name, "Everyone against everyone", facts, shlex.join(sys.argv), [steps, files])
 
 
 if __name__ == "__main__":

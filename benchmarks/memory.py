@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.compare import torchrun
+from benchmarks.launch import torchrun
 from benchmarks.report import Section, save, show, versions
 from models import build_model
 from planning.memory import MemoryPlan, activation_bytes, bucket_elements, model_sizes, plan_memory

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.compare import torchrun
+from benchmarks.launch import torchrun
 from benchmarks.report import Section, save, show, versions
 
 ROOT = Path(__file__).resolve().parents[1]
