@@ -21,7 +21,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+
 from benchmarks.launch import torchrun
+from benchmarks.our_engine import engine_of
 from benchmarks.report import Section, save, show, versions
 from models import build_model
 from planning.memory import MemoryPlan, activation_bytes, bucket_elements, model_sizes, plan_memory
@@ -34,7 +37,6 @@ MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(PIECE_BYTES),
     "MALLOC_ARENA_MAX": "1",
 }
-ENGINE = "deepspeed"
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,16 @@ class Case:
     classes: int
 
 
-def predicted(case: Case) -> MemoryPlan:
-    """Ask the formula."""
+def predicted(case: Case) -> tuple[MemoryPlan, str]:
+    """Ask the formula; return the engine too."""
     module = build_model(
         case.model, num_classes=case.classes, image_size=case.image_size, batch_size=case.batch_size
     ).module
     parameters, buffer_bytes = model_sizes(module)
-    return plan_memory(
+    engine = engine_of(module, case.strategy, case.batch_size, torch.device("cpu"))
+    plan = plan_memory(
         parameters=parameters,
-        engine=ENGINE,
+        engine=engine,
         zero_stage=STRATEGIES[case.strategy].zero_stage,
         ranks=case.ranks,
         optimizer="adamw",
@@ -65,6 +68,7 @@ def predicted(case: Case) -> MemoryPlan:
         activation_bytes=activation_bytes(module, case.batch_size, case.image_size),
         buffer_bytes=buffer_bytes,
     )
+    return plan, engine
 
 
 def measured(case: Case) -> tuple[float, float]:
@@ -79,11 +83,11 @@ def measured(case: Case) -> tuple[float, float]:
 
 def row(case: Case) -> tuple[str, ...]:
     """Predict and measure one case."""
-    plan, (held, peak) = predicted(case), measured(case)
+    (plan, engine), (held, peak) = predicted(case), measured(case)
     figures = []
     for ours, theirs in ((plan.held, held), (plan.peak, peak)):
         figures += [f"{ours / 1e9:.2f}", f"{theirs / 1e9:.2f}", f"{(ours - theirs) / theirs:+.1%}"]
-    return (case.model, case.strategy, str(case.ranks), *figures)
+    return (case.model, f"{case.strategy}, {engine}", str(case.ranks), *figures)
 
 
 def main() -> None:
@@ -105,11 +109,11 @@ def main() -> None:
                 rows.append(row(case))
                 print(*rows[-1], flush=True)
     text = (
-        f"{given.batch_size} images of {given.image_size} pixels per rank, fp32, AdamW, {given.classes} classes, the "
-        f"{ENGINE} engine. Held: between two steps; peak: within the third step. GB (10^9 bytes) per rank."
+        f"{given.batch_size} images of {given.image_size} pixels per rank, fp32, AdamW, {given.classes} "
+        f"classes. Held: between two steps; peak: within the third step. GB (10^9 bytes) per rank."
     )
     kinds = ("held, predicted", "measured", "error", "peak, predicted", "measured", "error")
-    section = Section("Memory per rank", text, ("model", "strategy", "ranks", *kinds), rows)
+    section = Section("Memory per rank", text, ("model", "strategy, engine", "ranks", *kinds), rows)
     show(section)
     save(
         "memory",

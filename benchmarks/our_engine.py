@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from training.config import TrainConfig
 from training.distributed import World
-from training.engine import Engine, build_engine
+from training.engine import Engine
+from training.engines import build_engine, resolve_engine
 from training.metrics import sample_losses
 from training.optim import build_optimizer
 from training.strategies import engine_config, read_strategy_json
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+def sharding_of(strategy: str, batch_size: int) -> dict[str, Any]:
+    """Return a strategy's configuration without clipping and offload."""
+    return engine_config(
+        read_strategy_json(strategy),
+        batch_size_per_rank=batch_size,
+        accumulation_steps=1,
+        gradient_clipping=0.0,
+        offload="none",
+    )
+
+
+def engine_of(module: nn.Module, strategy: str, batch_size: int, device: torch.device) -> str:
+    """Return the name of the engine that a run gets which asks for none."""
+    return resolve_engine("auto", sharding_of(strategy, batch_size), module, device)
 
 
 def make_engine(
@@ -41,16 +59,9 @@ def make_engine(
     config = TrainConfig(
         batch_size=batch_size, learning_rate=learning_rate, weight_decay=weight_decay, gradient_clipping=0.0
     )
-    sharding = engine_config(
-        read_strategy_json(strategy),
-        batch_size_per_rank=batch_size,
-        accumulation_steps=1,
-        gradient_clipping=0.0,
-        offload="none",
-    )
     module = module.to(world.device)
     optimizer = build_optimizer(module, config, (), discriminative=False)
-    return build_engine(module, optimizer, sharding, precision, world)
+    return build_engine(module, optimizer, sharding_of(strategy, batch_size), precision, world)
 
 
 def training_step(engine: Engine) -> Step:

@@ -23,31 +23,36 @@ class StateRule:
     """fp32 values per parameter that a rank holds; whole ones on every rank, sharded ones over the ranks.
 
     Attributes:
-        weights: whole copies of the weights, always held.
-        sharded_weights: copies of this rank's part of the weights, always held.
-        gradients: whole gradients, held from backward to the optimizer's step.
-        sharded_gradients: this rank's part of them, held as long.
-        held_gradients: whether the gradients' memory stays taken between the steps.
-        step: values per parameter of this rank's part that the step needs for a while.
+        weights: whole copies of the weights.
+        sharded_weights: copies of this rank's part of the weights.
+        gradients: whole gradients.
+        sharded_gradients: this rank's part of the gradients.
+        sums: this rank's part of the gradients summed over the ranks, where there is more than one rank.
+        gradients_stay: whether the gradients' memory stays taken between the steps.
+        step: values per parameter of this rank's part that the optimizer's step needs for a while.
         buckets: communication buckets, each as large as the smaller of the bucket's size and the model.
-        gathered: whole weights that forward and backward gather for a while.
+        gathered: whole weights that forward and backward gather for a while, where there is more than one rank.
     """
 
     weights: float = 0
     sharded_weights: float = 0
     gradients: float = 0
     sharded_gradients: float = 0
-    held_gradients: bool = False
+    sums: float = 0
+    gradients_stay: bool = False
     step: float = 0
     buckets: float = 0
     gathered: float = 0
 
 
-# Engine and ZeRO stage -> what it holds. DeepSpeed keeps a copy of the weights for the optimizer at every stage.
+# Engine and ZeRO stage -> what it holds. DeepSpeed keeps a copy of the weights for the optimizer at every stage. The
+# native engine's CPU ranks share one copy of the weights, of which each is charged its part.
+_NATIVE = StateRule(sharded_weights=1, gradients=1, sums=1, gradients_stay=True)
 STATE_RULES: dict[tuple[str, int], StateRule] = {
-    ("deepspeed", 1): StateRule(weights=1, sharded_weights=1, gradients=1, sharded_gradients=1, step=2, buckets=1),
-    ("deepspeed", 2): StateRule(weights=1, sharded_weights=1, gradients=0, sharded_gradients=1, step=2, buckets=3),
-    ("deepspeed", 3): StateRule(sharded_weights=2, sharded_gradients=1, held_gradients=True, step=3, gathered=1),
+    ("deepspeed", 1): StateRule(weights=1, sharded_weights=1, gradients=1, step=1),
+    ("deepspeed", 2): StateRule(weights=1, sharded_weights=1, sharded_gradients=1, step=1, buckets=2),
+    ("deepspeed", 3): StateRule(sharded_weights=2, sharded_gradients=1, gradients_stay=True, buckets=1, gathered=1),
+    **{("native", stage): _NATIVE for stage in (1, 2, 3)},
 }
 
 
@@ -110,18 +115,18 @@ def plan_memory(
         activation_bytes: of one micro-batch, see `activation_bytes`.
         buffer_bytes: of what is not trained.
     """
-    rule = STATE_RULES[engine, zero_stage]
+    rule, has_others = STATE_RULES[engine, zero_stage], ranks > 1
     whole, part = FLOAT32_BYTES * parameters, FLOAT32_BYTES * parameters / ranks
     bucket = FLOAT32_BYTES * min(bucket_elements, parameters)
     return MemoryPlan(
         weights=round(rule.weights * whole + rule.sharded_weights * part),
         moments=round(MOMENTS[optimizer] * part),
-        gradients=round(rule.gradients * whole + rule.sharded_gradients * part),
+        gradients=round(rule.gradients * whole + (rule.sharded_gradients + (rule.sums if has_others else 0)) * part),
         buffers=buffer_bytes,
         activations=activation_bytes,
-        communication=round(rule.buckets * bucket + rule.gathered * whole),
+        communication=round(rule.buckets * bucket + (rule.gathered * whole if has_others else 0)),
         step=round(rule.step * part),
-        gradients_stay=rule.held_gradients,
+        gradients_stay=rule.gradients_stay,
     )
 
 
