@@ -56,17 +56,16 @@ def predicted(case: Case) -> tuple[MemoryPlan, str]:
     module = build_model(
         case.model, num_classes=case.classes, image_size=case.image_size, batch_size=case.batch_size
     ).module
-    parameters, buffer_bytes = model_sizes(module)
+    sizes = model_sizes(module)
     engine = engine_of(module, case.strategy, case.batch_size, torch.device("cpu"))
     plan = plan_memory(
-        parameters=parameters,
+        **sizes,
         engine=engine,
         zero_stage=STRATEGIES[case.strategy].zero_stage,
         ranks=case.ranks,
         optimizer="adamw",
         bucket_elements=bucket_elements(read_strategy_json(case.strategy)),
         activation_bytes=activation_bytes(module, case.batch_size, case.image_size),
-        buffer_bytes=buffer_bytes,
     )
     return plan, engine
 

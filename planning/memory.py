@@ -32,6 +32,7 @@ class StateRule:
         step: values per parameter of this rank's part that the optimizer's step needs for a while.
         buckets: communication buckets, each as large as the smaller of the bucket's size and the model.
         gathered: whole weights that forward and backward gather for a while, where there is more than one rank.
+        adds_gradients: whether backward's gradients are added to memory that is there, and so exist twice for a while.
     """
 
     weights: float = 0
@@ -43,11 +44,16 @@ class StateRule:
     step: float = 0
     buckets: float = 0
     gathered: float = 0
+    adds_gradients: bool = False
 
+
+# oneDNN, which computes on a CPU, works on copies in layouts of its own: of a layer's weights, and of their gradient
+# before it is brought back. VGG-16's first dense layer alone has three quarters of its weights.
+CPU_LAYER_COPIES = 3
 
 # Engine and ZeRO stage -> what it holds. DeepSpeed keeps a copy of the weights for the optimizer at every stage. The
 # native engine's CPU ranks share one copy of the weights, of which each is charged its part.
-_NATIVE = StateRule(sharded_weights=1, gradients=1, sums=1, gradients_stay=True)
+_NATIVE = StateRule(sharded_weights=1, gradients=1, sums=1, gradients_stay=True, adds_gradients=True)
 STATE_RULES: dict[tuple[str, int], StateRule] = {
     ("deepspeed", 1): StateRule(weights=1, sharded_weights=1, gradients=1, step=1),
     ("deepspeed", 2): StateRule(weights=1, sharded_weights=1, sharded_gradients=1, step=1, buckets=2),
@@ -67,6 +73,7 @@ class MemoryPlan:
         buffers: what is not trained, such as BatchNorm's statistics.
         activations: what forward keeps for backward.
         communication: buckets, and gathered weights.
+        layer: copies of the largest layer's weights while it is computed.
         step: what the optimizer's step needs for a while.
         gradients_stay: whether the gradients' memory stays taken between the steps.
     """
@@ -77,6 +84,7 @@ class MemoryPlan:
     buffers: int
     activations: int
     communication: int
+    layer: int
     step: int
     gradients_stay: bool
 
@@ -89,7 +97,7 @@ class MemoryPlan:
     def peak(self) -> int:
         """Bytes at most: at the end of backward, or in the optimizer's step, when the activations are gone."""
         state = self.weights + self.moments + self.buffers + self.gradients
-        return state + max(self.activations + self.communication, self.step)
+        return state + max(self.activations + self.communication + self.layer, self.step)
 
 
 def plan_memory(
@@ -102,6 +110,8 @@ def plan_memory(
     bucket_elements: int,
     activation_bytes: int,
     buffer_bytes: int = 0,
+    largest_parameter: int = 0,
+    layer_copies: int = CPU_LAYER_COPIES,
 ) -> MemoryPlan:
     """Predict the bytes of one rank; plain arithmetic.
 
@@ -114,6 +124,8 @@ def plan_memory(
         bucket_elements: `reduce_bucket_size` of the strategy's JSON.
         activation_bytes: of one micro-batch, see `activation_bytes`.
         buffer_bytes: of what is not trained.
+        largest_parameter: elements of the largest of them.
+        layer_copies: copies of a layer's weights that the device's library makes while it computes.
     """
     rule, has_others = STATE_RULES[engine, zero_stage], ranks > 1
     whole, part = FLOAT32_BYTES * parameters, FLOAT32_BYTES * parameters / ranks
@@ -125,15 +137,17 @@ def plan_memory(
         buffers=buffer_bytes,
         activations=activation_bytes,
         communication=round(rule.buckets * bucket + (rule.gathered * whole if has_others else 0)),
+        layer=FLOAT32_BYTES * largest_parameter * (layer_copies + rule.adds_gradients),
         step=round(rule.step * part),
         gradients_stay=rule.gradients_stay,
     )
 
 
-def model_sizes(module: nn.Module) -> tuple[int, int]:
-    """Return the number of parameters, and the bytes of the buffers."""
+def model_sizes(module: nn.Module) -> dict[str, int]:
+    """Return `parameters`, `largest_parameter` (elements) and `buffer_bytes`, as `plan_memory` takes them."""
+    elements = [parameter.numel() for parameter in module.parameters()]
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
-    return sum(parameter.numel() for parameter in module.parameters()), buffers
+    return {"parameters": sum(elements), "largest_parameter": max(elements), "buffer_bytes": buffers}
 
 
 def activation_bytes(module: nn.Module, batch_size: int, image_size: int, precision: str = "fp32") -> int:

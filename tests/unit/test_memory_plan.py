@@ -55,4 +55,9 @@ def test_activations_of_a_convolution_with_batchnorm():
 
 def test_sizes_of_a_model():
     network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    assert model_sizes(network) == (3 * 4 + 4 + 4 + 4, 2 * 4 * torch.float32.itemsize + torch.int64.itemsize)
+    buffer_bytes = 2 * 4 * torch.float32.itemsize + torch.int64.itemsize
+    assert model_sizes(network) == {
+        "parameters": 3 * 4 + 4 + 4 + 4,
+        "largest_parameter": 3 * 4,
+        "buffer_bytes": buffer_bytes,
+    }
