@@ -31,8 +31,9 @@ class StateRule:
         gradients_stay: whether the gradients' memory stays taken between the steps.
         step: values per parameter of this rank's part that the optimizer's step needs for a while.
         buckets: communication buckets, each as large as the smaller of the bucket's size and the model.
+        held_buckets: how many of them stay between the steps.
         gathered: whole weights that forward and backward gather for a while, where there is more than one rank.
-        adds_gradients: whether backward's gradients are added to memory that is there, and so exist twice for a while.
+        adds_gradients: whether a layer's gradient exists for a while beside the memory that it is added to.
     """
 
     weights: float = 0
@@ -43,6 +44,7 @@ class StateRule:
     gradients_stay: bool = False
     step: float = 0
     buckets: float = 0
+    held_buckets: float = 0
     gathered: float = 0
     adds_gradients: bool = False
 
@@ -56,8 +58,16 @@ CPU_LAYER_COPIES = 3
 _NATIVE = StateRule(sharded_weights=1, gradients=1, sums=1, gradients_stay=True, adds_gradients=True)
 STATE_RULES: dict[tuple[str, int], StateRule] = {
     ("deepspeed", 1): StateRule(weights=1, sharded_weights=1, gradients=1, step=1),
-    ("deepspeed", 2): StateRule(weights=1, sharded_weights=1, sharded_gradients=1, step=1, buckets=2),
-    ("deepspeed", 3): StateRule(sharded_weights=2, sharded_gradients=1, gradients_stay=True, buckets=1, gathered=1),
+    ("deepspeed", 2): StateRule(weights=1, sharded_weights=1, sharded_gradients=1, step=1, buckets=2, held_buckets=1),
+    ("deepspeed", 3): StateRule(
+        sharded_weights=2,
+        sharded_gradients=1,
+        gradients_stay=True,
+        buckets=1,
+        held_buckets=1,
+        gathered=1,
+        adds_gradients=True,
+    ),
     **{("native", stage): _NATIVE for stage in (1, 2, 3)},
 }
 
@@ -75,7 +85,7 @@ class MemoryPlan:
         communication: buckets, and gathered weights.
         layer: copies of the largest layer's weights while it is computed.
         step: what the optimizer's step needs for a while.
-        gradients_stay: whether the gradients' memory stays taken between the steps.
+        stays: of all these, bytes beside weights, moments and buffers that stay taken between the steps.
     """
 
     weights: int
@@ -86,12 +96,12 @@ class MemoryPlan:
     communication: int
     layer: int
     step: int
-    gradients_stay: bool
+    stays: int
 
     @property
     def held(self) -> int:
         """Bytes between two steps."""
-        return self.weights + self.moments + self.buffers + (self.gradients if self.gradients_stay else 0)
+        return self.weights + self.moments + self.buffers + self.stays
 
     @property
     def peak(self) -> int:
@@ -130,16 +140,18 @@ def plan_memory(
     rule, has_others = STATE_RULES[engine, zero_stage], ranks > 1
     whole, part = FLOAT32_BYTES * parameters, FLOAT32_BYTES * parameters / ranks
     bucket = FLOAT32_BYTES * min(bucket_elements, parameters)
+    sums = rule.sums * part if has_others else 0
+    gradients = round(rule.gradients * whole + rule.sharded_gradients * part + sums)
     return MemoryPlan(
         weights=round(rule.weights * whole + rule.sharded_weights * part),
         moments=round(MOMENTS[optimizer] * part),
-        gradients=round(rule.gradients * whole + (rule.sharded_gradients + (rule.sums if has_others else 0)) * part),
+        gradients=gradients,
         buffers=buffer_bytes,
         activations=activation_bytes,
         communication=round(rule.buckets * bucket + (rule.gathered * whole if has_others else 0)),
         layer=FLOAT32_BYTES * largest_parameter * (layer_copies + rule.adds_gradients),
         step=round(rule.step * part),
-        gradients_stay=rule.gradients_stay,
+        stays=round(rule.held_buckets * bucket) + (gradients if rule.gradients_stay else 0),
     )
 
 
