@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from models import build_model
+from planning.machines import peak_tflops
 
 ADAMW_BYTES_PER_PARAMETER = 7 * 4
 
@@ -32,23 +33,30 @@ class Peak:
     source: str
 
 
-# By a part of the device's name, the more particular first. Rates without sparsity.
-PEAKS: dict[str, Peak] = {
-    "H200": Peak(989e12, 4.8e12, "NVIDIA H200 datasheet"),
-    "H100 PCIe": Peak(756e12, 2.0e12, "NVIDIA H100 datasheet"),
-    "H100": Peak(989e12, 3.35e12, "NVIDIA H100 datasheet (SXM)"),
-    "A100-SXM4-40GB": Peak(312e12, 1.555e12, "NVIDIA A100 datasheet"),
-    "A100-PCIE-40GB": Peak(312e12, 1.555e12, "NVIDIA A100 datasheet"),
-    "A100": Peak(312e12, 2.039e12, "NVIDIA A100 datasheet (80 GB)"),
+# Memory bandwidth in TB/s by words of the device's name, the more particular first, from NVIDIA's data sheets.
+BANDWIDTHS = {
+    "H200": 4.8,
+    "H100 PCIe": 2.0,
+    "H100 NVL": 3.9,
+    "H100": 3.35,
+    "A100-SXM4-40GB": 1.555,
+    "A100-PCIE-40GB": 1.555,
+    "A100": 2.039,
+    "L40S": 0.864,
+    "RTX 4090": 1.008,
 }
 
 
 def peak_of(device: torch.device) -> Peak | None:
-    """Look up the device; None where the table does not know it, or for a CPU."""
+    """Look up the device; None where a table does not know it, or for a CPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    tflops = peak_tflops(name)
+    bandwidth = next((bandwidth for part, bandwidth in BANDWIDTHS.items() if part in name), None)
+    if tflops is None or bandwidth is None:
+        return None
+    return Peak(1e12 * tflops, 1e12 * bandwidth, f"{tflops:g} TFLOP/s and {bandwidth:g} TB/s (data sheet)")
 
 
 @dataclass(frozen=True)
