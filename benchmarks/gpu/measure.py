@@ -16,6 +16,8 @@ from benchmarks.report import Section, ratios_to, spread
 from training.distributed import World
 
 CANDIDATE_BATCHES = (32, 64, 128, 256, 512, 1024)
+LONGEST_TIMING_SECONDS = 0.5
+FEWEST_ROUNDS = 3
 WORTHWHILE_GAIN = 1.05  # a doubled batch that brings less ends the search
 
 
@@ -30,6 +32,10 @@ class Effort:
     steps: int = 10
     batches: tuple[int, ...] = CANDIDATE_BATCHES
 
+    def steps_of(self, step_seconds: float) -> int:
+        """Return how many steps are timed at once: fewer where a step is long."""
+        return max(1, min(self.steps, round(LONGEST_TIMING_SECONDS / step_seconds)))
+
 
 QUICK = Effort(image_size=64, num_classes=10, warmup_steps=1, rounds=2, steps=1, batches=(4,))
 
@@ -40,7 +46,8 @@ class Timed:
 
     contestant: Contestant
     state_bytes: int
-    working_bytes: int = 0
+    working_bytes: int
+    step_seconds: float
 
 
 def synchronize(world: World) -> None:
@@ -87,13 +94,11 @@ def make_timed(name: str, model: str, batch: tuple[torch.Tensor, torch.Tensor], 
     network = make_network(model, effort.image_size, effort.num_classes, batch_size)
     contestant = MAKERS[name](network, world, batch_size)
     seconds_per_step(contestant, batch, effort.warmup_steps, world)
-    timed = Timed(contestant, allocated(world) - before)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     held = allocated(world)
-    seconds_per_step(contestant, batch, 1, world)
-    timed.working_bytes = allocated(world, peak=True) - held
-    return timed
+    step_seconds = seconds_per_step(contestant, batch, 1, world)
+    return Timed(contestant, held - before, allocated(world, peak=True) - held, step_seconds)
 
 
 def best_batch(model: str, effort: Effort, world: World, deadline: float) -> int:
@@ -105,7 +110,7 @@ def best_batch(model: str, effort: Effort, world: World, deadline: float) -> int
         try:
             batch = make_batch(effort, batch_size, world)
             timed = make_timed(OURS, model, batch, effort, world)
-            rate = batch_size / seconds_per_step(timed.contestant, batch, effort.steps, world)
+            rate = batch_size / seconds_per_step(timed.contestant, batch, effort.steps_of(timed.step_seconds), world)
             timed.contestant.close()
         except torch.OutOfMemoryError:
             break
@@ -125,14 +130,15 @@ def release(world: World) -> None:
         torch.cuda.empty_cache()
 
 
-def compare(model: str, batch_size: int, effort: Effort, world: World) -> Section:
-    """Measure the contestants in turns at one batch size."""
+def compare(model: str, batch_size: int, effort: Effort, world: World, deadline: float) -> Section:
+    """Measure the contestants in turns at one batch size; past the deadline in fewer rounds."""
     batch = make_batch(effort, batch_size, world)
     entries = {name: make_timed(name, model, batch, effort, world) for name in MAKERS}
+    steps = effort.steps_of(entries[PLAIN].step_seconds)
     order, shuffler, rounds = list(entries), random.Random(0), []
-    for _ in range(effort.rounds):
+    while len(rounds) < effort.rounds and (len(rounds) < FEWEST_ROUNDS or time.monotonic() < deadline):
         shuffler.shuffle(order)
-        rounds.append({name: seconds_per_step(entries[name].contestant, batch, effort.steps, world) for name in order})
+        rounds.append({name: seconds_per_step(entries[name].contestant, batch, steps, world) for name in order})
     entries[OURS].contestant.close()
     costs = step_costs(model, batch_size, effort.image_size, effort.num_classes)
     return tabulate(f"{model}, {batch_size} images", batch_size, entries, rounds, costs, world)

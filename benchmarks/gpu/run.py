@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -41,14 +42,15 @@ def measure_model(model: str, effort: Effort, world: World, deadline: float) -> 
         if time.monotonic() > deadline:
             print(f"left out, no time: {model} at {batch_size or 'its best batch size'}", flush=True)
             continue
-        chosen = batch_size or best_batch(model, effort, world, deadline)
-        if batch_size is None and chosen == guide:
-            continue
         try:
-            sections.append(compare(model, chosen, effort, world))
+            chosen = batch_size or best_batch(model, effort, world, deadline)
+            if batch_size is None and chosen == guide:
+                continue
+            sections.append(compare(model, chosen, effort, world, deadline))
             show(sections[-1])
-        except torch.OutOfMemoryError:
-            print(f"left out, no memory for all contestants at once: {model} at {chosen}", flush=True)
+        except Exception as error:  # time on a GPU is dear: whatever happened, the other models are still measured
+            traceback.print_exc()
+            print(f"left out: {model} at {batch_size or 'its best batch size'}: {type(error).__name__}", flush=True)
         release(world)
     return sections
 
