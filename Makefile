@@ -1,12 +1,14 @@
 # `make help` lists the targets.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev train test test-slow chaos lint check clean
+.PHONY: help setup setup-dev train test test-slow chaos bench lint check clean
 
 PYTHON ?= python3
 EPOCHS ?= 15
 N ?= 100
 SEED ?= 0
+ROUNDS ?= 2
+MINUTES ?= 15
 TRAIN_FLAGS ?= --learning-rate 0.004
 SHELL_FILES := $(wildcard scripts/*.sh) .ci/run
 BIN := .venv/bin
@@ -33,6 +35,10 @@ test-slow: setup-dev ## Run the tests that take minutes each
 
 chaos: setup-dev ## Break into trainings at random moments, compare with uninterrupted ones (N=100 faults, SEED=0)
 	$(BIN)/python -m tests.chaos --faults $(N) --seed $(SEED)
+
+bench: ## Compare with bare DDP, ZeRO, Lightning, Accelerate, ... on CPU ranks (ROUNDS=2, MINUTES=15, QUICK=1)
+	@bash scripts/setup_env.sh requirements-bench.txt
+	$(BIN)/python benchmarks/compare.py --rounds $(ROUNDS) --minutes $(MINUTES) $(if $(QUICK),--quick)
 
 lint: setup-dev ## Run ruff, mypy, shellcheck and shfmt
 	$(BIN)/ruff check

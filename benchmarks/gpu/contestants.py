@@ -1,0 +1,102 @@
+"""The three training steps that are compared on a GPU, on the same network and batch in bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from benchmarks.our_engine import Step, make_engine, training_step
+from models import build_model
+from training.config import TrainConfig
+from training.distributed import World
+
+OURS, PLAIN, TIMM = "ours (ddp)", "plain PyTorch loop", "timm's loop"
+
+
+@dataclass(frozen=True)
+class Switches:
+    """Process-wide settings of PyTorch, which each contestant has its own of."""
+
+    cudnn_benchmark: bool
+    matmul_tf32: bool
+    cudnn_tf32: bool
+
+    @classmethod
+    def current(cls) -> Switches:
+        """Read them."""
+        backends = torch.backends
+        return cls(backends.cudnn.benchmark, backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32)
+
+    def set(self) -> None:
+        """Set them."""
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.backends.cuda.matmul.allow_tf32 = self.matmul_tf32
+        torch.backends.cudnn.allow_tf32 = self.cudnn_tf32
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A training step, the switches that it runs under, and what releases it."""
+
+    step: Step
+    switches: Switches
+    close: Callable[[], None] = lambda: None
+
+
+def make_network(model_type: str, image_size: int, num_classes: int, batch_size: int) -> nn.Module:
+    """Build the network with the same weights for all."""
+    torch.manual_seed(0)
+    return build_model(model_type, num_classes=num_classes, image_size=image_size, batch_size=batch_size).module
+
+
+def our_contestant(module: nn.Module, world: World, batch_size: int) -> Contestant:
+    """The engine under the strategy ddp, as `training.loop` uses it."""
+    engine = make_engine(module, "ddp", "bf16", batch_size, world)
+    return Contestant(training_step(engine), Switches.current(), engine.close)
+
+
+def plain_contestant(module: nn.Module, world: World, batch_size: int) -> Contestant:
+    """Autocast, channels_last, fused AdamW, cuDNN's benchmark, TF32: all that a careful user writes by hand."""
+    config = TrainConfig()
+    module = module.to(world.device, memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+    )
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(world.device.type, dtype=torch.bfloat16):
+            loss = nn.functional.cross_entropy(module(images), labels)
+        loss.backward()
+        optimizer.step()
+
+    return Contestant(step, Switches(cudnn_benchmark=True, matmul_tf32=True, cudnn_tf32=True))
+
+
+def timm_contestant(module: nn.Module, world: World, batch_size: int) -> Contestant:
+    """timm's train.py with --amp --amp-dtype bfloat16 --channels-last: its optimizer factory, its order of calls."""
+    from timm.optim import create_optimizer_v2
+
+    config = TrainConfig()
+    module = module.to(world.device, memory_format=torch.channels_last)
+    optimizer = create_optimizer_v2(module, opt="adamw", lr=config.learning_rate, weight_decay=config.weight_decay)
+    loss_of = nn.CrossEntropyLoss()
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+        with torch.autocast(world.device.type, dtype=torch.bfloat16):
+            loss = loss_of(module(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Contestant(step, Switches(cudnn_benchmark=True, matmul_tf32=True, cudnn_tf32=True))
+
+
+MAKERS: dict[str, Callable[[nn.Module, World, int], Contestant]] = {
+    OURS: our_contestant,
+    PLAIN: plain_contestant,
+    TIMM: timm_contestant,
+}

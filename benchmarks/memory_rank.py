@@ -1,0 +1,103 @@
+"""One rank of `memory.py`: trains a few steps and writes how many bytes it holds, and how many a step needs at most.
+
+Measured on a CPU is the proportional set size: the pages that are resident, those shared by k processes counted as a
+k-th. glibc is told to give freed memory back at once, so that resident means in use. On a GPU PyTorch's allocator says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.our_engine import make_engine, training_step
+from models import build_model
+from training.distributed import World, barrier, start_world, stop_world
+
+SAMPLE_SECONDS = 0.01
+STEPS = 3  # the first creates the optimizer's state
+
+
+def resident_bytes() -> int:
+    """Return this process's proportional set size."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("Pss:")))
+
+
+class Peak:
+    """Samples the memory in a thread of its own while its block runs; on a GPU asks the allocator afterwards."""
+
+    def __init__(self, world: World) -> None:
+        self._is_cuda = world.device.type == "cuda"
+        self._over = threading.Event()
+        self.bytes = 0
+
+    def __enter__(self) -> Peak:
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self._thread = threading.Thread(target=self._watch)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_cuda:
+            self.bytes = torch.cuda.max_memory_allocated()
+            return
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.is_set():
+            self.bytes = max(self.bytes, resident_bytes())
+            time.sleep(SAMPLE_SECONDS)
+
+
+def held_bytes(world: World) -> int:
+    """Return what this rank holds now."""
+    return torch.cuda.memory_allocated() if world.device.type == "cuda" else resident_bytes()
+
+
+def train(model: str, strategy: str, batch_size: int, image_size: int, classes: int, world: World) -> dict[str, int]:
+    """Train `STEPS` steps; return the bytes held between steps and the most in the last step, both over the start."""
+    start = held_bytes(world)
+    torch.manual_seed(0)
+    module = build_model(model, num_classes=classes, image_size=image_size, batch_size=batch_size).module
+    engine = make_engine(module, strategy, "fp32", batch_size, world)
+    step = training_step(engine)
+    images = torch.randn(batch_size, 3, image_size, image_size, device=world.device)
+    labels = torch.randint(classes, (batch_size,), device=world.device)
+    for _ in range(STEPS - 1):
+        step(images, labels)
+    barrier(world)
+    held = held_bytes(world) - start
+    with Peak(world) as peak:
+        step(images, labels)
+        barrier(world)
+    engine.close()
+    return {"held": held, "peak": peak.bytes - start}
+
+
+def main() -> None:
+    """Warm up on a small model, which loads the libraries; then measure."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-type", required=True)
+    parser.add_argument("--strategy", required=True)
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--image-size", type=int, required=True)
+    parser.add_argument("--classes", type=int, required=True)
+    parser.add_argument("--result", required=True, help="a file per rank; {} stands for the rank")
+    given = parser.parse_args()
+    world = start_world()
+    train("basic_cnn", given.strategy, 2, 32, 10, world)
+    found = train(given.model_type, given.strategy, given.batch_size, given.image_size, given.classes, world)
+    Path(given.result.format(world.rank)).write_text(json.dumps(found))
+    stop_world()
+
+
+if __name__ == "__main__":
+    main()

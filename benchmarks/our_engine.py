@@ -1,0 +1,75 @@
+"""Our engine as a training builds it, for the benchmarks that time its steps without data and logging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from training.config import TrainConfig
+from training.distributed import World
+from training.engine import Engine
+from training.engines import build_engine, resolve_engine
+from training.metrics import sample_losses
+from training.optim import build_optimizer
+from training.strategies import engine_config, read_strategy_json
+
+Step = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+def sharding_of(strategy: str, batch_size: int) -> dict[str, Any]:
+    """Return a strategy's configuration without clipping and offload."""
+    return engine_config(
+        read_strategy_json(strategy),
+        batch_size_per_rank=batch_size,
+        accumulation_steps=1,
+        gradient_clipping=0.0,
+        offload="none",
+    )
+
+
+def engine_of(module: nn.Module, strategy: str, batch_size: int, device: torch.device) -> str:
+    """Return the name of the engine that a run gets which asks for none."""
+    return resolve_engine("auto", sharding_of(strategy, batch_size), module, device)
+
+
+def make_engine(
+    module: nn.Module,
+    strategy: str,
+    precision: str,
+    batch_size: int,
+    world: World,
+    *,
+    learning_rate: float = 1e-3,
+    weight_decay: float = 0.05,
+) -> Engine:
+    """Build the engine over AdamW, without clipping; a collective.
+
+    Args:
+        module: the model, on any device.
+        strategy: a key of `STRATEGIES`.
+        precision: 'bf16', 'fp16' or 'fp32'.
+        batch_size: images per rank.
+        world: the ranks.
+        learning_rate: AdamW's.
+        weight_decay: AdamW's.
+    """
+    config = TrainConfig(
+        batch_size=batch_size, learning_rate=learning_rate, weight_decay=weight_decay, gradient_clipping=0.0
+    )
+    module = module.to(world.device)
+    optimizer = build_optimizer(module, config, (), discriminative=False)
+    return build_engine(module, optimizer, sharding_of(strategy, batch_size), precision, world)
+
+
+def training_step(engine: Engine) -> Step:
+    """Return one step as `training.loop` takes it; the images in channels_last, as the loaders hand them over."""
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+        images = images.contiguous(memory_format=torch.channels_last)
+        engine.backward(sample_losses(engine.forward(images), labels).mean())
+        engine.step()
+
+    return step

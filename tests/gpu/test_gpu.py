@@ -1,0 +1,70 @@
+"""On a real GPU: `pytest -m gpu`. The same engine, launcher and checkpoints as on the CPU, in bf16 and in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from commands import launch, read_metrics
+from ranks import run_ranks
+from safetensors.torch import load_file
+
+from tests.gpu.gpu_ranks import TRAINABLE_MODELS
+from training.strategies import STRATEGIES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def bf16_steps(tmp_path_factory):
+    """{(strategy, model): what one step in bf16 did}; one process for all."""
+    keys = [(strategy, model) for strategy in STRATEGIES for model in TRAINABLE_MODELS]
+    cases = [{"strategy": strategy, "model_type": model} for strategy, model in keys]
+    (results,) = run_ranks("tests.gpu.gpu_ranks:one_bf16_step", 1, tmp_path_factory.mktemp("bf16"), cases)
+    return dict(zip(keys, results, strict=True))
+
+
+@pytest.mark.parametrize("model", TRAINABLE_MODELS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_model_takes_a_step_in_bf16(strategy, model, bf16_steps):
+    step = bf16_steps[strategy, model]
+    assert step["device"] == "cuda"
+    assert step["loss"] == pytest.approx(step["plain"], rel=0.05)
+    assert step["not_finite"] == []
+    assert step["unchanged"] == []
+
+
+def test_fp32_losses_are_those_of_a_plain_loop_on_the_cpu(tmp_path):
+    cases = [
+        {"model_type": model, "strategy": strategy, "steps": STEPS}
+        for strategy in STRATEGIES
+        for model in ("basic_cnn", "mobilenet")
+    ]
+    (results,) = run_ranks("tests.gpu.gpu_ranks:losses_beside_plain", 1, tmp_path, cases)
+    for case, result in zip(cases, results, strict=True):
+        assert result["device"] == "cuda"
+        # Adam divides by the root of squared gradients: rounding grows with each step.
+        assert result["ours"] == pytest.approx(result["plain"], rel=1e-2), case
+        assert result["ours"][0] == pytest.approx(result["plain"][0], rel=1e-4), case
+
+
+def test_a_resumed_run_is_bit_identical_with_deterministic_algorithms(tmp_path):
+    words = ["mobilenet", "ddp", "1", "32", "2", "--data", "fake", "--precision", "bf16", "--deterministic", "true"]
+    words += ["--log-dir", str(tmp_path), "--log-every-steps", "1", "--tensorboard", "false"]
+    words += ["--save-every-steps", "20", "--keep-last", "100"]
+    whole = launch(*words, "--run-name", "whole")
+    assert whole.returncode == 0, whole.stderr[-3000:]
+    middle = sorted((tmp_path / "runs" / "whole" / "checkpoints").glob("step-00000-*"))[0]
+    resumed = launch(*words, "--run-name", "resumed", "--resume", str(middle))
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    folders = [tmp_path / "runs" / name for name in ("whole", "resumed")]
+    losses = [{line["step"]: line["loss"] for line in read_metrics(folder, "step")} for folder in folders]
+    assert 0 < len(losses[1]) < len(losses[0])
+    assert losses[1].items() <= losses[0].items()
+    first, second = (load_file(folder / "model.safetensors") for folder in folders)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)

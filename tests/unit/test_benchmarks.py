@@ -1,0 +1,70 @@
+"""The benchmarks' own arithmetic, and that the one for a GPU runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.gpu.roofline import Peak, StepCosts, step_costs
+from benchmarks.jpegs import make_folder
+from benchmarks.peers.ours import spoil_cache
+from models import build_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
+    command = [sys.executable, "benchmarks/gpu/run.py", "--device", "cpu", "--quick", "--no-tests"]
+    environment = os.environ | {"OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*command, "--models", "basic_cnn"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    (table,) = (path.read_text() for path in tmp_path.glob("basic_cnn_*.md"))
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
+    assert [row[0].strip() for row in rows] == ["contestant", "ours (ddp)", "plain PyTorch loop", "timm's loop"]
+    assert all(float(row[1]) > 0 for row in rows[1:])
+
+
+def test_a_step_has_three_times_the_forwards_flops():
+    """A layer's two gradients cost its forward each, also where it has groups; the images need no gradient."""
+    size, batch_size = 32, 2
+    module = build_model("mobilenet", num_classes=10, image_size=size).module.to("meta")
+    first_conv = {}
+    module.conv_stem.register_forward_hook(lambda layer, _, output: first_conv.update(numel=output.numel()))
+    with FlopCounterMode(display=False) as counter:
+        module(torch.empty(batch_size, 3, size, size, device="meta"))
+    first = 2 * 3 * 3 * 3 * first_conv["numel"]
+    assert step_costs("mobilenet", batch_size, size, 10).flops == 3 * counter.get_total_flops() - first
+
+
+def test_the_roofline_takes_the_slower_of_computing_and_moving():
+    peak = Peak(flops_per_second=100.0, bytes_per_second=10.0, source="made up")
+    assert StepCosts(flops=600, operators=((500, 10), (100, 30))).least_seconds(peak) == 5.0 + 3.0
+
+
+def test_the_files_are_the_same_every_time(tmp_path):
+    first, second = (make_folder(tmp_path / name, images=20, pixels=64) for name in ("a", "b"))
+    files = sorted(path.relative_to(first) for path in first.rglob("*.jpg"))
+    assert len([path for path in files if path.parts[0] == "train"]) == 20
+    assert all((first / path).read_bytes() == (second / path).read_bytes() for path in files)
+
+
+def test_a_spoiled_file_still_decodes(tmp_path):
+    folder = make_folder(tmp_path, images=10, pixels=64)
+    path = min((folder / "val").rglob("*.jpg"))
+    with Image.open(path) as image:
+        before = image.tobytes()
+    sizes = set()
+    for _ in range(4):
+        spoil_cache(folder)
+        sizes.add(path.stat().st_size)
+    assert len(sizes) > 1
+    with Image.open(path) as image:
+        assert image.tobytes() == before
