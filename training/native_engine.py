@@ -34,15 +34,14 @@ class FlatGroup:
         gradient: of the master, [n / ranks]; set by each step.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], world: World, *, releasable: bool) -> None:
+    def __init__(self, parameters: list[nn.Parameter], world: World, *, is_first: bool, releasable: bool) -> None:
         self.parameters, self._rank = parameters, world.rank
         starts = [0]
         for parameter in parameters:
             starts.append(starts[-1] + _round_up(parameter.numel(), ALIGNMENT))
         self._starts = starts[:-1]
-        self.buffers: RankBuffers = make_buffers(
-            _round_up(starts[-1], ALIGNMENT * world.size), world, releasable=releasable
-        )
+        size = _round_up(starts[-1], ALIGNMENT * world.size)
+        self.buffers: RankBuffers = make_buffers(size, world, is_first=is_first, releasable=releasable)
         for parameter, start in zip(parameters, self._starts, strict=True):
             weight, gradient = (
                 flat.narrow(0, start, parameter.numel()).view(parameter.shape)
@@ -102,7 +101,7 @@ class NativeEngine:
         self._micro_steps = 0
         self._groups: list[FlatGroup] = []
         for group in optimizer.param_groups:
-            flat = FlatGroup(group["params"], world, releasable=self._releases)
+            flat = FlatGroup(group["params"], world, is_first=not self._groups, releasable=self._releases)
             group["params"] = [flat.master]
             self._groups.append(flat)
         self._has_all_weights = True

@@ -75,10 +75,18 @@ class OneRankBuffers:
 
 
 class SharedMemoryBuffers:
-    """Buffers of CPU ranks on one machine, in memory that all of them map."""
+    """Buffers of CPU ranks on one machine, in memory that all of them map.
 
-    def __init__(self, size: int, world: World, memory: torch.Tensor) -> None:
-        self._world = world
+    Args:
+        size: n, a multiple of the number of ranks.
+        world: the ranks.
+        memory: what all ranks map, float32 [n x (ranks + 1)].
+        meets: whether summing and gathering wait for the other ranks. All groups are summed, and gathered, one right
+            after the other, so the first group's wait serves all.
+    """
+
+    def __init__(self, size: int, world: World, memory: torch.Tensor, *, meets: bool) -> None:
+        self._world, self._meets = world, meets
         self.weights = memory[:size]
         self._all_gradients = memory[size:].view(world.size, size)
         self.gradients = self._all_gradients[world.rank]
@@ -88,7 +96,8 @@ class SharedMemoryBuffers:
 
     def sum_own_part(self) -> torch.Tensor:
         """Read the others' gradients where they lie."""
-        barrier(self._world)
+        if self._meets:
+            barrier(self._world)
         return _sum_rows(self._all_gradients[:, self._part], self._sum)
 
     def start_from_main(self) -> None:
@@ -97,7 +106,8 @@ class SharedMemoryBuffers:
 
     def gather_weights(self) -> None:
         """Wait until all ranks have written: there is one copy for all."""
-        barrier(self._world)
+        if self._meets:
+            barrier(self._world)
 
     def release_weights(self) -> None:
         """There is one copy for all."""
@@ -152,12 +162,13 @@ class CollectiveBuffers:
             self.weights.untyped_storage().resize_(0)
 
 
-def make_buffers(size: int, world: World, *, releasable: bool) -> RankBuffers:
-    """Make the buffers that suit the ranks; a collective.
+def make_buffers(size: int, world: World, *, is_first: bool, releasable: bool) -> RankBuffers:
+    """Make the buffers of one parameter group as they suit the ranks; a collective.
 
     Args:
         size: n, a multiple of the number of ranks.
         world: the ranks.
+        is_first: whether the group is summed and gathered before the others, which follow at once.
         releasable: whether the others' parts of the weights should take no memory between the steps.
     """
     if world.size == 1:
@@ -165,7 +176,7 @@ def make_buffers(size: int, world: World, *, releasable: bool) -> RankBuffers:
     if world.device.type == "cpu" and world.local_size == world.size:
         memory = _map_shared_memory(size * (world.size + 1), world)
         if memory is not None:
-            return SharedMemoryBuffers(size, world, memory)
+            return SharedMemoryBuffers(size, world, memory, meets=is_first)
     return CollectiveBuffers(size, world, releasable=releasable)
 
 
