@@ -201,7 +201,7 @@ def main() -> None:
         f"gloo, 1 thread each, fp32, AdamW, no clipping. {versions(*packages)}."
     )
     name = "quick" if plan.images < FILES else "compare"
-    save(name, "Everyone against everyone", facts, shlex.join(sys.argv), [steps, files])
+    save(name, "Everyone against everyone", facts, shlex.join(["python", *sys.argv]), [steps, files])
 
 
 if __name__ == "__main__":
