@@ -118,7 +118,7 @@ def main() -> None:
         "memory",
         "Memory per rank, predicted and measured",
         versions("torch", "deepspeed"),
-        shlex.join(sys.argv),
+        shlex.join(["python", *sys.argv]),
         [section],
     )
 

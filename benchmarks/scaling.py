@@ -79,6 +79,7 @@ def rate_sections(model: str) -> list[Section]:
             by_ranks[ranks].append(images_per_second(ranks, [(16, 64)], model)[16, 64])
             print(f"{ranks} ranks: {by_ranks[ranks][-1]:.0f} images/s", flush=True)
     by_case = images_per_second(2, list(dict.fromkeys([*batches, *sizes])), model)
+    print(*(f"{batch} images of {size} pixels: {rate:.0f}/s" for (batch, size), rate in by_case.items()), sep="\n")
     text = f"{model}, ddp, fp32, 1 thread per rank, steps from memory; medians."
     tables = {
         ("Ranks", "ranks"): {ranks: statistics.median(rates) for ranks, rates in by_ranks.items()},
@@ -105,7 +106,7 @@ def files_section(counts: list[int]) -> Section:
 
 
 def draw(sections: list[Section]) -> None:
-    """Draw the second column of each table over the first."""
+    """Draw images/s, or microseconds per file, over the first column of each table."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -113,10 +114,11 @@ def draw(sections: list[Section]) -> None:
 
     figure, axes = plt.subplots(1, len(sections), figsize=(3.2 * len(sections), 2.8), squeeze=False)
     for axis, section in zip(axes[0], sections, strict=True):
-        values, costs = zip(*((float(row[0]), float(row[1])) for row in section.rows), strict=True)
+        column = section.columns.index("µs per file" if "µs per file" in section.columns else "images/s")
+        values, costs = zip(*((float(row[0]), float(row[column])) for row in section.rows), strict=True)
         axis.plot(values, costs, marker="o")
-        axis.set(xscale="log", xlabel=section.columns[0], title=section.columns[1])
-        axis.set_ylim(bottom=0)
+        axis.set(xscale="log", xlabel=section.columns[0], title=section.columns[column])
+        axis.set_ylim(0, 1.1 * max(costs))
         axis.grid(alpha=0.3)
         if len(values) < 8 and max(values) < 10_000:
             axis.set_xticks(values, [f"{value:g}" for value in values], minor=False)
@@ -138,7 +140,7 @@ def main() -> None:
         sections.append(files_section([count for count in FILE_COUNTS if count <= given.files_up_to]))
     for section in sections:
         show(section)
-    save("scaling", "How cost grows", versions("torch", "deepspeed"), shlex.join(sys.argv), sections)
+    save("scaling", "How cost grows", versions("torch", "deepspeed"), shlex.join(["python", *sys.argv]), sections)
     if given.only is None:
         draw(sections)
 

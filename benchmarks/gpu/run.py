@@ -99,7 +99,7 @@ def main() -> None:
                 f"{versions('torch', 'torchvision', 'deepspeed', 'timm')}."
             )
             name = model.replace("timm:", "")
-            save(name, f"{model}: ours, a plain loop, timm's loop", facts, shlex.join(sys.argv), sections)
+            save(name, f"{model}: ours, a plain loop, timm's loop", facts, shlex.join(["python", *sys.argv]), sections)
     stop_world()
     if not given.no_tests:
         run_gpu_tests(end)
