@@ -1,0 +1,149 @@
+"""What each choice in the step is worth: DDP's options one after another, and ours with one choice turned back.
+
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 benchmarks/step_choices.py
+
+Same model, data in memory, fp32, AdamW, no clipping. All variants run in every round, in shuffled order, after one
+round that warms up (and compiles); ratios are taken within each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.our_engine import make_engine, training_step
+from benchmarks.report import Section, ratios_to, save, show, spread, versions
+from benchmarks.step_time import CLASSES, Step, make_model, seconds_per_step
+from training import rank_buffers
+from training.distributed import World, start_world, stop_world
+from training.metrics import sample_losses
+
+BASELINE = "bare DDP"
+
+
+def ddp_step(module: nn.Module, *, fused: bool = False, channels_last: bool = False, **options: bool) -> Step:
+    """A bare loop around DistributedDataParallel with its `options`."""
+    if channels_last:
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    parallel = DistributedDataParallel(module, **options)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, weight_decay=0.05, fused=fused)
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+        images = images.contiguous(memory_format=torch.channels_last) if channels_last else images
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(parallel(images), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def our_step(module: nn.Module, world: World, batch_size: int, *, fused: bool = True, compiled: bool = False) -> Step:
+    """Our step under `ddp` as a training takes it, or with a choice turned back."""
+    engine = make_engine(module, "ddp", "fp32", batch_size, world)
+    for group in engine.parameter_groups:
+        group["fused"] = fused
+    if compiled:
+        engine.compile(None)
+    return training_step(engine)
+
+
+def our_contiguous_step(module: nn.Module, world: World, batch_size: int) -> Step:
+    """Our step on images in PyTorch's usual layout."""
+    engine = make_engine(module, "ddp", "fp32", batch_size, world)
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+        engine.backward(sample_losses(engine.forward(images), labels).mean())
+        engine.step()
+
+    return step
+
+
+@contextmanager
+def without_shared_memory() -> Iterator[None]:
+    """Let engines that are built inside the block exchange through gloo."""
+    kept, rank_buffers.SHARED_MEMORY = rank_buffers.SHARED_MEMORY, Path("/nowhere")
+    try:
+        yield
+    finally:
+        rank_buffers.SHARED_MEMORY = kept
+
+
+def make_variants(
+    new_model: Callable[[], nn.Module], world: World, batch_size: int, *, compiles: bool
+) -> dict[str, Step]:
+    """Build every variant by its name."""
+    views = {"gradient_as_bucket_view": True, "static_graph": True}
+    quiet = views | {"broadcast_buffers": False}
+    variants = {
+        BASELINE: ddp_step(new_model()),
+        "+ gradients as bucket views, static graph": ddp_step(new_model(), **views),
+        "+ no broadcast of buffers": ddp_step(new_model(), **quiet),
+        "+ fused AdamW": ddp_step(new_model(), fused=True, **quiet),
+        "+ channels_last": ddp_step(new_model(), fused=True, channels_last=True, **quiet),
+        "ours": our_step(new_model(), world, batch_size),
+        "ours, AdamW not fused": our_step(new_model(), world, batch_size, fused=False),
+        "ours, images not channels_last": our_contiguous_step(new_model(), world, batch_size),
+    }
+    with without_shared_memory():
+        variants["ours, over gloo instead of shared memory"] = our_step(new_model(), world, batch_size)
+    if compiles:
+        variants["ours, --compile on"] = our_step(new_model(), world, batch_size, compiled=True)
+    return variants
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-type", default="mobilenet")
+    parser.add_argument("--batch-size", type=int, default=16, help="images per rank")
+    parser.add_argument("--image-size", type=int, default=64, help="pixels")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=10, help="steps per variant and round")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="with torch.compile")
+    given = parser.parse_args()
+    world = start_world()
+    generator = torch.Generator().manual_seed(world.rank)
+    size = (given.batch_size, 3, given.image_size, given.image_size)
+    batches = [
+        (torch.randn(size, generator=generator), torch.randint(CLASSES, size[:1], generator=generator))
+        for _ in range(given.steps)
+    ]
+    variants = make_variants(
+        lambda: make_model(given.model_type, given.image_size, world), world, given.batch_size, compiles=given.compile
+    )
+    order, shuffler = list(variants), random.Random(0)
+    rounds: list[dict[str, float]] = []
+    for _ in range(given.rounds + 1):
+        shuffler.shuffle(order)  # the same on all ranks
+        rounds.append({name: seconds_per_step(variants[name], batches, world) for name in order})
+    if world.is_main:
+        ratios = ratios_to(BASELINE, rounds[1:])
+        rows = [
+            (name, spread(ratios[name]), f"{1e3 * statistics.median(r[name] for r in rounds[1:]):.1f}")
+            for name in variants
+        ]
+        text = (
+            f"{given.model_type}, {given.batch_size} x {given.image_size} px per rank, fp32, AdamW, no clipping, "
+            f"{world.describe()}; {given.rounds} rounds of {given.steps} steps; median (quartiles) of the ratio."
+        )
+        section = Section("One step", text, ("variant", "time / bare DDP", "ms (median)"), rows)
+        show(section)
+        facts = f"{versions('torch', 'timm')}. The rows with + add to the row above them."
+        command = f"OMP_NUM_THREADS=1 torchrun --nproc_per_node={world.size} benchmarks/step_choices.py"
+        save(f"step_choices_{given.model_type}", "What each choice in the step is worth", facts, command, [section])
+    stop_world()
+
+
+if __name__ == "__main__":
+    main()
