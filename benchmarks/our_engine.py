@@ -44,6 +44,7 @@ def make_engine(
     *,
     learning_rate: float = 1e-3,
     weight_decay: float = 0.05,
+    engine: str = "auto",
 ) -> Engine:
     """Build the engine over AdamW, without clipping; a collective.
 
@@ -55,13 +56,14 @@ def make_engine(
         world: the ranks.
         learning_rate: AdamW's.
         weight_decay: AdamW's.
+        engine: as `--engine`.
     """
     config = TrainConfig(
         batch_size=batch_size, learning_rate=learning_rate, weight_decay=weight_decay, gradient_clipping=0.0
     )
     module = module.to(world.device)
     optimizer = build_optimizer(module, config, (), discriminative=False)
-    return build_engine(module, optimizer, sharding_of(strategy, batch_size), precision, world)
+    return build_engine(module, optimizer, sharding_of(strategy, batch_size), precision, world, engine)
 
 
 def training_step(engine: Engine) -> Step:

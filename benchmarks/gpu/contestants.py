@@ -1,4 +1,4 @@
-"""The three training steps that are compared on a GPU, on the same network and batch in bf16."""
+"""The training steps that are compared on a GPU, on the same network and batch in bf16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models import build_model
 from training.config import TrainConfig
 from training.distributed import World
 
-OURS, PLAIN, TIMM = "ours (ddp)", "plain PyTorch loop", "timm's loop"
+OURS, NATIVE, PLAIN, TIMM = "ours (ddp)", "ours (ddp, --engine native)", "plain PyTorch loop", "timm's loop"
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,12 @@ def our_contestant(module: nn.Module, world: World, batch_size: int) -> Contesta
     return Contestant(training_step(engine), Switches.current(), engine.close)
 
 
+def native_contestant(module: nn.Module, world: World, batch_size: int) -> Contestant:
+    """The same with our own engine, which `--engine auto` does not take on a GPU yet."""
+    engine = make_engine(module, "ddp", "bf16", batch_size, world, engine="native")
+    return Contestant(training_step(engine), Switches.current(), engine.close)
+
+
 def plain_contestant(module: nn.Module, world: World, batch_size: int) -> Contestant:
     """Autocast, channels_last, fused AdamW, cuDNN's benchmark, TF32: all that a careful user writes by hand."""
     config = TrainConfig()
@@ -97,6 +103,7 @@ def timm_contestant(module: nn.Module, world: World, batch_size: int) -> Contest
 
 MAKERS: dict[str, Callable[[nn.Module, World, int], Contestant]] = {
     OURS: our_contestant,
+    NATIVE: native_contestant,
     PLAIN: plain_contestant,
     TIMM: timm_contestant,
 }

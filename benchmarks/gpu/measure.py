@@ -139,7 +139,8 @@ def compare(model: str, batch_size: int, effort: Effort, world: World, deadline:
     while len(rounds) < effort.rounds and (len(rounds) < FEWEST_ROUNDS or time.monotonic() < deadline):
         shuffler.shuffle(order)
         rounds.append({name: seconds_per_step(entries[name].contestant, batch, steps, world) for name in order})
-    entries[OURS].contestant.close()
+    for entry in entries.values():
+        entry.contestant.close()
     costs = step_costs(model, batch_size, effort.image_size, effort.num_classes)
     return tabulate(f"{model}, {batch_size} images", batch_size, entries, rounds, costs, world)
 

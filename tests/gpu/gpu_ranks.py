@@ -34,9 +34,9 @@ def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.arange(BATCH_SIZE) % CLASSES
 
 
-def our_engine(module: nn.Module, strategy: str, precision: str, world: World) -> Engine:
+def our_engine(module: nn.Module, strategy: str, engine: str, precision: str, world: World) -> Engine:
     recipe = {"learning_rate": LEARNING_RATE, "weight_decay": 0.0}
-    return make_engine(module, strategy, precision, BATCH_SIZE, world, **recipe)
+    return make_engine(module, strategy, precision, BATCH_SIZE, world, engine=engine, **recipe)
 
 
 def our_losses(engine: Engine, steps: int, world: World) -> list[float]:
@@ -65,22 +65,22 @@ def plain_losses(module: nn.Module, steps: int) -> list[float]:
     return losses
 
 
-def losses_beside_plain(world: World, model_type: str, strategy: str, steps: int) -> dict[str, Any]:
+def losses_beside_plain(world: World, model_type: str, strategy: str, engine: str, steps: int) -> dict[str, Any]:
     """Train in full fp32 (no TF32) on the device and by a plain loop on the CPU."""
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    engine = our_engine(make_network(model_type), strategy, "fp32", world)
-    ours = our_losses(engine, steps, world)
-    engine.close()
+    built = our_engine(make_network(model_type), strategy, engine, "fp32", world)
+    ours = our_losses(built, steps, world)
+    built.close()
     return {"device": world.device.type, "ours": ours, "plain": plain_losses(make_network(model_type), steps)}
 
 
-def one_bf16_step(world: World, model_type: str, strategy: str) -> dict[str, Any]:
+def one_bf16_step(world: World, model_type: str, strategy: str, engine: str) -> dict[str, Any]:
     """Take one step in bf16, and compare its loss with that of the same weights on the CPU in fp32."""
-    engine = our_engine(make_network(model_type), strategy, "bf16", world)
-    before = dict(engine.weights())
-    (loss,) = our_losses(engine, 1, world)
-    after = dict(engine.weights())
-    engine.close()
+    built = our_engine(make_network(model_type), strategy, engine, "bf16", world)
+    before = dict(built.weights())
+    (loss,) = our_losses(built, 1, world)
+    after = dict(built.weights())
+    built.close()
     trained = [name for name, _ in make_network(model_type).named_parameters()]
     return {
         "device": world.device.type,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from commands import launch, read_metrics
@@ -9,6 +11,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from tests.gpu.gpu_ranks import TRAINABLE_MODELS
+from training.engines import ENGINES
 from training.strategies import STRATEGIES
 
 pytestmark = [
@@ -21,17 +24,18 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def bf16_steps(tmp_path_factory):
-    """{(strategy, model): what one step in bf16 did}; one process for all."""
-    keys = [(strategy, model) for strategy in STRATEGIES for model in TRAINABLE_MODELS]
-    cases = [{"strategy": strategy, "model_type": model} for strategy, model in keys]
+    """{(strategy, engine, model): what one step in bf16 did}; one process for all."""
+    keys = [*product(STRATEGIES, ENGINES, TRAINABLE_MODELS)]
+    cases = [{"strategy": strategy, "engine": engine, "model_type": model} for strategy, engine, model in keys]
     (results,) = run_ranks("tests.gpu.gpu_ranks:one_bf16_step", 1, tmp_path_factory.mktemp("bf16"), cases)
     return dict(zip(keys, results, strict=True))
 
 
 @pytest.mark.parametrize("model", TRAINABLE_MODELS)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_model_takes_a_step_in_bf16(strategy, model, bf16_steps):
-    step = bf16_steps[strategy, model]
+def test_every_model_takes_a_step_in_bf16(strategy, engine, model, bf16_steps):
+    step = bf16_steps[strategy, engine, model]
     assert step["device"] == "cuda"
     assert step["loss"] == pytest.approx(step["plain"], rel=0.05)
     assert step["not_finite"] == []
@@ -40,9 +44,8 @@ def test_every_model_takes_a_step_in_bf16(strategy, model, bf16_steps):
 
 def test_fp32_losses_are_those_of_a_plain_loop_on_the_cpu(tmp_path):
     cases = [
-        {"model_type": model, "strategy": strategy, "steps": STEPS}
-        for strategy in STRATEGIES
-        for model in ("basic_cnn", "mobilenet")
+        {"model_type": model, "strategy": strategy, "engine": engine, "steps": STEPS}
+        for strategy, engine, model in product(STRATEGIES, ENGINES, ("basic_cnn", "mobilenet"))
     ]
     (results,) = run_ranks("tests.gpu.gpu_ranks:losses_beside_plain", 1, tmp_path, cases)
     for case, result in zip(cases, results, strict=True):

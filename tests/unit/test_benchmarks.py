@@ -28,7 +28,8 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     (table,) = (path.read_text() for path in tmp_path.glob("basic_cnn_*.md"))
     rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
-    assert [row[0].strip() for row in rows] == ["contestant", "ours (ddp)", "plain PyTorch loop", "timm's loop"]
+    contestants = ["ours (ddp)", "ours (ddp, --engine native)", "plain PyTorch loop", "timm's loop"]
+    assert [row[0].strip() for row in rows] == ["contestant", *contestants]
     assert all(float(row[1]) > 0 for row in rows[1:])
 
 
