@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import threading
@@ -231,6 +232,17 @@ def test_tensorboard_does_not_hang_on_a_full_disk(small_disk, capsys):
     loggers.close()
     assert capsys.readouterr().err.count("TensorBoardLogger cannot write") == 1
     assert set(threading.enumerate()) <= before, "its thread has ended"
+
+
+def test_the_confusion_matrix_is_drawn_at_the_first_and_the_last_epoch(tmp_path):
+    folder = run_folder(tmp_path)
+    logger = TensorBoardLogger(folder, {}, {}, 0)
+    for epoch in (1, 2, 3):
+        logger.on_epoch(dataclasses.replace(EPOCH, epoch=epoch, epochs=3))
+    logger.close()
+    read = EventAccumulator(str(folder.tensorboard)).Reload()
+    assert [event.step for event in read.Images("confusion matrix")] == [1, 3]
+    assert len(read.Scalars("epoch/val_top1")) == 3
 
 
 def test_confusion_picture_has_true_classes_as_rows_and_shades_by_their_shares():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from training.loggers.confusion import confusion_picture
 from training.run_folder import RunFolder
 
 LARGEST_PICTURE = 200
+SECONDS_BETWEEN_PICTURES = 30.0  # drawing one takes as long as a step
 
 
 class TensorBoardLogger:
@@ -23,6 +25,7 @@ class TensorBoardLogger:
     def __init__(self, folder: RunFolder, config: dict[str, Any], facts: dict[str, Any], first_step: int) -> None:
         # After a resume, steps from before it that are run again are void.
         purge_step = first_step + 1 if first_step else None
+        self._next_picture = 0.0
         self._writer = SummaryWriter(str(folder.tensorboard), flush_secs=10, purge_step=purge_step)
         self._writer.add_text("configuration", _as_code(config))
         self._writer.add_text("environment", _as_code(facts))
@@ -52,7 +55,7 @@ class TensorBoardLogger:
         self._write_scalars(scalars | _time_and_speed(point), point.step)
 
     def on_epoch(self, point: EpochPoint) -> None:
-        """Write the scalars of an epoch, and the confusion matrix."""
+        """Write the scalars of an epoch, and the confusion matrix of the first, the last, and some between."""
         scalars = {
             "epoch/train_loss": point.train_loss,
             "epoch/train_top1": point.train_top1,
@@ -62,7 +65,9 @@ class TensorBoardLogger:
         }
         self._write_scalars(scalars, point.epoch)
         confusion = point.validation.confusion
-        if confusion is not None and len(confusion) <= LARGEST_PICTURE:
+        is_due = point.epoch == point.epochs or time.monotonic() >= self._next_picture
+        if is_due and confusion is not None and len(confusion) <= LARGEST_PICTURE:
+            self._next_picture = time.monotonic() + SECONDS_BETWEEN_PICTURES
             picture = confusion_picture(confusion, point.class_names)
             self._writer.add_image("confusion matrix", picture, point.epoch, dataformats="HWC")
 
