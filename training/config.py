@@ -96,7 +96,8 @@ class TrainConfig:
         "auto", "What shards the training state; auto: native on CPU ranks for models that fit, else deepspeed."
     )
     compile: Literal["auto", "on", "off"] = option(
-        "auto", "Translate the model with torch.compile (a minute at the start); auto: where it was measured faster."
+        "auto",
+        "Translate the model with torch.compile (a minute or two at the start); auto: where it was shown to pay.",
     )
     deepspeed_config: str = option("", "Use this DeepSpeed JSON in place of the strategy's own.")
 

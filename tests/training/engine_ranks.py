@@ -67,7 +67,10 @@ def make_engine(
         gradient_clipping=config.gradient_clipping,
         offload=config.offload,
     )
-    return build_engine(module, optimizer, sharding, precision, world, config.engine)
+    engine = build_engine(module, optimizer, sharding, precision, world, config.engine)
+    if config.compile == "on":
+        engine.compile(None)
+    return engine
 
 
 def configuration(**changes: Any) -> TrainConfig:

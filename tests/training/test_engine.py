@@ -117,6 +117,15 @@ def test_a_verdict_that_stays_on_the_device_changes_nothing_else(strategy, run_c
         assert largest_difference(report["after"], report["later"]) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "engine"), VARIANTS)
+def test_a_compiled_model_trains_the_same(strategy, engine, run_cases, oracle, largest_difference):
+    case = {"steps": 5, "optimizer": "adamw", "strategy": strategy, "engine": engine, "compile": "on"}
+    for report in run_cases("train_with_engine", fixed=case)[()]:
+        np.testing.assert_allclose(report["losses"], oracle[("adamw",)][0]["losses"], atol=1e-5)
+        assert largest_difference(report["weights"], oracle[("adamw",)][0]["weights"]) < 1e-4
+
+
 CHANGES = [  # strategy and engine of the first steps, and of the last
     *(variant * 2 for variant in VARIANTS),
     ("ddp", "deepspeed", "fsdp_stage3", "deepspeed"),
