@@ -102,8 +102,7 @@ def _kill_node_launcher(target: Target) -> str:
     found = [seen for seen in processes_of(target.mark) if seen.is_node_launcher]
     chosen = target.rng.choice(_some(found, "node launcher"))
     send(chosen.process, signal.SIGKILL)
-    name = next(Path(word).name for word in chosen.words if "deepspeed" in word or "torchrun" in word)
-    return f"kill -SIGKILL {name} (pid {chosen.process.pid})"
+    return f"kill -SIGKILL {chosen.node_launcher_name} (pid {chosen.process.pid})"
 
 
 def _kill_worker(target: Target) -> str:

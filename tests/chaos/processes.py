@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -20,6 +21,7 @@ ENTRY = "train_distributed.py"
 FORK_SERVER = "multiprocessing.forkserver"
 POLL_SECONDS = 0.1
 KILL_SECONDS = 30.0
+NODE_LAUNCHERS = ("local_ranks.py", "/deepspeed", "torchrun.py", "deepspeed.launcher.launch")
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,13 @@ class Seen:
     @property
     def is_node_launcher(self) -> bool:
         """Whether it is what starts the ranks: ours, deepspeed, deepspeed's launcher of this node, or torchrun."""
-        names = ("local_ranks.py", "/deepspeed", "torchrun.py", "deepspeed.launcher.launch")
-        return (
-            LAUNCH_MARK in self.environment
-            and "LOCAL_RANK" not in self.environment
-            and any(word.endswith(names) for word in self.words)
-        )
+        is_outside = LAUNCH_MARK in self.environment and "LOCAL_RANK" not in self.environment
+        return is_outside and self.node_launcher_name is not None
+
+    @property
+    def node_launcher_name(self) -> str | None:
+        """The program's name, if it is one that starts ranks."""
+        return next((Path(word).name for word in self.words if word.endswith(NODE_LAUNCHERS)), None)
 
 
 def processes_of(mark: str) -> list[Seen]:
