@@ -119,11 +119,12 @@ def test_a_verdict_that_stays_on_the_device_changes_nothing_else(strategy, run_c
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "engine"), VARIANTS)
-def test_a_compiled_model_trains_the_same(strategy, engine, run_cases, oracle, largest_difference):
+def test_a_compiled_model_has_the_same_losses(strategy, engine, run_cases, oracle):
+    """Not the same weights: where a gradient is all rounding, Adam steps by the learning rate in either direction."""
     case = {"steps": 5, "optimizer": "adamw", "strategy": strategy, "engine": engine, "compile": "on"}
+    expected = oracle[("adamw",)][0]["losses"]
     for report in run_cases("train_with_engine", fixed=case)[()]:
-        np.testing.assert_allclose(report["losses"], oracle[("adamw",)][0]["losses"], atol=1e-5)
-        assert largest_difference(report["weights"], oracle[("adamw",)][0]["weights"]) < 1e-4
+        np.testing.assert_allclose(report["losses"], expected, atol=1e-5)
 
 
 CHANGES = [  # strategy and engine of the first steps, and of the last
