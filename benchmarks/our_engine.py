@@ -19,13 +19,13 @@ from training.strategies import engine_config, read_strategy_json
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 
 
-def sharding_of(strategy: str, batch_size: int) -> dict[str, Any]:
-    """Return a strategy's configuration without clipping and offload."""
+def sharding_of(strategy: str, batch_size: int, gradient_clipping: float = 0.0) -> dict[str, Any]:
+    """Return a strategy's configuration without offload."""
     return engine_config(
         read_strategy_json(strategy),
         batch_size_per_rank=batch_size,
         accumulation_steps=1,
-        gradient_clipping=0.0,
+        gradient_clipping=gradient_clipping,
         offload="none",
     )
 
@@ -45,8 +45,9 @@ def make_engine(
     learning_rate: float = 1e-3,
     weight_decay: float = 0.05,
     engine: str = "auto",
+    gradient_clipping: float = 0.0,
 ) -> Engine:
-    """Build the engine over AdamW, without clipping; a collective.
+    """Build the engine over AdamW; a collective.
 
     Args:
         module: the model, on any device.
@@ -57,13 +58,13 @@ def make_engine(
         learning_rate: AdamW's.
         weight_decay: AdamW's.
         engine: as `--engine`.
+        gradient_clipping: largest norm, 0 for none.
     """
-    config = TrainConfig(
-        batch_size=batch_size, learning_rate=learning_rate, weight_decay=weight_decay, gradient_clipping=0.0
-    )
+    config = TrainConfig(learning_rate=learning_rate, weight_decay=weight_decay)
     module = module.to(world.device)
     optimizer = build_optimizer(module, config, (), discriminative=False)
-    return build_engine(module, optimizer, sharding_of(strategy, batch_size), precision, world, engine)
+    sharding = sharding_of(strategy, batch_size, gradient_clipping)
+    return build_engine(module, optimizer, sharding, precision, world, engine)
 
 
 def training_step(engine: Engine) -> Step:

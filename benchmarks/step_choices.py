@@ -20,32 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.our_engine import make_engine, training_step
+from benchmarks.our_engine import Step, make_engine, training_step
 from benchmarks.report import Section, ratios_to, save, show, spread, versions
-from benchmarks.step_time import CLASSES, Step, make_model, seconds_per_step
+from benchmarks.step_time import BASELINE, CLASSES, TUNED_OPTIONS, ddp_step, make_model, seconds_per_step
 from training import rank_buffers
 from training.distributed import World, start_world, stop_world
 from training.metrics import sample_losses
-
-BASELINE = "bare DDP"
-
-
-def ddp_step(module: nn.Module, *, fused: bool = False, channels_last: bool = False, **options: bool) -> Step:
-    """A bare loop around DistributedDataParallel with its `options`."""
-    if channels_last:
-        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    parallel = DistributedDataParallel(module, **options)
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, weight_decay=0.05, fused=fused)
-
-    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
-        images = images.contiguous(memory_format=torch.channels_last) if channels_last else images
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(parallel(images), labels).backward()
-        optimizer.step()
-
-    return step
 
 
 def our_step(module: nn.Module, world: World, batch_size: int, *, fused: bool = True, compiled: bool = False) -> Step:
@@ -84,13 +65,12 @@ def make_variants(
 ) -> dict[str, Step]:
     """Build every variant by its name."""
     views = {"gradient_as_bucket_view": True, "static_graph": True}
-    quiet = views | {"broadcast_buffers": False}
     variants = {
         BASELINE: ddp_step(new_model()),
         "+ gradients as bucket views, static graph": ddp_step(new_model(), **views),
-        "+ no broadcast of buffers": ddp_step(new_model(), **quiet),
-        "+ fused AdamW": ddp_step(new_model(), fused=True, **quiet),
-        "+ channels_last": ddp_step(new_model(), fused=True, channels_last=True, **quiet),
+        "+ no broadcast of buffers": ddp_step(new_model(), **TUNED_OPTIONS),
+        "+ fused AdamW": ddp_step(new_model(), fused=True, **TUNED_OPTIONS),
+        "+ channels_last": ddp_step(new_model(), fused=True, channels_last=True, **TUNED_OPTIONS),
         "ours": our_step(new_model(), world, batch_size),
         "ours, AdamW not fused": our_step(new_model(), world, batch_size, fused=False),
         "ours, images not channels_last": our_contiguous_step(new_model(), world, batch_size),

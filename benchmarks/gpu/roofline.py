@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from models import build_model
 from planning.machines import peak_tflops
+from training.flops import convolution_backward_flops
 
 ADAMW_BYTES_PER_PARAMETER = 7 * 4
 
@@ -104,10 +105,7 @@ class _OperatorCounter(TorchDispatchMode):
 
 def _flops(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
     if operator is torch.ops.aten.convolution_backward:
-        # PyTorch's own count leaves out the groups: eleven times too many for MobileNet. Each of the two gradients
-        # costs what the forward does.
-        grad_output, _, weight = args[:3]
-        forward = 2 * weight.numel() * grad_output.numel() // grad_output.shape[1]
-        return forward * sum(gradient is not None for gradient in result[:2])
+        shapes = [value.shape if isinstance(value, torch.Tensor) else value for value in args]
+        return convolution_backward_flops(*shapes, out_shape=[None if out is None else out.shape for out in result])
     count = flop_registry.get(operator)
     return int(count(*args, **kwargs, out_val=result)) if count else 0
