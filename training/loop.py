@@ -83,7 +83,7 @@ def train_one_epoch(
 
     Args:
         engine: the model and its optimizer.
-        batches: this rank's micro-batches, from `progress.step` on.
+        batches: this rank's micro-batches on its device, from `progress.step` on.
         settings: what stays the same.
         progress: epoch and first step.
         sums: the epoch's sums; skipped steps are not in them.
@@ -95,7 +95,7 @@ def train_one_epoch(
     """
     plan, world, guard, clock = settings.plan, tools.world, tools.guard, tools.timing.clock
     meter = Meter(settings, progress.epoch, sums, world, tools.loggers, tools.timing, guard)
-    waiting = _TimedBatches(batches, (plan.steps_per_epoch - progress.step) * plan.accumulation_steps, settings)
+    waiting = _TimedBatches(batches, (plan.steps_per_epoch - progress.step) * plan.accumulation_steps, settings, world)
     first_step, stop_signal = progress.step, 0
     profiler = tools.timing.profiler
     if profiler is not None:
@@ -111,18 +111,17 @@ def train_one_epoch(
         for micro_step in range(plan.accumulation_steps):
             with clock.data:
                 batch = next(waiting)
-                images, labels, weights = _to_device(batch, world.device)
             _seed_dropout(settings.seed, position, micro_step * world.size + world.rank, world.device)
             with clock.forward:
-                logits = engine.forward(images)
-                losses = sample_losses(logits, labels, settings.label_smoothing)
-                loss = (losses * weights).sum() * loss_factor
+                logits = engine.forward(batch.images)
+                losses = sample_losses(logits, batch.labels, settings.label_smoothing)
+                loss = (losses * batch.weights).sum() * loss_factor
             with clock.backward:
                 engine.backward(loss)
             with clock.optimizer:
                 result = engine.step()
             with clock.logging:
-                sums.add(losses, logits, labels, weights)
+                sums.add(losses, logits, batch.labels, batch.weights)
             guard.note(batch, losses)
         sums.keep_if(guard.after_step(result, position + 1), sums_before)
         progress = dataclasses.replace(progress, step=step + 1)
@@ -183,12 +182,11 @@ def evaluate(
     """
     engine.train(False)
     sums = ScoreSums(settings.num_classes, world.device, with_confusion=True)
-    waiting = _TimedBatches(batches, len(batches), settings)
+    waiting = _TimedBatches(batches, len(batches), settings, world)
     stop_signal = 0
     for batch in waiting:
-        images, labels, weights = _to_device(batch, world.device)
-        logits = engine.forward(images)
-        sums.add(sample_losses(logits, labels), logits, labels, weights)
+        logits = engine.forward(batch.images)
+        sums.add(sample_losses(logits, batch.labels), logits, batch.labels, batch.weights)
         if tools is not None:
             tools.report.beat("evaluate")
             stop_signal = tools.stop.poll(world, failed=waiting.error is not None).stop_signal
@@ -212,12 +210,6 @@ def _seed_dropout(seed: int, position: int, micro_batch: int, device: torch.devi
         torch.cuda.manual_seed(int(state[0] >> 1))
 
 
-def _to_device(batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tensors = (batch.images, batch.labels, batch.weights)
-    images, labels, weights = (tensor.to(device, non_blocking=True) for tensor in tensors)
-    return images, labels, weights
-
-
 class _TimedBatches:
     """An iterator over `count` batches that adds up the seconds spent waiting, and outlives an unreadable image.
 
@@ -225,10 +217,10 @@ class _TimedBatches:
     rank goes on with empty batches of weight 0 until all ranks have agreed to stop.
     """
 
-    def __init__(self, batches: Iterable[Batch], count: int, settings: LoopSettings) -> None:
+    def __init__(self, batches: Iterable[Batch], count: int, settings: LoopSettings, world: World) -> None:
         self._iterator: Iterator[Batch] = iter(batches)
         self._left = count
-        self._settings = settings
+        self._settings, self._device = settings, world.device
         self.seconds = 0.0
         self.error: UserError | None = None
 
@@ -258,5 +250,6 @@ class _TimedBatches:
 
     def _empty_batch(self) -> Batch:
         size, side = self._settings.plan.batch_size_per_rank, self._settings.image_size
-        zeros = torch.zeros(size, dtype=torch.int64)
-        return Batch(torch.zeros(size, 3, side, side), zeros, torch.zeros(size), zeros, [])
+        images, weights = torch.zeros(size, 3, side, side, device=self._device), torch.zeros(size, device=self._device)
+        labels = torch.zeros(size, dtype=torch.int64, device=self._device)
+        return Batch(images, labels, weights, torch.zeros(size, dtype=torch.int64), [])
