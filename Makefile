@@ -1,7 +1,7 @@
 # `make help` lists the targets.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev train test test-slow chaos bench lint check clean
+.PHONY: help setup setup-dev train test test-slow test-cluster chaos bench lint check clean
 
 PYTHON ?= python3
 EPOCHS ?= 15
@@ -10,12 +10,12 @@ SEED ?= 0
 ROUNDS ?= 2
 MINUTES ?= 15
 TRAIN_FLAGS ?= --learning-rate 0.004
-SHELL_FILES := $(wildcard scripts/*.sh) .ci/run
+SHELL_FILES := $(wildcard scripts/*.sh tests/cluster/lab/*.sh) .ci/run
 BIN := .venv/bin
 export PYTHON
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 setup: ## Make .venv with what training needs (does nothing if it is there)
 	@bash scripts/setup_env.sh requirements.txt
@@ -32,6 +32,10 @@ test: setup-dev ## Run the tests: those of units side by side, then those that s
 
 test-slow: setup-dev ## Run the tests that take minutes each
 	$(BIN)/python -m pytest -m slow
+
+test-cluster: setup-dev ## Train on hosts made on this machine, over ssh and Slurm (root on Debian; skipped elsewhere)
+	@bash tests/cluster/lab/install.sh
+	$(BIN)/python -m pytest -m cluster tests/cluster
 
 chaos: setup-dev ## Break into trainings at random moments, compare with uninterrupted ones (N=100 faults, SEED=0)
 	$(BIN)/python -m tests.chaos --faults $(N) --seed $(SEED)
