@@ -17,18 +17,19 @@ KILL_SECONDS = 30.0  # a process the kernel does not let go of is no reason to w
 
 
 class Launch:
-    """All processes of one launch, over all its restarts."""
+    """All processes of one launch on this machine, over all its restarts."""
 
-    def __init__(self) -> None:
-        self.mark = uuid.uuid4().hex
+    def __init__(self, mark: str = "") -> None:
+        """Take the mark of a launch that goes on, on another machine or from another process, else a new one."""
+        self.mark = mark or uuid.uuid4().hex
         self.known: dict[int, psutil.Process] = {}  # every rank seen since the last start, also one that is gone
-        self.world_size = 0  # 0 until a rank has been seen
+        self.local_size = 0  # ranks on this machine, 0 until one has been seen
         self._signalled: set[psutil.Process] = set()
 
     def forget_ranks(self) -> None:
         """Expect new ranks: the launch is started again."""
         self.known.clear()
-        self.world_size = 0
+        self.local_size = 0
 
     def processes(self) -> list[psutil.Process]:
         """Return every live process of this launch, and note the ranks among them.
@@ -52,7 +53,8 @@ class Launch:
         for process, (_, parent, environment) in sorted(candidates.items(), key=lambda item: item[1][0]):
             if parent not in inside_rank:
                 self.known.setdefault(int(environment.get("RANK", 0)), process)
-                self.world_size = int(environment.get("WORLD_SIZE", 1))
+                # deepspeed's launcher calls it LOCAL_SIZE
+                self.local_size = int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or 1)
         return found
 
     def ranks(self) -> list[psutil.Process]:

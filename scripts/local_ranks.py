@@ -2,7 +2,7 @@
 
     python scripts/local_ranks.py --nproc_per_node 2 --master_port 29500 scripts/train_distributed.py --model-type vgg
 
-What torchrun does on one machine without restarts, with the variables that it sets, but without importing torch: the
+What torchrun does without restarts, with the variables that it sets, but without importing torch: the
 ranks start at once (deepspeed's launcher takes about 5 seconds to come to that, torchrun 2).
 """
 
@@ -22,14 +22,17 @@ END_SECONDS = 30.0  # what the other ranks have to leave after SIGTERM, as torch
 def main(arguments: list[str]) -> int:
     """Start the ranks and wait for all; return the code of the first that failed, 128 + n for signal n, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nproc_per_node", type=int, required=True, help="ranks to start")
+    parser.add_argument("--nnodes", type=int, default=1, help="machines that start ranks")
+    parser.add_argument("--node_rank", type=int, default=0, help="number of this machine among them, from 0")
+    parser.add_argument("--nproc_per_node", type=int, required=True, help="ranks to start on this machine, as on each")
     parser.add_argument("--master_addr", default="127.0.0.1", help="address that the ranks meet on")
     parser.add_argument("--master_port", required=True, help="port that the ranks meet on")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the training entry and its arguments")
     given = parser.parse_args(arguments)
     ranks: list[subprocess.Popen] = []
-    for rank in range(given.nproc_per_node):
-        environment = os.environ | rank_environment(rank, given.nproc_per_node, given.master_addr, given.master_port)
+    for local_rank in range(given.nproc_per_node):
+        place = rank_environment(local_rank, given.nproc_per_node, given.node_rank, given.nnodes)
+        environment = os.environ | place | {"MASTER_ADDR": given.master_addr, "MASTER_PORT": given.master_port}
         ranks.append(subprocess.Popen([sys.executable, "-u", *given.command], env=environment))
     # Only now: a signal before ends this process, and with it every rank that is there (`RankReport.end_with_parent`).
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -38,15 +41,13 @@ def main(arguments: list[str]) -> int:
     return wait_for_all(ranks)
 
 
-def rank_environment(rank: int, ranks: int, address: str, port: str) -> dict[str, str]:
-    """Return the variables from which a rank on this one machine knows its place among all."""
+def rank_environment(local_rank: int, local_size: int, node_rank: int, nodes: int) -> dict[str, str]:
+    """Return the variables from which a rank knows its place among all, where every machine has as many ranks."""
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
+        "RANK": str(node_rank * local_size + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(nodes * local_size),
+        "LOCAL_WORLD_SIZE": str(local_size),
     }
 
 

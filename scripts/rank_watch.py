@@ -1,4 +1,4 @@
-"""Watches the ranks of a launch: which of them died, which of them hangs, and where in the Python code."""
+"""Watches the ranks of a launch on one machine: which of them died, which hangs, and where in the Python code."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class RankWatch:
         pids = {rank: beat.pid for rank, beat in self.beats.items()}
         known = self._launch.known
         is_new = not pids.keys() <= self._searched_for
-        incomplete = not known or len(known) < self._launch.world_size
+        incomplete = not known or len(known) < self._launch.local_size
         if is_new or (incomplete and now - self._last_search > SEARCH_SECONDS):
             self._launch.processes()
             self._last_search = now
@@ -110,7 +110,7 @@ class RankWatch:
     def all_ended(self, code: int | None = None) -> bool:
         """Return whether every rank has ended, and if a code is given, whether each has noted that one."""
         ended = [death for death in self.deaths if code is None or (death.noted and death.code == code)]
-        return 0 < self._launch.world_size == len(ended)
+        return 0 < self._launch.local_size == len(ended)
 
     def hung(self) -> list[Beat]:
         """Return the last beats of the live ranks whose next one is overdue, with the stopped and silent ones.
@@ -123,7 +123,7 @@ class RankWatch:
         late = {one.rank for one in beats if now - max(one.monotonic, self._awake_since) > one.allowed_s}
         if not late:
             return []
-        stopped = {one.rank for one in beats if self._state(one.rank) in STOPPED}
+        stopped = {one.rank for one in beats if self.is_stopped(one.rank)}
         suspects = [one for one in beats if one.rank in late | stopped or one.phase == NO_BEAT]
         return sorted(suspects, key=lambda one: (one.rank not in stopped, one.step, one.monotonic))
 
@@ -162,6 +162,10 @@ class RankWatch:
         """Return the rank's last beat; one of the launch's start, for which any time is allowed, where it has none."""
         pid, host = self._launch.known[rank].pid, socket.gethostname()
         return self.beats.get(rank) or Beat(rank, host, pid, NO_BEAT, -1, 0.0, self._started, math.inf)
+
+    def is_stopped(self, rank: int) -> bool:
+        """Return whether somebody has stopped the rank's process."""
+        return self._state(rank) in STOPPED
 
     def _state(self, rank: int) -> str:
         with contextlib.suppress(psutil.Error):

@@ -22,47 +22,18 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.attempt import PASSED_ON, Attempt
-from scripts.launch_processes import MARK, POLL_SECONDS, Launch, remove_stale_build_locks
+from scripts.launch_processes import MARK, Launch, remove_stale_build_locks
+from scripts.restarts import Restarts, Started, start_until_done
 from training.errors import USER_ERROR_EXIT_CODE
 from training.launch_folder import FOLDER_VARIABLE, RESTARTS_VARIABLE, LaunchFolder
 
+MOST_DESCRIPTORS = 4096
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-LONGEST_DELAY_SECONDS = 30.0
-
-
-class Restarts:
-    """Counts restarts, and says how long to wait before each."""
-
-    def __init__(self, allowed: int) -> None:
-        """Allow so many restarts in a row without progress, which is a newer checkpoint than any before."""
-        self.total = 0
-        self._allowed = allowed
-        self._in_a_row = 0
-        self._position = -1
-
-    def after_failure(self, reason: str, position: int) -> float | None:
-        """Say on stderr what follows; return the seconds to wait before the next start, None where none follows.
-
-        Args:
-            reason: what happened, without a full stop.
-            position: of the newest checkpoint saved since the last start, -1 for none.
-        """
-        if position > self._position:
-            self._position, self._in_a_row = position, 0
-        if self._in_a_row >= self._allowed:
-            print(f"{reason}: given up after {self._in_a_row} restart(s) without progress", file=sys.stderr)
-            return None
-        delay_s = min(2.0**self._in_a_row, LONGEST_DELAY_SECONDS) if self._in_a_row else 0.0
-        self.total, self._in_a_row = self.total + 1, self._in_a_row + 1
-        when = f" in {delay_s:g} s" if delay_s else ""
-        print(f"{reason}: restart {self._in_a_row} of {self._allowed}{when}", file=sys.stderr, flush=True)
-        return delay_s
 
 
 def supervise(
@@ -89,23 +60,17 @@ def supervise(
             signal.signal(heard, lambda given, _frame: received.append(given))
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     environment |= {MARK: launch.mark, FOLDER_VARIABLE: str(folder.path)}
-    resuming: list[str] = []
+
+    def start(restart: int, resuming: list[str]) -> Started:
+        folder.clear()
+        remove_stale_build_locks(locks)
+        words = with_free_port(command, chosen_port) if restart else command
+        attempt = Attempt(launch, folder, received, stop_timeout_s)
+        ending = attempt.run(words + resuming, environment | {RESTARTS_VARIABLE: str(restart)})
+        return Started(ending, attempt.watch.run_name, folder.checkpoint_position())
+
     try:
-        while True:
-            remove_stale_build_locks(locks)
-            attempt = Attempt(launch, folder, received, stop_timeout_s)
-            ending = attempt.run(command + resuming, environment | {RESTARTS_VARIABLE: str(restarts.total)})
-            if ending.is_final:
-                return ending.code
-            delay_s = restarts.after_failure(ending.reason, folder.checkpoint_position())
-            if delay_s is None:
-                return ending.code
-            if number := signal_within(delay_s, received):
-                return 128 + number
-            if attempt.watch.run_name:
-                resuming = [f"--run-name={attempt.watch.run_name}"]
-            command = with_free_port(command, chosen_port)
-            folder.clear()
+        return start_until_done(start, restarts, received)[0].code
     finally:
         shutil.rmtree(folder.path, ignore_errors=True)
         with contextlib.suppress(BrokenPipeError):
@@ -119,19 +84,13 @@ def guard(launch: Launch, folder: Path, timeout_s: float) -> int:
         os.close(reading)
         return writing
     os.setsid()
-    os.close(writing)
+    # Whoever waits for the end of the supervisor's own connections shall not wait for this process.
+    os.closerange(3, reading)
+    os.closerange(reading + 1, MOST_DESCRIPTORS)
     if not os.read(reading, 1):
         launch.stop(signal.SIGTERM, timeout_s)
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
-
-
-def signal_within(seconds: float, received: list[int]) -> int:
-    """Wait; return the signal passed on to ranks that was received before or meanwhile, 0 for none."""
-    deadline = time.monotonic() + seconds
-    while not received and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-    return PASSED_ON[signal.Signals(received[0])] if received else 0
 
 
 def with_free_port(command: list[str], chosen_port: str) -> list[str]:

@@ -49,8 +49,10 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
         if not match:
             raise UserError(f"{where}: {line!r} is not 'name slots=N' with N from 1 to 9999.")
         host = match["host"]
-        if not HOST_NAME.fullmatch(host):
-            raise UserError(f"{where}: {host!r} is no host name (letters, digits, '.' and '-').")
+        try:
+            check_host_name(host)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
         if host in found:
             raise UserError(f"{where}: host {host!r} stands in line {found[host][1]} already.")
         found[host] = (int(match["slots"]), number)
@@ -61,6 +63,13 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
             where = f"hostfile {str(path)!r}, line {number}"
             raise UserError(f"{where}: {slots} GPUs per node asked for, {host} has slots={host_slots}.")
     return {host: host_slots for host, (host_slots, _) in found.items()}
+
+
+def check_host_name(host: str) -> str:
+    """Return a host's name that no program can read as anything else; raise a UserError for any other."""
+    if not HOST_NAME.fullmatch(host):
+        raise UserError(f"{host!r} is no host name (letters, digits, '.' and '-').")
+    return host
 
 
 def main(arguments: list[str]) -> int:

@@ -18,7 +18,8 @@ import pytest
 from scripts.attempt import FINAL_CODES
 from scripts.launch_processes import code_of_zombie, is_alive, remove_stale_build_locks, shell_exit_code
 from scripts.rank_watch import Death, main_thread
-from scripts.supervise import Restarts, signal_within, with_free_port
+from scripts.restarts import Restarts, signal_within
+from scripts.supervise import with_free_port
 from tests.unit.launching import CORES, WORDS, environment, hear_ctrl_c, stub_repo
 
 LAUNCHERS = ("direct", "deepspeed", "torchrun")

@@ -1,0 +1,218 @@
+"""The one process of a launch on each node: starts the node's ranks, watches them, and does what the launch says.
+
+    python scripts/cluster/agent.py node01                                          # messages on stdin and stdout
+    python scripts/cluster/agent.py node01 --connect 10.0.0.5,10.1.0.5 --port 40123 --token 5f2c...
+
+scripts/cluster/launch.py starts it through ssh, pdsh or srun. What it is told, each a message with the key "do":
+
+    prepare   end what an earlier start left, look around, answer with "ready" or with what is wrong
+    start     start the ranks; "ended" follows when no process of them is left
+    signal    pass a signal on to the ranks
+    end       end the ranks at once
+    beat      nothing: a sign of life
+
+It ends its ranks by itself when it hears nothing for `LOST_SECONDS`, and lets them save when the launch is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.attempt import Attempt
+from scripts.cluster.channel import Channel, Message
+from scripts.cluster.interface import own_addresses
+from scripts.launch_processes import MARK, Launch, remove_stale_build_locks
+from scripts.supervise import RANK_VARIABLES, guard
+from training.launch_folder import FOLDER_VARIABLE, LaunchFolder
+
+TOKEN_VARIABLE = "ZEROVISION_TOKEN"
+BEAT_SECONDS = 1.0
+LOST_SECONDS = 10.0  # without a sign of life the other end counts as lost; a cable out for 3 seconds costs nothing
+CUT_OFF_SECONDS = 5.0  # what the ranks of a node that is cut off get to leave: they cannot agree with the others
+CONNECT_SECONDS = 5.0
+
+
+def main() -> int:
+    """Serve one start of a launch; the exit code says only whether the launch could be reached."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    node = os.environ.get("SLURMD_NODENAME", "")
+    parser.add_argument("node", nargs="?", default=node, help="name that the launch knows this node by (Slurm's)")
+    parser.add_argument("--connect", default="", help="addresses of the launch, with commas; stdin and stdout if empty")
+    parser.add_argument("--port", type=int, default=0, help="port of the launch")
+    parser.add_argument("--token", default=os.environ.pop(TOKEN_VARIABLE, ""), help="what the launch knows us by")
+    given = parser.parse_args()
+    if given.connect:
+        channel, address = _connect(given.connect.split(","), given.port, given.node, given.token)
+    else:
+        # Our ranks print to stdout too, and shall not read what is meant for us.
+        channel = Channel(os.dup(0), os.dup(1))
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        address = next(iter(os.environ.get("SSH_CONNECTION", "").split()[2:3]), "")
+    if channel is None:
+        print(f"{given.node}: cannot reach the launch on {given.connect}, port {given.port}", file=sys.stderr)
+        return 1
+    Agent(given.node, channel, address).serve()
+    return 0
+
+
+def _connect(candidates: list[str], port: int, node: str, token: str) -> tuple[Channel | None, str]:
+    """Return a channel to the launch and our own address on the way there; None where no candidate answers.
+
+    The address that the remote shell came from is tried first: a machine may have some that others cannot reach.
+    """
+    came_from = [*os.environ.get("SSH_CONNECTION", "").split()[:1], os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")]
+    for candidate in dict.fromkeys([*filter(None, came_from), *candidates]):
+        try:
+            connection = socket.create_connection((candidate, port), timeout=CONNECT_SECONDS)
+            connection.sendall(f"{token} {node}\n".encode())
+            if connection.recv(1) == b"+":
+                connection.settimeout(None)
+                own = connection.getsockname()[0]
+                descriptor = connection.detach()
+                return Channel(descriptor, descriptor), own
+        except OSError:
+            continue
+    return None, ""
+
+
+class Agent:
+    """Does what the launch says, for one start."""
+
+    def __init__(self, node: str, channel: Channel, address: str) -> None:
+        """Serve `channel` as `node`, which the launch reached on `address` ('' if not known)."""
+        self._node = node
+        self._channel = channel
+        self._address = address
+        self._orders: queue.Queue[Message | None] = queue.Queue()
+        self._received: list[int] = []
+        self._heard = time.monotonic()
+        self._is_closed = False
+        self._launch = Launch()
+        self._attempt: Attempt | None = None
+
+    def serve(self) -> None:
+        """Prepare and start as told; return when the ranks have ended, or when there is nobody to tell."""
+        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
+        while (order := self._orders.get()) is not None:
+            if order["do"] == "prepare":
+                self._channel.send({"say": "ready", "node": self._node, **self._prepare(order)})
+            elif order["do"] == "start":
+                self._channel.send({"say": "ended", "node": self._node, **self._run(order)})
+                return
+
+    def _listen(self) -> None:
+        for message in self._channel.messages(lambda _: None):
+            self._heard = time.monotonic()
+            if message["do"] == "signal":
+                self._received.append(message["number"])
+            elif message["do"] == "end" and self._attempt:
+                self._attempt.abandon()
+            elif message["do"] in ("prepare", "start"):
+                self._orders.put(message)
+        self._is_closed = True
+        self._leave()
+
+    def _beat(self) -> None:
+        while True:
+            failing = self._attempt is not None and self._attempt.watch.first_failure() is not None
+            self._channel.send({"say": "beat", "node": self._node, "failing": failing})
+            silent_s = time.monotonic() - self._heard
+            if not self._is_closed and silent_s > LOST_SECONDS:
+                self._leave()
+                if silent_s > LOST_SECONDS + CUT_OFF_SECONDS and self._attempt:
+                    self._attempt.abandon()
+            time.sleep(BEAT_SECONDS)
+
+    def _leave(self) -> None:
+        """The launch is gone: let the ranks save and stop, if they can."""
+        self._orders.put(None)
+        if not self._received:
+            self._received.append(signal.SIGTERM)
+
+    def _prepare(self, order: Message) -> Message:
+        """End what an earlier start left here; return what the launch wants to know, or what is wrong."""
+        self._launch = Launch(order["mark"])
+        self._launch.kill()
+        remove_stale_build_locks(Path(order["locks"]))
+        try:
+            os.chdir(order["folder"])
+            port = _free_port(order["port"])
+        except OSError as error:
+            return {"error": f"{error.strerror}: {error.filename or 'port ' + str(order['port'])}"}
+        return {
+            "address": self._address,
+            "addresses": own_addresses(),
+            "port": port,
+            "gpus": _count_gpus(),
+        }
+
+    def _run(self, order: Message) -> Message:
+        """Run the node's launcher and its ranks; return how they ended."""
+        folder = LaunchFolder(Path(tempfile.mkdtemp(prefix="zerovision-")))
+        stop_timeout_s = order["stop_timeout_s"]
+        attempt = Attempt(
+            self._launch, folder, self._received, stop_timeout_s, has_rank_0=order["has_rank_0"], is_alone=False
+        )
+        guard_pipe = guard(self._launch, folder.path, CUT_OFF_SECONDS)
+        self._attempt = attempt
+        try:
+            ending = attempt.run(order["command"], self._environment(order, folder))
+            return {
+                **dataclasses.asdict(ending),
+                "run_name": attempt.watch.run_name,
+                "position": folder.checkpoint_position(),
+            }
+        finally:
+            shutil.rmtree(folder.path, ignore_errors=True)
+            os.write(guard_pipe, b"0")
+
+    def _environment(self, order: Message, folder: LaunchFolder) -> dict[str, str]:
+        """Return the variables of the ranks: this machine's, the launch's, and where to report."""
+        given = {**os.environ, **order["environment"]}
+        environment = {name: value for name, value in given.items() if name not in RANK_VARIABLES}
+        cores = len(os.sched_getaffinity(0))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // order["local_size"])))
+        # ninja lies there, with which DeepSpeed compiles its operators
+        environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+        return environment | {MARK: self._launch.mark, FOLDER_VARIABLE: str(folder.path)}
+
+
+def _free_port(wanted: int) -> int:
+    """Return the wanted port (0: any) if nothing listens there; raise OSError otherwise."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("", wanted))
+        probe.listen()
+        return probe.getsockname()[1]
+
+
+def _count_gpus() -> int:
+    """Return how many GPUs a rank on this machine may use: those of CUDA_VISIBLE_DEVICES, where it is set."""
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    present = sum(line.startswith("GPU ") for line in listing.splitlines())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    return min(present, sum(one.strip() not in ("", "-1") for one in visible.split(",")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Which of a machine's addresses the others reach it by, and on which network interface it lies."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+import psutil
+
+
+def own_addresses() -> list[tuple[str, str, str]]:
+    """Return (interface, IPv4 address, netmask) for every interface that is up, loopback left out."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    return [
+        (name, entry.address, entry.netmask or "255.255.255.255")
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if name in up and entry.family == socket.AF_INET and not is_loopback(entry.address)
+    ]
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether no other machine can use this address: 127.0.0.1, Debian's 127.0.1.1, ::1, or no address."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return True
+
+
+def interface_of(address: str, addresses: Sequence[Sequence[str]]) -> str:
+    """Return the interface that has the address, '' where none has."""
+    return next((name for name, own, _ in addresses if own == address), "")
+
+
+def address_towards(others: Sequence[str], addresses: Sequence[Sequence[str]]) -> str:
+    """Return the address whose network holds one of the other machines', else the first one, '' where there is none.
+
+    Args:
+        others: addresses of other machines.
+        addresses: this machine's, as `own_addresses` gives them.
+    """
+    for _, own, netmask in addresses:
+        network = ipaddress.ip_network(f"{own}/{netmask}", strict=False)
+        if any(not is_loopback(other) and ipaddress.ip_address(other) in network for other in others):
+            return own
+    return addresses[0][1] if addresses else ""
