@@ -1,34 +1,73 @@
 #!/usr/bin/env bash
-# Train on the GPUs of several machines through DeepSpeed's pdsh launcher: --help explains.
+# Train on the GPUs of several machines, listed in a hostfile, over ssh: --help explains.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 usage() {
     cat <<'HELP'
-Start a training on several machines, listed in a hostfile, through the deepspeed launcher.
+Train an image classifier on the GPUs of several machines (on CPU ranks where they have none).
 
     bash launch_multi_node.sh <model> <strategy> <num_nodes> <gpus_per_node> <batch_size> <epochs> [flags]
 
   num_nodes, gpus_per_node   machines to use, from the top of the hostfile, and GPUs on each
   batch_size                 images per GPU
-  flags                      any flag of train_distributed.py, and --master_port N
+  flags                      any flag of train_distributed.py, --master_port N, --max-restarts N (default 3), and
+                             --min-nodes N: after a failure go on with at least N machines (default: all);
+                             the global batch stays, through accumulation
   (model, strategy, epochs: as launch_distributed.sh --help says)
 
 Examples:
     bash launch_multi_node.sh ensemble fsdp_stage3 4 8 8 100
+    bash launch_multi_node.sh efficientnet ddp 4 8 16 90 --data /shared/flowers --min-nodes 2
     DRY_RUN=1 HOSTFILE=lab.txt bash launch_multi_node.sh vgg fsdp_stage3 2 8 8 100
 
 Environment variables:
-    HOSTFILE      lines of 'name slots=N' (default: hostfile.txt here, else beside the scripts folder;
-                  hostfile_example.txt shows one)
-    DRY_RUN=1     print the command as one line instead of running it
-    MASTER_PORT   port on the first machine the ranks meet on (default: 29500)
+    HOSTFILE        lines of 'name slots=N' (default: hostfile.txt here, else beside the scripts folder;
+                    hostfile_example.txt shows one)
+    REMOTE_SHELL    what reaches the machines: ssh (default) or pdsh
+    LAUNCHER        what starts the ranks of a machine: direct (default), deepspeed or torchrun
+    RENDEZVOUS      how torchrun's ranks meet: static (default) or c10d
+    FORWARD_ENV     names of more variables that the ranks need, with commas; NCCL_*, GLOO_*, TORCH*, OMP_*, CUDA_*,
+                    PYTHON*, HF_* and some others reach them anyway
+    DRY_RUN=1       print the command as one line instead of running it
+    MASTER_PORT     port on the first machine that the ranks meet on (default: a free one)
+    START_TIMEOUT   seconds within which the machines must answer (default 300)
+    MAX_RESTARTS, STOP_TIMEOUT, OMP_NUM_THREADS, TORCH_EXTENSIONS_DIR   as launch_distributed.sh --help says
 
-It needs pdsh here, ssh without password to every machine, and this folder with its environment at the same
-path on each. It checks the arguments and the hostfile; it does not yet check the machines.
-Exit code: 2 for a mistake in what was given (one line says which), otherwise deepspeed's.
+It needs ssh without a password to every machine, this folder with its environment at the same path on each, and a
+--log-dir that all share. 'python scripts/doctor.py --hostfile FILE' says what is missing.
+Signals, restarts and exit codes are those of launch_distributed.sh, over all machines, and
+    69    too few machines could be reached, or one was lost and the restarts are used up
 HELP
+}
+
+# Sets HOSTS: the names of the machines to use, with commas.
+find_hosts() {
+    local hostfile=${HOSTFILE:-}
+    if [[ -z $hostfile ]]; then
+        hostfile=hostfile.txt
+        [[ -f $hostfile ]] || hostfile=$ROOT/hostfile.txt
+    fi
+    HOSTS=$(PYTHONPATH=$ROOT "$PYTHON" -m training.hostfile --nodes "$1" --slots "$2" -- "$hostfile") || exit
+}
+
+# Sets LAUNCH_WITH: the name by which launch.py knows LAUNCHER and RENDEZVOUS.
+check_launcher() {
+    local launcher=${LAUNCHER:-direct} rendezvous=${RENDEZVOUS:-static}
+    [[ $launcher =~ ^(direct|deepspeed|torchrun)$ ]] ||
+        die "LAUNCHER $(quoted "$launcher"): expected direct, deepspeed or torchrun."
+    [[ $rendezvous =~ ^(static|c10d)$ ]] || die "RENDEZVOUS $(quoted "$rendezvous"): expected static or c10d."
+    [[ $rendezvous == static || $launcher == torchrun ]] || die "RENDEZVOUS c10d needs LAUNCHER=torchrun."
+    LAUNCH_WITH=$launcher
+    [[ $rendezvous == static ]] || LAUNCH_WITH=torchrun-c10d
+}
+
+# Sets REMOTE: what reaches the machines.
+check_remote_shell() {
+    REMOTE=${REMOTE_SHELL:-ssh}
+    [[ $REMOTE =~ ^(ssh|pdsh)$ ]] || die "REMOTE_SHELL $(quoted "$REMOTE"): expected ssh or pdsh."
+    type -P "$REMOTE" >/dev/null || die "$REMOTE is not installed here: install it, or choose the other of ssh and pdsh."
 }
 
 main() {
@@ -37,23 +76,26 @@ main() {
         exit
     fi
     check_words "model strategy num_nodes gpus_per_node batch_size epochs" "$@"
-    local model=$1 strategy=$2 num_nodes=$3 gpus_per_node=$4 batch_size=$5 epochs=$6 word
-    # pdsh hands the words to a shell on every machine, so nothing that a shell could read as more than a word may pass.
-    for word in "$@"; do
-        [[ $word =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]] ||
-            die "$(quoted "$word"): on several machines an argument may hold letters, digits and _./:=,@%+- only."
-    done
+    local model=$1 strategy=$2 num_nodes=$3 gpus_per_node=$4 batch_size=$5 epochs=$6
+    local stop_timeout=${STOP_TIMEOUT:-300} start_timeout=${START_TIMEOUT:-300}
+    check_launcher
+    require_whole_number STOP_TIMEOUT "$stop_timeout" 86400
+    require_whole_number START_TIMEOUT "$start_timeout" 86400
+    [[ ${FORWARD_ENV:-} =~ ^[A-Za-z0-9_,]*$ ]] || die "FORWARD_ENV $(quoted "$FORWARD_ENV"): expected names with commas."
     split_port_flag "${@:7}"
+    split_restarts_flag "${EXTRA[@]}"
+    take_flag --min-nodes "a whole number from 1 to $num_nodes" "${EXTRA[@]}"
+    local min_nodes=$num_nodes
+    ((${#TAKEN[@]} == 0)) || min_nodes=${TAKEN[-1]}
+    require_whole_number "min nodes" "$min_nodes" "$num_nodes"
     use_environment
-    local hostfile=${HOSTFILE:-}
-    if [[ -z $hostfile ]]; then
-        hostfile=hostfile.txt
-        [[ -f $hostfile ]] || hostfile=$ROOT/hostfile.txt
-    fi
-    PYTHONPATH=$ROOT "$PYTHON" -m training.hostfile --nodes "$num_nodes" --slots "$gpus_per_node" -- "$hostfile" || exit
+    find_hosts "$num_nodes" "$gpus_per_node"
+    check_remote_shell
     check_configuration "$model" "$strategy" "$batch_size" "$epochs" "${EXTRA[@]}"
-    local -a command=("$DEEPSPEED" "--hostfile=$hostfile" --num_nodes "$num_nodes" --num_gpus "$gpus_per_node"
-        --master_port "${PORT:-29500}" "$ENTRY" "${TRAINING_ARGUMENTS[@]}")
+    local -a command=("$PYTHON" "$SCRIPTS/cluster/launch.py" --remote-shell "$REMOTE" --hosts "$HOSTS"
+        --ranks-per-node "$gpus_per_node" --min-nodes "$min_nodes" --port "${PORT:-0}" --launcher "$LAUNCH_WITH"
+        --max-restarts "$MAX_RESTARTS" --stop-timeout "$stop_timeout" --start-timeout "$start_timeout"
+        "--forward=${FORWARD_ENV:-}" -- "${TRAINING_ARGUMENTS[@]}")
     end_if_dry_run "${command[@]}"
     exec "${command[@]}"
 }

@@ -73,17 +73,18 @@ def check_host_name(host: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Check a hostfile from the command line and return the exit code."""
-    parser = argparse.ArgumentParser(description="Check a hostfile.", allow_abbrev=False)
+    """Check a hostfile, print the hosts that a run takes, with commas, and return the exit code."""
+    parser = argparse.ArgumentParser(description="Check a hostfile, print the hosts of a run.", allow_abbrev=False)
     parser.add_argument("file", type=Path, help="lines of 'name slots=N'")
     parser.add_argument("--nodes", type=int, default=1, help="hosts the run takes")
     parser.add_argument("--slots", type=int, default=1, help="GPUs the run takes on each host")
     given = parser.parse_args(arguments)
     try:
-        read_hostfile(given.file, given.nodes, given.slots)
+        hosts = read_hostfile(given.file, given.nodes, given.slots)
     except UserError as error:
         print(error, file=sys.stderr)
         return USER_ERROR_EXIT_CODE
+    print(",".join(list(hosts)[: given.nodes]))
     return 0
 
 
