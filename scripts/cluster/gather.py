@@ -81,7 +81,8 @@ def gather(nodes: Nodes, plan: Plan, prepare: Message, received: list[int], *, i
             raise CannotStart(_who(failed, missing, nodes), USER_ERROR_EXIT_CODE)
         if plan.usable_nodes(len(ready)) and waited_s > (PATIENCE_SECONDS if is_restart else FIRST_PATIENCE_SECONDS):
             return _meet(nodes, plan, ready)
-        if waited_s > plan.start_timeout_s or len(for_good) > len(plan.hosts) - plan.min_nodes:
+        too_few = len(for_good) > len(plan.hosts) - plan.min_nodes
+        if waited_s > plan.start_timeout_s or (is_settled and too_few):
             reached = f"{len(ready)} of {len(plan.hosts)} nodes reached, {plan.min_nodes} needed"
             raise CannotStart(f"{reached}: {_who(failed, missing, nodes)}", NO_NODES_CODE)
         if now > told_at:

@@ -100,7 +100,8 @@ def _deepspeed(place: Place) -> list[str]:
     slots = {host: list(range(place.ranks_per_node)) for host in place.hosts}
     world_info = base64.urlsafe_b64encode(json.dumps(slots).encode()).decode()
     words = [f"--world_info={world_info}", f"--node_rank={place.node_rank}", f"--master_addr={place.master_address}"]
-    return ["-m", "deepspeed.launcher.launch", *words, f"--master_port={place.master_port}"]
+    words += [f"--master_port={place.master_port}", "--log_level=critical"]
+    return ["-m", "deepspeed.launcher.launch", *words]
 
 
 LAUNCHERS = {"direct": _direct, "deepspeed": _deepspeed, "torchrun": _torchrun, "torchrun-c10d": _torchrun_c10d}
