@@ -63,13 +63,6 @@ check_launcher() {
     [[ $rendezvous == static ]] || LAUNCH_WITH=torchrun-c10d
 }
 
-# Sets REMOTE: what reaches the machines.
-check_remote_shell() {
-    REMOTE=${REMOTE_SHELL:-ssh}
-    [[ $REMOTE =~ ^(ssh|pdsh)$ ]] || die "REMOTE_SHELL $(quoted "$REMOTE"): expected ssh or pdsh."
-    type -P "$REMOTE" >/dev/null || die "$REMOTE is not installed here: install it, or choose the other of ssh and pdsh."
-}
-
 main() {
     if wants_help "$@"; then
         usage
@@ -79,6 +72,8 @@ main() {
     local model=$1 strategy=$2 num_nodes=$3 gpus_per_node=$4 batch_size=$5 epochs=$6
     local stop_timeout=${STOP_TIMEOUT:-300} start_timeout=${START_TIMEOUT:-300}
     check_launcher
+    local remote=${REMOTE_SHELL:-ssh}
+    [[ $remote =~ ^(ssh|pdsh)$ ]] || die "REMOTE_SHELL $(quoted "$remote"): expected ssh or pdsh."
     require_whole_number STOP_TIMEOUT "$stop_timeout" 86400
     require_whole_number START_TIMEOUT "$start_timeout" 86400
     [[ ${FORWARD_ENV:-} =~ ^[A-Za-z0-9_,]*$ ]] || die "FORWARD_ENV $(quoted "$FORWARD_ENV"): expected names with commas."
@@ -90,13 +85,13 @@ main() {
     require_whole_number "min nodes" "$min_nodes" "$num_nodes"
     use_environment
     find_hosts "$num_nodes" "$gpus_per_node"
-    check_remote_shell
     check_configuration "$model" "$strategy" "$batch_size" "$epochs" "${EXTRA[@]}"
-    local -a command=("$PYTHON" "$SCRIPTS/cluster/launch.py" --remote-shell "$REMOTE" --hosts "$HOSTS"
+    local -a command=("$PYTHON" "$SCRIPTS/cluster/launch.py" --remote-shell "$remote" --hosts "$HOSTS"
         --ranks-per-node "$gpus_per_node" --min-nodes "$min_nodes" --port "${PORT:-0}" --launcher "$LAUNCH_WITH"
         --max-restarts "$MAX_RESTARTS" --stop-timeout "$stop_timeout" --start-timeout "$start_timeout"
         "--forward=${FORWARD_ENV:-}" -- "${TRAINING_ARGUMENTS[@]}")
     end_if_dry_run "${command[@]}"
+    type -P "$remote" >/dev/null || die "$remote is not installed here: install it, or set REMOTE_SHELL to ssh or pdsh."
     exec "${command[@]}"
 }
 

@@ -146,7 +146,7 @@ class Agent:
 
     def _prepare(self, order: Message) -> Message:
         """End what an earlier start left here; return what the launch wants to know, or what is wrong."""
-        self._launch = Launch(order["mark"])
+        self._launch = Launch(f"{order['mark']}-{self._node}")  # two nodes may be one machine under two names
         self._launch.kill()
         remove_stale_build_locks(Path(order["locks"]))
         try:

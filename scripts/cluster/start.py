@@ -11,7 +11,6 @@ from scripts.attempt import (
     DEAD_RANK_SECONDS,
     FINAL_CODES,
     HANG_CODE,
-    LAUNCHER_SECONDS,
     PASSED_ON,
     REPEAT_SECONDS,
     Ending,
@@ -22,6 +21,7 @@ from scripts.cluster.gather import NO_NODES_CODE, CannotStart, Meeting, gather
 from scripts.cluster.nodes import Node, Nodes
 from scripts.cluster.plan import Place, Plan, node_command
 from scripts.launch_processes import KILL_SECONDS
+from scripts.rank_watch import STOP_CODES
 from scripts.restarts import Started
 from training.launch_folder import RESTARTS_VARIABLE
 
@@ -127,7 +127,7 @@ class ClusterStart:
         endings = [node.said["ended"] for node in self._taking_part if "ended" in node.said]
         failing = any(node.said.get("beat", {}).get("failing") for node in self._taking_part if node.is_working())
         if failing or any(not ended["is_final"] or ended["code"] == 2 for ended in endings):
-            return DEAD_RANK_SECONDS + LAUNCHER_SECONDS
+            return DEAD_RANK_SECONDS + 1  # a node whose own ranks fail is as quick
         return LEAVE_SECONDS if endings else math.inf
 
     def _pass_on(self) -> None:
@@ -159,12 +159,15 @@ def judge(nodes: list[Node], lost: str, was_told: bool) -> Ending:
     first = endings.get(nodes[0].host)
     if first and first.code == 0:
         return first
-    agreed = [ending for ending in endings.values() if ending.is_final and ending.code in FINAL_CODES]
-    if agreed and (was_told or not lost):
-        return agreed[0]
+    final = [ending for ending in endings.values() if ending.is_final and ending.code in FINAL_CODES]
+    if not was_told and (lost or len(final) < len(endings)):
+        # That ranks were told to stop elsewhere is how a launcher's or a node's death reached them.
+        final = [ending for ending in final if ending.code not in STOP_CODES]
+    if final:
+        return final[0]
     if lost:
         return Ending(NO_NODES_CODE, lost, is_final=was_told)
-    failures = [ending for ending in endings.values() if ending.code]
+    failures = [ending for ending in endings.values() if ending.code and not ending.is_final]
     if hung := [ending for ending in failures if ending.code == HANG_CODE and ending.suspicion]:
         return min(hung, key=lambda ending: ending.suspicion or (True, 0))
     # One that a signal ended is the cause; others end with 1 because they lost the connection to it.

@@ -1,0 +1,323 @@
+"""Launches on several nodes: messages, plans, verdicts, and whole launches whose remote shell stays on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.attempt import HANG_CODE, Ending
+from scripts.cluster.channel import Channel
+from scripts.cluster.interface import address_towards, interface_of, is_loopback, own_addresses
+from scripts.cluster.nodes import Node, is_passing
+from scripts.cluster.plan import LAUNCHERS, Place, Plan, forwarded_environment, node_command
+from scripts.cluster.remote_shell import pdsh_command, srun_command, ssh_command
+from scripts.cluster.start import judge
+from scripts.launch_processes import MARK
+from tests.unit.launching import REPO_ROOT, environment, stub_repo
+
+
+def plan(hosts: int = 4, min_nodes: int = 1, accumulation_steps: int = 1) -> Plan:
+    names = [f"node{number}" for number in range(hosts)]
+    return Plan(names, 8, min_nodes, accumulation_steps, 0, "ssh", "direct", [], "/", {}, 300, 300)
+
+
+def test_messages_and_what_is_printed_come_apart() -> None:
+    """Whatever pieces the stream comes in."""
+    reading, writing = os.pipe()
+    channel = Channel(reading, writing)
+    printed: list[bytes] = []
+    os.write(writing, b"epoch 1 ")
+    channel.send({"say": "beat", "n": 1})
+    os.write(writing, b"loss 2.0\n\x1enot json\n")
+    message = json.dumps({"say": "ended", "text": "a\nb\x1ec"}).encode()
+    os.write(writing, b"x\x1e" + message[:5])
+    os.write(writing, message[5:] + b"\ny")
+    os.close(writing)
+    messages = list(channel.messages(printed.append))
+    assert messages == [{"say": "beat", "n": 1}, {"say": "ended", "text": "a\nb\x1ec"}]
+    assert b"".join(printed) == b"epoch 1 loss 2.0\n\x1enot json\nxy"
+
+
+def test_a_closed_channel_says_so() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    assert not Channel(0, writing).send({"do": "beat"})
+    os.close(writing)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "accumulation", "reachable", "least", "used"),
+    [
+        (4, 1, 4, 1, 4),
+        (4, 1, 3, 1, 2),
+        (4, 3, 3, 1, 3),
+        (4, 1, 3, 3, 0),
+        (2, 1, 1, 1, 1),
+        (6, 1, 5, 2, 3),
+        (4, 1, 0, 1, 0),
+    ],
+)
+def test_fewer_nodes_keep_the_global_batch(
+    hosts: int, accumulation: int, reachable: int, least: int, used: int
+) -> None:
+    given = plan(hosts, least, accumulation)
+    assert given.usable_nodes(reachable) == used
+    if 0 < used < hosts:
+        (flag,) = given.batch_flags(used)
+        assert int(flag.partition("=")[2]) * used == hosts * accumulation
+    assert given.batch_flags(hosts) == []
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_launcher_is_told_where_the_ranks_meet(launcher: str) -> None:
+    place = Place(["a", "b"], 1, 8, "10.0.0.2", "10.0.0.1", 29500, "id")
+    words = node_command(launcher, place, ["--epochs=1"])
+    assert "10.0.0.1" in " ".join(words)
+    assert "29500" in " ".join(words)
+    assert words[-1] == "--epochs=1"
+    assert words[-2].endswith("train_distributed.py")
+
+
+def test_forwarded_are_what_ranks_need_and_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "NCCL_DEBUG",
+        "TORCH_NCCL_TIMEOUT",
+        "OMP_NUM_THREADS",
+        "HF_TOKEN",
+        "CUDA_VISIBLE_DEVICES",
+        "MINE",
+        "SECRET_1",
+    ):
+        monkeypatch.setenv(name, "1")
+    found = forwarded_environment(["MINE", "ABSENT"])
+    assert {"NCCL_DEBUG", "TORCH_NCCL_TIMEOUT", "OMP_NUM_THREADS", "MINE"} <= found.keys()
+    assert not {"HF_TOKEN", "CUDA_VISIBLE_DEVICES", "SECRET_1", "ABSENT", "HOME"} & found.keys()
+
+
+def test_remote_shells_get_names_of_hosts_and_fixed_words_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    assert ssh_command("a", ["/x y/python", "agent.py"])[-3:] == ["--", "a", "exec '/x y/python' agent.py"]
+    words, variables = pdsh_command(["a", "b"], "exec agent %h")
+    assert words[-3:] == ["-w", "a,b", "exec agent %h"]
+    assert variables["PDSH_RCMD_TYPE"] == "ssh"
+    words, variables = srun_command(["a", "b"], ["agent.py"])
+    assert words[-1] == "agent.py"
+    assert {"--ntasks-per-node=1", "--kill-on-bad-exit=1", "--gpu-bind=none"} <= set(words)
+    assert "SLURM_GPUS_PER_TASK" not in variables
+
+
+def test_the_address_that_others_reach_is_found() -> None:
+    addresses = [("docker0", "172.17.0.1", "255.255.0.0"), ("eth1", "10.1.2.3", "255.255.255.0")]
+    assert address_towards(["127.0.1.1", "10.1.2.9"], addresses) == "10.1.2.3"
+    assert address_towards(["192.168.0.1"], addresses) == "172.17.0.1"
+    assert address_towards(["10.1.2.9"], []) == ""
+    assert interface_of("10.1.2.3", addresses) == "eth1"
+    assert interface_of("10.9.9.9", addresses) == ""
+    assert all(is_loopback(one) for one in ("127.0.0.1", "127.0.1.1", "::1", ""))
+    assert not any(is_loopback(address) for _, address, _ in own_addresses())
+
+
+@pytest.mark.parametrize(
+    ("reason", "passing"),
+    [
+        ("ssh: connect to host node02 port 22: Connection refused", True),
+        ("ssh: connect to host node02 port 22: No route to host", True),
+        ("ssh: connect to host node02 port 22: Connection timed out", True),
+        ("kex_exchange_identification: Connection closed by remote host", True),
+        ("root@node02: Permission denied (publickey).", False),
+        ("ssh: Could not resolve hostname nodo2: Name or service not known", False),
+        ("Host key verification failed.", False),
+        ("bash: line 1: /repo/.venv/bin/python: No such file or directory", False),
+    ],
+)
+def test_only_what_may_pass_is_tried_again(reason: str, passing: bool) -> None:
+    assert is_passing(reason) == passing
+
+
+def ended(code: int, *, is_final: bool = False, suspicion: Any = None) -> dict[str, Any]:
+    return {"code": code, "reason": f"code {code}", "is_final": is_final, "suspicion": suspicion}
+
+
+@pytest.mark.parametrize(
+    ("said", "lost", "was_told", "code", "is_final"),
+    [
+        ([ended(0, is_final=True), ended(0, is_final=True)], "", False, 0, True),
+        ([ended(0, is_final=True), None], "b is lost", False, 0, True),  # rank 0 has said that training is done
+        ([ended(1), ended(137)], "", False, 137, False),  # a rank was killed, the others lost the connection to it
+        ([ended(137), ended(1)], "", False, 137, False),
+        ([ended(143, is_final=True), ended(137)], "", False, 137, False),  # a launcher was killed
+        ([ended(143, is_final=True), ended(143, is_final=True)], "", False, 143, True),  # somebody told a rank
+        ([ended(143, is_final=True), ended(143, is_final=True)], "", True, 143, True),
+        ([ended(143, is_final=True), None], "b is lost", True, 143, True),
+        ([ended(143, is_final=True), None], "b is lost", False, 69, False),
+        ([ended(1), ended(2, is_final=True)], "", False, 2, True),
+        ([ended(74, is_final=True), ended(1)], "", False, 74, True),
+        ([ended(1), None], "b is lost", False, 69, False),
+        ([None, ended(1)], "a is lost", False, 69, False),
+        ([ended(HANG_CODE, suspicion=[True, 5]), ended(HANG_CODE, suspicion=[False, 5])], "", False, HANG_CODE, False),
+    ],
+)
+def test_how_it_ended_follows_from_what_the_nodes_say(
+    said: list[dict[str, Any] | None], lost: str, was_told: bool, code: int, is_final: bool
+) -> None:
+    nodes = [
+        Node(name, Channel(0, 1), said={"ended": one} if one else {}) for name, one in zip("ab", said, strict=True)
+    ]
+    ending = judge(nodes, lost, was_told)
+    assert (ending.code, ending.is_final) == (code, is_final)
+    if code == HANG_CODE:
+        assert ending == Ending(HANG_CODE, f"code {HANG_CODE}", False, (False, 5))
+
+
+# Stands in for ssh: runs the remote command here, or fails as ssh does for a host named in FAKE_SSH_FAILS.
+FAKE_SSH = """#!/bin/bash
+host=${@: -2:1}
+if [[ " ${FAKE_SSH_FAILS:-} " == *" $host "* ]]; then
+    echo "ssh: connect to host $host port 22: ${FAKE_SSH_REASON}" >&2
+    exit 255
+fi
+exec bash -c "${@: -1}"
+"""
+STUB_COMMAND_LINE = """
+from types import SimpleNamespace
+
+def parse_args(words):
+    return SimpleNamespace(gradient_accumulation_steps=1), False
+"""
+
+
+class StubLaunch:
+    """scripts/cluster/launch.py on two names of this machine, with a stub for the training entry."""
+
+    def __init__(self, folder: Path, *flags: str, own: tuple[str, ...] = (), **changes: str) -> None:
+        self.folder = folder / "stub"
+        self.folder.mkdir()
+        root = stub_repo(folder)
+        for name in ("config.py", "hostfile.py"):
+            shutil.copy(REPO_ROOT / "training" / name, root / "training")
+        (root / "training/config.py").write_text(
+            "from pathlib import Path\nREPO_ROOT = Path(__file__).resolve().parents[1]\n"
+        )
+        (root / "training/command_line.py").write_text(STUB_COMMAND_LINE)
+        ssh = folder / "bin/ssh"
+        ssh.parent.mkdir()
+        ssh.write_text(FAKE_SSH)
+        ssh.chmod(0o755)
+        self.outcome = folder / "outcome.json"
+        command = [
+            sys.executable,
+            str(root / "scripts/cluster/launch.py"),
+            "--hosts",
+            "one,two",
+            "--ranks-per-node",
+            "1",
+        ]
+        command += ["--outcome", str(self.outcome), *own, "--", *flags]
+        path = f"{ssh.parent}:{os.environ['PATH']}"
+        self.process = subprocess.Popen(
+            command,
+            env=environment(PATH=path, STUB_FOLDER=str(self.folder), FORWARD="", **changes),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def end(self) -> tuple[int, str]:
+        """Wait; return the exit code and what stderr got."""
+        errors = self.process.communicate(timeout=90)[1]
+        return self.process.returncode, errors
+
+    def wait_for_rank(self, rank: int, restarts: int = 0) -> dict[str, Any]:
+        path = self.folder / f"rank{rank}-{restarts}.json"
+        deadline = time.monotonic() + 60
+        while not path.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return json.loads(path.read_text())
+
+    def record(self) -> dict[str, Any]:
+        return json.loads(self.outcome.read_text())
+
+
+def test_ranks_of_two_nodes_finish(tmp_path: Path) -> None:
+    launch = StubLaunch(tmp_path, "--fault", "finish", own=("--forward", "STUB_FOLDER"))
+    code, errors = launch.end()
+    assert code == 0, errors
+    assert "2 nodes x 1" in errors
+    assert launch.wait_for_rank(0)["port"] == launch.wait_for_rank(1)["port"]
+    assert launch.record() == {"code": 0, "reason": "", "position": -1, "run_name": "run-7"}
+
+
+@pytest.mark.parametrize("fault", ["7", "kill", "stop"])
+def test_a_failure_on_one_node_starts_both_again(tmp_path: Path, fault: str) -> None:
+    launch = StubLaunch(tmp_path, "--fault", fault, "--save", own=("--forward", "STUB_FOLDER"))
+    code, errors = launch.end()
+    assert code == 0, errors
+    assert "restart 1 of 3" in errors
+    assert "--run-name=run-7" in launch.wait_for_rank(0, restarts=1)["argv"]
+    assert launch.record()["position"] == 0
+    assert {"7": "exit code 7", "kill": "SIGKILL", "stop": "rank 1 hung"}[fault] in errors
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 130)])
+def test_a_signal_reaches_the_ranks_of_both_nodes(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    launch = StubLaunch(tmp_path, own=("--forward", "STUB_FOLDER"))
+    for rank in (0, 1):
+        launch.wait_for_rank(rank)
+    launch.process.send_signal(number)
+    ended_with, errors = launch.end()
+    assert ended_with == code, errors
+    received = [launch.wait_for_rank(rank)["received"] for rank in (0, 1)]
+    assert [[one[0] for one in both] for both in received] == [[number], [number]]
+
+
+def test_a_launch_that_is_killed_lets_the_ranks_leave(tmp_path: Path) -> None:
+    launch = StubLaunch(tmp_path, own=("--forward", "STUB_FOLDER"))
+    pids = [launch.wait_for_rank(rank)["pid"] for rank in (0, 1)]
+    launch.process.kill()
+    launch.process.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert [launch.wait_for_rank(rank)["received"][0][0] for rank in (0, 1)] == [signal.SIGTERM] * 2
+
+
+def test_too_few_nodes_end_the_launch(tmp_path: Path) -> None:
+    reason = {"FAKE_SSH_FAILS": "two", "FAKE_SSH_REASON": "Connection refused"}
+    launch = StubLaunch(tmp_path, own=("--forward", "STUB_FOLDER", "--start-timeout", "3"), **reason)
+    code, errors = launch.end()
+    assert code == 69
+    assert "1 of 2 nodes reached" in errors
+    assert "host two port 22: Connection refused" in errors
+    assert launch.record()["code"] == 69
+
+
+def test_a_host_that_lets_nobody_in_is_the_users_to_mend(tmp_path: Path) -> None:
+    reason = {"FAKE_SSH_FAILS": "one two", "FAKE_SSH_REASON": "Permission denied (publickey)."}
+    code, errors = StubLaunch(tmp_path, **reason).end()
+    assert code == 2
+    (line,) = errors.splitlines()
+    assert "host one" in line
+    assert "host two" in line
+
+
+@pytest.mark.parametrize("hosts", ["one,one", "-oProxyCommand=x", "a;b", ""])
+def test_launch_refuses_hosts(hosts: str) -> None:
+    command = [sys.executable, str(REPO_ROOT / "scripts/cluster/launch.py"), f"--hosts={hosts}", "--ranks-per-node=1"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_no_mark_is_left_in_this_environment() -> None:
+    assert MARK not in os.environ
