@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -134,7 +135,9 @@ def _is_lost(nodes: Nodes, host: str) -> bool:
 
 def _who(failed: dict[str, str], missing: list[str], nodes: Nodes) -> str:
     """Name every missing host and why it is missing."""
-    reasons = [failed.get(host) or nodes.pending(host) for host in missing]
-    return "; ".join(
-        reason if host in reason else f"{host}: {reason}" for host, reason in zip(missing, reasons, strict=True)
-    )
+    named = []
+    for host in missing:
+        reason = failed.get(host) or nodes.pending(host)
+        reason = re.sub(rf"^ssh: connect to host {re.escape(host)} port \d+: ", "", reason)
+        named.append(reason if reason.startswith(host) else f"{host}: {reason}")
+    return "; ".join(named)

@@ -113,14 +113,18 @@ class ClusterStart:
             self._pass_on()
         elif self._told and signal.SIGINT in self._received:
             self._deadline = now
-        for node in self._taking_part:
-            if reason := node.lost():
-                self._first_reason = self._first_reason or reason
-                self._deadline = min(self._deadline, now)  # without it the others can do nothing more
+        if self._note_losses():
+            self._deadline = min(self._deadline, now)  # without it the others can do nothing more
         self._deadline = min(self._deadline, now + self._seconds_left())
         if now > self._deadline:
             for node in self._taking_part:
                 node.end(within_s=KILL_SECONDS)
+
+    def _note_losses(self) -> bool:
+        """Remember why the first node was lost; return whether any is."""
+        reasons = [reason for node in self._taking_part if (reason := node.lost())]
+        self._first_reason = self._first_reason or next(iter(reasons), "")
+        return bool(reasons)
 
     def _seconds_left(self) -> float:
         """Return what the nodes that still work have to leave by themselves."""
@@ -141,6 +145,7 @@ class ClusterStart:
 
     def _started(self) -> Started:
         """Judge how it ended from what every node has said."""
+        self._note_losses()
         endings = [node.said["ended"] for node in self._taking_part if "ended" in node.said]
         run_name = next((ended["run_name"] for ended in endings if ended["run_name"]), "")
         position = max([-1, *(ended["position"] for ended in endings)])

@@ -163,6 +163,7 @@ def ended(code: int, *, is_final: bool = False, suspicion: Any = None) -> dict[s
         ([ended(74, is_final=True), ended(1)], "", False, 74, True),
         ([ended(1), None], "b is lost", False, 69, False),
         ([None, ended(1)], "a is lost", False, 69, False),
+        ([ended(HANG_CODE, suspicion=[True, 5]), None], "b is lost", False, 69, False),  # it waited for the lost one
         ([ended(HANG_CODE, suspicion=[True, 5]), ended(HANG_CODE, suspicion=[False, 5])], "", False, HANG_CODE, False),
     ],
 )
@@ -298,7 +299,7 @@ def test_too_few_nodes_end_the_launch(tmp_path: Path) -> None:
     code, errors = launch.end()
     assert code == 69
     assert "1 of 2 nodes reached" in errors
-    assert "host two port 22: Connection refused" in errors
+    assert "two: Connection refused" in errors
     assert launch.record()["code"] == 69
 
 
@@ -307,8 +308,8 @@ def test_a_host_that_lets_nobody_in_is_the_users_to_mend(tmp_path: Path) -> None
     code, errors = StubLaunch(tmp_path, **reason).end()
     assert code == 2
     (line,) = errors.splitlines()
-    assert "host one" in line
-    assert "host two" in line
+    assert "one: Permission denied" in line
+    assert "two: Permission denied" in line
 
 
 @pytest.mark.parametrize("hosts", ["one,one", "-oProxyCommand=x", "a;b", ""])
