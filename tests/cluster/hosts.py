@@ -15,7 +15,7 @@ NUMBER = os.environ.get("NETLAB_NUMBER", "78")  # several labs stand side by sid
 SHARED = Path(f"/tmp/netlab{NUMBER}")  # the only part of /tmp that all hosts share: logs and hostfiles belong here
 TOOLS = ("ip", "nsenter", "unshare", "sshd", "pdsh")
 SLURM_TOOLS = ("sbatch", "slurmctld", "slurmd", "munged")
-DAEMONS = {"munged", "slurmd", "slurmctld"}
+DAEMONS = {"munged", "slurmd", "slurmctld", "slurmscriptd"}
 NOT_PASSED = ("SLURM_", "SBATCH_")
 NOT_PASSED_NAMES = {"CUDA_VISIBLE_DEVICES", "MASTER_PORT", "LAUNCHER", "HOSTFILE", "STOP_TIMEOUT", "MAX_RESTARTS"}
 
