@@ -114,6 +114,18 @@ split_restarts_flag() {
     export MAX_RESTARTS
 }
 
+# Sets LAUNCH_WITH: the name by which launch.py knows LAUNCHER and RENDEZVOUS.
+# shellcheck disable=SC2034 # those who source this file read it
+check_launcher() {
+    local launcher=${LAUNCHER:-direct} rendezvous=${RENDEZVOUS:-static}
+    [[ $launcher =~ ^(direct|deepspeed|torchrun)$ ]] ||
+        die "LAUNCHER $(quoted "$launcher"): expected direct, deepspeed or torchrun."
+    [[ $rendezvous =~ ^(static|c10d)$ ]] || die "RENDEZVOUS $(quoted "$rendezvous"): expected static or c10d."
+    [[ $rendezvous == static || $launcher == torchrun ]] || die "RENDEZVOUS c10d needs LAUNCHER=torchrun."
+    LAUNCH_WITH=$launcher
+    [[ $rendezvous == static ]] || LAUNCH_WITH=torchrun-c10d
+}
+
 # free_port [PORT]: print PORT if nothing listens there, or any free port if none is given.
 free_port() {
     "$PYTHON" - "${1:-0}" <<'PYTHON' || die "port $1 is taken: give another one, or none to have a free one chosen."

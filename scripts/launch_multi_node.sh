@@ -52,17 +52,6 @@ find_hosts() {
     HOSTS=$(PYTHONPATH=$ROOT "$PYTHON" -m training.hostfile --nodes "$1" --slots "$2" -- "$hostfile") || exit
 }
 
-# Sets LAUNCH_WITH: the name by which launch.py knows LAUNCHER and RENDEZVOUS.
-check_launcher() {
-    local launcher=${LAUNCHER:-direct} rendezvous=${RENDEZVOUS:-static}
-    [[ $launcher =~ ^(direct|deepspeed|torchrun)$ ]] ||
-        die "LAUNCHER $(quoted "$launcher"): expected direct, deepspeed or torchrun."
-    [[ $rendezvous =~ ^(static|c10d)$ ]] || die "RENDEZVOUS $(quoted "$rendezvous"): expected static or c10d."
-    [[ $rendezvous == static || $launcher == torchrun ]] || die "RENDEZVOUS c10d needs LAUNCHER=torchrun."
-    LAUNCH_WITH=$launcher
-    [[ $rendezvous == static ]] || LAUNCH_WITH=torchrun-c10d
-}
-
 main() {
     if wants_help "$@"; then
         usage

@@ -4,6 +4,9 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
 # sbatch resolves a relative --output from the folder it is typed in, and would lose the job where that has no logs/.
 # So the job opens logs/slurm_distributed_<job>.out itself, at the same place from the root and from scripts/.
 #SBATCH --output=/dev/null
@@ -43,21 +46,34 @@ Train in a Slurm job. Submit it from the root of the repository or from scripts/
 
   num_gpus   GPUs on each node of the job; the job asks for 1 node and 8 GPUs unless sbatch is told otherwise
   batch_size images per GPU
-  flags      any flag of train_distributed.py, and --master_port N
+  flags      any flag of train_distributed.py, --master_port N, and --max-restarts N: how often in a row a failed
+             training is started again inside the job without a newer checkpoint in between (default 3, 0 to 1000)
   (model, strategy, epochs: as launch_distributed.sh --help says)
 
 Examples:
     sbatch slurm_distributed.sh mobilenet ddp 8 16 100
-    sbatch --nodes=4 --gpus-per-node=4 slurm_distributed.sh vgg fsdp_stage3 4 8 100
+    sbatch --nodes=4 --gres=gpu:8 slurm_distributed.sh vgg fsdp_stage3 8 8 100
+    sbatch --partition=cpu --gpus-per-node=0 slurm_distributed.sh mobilenet ddp 2 16 100
+    sbatch --array=0-3 slurm_distributed.sh mobilenet ddp 8 16 100 --seed {task}
+    sbatch --array=0-1 slurm_distributed.sh mobilenet,efficientnet ddp 8 16 100
     DRY_RUN=1 bash slurm_distributed.sh mobilenet ddp 8 16 100
 
+The run is called slurm-<job> (slurm-<job>-<task> in an array) unless --run-name is given, and goes on from its newest
+checkpoint (--resume auto) unless --resume is given. In an array, {task} in a flag stands for the task's number, and of
+several models with commas each task trains its own: task 0 the first.
+
+The job saves and is requeued 120 s before its time limit (sbatch --signal=B:USR1@300 for 300 s), and after a failure
+once the restarts are used up. It stops where the same failure comes twice without a newer checkpoint in between.
 The output goes to logs/slurm_distributed_<job>.out unless sbatch is given --output.
 Environment variables:
-    DRY_RUN=1     print the command as one line instead of running it
-    MASTER_PORT   port on the first node the ranks meet on (default: from the job's number)
+    DRY_RUN=1      print the command as one line instead of running it
+    LAUNCHER       what starts the ranks of a node: direct (default), deepspeed or torchrun
+    RENDEZVOUS     how torchrun's ranks meet: static (default) or c10d
+    MASTER_PORT    port on the first node the ranks meet on (default: from the job's number)
+    MAX_RESTARTS   as --max-restarts, which wins
+    STOP_TIMEOUT   seconds the ranks have to save and stop after a signal (default 300; Slurm may give them less)
 
-It checks the arguments; it does not yet act on Slurm's warning signals or requeue the job.
-Exit code: 2 for a mistake in what was given (one line says which), otherwise srun's.
+Exit codes: as launch_distributed.sh --help says; 69 where too few nodes answer.
 HELP
 }
 
@@ -69,20 +85,21 @@ main() {
     check_words "model strategy num_gpus batch_size epochs" "$@"
     local model=$1 strategy=$2 num_gpus=$3 batch_size=$4 epochs=$5
     [[ -n ${SLURM_JOB_ID:-} || ${DRY_RUN:-0} == 1 ]] || die "not in a Slurm job: submit it with sbatch, or set DRY_RUN=1."
+    local stop_timeout=${STOP_TIMEOUT:-300}
+    check_launcher
+    require_whole_number STOP_TIMEOUT "$stop_timeout" 86400
     split_port_flag "${@:6}"
+    split_restarts_flag "${EXTRA[@]}"
     use_environment
-    check_configuration "$model" "$strategy" "$batch_size" "$epochs" "${EXTRA[@]}"
-    local head=localhost job=${SLURM_JOB_ID:-0} nodes=${SLURM_JOB_NUM_NODES:-1}
-    if [[ -n ${SLURM_JOB_NODELIST:-} ]]; then
-        head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    local -a job=("$PYTHON" "$SCRIPTS/cluster/slurm_job.py")
+    local -a words=(--ranks-per-node "$num_gpus" --port "${PORT:-0}" --launcher "$LAUNCH_WITH"
+        --max-restarts "$MAX_RESTARTS" --stop-timeout "$stop_timeout"
+        -- "--model-type=$model" "--strategy=$strategy" --batch-size "$batch_size" --epochs "$epochs" "${EXTRA[@]}")
+    if [[ ${DRY_RUN:-0} == 1 ]]; then
+        "${job[@]}" --check "${words[@]}" || exit
     fi
-    # Two jobs may share a node: the port follows from the job's number.
-    PORT=${PORT:-$((20000 + job % 10000))}
-    local -a command=(srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 --kill-on-bad-exit=1
-        "$PYTHON" "$SCRIPTS/torchrun.py" --nnodes "$nodes" --nproc_per_node "$num_gpus"
-        --rdzv_backend c10d --rdzv_endpoint "$head:$PORT" --rdzv_id "$job" "$ENTRY" "${TRAINING_ARGUMENTS[@]}")
-    end_if_dry_run "${command[@]}"
-    exec "${command[@]}"
+    end_if_dry_run "${job[@]}" "${words[@]}"
+    exec "${job[@]}" "${words[@]}"
 }
 
 main "$@"

@@ -16,6 +16,7 @@ ALIVE_SECONDS, ALIVE_COUNT = 5, 3
 PER_TASK_VARIABLES = frozenset(
     f"SLURM_{name}"
     for name in (
+        *("GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET"),  # also of the script's header, which sbatch --gres overrides
         *("CPUS_PER_TASK", "TRES_PER_TASK", "GPUS_PER_TASK", "GPU_BIND", "NTASKS", "NPROCS", "NTASKS_PER_NODE"),
         *("NTASKS_PER_GPU", "NTASKS_PER_SOCKET", "TASKS_PER_NODE", "DISTRIBUTION", "MEM_PER_CPU", "MEM_PER_GPU"),
     )

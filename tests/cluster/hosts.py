@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 LAB = Path(__file__).resolve().parent / "lab"
@@ -15,7 +17,7 @@ NUMBER = os.environ.get("NETLAB_NUMBER", "78")  # several labs stand side by sid
 SHARED = Path(f"/tmp/netlab{NUMBER}")  # the only part of /tmp that all hosts share: logs and hostfiles belong here
 TOOLS = ("ip", "nsenter", "unshare", "sshd", "pdsh")
 SLURM_TOOLS = ("sbatch", "slurmctld", "slurmd", "munged")
-DAEMONS = {"munged", "slurmd", "slurmctld"}
+DAEMONS = {"munged", "slurmd", "slurmctld", "slurmscriptd"}
 NOT_PASSED = ("SLURM_", "SBATCH_")
 NOT_PASSED_NAMES = {"CUDA_VISIBLE_DEVICES", "MASTER_PORT", "LAUNCHER", "HOSTFILE", "STOP_TIMEOUT", "MAX_RESTARTS"}
 
@@ -39,14 +41,19 @@ class Hosts:
         self._has_slurm = False
         self._down: set[str] = set()
         self._faulty: set[str] = set()
+        self._lock: IO[str] | None = None
 
     def __enter__(self) -> Hosts:
+        self._lock = SHARED.with_suffix(".lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # another session with hosts of this number: wait for its end
         self._lab("netlab.sh", "down")
         self._lab("netlab.sh", "up", str(len(self.nodes)))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._lab("netlab.sh", "down")
+        assert self._lock is not None
+        self._lock.close()
 
     def start_slurm(self) -> None:
         """Start Slurm: slurmctld on login, slurmd with 8 pretended GPUs on every node."""

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # slurmlab.sh - a Slurm cluster on the hosts of netlab.sh, without systemd.
 #
-#   slurmlab.sh up [N]         netlab up N if needed, then munged everywhere,
-#                              slurmctld on "login", one slurmd per node
+#   slurmlab.sh up [N]         netlab up N if needed (N is 2 or more), then munged everywhere,
+#                              slurmctld on "login", one slurmd per node; the last node
+#                              has no GPUs and the partition "cpu", the others 8 and "main"
 #   slurmlab.sh down           stop Slurm and remove the hosts
 #   slurmlab.sh start-node HOST  (re)start munged and slurmd on HOST
 #   slurmlab.sh run CMD...     run CMD on the login host (sinfo, sbatch, ...)
@@ -15,7 +16,9 @@ on() { "$BIN/netlab.sh" exec "$@"; }
 export SLURM_TIME_FORMAT=standard
 
 write_config() { # N
-    local i
+    local i gpu_nodes cpu_node
+    cpu_node=$(printf 'node%02d' "$1")
+    gpu_nodes=$(printf 'node[01-%02d]' $(($1 - 1)))
     mkdir -p "$S/etc" "$S/state" "$S/log"
     dd if=/dev/urandom of="$S/munge.key" bs=128 count=1 status=none
     chmod 600 "$S/munge.key"
@@ -52,18 +55,20 @@ write_config() { # N
 		SlurmdLogFile=$S/log/slurmd-%n.log
 		SlurmctldDebug=info
 		SlurmdDebug=info
-		NodeName=node[01-$(printf %02d "$1")] CPUs=64 RealMemory=8000 Gres=gpu:8 State=UNKNOWN
+		NodeName=$gpu_nodes CPUs=64 RealMemory=8000 Gres=gpu:8 State=UNKNOWN
 		# jobs in "urgent" take the nodes from those in "main"
 		PreemptType=preempt/partition_prio
 		PreemptMode=REQUEUE
-		PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10 PriorityTier=1 GraceTime=30 State=UP
-		PartitionName=urgent Nodes=ALL MaxTime=INFINITE DefaultTime=10 PriorityTier=2 PreemptMode=OFF State=UP
+		PartitionName=main Nodes=$gpu_nodes Default=YES MaxTime=INFINITE DefaultTime=10 PriorityTier=1 GraceTime=30 State=UP
+		PartitionName=urgent Nodes=$gpu_nodes MaxTime=INFINITE DefaultTime=10 PriorityTier=2 PreemptMode=OFF State=UP
+		NodeName=$cpu_node CPUs=64 RealMemory=8000 State=UNKNOWN
+		PartitionName=cpu Nodes=$cpu_node MaxTime=INFINITE DefaultTime=10 State=UP
 	END
     # Slurm counts a gpu only if gres.conf names a character device for it; a
     # bare Count=8 registers as 0 and drains the node.  These are eight /dev/null.
     mkdir -p "$S/dev"
     for i in {0..7}; do mknod -m 666 "$S/dev/gpu$i" c 1 3; done
-    echo "Name=gpu File=$S/dev/gpu[0-7]" >"$S/etc/gres.conf"
+    echo "NodeName=$gpu_nodes Name=gpu File=$S/dev/gpu[0-7]" >"$S/etc/gres.conf"
     echo "CgroupPlugin=cgroup/v1" >"$S/etc/cgroup.conf"
     touch "$S/etc/plugstack.conf"
 }

@@ -1,0 +1,129 @@
+"""Trains in a Slurm job: leads the ranks on all its nodes, and has the job requeued when it is cut short.
+
+    python scripts/cluster/slurm_job.py --ranks-per-node 8 -- --model-type mobilenet --strategy ddp --epochs 50
+
+slurm_distributed.sh starts it on the first node of the job, and its --help explains. scripts/cluster/launch.py, a
+child of this process, starts the ranks through srun. Slurm's signals come here and go on to it: SIGUSR1 before the time
+limit, SIGTERM for scancel and preemption. It saves, and what follows is decided in scripts/cluster/slurm_requeue.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.cluster.plan import LAUNCHERS
+from scripts.cluster.slurm_requeue import Progress, what_follows
+from scripts.cluster.slurm_words import Job, run_folder, training_arguments
+from scripts.launch_processes import shell_exit_code
+from training.config import REPO_ROOT, TrainConfig
+from training.errors import USER_ERROR_EXIT_CODE, UserError
+
+HEARD = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+POLL_SECONDS = 0.1
+SCONTROL_SECONDS = 60
+LAUNCH = REPO_ROOT / "scripts/cluster/launch.py"
+
+
+def main() -> int:
+    """Train in the job that the environment tells of; return the job's exit code."""
+    given = _parser().parse_args()
+    received: list[int] = []
+    try:
+        job = Job.of(os.environ)
+        arguments, config = training_arguments(given.arguments, job)
+        if given.check:
+            return 0
+        if job is None:
+            raise UserError("not in a Slurm job: submit scripts/slurm_distributed.sh with sbatch.")
+        job.check_gpus(given.ranks_per_node)
+        hosts = _host_names(job.node_list)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    for number in HEARD:
+        signal.signal(number, lambda heard, _frame: received.append(heard))
+    print(f"Slurm job {job.name} on {','.join(hosts)}, restart {job.restarts}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = Path(folder) / "outcome.json"
+        words = ["--remote-shell=srun", f"--hosts={','.join(hosts)}", f"--ranks-per-node={given.ranks_per_node}"]
+        words += [f"--port={given.port or _free_port(job.preferred_port)}", f"--launcher={given.launcher}"]
+        words += [f"--max-restarts={given.max_restarts}", f"--stop-timeout={given.stop_timeout}"]
+        command = [sys.executable, str(LAUNCH), *words, f"--outcome={outcome}", "--", *arguments]
+        code, had_warning = _run(command, received)
+        return _finish(job, config, Progress.after(code, outcome), had_warning)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks-per-node", type=int, required=True, help="GPUs, or CPU ranks, on each node")
+    parser.add_argument("--port", type=int, default=0, help="port that the ranks meet on (default: from the job)")
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="direct", help="what starts the ranks of a node")
+    parser.add_argument("--max-restarts", type=int, default=3, help="restarts in a row without a newer checkpoint")
+    parser.add_argument("--stop-timeout", type=float, default=300, help="seconds the ranks have to save and stop")
+    parser.add_argument("--check", action="store_true", help="only check the arguments")
+    parser.add_argument("arguments", nargs="*", help="those of train_distributed.py, after --")
+    return parser
+
+
+def _host_names(node_list: str) -> list[str]:
+    """Return the hosts of a job, as `scontrol` reads 'node[01-04]'."""
+    try:
+        command = ["scontrol", "show", "hostnames", node_list]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=True
+        ).stdout.split()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"SLURM_JOB_NODELIST {node_list!r}: scontrol cannot read it: {error}.") from None
+
+
+def _free_port(preferred: int) -> int:
+    """Return the preferred port if nothing listens there, else 0: this process runs on the node of rank 0."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):
+            probe.bind(("", preferred))
+            return preferred
+    return 0
+
+
+def _run(command: list[str], received: list[int]) -> tuple[int, bool]:
+    """Run the launch and pass signals on to it; return its exit code, and whether SIGUSR1 came."""
+    child = subprocess.Popen(command, start_new_session=True)
+    had_warning = False
+    while child.poll() is None:
+        while received:
+            number = received.pop(0)
+            had_warning = had_warning or number == signal.SIGUSR1
+            child.send_signal(number)
+        time.sleep(POLL_SECONDS)
+    return shell_exit_code(child.returncode), had_warning
+
+
+def _finish(job: Job, config: TrainConfig, progress: Progress, had_warning: bool) -> int:
+    """Requeue the job where that may help; return its exit code."""
+    record = run_folder(config).log_dir / "slurm" / f"{job.name}.json"
+    earlier = Progress.read(record) if job.restarts else Progress()
+    decision = what_follows(progress, earlier, had_warning=had_warning)
+    if decision.line:
+        print(f"Slurm job {job.name}: {decision.line}", file=sys.stderr, flush=True)
+    if decision.requeue:
+        decision.progress.write(record)
+        asked = subprocess.run(["scontrol", "requeue", job.slurm_id], timeout=SCONTROL_SECONDS)
+        if asked.returncode:
+            print(f"Slurm job {job.name}: scontrol requeue has failed; submit it again", file=sys.stderr, flush=True)
+    return progress.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""More than a thousand random command lines for the launchers, none of which may run what it is given.
+
+Side by side: `pytest -m cluster tests/cluster/test_launcher_fuzz.py -n 2`.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, seed, settings
+
+from tests.unit.launcher_fuzz import cases, check_dry_run, fuzz_settings
+from tests.unit.launching import WORDS
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("script", WORDS)
+def test_launchers_run_nothing_of_what_they_are_given(script: str, number: int) -> None:
+    @settings(fuzz_settings, derandomize=False, max_examples=300)
+    @seed(number)
+    @given(cases(script))
+    def check(case):
+        check_dry_run(script, case)
+
+    check()
