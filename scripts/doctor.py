@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 SOMETHING_WRONG_EXIT_CODE = 1
 ROWS_SHOWN = 20
-DEFAULT_PORT = 29500
 COLOURS = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
 TRAINING_FLAGS = ("data", "model_type", "strategy", "batch_size", "log_dir", "data_root", "val_fraction")
 
@@ -48,7 +47,7 @@ def main() -> int:
         if given.probe:
             from planning.doctor.probe import serve
 
-            serve()
+            serve(reached_by=" ".join(os.environ.get("SSH_CONNECTION", "").split()[2:3]))
             return 0
         if given.check_data is not None:
             return _check_data(_data_options(given))
@@ -71,7 +70,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     machines.add_argument("--hosts", metavar="A,B", help="examine these machines")
     parser.add_argument("--nodes", type=_positive, metavar="N", help="machines to take, from the top (default: all)")
     parser.add_argument("--gpus-per-node", type=_positive, metavar="G", help="GPUs (or CPU ranks) to take on each")
-    parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help="where the ranks meet (default: %(default)s)")
+    parser.add_argument("--port", type=_port, default=0, help="where the ranks are to meet (default: any that is free)")
     parser.add_argument("--data", help="look at this data set too: as for training")
     parser.add_argument("--model-type", help="reckon with this model: as for training")
     parser.add_argument("--strategy", help="with --model-type: how its state is sharded (default: ddp)")
@@ -90,10 +89,11 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 def _examine(given: argparse.Namespace, training_words: list[str]) -> int:
     from planning.doctor.examination import examine
+    from planning.doctor.verdict import judge
 
     start = time.monotonic()
     request = _request(given, training_words)
-    rows = examine(request)
+    rows = judge(request, examine(request))
     seconds = time.monotonic() - start
     if given.json:
         print(json.dumps({"rows": [dataclasses.asdict(row) for row in rows], "seconds": round(seconds, 1)}, indent=1))
@@ -176,12 +176,12 @@ def _positive(text: str) -> int:
 
 
 def _port(text: str) -> int:
-    return _whole_number(text, 65535)
+    return _whole_number(text, 65535, smallest=0)
 
 
-def _whole_number(text: str, largest: int) -> int:
-    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= largest:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 to {largest}")
+def _whole_number(text: str, largest: int, smallest: int = 1) -> int:
+    if not (text.isascii() and text.isdecimal()) or not smallest <= int(text) <= largest:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from {smallest} to {largest}")
     return int(text)
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from planning.doctor.rows import Row
-from training.data import DataOptions, find_dataset, load_data
+from training.data import DATASETS, DataOptions, find_dataset, load_data
+from training.errors import UserError
 
 SAMPLE = 256  # images of each part that are decoded
 DECODE_SECONDS = 1.0
@@ -67,16 +68,22 @@ def _read_rate(dataset: Any) -> float:
 def cheap_fingerprint(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return what tells this machine's copy of a data set from another's: a hash, and what it covers.
 
-    Of a folder the names and sizes of the first files in the order of their names, without opening one.
+    Of a folder the names and sizes of the first files in the order of their names, without opening one; of a data set
+    that is part of the installed packages nothing.
 
     Raises:
-        UserError: what keeps a data set that is no folder from being loaded.
+        UserError: what keeps a torchvision data set from being loaded; the folder is missing.
     """
     given = replace(DataOptions(**options), cache="off", download=False)
-    if find_dataset(given.data).takes_name or not Path(given.data).expanduser().is_dir():
+    entry = find_dataset(given.data)
+    if entry.takes_name:
         bundle = load_data(given)
         return {"hash": bundle.fingerprint, "covers": f"{len(bundle.train) + len(bundle.val)} images"}
+    if entry is not DATASETS["folder"]:
+        return {"hash": "", "covers": "part of the packages"}
     root, digest, seen = Path(given.data).expanduser().resolve(), hashlib.sha256(), 0
+    if not root.is_dir():
+        raise UserError(f"no folder {str(root)!r}")
     for path, size in itertools.islice(_entries(str(root)), MOST_ENTRIES):
         digest.update(os.fsencode(f"{path[len(str(root)) :]}\0{size}\n"))
         seen += 1

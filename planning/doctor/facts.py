@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import platform
 import resource
@@ -18,6 +19,7 @@ from typing import Any
 import psutil
 
 from planning.doctor.nvidia import ask_nvidia_smi
+from scripts.cluster.interface import own_addresses
 from scripts.launch_processes import unheld_build_locks
 from training.config import REPO_ROOT
 
@@ -27,13 +29,14 @@ CODE_SUFFIXES = (".py", ".sh", ".json", ".c")
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def collect_facts(log_dir: str, port: int, hosts: list[str]) -> dict[str, Any]:
+def collect_facts(log_dir: str, port: int, hosts: list[str], with_torch: bool) -> dict[str, Any]:
     """Return this machine's facts, ready for JSON.
 
     Args:
         log_dir: folder of all logs; need not exist yet.
         port: where the ranks are to meet; whether it is free here.
         hosts: names to look up.
+        with_torch: whether to load torch and torchvision's operators, which takes seconds.
     """
     memory = psutil.virtual_memory()
     return {
@@ -51,25 +54,40 @@ def collect_facts(log_dir: str, port: int, hosts: list[str]) -> dict[str, Any]:
         "compilers": [name for name in ("c++", "g++", "cc", "ninja") if find_program(name)],
         "locks": sorted(map(str, unheld_build_locks(Path(sys.prefix) / "torch_extensions"))),
         "log_folder": log_folder_facts(Path(log_dir)),
-        "port_free": is_port_free(port),
+        "port": port if port and is_port_free(port) else 0,
         "spare_port": spare_port(),
+        "own_addresses": own_addresses(),
         "addresses": {host: address_of(host) for host in hosts},
         **ask_nvidia_smi(),
-        **torch_facts(),
+        **(torch_facts() if with_torch else {"import_problem": None, "torch_cuda": None}),
     }
 
 
 def torch_facts() -> dict[str, Any]:
     """Return whether torch and torchvision fit together, and the CUDA that torch was built for.
 
+    An unfit pair fails in loading torchvision's operators; all of torchvision takes as long to load as torch itself.
     Nothing here may start CUDA: the ranks of the network check are forked from this process.
     """
     try:
         import torch
-        import torchvision  # noqa: F401  an unfit pair fails in loading its operators
+
+        operators = [str(path) for path in package_folder("torchvision").glob("_C*.so")]
+        for path in operators:
+            torch.ops.load_library(path)
+        if not operators or not hasattr(torch.ops.torchvision, "nms"):
+            raise ImportError("torchvision has no operators")
     except Exception as error:
         return {"import_problem": f"{type(error).__name__}: {error}"[:200], "torch_cuda": None}
     return {"import_problem": None, "torch_cuda": torch.version.cuda}
+
+
+def package_folder(name: str) -> Path:
+    """Return where a package lies, without importing it."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"no package {name}")
+    return Path(spec.origin).parent
 
 
 def find_program(name: str) -> str | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from planning.doctor.rows import Row
+from planning.doctor.rows import Row, Verdict
+from scripts.cluster.interface import is_loopback
 
 CLOCK_WARNING_SECONDS, CLOCK_WRONG_SECONDS = 1.0, 60.0
 SHORT = 12  # of a hash
@@ -16,7 +16,7 @@ AllFacts = Mapping[str, Mapping[str, Any]]
 
 
 def judge_names(facts: AllFacts) -> list[Row]:
-    """The name of the first host, where the ranks meet, must lead every host to it."""
+    """Names that lead elsewhere. Our launchers let the ranks meet by addresses: others do it by names."""
     if not facts:
         return []
     first = next(iter(facts))
@@ -24,17 +24,17 @@ def judge_names(facts: AllFacts) -> list[Row]:
     for host, own in facts.items():
         address = own["addresses"].get(first)
         if address is None:
-            cure = f"add {first} to the DNS, or to /etc/hosts of {host}"
-            rows.append(Row("names", "wrong", f"{host} does not know the name {first}, where the ranks meet", cure, host))
-        elif host != first and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-            cure = f"give {first} its own address in /etc/hosts of {host}"
-            rows.append(Row("names", "wrong", f"{first} is {address} there, an address of {host} itself", cure, host))
+            cure = f"for torchrun or deepspeed by hand: add {first} to the DNS, or to /etc/hosts of {host}"
+            rows.append(Row("names", "warning", f"{first} has no address there", cure, host))
+        elif host != first and is_loopback(address):
+            cure = f"for torchrun or deepspeed by hand: give {first} its own address in /etc/hosts of {host}"
+            rows.append(Row("names", "warning", f"{first} is {address} there: {host} itself", cure, host))
         own_address = own["addresses"].get(host)
-        if own_address and ipaddress.ip_address(own_address.partition("%")[0]).is_loopback:
+        if own_address and is_loopback(own_address):
             found = f"calls itself {own_address}, which no other machine can reach (Debian's /etc/hosts does so)"
             cure = "our launchers choose the interface themselves; for any other start take the line out of /etc/hosts"
             rows.append(Row("names", "warning", found, cure, host))
-    return rows or [Row("names", "ok", f"every host finds {first}, where the ranks meet")]
+    return rows or [Row("names", "ok", f"every host finds {first}, where the ranks meet, by its name")]
 
 
 def judge_sameness(
@@ -95,16 +95,18 @@ def judge_code(facts: AllFacts, here: Mapping[str, Any]) -> list[Row]:
     return judge_sameness("code", {host: answer["code"] for host, answer in facts.items()}, here["code"], cure, show)
 
 
-def judge_fingerprints(fingerprints: AllFacts, unusable: Mapping[str, str]) -> list[Row]:
+def judge_fingerprints(fingerprints: AllFacts) -> list[Row]:
     """The data set; this machine's is not compared, because it may have none."""
+    absent = "put the data set there at the same path, or share the folder"
     rows = [
-        Row("same data", "wrong", problem, "put the data set there at the same path, or share the folder", host)
-        for host, problem in unusable.items()
+        Row("same data", "wrong", answer["problem"], absent, host)
+        for host, answer in fingerprints.items()
+        if "problem" in answer
     ]
-    values = {host: (answer["hash"], answer["covers"]) for host, answer in fingerprints.items()}
+    values = {host: (answer["hash"], answer["covers"]) for host, answer in fingerprints.items() if "hash" in answer}
     cure = "copy the data set to {host} anew, or share its folder (which of two copies is the right one, you must say)"
-    same = judge_sameness("same data", values, None, cure, lambda value: f"{value[1]}, {value[0][:SHORT]}")
-    return [*rows, *same] if not rows else [*rows, *(row for row in same if row.verdict != "ok")]
+    same = judge_sameness("same data", values, None, cure, lambda value: f"{value[1]} {value[0][:SHORT]}".rstrip())
+    return [*rows, *(row for row in same if row.verdict != "ok" or not rows)]
 
 
 def judge_clocks(offsets: Mapping[str, float]) -> list[Row]:
@@ -117,7 +119,7 @@ def judge_clocks(offsets: Mapping[str, float]) -> list[Row]:
     for host, offset in {**offsets, "here": 0.0}.items():
         off = offset - usual
         if abs(off) > CLOCK_WARNING_SECONDS:
-            verdict = "wrong" if abs(off) > CLOCK_WRONG_SECONDS else "warning"
+            verdict: Verdict = "wrong" if abs(off) > CLOCK_WRONG_SECONDS else "warning"
             found = f"the clock is {abs(off):.1f} s {'ahead' if off > 0 else 'behind'}"
             rows.append(Row("clock", verdict, found, "set it: timedatectl set-ntp true, or chronyc makestep", host))
     worst = max(abs(offset - usual) for offset in offsets.values())
@@ -129,7 +131,9 @@ def judge_port(facts: AllFacts, port: int) -> list[Row]:
     if not facts:
         return []
     first = next(iter(facts))
-    if facts[first]["port_free"]:
-        return [Row("port", "ok", f"{port} is free on {first}")]
-    cure = f"give another one with --master-port, or end what listens there: ss -ltnp sport = :{port}"
+    if not port:
+        return [Row("port", "ok", "none asked for: the launchers take one that is free", "", first)]
+    if facts[first]["port"]:
+        return [Row("port", "ok", f"{port} is free", "", first)]
+    cure = f"give another one with --master-port, or none; ss -ltnp sport = :{port} names who has it"
     return [Row("port", "wrong", f"{port} is taken", cure, first)]

@@ -15,6 +15,12 @@ FLOAT32_BYTES = 4
 # section 7: 2 for stages 1 and 2, as data parallelism has, 3 for stage 3).
 VOLUME_PER_PARAMETER = {1: 2, 2: 2, 3: 3}
 VOLUME_OF_ALL_REDUCE = 2
+# What the ranks of the check were at when they failed (`network.measure_network`) -> what that means.
+PHASES = {
+    "meet": "cannot reach the first host's port",
+    "join": "the ranks do not find each other",
+    "send": "messages between the ranks fail",
+}
 
 Answers = Mapping[str, Mapping[str, Any]]
 
@@ -23,29 +29,32 @@ def judge_failure(answers: Answers) -> list[Row]:
     """Name the hosts by which the all-reduce failed: those that did not come as far as the others."""
     failed = {host: answer for host, answer in answers.items() if "problem" in answer}
     first = next(iter(answers))
-    for phase, found, cure in (
-        ("meet", f"cannot reach the port on {first}", f"open all ports between the hosts, and look at the name {first}"),
-        ("join", "the ranks do not find each other", "open all ports between the hosts; look at the interface named here"),
-        ("send", "messages between the ranks fail", "look at cables, MTU and, for NCCL, at NCCL_DEBUG=INFO"),
-    ):
+    for phase, found in PHASES.items():
         hosts = [host for host, answer in failed.items() if answer["phase"] == phase]
         if hosts:
             problem = failed[hosts[0]]["problem"]
+            cure = f"open all ports between the hosts (to {first} first); look at cables, MTU and, for NCCL, at NCCL_DEBUG=INFO"
             return [Row("all-reduce", "wrong", f"{found}: {problem}", cure, some_of(hosts))]
     return []
 
 
-def judge_network(answers: Answers) -> list[Row]:
-    """Judge what all hosts' probes measured together."""
+def judge_network(answers: Answers, interfaces: Mapping[str, str]) -> list[Row]:
+    """Judge what all hosts' probes measured together.
+
+    Args:
+        answers: of `network.measure_network`, by host.
+        interfaces: by host, '' where not known.
+    """
     reports = [answer["report"] for answer in answers.values() if "report" in answer]
     if any("problem" in answer for answer in answers.values()) or not reports:
         return judge_failure(answers)
     report, backend = reports[0], reports[0]["backend"]
     size, seconds = report["large"]
     speed = bus_bandwidth(size, seconds, report["ranks"])
+    latency_ms = report["small_seconds"] * 1e3
     found = (
-        f"{report['ranks']} ranks, {backend} {_way(answers)}: {report['small_seconds'] * 1e3:.2f} ms for a small message, "
-        f"{amount(size)} at {amount(speed)}/s"
+        f"{report['ranks']} ranks, {backend} {_way(answers, interfaces)}: "
+        f"{latency_ms:.2f} ms for a small message, {amount(size)} at {amount(speed)}/s"
     )
     rows = [Row("all-reduce", "ok", found)]
     if len(answers) > 1:
@@ -62,12 +71,12 @@ def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
     return size_bytes / seconds * 2 * (ranks - 1) / ranks
 
 
-def _way(answers: Answers) -> str:
+def _way(answers: Answers, interfaces: Mapping[str, str]) -> str:
     """Say over what the ranks talk: interfaces, and InfiniBand where there is some."""
-    interfaces = sorted({answer["interface"] for answer in answers.values()} - {""})
+    names = sorted({*interfaces.values()} - {""})
     infiniband = sorted({link for answer in answers.values() for link in answer["infiniband"]})
     kind = f"InfiniBand ({some_of(infiniband)})" if infiniband else "Ethernet"
-    return f"over {', '.join(interfaces)}, {kind}" if interfaces else "within this machine"
+    return f"over {', '.join(names) or 'an unknown interface'}, {kind}" if len(answers) > 1 else "within one machine"
 
 
 def judge_links(links: Sequence[Sequence[Any]], promised: Mapping[str, float]) -> list[Row]:

@@ -10,7 +10,7 @@ from typing import Any
 from planning.doctor.rows import Row, amount
 
 MIB, GIB = 2**20, 2**30
-# The most that one rank was seen to take there: DeepSpeed's buffer of a CPU rank (deepspeed_allreduce_buffer_*: 66 MiB).
+# What one rank may take there: DeepSpeed's buffer of a CPU rank, deepspeed_allreduce_buffer_*, has 66 MiB.
 SHARED_BYTES_PER_RANK = 66 * MIB
 # What a rank takes before it holds a model: torch, deepspeed and their libraries.
 MEMORY_BYTES_PER_RANK = GIB

@@ -24,7 +24,7 @@ def model_facts(
         UserError: for an unknown model.
     """
     spec = model_spec(model_type)
-    description = {
+    description: dict[str, Any] = {
         "model_type": model_type,
         "timm_name": spec.timm_name,
         "num_classes": num_classes,
@@ -34,13 +34,13 @@ def model_facts(
     }
     with torch.device("meta"):
         parameters = model_sizes(rebuild_model(description))["parameters"]
-    facts = {"parameters": parameters, "cores": len(os.sched_getaffinity(0)), "device": "cpu", "images_per_second": None}
-    if torch.cuda.is_available():
-        with torch.device("cuda"):
-            module = rebuild_model(description)
-        seconds = _gpu_step_seconds(module, batch_size, image_size)
-        facts |= {"device": torch.cuda.get_device_name(), "images_per_second": batch_size / seconds}
-    return facts
+    facts: dict[str, Any] = {"parameters": parameters, "cores": len(os.sched_getaffinity(0))}
+    if not torch.cuda.is_available():
+        return facts | {"device": "cpu", "images_per_second": None}
+    with torch.device("cuda"):
+        module = rebuild_model(description)
+    seconds = _gpu_step_seconds(module, batch_size, image_size)
+    return facts | {"device": torch.cuda.get_device_name(), "images_per_second": batch_size / seconds}
 
 
 def _gpu_step_seconds(module: torch.nn.Module, batch_size: int, image_size: int) -> float:

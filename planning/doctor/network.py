@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
-import socket
 import statistics
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-SMALL_BYTES, SMALL_REPEATS = 1024, 20
+SMALL_BYTES, SMALL_REPEATS, LARGE_REPEATS = 1024, 20, 3
 FIRST_BYTES, LARGEST_BYTES = 1 << 16, {"cpu": 1 << 26, "cuda": 1 << 28}
 LONG_ENOUGH_SECONDS = 0.1  # a message that takes as long is large enough: what comes before it is spread thin
 MOST_ROUNDS = 7  # each host measures its link to so many others
@@ -36,32 +35,39 @@ class Place(NamedTuple):
 
 
 def measure_network(
-    first_rank: int, ranks: int, hosts: list[list[Any]], port: int, use_gpu: bool, join_seconds: float, seconds: float
+    first_rank: int,
+    ranks: int,
+    hosts: list[list[Any]],
+    address: str,
+    port: int,
+    interface: str,
+    use_gpu: bool,
+    join_seconds: float,
+    seconds: float,
 ) -> dict[str, Any]:
     """Run this machine's ranks of the check; a collective of all machines' probes.
 
     Args:
         first_rank: of this machine.
         ranks: on this machine.
-        hosts: name and number of ranks of every host, in the order of the ranks; they meet at the first one.
-        port: where they meet.
+        hosts: name and number of ranks of every host, in the order of the ranks.
+        address: of the first of them, where the ranks meet.
+        port: there.
+        interface: by which this machine talks to the others; '' leaves the choice to gloo and NCCL.
         use_gpu: NCCL between GPUs instead of gloo between CPUs.
         join_seconds: how long ranks wait for each other.
         seconds: how long all of it may take.
 
     Returns:
-        `interface`, `interface_mbit`, `infiniband`; `report` where rank 0 is here, see `_measure`; and `problem` with
+        `interface_mbit`, `infiniband`; `report` where rank 0 is here, see `_measure`; and `problem` with
         `phase`, what the ranks were at when they failed: "meet" (reach the first host's port), "join" (reach the
         other ranks), "send".
     """
-    names, local = [name for name, _ in hosts], len(hosts) == 1
-    others = [name for name, start in zip(names, _starts(hosts), strict=True) if start != first_rank]
-    interface = "" if local else interface_towards(others[0], port)
     context = multiprocessing.get_context("fork")  # torch is imported already
     pipes, processes = [], []
     for local_rank in range(ranks):
         ours, theirs = context.Pipe(duplex=False)
-        place = Place(first_rank + local_rank, local_rank, hosts, "127.0.0.1" if local else names[0], port, interface)
+        place = Place(first_rank + local_rank, local_rank, hosts, address, port, interface)
         process = context.Process(target=_rank_main, args=(theirs, place, use_gpu, join_seconds), daemon=True)
         process.start()
         theirs.close()
@@ -71,19 +77,7 @@ def measure_network(
     for process in processes:
         process.kill()
         process.join()
-    return {"interface": interface, "interface_mbit": _mbit(interface), "infiniband": infiniband_links(), **answer}
-
-
-def interface_towards(host: str, port: int) -> str:
-    """Return the interface by which this machine reaches another, '' where it does not know; nothing is sent."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))
-            own = probe.getsockname()[0]
-    except OSError:
-        return ""
-    addresses = psutil.net_if_addrs().items()
-    return next((name for name, entries in addresses if any(entry.address == own for entry in entries)), "")
+    return {"interface_mbit": _mbit(interface), "infiniband": infiniband_links(), **answer}
 
 
 def infiniband_links() -> list[str]:
@@ -147,8 +141,10 @@ def _rank_main(pipe: Connection, place: Place, use_gpu: bool, join_seconds: floa
         device = torch.device("cuda", place.local_rank) if use_gpu else torch.device("cpu")
         if use_gpu:
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if use_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=patience)
-        _time_all_reduce(1, 1, device)
+        dist.init_process_group(
+            "nccl" if use_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=patience
+        )
+        _time_all_reduce(1, device)
         pipe.send(("phase", "send"))
         report = _measure(rank, place.hosts, device)
         dist.barrier()
@@ -162,11 +158,10 @@ def _rank_main(pipe: Connection, place: Place, use_gpu: bool, join_seconds: floa
 
 def _measure(rank: int, hosts: list[Any], device: torch.device) -> dict[str, Any]:
     """Return `small_seconds`, `large` (bytes, seconds), `links` (two hosts, bytes per second); a collective."""
-    small = statistics.median(_time_all_reduce(SMALL_BYTES, 1, device) for _ in range(SMALL_REPEATS))
+    small = statistics.median(_time_all_reduce(SMALL_BYTES, device) for _ in range(SMALL_REPEATS))
     size = FIRST_BYTES
     while True:
-        _time_all_reduce(size, 1, device)
-        seconds = _slowest(_time_all_reduce(size, 1, device), device)
+        seconds = _slowest(min(_time_all_reduce(size, device) for _ in range(LARGE_REPEATS)), device)
         if seconds > LONG_ENOUGH_SECONDS or size >= LARGEST_BYTES[device.type]:
             break
         size *= 4
@@ -224,16 +219,15 @@ def _follow_link(peer: int, device: torch.device) -> None:
         dist.send(message, peer)
 
 
-def _time_all_reduce(size_bytes: int, repeats: int, device: torch.device) -> float:
+def _time_all_reduce(size_bytes: int, device: torch.device) -> float:
     """Return seconds of an all-reduce of float32; a collective."""
     values = torch.zeros(max(size_bytes // 4, 1), device=device)
     dist.barrier()
     _finish(device)
     start = time.perf_counter()
-    for _ in range(repeats):
-        dist.all_reduce(values)
+    dist.all_reduce(values)
     _finish(device)
-    return (time.perf_counter() - start) / repeats
+    return time.perf_counter() - start
 
 
 def _slowest(seconds: float, device: torch.device) -> float:

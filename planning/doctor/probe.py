@@ -59,14 +59,18 @@ ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-def serve() -> None:
-    """Answer each line of standard input until its end."""
+def serve(reached_by: str) -> None:
+    """Answer each line of standard input until its end.
+
+    Args:
+        reached_by: this machine's address on the way from the doctor, '' where that is not known.
+    """
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not stand among the answers
     for line in sys.stdin:
         question = json.loads(line)
         try:
-            answer = ANSWERS[question["ask"]](**question["with"])
+            answer = {"reached_by": reached_by, **ANSWERS[question["ask"]](**question["with"])}
         except UserError as error:
             answer = {"problem": str(error)}
         except Exception as error:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from planning.doctor.probe import RECORD_SEPARATOR
-from scripts.cluster.remote_shell import ssh_command
+from scripts.cluster.remote_shell import srun_command, ssh_command
 from training.config import REPO_ROOT
 
 START_SECONDS = 20.0  # longer than ssh takes to give up connecting
@@ -23,19 +23,23 @@ PROBE = [sys.executable, str(REPO_ROOT / "scripts" / "doctor.py"), "--probe"]
 LEAVE_SECONDS = 2.0
 
 
-def over_ssh(host: str) -> list[str]:
-    """Return the command that starts the probe on a host over ssh."""
-    return ssh_command(host, PROBE)
+# A command, and its environment; None for our own.
+Command = tuple[list[str], dict[str, str] | None]
 
 
-def over_srun(host: str) -> list[str]:
-    """Return the command that starts the probe on a host of this Slurm job, beside what runs there."""
-    return ["srun", "--overlap", "--quiet", "--nodes=1", "--ntasks=1", f"--nodelist={host}", *PROBE]
+def over_ssh(host: str) -> Command:
+    """Return what starts the probe on a host over ssh."""
+    return ssh_command(host, PROBE), None
 
 
-def here(host: str) -> list[str]:
-    """Return the command that starts the probe on this machine."""
-    return PROBE
+def over_srun(host: str) -> Command:
+    """Return what starts the probe on a host of this Slurm job."""
+    return srun_command([host], PROBE, is_beside=True)
+
+
+def here(host: str) -> Command:
+    """Return what starts the probe on this machine."""
+    return PROBE, None
 
 
 class Unreachable(Exception):
@@ -49,11 +53,12 @@ class Unreachable(Exception):
 class Probe:
     """The probe of one machine, started now; a context, which ends it."""
 
-    def __init__(self, host: str, command: list[str]) -> None:
+    def __init__(self, host: str, command: Command) -> None:
         self.host = host
-        self._complaints = tempfile.TemporaryFile()
+        words, environment = command
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  closed with the context
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._complaints
+            words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._complaints
         )
         self._received = b""
 
@@ -61,7 +66,8 @@ class Probe:
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin
+        assert self._process.stdout
         with self._complaints, self._process.stdout:
             try:
                 self._process.stdin.close()
@@ -142,7 +148,11 @@ SSH_COMPLAINTS = (
     ("Too many authentication failures", "ssh offers too many keys", "name one key in ~/.ssh/config: IdentityFile"),
     ("Connection refused", "no ssh server answers (connection refused)", "start sshd on {host}, or correct its port"),
     ("timed out", "no answer (timed out): the host is down, or a firewall drops", "switch {host} on; open port 22"),
-    ("No route to host", "no route to the host: it is down, or in another network", "switch {host} on; check its network"),
+    (
+        "No route to host",
+        "no route to the host: it is down, or in another network",
+        "switch {host} on; check its network",
+    ),
     ("Network is unreachable", "its network cannot be reached from here", "check the routes of this machine"),
     ("can't open file", "the repository is not there at the same path", "put {root} on {host}, or share its folder"),
     (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Verdict = Literal["ok", "warning", "wrong"]
-HOSTS_NAMED = 4
+HOSTS_NAMED, FINDINGS_SHOWN = 4, 2
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,20 @@ class Row:
 
 
 def join_hosts(rows: Iterable[Row]) -> list[Row]:
-    """Make one row of those that say the same of several hosts, at the first one's place."""
-    alike: dict[Row, list[str]] = {}
+    """Make one row of those that say the same of several hosts, and one of all that are ok; in their order."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        key = Row(row.check, row.verdict, row.found, row.cure)
-        alike.setdefault(key, []).append(row.host)
-    return [
-        Row(key.check, key.verdict, key.found, key.cure, some_of([host for host in hosts if host]))
-        for key, hosts in alike.items()
-    ]
+        key = (row.check, row.verdict) if row.verdict == "ok" else (row.check, row.verdict, row.found, row.cure)
+        groups.setdefault(key, []).append(row)
+    joined = []
+    for group in groups.values():
+        found = list(dict.fromkeys(row.found for row in group))
+        more = f"; and {len(found) - FINDINGS_SHOWN} more" if len(found) > FINDINGS_SHOWN else ""
+        host = some_of([row.host for row in group if row.host])
+        joined.append(
+            Row(group[0].check, group[0].verdict, "; ".join(found[:FINDINGS_SHOWN]) + more, group[0].cure, host)
+        )
+    return joined
 
 
 def some_of(names: list[str]) -> str:
