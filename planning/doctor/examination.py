@@ -206,5 +206,6 @@ def _addresses(facts: Mapping[str, Answer]) -> dict[str, str]:
 
 
 def _ranks(slots: int, facts: Answer, use_gpu: bool) -> int:
-    """Return how many ranks a machine has in the network's check: no more than it has GPUs."""
-    return min(slots or len(facts["gpus"]), len(facts["gpus"])) if use_gpu else slots or 1
+    """Return how many ranks a machine has in the network's check: no more than it has GPUs, or cores where none has."""
+    most = len(facts["gpus"]) if use_gpu else facts["cores"]
+    return min(slots or (most if use_gpu else 1), most)

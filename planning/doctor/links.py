@@ -28,12 +28,11 @@ Answers = Mapping[str, Mapping[str, Any]]
 def judge_failure(answers: Answers) -> list[Row]:
     """Name the hosts by which the all-reduce failed: those that did not come as far as the others."""
     failed = {host: answer for host, answer in answers.items() if "problem" in answer}
-    first = next(iter(answers))
     for phase, found in PHASES.items():
-        hosts = [host for host, answer in failed.items() if answer["phase"] == phase]
+        hosts = [host for host, answer in failed.items() if answer.get("phase", "meet") == phase]
         if hosts:
             problem = failed[hosts[0]]["problem"]
-            cure = f"open all ports between the hosts (to {first} first); look at cables, MTU and, for NCCL, at NCCL_DEBUG=INFO"
+            cure = "open all ports between the hosts; look at cables and MTU, for NCCL set NCCL_DEBUG=INFO"
             return [Row("all-reduce", "wrong", f"{found}: {problem}", cure, some_of(hosts))]
     return []
 
