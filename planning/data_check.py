@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from training.data import DataOptions, load_data
-from training.data.bundle import ImageDataset
+from training.data.bundle import DataBundle, ImageDataset
 from training.data.images import ImageError
 from training.data.loader import most_workers
 from training.data.sources import Source
@@ -33,6 +34,7 @@ class DataReport:
         smallest: Width and height in pixels of the image with the fewest pixels; None where none can be read.
         largest: The same for the most pixels.
         notes: One-line messages from loading.
+        decoded: Images that were looked at: all, or a sample.
     """
 
     class_names: list[str]
@@ -43,6 +45,7 @@ class DataReport:
     smallest: Size | None = None
     largest: Size | None = None
     notes: list[str] = field(default_factory=list)
+    decoded: int = 0
 
     @property
     def images(self) -> int:
@@ -61,7 +64,11 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
         UserError: What keeps the data set from being loaded at all, see `load_data`.
     """
     # every pixel, and each time anew
-    bundle = load_data(replace(options, decode="exact", cache="off"))
+    return check_bundle(load_data(replace(options, decode="exact", cache="off")), workers)
+
+
+def check_bundle(bundle: DataBundle, workers: int | None = None, most: int | None = None) -> DataReport:
+    """As `check_data`, of a loaded data set, and of at most `most` images of each part, evenly spread."""
     labels = torch.cat([bundle.train.source.labels, bundle.val.source.labels])
     report = DataReport(
         class_names=bundle.class_names,
@@ -71,32 +78,34 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
         notes=bundle.notes,
     )
     for dataset in (bundle.train, bundle.val):
-        is_worth_it = len(dataset) >= IMAGES_WORTH_A_WORKER and not dataset.source.in_memory
-        chosen = most_workers() if is_worth_it else 0
-        _decode_all(dataset, chosen if workers is None else workers, report)
+        chosen = np.unique(np.linspace(0, len(dataset) - 1, min(len(dataset), most or len(dataset))).astype(int))
+        is_worth_it = len(chosen) >= IMAGES_WORTH_A_WORKER and not dataset.source.in_memory
+        automatic = most_workers() if is_worth_it else 0
+        _decode(dataset, chosen, automatic if workers is None else workers, report)
+        report.decoded += len(chosen)
     return report
 
 
 class _SizeReader(Dataset):
     """Gives (size, None) of a readable image and (None, (path, reason)) of another."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, indices: np.ndarray) -> None:
+        self._source, self._indices = source, indices
 
     def __len__(self) -> int:
-        return len(self._source.labels)
+        return len(self._indices)
 
-    def __getitem__(self, index: int) -> tuple[Size | None, tuple[str, str] | None]:
+    def __getitem__(self, position: int) -> tuple[Size | None, tuple[str, str] | None]:
         try:
-            _, height, width = self._source.read(index).shape
+            _, height, width = self._source.read(int(self._indices[position])).shape
         except ImageError as error:
             return None, (error.path, error.reason)
         return (width, height), None
 
 
-def _decode_all(dataset: ImageDataset, workers: int, report: DataReport) -> None:
+def _decode(dataset: ImageDataset, indices: np.ndarray, workers: int, report: DataReport) -> None:
     loader = DataLoader(
-        _SizeReader(dataset.source),
+        _SizeReader(dataset.source, indices),
         batch_size=IMAGES_PER_MESSAGE,
         num_workers=workers,
         collate_fn=_unchanged,

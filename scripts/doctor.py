@@ -1,57 +1,199 @@
 """Says what is wrong before a run starts.
 
-python scripts/doctor.py --check-data /data/flowers
-python scripts/doctor.py --check-data digits
+python scripts/doctor.py                                            # this machine
+python scripts/doctor.py --data ~/photos --model-type vgg --strategy ddp
+python scripts/doctor.py --hostfile hostfile.txt --gpus-per-node 8  # all of its machines, and the network between them
+python scripts/doctor.py --hosts node01,node02 --json
+python scripts/doctor.py --check-data ~/photos                      # every image of a data set
 
-Exit code: 0 all is well, 1 images cannot be used, 2 the arguments or the data set as a whole are wrong.
+Inside a Slurm job it looks at the job's machines. Words after -- are the training's own (train_distributed.py --help).
+Exit code: 0 nothing is wrong, 1 something is, 2 the arguments are.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+import os
+import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from training.data import DATASETS, DataOptions
 from training.errors import USER_ERROR_EXIT_CODE, UserError
 
+if TYPE_CHECKING:
+    from planning.doctor.examination import Request
+    from planning.doctor.rows import Row
+
 SOMETHING_WRONG_EXIT_CODE = 1
 ROWS_SHOWN = 20
+COLOURS = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
+TRAINING_FLAGS = ("data", "model_type", "strategy", "batch_size", "log_dir", "data_root", "val_fraction")
 
 
 def main() -> int:
     """Run the check that the command line asks for and return the exit code."""
-    options = _parse_options()
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    given, training_words = _parse(words[:end]), words[end + 1 :]
     try:
-        return _check_data(options)
+        if given.probe:
+            from planning.doctor.probe import serve
+
+            serve(reached_by=" ".join(os.environ.get("SSH_CONNECTION", "").split()[2:3]))
+            return 0
+        if given.check_data is not None:
+            return _check_data(_data_options(given))
+        return _examine(given, training_words)
     except UserError as error:
         print(f"doctor: {error}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE
 
 
-def _parse_options() -> DataOptions:
-    defaults = DataOptions()
+def _parse(words: list[str]) -> argparse.Namespace:
     names = "; ".join(f"{entry.usage}: {entry.summary}" for entry in DATASETS.values())
-    parser = argparse.ArgumentParser(description="Says what is wrong before a run starts.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=_Help)
     parser.add_argument(
         "--check-data",
         metavar="DATA",
-        required=True,
-        help=f"decode every image of a data set and count its classes ({names.replace('%', '%%')})",
+        help=f"only decode every image of a data set and count its classes ({names.replace('%', '%%')})",
     )
-    parser.add_argument(
-        "--val-fraction",
-        type=float,
-        default=defaults.val_fraction,
-        help="share held out where one folder is split, above 0 and below 1 (default: %(default)s)",
+    machines = parser.add_mutually_exclusive_group()
+    machines.add_argument("--hostfile", type=Path, help="examine these machines: lines of 'name slots=N'")
+    machines.add_argument("--hosts", metavar="A,B", help="examine these machines")
+    parser.add_argument("--nodes", type=_positive, metavar="N", help="machines to take, from the top (default: all)")
+    parser.add_argument("--gpus-per-node", type=_positive, metavar="G", help="GPUs (or CPU ranks) to take on each")
+    parser.add_argument("--port", type=_port, default=0, help="where the ranks are to meet (default: any that is free)")
+    parser.add_argument("--data", help="look at this data set too: as for training")
+    parser.add_argument("--model-type", help="reckon with this model: as for training")
+    parser.add_argument("--strategy", help="with --model-type: how its state is sharded (default: ddp)")
+    parser.add_argument("--batch-size", help="with --model-type: images per GPU (default: 16)")
+    parser.add_argument("--log-dir", help="folder of all logs (default: logs/ beside scripts/)")
+    parser.add_argument("--val-fraction", help="share held out where one folder is split (default: 0.2)")
+    parser.add_argument("--data-root", help="where torchvision data sets are kept (default: ~/.cache/zerovision)")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(words)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    pass
+
+
+def _examine(given: argparse.Namespace, training_words: list[str]) -> int:
+    from planning.doctor.examination import examine
+    from planning.doctor.verdict import judge
+
+    start = time.monotonic()
+    request = _request(given, training_words)
+    rows = judge(request, examine(request))
+    seconds = time.monotonic() - start
+    if given.json:
+        print(json.dumps({"rows": [dataclasses.asdict(row) for row in rows], "seconds": round(seconds, 1)}, indent=1))
+    else:
+        _print_table(rows, seconds)
+    return SOMETHING_WRONG_EXIT_CODE if any(row.verdict == "wrong" for row in rows) else 0
+
+
+def _request(given: argparse.Namespace, training_words: list[str]) -> Request:
+    """Put together what is to be examined; flags of the doctor win over the training's words."""
+    from planning.doctor.examination import HERE, Request
+    from planning.doctor.reach import here, over_srun, over_ssh
+    from training.command_line import parse_args
+
+    flags = {name: getattr(given, name) for name in TRAINING_FLAGS if getattr(given, name) is not None}
+    words = [*training_words, *(f"--{name.replace('_', '-')}={value}" for name, value in flags.items())]
+    config, _ = parse_args(words)
+    job = os.environ.get("SLURM_JOB_NODELIST", "")
+    if given.hostfile or given.hosts:
+        slots, command = _named_hosts(given), over_ssh
+    elif job:
+        slots, command = dict.fromkeys(_hosts_of_job(job), given.gpus_per_node or 0), over_srun
+    else:
+        if given.nodes and given.nodes > 1:
+            raise UserError(f"--nodes {given.nodes}: name the machines with --hostfile or --hosts.")
+        slots, command = {HERE: given.gpus_per_node or 0}, here
+    return Request(
+        slots=dict(list(slots.items())[: given.nodes]),
+        command=command,
+        config=config,
+        with_data=bool(training_words) or "data" in flags,
+        with_model=bool(training_words) or "model_type" in flags,
+        port=given.port,
     )
-    parser.add_argument(
-        "--data-root", default=defaults.data_root, help="where torchvision data sets are kept (default: %(default)s)"
+
+
+def _named_hosts(given: argparse.Namespace) -> Mapping[str, int]:
+    """Return ranks by host, of the hostfile or of --hosts."""
+    from training.hostfile import HOST_NAME, read_hostfile
+
+    if given.hostfile:
+        slots = read_hostfile(given.hostfile, given.nodes or 1, given.gpus_per_node or 1)
+    else:
+        names = given.hosts.split(",")
+        bad = [name for name in names if not HOST_NAME.fullmatch(name) or names.count(name) > 1]
+        if bad:
+            raise UserError(f"--hosts: {bad[0]!r} is no host name, or stands twice: give names as in node01,node02.")
+        if len(names) < (given.nodes or 1):
+            raise UserError(f"--hosts: {given.nodes} nodes asked for, {len(names)} named.")
+        slots = dict.fromkeys(names, 0)
+    return {host: given.gpus_per_node or promised for host, promised in slots.items()}
+
+
+def _hosts_of_job(nodelist: str) -> list[str]:
+    """Return the host names of a Slurm job."""
+    command = ["scontrol", "show", "hostnames", nodelist]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"scontrol cannot name the machines of this job ({error}): name them with --hosts.") from None
+
+
+def _print_table(rows: list[Row], seconds: float) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("check", "", "found", "cure", "host", box=None, pad_edge=False)
+    for row in rows:
+        verdict = f"[{COLOURS[row.verdict]}]{row.verdict}[/]"
+        table.add_row(escape(row.check), verdict, *(escape(cell) for cell in (row.found, row.cure, row.host)))
+    console = Console(highlight=False)
+    console.print(table)
+    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in COLOURS}
+    print(f"{counts['wrong']} wrong, {counts['warning']} warning(s), {counts['ok']} ok; {seconds:.0f} s")
+
+
+def _positive(text: str) -> int:
+    return _whole_number(text, 1024)
+
+
+def _port(text: str) -> int:
+    return _whole_number(text, 65535, smallest=0)
+
+
+def _whole_number(text: str, largest: int, smallest: int = 1) -> int:
+    if not (text.isascii() and text.isdecimal()) or not smallest <= int(text) <= largest:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from {smallest} to {largest}")
+    return int(text)
+
+
+def _data_options(given: argparse.Namespace) -> DataOptions:
+    defaults = DataOptions()
+    try:
+        val_fraction = defaults.val_fraction if given.val_fraction is None else float(given.val_fraction)
+    except ValueError:
+        raise UserError(f"--val-fraction: {given.val_fraction!r} is no number: give one above 0 and below 1.") from None
+    return DataOptions(
+        data=given.check_data, val_fraction=val_fraction, data_root=given.data_root or defaults.data_root
     )
-    given = parser.parse_args()
-    return DataOptions(data=given.check_data, val_fraction=given.val_fraction, data_root=given.data_root)
 
 
 def _check_data(options: DataOptions) -> int:

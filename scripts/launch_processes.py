@@ -122,13 +122,18 @@ def shell_exit_code(code: int) -> int:
     return 128 + (256 - code) if code > 256 - 32 else code
 
 
-def remove_stale_build_locks(folder: Path) -> None:
-    """Remove the locks of compile jobs that no longer run; torch keeps a lock's file open while it compiles."""
+def unheld_build_locks(folder: Path) -> set[Path]:
+    """Return the locks of compile jobs that do not run here; torch keeps a lock's file open while it compiles."""
     locks = {str(path) for path in folder.glob("**/lock")}
     for process in psutil.process_iter() if locks else ():
         try:
             locks -= {opened.path for opened in process.open_files()}
         except psutil.Error:
             continue
-    for lock in locks:
-        Path(lock).unlink(missing_ok=True)
+    return {Path(lock) for lock in locks}
+
+
+def remove_stale_build_locks(folder: Path) -> None:
+    """Remove the locks of compile jobs that no longer run."""
+    for lock in unheld_build_locks(folder):
+        lock.unlink(missing_ok=True)

@@ -48,15 +48,21 @@ def pdsh_command(hosts: list[str], line: str) -> tuple[list[str], dict[str, str]
     return command, environment
 
 
-def srun_command(hosts: list[str], words: list[str]) -> tuple[list[str], dict[str, str]]:
+def srun_command(hosts: list[str], words: list[str], *, is_beside: bool = False) -> tuple[list[str], dict[str, str]]:
     """Return the command that runs `words` once on each of the hosts of a Slurm allocation, and its environment.
 
     Each of these processes starts all ranks of its node, so it must see all GPUs that the job has there.
+
+    Args:
+        hosts: of the allocation.
+        words: the program and its arguments.
+        is_beside: whether it runs beside other steps and reads our standard input.
     """
     count = str(len(hosts))
     environment = {name: value for name, value in os.environ.items() if name not in PER_TASK_VARIABLES}
     options = ["--nodes", count, "--ntasks", count, "--ntasks-per-node=1", "--nodelist", ",".join(hosts)]
-    options += ["--kill-on-bad-exit=1", "--unbuffered", "--input=none", "--cpu-bind=none", "--gpu-bind=none"]
+    options += ["--kill-on-bad-exit=1", "--unbuffered", "--cpu-bind=none", "--gpu-bind=none"]
+    options.append("--overlap" if is_beside else "--input=none")
     return ["srun", *options, *words], environment
 
 

@@ -1,0 +1,162 @@
+"""What one machine says of itself. Facts only: what they mean is judged where all machines' facts are."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from planning.doctor.nvidia import ask_nvidia_smi
+from scripts.cluster.interface import own_addresses
+from scripts.launch_processes import unheld_build_locks
+from training.config import REPO_ROOT
+
+PACKAGES = ("torch", "torchvision", "deepspeed", "timm")
+CODE = ("models", "training", "planning", "delivery", "scripts", "deepspeed_configs")
+CODE_SUFFIXES = (".py", ".sh", ".json", ".c")
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def collect_facts(log_dir: str, port: int, hosts: list[str], with_torch: bool) -> dict[str, Any]:
+    """Return this machine's facts, ready for JSON.
+
+    Args:
+        log_dir: folder of all logs; need not exist yet.
+        port: where the ranks are to meet; whether it is free here.
+        hosts: names to look up.
+        with_torch: whether to load torch and torchvision's operators, which takes seconds.
+    """
+    memory = psutil.virtual_memory()
+    return {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "packages": {name: package_version(name) for name in PACKAGES},
+        "commit": git_commit(),
+        "code": code_fingerprint(REPO_ROOT),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory.total,
+        "memory_free_bytes": memory.available,
+        "shm_bytes": shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0,
+        "shm_free_bytes": shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "compilers": [name for name in ("c++", "g++", "cc", "ninja") if find_program(name)],
+        "locks": sorted(map(str, unheld_build_locks(Path(sys.prefix) / "torch_extensions"))),
+        "log_folder": log_folder_facts(Path(log_dir)),
+        "port": port if port and is_port_free(port) else 0,
+        "spare_port": spare_port(),
+        "own_addresses": own_addresses(),
+        "addresses": {host: address_of(host) for host in hosts},
+        **ask_nvidia_smi(),
+        **(torch_facts() if with_torch else {"import_problem": None, "torch_cuda": None}),
+    }
+
+
+def torch_facts() -> dict[str, Any]:
+    """Return whether torch and torchvision fit together, and the CUDA that torch was built for.
+
+    An unfit pair fails in loading torchvision's operators; all of torchvision takes as long to load as torch itself.
+    Nothing here may start CUDA: the ranks of the network check are forked from this process.
+    """
+    try:
+        import torch
+
+        operators = [str(path) for path in package_folder("torchvision").glob("_C*.so")]
+        for path in operators:
+            torch.ops.load_library(path)
+        if not operators or not hasattr(torch.ops.torchvision, "nms"):
+            raise ImportError("torchvision has no operators")
+    except Exception as error:
+        return {"import_problem": f"{type(error).__name__}: {error}"[:200], "torch_cuda": None}
+    return {"import_problem": None, "torch_cuda": torch.version.cuda}
+
+
+def package_folder(name: str) -> Path:
+    """Return where a package lies, without importing it."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"no package {name}")
+    return Path(spec.origin).parent
+
+
+def find_program(name: str) -> str | None:
+    """Return a program's path, where a shell or the environment of this Python has it."""
+    return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+
+
+def package_version(name: str) -> str | None:
+    """Return an installed package's version; None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def git_commit() -> str | None:
+    """Return the commit that the repository is at; None without git."""
+    command = ["git", "-c", "safe.directory=*", "-C", str(REPO_ROOT), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def code_fingerprint(root: Path) -> str:
+    """Return a sha256 over names and content of the code that a training runs, changed files included."""
+    digest = hashlib.sha256()
+    for folder in CODE:
+        for path in sorted(path for path in (root / folder).rglob("*") if path.suffix in CODE_SUFFIXES):
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def log_folder_facts(folder: Path) -> dict[str, Any]:
+    """Return where the logs will lie: free bytes, and why nothing can be written there (None: it can)."""
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    problem = None
+    try:
+        with tempfile.TemporaryFile(dir=existing, prefix=".doctor-") as file:
+            file.write(b"0" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        problem = error.strerror or str(error)
+    return {"path": str(folder), "free_bytes": shutil.disk_usage(existing).free, "problem": problem}
+
+
+def is_port_free(port: int) -> bool:
+    """Return whether a process could listen there now, on all addresses as torch's store does."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen()
+        except OSError:
+            return False
+    return True
+
+
+def spare_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def address_of(host: str) -> str | None:
+    """Return the IPv4 or IPv6 address that a name has here; None where it has none."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None
