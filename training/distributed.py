@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from training.errors import AgreedError, UserError
+from training.interface import interface_towards
 
 Result = TypeVar("Result")
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
@@ -41,9 +42,14 @@ class World:
     def describe(self) -> str:
         """Say in a few words what the ranks run on."""
         if self.device.type == "cuda":
-            return f"{self.size} x {torch.cuda.get_device_name(self.device)}"
+            return f"{self.size} x {torch.cuda.get_device_name(self.device)}{self._network('NCCL_SOCKET_IFNAME')}"
         ranks = "1 CPU process" if self.size == 1 else f"{self.size} CPU ranks over gloo"
-        return f"{ranks}, {torch.get_num_threads()} thread(s) each"
+        return f"{ranks}{self._network('GLOO_SOCKET_IFNAME')}, {torch.get_num_threads()} thread(s) each"
+
+    def _network(self, variable: str) -> str:
+        """Say which interface joins the machines, where there are several."""
+        interface = os.environ.get(variable, "").removeprefix("=")
+        return f" on {interface}" if interface and self.size > self.local_size else ""
 
 
 def launched_world() -> tuple[int, int, int, int]:
@@ -99,6 +105,8 @@ def start_world(*, deterministic: bool = False) -> World:
     else:
         device = torch.device("cpu")
         _share_cores(local_size)
+    if size > local_size:
+        _choose_interface()
     try:
         dist.init_process_group("nccl" if use_cuda else "gloo", timeout=COLLECTIVE_TIMEOUT)
     except dist.DistNetworkError as error:
@@ -191,6 +199,18 @@ def broadcast_object(value: Any, world: World) -> Any:
     if world.size > 1:
         dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def _choose_interface() -> None:
+    """Tell gloo and NCCL the interface that leads to the master, unless the launcher or the user has.
+
+    By itself gloo offers the address that the host's own name resolves to: 127.0.1.1 on Debian. NCCL reads '=name' as
+    exactly this interface.
+    """
+    interface = interface_towards(os.environ.get("MASTER_ADDR", ""))
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def _use_fast_kernels() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from planning.doctor.reach import Command, Probe, Unreachable, ask_all, here
-from scripts.cluster.interface import address_towards, interface_of, is_loopback
 from training.config import REPO_ROOT, TrainConfig
 from training.data import DataOptions
+from training.interface import address_towards, interface_of, is_loopback
 
 FACTS_SECONDS, DATA_SECONDS, JOIN_SECONDS, NETWORK_SECONDS = 20.0, 60.0, 8.0, 20.0
 CLASSES_WITHOUT_DATA, IMAGE_SIZE_WITHOUT_DATA = 1000, 224

@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 
 from planning.doctor.nvidia import ask_nvidia_smi
-from scripts.cluster.interface import own_addresses
 from scripts.launch_processes import unheld_build_locks
 from training.config import REPO_ROOT
+from training.interface import own_addresses
 
 PACKAGES = ("torch", "torchvision", "deepspeed", "timm")
 CODE = ("models", "training", "planning", "delivery", "scripts", "deepspeed_configs")

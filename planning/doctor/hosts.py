@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from planning.doctor.rows import Row, Verdict
-from scripts.cluster.interface import is_loopback
+from training.interface import is_loopback
 
 CLOCK_WARNING_SECONDS, CLOCK_WRONG_SECONDS = 1.0, 60.0
 SHORT = 12  # of a hash

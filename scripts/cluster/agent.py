@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.attempt import Attempt
 from scripts.cluster.channel import Channel, Message
-from scripts.cluster.interface import own_addresses
 from scripts.launch_processes import MARK, Launch, remove_stale_build_locks
 from scripts.supervise import RANK_VARIABLES, guard
+from training.interface import own_addresses
 from training.launch_folder import FOLDER_VARIABLE, LaunchFolder
 
 TOKEN_VARIABLE = "ZEROVISION_TOKEN"

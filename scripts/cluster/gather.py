@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass
 
 from scripts.cluster.channel import Message
-from scripts.cluster.interface import address_towards, interface_of, is_loopback
 from scripts.cluster.nodes import POLL_SECONDS, Node, Nodes, is_passing
 from scripts.cluster.plan import Plan
 from training.errors import USER_ERROR_EXIT_CODE
+from training.interface import address_towards, interface_of, is_loopback
 
 NO_NODES_CODE = 69  # EX_UNAVAILABLE of sysexits.h
 RETRY_SECONDS = 2.0

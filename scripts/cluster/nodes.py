@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 
 from scripts.cluster.agent import CONNECT_SECONDS, LOST_SECONDS, TOKEN_VARIABLE
 from scripts.cluster.channel import Channel, Message
-from scripts.cluster.interface import own_addresses
 from scripts.cluster.remote_shell import pdsh_command, srun_command, ssh_command
 from training.config import REPO_ROOT
+from training.interface import own_addresses
 
 LINES_KEPT = 10
 POLL_SECONDS = 0.05

@@ -6,6 +6,7 @@ CLUSTER_TABLE names.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -29,7 +30,7 @@ RECIPE = ("--learning-rate", "0.004", "--hang-timeout", "8")
 EPOCHS = 6
 BREAK_AT = 20  # optimizer steps
 NOTICED = r"restart 1 of"
-ROWS: list[tuple[str, float, float, str]] = []
+ROWS: list[tuple[str, float | None, float, str]] = []
 
 
 def words(folder: Path, *more: str, nodes: int = 2, ranks: int = 1, epochs: int = EPOCHS) -> list[str]:
@@ -56,8 +57,13 @@ def table() -> Iterator[None]:
     """Write the table of faults and times once all tests have run."""
     yield
     lines = ["| fault | noticed after | training again after | then |", "|---|---|---|---|"]
-    lines += [f"| {fault} | {noticed:.1f} s | {again:.1f} s | {then} |" for fault, noticed, again, then in ROWS]
+    lines += [f"| {fault} | {seconds(noticed)} | {seconds(again)} | {then} |" for fault, noticed, again, then in ROWS]
     Path(os.environ.get("CLUSTER_TABLE", "/dev/stdout")).write_text("\n".join(lines) + "\n")
+
+
+def seconds(value: float | None) -> str:
+    """A duration for the table, a dash where nothing had to be noticed."""
+    return "-" if value is None else f"{value:.1f} s"
 
 
 def largest_difference(folder: Path, other: Path) -> float:
@@ -116,19 +122,25 @@ def test_variables_of_the_launching_shell_reach_the_ranks(hosts: Hosts, shared: 
     assert not canary.exists()
 
 
-def test_a_name_that_resolves_to_loopback_does_no_harm(hosts: Hosts, shared: Path) -> None:
-    """Debian writes the host's own name as 127.0.1.1 into /etc/hosts."""
-    for node in ("node01", "node02"):
-        hosts.run(
-            node,
-            ["sh", "-c", f"(echo 127.0.1.1 {node}; cat /etc/hosts) > /tmp/hosts && mount --bind /tmp/hosts /etc/hosts"],
-        )
+@contextlib.contextmanager
+def loopback_names(hosts: Hosts) -> Iterator[None]:
+    """The nodes' own names resolve to 127.0.1.1 on themselves, as Debian writes it into /etc/hosts."""
+    nodes = ("node01", "node02")
+    for node in nodes:
+        change = f"(echo 127.0.1.1 {node}; cat /etc/hosts) > /tmp/hosts && mount --bind /tmp/hosts /etc/hosts"
+        hosts.run(node, ["sh", "-c", change])
     try:
+        yield
+    finally:
+        for node in nodes:
+            hosts.run(node, ["umount", "/etc/hosts"])
+
+
+def test_a_name_that_resolves_to_loopback_does_no_harm(hosts: Hosts, shared: Path) -> None:
+    with loopback_names(hosts):
         training = Training(hosts, shared, words(shared, epochs=1), 2, 1)
         assert training.end() == 0, training.text()
-    finally:
-        for node in ("node01", "node02"):
-            hosts.run(node, ["umount", "/etc/hosts"])
+        assert "2 CPU ranks over gloo on eth0" in training.text()
 
 
 def kill(hosts: Hosts, node: str, part: str) -> None:
@@ -183,7 +195,7 @@ def test_a_cable_out_for_3_seconds_costs_nothing(hosts: Hosts, shared: Path, uni
     again = training.wait_for_step(BREAK_AT, after=time.time())
     finish(training, uninterrupted)
     assert "restart" not in training.text()
-    ROWS.append((f"cable out for 3 s ({kind})", float("nan"), again - broken, "no restart, bit-identical"))
+    ROWS.append((f"cable out for 3 s ({kind})", None, again - broken, "no restart, bit-identical"))
 
 
 def test_a_cable_out_for_longer_restarts_when_it_is_back(hosts: Hosts, shared: Path, uninterrupted: Path) -> None:
@@ -246,7 +258,7 @@ def test_a_node_that_is_slow_to_start_is_waited_for(hosts: Hosts, shared: Path, 
     booted = time.time()
     again = training.wait_for_step(1)
     finish(training, uninterrupted)
-    ROWS.append(("node02 boots after the launch", float("nan"), again - booted, "2 nodes, after its boot"))
+    ROWS.append(("node02 boots after the launch", None, again - booted, "2 nodes, after its boot"))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 130)])
@@ -305,7 +317,13 @@ def test_restarts_used_up_end_with_the_reason(hosts: Hosts, shared: Path) -> Non
 
 
 def test_torchrun_by_hand_on_each_node(hosts: Hosts, shared: Path, uninterrupted: Path) -> None:
-    """The commands of docs/cluster.md, without any launcher of ours."""
+    """The commands of docs/cluster.md, without any launcher of ours, where names resolve to 127.0.1.1."""
+    with loopback_names(hosts):
+        train_by_hand(hosts, shared, uninterrupted)
+
+
+def train_by_hand(hosts: Hosts, shared: Path, uninterrupted: Path) -> None:
+    """Start torchrun on both nodes, and compare the weights."""
     given = ["--model-type", MODEL, "--batch-size", "16", "--epochs", str(EPOCHS), *flags(shared, *RECIPE)]
     torchrun = [str(REPO_ROOT / ".venv/bin/torchrun"), "--nnodes=2", "--nproc_per_node=1", "--master_addr=node01"]
     entry = ["--master_port=29511", str(REPO_ROOT / "scripts" / ENTRY), *given]

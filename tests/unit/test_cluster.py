@@ -16,13 +16,13 @@ import pytest
 
 from scripts.attempt import HANG_CODE, Ending
 from scripts.cluster.channel import Channel
-from scripts.cluster.interface import address_towards, interface_of, is_loopback, own_addresses
 from scripts.cluster.nodes import Node, is_passing
 from scripts.cluster.plan import LAUNCHERS, Place, Plan, forwarded_environment, node_command
 from scripts.cluster.remote_shell import pdsh_command, srun_command, ssh_command
 from scripts.cluster.start import judge
 from scripts.launch_processes import MARK
 from tests.unit.launching import REPO_ROOT, environment, stub_repo
+from training.interface import address_towards, interface_of, interface_towards, is_loopback, own_addresses
 
 
 def plan(hosts: int = 4, min_nodes: int = 1, accumulation_steps: int = 1) -> Plan:
@@ -126,6 +126,15 @@ def test_the_address_that_others_reach_is_found() -> None:
     assert not any(is_loopback(address) for _, address, _ in own_addresses())
 
 
+def test_the_interface_towards_a_machine_is_one_that_others_reach() -> None:
+    """Also where the machine's own name resolves to 127.0.1.1."""
+    interfaces = {name for name, _, _ in own_addresses()} or {""}
+    assert interface_towards("127.0.1.1") in interfaces
+    assert interface_towards("no-such-host.invalid") in interfaces
+    for name, address, _ in own_addresses():
+        assert interface_towards(address) == name
+
+
 @pytest.mark.parametrize(
     ("reason", "passing"),
     [
@@ -203,7 +212,7 @@ class StubLaunch:
         self.folder = folder / "stub"
         self.folder.mkdir()
         root = stub_repo(folder)
-        for name in ("config.py", "hostfile.py"):
+        for name in ("hostfile.py", "interface.py"):
             shutil.copy(REPO_ROOT / "training" / name, root / "training")
         (root / "training/config.py").write_text(
             "from pathlib import Path\nREPO_ROOT = Path(__file__).resolve().parents[1]\n"

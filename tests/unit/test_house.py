@@ -57,6 +57,7 @@ def test_the_environment_is_read_where_it_belongs():
         *("training/distributed.py", "training/deepspeed_engine.py", "scripts/train_distributed.py"),
         *("scripts/supervise.py", "scripts/local_ranks.py"),  # which hand it on
         *(f"scripts/cluster/{name}.py" for name in ("agent", "plan", "remote_shell")),  # the same
+        *("scripts/cluster/slurm_job.py", "scripts/doctor.py", "planning/doctor/network.py"),  # Slurm's and ssh's
     }
     readers = {str(path.relative_to(ROOT)) for path in python_files() if "os.environ" in path.read_text()}
     assert readers <= allowed

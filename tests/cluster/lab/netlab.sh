@@ -198,7 +198,10 @@ fault() { # HOST KIND [ARG...]
         tc -n "$SWITCH" qdisc del dev "$p" root 2>/dev/null || true
         tc -n "$(ns "$host")" qdisc del dev eth0 root 2>/dev/null || true
         ip -n "$SWITCH" link set "$p" up
-        bridge -n "$SWITCH" link set dev "$p" state 3
+        for _ in {1..50}; do # the carrier needs a moment after "up"
+            bridge -n "$SWITCH" link set dev "$p" state 3 2>/dev/null && break
+            sleep 0.1
+        done
         ;;
     *) die "unknown fault $kind" ;;
     esac

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from collections.abc import Sequence
@@ -45,3 +46,27 @@ def address_towards(others: Sequence[str], addresses: Sequence[Sequence[str]]) -
         if any(not is_loopback(other) and ipaddress.ip_address(other) in network for other in others):
             return own
     return addresses[0][1] if addresses else ""
+
+
+def route_towards(host: str) -> str:
+    """Return this machine's address on the way to a host, '' where there is none; nothing is sent."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return probe.getsockname()[0]
+    return ""
+
+
+def interface_towards(host: str) -> str:
+    """Return the interface by which other machines reach this one, judged by the way to one of them; '' if unclear.
+
+    Args:
+        host: name or address of a machine that all know. Where it is this one, and its name resolves to a loopback
+            address, the way out of the local network (an address of RFC 5737, which nobody has) stands in for it.
+    """
+    address = route_towards(host)
+    if is_loopback(address):
+        address = route_towards("192.0.2.1")
+    addresses = own_addresses()
+    if is_loopback(address):
+        address = address_towards([], addresses)
+    return interface_of(address, addresses)
