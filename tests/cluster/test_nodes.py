@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.cluster.hosts import REPO_ROOT, SHARED, Hosts
-from tests.cluster.trainings import AGENT, ENTRY, RUN, Training, flags
+from tests.cluster.trainings import AGENT, ENTRY, RUN, Training, flags, read_metrics
 
 pytestmark = pytest.mark.cluster
 
@@ -175,6 +175,18 @@ def test_a_failure_on_one_node_restarts_all(hosts: Hosts, shared: Path, uninterr
     assert said in training.text()
     finish(training, uninterrupted)
     ROWS.append((fault, noticed - broken, again - broken, "2 nodes, bit-identical"))
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_other_launchers_are_restarted_as_well(hosts: Hosts, shared: Path, uninterrupted: Path, launcher: str) -> None:
+    training = Training(hosts, shared, words(shared), 2, 1, LAUNCHER=launcher)
+    training.wait_for_step(BREAK_AT)
+    broken = time.time()
+    kill(hosts, "node02", ENTRY + " --")
+    noticed = training.wait_for_text(NOTICED)
+    again = training.wait_for_step(1, after=noticed)
+    finish(training, uninterrupted)
+    ROWS.append((f"a rank killed, LAUNCHER={launcher}", noticed - broken, again - broken, "2 nodes, bit-identical"))
 
 
 def finish(training: Training, uninterrupted: Path) -> None:
@@ -336,6 +348,32 @@ def train_by_hand(hosts: Hosts, shared: Path, uninterrupted: Path) -> None:
     assert [one.wait(240) for one in started] == [0, 0], (shared / "output-node01.txt").read_text()
     ours, theirs = shared / "logs/runs" / RUN, uninterrupted
     assert torch.tensor(largest_difference(ours, theirs)) == 0
+
+
+def test_torchrun_by_hand_goes_on_with_fewer_nodes(hosts: Hosts, shared: Path, uninterrupted: Path) -> None:
+    """With the c10d rendezvous; the other node loses its power."""
+    given = ["--model-type", MODEL, "--batch-size", "16", "--epochs", str(EPOCHS), *flags(shared, *RECIPE)]
+    torchrun = [str(REPO_ROOT / ".venv/bin/torchrun"), "--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=3"]
+    meeting = ["--rdzv_backend=c10d", "--rdzv_endpoint=node01:29512", "--rdzv_id=first"]
+    started = [
+        hosts.start(
+            node,
+            [*torchrun, *meeting, str(REPO_ROOT / "scripts" / ENTRY), *given],
+            cwd=shared,
+            output=shared / f"output-{node}.txt",
+        )
+        for node in ("node01", "node02")
+    ]
+    deadline = time.monotonic() + 120
+    while not any(entry["kind"] == "step" and entry["step"] >= BREAK_AT for entry in read_metrics(shared)):
+        assert time.monotonic() < deadline, (shared / "output-node01.txt").read_text()
+        time.sleep(0.1)
+    broken = time.time()
+    hosts.fault("node02", "poweroff")
+    assert started[0].wait(240) == 0, (shared / "output-node01.txt").read_text()
+    after = [entry["time"] for entry in read_metrics(shared) if entry["kind"] == "resume"]
+    assert largest_difference(shared / "logs/runs" / RUN, uninterrupted) < 1e-4
+    ROWS.append(("node02 lost (poweroff), torchrun by hand", None, min(after) - broken, "1 node, same global batch"))
 
 
 def test_a_busy_port_is_named(hosts: Hosts, shared: Path) -> None:

@@ -42,7 +42,7 @@ LAUNCHER_WORDS = {
     "launch_multi_node.sh": ("model-type", "strategy", None, None, "batch-size", "epochs"),
     "slurm_distributed.sh": ("model-type", "strategy", None, "batch-size", "epochs"),
 }
-LAUNCHER_FLAGS = {"--master_port", "--max-restarts", "--help"}
+LAUNCHER_FLAGS = {"--master_port", "--max-restarts", "--min-nodes", "--help"}
 ENTRY_FLAGS = {*FLAG_OF.values(), "--config", "--check-config", "--help"}
 
 
@@ -136,7 +136,12 @@ def command_problems(text: str) -> Iterator[str]:
         arguments = entry_arguments(words)
         if arguments is None or any("<" in word for word in words) or "--help" in words:
             continue
-        for flag in ("--config", "--master_port", "--max-restarts"):  # the first names a file of the reader's
+        for flag in (
+            "--config",
+            "--master_port",
+            "--max-restarts",
+            "--min-nodes",
+        ):  # the first names a file of the reader's
             if flag in arguments:
                 place = arguments.index(flag)
                 del arguments[place : place + 2]
