@@ -81,9 +81,7 @@ def _connect(candidates: list[str], port: int, node: str, token: str) -> tuple[C
             connection.sendall(f"{token} {node}\n".encode())
             if connection.recv(1) == b"+":
                 connection.settimeout(None)
-                own = connection.getsockname()[0]
-                descriptor = connection.detach()
-                return Channel(descriptor, descriptor), own
+                return Channel.over(connection), connection.getsockname()[0]
         except OSError:
             continue
     return None, ""
@@ -105,15 +103,16 @@ class Agent:
         self._attempt: Attempt | None = None
 
     def serve(self) -> None:
-        """Prepare and start as told; return when the ranks have ended, or when there is nobody to tell."""
+        """Prepare and start as told; return when the launch is gone, or has nothing more to say."""
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
         while (order := self._orders.get()) is not None:
             if order["do"] == "prepare":
                 self._channel.send({"say": "ready", "node": self._node, **self._prepare(order)})
             elif order["do"] == "start":
+                # It stays until the launch leaves: to end with a message unread would reset the connection, and the
+                # launch might miss this one.
                 self._channel.send({"say": "ended", "node": self._node, **self._run(order)})
-                return
 
     def _listen(self) -> None:
         for message in self._channel.messages(lambda _: None):

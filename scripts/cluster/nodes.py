@@ -32,6 +32,7 @@ from training.interface import own_addresses
 
 LINES_KEPT = 10
 POLL_SECONDS = 0.05
+LEAVE_SECONDS = 1.0
 # A remote shell that ends so may succeed a little later: the machine still boots, or its network is away for a moment.
 PASSING = ("refused", "timed out", "No route", "unreachable", "closed by", "reset by", "Connection closed", "banner")
 PDSH_ENDED = "ssh exited with exit code"
@@ -81,6 +82,13 @@ class Shell:
     process: subprocess.Popen
     hosts: list[str]
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))
+
+    def end(self, number: int, deadline: float) -> None:
+        """Send it a signal (0: none) if it still runs, and give it until the deadline to leave."""
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            if number and self.process.poll() is None:
+                os.killpg(self.process.pid, number)
+            self.process.wait(max(0.0, deadline - time.monotonic()))
 
     def has_failed(self, host: str) -> bool:
         """Return whether there will be no agent on a host: the process has ended, or pdsh's part for the host has."""
@@ -142,17 +150,17 @@ class Nodes:
 
     def close(self) -> None:
         """End all connections and remote shells; agents that still live end their ranks."""
+        for node in list(self.found.values()):
+            node.channel.close()
         for shell in self._shells:
             if shell.process.stdin:
                 with contextlib.suppress(OSError):
                     shell.process.stdin.close()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(shell.process.pid, signal.SIGTERM)
-        for shell in self._shells:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                shell.process.wait(CONNECT_SECONDS)
-            if shell.process.poll() is None:
-                os.killpg(shell.process.pid, signal.SIGKILL)
+        # An agent whose connection has ended leaves, and its remote shell with it, unless the machine is gone.
+        for number in (0, signal.SIGTERM, signal.SIGKILL):
+            deadline = time.monotonic() + LEAVE_SECONDS
+            for shell in self._shells:
+                shell.end(number, deadline)
         if self._listener:
             self._listener.close()
 
@@ -177,9 +185,7 @@ class Nodes:
             if secrets.compare_digest(token, self._token) and is_expected:
                 connection.sendall(b"+")
                 connection.settimeout(None)
-                descriptor = connection.detach()
-                self._read(Node(host, Channel(descriptor, descriptor)))
-                return
+                self._read(Node(host, Channel.over(connection)))
         connection.close()
 
     def _read(self, node: Node) -> None:

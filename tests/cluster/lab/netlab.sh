@@ -102,7 +102,7 @@ host_init() { # HOST
     mkdir -p /run/sshd /run/lock
     /usr/sbin/sshd -D -e &
     trap 'exit 0' TERM
-    while :; do wait -n || sleep 1; done # PID 1: reap orphans
+    while :; do wait -n || sleep 1 || :; done # PID 1: reap orphans
 }
 
 start_host() { # HOST
