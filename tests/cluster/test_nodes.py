@@ -351,7 +351,7 @@ def train_by_hand(hosts: Hosts, shared: Path, uninterrupted: Path) -> None:
 
 
 def test_torchrun_by_hand_goes_on_with_fewer_nodes(hosts: Hosts, shared: Path, uninterrupted: Path) -> None:
-    """With the c10d rendezvous; the other node loses its power."""
+    """With the c10d rendezvous; every process of the other node is killed, and its kernel says so."""
     given = ["--model-type", MODEL, "--batch-size", "16", "--epochs", str(EPOCHS), *flags(shared, *RECIPE)]
     torchrun = [str(REPO_ROOT / ".venv/bin/torchrun"), "--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=3"]
     meeting = ["--rdzv_backend=c10d", "--rdzv_endpoint=node01:29512", "--rdzv_id=first"]
@@ -369,11 +369,11 @@ def test_torchrun_by_hand_goes_on_with_fewer_nodes(hosts: Hosts, shared: Path, u
         assert time.monotonic() < deadline, (shared / "output-node01.txt").read_text()
         time.sleep(0.1)
     broken = time.time()
-    hosts.fault("node02", "poweroff")
+    hosts.fault("node02", "crash")
     assert started[0].wait(240) == 0, (shared / "output-node01.txt").read_text()
     after = [entry["time"] for entry in read_metrics(shared) if entry["kind"] == "resume"]
     assert largest_difference(shared / "logs/runs" / RUN, uninterrupted) < 1e-4
-    ROWS.append(("node02 lost (poweroff), torchrun by hand", None, min(after) - broken, "1 node, same global batch"))
+    ROWS.append(("node02 lost (crash), torchrun by hand", None, min(after) - broken, "1 node, same global batch"))
 
 
 def test_a_busy_port_is_named(hosts: Hosts, shared: Path) -> None:

@@ -197,6 +197,21 @@ if [[ " ${FAKE_SSH_FAILS:-} " == *" $host "* ]]; then
 fi
 exec bash -c "${@: -1}"
 """
+# Stand in for pdsh and srun: run the command once per host, here, at the same time.
+FAKE_PDSH = """#!/bin/bash
+hosts=${@: -2:1} line=${@: -1}
+for host in ${hosts//,/ }; do bash -c "${line//%h/$host}" & done
+wait
+"""
+FAKE_SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do
+    case $1 in --nodelist) hosts=$2 ;; esac
+    case $1 in *=* | --unbuffered) shift ;; *) shift 2 ;; esac
+done
+for host in ${hosts//,/ }; do SLURMD_NODENAME=$host "$@" & done
+wait
+"""
+FAKES = {"ssh": FAKE_SSH, "pdsh": FAKE_PDSH, "srun": FAKE_SRUN}
 STUB_COMMAND_LINE = """
 from types import SimpleNamespace
 
@@ -218,10 +233,11 @@ class StubLaunch:
             "from pathlib import Path\nREPO_ROOT = Path(__file__).resolve().parents[1]\n"
         )
         (root / "training/command_line.py").write_text(STUB_COMMAND_LINE)
-        ssh = folder / "bin/ssh"
-        ssh.parent.mkdir()
-        ssh.write_text(FAKE_SSH)
-        ssh.chmod(0o755)
+        tools = folder / "bin"
+        tools.mkdir()
+        for name, text in FAKES.items():
+            (tools / name).write_text(text)
+            (tools / name).chmod(0o755)
         self.outcome = folder / "outcome.json"
         command = [
             sys.executable,
@@ -232,7 +248,7 @@ class StubLaunch:
             "1",
         ]
         command += ["--outcome", str(self.outcome), *own, "--", *flags]
-        path = f"{ssh.parent}:{os.environ['PATH']}"
+        path = f"{tools}:{os.environ['PATH']}"
         self.process = subprocess.Popen(
             command,
             env=environment(PATH=path, STUB_FOLDER=str(self.folder), FORWARD="", **changes),
@@ -258,8 +274,10 @@ class StubLaunch:
         return json.loads(self.outcome.read_text())
 
 
-def test_ranks_of_two_nodes_finish(tmp_path: Path) -> None:
-    launch = StubLaunch(tmp_path, "--fault", "finish", own=("--forward", "STUB_FOLDER"))
+@pytest.mark.parametrize("remote_shell", FAKES)
+def test_ranks_of_two_nodes_finish(tmp_path: Path, remote_shell: str) -> None:
+    own = ("--forward", "STUB_FOLDER", "--remote-shell", remote_shell)
+    launch = StubLaunch(tmp_path, "--fault", "finish", own=own)
     code, errors = launch.end()
     assert code == 0, errors
     assert "2 nodes x 1" in errors
@@ -280,7 +298,8 @@ def test_a_failure_on_one_node_starts_both_again(tmp_path: Path, fault: str) -> 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 130)])
 def test_a_signal_reaches_the_ranks_of_both_nodes(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    launch = StubLaunch(tmp_path, own=("--forward", "STUB_FOLDER"))
+    remote_shell = "ssh" if number == signal.SIGINT else "pdsh"
+    launch = StubLaunch(tmp_path, own=("--forward", "STUB_FOLDER", "--remote-shell", remote_shell))
     for rank in (0, 1):
         launch.wait_for_rank(rank)
     launch.process.send_signal(number)
