@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, seed, settings
 
-from tests.unit.launcher_fuzz import cases, check_dry_run, fuzz_settings
+from tests.unit.launcher_fuzz import cases, check_dry_run, check_with_fake_programs, fuzz_settings
 from tests.unit.launching import WORDS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -22,5 +22,15 @@ def test_launchers_run_nothing_of_what_they_are_given(script: str, number: int) 
     @given(cases(script))
     def check(case):
         check_dry_run(script, case)
+
+    check()
+
+
+@pytest.mark.parametrize("script", ["launch_multi_node.sh", "slurm_distributed.sh"])
+def test_no_word_of_the_users_reaches_a_remote_shell(script: str) -> None:
+    @settings(fuzz_settings, max_examples=100)
+    @given(cases(script))
+    def check(case):
+        check_with_fake_programs(script, case)
 
     check()

@@ -41,6 +41,13 @@ VARIABLES = {
         *["SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT", "SLURM_JOB_NODELIST"],
     ],
 }
+# What a launch starts, each of which fails for good so that the launch ends at once.
+FAKE_PROGRAMS = {
+    "ssh": "echo 'Permission denied' >&2; exit 255",
+    "pdsh": "echo 'pdsh: Permission denied' >&2; exit 1",
+    "srun": "echo 'srun: error: Permission denied' >&2; exit 1",
+    "scontrol": "echo node-1; echo node-2",
+}
 FLAGS = [
     "--seed",
     "--data",
@@ -131,6 +138,35 @@ def check_dry_run(script: str, case: Case) -> None:
             given = [word for word in case.words if word.startswith("/data/")]
             assert set(given) <= set(words), (given, words)
             event("a hostile word came through whole", bool(given))
+        assert sorted(path.name for path in folder.iterdir()) == ["hostfile.txt"], case
+
+
+def check_with_fake_programs(script: str, case: Case) -> None:
+    """The launcher starts programs that stand in for ssh, pdsh, srun, ...: no word of the user's reaches them."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, programs, record = Path(name) / "here", Path(name) / "bin", Path(name) / "record"
+        folder.mkdir()
+        programs.mkdir()
+        record.touch()
+        (folder / "hostfile.txt").write_text(case.hostfile)
+        for program, text in FAKE_PROGRAMS.items():
+            (programs / program).write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\" >>{record}\n{text}\n")
+            (programs / program).chmod(0o755)
+        given = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node-[1-2]"} | case.variables
+        result = subprocess.run(
+            ["bash", str(SCRIPTS / script), *case.words, f"--log-dir={name}/logs"],
+            cwd=folder,
+            env=environment(**(given | {"PATH": f"{programs}:{environment()['PATH']}"})),
+            capture_output=True,
+            timeout=60,
+            stdin=subprocess.DEVNULL,
+        )
+        said = result.stderr.decode(errors="replace")
+        assert result.returncode in (0, USER_ERROR), (case, result.returncode, said)
+        assert "Traceback" not in said, said
+        started = record.read_text()
+        event(f"a program was started: {bool(started)}")
+        assert CANARY not in started, (case, started)
         assert sorted(path.name for path in folder.iterdir()) == ["hostfile.txt"], case
 
 

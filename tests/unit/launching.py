@@ -122,10 +122,8 @@ def launch(script: str, words: list[str], cwd: Path = REPO_ROOT, **changes: str)
 
 def words_of(line: str) -> list[str]:
     """Read a printed command as a shell would, without running it."""
-    reader = subprocess.run(
-        ["bash", "-c", f"set -- {line}\nprintf '%s\\0' \"$@\""], capture_output=True, text=True, check=True
-    )
-    return reader.stdout.split("\0")[:-1]
+    reader = subprocess.run(["bash", "-c", f"set -- {line}\nprintf '%s\\0' \"$@\""], capture_output=True, check=True)
+    return reader.stdout.decode().split("\0")[:-1]  # not text=True, which would read a carriage return as a line feed
 
 
 def pretend_gpus(folder: Path, count: int) -> str:
