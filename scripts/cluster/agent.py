@@ -32,7 +32,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.attempt import Attempt
+from scripts.attempt import PASSED_ON, Attempt
 from scripts.cluster.channel import Channel, Message
 from scripts.launch_processes import MARK, Launch, remove_stale_build_locks
 from scripts.supervise import RANK_VARIABLES, guard
@@ -104,6 +104,8 @@ class Agent:
 
     def serve(self) -> None:
         """Prepare and start as told; return when the launch is gone, or has nothing more to say."""
+        for heard in PASSED_ON:  # from Slurm, which knows nothing of the launch: the ranks of all nodes agree on it
+            signal.signal(heard, lambda number, _frame: self._received.append(number))
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
         while (order := self._orders.get()) is not None:

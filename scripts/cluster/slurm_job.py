@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.cluster.plan import LAUNCHERS
-from scripts.cluster.slurm_requeue import Progress, what_follows
+from scripts.cluster.slurm_requeue import Fate, Progress, what_follows
 from scripts.cluster.slurm_words import Job, run_folder, training_arguments
 from scripts.launch_processes import shell_exit_code
 from training.config import REPO_ROOT, TrainConfig
@@ -60,8 +60,8 @@ def main() -> int:
         words += [f"--port={given.port or _free_port(job.preferred_port)}", f"--launcher={given.launcher}"]
         words += [f"--max-restarts={given.max_restarts}", f"--stop-timeout={given.stop_timeout}"]
         command = [sys.executable, str(LAUNCH), *words, f"--outcome={outcome}", "--", *arguments]
-        code, had_warning = _run(command, received)
-        return _finish(job, config, Progress.after(code, outcome), had_warning)
+        code, heard = _run(command, received)
+        return _finish(job, config, Progress.after(code, outcome), was_told=signal.SIGTERM in heard)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,15 +76,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _scontrol(*words: str) -> str | None:
+    """Run Slurm's scontrol; return what it prints, None where it fails."""
+    command = ["scontrol", *words]
+    try:
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=SCONTROL_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 def _host_names(node_list: str) -> list[str]:
     """Return the hosts of a job, as `scontrol` reads 'node[01-04]'."""
-    try:
-        command = ["scontrol", "show", "hostnames", node_list]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=True
-        ).stdout.split()
-    except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"SLURM_JOB_NODELIST {node_list!r}: scontrol cannot read it: {error}.") from None
+    names = _scontrol("show", "hostnames", node_list)
+    if not names:
+        raise UserError(f"SLURM_JOB_NODELIST {node_list!r}: scontrol cannot read it.")
+    return names.split()
 
 
 def _free_port(preferred: int) -> int:
@@ -97,32 +103,43 @@ def _free_port(preferred: int) -> int:
     return 0
 
 
-def _run(command: list[str], received: list[int]) -> tuple[int, bool]:
-    """Run the launch and pass signals on to it; return its exit code, and whether SIGUSR1 came."""
+def _run(command: list[str], received: list[int]) -> tuple[int, set[int]]:
+    """Run the launch and pass signals on to it; return its exit code, and the signals that came."""
     child = subprocess.Popen(command, start_new_session=True)
-    had_warning = False
+    heard: set[int] = set()
     while child.poll() is None:
         while received:
             number = received.pop(0)
-            had_warning = had_warning or number == signal.SIGUSR1
+            print(f"Slurm sends {signal.Signals(number).name}", flush=True)
+            heard.add(number)
             child.send_signal(number)
         time.sleep(POLL_SECONDS)
-    return shell_exit_code(child.returncode), had_warning
+    return shell_exit_code(child.returncode), heard | set(received)
 
 
-def _finish(job: Job, config: TrainConfig, progress: Progress, had_warning: bool) -> int:
+def _finish(job: Job, config: TrainConfig, progress: Progress, *, was_told: bool) -> int:
     """Requeue the job where that may help; return its exit code."""
     record = run_folder(config).log_dir / "slurm" / f"{job.name}.json"
     earlier = Progress.read(record) if job.restarts else Progress()
-    decision = what_follows(progress, earlier, had_warning=had_warning)
-    if decision.line:
-        print(f"Slurm job {job.name}: {decision.line}", file=sys.stderr, flush=True)
+    shown = _scontrol("show", "job", "-o", job.slurm_id)
+    if shown is None:
+        _say(job, "scontrol show job has failed: not requeued")
+    decision = what_follows(progress, earlier, Fate.of(shown or "", was_told=was_told))
+    _say(job, decision.line)
     if decision.requeue:
-        decision.progress.write(record)
-        asked = subprocess.run(["scontrol", "requeue", job.slurm_id], timeout=SCONTROL_SECONDS)
-        if asked.returncode:
-            print(f"Slurm job {job.name}: scontrol requeue has failed; submit it again", file=sys.stderr, flush=True)
+        try:
+            decision.progress.write(record)
+        except OSError as error:  # without the record it could be requeued for ever
+            _say(job, f"{record}: {error.strerror}: not requeued")
+            return progress.code
+        if _scontrol("requeue", job.slurm_id) is None:
+            _say(job, "scontrol requeue has failed: submit it again")
     return progress.code
+
+
+def _say(job: Job, line: str) -> None:
+    if line:
+        print(f"Slurm job {job.name}: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import signal
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from scripts.attempt import FINAL_CODES
 
-WARNED_CODE = 138  # stopped by SIGUSR1
+WARNED_CODE = 128 + signal.SIGUSR1
 TIME_LIMIT = "the time limit is near"
+
+
+class Fate(Enum):
+    """What Slurm does with a job."""
+
+    RUNNING = "nothing"
+    PREEMPTED = "it wants the nodes for another job, and has sent SIGTERM"
+    ENDING = "it ends it: scancel, the time limit, or a preemption that requeues by itself"
+
+    @classmethod
+    def of(cls, shown: str, *, was_told: bool) -> Fate:
+        """Read it from `scontrol show job`; `was_told` is whether SIGTERM came."""
+        values = dict(re.findall(r"(\S+?)=(\S*)", shown))
+        if values.get("JobState") != "RUNNING":
+            return cls.ENDING
+        if values.get("PreemptTime", "None") != "None":
+            return cls.PREEMPTED  # a job that ends in its grace time counts as ended, and not as preempted
+        return cls.ENDING if was_told else cls.RUNNING
 
 
 @dataclass(frozen=True)
@@ -65,23 +85,27 @@ class Decision:
     progress: Progress
 
 
-def what_follows(last: Progress, earlier: Progress, *, had_warning: bool) -> Decision:
+def what_follows(last: Progress, earlier: Progress, fate: Fate) -> Decision:
     """Decide whether a job is requeued after a start of it has ended.
 
     Args:
         last: of the start that has ended.
         earlier: the record of those before it.
-        had_warning: whether Slurm had announced the time limit.
+        fate: what Slurm does with the job.
     """
-    is_limit = had_warning and last.code == WARNED_CODE
-    if (last.code == 0 or last.code in FINAL_CODES) and not is_limit:  # a preempted job is requeued by Slurm itself
+    if last.code == 0 or fate is Fate.ENDING:
+        return Decision(False, "", last)
+    if last.position > earlier.position:
+        earlier = Progress(position=last.position)
+    if fate is Fate.PREEMPTED:
+        return Decision(True, "preempted: requeued", earlier)
+    is_limit = last.code == WARNED_CODE
+    if last.code in FINAL_CODES and not is_limit:
         return Decision(False, "", last)
     reason = TIME_LIMIT if is_limit else last.reason or f"exit code {last.code}"
     # "no sign of life for 11 s" and "... 12 s" are the same failure; so are those of two nodes.
     failure = re.sub(r"\d+", "N", reason)
-    has_moved = last.position > earlier.position
-    failures = () if has_moved else earlier.failures
-    progress = Progress(last.code, reason, max(last.position, earlier.position), (*failures, failure))
-    if failure in failures:
+    progress = Progress(last.code, reason, earlier.position, (*earlier.failures, failure))
+    if failure in earlier.failures:
         return Decision(False, f"{reason}: as before, and no newer checkpoint since: not requeued", progress)
     return Decision(True, f"{reason}: requeued, goes on from its newest checkpoint", progress)

@@ -54,7 +54,12 @@ class SlurmJob:
         self.wait_for(lambda: len(re.findall(pattern, self.output)) >= max(starts, 1), timeout_s)
 
     def release(self) -> None:
-        """End the two minutes that Slurm holds a requeued job for."""
+        """End the two minutes that Slurm holds a requeued job for.
+
+        Not at once: a job started again within the second in which it was requeued has its old credential, which
+        the nodes refuse ("Job credential revoked").
+        """
+        time.sleep(3)
         self.hosts.run("login", ["scontrol", "update", f"JobId={self.number}", "StartTime=now"])
 
     def weights(self, run: str) -> bytes:

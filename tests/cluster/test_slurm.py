@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ LONG = ["basic_cnn", "ddp", "1", "16", "14"]  # about a minute on 2 cores
 def uninterrupted() -> bytes:
     """The weights of LONG on two ranks of this machine, without Slurm."""
     logs = SHARED / "uninterrupted"
+    shutil.rmtree(logs, ignore_errors=True)
     words = [*LONG[:2], "2", *LONG[3:], *FLAGS, "--log-dir", str(logs), "--run-name", "oracle"]
     command = ["bash", str(REPO_ROOT / "scripts/launch_distributed.sh"), *words]
     subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=300)

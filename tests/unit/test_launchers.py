@@ -163,6 +163,9 @@ def test_multi_node_refuses_a_least_number_of_nodes(tmp_path: Path, least: str) 
 @pytest.mark.parametrize("folder", ["", "scripts"])
 def test_slurm_log_lies_in_logs_wherever_sbatch_was_typed(tmp_path: Path, folder: str) -> None:
     root = stub_repo(tmp_path)
+    shutil.rmtree(root / "training")
+    for package in ("training", "models"):
+        (root / package).symlink_to(REPO_ROOT / package)
     spool = tmp_path / "slurm_script"  # Slurm runs a copy of the script
     shutil.copy(SCRIPTS / "slurm_distributed.sh", spool)
     subprocess.run(
@@ -172,9 +175,9 @@ def test_slurm_log_lies_in_logs_wherever_sbatch_was_typed(tmp_path: Path, folder
         check=True,
     )
     words = words_of((root / "logs" / "slurm_distributed_77.out").read_text())
-    assert words[0] == "srun"
-    assert words[words.index("--nproc_per_node") + 1] == "2"
-    assert words[words.index("--rdzv_endpoint") + 1] == "localhost:20077"
+    assert words[1] == str(root / "scripts/cluster/slurm_job.py")
+    assert words[words.index("--ranks-per-node") + 1] == "2"
+    assert words[words.index("--") + 1 :][:2] == ["--model-type=mobilenet", "--strategy=ddp"]
 
 
 def test_slurm_script_outside_a_job_says_sbatch() -> None:

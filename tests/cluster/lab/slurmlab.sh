@@ -12,6 +12,7 @@ set -euo pipefail
 BIN=$(dirname "$(readlink -f "$0")")
 ROOT=$("$BIN/netlab.sh" root)
 S=$ROOT/lab/slurm
+LOG=$ROOT/slurm-log # stays after "down"
 on() { "$BIN/netlab.sh" exec "$@"; }
 export SLURM_TIME_FORMAT=standard
 
@@ -19,7 +20,8 @@ write_config() { # N
     local i gpu_nodes cpu_node
     cpu_node=$(printf 'node%02d' "$1")
     gpu_nodes=$(printf 'node[01-%02d]' $(($1 - 1)))
-    mkdir -p "$S/etc" "$S/state" "$S/log"
+    rm -rf "$LOG"
+    mkdir -p "$S/etc" "$S/state" "$LOG"
     dd if=/dev/urandom of="$S/munge.key" bs=128 count=1 status=none
     chmod 600 "$S/munge.key"
     cat >"$S/etc/slurm.conf" <<-END
@@ -35,7 +37,7 @@ write_config() { # N
 		JobAcctGatherType=jobacct_gather/none
 		AccountingStorageType=accounting_storage/none
 		JobCompType=jobcomp/filetxt
-		JobCompLoc=$S/log/jobcomp.log
+		JobCompLoc=$LOG/jobcomp.log
 		SelectType=select/cons_tres
 		SelectTypeParameters=CR_Core
 		GresTypes=gpu
@@ -51,8 +53,8 @@ write_config() { # N
 		SlurmdPidFile=/run/slurmd.pid
 		StateSaveLocation=$S/state
 		SlurmdSpoolDir=/run/slurmd
-		SlurmctldLogFile=$S/log/slurmctld.log
-		SlurmdLogFile=$S/log/slurmd-%n.log
+		SlurmctldLogFile=$LOG/slurmctld.log
+		SlurmdLogFile=$LOG/slurmd-%n.log
 		SlurmctldDebug=info
 		SlurmdDebug=info
 		NodeName=$gpu_nodes CPUs=64 RealMemory=8000 Gres=gpu:8 State=UNKNOWN
@@ -101,7 +103,7 @@ up() { # N
         sleep 0.1
     done
     on login sinfo
-    echo "nodes are not idle; see $S/log" >&2
+    echo "nodes are not idle; see $LOG" >&2
     return 1
 }
 
