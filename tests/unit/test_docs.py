@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from models import MODELS
+from scripts.cluster.slurm_words import training_arguments
 from training.command_line import parse_args, read_config_file
 from training.config import FLAG_OF
 from training.data import AUGMENTATIONS, DATASETS
@@ -109,7 +110,7 @@ def path_problems(text: str) -> Iterator[str]:
 def flag_problems(text: str) -> Iterator[str]:
     known = ENTRY_FLAGS | LAUNCHER_FLAGS | doctor_flags()
     for span in inline_code(text):
-        if span.split()[0] in ("deepspeed", "torchrun", "sbatch", "tensorboard", "nvidia-smi"):
+        if span.split()[0] in ("deepspeed", "torchrun", "sbatch", "srun", "scancel", "tensorboard", "nvidia-smi"):
             continue  # flags of others
         yield from (f"flag {flag}: does not exist" for flag in FLAG.findall(span) if flag not in known)
 
@@ -146,7 +147,7 @@ def command_problems(text: str) -> Iterator[str]:
                 place = arguments.index(flag)
                 del arguments[place : place + 2]
         try:
-            parse_args(arguments)
+            training_arguments(arguments, None) if words[0] == "sbatch" else parse_args(arguments)
         except UserError as error:
             yield f"command {shown}: {error}"
 
