@@ -168,7 +168,7 @@ def _ask_network(request: Request, found: Findings, probes: Mapping[str, Probe])
     ranks = {host: _ranks(request.slots[host], found.facts[host], use_gpu) for host in able}
     if sum(ranks.values()) < 2:
         return
-    addresses = _addresses({host: found.facts[host] for host in able})
+    addresses = _addresses({host: found.facts[host] for host in able}, found.here.get("addresses", {}))
     found.interfaces = {
         host: interface_of(address, found.facts[host]["own_addresses"]) for host, address in addresses.items()
     }
@@ -194,11 +194,11 @@ def _ask_network(request: Request, found: Findings, probes: Mapping[str, Probe])
     found.network |= {host: {"problem": str(error), "phase": "meet"} for host, error in lost.items()}
 
 
-def _addresses(facts: Mapping[str, Answer]) -> dict[str, str]:
-    """Return the address of every host by which the others reach it, as the launch finds it."""
+def _addresses(facts: Mapping[str, Answer], looked_up: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the address of every host by which the others reach it: where ssh came in, or what its name means here."""
     if len(facts) == 1:
         return dict.fromkeys(facts, "127.0.0.1")
-    known = [answer["reached_by"] for answer in facts.values()]
+    known = [answer["reached_by"] or looked_up.get(host) or "" for host, answer in facts.items()]
     return {
         host: address_towards(known, answer["own_addresses"]) if is_loopback(address) else address
         for (host, answer), address in zip(facts.items(), known, strict=True)
