@@ -6,6 +6,7 @@ import csv
 import re
 import subprocess
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 SECONDS = 15.0  # a GPU in trouble makes nvidia-smi wait
@@ -69,12 +70,11 @@ def parse_topology(text: str) -> dict[str, int]:
 def ask_nvidia_smi() -> dict[str, Any]:
     """Return `gpus`, `driver_cuda` and `topology` of this machine; `gpu_problem` where nvidia-smi fails."""
     try:
-        gpus = parse_gpus(_query())
-        return {
-            "gpus": gpus,
-            "driver_cuda": parse_cuda_version(_run()),
-            "topology": parse_topology(_run("topo", "-m")) if len(gpus) > 1 else {},
-        }
+        with ThreadPoolExecutor() as pool:  # each takes a second or more where there are many GPUs
+            texts = [pool.submit(_query), pool.submit(_run), pool.submit(_run, "topo", "-m", must_succeed=False)]
+        listing, header, topology = (text.result() for text in texts)
+        gpus = parse_gpus(listing)
+        return {"gpus": gpus, "driver_cuda": parse_cuda_version(header), "topology": parse_topology(topology)}
     except FileNotFoundError:
         return {"gpus": []}
     except (subprocess.SubprocessError, OSError) as error:
@@ -94,9 +94,9 @@ def _query() -> str:
         return _run(f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
 
 
-def _run(*arguments: str) -> str:
+def _run(*arguments: str, must_succeed: bool = True) -> str:
     command = ["nvidia-smi", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=must_succeed).stdout
 
 
 def _number(text: str) -> float | None:

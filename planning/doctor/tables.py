@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from planning.data_check import DataReport
 
 CLASSES_SHOWN = 20
+WIDTH_IN_FILES = 180  # characters
 COLOURS = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
 
 
@@ -26,7 +28,8 @@ def print_rows(rows: Sequence[Row], seconds: float) -> None:
         verdict = f"[{COLOURS[row.verdict]}]{row.verdict}[/]"
         cells = [*([row.host] if has_hosts else []), row.found, row.cure]
         table.add_row(escape(row.check), verdict, *map(escape, cells))
-    Console(highlight=False).print(table)
+    # In a log file, where nobody's terminal has a width, rows stay whole.
+    Console(highlight=False, width=shutil.get_terminal_size((WIDTH_IN_FILES, 0)).columns).print(table)
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in COLOURS}
     print(f"{counts['wrong']} wrong, {counts['warning']} warning(s), {counts['ok']} ok; {seconds:.0f} s")
 

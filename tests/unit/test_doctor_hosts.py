@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from planning.doctor import hosts, links
+from planning.doctor.examination import Findings, _lose_others
 from planning.doctor.network import measure_network, rounds_of_pairs
 from planning.doctor.reach import Probe, Unreachable, ask_all, explain
 from planning.doctor.rows import Row, amount, join_hosts, some_of
@@ -69,6 +70,8 @@ def test_versions_tell_only_what_differs() -> None:
     old = well | {"packages": {"torch": "2.14.0", "timm": "1.0.31"}}
     rows = hosts.judge_versions({"a": well, "b": old}, well)
     assert [(row.host, row.found) for row in rows] == [("b", "torch 2.14.0 (elsewhere 2.15.0)")]
+    assert hosts.judge_versions({"b": old}, well) == rows
+    assert [row.host for row in hosts.judge_versions({"b": old, "c": old}, well)] == ["here"]
 
 
 @pytest.mark.parametrize(
@@ -176,3 +179,9 @@ def test_rows_of_several_hosts_are_joined() -> None:
         Row("memory", "ok", "1 GB", "", "a"),
     ]
     assert (some_of(["a"]), amount(999), amount(12_340_000)) == ("a", "999 bytes", "12.3 MB")
+
+
+def test_a_host_with_another_doctor_is_put_aside() -> None:
+    found = Findings(here={"a": 1, "b": 2}, facts={"x": {"a": 1, "b": 2}, "y": {"a": 1}}, clocks={"x": 0.0, "y": 0.0})
+    _lose_others(found)
+    assert (list(found.facts), list(found.clocks), list(found.lost)) == (["x"], ["x"], ["y"])
