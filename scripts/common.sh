@@ -126,6 +126,27 @@ check_launcher() {
     [[ $rendezvous == static ]] || LAUNCH_WITH=torchrun-c10d
 }
 
+# split_preflight_flag WORD...: sets PREFLIGHT (1 where --preflight is among the words, else 0) and EXTRA (the other words).
+split_preflight_flag() {
+    PREFLIGHT=0
+    EXTRA=()
+    while (($#)); do
+        if [[ $1 == --preflight ]]; then
+            PREFLIGHT=1
+        else
+            EXTRA+=("$1")
+        fi
+        shift
+    done
+}
+
+# preflight WORD...: where --preflight was given, let the doctor look before the start, with these words and
+# TRAINING_ARGUMENTS; ends with 1 where something is wrong. Not under DRY_RUN=1.
+preflight() {
+    [[ $PREFLIGHT == 1 && ${DRY_RUN:-0} != 1 ]] || return 0
+    "$PYTHON" "$SCRIPTS/doctor.py" "$@" -- "${TRAINING_ARGUMENTS[@]}" || exit
+}
+
 # free_port [PORT]: print PORT if nothing listens there, or any free port if none is given.
 free_port() {
     "$PYTHON" - "${1:-0}" <<'PYTHON' || die "port $1 is taken: give another one, or none to have a free one chosen."

@@ -30,11 +30,8 @@ from training.errors import USER_ERROR_EXIT_CODE, UserError
 
 if TYPE_CHECKING:
     from planning.doctor.examination import Request
-    from planning.doctor.rows import Row
 
 SOMETHING_WRONG_EXIT_CODE = 1
-ROWS_SHOWN = 20
-COLOURS = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
 TRAINING_FLAGS = ("data", "model_type", "strategy", "batch_size", "log_dir", "data_root", "val_fraction")
 
 
@@ -59,7 +56,9 @@ def main() -> int:
 
 def _parse(words: list[str]) -> argparse.Namespace:
     names = "; ".join(f"{entry.usage}: {entry.summary}" for entry in DATASETS.values())
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=_Help)
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--check-data",
         metavar="DATA",
@@ -68,6 +67,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     machines = parser.add_mutually_exclusive_group()
     machines.add_argument("--hostfile", type=Path, help="examine these machines: lines of 'name slots=N'")
     machines.add_argument("--hosts", metavar="A,B", help="examine these machines")
+    machines.add_argument("--here", action="store_true", help="examine this machine alone, inside a Slurm job too")
     parser.add_argument("--nodes", type=_positive, metavar="N", help="machines to take, from the top (default: all)")
     parser.add_argument("--gpus-per-node", type=_positive, metavar="G", help="GPUs (or CPU ranks) to take on each")
     parser.add_argument("--port", type=_port, default=0, help="where the ranks are to meet (default: any that is free)")
@@ -76,15 +76,11 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--strategy", help="with --model-type: how its state is sharded (default: ddp)")
     parser.add_argument("--batch-size", help="with --model-type: images per GPU (default: 16)")
     parser.add_argument("--log-dir", help="folder of all logs (default: logs/ beside scripts/)")
-    parser.add_argument("--val-fraction", help="share held out where one folder is split (default: 0.2)")
+    parser.add_argument("--val-fraction", type=float, help="share held out where one folder is split (default: 0.2)")
     parser.add_argument("--data-root", help="where torchvision data sets are kept (default: ~/.cache/zerovision)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(words)
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    pass
 
 
 def _examine(given: argparse.Namespace, training_words: list[str]) -> int:
@@ -98,7 +94,9 @@ def _examine(given: argparse.Namespace, training_words: list[str]) -> int:
     if given.json:
         print(json.dumps({"rows": [dataclasses.asdict(row) for row in rows], "seconds": round(seconds, 1)}, indent=1))
     else:
-        _print_table(rows, seconds)
+        from planning.doctor.tables import print_rows
+
+        print_rows(rows, seconds)
     return SOMETHING_WRONG_EXIT_CODE if any(row.verdict == "wrong" for row in rows) else 0
 
 
@@ -111,7 +109,7 @@ def _request(given: argparse.Namespace, training_words: list[str]) -> Request:
     flags = {name: getattr(given, name) for name in TRAINING_FLAGS if getattr(given, name) is not None}
     words = [*training_words, *(f"--{name.replace('_', '-')}={value}" for name, value in flags.items())]
     config, _ = parse_args(words)
-    job = os.environ.get("SLURM_JOB_NODELIST", "")
+    job = "" if given.here else os.environ.get("SLURM_JOB_NODELIST", "")
     if given.hostfile or given.hosts:
         slots, command = _named_hosts(given), over_ssh
     elif job:
@@ -156,21 +154,6 @@ def _hosts_of_job(nodelist: str) -> list[str]:
         raise UserError(f"scontrol cannot name the machines of this job ({error}): name them with --hosts.") from None
 
 
-def _print_table(rows: list[Row], seconds: float) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("check", "", "found", "cure", "host", box=None, pad_edge=False)
-    for row in rows:
-        verdict = f"[{COLOURS[row.verdict]}]{row.verdict}[/]"
-        table.add_row(escape(row.check), verdict, *(escape(cell) for cell in (row.found, row.cure, row.host)))
-    console = Console(highlight=False)
-    console.print(table)
-    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in COLOURS}
-    print(f"{counts['wrong']} wrong, {counts['warning']} warning(s), {counts['ok']} ok; {seconds:.0f} s")
-
-
 def _positive(text: str) -> int:
     return _whole_number(text, 1024)
 
@@ -187,42 +170,20 @@ def _whole_number(text: str, largest: int, smallest: int = 1) -> int:
 
 def _data_options(given: argparse.Namespace) -> DataOptions:
     defaults = DataOptions()
-    try:
-        val_fraction = defaults.val_fraction if given.val_fraction is None else float(given.val_fraction)
-    except ValueError:
-        raise UserError(f"--val-fraction: {given.val_fraction!r} is no number: give one above 0 and below 1.") from None
     return DataOptions(
-        data=given.check_data, val_fraction=val_fraction, data_root=given.data_root or defaults.data_root
+        data=given.check_data,
+        val_fraction=defaults.val_fraction if given.val_fraction is None else given.val_fraction,
+        data_root=given.data_root or defaults.data_root,
     )
 
 
 def _check_data(options: DataOptions) -> int:
     # after the arguments are parsed: these load torch, and --help should not wait for that
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     from planning.data_check import check_data
+    from planning.doctor.tables import print_data_report
 
-    console = Console(highlight=False, soft_wrap=True)
     report = check_data(options)
-    table = Table("class", "train", "validation", title=escape(f"{options.data}: {len(report.class_names)} classes"))
-    rows = list(zip(report.class_names, report.train_counts, report.val_counts, strict=True))
-    for name, train, val in rows[:ROWS_SHOWN]:
-        table.add_row(escape(name), str(train), str(val))
-    if len(rows) > ROWS_SHOWN:
-        table.add_row(f"and {len(rows) - ROWS_SHOWN} more", "", "")
-    table.add_row("all", str(sum(report.train_counts)), str(sum(report.val_counts)))
-    console.print(table)
-    for note in report.notes:
-        console.print(f"note: {note}", markup=False)
-    console.print(f"labels {report.label_range[0]} to {report.label_range[1]}")
-    if report.smallest and report.largest:
-        smallest, largest = (f"{width}x{height}" for width, height in (report.smallest, report.largest))
-        console.print(f"smallest image {smallest}, largest {largest} pixels")
-    for path, reason in report.unreadable:
-        console.print(f"unreadable: {path!r}: {reason}", markup=False)
-    console.print(f"{len(report.unreadable)} of {report.images} images cannot be used")
+    print_data_report(options.data, report)
     return SOMETHING_WRONG_EXIT_CODE if report.unreadable else 0
 
 

@@ -19,7 +19,8 @@ Train an image classifier on the GPUs of this machine (on CPU ranks where it has
   epochs      passes over the training data
   flags       any flag of train_distributed.py ('python scripts/train_distributed.py --help' lists all),
               --master_port N, and --max-restarts N: how often in a row a failed training is started again
-              without having saved a newer checkpoint in between (default 3, 0 to 1000)
+              without having saved a newer checkpoint in between (default 3, 0 to 1000),
+              and --preflight: let scripts/doctor.py look at machine and data first, and stop where something is wrong
 
 Examples:
     bash launch_distributed.sh mobilenet ddp 4 16 50
@@ -41,6 +42,7 @@ A rank that dies or hangs ends the others, and training goes on from its newest 
 time, then after 2, 4, 8, ... 30 seconds. One line says why.
 Exit codes:
     0                 training is done
+    1                 --preflight found something wrong
     2                 a mistake in what was given; one line says which
     65                the loss or the gradients were not finite, too many steps in a row
     74                checkpoints cannot be written
@@ -123,11 +125,13 @@ main() {
     require_whole_number STOP_TIMEOUT "$STOP_TIMEOUT" 86400
     split_port_flag "${@:6}"
     split_restarts_flag "${EXTRA[@]}"
+    split_preflight_flag "${EXTRA[@]}"
     use_environment
     find_gpus
     ((${#GPU_IDS[@]} == 0 || num_gpus <= ${#GPU_IDS[@]})) ||
         die "$num_gpus GPUs asked for, ${#GPU_IDS[@]} present: ask for at most ${#GPU_IDS[@]}."
     check_configuration "$model" "$strategy" "$batch_size" "$epochs" "${EXTRA[@]}"
+    preflight --here --gpus-per-node "$num_gpus" --port "${PORT:-0}"
     local given_port=$PORT
     PORT=$(free_port "$PORT")
     build_environment "$num_gpus"

@@ -103,6 +103,9 @@ def _entries(folder: str) -> Iterator[tuple[str, int]]:
 
 def judge_data(name: str, host: str, facts: Mapping[str, Any], model: Mapping[str, Any], ranks: int) -> list[Row]:
     """Judge what `examine_data` found on a host, against what a rank's step takes (`model_facts`, may be empty)."""
+    if "late" in facts:
+        cure = "training will wait as long: fewer, larger files, or a disk of the machine's own; --check-data has time"
+        return [Row("data", "warning", f"{name} could not be looked at: {facts['late']}", cure, host)]
     if "problem" in facts:
         return [Row("data", "wrong", facts["problem"], "correct --data, or put the data set there", host)]
     sample = "all" if facts["decoded"] == facts["train"] + facts["val"] else f"a sample of {facts['decoded']}"

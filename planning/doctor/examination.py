@@ -14,7 +14,7 @@ from training.config import REPO_ROOT, TrainConfig
 from training.data import DataOptions
 from training.interface import address_towards, interface_of, is_loopback
 
-FACTS_SECONDS, DATA_SECONDS, JOIN_SECONDS, NETWORK_SECONDS = 20.0, 60.0, 8.0, 20.0
+FACTS_SECONDS, DATA_SECONDS, JOIN_SECONDS, NETWORK_SECONDS = 25.0, 60.0, 12.0, 25.0
 CLASSES_WITHOUT_DATA, IMAGE_SIZE_WITHOUT_DATA = 1000, 224
 HERE = "here"
 
@@ -112,8 +112,9 @@ def examine(request: Request) -> Findings:
             if "data" in answers[host]:
                 found.fingerprints[host] = answers[host]["data"]
         found.here = answers[HERE]["facts"] if HERE in answers else {}
-        if first in found.lost and found.able:
-            found.data, found.model = _ask_one(found.able[0], request)
+        _lose_others(found)
+        if first in found.lost:
+            found.data, found.model = _ask_one(found.able[0], request) if found.able else ({}, {})
         _ask_network(request, found, probes)
     return found
 
@@ -157,8 +158,17 @@ def _ask_one(host: str, request: Request) -> tuple[Answer, Answer]:
                     batch_size=config.batch_size,
                 )
     except Unreachable as error:
-        data = data or ({"problem": str(error), "host": host} if request.with_data else {})
+        if request.with_data and not data:
+            data = {"late": str(error), "host": host}
     return data, model
+
+
+def _lose_others(found: Findings) -> None:
+    """Put aside hosts whose doctor tells less than this one asks for: what it tells cannot be judged."""
+    for host in [host for host, facts in found.facts.items() if not found.here.keys() <= facts.keys()]:
+        found.lost[host] = Unreachable("the doctor there is another version", "bring its code to the same commit")
+        del found.facts[host], found.clocks[host]
+        found.fingerprints.pop(host, None)
 
 
 def _ask_network(request: Request, found: Findings, probes: Mapping[str, Probe]) -> None:
@@ -168,7 +178,7 @@ def _ask_network(request: Request, found: Findings, probes: Mapping[str, Probe])
     ranks = {host: _ranks(request.slots[host], found.facts[host], use_gpu) for host in able}
     if sum(ranks.values()) < 2:
         return
-    addresses = _addresses({host: found.facts[host] for host in able})
+    addresses = _addresses({host: found.facts[host] for host in able}, found.here.get("addresses", {}))
     found.interfaces = {
         host: interface_of(address, found.facts[host]["own_addresses"]) for host, address in addresses.items()
     }
@@ -194,11 +204,11 @@ def _ask_network(request: Request, found: Findings, probes: Mapping[str, Probe])
     found.network |= {host: {"problem": str(error), "phase": "meet"} for host, error in lost.items()}
 
 
-def _addresses(facts: Mapping[str, Answer]) -> dict[str, str]:
-    """Return the address of every host by which the others reach it, as the launch finds it."""
+def _addresses(facts: Mapping[str, Answer], looked_up: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the address of every host by which the others reach it: where ssh came in, or what its name means here."""
     if len(facts) == 1:
         return dict.fromkeys(facts, "127.0.0.1")
-    known = [answer["reached_by"] for answer in facts.values()]
+    known = [answer["reached_by"] or looked_up.get(host) or "" for host, answer in facts.items()]
     return {
         host: address_towards(known, answer["own_addresses"]) if is_loopback(address) else address
         for (host, answer), address in zip(facts.items(), known, strict=True)

@@ -49,10 +49,9 @@ def judge_sameness(
         cure: what to do, with {host}.
         show: writes a value.
     """
-    counts = Counter([*values.values(), *([here] if here is not None else [])])
-    if not counts:
+    if not values:
         return []
-    usual = max(counts, key=lambda value: (counts[value], value == here))
+    usual = usual_value(values, here)
     others = {host: value for host, value in values.items() if value != usual}
     rows = [
         Row(check, "wrong", f"{show(value)}, elsewhere {show(usual)}", cure.format(host=host), host)
@@ -61,6 +60,12 @@ def judge_sameness(
     if here is not None and here != usual:
         rows.append(Row(check, "wrong", f"{show(here)}, elsewhere {show(usual)}", cure.format(host="here"), "here"))
     return rows or [Row(check, "ok", f"{show(usual)} on every host")]
+
+
+def usual_value(values: Mapping[str, Any], here: Any) -> Any:
+    """Return what most machines have, this one included unless it has None; its value decides a tie."""
+    counts = Counter([*values.values(), *([here] if here is not None else [])])
+    return max(counts, key=lambda value: (counts[value], value == here))
 
 
 def versions(facts: Mapping[str, Any]) -> tuple[str, ...]:
@@ -74,14 +79,16 @@ def judge_versions(facts: AllFacts, here: Mapping[str, Any]) -> list[Row]:
     cure = "make setup in the repository on {host}, or share one environment"
     rows = judge_sameness("versions", own, versions(here), cure, show=lambda value: ", ".join(value))
     everyone = {**own, "here": versions(here)}
-    return [_only_differences(row, everyone) if row.verdict == "wrong" else row for row in rows]
+    if not own:
+        return []
+    usual = usual_value(own, versions(here))
+    return [_only_differences(row, everyone[row.host], usual) if row.verdict == "wrong" else row for row in rows]
 
 
-def _only_differences(row: Row, everyone: Mapping[str, tuple[str, ...]]) -> Row:
-    usual = Counter(everyone.values()).most_common(1)[0][0]
-    pairs = zip(everyone[row.host], usual, strict=True)
-    found = ", ".join(f"{own} (elsewhere {other.split()[-1]})" for own, other in pairs if own != other)
-    return Row(row.check, row.verdict, found or row.found, row.cure, row.host)
+def _only_differences(row: Row, own: tuple[str, ...], usual: tuple[str, ...]) -> Row:
+    pairs = zip(own, usual, strict=True)
+    found = ", ".join(f"{value} (elsewhere {other.split()[-1]})" for value, other in pairs if value != other)
+    return Row(row.check, row.verdict, found, row.cure, row.host)
 
 
 def judge_code(facts: AllFacts, here: Mapping[str, Any]) -> list[Row]:

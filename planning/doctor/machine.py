@@ -84,10 +84,10 @@ def judge_gpus(facts: Facts, need: Need) -> Row:
     found = f"{len(gpus)} x {gpus[0]['name']}, driver {gpus[0]['driver']}" if gpus else "no GPU"
     if len(gpus) < max(ranks, 1):
         cure = "correct slots= or the number of GPUs asked for, or bring the missing GPU back (nvidia-smi, dmesg)"
-        return Row("GPUs", "wrong", f"{ranks} asked for, {found}", cure)
+        return Row("GPUs", "wrong", f"{max(ranks, 1)} asked for, {found}", cure)
     if facts["torch_cuda"] is None:
         return Row("GPUs", "wrong", f"{found}, but torch is a CPU build", "install torch with CUDA: make clean setup")
-    if _release(facts["torch_cuda"])[0] > _release(facts["driver_cuda"])[0]:
+    if facts["driver_cuda"] and _major(facts["torch_cuda"]) > _major(facts["driver_cuda"]):
         found = f"{found} runs CUDA {facts['driver_cuda']}, torch was built for {facts['torch_cuda']}"
         return Row("GPUs", "wrong", found, "install a newer driver, or a torch built for the older CUDA")
     return Row("GPUs", "ok", f"{found}{_links(facts['topology'])}")
@@ -106,8 +106,9 @@ def _links(topology: Mapping[str, int]) -> str:
     return f"; links: {', '.join(f'{count} x {kind}' for kind, count in topology.items())}" if topology else ""
 
 
-def _release(version: str | None) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version or "0"))
+def _major(version: str) -> int:
+    """Return the part of a CUDA version within which a driver runs newer ones too."""
+    return int(version.partition(".")[0])
 
 
 def judge_gpu_health(facts: Facts, need: Need) -> Row | None:
@@ -189,7 +190,7 @@ def judge_log_folder(facts: Facts, need: Need) -> Row:
     return Row("log folder", "ok", found)
 
 
-# For every machine that trains. Where the training is started from needs the first and the last only.
+# For every machine that trains; None where there is nothing to say.
 CHECKS: tuple[Callable[[Facts, Need], Row | None], ...] = (
     judge_gpus,
     judge_gpu_health,

@@ -6,6 +6,7 @@ import csv
 import re
 import subprocess
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 SECONDS = 15.0  # a GPU in trouble makes nvidia-smi wait
@@ -19,10 +20,11 @@ QUERY = {
     "power_limit_w": "power.limit",
     "power_default_w": "power.default_limit",
     "ecc_uncorrected": "ecc.errors.uncorrected.volatile.total",
-    "throttle_reasons": "clocks_throttle_reasons.active",
+    "throttle_reasons": "clocks_event_reasons.active",
 }
+OLD_NAMES = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}  # of drivers before 535
 NUMBERS = ("memory_mib", "memory_used_mib", "temperature_c", "power_limit_w", "power_default_w", "ecc_uncorrected")
-# Bits of clocks_throttle_reasons.active that tell of trouble (NVML's nvmlClocksThrottleReasons; not: idle, the
+# Bits of the reasons that tell of trouble (NVML's nvmlClocksEventReasons; not: idle, the
 # application's own clocks, the power cap that every busy GPU meets).
 THROTTLE_REASONS = {0x8: "hardware slowdown", 0x20: "too hot", 0x40: "too hot (hardware)", 0x80: "power brake"}
 # From the fastest to the slowest, as the legend of `nvidia-smi topo -m` says.
@@ -68,23 +70,33 @@ def parse_topology(text: str) -> dict[str, int]:
 def ask_nvidia_smi() -> dict[str, Any]:
     """Return `gpus`, `driver_cuda` and `topology` of this machine; `gpu_problem` where nvidia-smi fails."""
     try:
-        listing = _run(f"--query-gpu={','.join(QUERY.values())}", "--format=csv,noheader,nounits")
+        with ThreadPoolExecutor() as pool:  # each takes a second or more where there are many GPUs
+            texts = [pool.submit(_query), pool.submit(_run), pool.submit(_run, "topo", "-m", must_succeed=False)]
+        listing, header, topology = (text.result() for text in texts)
         gpus = parse_gpus(listing)
-        return {
-            "gpus": gpus,
-            "driver_cuda": parse_cuda_version(_run()),
-            "topology": parse_topology(_run("topo", "-m")) if len(gpus) > 1 else {},
-        }
+        return {"gpus": gpus, "driver_cuda": parse_cuda_version(header), "topology": parse_topology(topology)}
     except FileNotFoundError:
         return {"gpus": []}
     except (subprocess.SubprocessError, OSError) as error:
-        said = getattr(error, "stdout", "") or str(error)
+        said = getattr(error, "stdout", "") or getattr(error, "stderr", "") or str(error)
         return {"gpus": [], "gpu_problem": " ".join(str(said).split())[:200]}
 
 
-def _run(*arguments: str) -> str:
+def _query() -> str:
+    """Ask by the fields' names of today, and where the driver is too old for one, by the old ones."""
+    names = list(QUERY.values())
+    try:
+        return _run(f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
+    except subprocess.CalledProcessError as error:
+        if "not a valid field" not in error.stdout + error.stderr:
+            raise
+        names = [OLD_NAMES.get(name, name) for name in names]
+        return _run(f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
+
+
+def _run(*arguments: str, must_succeed: bool = True) -> str:
     command = ["nvidia-smi", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=must_succeed).stdout
 
 
 def _number(text: str) -> float | None:

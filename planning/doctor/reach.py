@@ -113,6 +113,7 @@ class Probe:
         while b"\n" not in self._received:
             ready, _, _ = select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0))
             if not ready:
+                self._process.kill()  # or its end would have to be waited for
                 raise Unreachable(f"no answer within {seconds:.0f} s", f"log in to {self.host} and look what hangs")
             received = os.read(self._process.stdout.fileno(), 65536)
             if not received:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from planning.data_check import check_data
+from planning.data_check import check_bundle, check_data
 from scripts import doctor
-from training.data import DataOptions
+from training.data import DataOptions, load_data
 
 
 @pytest.fixture
@@ -59,6 +59,14 @@ def test_images_in_memory():
     assert report.smallest == report.largest == (32, 32)
 
 
+def test_a_sample_is_spread_over_both_parts(folder):
+    bundle = load_data(DataOptions(data=str(folder)))
+    (folder / "a" / "0.png").write_bytes(b"")
+    whole, sample = check_bundle(bundle), check_bundle(bundle, most=1)
+    assert (whole.decoded, len(whole.unreadable)) == (5, 1)
+    assert (sample.decoded, sample.images) == (2, 5)
+
+
 def test_doctor_says_well(run_doctor):
     code, printed, errors = run_doctor("--check-data", "digits")
     assert (code, errors) == (0, "")
@@ -77,7 +85,6 @@ def test_doctor_names_what_is_unreadable_from_any_folder(folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "--check-data"),
         (("--check-data", "digits", "--nope"), "--nope"),
         (("--check-data", "no/such/folder"), "'no/such/folder' is no data set"),
         (("--check-data", "digits", "--val-fraction", "2"), "the validation fraction is 2.0"),

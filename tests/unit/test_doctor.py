@@ -1,0 +1,159 @@
+"""The doctor's command line, its look at data and model, and one whole examination of this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from models import build_model
+from planning.doctor.data import cheap_fingerprint, examine_data, judge_data
+from planning.doctor.examination import HERE, Request
+from planning.doctor.model import model_facts
+from planning.doctor.reach import here, over_srun
+from scripts import doctor
+from training.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    for number in range(8):
+        path = tmp_path / "photos" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 20), (number, 0, 0)).save(path)
+    return tmp_path / "photos"
+
+
+def request_of(*words: str) -> Request:
+    end = words.index("--") if "--" in words else len(words)
+    return doctor._request(doctor._parse(list(words[:end])), list(words[end + 1 :]))
+
+
+def test_the_training_s_words_and_the_doctors_flags_become_one_request(photos: Path) -> None:
+    request = request_of(
+        *("--here", "--gpus-per-node", "3", "--port", "29511", "--data", str(photos)),
+        *("--", "--model-type=vgg", "--strategy=fsdp_stage3", "--data", "digits", "--keep-last", "7"),
+    )
+    assert (request.slots, request.is_alone, request.port) == ({HERE: 3}, True, 29511)
+    assert (request.config.model_type, request.config.strategy, request.config.keep_last) == ("vgg", "fsdp_stage3", 7)
+    assert request.data_options["data"] == str(photos)
+    assert (request.with_data, request.with_model) == (True, True)
+    bare = request_of()
+    assert (bare.slots, bare.with_data, bare.with_model, bare.command) == ({HERE: 0}, False, False, here)
+
+
+def test_hosts_come_from_a_hostfile_a_list_or_slurms_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hostfile = tmp_path / "hosts.txt"
+    hostfile.write_text("a slots=8\nb slots=4\nc slots=8\n")
+    assert request_of("--hostfile", str(hostfile)).slots == {"a": 8, "b": 4, "c": 8}
+    assert request_of("--hostfile", str(hostfile), "--nodes", "2", "--gpus-per-node", "4").slots == {"a": 4, "b": 4}
+    assert request_of("--hosts", "x,y").slots == {"x": 0, "y": 0}
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    job = request_of("--gpus-per-node", "8")
+    assert (job.slots, job.command) == ({"n1": 8, "n2": 8}, over_srun)
+    assert request_of("--here").is_alone
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--hosts", "a,-oProxyCommand=reboot"), "'-oProxyCommand=reboot' is no host name"),
+        (("--hosts", "a,$(reboot)"), "is no host name"),
+        (("--hosts", "a,a"), "stands twice"),
+        (("--hosts", "a", "--nodes", "2"), "2 nodes asked for, 1 named"),
+        (("--hostfile", "no/such/file"), "no/such/file"),
+        (("--nodes", "2"), "--hostfile or --hosts"),
+        (("--port", "70000"), "expected a whole number from 0 to 65535"),
+        (("--gpus-per-node", "0"), "expected a whole number from 1 to 1024"),
+        (("--hosts", "a", "--here"), "not allowed with"),
+        (("--model-type", "mobilnet"), "Did you mean 'mobilenet'?"),
+        (("--strategy", "zero"), "unknown strategy"),
+        (("--", "--nope"), "--nope"),
+    ],
+)
+def test_a_mistake_gets_one_line(
+    words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["doctor.py", *words])
+    try:
+        code: Any = doctor.main()
+    except SystemExit as stop:  # argparse leaves this way
+        code = stop.code
+    printed = capsys.readouterr()
+    assert (code, printed.out) == (2, "")
+    assert message in printed.err
+
+
+def test_the_data_set_is_examined(photos: Path) -> None:
+    found = examine_data({"data": str(photos), "image_size": 32})
+    counts = [found[name] for name in ("classes", "decoded", "unreadable", "image_size")]
+    assert (found["train"] + found["val"], counts) == (8, [2, 8, [], 32])
+    assert found["images_per_second"] > 10
+    assert [row.verdict for row in judge_data("photos", "a", found, {}, 2)] == ["ok", "ok"]
+    (photos / "a" / "0.png").write_text("text")
+    row = judge_data("photos", "a", examine_data({"data": str(photos)}), {}, 2)[0]
+    assert row.verdict == "wrong"
+    assert "a/0.png" in row.found
+    with pytest.raises(UserError):
+        examine_data({"data": str(photos / "a")})
+
+
+@pytest.mark.parametrize(("workers_rate", "verdict"), [(600.0, "ok"), (500.0, "warning")])
+def test_gpus_that_wait_for_data_are_foreseen(workers_rate: float, verdict: str) -> None:
+    """16 cores for 4 ranks leave 3 workers a rank."""
+    data = {"classes": 2, "train": 6, "val": 2, "decoded": 8, "unreadable": [], "in_memory": False}
+    model = {"images_per_second": 1700.0, "device": "H100", "cores": 16}
+    assert judge_data("photos", "a", data | {"images_per_second": workers_rate}, model, 4)[1].verdict == verdict
+
+
+def test_the_cheap_fingerprint_tells_copies_apart(photos: Path, tmp_path: Path) -> None:
+    options = {"data": str(photos)}
+    before = cheap_fingerprint(options)
+    assert before["covers"] == "10 entries"
+    (photos / ".hidden").write_text("")
+    assert cheap_fingerprint(options) == before
+    photos.rename(tmp_path / "moved")
+    assert cheap_fingerprint({"data": str(tmp_path / "moved")}) == before
+    (tmp_path / "moved" / "a" / "0.png").write_bytes(b"other")
+    assert cheap_fingerprint({"data": str(tmp_path / "moved")})["hash"] != before["hash"]
+    with pytest.raises(UserError, match="no folder"):
+        cheap_fingerprint(options)
+
+
+def test_the_models_size_is_the_built_models() -> None:
+    found = model_facts("mobilenet", ["mobilenet"], 10, 32, 4)
+    built = build_model("mobilenet", num_classes=10, image_size=32).module
+    assert found["parameters"] == sum(parameter.numel() for parameter in built.parameters())
+
+
+def test_this_machine_is_examined_as_a_whole(tmp_path: Path) -> None:
+    words = ["--here", "--gpus-per-node", "2", "--json", "--log-dir", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), *words]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    rows = {row["check"]: row for row in json.loads(result.stdout)["rows"]}
+    assert result.returncode == (1 if any(row["verdict"] == "wrong" for row in rows.values()) else 0)
+    assert set(rows) >= {"packages", "GPUs", "memory", "/dev/shm", "open files", "log folder", "port", "all-reduce"}
+    assert str(tmp_path) in rows["log folder"]["found"]
+    assert "2 ranks" in rows["all-reduce"]["found"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_preflight_stops_a_start_where_something_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file where the folder should be")
+    launch = ["bash", str(ROOT / "scripts" / "launch_distributed.sh"), "basic_cnn", "ddp", "1", "16", "1"]
+    flags = ["--preflight", "--log-dir", str(tmp_path / "logs")]
+    result = subprocess.run([*launch, *flags], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1, result.stderr
+    assert "log folder" in result.stdout
+    assert "run " not in result.stdout + result.stderr

@@ -1,0 +1,187 @@
+"""How the doctor tells hosts apart: who differs, who cannot be reached and why, whose clock or link is off."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from typing import Any
+
+import pytest
+
+from planning.doctor import hosts, links
+from planning.doctor.examination import Findings, _lose_others
+from planning.doctor.network import measure_network, rounds_of_pairs
+from planning.doctor.reach import Probe, Unreachable, ask_all, explain
+from planning.doctor.rows import Row, amount, join_hosts, some_of
+
+COMPLAINTS = {
+    "ssh: Could not resolve hostname node09: Name or service not known": "no such host name",
+    "ssh: connect to host node01 port 22: Connection refused": "connection refused",
+    "ssh: connect to host node01 port 22: Connection timed out": "timed out",
+    "Connection timed out during banner exchange\nConnection to 10.0.0.1 port 22 timed out": "timed out",
+    "ssh: connect to host node01 port 22: No route to host": "no route",
+    "No ED25519 host key is known for node01 and you have requested strict checking.\n"
+    "Host key verification failed.": "host key is unknown",
+    "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nHost key verification failed.": "another one",
+    "root@node01: Permission denied (publickey,password).": "wants a password",
+    "kex_exchange_identification: Connection closed by remote host\nConnection closed by 10.0.0.1 port 22": "closed",
+    "/x/.venv/bin/python: can't open file '/x/scripts/doctor.py': [Errno 2] No such file or directory": "repository",
+}
+
+
+@pytest.mark.parametrize(("complaint", "said"), COMPLAINTS.items())
+def test_why_a_host_cannot_be_reached(complaint: str, said: str) -> None:
+    error = explain("node01", 2 if "doctor.py" in complaint else 255, complaint)
+    assert said in str(error)
+    assert error.cure
+
+
+def test_a_missing_environment_and_anything_else() -> None:
+    assert sys.executable in str(explain("node01", 127, f"bash: line 1: {sys.executable}: No such file or directory"))
+    assert "ended with code 3: boom" in str(explain("node01", 3, "Traceback\nboom\n"))
+
+
+def test_one_probe_that_fails_does_not_keep_the_others() -> None:
+    echo = "import sys\nfor line in sys.stdin: print('hello\\n\\x1e{\"time\": 5.0}', flush=True)"
+    with (
+        Probe("well", ([sys.executable, "-c", echo], None)) as well,
+        Probe("silent", ([sys.executable, "-c", "import time; time.sleep(60)"], None)) as silent,
+        Probe("gone", ([sys.executable, "-c", "raise SystemExit('Permission denied')"], None)) as gone,
+    ):
+        answers, lost = ask_all([well, silent, gone], lambda probe: probe.ask("time", 1.0))
+    assert answers == {"well": {"time": 5.0}}
+    assert {host: str(error) for host, error in lost.items()} == {
+        "silent": "no answer within 1 s",
+        "gone": "ssh wants a password",
+    }
+    assert all(isinstance(error, Unreachable) for error in lost.values())
+
+
+def test_the_host_that_differs_is_named_and_a_tie_is_decided_here() -> None:
+    rows = hosts.judge_sameness("code", {"a": "x", "b": "y", "c": "x"}, "x", "cure {host}")
+    assert rows == [Row("code", "wrong", "y, elsewhere x", "cure b", "b")]
+    assert [row.host for row in hosts.judge_sameness("code", {"a": "x"}, "y", "")] == ["a"]
+    assert [row.host for row in hosts.judge_sameness("code", {"a": "x", "b": "x"}, "y", "")] == ["here"]
+    assert hosts.judge_sameness("code", {"a": "x", "b": "x"}, "x", "")[0].verdict == "ok"
+
+
+def test_versions_tell_only_what_differs() -> None:
+    well: dict[str, Any] = {"python": "3.11.7", "packages": {"torch": "2.15.0", "timm": "1.0.31"}}
+    old = well | {"packages": {"torch": "2.14.0", "timm": "1.0.31"}}
+    rows = hosts.judge_versions({"a": well, "b": old}, well)
+    assert [(row.host, row.found) for row in rows] == [("b", "torch 2.14.0 (elsewhere 2.15.0)")]
+    assert hosts.judge_versions({"b": old}, well) == rows
+    assert [row.host for row in hosts.judge_versions({"b": old, "c": old}, well)] == ["here"]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "expected"),
+    [
+        ({"a": 0.01, "b": -0.2}, [("ok", "")]),
+        ({"a": 0.0, "b": 1.5}, [("warning", "b")]),
+        ({"a": 0.0, "b": -61.0}, [("wrong", "b")]),
+        ({"a": 90.0, "b": 90.1, "c": 90.0}, [("wrong", "here")]),  # this machine is the one that is off
+    ],
+)
+def test_clocks(offsets: dict[str, float], expected: list[tuple[str, str]]) -> None:
+    assert [(row.verdict, row.host) for row in hosts.judge_clocks(offsets)] == expected
+
+
+def test_names_that_lead_elsewhere_are_explained() -> None:
+    found = {
+        "a": {"addresses": {"a": "127.0.1.1", "b": "10.0.0.2"}},
+        "b": {"addresses": {"a": None, "b": "10.0.0.2"}},
+        "c": {"addresses": {"a": "127.0.0.1", "c": "10.0.0.3"}},
+    }
+    rows = hosts.judge_names(found)
+    assert [(row.host, row.verdict) for row in rows] == [("a", "warning"), ("b", "warning"), ("c", "warning")]
+    assert "127.0.1.1" in rows[0].found
+    well = {host: {"addresses": {"a": "10.0.0.1", "b": "10.0.0.2"}} for host in "ab"}
+    assert [row.verdict for row in hosts.judge_names(well)] == ["ok"]
+
+
+def test_the_port_matters_on_the_first_host_only() -> None:
+    facts = {"a": {"port": 29500}, "b": {"port": 0}}
+    assert hosts.judge_port(facts, 29500)[0].verdict == "ok"
+    assert hosts.judge_port({"b": {"port": 0}, "a": {"port": 29500}}, 29500)[0].host == "b"
+    assert hosts.judge_port({"b": {"port": 0}}, 0)[0].verdict == "ok"
+
+
+def test_data_that_differs_or_is_absent() -> None:
+    same = {"hash": "1", "covers": "9 entries"}
+    rows = hosts.judge_fingerprints({"a": same, "b": same, "c": {"problem": "no folder '/data'"}})
+    assert [(row.host, row.verdict) for row in rows] == [("c", "wrong")]
+    rows = hosts.judge_fingerprints({"a": same, "b": {"hash": "2", "covers": "9 entries"}, "c": same})
+    assert [(row.host, row.verdict) for row in rows] == [("b", "wrong")]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
+def test_every_pair_of_hosts_meets_once_and_no_host_twice_in_a_round(count: int) -> None:
+    rounds = rounds_of_pairs(count)
+    met = [pair for pairs in rounds for pair in pairs]
+    assert sorted(met) == [(first, second) for first in range(count) for second in range(first + 1, count)]
+    assert all(len({host for pair in pairs for host in pair}) == 2 * len(pairs) for pairs in rounds)
+
+
+def test_a_slow_host_is_told_from_its_partners() -> None:
+    speeds = [["a", "b", 1e6], ["a", "c", 1e9], ["b", "c", 1.1e6]]
+    rows = links.judge_links(speeds, {})
+    assert [(row.verdict, row.host) for row in rows] == [("warning", "b")]
+    assert links.judge_links([["a", "b", 1e9], ["a", "c", 5e8], ["b", "c", 8e8]], {})[0].verdict == "ok"
+    # two hosts cannot be told apart, but the interface says what to expect: 10 Gbit/s
+    assert links.judge_links([["a", "b", 1e7]], {"a": 1.25e9, "b": 1.25e9})[0].verdict == "warning"
+    assert links.judge_links([["a", "b", 1e7]], {"a": 0, "b": 1.25e9})[0].verdict == "ok"
+
+
+def test_a_steps_communication_follows_the_zero_paper() -> None:
+    report = {"large": [4_000_000, 0.01], "small_seconds": 0.001}
+    # an all-reduce of 1,000,000 fp32 values takes 10 ms; 3,000,000 parameters: 30 ms, half as much again at stage 3
+    assert "24 MB a rank and step, about 31 ms" in links.judge_step(report, "vgg", 3_000_000, 1).found
+    assert "36 MB a rank and step, about 46.5 ms" in links.judge_step(report, "vgg", 3_000_000, 3).found
+    assert links.bus_bandwidth(4_000_000, 0.01, 4) == pytest.approx(6e8)
+
+
+def test_hosts_that_did_not_come_as_far_as_the_others_are_blamed() -> None:
+    stuck = {"problem": "timeout", "phase": "join"}
+    answers = {"a": stuck, "b": {"problem": "timeout", "phase": "meet"}, "c": stuck}
+    rows = links.judge_network(answers, {})
+    assert [(row.verdict, row.host) for row in rows] == [("wrong", "b")]
+
+
+def test_two_real_ranks_measure_their_network() -> None:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    place = {"address": "127.0.0.1", "port": port, "interface": "", "use_gpu": False, "seconds": 20.0}
+    answer = measure_network(0, 2, [["here", 2]], join_seconds=10.0, **place)
+    report = answer["report"]
+    assert (report["ranks"], report["backend"], report["links"]) == (2, "gloo", [])
+    assert 0 < report["small_seconds"] < report["large"][1] < 20
+    assert links.judge_network({"here": answer}, {})[0].verdict == "ok"
+
+
+def test_a_rank_that_nobody_meets_says_so() -> None:
+    with socket.socket() as taken:  # bound and deaf
+        taken.bind(("127.0.0.1", 0))
+        place = {"address": "127.0.0.1", "port": taken.getsockname()[1], "interface": "", "use_gpu": False}
+        answer = measure_network(1, 1, [["a", 1], ["b", 1]], join_seconds=1.0, seconds=5.0, **place)
+    assert (answer["phase"], bool(answer["problem"])) == ("meet", True)
+
+
+def test_rows_of_several_hosts_are_joined() -> None:
+    rows = [Row("GPUs", "ok", "8 x H100", "", host) for host in "ab"]
+    rows += [Row("GPUs", "wrong", "no GPU", "add one", host) for host in "cdefgh"] + [
+        Row("memory", "ok", "1 GB", "", "a")
+    ]
+    assert join_hosts(rows) == [
+        Row("GPUs", "ok", "8 x H100", "", "a, b"),
+        Row("GPUs", "wrong", "no GPU", "add one", "c, d, e, f and 2 more"),
+        Row("memory", "ok", "1 GB", "", "a"),
+    ]
+    assert (some_of(["a"]), amount(999), amount(12_340_000)) == ("a", "999 bytes", "12.3 MB")
+
+
+def test_a_host_with_another_doctor_is_put_aside() -> None:
+    found = Findings(here={"a": 1, "b": 2}, facts={"x": {"a": 1, "b": 2}, "y": {"a": 1}}, clocks={"x": 0.0, "y": 0.0})
+    _lose_others(found)
+    assert (list(found.facts), list(found.clocks), list(found.lost)) == (["x"], ["x"], ["y"])
