@@ -14,7 +14,8 @@ Train an image classifier on the GPUs of several machines (on CPU ranks where th
   batch_size                 images per GPU
   flags                      any flag of train_distributed.py, --master_port N, --max-restarts N (default 3), and
                              --min-nodes N: after a failure go on with at least N machines (default: all);
-                             the global batch stays, through accumulation
+                             the global batch stays, through accumulation; and --preflight: let the doctor examine
+                             machines, data and network first, and stop with 1 where something is wrong
   (model, strategy, epochs: as launch_distributed.sh --help says)
 
 Examples:
@@ -38,6 +39,7 @@ Environment variables:
 It needs ssh without a password to every machine, this folder with its environment at the same path on each, and a
 --log-dir that all share. 'python scripts/doctor.py --hostfile FILE' says what is missing.
 Signals, restarts and exit codes are those of launch_distributed.sh, over all machines, and
+    1     --preflight found something wrong
     69    too few machines could be reached, or one was lost and the restarts are used up
 HELP
 }
@@ -68,6 +70,7 @@ main() {
     [[ ${FORWARD_ENV:-} =~ ^[A-Za-z0-9_,]*$ ]] || die "FORWARD_ENV $(quoted "$FORWARD_ENV"): expected names with commas."
     split_port_flag "${@:7}"
     split_restarts_flag "${EXTRA[@]}"
+    split_preflight_flag "${EXTRA[@]}"
     take_flag --min-nodes "a whole number from 1 to $num_nodes" "${EXTRA[@]}"
     local min_nodes=$num_nodes
     ((${#TAKEN[@]} == 0)) || min_nodes=${TAKEN[-1]}
@@ -75,6 +78,7 @@ main() {
     use_environment
     find_hosts "$num_nodes" "$gpus_per_node"
     check_configuration "$model" "$strategy" "$batch_size" "$epochs" "${EXTRA[@]}"
+    preflight --hosts "$HOSTS" --gpus-per-node "$gpus_per_node" --port "${PORT:-0}"
     local -a command=("$PYTHON" "$SCRIPTS/cluster/launch.py" --remote-shell "$remote" --hosts "$HOSTS"
         --ranks-per-node "$gpus_per_node" --min-nodes "$min_nodes" --port "${PORT:-0}" --launcher "$LAUNCH_WITH"
         --max-restarts "$MAX_RESTARTS" --stop-timeout "$stop_timeout" --start-timeout "$start_timeout"

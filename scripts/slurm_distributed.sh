@@ -47,7 +47,8 @@ Train in a Slurm job. Submit it from the root of the repository or from scripts/
   num_gpus   GPUs on each node of the job; the job asks for 1 node and 8 GPUs unless sbatch is told otherwise
   batch_size images per GPU
   flags      any flag of train_distributed.py, --master_port N, and --max-restarts N: how often in a row a failed
-             training is started again inside the job without a newer checkpoint in between (default 3, 0 to 1000)
+             training is started again inside the job without a newer checkpoint in between (default 3, 0 to 1000);
+             and --preflight: let the doctor examine machines, data and network first, and stop where something is wrong
   (model, strategy, epochs: as launch_distributed.sh --help says)
 
 Examples:
@@ -73,7 +74,7 @@ Environment variables:
     MAX_RESTARTS   as --max-restarts, which wins
     STOP_TIMEOUT   seconds the ranks have to save and stop after a signal (default 300; Slurm may give them less)
 
-Exit codes: as launch_distributed.sh --help says; 69 where too few nodes answer.
+Exit codes: as launch_distributed.sh --help says; 1 where --preflight found something wrong; 69 where too few nodes answer.
 HELP
 }
 
@@ -90,11 +91,13 @@ main() {
     require_whole_number STOP_TIMEOUT "$stop_timeout" 86400
     split_port_flag "${@:6}"
     split_restarts_flag "${EXTRA[@]}"
+    split_preflight_flag "${EXTRA[@]}"
     use_environment
     local -a job=("$PYTHON" "$SCRIPTS/cluster/slurm_job.py")
     local -a words=(--ranks-per-node "$num_gpus" --port "${PORT:-0}" --launcher "$LAUNCH_WITH"
-        --max-restarts "$MAX_RESTARTS" --stop-timeout "$stop_timeout"
-        -- "--model-type=$model" "--strategy=$strategy" --batch-size "$batch_size" --epochs "$epochs" "${EXTRA[@]}")
+        --max-restarts "$MAX_RESTARTS" --stop-timeout "$stop_timeout")
+    ((PREFLIGHT == 0)) || words+=(--preflight)
+    words+=(-- "--model-type=$model" "--strategy=$strategy" --batch-size "$batch_size" --epochs "$epochs" "${EXTRA[@]}")
     if [[ ${DRY_RUN:-0} == 1 ]]; then
         "${job[@]}" --check "${words[@]}" || exit
     fi

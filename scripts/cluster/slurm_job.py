@@ -33,6 +33,7 @@ HEARD = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 POLL_SECONDS = 0.1
 SCONTROL_SECONDS = 60
 LAUNCH = REPO_ROOT / "scripts/cluster/launch.py"
+DOCTOR = REPO_ROOT / "scripts/doctor.py"
 
 
 def main() -> int:
@@ -51,6 +52,8 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE
+    if given.preflight and not job.restarts and (code := _preflight(given.ranks_per_node, arguments)):
+        return code
     for number in HEARD:
         signal.signal(number, lambda heard, _frame: received.append(heard))
     print(f"Slurm job {job.name} on {','.join(hosts)}, restart {job.restarts}", flush=True)
@@ -71,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--launcher", choices=LAUNCHERS, default="direct", help="what starts the ranks of a node")
     parser.add_argument("--max-restarts", type=int, default=3, help="restarts in a row without a newer checkpoint")
     parser.add_argument("--stop-timeout", type=float, default=300, help="seconds the ranks have to save and stop")
+    parser.add_argument("--preflight", action="store_true", help="let the doctor look first, at the job's first start")
     parser.add_argument("--check", action="store_true", help="only check the arguments")
     parser.add_argument("arguments", nargs="*", help="those of train_distributed.py, after --")
     return parser
@@ -83,6 +87,12 @@ def _scontrol(*words: str) -> str | None:
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=SCONTROL_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _preflight(ranks_per_node: int, arguments: list[str]) -> int:
+    """Let the doctor examine the job's machines; return its exit code."""
+    command = [sys.executable, str(DOCTOR), f"--gpus-per-node={ranks_per_node}", "--", *arguments]
+    return subprocess.run(command).returncode
 
 
 def _host_names(node_list: str) -> list[str]:

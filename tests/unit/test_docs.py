@@ -43,7 +43,9 @@ LAUNCHER_WORDS = {
     "launch_multi_node.sh": ("model-type", "strategy", None, None, "batch-size", "epochs"),
     "slurm_distributed.sh": ("model-type", "strategy", None, "batch-size", "epochs"),
 }
-LAUNCHER_FLAGS = {"--master_port", "--max-restarts", "--min-nodes", "--help"}
+LAUNCHER_FLAGS = {"--master_port", "--max-restarts", "--min-nodes", "--preflight", "--help"}
+# Not judged, with how many words they take: the first names a file of the reader's, the others are the launchers'.
+FLAGS_LEFT_OUT = {"--config": 2, "--master_port": 2, "--max-restarts": 2, "--min-nodes": 2, "--preflight": 1}
 ENTRY_FLAGS = {*FLAG_OF.values(), "--config", "--check-config", "--help"}
 
 
@@ -137,15 +139,10 @@ def command_problems(text: str) -> Iterator[str]:
         arguments = entry_arguments(words)
         if arguments is None or any("<" in word for word in words) or "--help" in words:
             continue
-        for flag in (
-            "--config",
-            "--master_port",
-            "--max-restarts",
-            "--min-nodes",
-        ):  # the first names a file of the reader's
+        for flag, length in FLAGS_LEFT_OUT.items():
             if flag in arguments:
                 place = arguments.index(flag)
-                del arguments[place : place + 2]
+                del arguments[place : place + length]
         try:
             training_arguments(arguments, None) if words[0] == "sbatch" else parse_args(arguments)
         except UserError as error:
