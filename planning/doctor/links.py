@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planning.doctor.rows import Row, amount, some_of
+from planning.doctor.rows import Row, amount, duration, some_of
 
 SLOW_SHARE = 1 / 3  # of what the other hosts reach
 PROMISED_SHARE = 1 / 10  # of what the interface says; one stream over TCP reaches a part of it only
@@ -118,5 +118,5 @@ def judge_step(report: Mapping[str, Any], name: str, parameters: int, zero_stage
     volume = VOLUME_PER_PARAMETER[zero_stage]
     gradients = FLOAT32_BYTES * parameters
     step = volume / VOLUME_OF_ALL_REDUCE * (gradients / size * seconds + report["small_seconds"])
-    found = f"{name}: {amount(volume * gradients)} a rank and step, about {step * 1e3:.3g} ms where nothing hides it"
+    found = f"{name}: {amount(volume * gradients)} a rank and step, about {duration(step)} where nothing hides it"
     return Row("communication", "ok", found)

@@ -59,3 +59,8 @@ def amount(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "bytes" else f"{size_bytes:.3g} {unit}"
         size_bytes /= 1000
     return f"{size_bytes:.3g} TB"
+
+
+def duration(seconds: float) -> str:
+    """Write a time in the unit that suits it."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"
