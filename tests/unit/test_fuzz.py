@@ -19,13 +19,13 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 @pytest.mark.parametrize("script", WORDS)
-@settings(fuzz_settings, max_examples=35)
+@settings(fuzz_settings, max_examples=25)
 @given(data=st.data())
 def test_launchers_run_nothing_of_what_they_are_given(script: str, data: st.DataObject) -> None:
     check_dry_run(script, data.draw(cases(script)))
 
 
-@settings(fuzz_settings, max_examples=500)
+@settings(fuzz_settings, max_examples=250)
 @given(text=hostfile_text)
 def test_a_hostfile_is_read_or_refused_in_one_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "hostfile"
