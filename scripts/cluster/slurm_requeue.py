@@ -13,7 +13,7 @@ from pathlib import Path
 from scripts.attempt import FINAL_CODES
 
 WARNED_CODE = 128 + signal.SIGUSR1
-TIME_LIMIT = "the time limit is near"
+TIME_LIMIT = "SIGUSR1, the time limit is near"
 
 
 class Fate(Enum):

@@ -127,3 +127,18 @@ def test_a_preempted_job_saves_and_goes_on_with_the_same_weights(
     assert job.wait_for_state("COMPLETED", "FAILED", timeout_s=180)["JobState"] == "COMPLETED", job.output
     assert f"Slurm job {job.number} on node01,node02, restart 1\n" in job.output
     assert job.weights(f"slurm-{job.number}") == uninterrupted
+
+
+def test_a_job_that_loses_a_node_goes_on_with_another_and_the_same_weights(
+    slurm: Hosts, shared: Path, uninterrupted: bytes
+) -> None:
+    job = SlurmJob(slurm, shared, TWO_NODES, LONG)
+    job.wait_for_training()
+    time.sleep(8)
+    slurm.fault("node02", "poweroff")
+    job.wait_for(lambda: job.show()["JobState"] == "PENDING" and job.show()["Restarts"] == "1", timeout_s=90)
+    job.release()
+    assert job.wait_for_state("COMPLETED", "FAILED", timeout_s=180)["JobState"] == "COMPLETED", job.output
+    assert "node02 is lost" in job.output
+    assert f"Slurm job {job.number} on node01,node03, restart 1\n" in job.output
+    assert job.weights(f"slurm-{job.number}") == uninterrupted
