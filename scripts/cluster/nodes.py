@@ -63,9 +63,14 @@ class Node:
         silent_s = time.monotonic() - self.heard
         return f"{self.host} is lost: no sign of life for {silent_s:.0f} s" if silent_s > LOST_SECONDS else ""
 
+    @property
+    def was_told_to_end(self) -> bool:
+        """Whether its ranks were ended because of what happened elsewhere."""
+        return self.end_by < math.inf
+
     def end(self, within_s: float) -> None:
         """Tell it, once, to end its ranks at once; it is given up after so many seconds."""
-        if self.end_by == math.inf:
+        if not self.was_told_to_end:
             self.end_by = time.monotonic() + within_s
             self.tell("end")
 

@@ -117,7 +117,7 @@ class ClusterStart:
             self._deadline = min(self._deadline, now)  # without it the others can do nothing more
         self._deadline = min(self._deadline, now + self._seconds_left())
         if now > self._deadline:
-            for node in self._taking_part:
+            for node in filter(Node.is_working, self._taking_part):
                 node.end(within_s=KILL_SECONDS)
 
     def _note_losses(self) -> bool:
@@ -172,7 +172,8 @@ def judge(nodes: list[Node], lost: str, was_told: bool) -> Ending:
         return final[0]
     if lost:
         return Ending(NO_NODES_CODE, lost, is_final=was_told)
-    failures = [ending for ending in endings.values() if ending.code and not ending.is_final]
+    by_itself = {node.host for node in nodes if not node.was_told_to_end}
+    failures = [ending for host, ending in endings.items() if ending.code and not ending.is_final and host in by_itself]
     if hung := [ending for ending in failures if ending.code == HANG_CODE and ending.suspicion]:
         return min(hung, key=lambda ending: ending.suspicion or (True, 0))
     # One that a signal ended is the cause; others end with 1 because they lost the connection to it.

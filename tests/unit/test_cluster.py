@@ -188,6 +188,13 @@ def test_how_it_ended_follows_from_what_the_nodes_say(
         assert ending == Ending(HANG_CODE, f"code {HANG_CODE}", False, (False, 5))
 
 
+def test_a_node_that_was_ended_is_not_the_cause() -> None:
+    failed, others = Node("a", Channel(0, 1), said={"ended": ended(1)}), Node("b", Channel(0, 1))
+    others.end(within_s=30)
+    others.said["ended"] = ended(137)
+    assert judge([failed, others], "", False) == Ending(1, "code 1", False)
+
+
 # Stands in for ssh: runs the remote command here, or fails as ssh does for a host named in FAKE_SSH_FAILS.
 FAKE_SSH = """#!/bin/bash
 host=${@: -2:1}
