@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.cluster.hosts import REPO_ROOT, SHARED, Hosts
-from tests.cluster.trainings import AGENT, ENTRY, RUN, Training, flags, read_metrics
+from tests.cluster.trainings import ENTRY, RUN, Training, agent, flags, ranks, read_metrics
 
 pytestmark = pytest.mark.cluster
 
@@ -33,10 +33,10 @@ NOTICED = r"restart 1 of"
 ROWS: list[tuple[str, float | None, float, str]] = []
 
 
-def words(folder: Path, *more: str, nodes: int = 2, ranks: int = 1, epochs: int = EPOCHS) -> list[str]:
+def words(folder: Path, *more: str, nodes: int = 2, ranks_per_node: int = 1, epochs: int = EPOCHS) -> list[str]:
     """What launch_multi_node.sh gets, for a global batch of 32 on two ranks."""
-    batch_size = 32 // (nodes * ranks)
-    sizes = [str(nodes), str(ranks), str(batch_size), str(epochs)]
+    batch_size = 32 // (nodes * ranks_per_node)
+    sizes = [str(nodes), str(ranks_per_node), str(batch_size), str(epochs)]
     return [MODEL, "ddp", *sizes, *flags(folder, *RECIPE, *more)]
 
 
@@ -94,7 +94,7 @@ def test_two_nodes_train_what_one_machine_does(
 ) -> None:
     """2 nodes x 2 ranks: the accuracy and, but for rounding, the weights of 1 machine with the same global batch."""
     chosen = {"REMOTE_SHELL": remote_shell, "LAUNCHER": launcher, "RENDEZVOUS": rendezvous}
-    training = Training(hosts, shared, words(shared, ranks=2), 2, 2, **chosen)
+    training = Training(hosts, shared, words(shared, ranks_per_node=2), 2, 2, **chosen)
     assert training.end() == 0, training.text()
     run = shared / "logs/runs" / RUN
     assert largest_difference(run, uninterrupted) < 1e-4
@@ -110,7 +110,7 @@ def test_variables_of_the_launching_shell_reach_the_ranks(hosts: Hosts, shared: 
     given = {"NCCL_DEBUG_FILE": odd, "OMP_DYNAMIC": "FALSE", "MY_OWN": odd, "FORWARD_ENV": "MY_OWN", "NOT_OURS": "1"}
     training = Training(hosts, shared, words(shared, epochs=30), 2, 1, **given)
     training.wait_for_step(1)
-    rank = next(iter(hosts.processes("node02", ENTRY + " --model-type")))
+    (rank,) = ranks(hosts, "node02")
     read = hosts.run("node02", ["cat", f"/proc/{rank}/environ"]).stdout.split("\0")
     environment = dict(entry.split("=", 1) for entry in read if entry)
     assert environment["NCCL_DEBUG_FILE"] == environment["MY_OWN"] == odd
@@ -148,15 +148,23 @@ def kill(hosts: Hosts, node: str, part: str) -> None:
     hosts.signal(node, signal.SIGKILL, *hosts.processes(node, part))
 
 
+def kill_ranks(hosts: Hosts, node: str) -> None:
+    """Kill the ranks of a node with -9."""
+    hosts.signal(node, signal.SIGKILL, *ranks(hosts, node))
+
+
 Break = Callable[[Hosts], None]
 CURABLE: dict[str, tuple[Break, str]] = {
-    "a rank killed with -9": (lambda hosts: kill(hosts, "node02", ENTRY + " --model-type"), "rank 1"),
+    "a rank killed with -9": (lambda hosts: kill_ranks(hosts, "node02"), "rank 1"),
     "a node's launcher killed with -9": (lambda hosts: kill(hosts, "node02", "local_ranks.py"), ""),
-    "a node's agent killed with -9": (lambda hosts: kill(hosts, "node02", AGENT), "node02 is lost"),
+    "a node's agent killed with -9": (
+        lambda hosts: hosts.signal("node02", signal.SIGKILL, agent(hosts, "node02")),
+        "node02 is lost",
+    ),
     "every process of a node killed with -9": (lambda hosts: kill(hosts, "node02", ".py"), "node02 is lost"),
     "every process of rank 0's node killed with -9": (lambda hosts: kill(hosts, "node01", ".py"), "node01 is lost"),
     "a rank stopped (SIGSTOP), which hangs": (
-        lambda hosts: hosts.signal("node02", signal.SIGSTOP, *hosts.processes("node02", ENTRY + " --model-type")),
+        lambda hosts: hosts.signal("node02", signal.SIGSTOP, *ranks(hosts, "node02")),
         "rank 1 hung",
     ),
 }
@@ -182,7 +190,7 @@ def test_other_launchers_are_restarted_as_well(hosts: Hosts, shared: Path, unint
     training = Training(hosts, shared, words(shared), 2, 1, LAUNCHER=launcher)
     training.wait_for_step(BREAK_AT)
     broken = time.time()
-    kill(hosts, "node02", ENTRY + " --")
+    kill_ranks(hosts, "node02")
     noticed = training.wait_for_text(NOTICED)
     again = training.wait_for_step(1, after=noticed)
     finish(training, uninterrupted)
@@ -322,7 +330,7 @@ def test_all_bad_hosts_are_named_at_once(hosts: Hosts, shared: Path) -> None:
 def test_restarts_used_up_end_with_the_reason(hosts: Hosts, shared: Path) -> None:
     training = Training(hosts, shared, words(shared, "--max-restarts", "0"), 2, 1)
     training.wait_for_step(BREAK_AT)
-    kill(hosts, "node02", ENTRY + " --model-type")
+    kill_ranks(hosts, "node02")
     assert training.end() == 137, training.text()
     assert "given up after 0 restart(s)" in training.text()
     training.assert_nothing_is_left()

@@ -88,6 +88,17 @@ class Training:
         return time.time()
 
 
+def ranks(hosts: Hosts, node: str) -> list[int]:
+    """The processes of the ranks on a node, without their launcher and agent."""
+    found = hosts.processes(node, ENTRY)
+    return [pid for pid, line in found.items() if any(word.endswith(ENTRY) for word in line.split()[:3])]
+
+
+def agent(hosts: Hosts, node: str) -> int:
+    """The agent on a node, without the process that guards its ranks."""
+    return min(hosts.processes(node, AGENT))
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The complete lines of the run's metrics.jsonl so far."""
     path = folder / f"logs/runs/{RUN}/metrics.jsonl"
