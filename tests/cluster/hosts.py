@@ -136,7 +136,9 @@ class Hosts:
                 self.signal(host, signal.SIGKILL, *left)
 
     def _command(self, host: str, words: list[str], cwd: Path) -> list[str]:
-        return [str(LAB / "netlab.sh"), "exec", host, "env", "-C", str(cwd), *words]
+        # A shell's background job, as this may be, hears no Ctrl-C, nor would its children.
+        start = ["env", "--default-signal=INT", "-C", str(cwd)]
+        return [str(LAB / "netlab.sh"), "exec", host, *start, *words]
 
     def _lab(self, script: str, *words: str) -> None:
         result = subprocess.run(

@@ -54,8 +54,12 @@ def test_a_delay_delays(hosts: Hosts) -> None:
 
 
 def test_slurm_runs_on_all_nodes_and_again_on_a_booted_one(slurm: Hosts) -> None:
-    srun = ["timeout", "60", "srun", f"--nodes={len(slurm.nodes)}", "--gpus-per-node=8", "hostname"]
-    assert sorted(slurm.run("login", srun).stdout.split()) == slurm.nodes
-    slurm.fault(slurm.nodes[0], "poweroff")
-    slurm.boot(slurm.nodes[0])
-    assert sorted(slurm.run("login", srun, timeout=90).stdout.split()) == slurm.nodes
+    """All but the last have pretended GPUs; that one is a partition of its own."""
+    *gpu_nodes, cpu_node = slurm.nodes
+    srun = ["timeout", "60", "srun", f"--nodes={len(gpu_nodes)}", "--gpus-per-node=8", "hostname"]
+    assert sorted(slurm.run("login", srun, timeout=90).stdout.split()) == gpu_nodes
+    alone = ["timeout", "60", "srun", "--partition=cpu", "hostname"]
+    assert slurm.run("login", alone, timeout=90).stdout.split() == [cpu_node]
+    slurm.fault(gpu_nodes[0], "poweroff")
+    slurm.boot(gpu_nodes[0])
+    assert sorted(slurm.run("login", srun, timeout=90).stdout.split()) == gpu_nodes
