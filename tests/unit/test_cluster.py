@@ -21,7 +21,7 @@ from scripts.cluster.plan import LAUNCHERS, Place, Plan, forwarded_environment, 
 from scripts.cluster.remote_shell import pdsh_command, srun_command, ssh_command
 from scripts.cluster.start import judge
 from scripts.launch_processes import MARK
-from tests.unit.launching import REPO_ROOT, environment, stub_repo
+from tests.unit.launching import REPO_ROOT, environment, hear_ctrl_c, stub_repo
 from training.interface import address_towards, interface_of, interface_towards, is_loopback, own_addresses
 
 
@@ -262,6 +262,7 @@ class StubLaunch:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=hear_ctrl_c,
         )
 
     def end(self) -> tuple[int, str]:

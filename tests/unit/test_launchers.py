@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.attempt import FINAL_CODES, HANG_CODE
+from scripts.doctor import SOMETHING_WRONG_EXIT_CODE
 from tests.unit.launching import (
     CORES,
     HOSTFILE,
@@ -55,7 +56,10 @@ def test_the_ranks_do_not_see_the_launchers_own_flags(flag: list[str]) -> None:
 def test_help_tells_the_exit_codes() -> None:
     text = launch("launch_distributed.sh", ["--help"]).stdout
     codes = re.findall(r"^    (\d[0-9, ]*|128 \+ n) {2,}", text, flags=re.MULTILINE)
-    assert {int(code) for line in codes if "n" not in line for code in line.split(",")} == {0, HANG_CODE, *FINAL_CODES}
+    assert {int(code) for line in codes if "n" not in line for code in line.split(",")} == {
+        *(0, SOMETHING_WRONG_EXIT_CODE, HANG_CODE),
+        *FINAL_CODES,
+    }
     assert all(name in text for name in ("--max-restarts N", "MAX_RESTARTS", "128 + n"))
 
 
