@@ -52,6 +52,10 @@ def main() -> int:
     except UserError as error:
         print(f"doctor: {error}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE
+    except ModuleNotFoundError as error:
+        cure = "type 'make setup', and .venv/bin/python instead of python"
+        print(f"doctor: {sys.executable} has no module {error.name!r}: {cure}.", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
 
 
 def _parse(words: list[str]) -> argparse.Namespace:

@@ -59,46 +59,96 @@ def gather(nodes: Nodes, plan: Plan, prepare: Message, received: list[int], *, i
     Raises:
         CannotStart: where too few answer in time or for good, or one cannot do its part.
     """
-    started = time.monotonic()
-    retry_at: dict[str, float] = {}
-    told_at = started + TELL_SECONDS
-    asked: set[str] = set()
-    nodes.connect(plan.hosts)
+    wait = _Wait(nodes, plan, prepare)
+    patience_s = PATIENCE_SECONDS if is_restart else FIRST_PATIENCE_SECONDS
     while not received:
-        now = time.monotonic()
-        for host, node in list(nodes.found.items()):
-            if host not in asked:
-                asked.add(host)
-                node.tell("prepare", **prepare)
-        ready = [host for host in plan.hosts if host in nodes.found and "ready" in nodes.found[host].said]
-        missing = [host for host in plan.hosts if host not in ready]
-        failed = nodes.failures(missing) | {host: nodes.found[host].lost() for host in missing if _is_lost(nodes, host)}
-        for_good = [host for host, reason in failed.items() if not is_passing(reason)]
-        waited_s = now - started
-        if not missing:
-            return _meet(nodes, plan, ready)
-        is_settled = len(failed) == len(missing) or waited_s > PATIENCE_SECONDS
-        if for_good and is_settled and not is_restart:
-            raise CannotStart(_who(failed, missing, nodes), USER_ERROR_EXIT_CODE)
-        if plan.usable_nodes(len(ready)) and waited_s > (PATIENCE_SECONDS if is_restart else FIRST_PATIENCE_SECONDS):
-            return _meet(nodes, plan, ready)
-        too_few = len(for_good) > len(plan.hosts) - plan.min_nodes
-        if waited_s > plan.start_timeout_s or (is_settled and too_few):
-            reached = f"{len(ready)} of {len(plan.hosts)} nodes reached, {plan.min_nodes} needed"
-            raise CannotStart(f"{reached}: {_who(failed, missing, nodes)}", NO_NODES_CODE)
-        if now > told_at:
-            told_at = float("inf")
-            print(f"waiting for {_who(failed, missing, nodes)}", file=sys.stderr, flush=True)
-        for host in failed:
-            retry_at.setdefault(host, now + RETRY_SECONDS)
-        if due := [host for host in failed if now >= retry_at[host]]:
-            nodes.forget(due)
-            asked -= set(due)
-            nodes.connect(due)
-            for host in due:
-                del retry_at[host]
+        wait.look()
+        if not wait.missing or (plan.usable_nodes(len(wait.ready)) and wait.seconds > patience_s):
+            return _meet(nodes, plan, wait.ready)
+        refused = [host for host, reason in wait.failed.items() if not is_passing(reason)]
+        if wait.is_settled and refused and not is_restart:
+            raise CannotStart(wait.reasons(), USER_ERROR_EXIT_CODE)
+        too_few = len(refused) > len(plan.hosts) - plan.min_nodes
+        if wait.seconds > plan.start_timeout_s or (wait.is_settled and too_few):
+            reached = f"{len(wait.ready)} of {len(plan.hosts)} nodes reached, {plan.min_nodes} needed"
+            raise CannotStart(f"{reached}: {wait.reasons()}", NO_NODES_CODE)
+        wait.tell_once()
+        wait.retry()
         time.sleep(POLL_SECONDS)
     return None
+
+
+class _Wait:
+    """The wait for the nodes of a start.
+
+    Attributes:
+        ready: hosts whose agents have prepared themselves, in the order of the plan.
+        missing: the others.
+        failed: why, for those of them that will not come by themselves.
+    """
+
+    def __init__(self, nodes: Nodes, plan: Plan, prepare: Message) -> None:
+        self.ready: list[str] = []
+        self.missing: list[str] = plan.hosts
+        self.failed: dict[str, str] = {}
+        self._nodes = nodes
+        self._plan = plan
+        self._prepare = prepare
+        self._asked: set[str] = set()
+        self._retry_at: dict[str, float] = {}
+        self._started = time.monotonic()
+        self._has_told = False
+        nodes.connect(plan.hosts)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted."""
+        return time.monotonic() - self._started
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no missing host may come in a moment."""
+        return len(self.failed) == len(self.missing) or self.seconds > PATIENCE_SECONDS
+
+    def look(self) -> None:
+        """Ask new agents to prepare themselves, and see who is ready."""
+        self._nodes.beat()
+        found = dict(self._nodes.found)
+        for host in found.keys() - self._asked:
+            self._asked.add(host)
+            found[host].tell("prepare", **self._prepare)
+        lost = {host: reason for host, node in found.items() if (reason := node.lost())}
+        self.ready = [
+            host for host in self._plan.hosts if host in found and "ready" in found[host].said and host not in lost
+        ]
+        self.missing = [host for host in self._plan.hosts if host not in self.ready]
+        self.failed = self._nodes.failures(self.missing) | lost
+
+    def retry(self) -> None:
+        """Connect again to the hosts that failed some seconds ago."""
+        now = time.monotonic()
+        due = [host for host in self.failed if now >= self._retry_at.setdefault(host, now + RETRY_SECONDS)]
+        if due:
+            self._nodes.forget(due)
+            self._asked -= set(due)
+            self._nodes.connect(due)
+            for host in due:
+                del self._retry_at[host]
+
+    def tell_once(self) -> None:
+        """Say, after some seconds, who is missing."""
+        if self.seconds > TELL_SECONDS and not self._has_told:
+            self._has_told = True
+            print(f"waiting for {self.reasons()}", file=sys.stderr, flush=True)
+
+    def reasons(self) -> str:
+        """Name every missing host and why it is missing."""
+        named = []
+        for host in self.missing:
+            reason = self.failed.get(host) or self._nodes.pending(host)
+            reason = re.sub(rf"^ssh: (connect to host {re.escape(host)} port \d+: )?", "", reason)
+            named.append(reason if reason.startswith(host) else f"{host}: {reason}")
+        return "; ".join(named)
 
 
 def _meet(nodes: Nodes, plan: Plan, ready: list[str]) -> Meeting:
@@ -127,17 +177,3 @@ def _meet(nodes: Nodes, plan: Plan, ready: list[str]) -> Meeting:
     pairs = zip(used, addresses, strict=True)
     interfaces = [interface_of(address, said[host]["addresses"]) for host, address in pairs]
     return Meeting([nodes.found[host] for host in used], addresses, interfaces, said[used[0]]["port"], has_gpus)
-
-
-def _is_lost(nodes: Nodes, host: str) -> bool:
-    return host in nodes.found and bool(nodes.found[host].lost())
-
-
-def _who(failed: dict[str, str], missing: list[str], nodes: Nodes) -> str:
-    """Name every missing host and why it is missing."""
-    named = []
-    for host in missing:
-        reason = failed.get(host) or nodes.pending(host)
-        reason = re.sub(rf"^ssh: connect to host {re.escape(host)} port \d+: ", "", reason)
-        named.append(reason if reason.startswith(host) else f"{host}: {reason}")
-    return "; ".join(named)

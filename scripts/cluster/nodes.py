@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from scripts.cluster.agent import CONNECT_SECONDS, LOST_SECONDS, TOKEN_VARIABLE
+from scripts.cluster.agent import BEAT_SECONDS, CONNECT_SECONDS, LOST_SECONDS, TOKEN_VARIABLE
 from scripts.cluster.channel import Channel, Message
 from scripts.cluster.remote_shell import pdsh_command, srun_command, ssh_command
 from training.config import REPO_ROOT
@@ -34,7 +34,17 @@ LINES_KEPT = 10
 POLL_SECONDS = 0.05
 LEAVE_SECONDS = 1.0
 # A remote shell that ends so may succeed a little later: the machine still boots, or its network is away for a moment.
-PASSING = ("refused", "timed out", "No route", "unreachable", "closed by", "reset by", "Connection closed", "banner")
+PASSING = (
+    "refused",
+    "timed out",
+    "No route",
+    "unreachable",
+    "closed by",
+    "reset by",
+    "Connection closed",
+    "banner",
+    "is lost",
+)
 PDSH_ENDED = "ssh exited with exit code"
 AGENT = ["-u", str(REPO_ROOT / "scripts/cluster/agent.py")]
 
@@ -117,6 +127,7 @@ class Nodes:
         self._listener: socket.socket | None = None
         self._token = secrets.token_hex(16)
         self._lock = threading.Lock()
+        self._beaten = 0.0  # when the last sign of life was sent
 
     def connect(self, hosts: list[str]) -> None:
         """Start an agent on each of the hosts; those that come up appear in `found`."""
@@ -137,6 +148,14 @@ class Nodes:
             if process.stdin and process.stdout:
                 channel = Channel(process.stdout.fileno(), process.stdin.fileno())
                 _in_background(self._read, Node(served[0], channel))
+
+    def beat(self) -> None:
+        """Show every agent a sign of life, where the last one is a while ago."""
+        now = time.monotonic()
+        if now - self._beaten > BEAT_SECONDS:
+            self._beaten = now
+            for node in list(self.found.values()):
+                node.tell("beat")
 
     def failures(self, hosts: list[str]) -> dict[str, str]:
         """Return why no agent comes up, for each of the hosts whose remote shell has ended without one."""

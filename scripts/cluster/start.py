@@ -15,7 +15,6 @@ from scripts.attempt import (
     REPEAT_SECONDS,
     Ending,
 )
-from scripts.cluster.agent import BEAT_SECONDS
 from scripts.cluster.channel import Message
 from scripts.cluster.gather import NO_NODES_CODE, CannotStart, Meeting, gather
 from scripts.cluster.nodes import Node, Nodes
@@ -48,7 +47,6 @@ class ClusterStart:
         self._first_reason = ""  # why a node was lost
         self._told = 0
         self._deadline = math.inf
-        self._beaten = 0.0
 
     def run(self, restart: int, resuming: list[str]) -> Started:
         """Start the ranks; return when none is left on any node that can be reached."""
@@ -105,10 +103,7 @@ class ClusterStart:
     def _look(self) -> None:
         """Show signs of life, pass on a signal, and end what does not leave by itself."""
         now = time.monotonic()
-        if now - self._beaten > BEAT_SECONDS:
-            self._beaten = now
-            for node in list(self._nodes.found.values()):
-                node.tell("beat")
+        self._nodes.beat()
         if self._received and not self._told:
             self._pass_on()
         elif self._told and signal.SIGINT in self._received:

@@ -157,3 +157,13 @@ def test_preflight_stops_a_start_where_something_is_wrong(tmp_path: Path) -> Non
     assert result.returncode == 1, result.stderr
     assert "log folder" in result.stdout
     assert "run " not in result.stdout + result.stderr
+
+
+def test_a_python_without_the_packages_is_told_so_in_one_line() -> None:
+    result = subprocess.run(
+        [sys.executable, "-S", str(ROOT / "scripts/doctor.py")], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 2, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert "has no module" in line
+    assert "make setup" in line
