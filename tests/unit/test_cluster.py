@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 
 from scripts.attempt import HANG_CODE, Ending
 from scripts.cluster.channel import Channel
-from scripts.cluster.nodes import Node, is_passing
+from scripts.cluster.nodes import Node, Nodes, is_passing
 from scripts.cluster.plan import LAUNCHERS, Place, Plan, forwarded_environment, node_command
 from scripts.cluster.remote_shell import pdsh_command, srun_command, ssh_command
 from scripts.cluster.start import judge
@@ -327,6 +328,36 @@ def test_a_launch_that_is_killed_lets_the_ranks_leave(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert [launch.wait_for_rank(rank)["received"][0][0] for rank in (0, 1)] == [signal.SIGTERM] * 2
+
+
+def test_only_agents_that_were_asked_for_are_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pdsh").write_text("#!/bin/bash\nexec sleep 60\n")
+    (tmp_path / "pdsh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    nodes = Nodes("pdsh")
+    nodes.connect(["one"])
+    try:
+        assert nodes._listener is not None
+        port = nodes._listener.getsockname()[1]
+
+        def answer(token: str, host: str) -> tuple[bytes, socket.socket]:
+            connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+            connection.sendall(f"{token} {host}\n".encode())
+            return connection.recv(1), connection
+
+        assert answer("0" * 32, "one")[0] == b""
+        assert answer(nodes._token, "two")[0] == b""
+        said, agent = answer(nodes._token, "one")
+        assert said == b"+"
+        Channel.over(agent).send({"say": "beat"})
+        deadline = time.monotonic() + 10
+        while "one" not in nodes.found:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert answer(nodes._token, "one")[0] == b""  # it is there already
+    finally:
+        nodes.close()
+    assert agent.recv(1) == b""
 
 
 def test_too_few_nodes_end_the_launch(tmp_path: Path) -> None:
