@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -149,13 +148,14 @@ def _named_hosts(given: argparse.Namespace) -> Mapping[str, int]:
     return {host: given.gpus_per_node or promised for host, promised in slots.items()}
 
 
-def _hosts_of_job(nodelist: str) -> list[str]:
+def _hosts_of_job(node_list: str) -> list[str]:
     """Return the host names of a Slurm job."""
-    command = ["scontrol", "show", "hostnames", nodelist]
+    from scripts.cluster.slurm_control import host_names
+
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"scontrol cannot name the machines of this job ({error}): name them with --hosts.") from None
+        return host_names(node_list)
+    except UserError as error:
+        raise UserError(f"{error} Name the machines with --hosts.") from None
 
 
 def _positive(text: str) -> int:

@@ -19,7 +19,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -30,6 +29,7 @@ from scripts.attempt import PASSED_ON, Attempt
 from scripts.launch_processes import MARK, Launch, remove_stale_build_locks
 from scripts.restarts import Restarts, Started, start_until_done
 from training.errors import USER_ERROR_EXIT_CODE
+from training.interface import free_port
 from training.launch_folder import FOLDER_VARIABLE, RESTARTS_VARIABLE, LaunchFolder
 
 MOST_DESCRIPTORS = 4096
@@ -95,9 +95,7 @@ def guard(launch: Launch, folder: Path, timeout_s: float) -> int:
 
 def with_free_port(command: list[str], chosen_port: str) -> list[str]:
     """Return the command with another master port: the old one may be busy for a while."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     flags = ["", *command[:-1]]
     pairs = zip(flags, command, strict=True)
     return [port if (flag, word) == ("--master_port", chosen_port) else word for flag, word in pairs]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from training.errors import AgreedError, UserError
-from training.interface import interface_towards
+from training.interface import free_port, interface_towards
 
 Result = TypeVar("Result")
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
@@ -88,7 +87,7 @@ def start_world(*, deterministic: bool = False) -> World:
     rank, local_rank, local_size, size = launched_world()
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-        os.environ["MASTER_PORT"] = str(_free_port())
+        os.environ["MASTER_PORT"] = str(free_port())
     # MKL's products may else differ in the last bit with where in memory a matrix happens to lie.
     os.environ.setdefault("MKL_CBWR", "AUTO")
     # The profiler's library tells each start, and as an error that it finds no GPU.
@@ -244,9 +243,3 @@ def _scatter_flat(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
         part = flat[offset : offset + tensor.numel()]
         tensor.copy_(part.view_as(tensor))
         offset += tensor.numel()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Which of a machine's addresses the others reach it by, and on which network interface it lies."""
+"""Which of a machine's addresses the others reach it by, on which network interface it lies, and its free ports."""
 
 from __future__ import annotations
 
@@ -70,3 +70,24 @@ def interface_towards(host: str) -> str:
     if is_loopback(address):
         address = address_towards([], addresses)
     return interface_of(address, addresses)
+
+
+def free_port(wanted: int = 0) -> int:
+    """Return the wanted port (0: any) if a process could listen there now, on all addresses as torch's store does.
+
+    Raises:
+        OSError: it is taken.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("", wanted))
+        probe.listen()
+        return probe.getsockname()[1]
+
+
+def port_if_free(wanted: int) -> int:
+    """Return the wanted port if a process could listen there now, else 0."""
+    try:
+        return free_port(wanted)
+    except OSError:
+        return 0

@@ -9,10 +9,8 @@ import platform
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,8 @@ import psutil
 from planning.doctor.nvidia import ask_nvidia_smi
 from scripts.launch_processes import unheld_build_locks
 from training.config import REPO_ROOT
-from training.interface import own_addresses
+from training.interface import free_port, own_addresses, port_if_free
+from training.versions import git, package_version
 
 PACKAGES = ("torch", "torchvision", "deepspeed", "timm")
 CODE = ("models", "training", "planning", "delivery", "scripts", "deepspeed_configs")
@@ -43,7 +42,7 @@ def collect_facts(log_dir: str, port: int, hosts: list[str], with_torch: bool) -
         "host": socket.gethostname(),
         "python": platform.python_version(),
         "packages": {name: package_version(name) for name in PACKAGES},
-        "commit": git_commit(),
+        "commit": git("rev-parse", "HEAD"),
         "code": code_fingerprint(REPO_ROOT),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": memory.total,
@@ -54,8 +53,8 @@ def collect_facts(log_dir: str, port: int, hosts: list[str], with_torch: bool) -
         "compilers": [name for name in ("c++", "g++", "cc", "ninja") if find_program(name)],
         "locks": sorted(map(str, unheld_build_locks(Path(sys.prefix) / "torch_extensions"))),
         "log_folder": log_folder_facts(Path(log_dir)),
-        "port": port if port and is_port_free(port) else 0,
-        "spare_port": spare_port(),
+        "port": port_if_free(port) if port else 0,
+        "spare_port": free_port(),
         "own_addresses": own_addresses(),
         "addresses": {host: address_of(host) for host in hosts},
         **ask_nvidia_smi(),
@@ -95,23 +94,6 @@ def find_program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
 
 
-def package_version(name: str) -> str | None:
-    """Return an installed package's version; None where it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def git_commit() -> str | None:
-    """Return the commit that the repository is at; None without git."""
-    command = ["git", "-c", "safe.directory=*", "-C", str(REPO_ROOT), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 def code_fingerprint(root: Path) -> str:
     """Return a sha256 over names and content of the code that a training runs, changed files included."""
     digest = hashlib.sha256()
@@ -133,25 +115,6 @@ def log_folder_facts(folder: Path) -> dict[str, Any]:
     except OSError as error:
         problem = error.strerror or str(error)
     return {"path": str(folder), "free_bytes": shutil.disk_usage(existing).free, "problem": problem}
-
-
-def is_port_free(port: int) -> bool:
-    """Return whether a process could listen there now, on all addresses as torch's store does."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen()
-        except OSError:
-            return False
-    return True
-
-
-def spare_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def address_of(host: str) -> str | None:

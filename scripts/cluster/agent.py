@@ -36,7 +36,7 @@ from scripts.attempt import PASSED_ON, Attempt
 from scripts.cluster.channel import Channel, Message
 from scripts.launch_processes import MARK, Launch, remove_stale_build_locks
 from scripts.supervise import RANK_VARIABLES, guard
-from training.interface import own_addresses
+from training.interface import free_port, own_addresses
 from training.launch_folder import FOLDER_VARIABLE, LaunchFolder
 
 TOKEN_VARIABLE = "ZEROVISION_TOKEN"
@@ -152,7 +152,7 @@ class Agent:
         remove_stale_build_locks(Path(order["locks"]))
         try:
             os.chdir(order["folder"])
-            port = _free_port(order["port"])
+            port = free_port(order["port"])
         except OSError as error:
             return {"error": f"{error.strerror}: {error.filename or 'port ' + str(order['port'])}"}
         return {
@@ -191,15 +191,6 @@ class Agent:
         # ninja lies there, with which DeepSpeed compiles its operators
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
         return environment | {MARK: self._launch.mark, FOLDER_VARIABLE: str(folder.path)}
-
-
-def _free_port(wanted: int) -> int:
-    """Return the wanted port (0: any) if nothing listens there; raise OSError otherwise."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("", wanted))
-        probe.listen()
-        return probe.getsockname()[1]
 
 
 def _count_gpus() -> int:

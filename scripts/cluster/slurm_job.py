@@ -10,10 +10,8 @@ limit, SIGTERM for scancel and preemption. It saves, and what follows is decided
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,15 +21,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.cluster.plan import LAUNCHERS
+from scripts.cluster.slurm_control import host_names, scontrol
 from scripts.cluster.slurm_requeue import Fate, Progress, what_follows
 from scripts.cluster.slurm_words import Job, run_folder, training_arguments
 from scripts.launch_processes import shell_exit_code
 from training.config import REPO_ROOT, TrainConfig
 from training.errors import USER_ERROR_EXIT_CODE, UserError
+from training.interface import port_if_free
 
 HEARD = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 POLL_SECONDS = 0.1
-SCONTROL_SECONDS = 60
 LAUNCH = REPO_ROOT / "scripts/cluster/launch.py"
 DOCTOR = REPO_ROOT / "scripts/doctor.py"
 
@@ -48,7 +47,7 @@ def main() -> int:
         if job is None:
             raise UserError("not in a Slurm job: submit scripts/slurm_distributed.sh with sbatch.")
         job.check_gpus(given.ranks_per_node)
-        hosts = _host_names(job.node_list)
+        hosts = host_names(job.node_list)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE
@@ -60,7 +59,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder) / "outcome.json"
         words = ["--remote-shell=srun", f"--hosts={','.join(hosts)}", f"--ranks-per-node={given.ranks_per_node}"]
-        words += [f"--port={given.port or _free_port(job.preferred_port)}", f"--launcher={given.launcher}"]
+        words += [f"--port={given.port or port_if_free(job.preferred_port)}", f"--launcher={given.launcher}"]
         words += [f"--max-restarts={given.max_restarts}", f"--stop-timeout={given.stop_timeout}"]
         command = [sys.executable, str(LAUNCH), *words, f"--outcome={outcome}", "--", *arguments]
         code, heard = _run(command, received)
@@ -80,37 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _scontrol(*words: str) -> str | None:
-    """Run Slurm's scontrol; return what it prints, None where it fails."""
-    command = ["scontrol", *words]
-    try:
-        return subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=SCONTROL_SECONDS, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 def _preflight(ranks_per_node: int, arguments: list[str]) -> int:
     """Let the doctor examine the job's machines; return its exit code."""
     command = [sys.executable, str(DOCTOR), f"--gpus-per-node={ranks_per_node}", "--", *arguments]
     return subprocess.run(command).returncode
-
-
-def _host_names(node_list: str) -> list[str]:
-    """Return the hosts of a job, as `scontrol` reads 'node[01-04]'."""
-    names = _scontrol("show", "hostnames", node_list)
-    if not names:
-        raise UserError(f"SLURM_JOB_NODELIST {node_list!r}: scontrol cannot read it.")
-    return names.split()
-
-
-def _free_port(preferred: int) -> int:
-    """Return the preferred port if nothing listens there, else 0: this process runs on the node of rank 0."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):
-            probe.bind(("", preferred))
-            return preferred
-    return 0
 
 
 def _run(command: list[str], received: list[int]) -> tuple[int, set[int]]:
@@ -131,7 +103,7 @@ def _finish(job: Job, config: TrainConfig, progress: Progress, *, was_told: bool
     """Requeue the job where that may help; return its exit code."""
     record = run_folder(config).log_dir / "slurm" / f"{job.name}.json"
     earlier = Progress.read(record) if job.restarts else Progress()
-    shown = _scontrol("show", "job", "-o", job.slurm_id)
+    shown = scontrol("show", "job", "-o", job.slurm_id)
     if shown is None:
         _say(job, "scontrol show job has failed: not requeued")
     decision = what_follows(progress, earlier, Fate.of(shown or "", was_told=was_told))
@@ -142,7 +114,7 @@ def _finish(job: Job, config: TrainConfig, progress: Progress, *, was_told: bool
         except OSError as error:  # without the record it could be requeued for ever
             _say(job, f"{record}: {error.strerror}: not requeued")
             return progress.code
-        if _scontrol("requeue", job.slurm_id) is None:
+        if scontrol("requeue", job.slurm_id) is None:
             _say(job, "scontrol requeue has failed: submit it again")
     return progress.code
 

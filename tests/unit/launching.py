@@ -148,7 +148,7 @@ def stub_repo(folder: Path) -> Path:
     root = folder / "repo"
     shutil.copytree(SCRIPTS, root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     (root / "training").mkdir()
-    for name in ("__init__.py", "errors.py", "launch_folder.py"):  # all that scripts/supervise.py needs
+    for name in ("__init__.py", "errors.py", "interface.py", "launch_folder.py"):  # all that scripts/supervise.py needs
         shutil.copy(REPO_ROOT / "training" / name, root / "training")
     (root / "scripts" / "train_distributed.py").write_text(STUB_ENTRY)
     (root / ".venv").symlink_to(sys.prefix)

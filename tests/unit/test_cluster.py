@@ -235,8 +235,7 @@ class StubLaunch:
         self.folder = folder / "stub"
         self.folder.mkdir()
         root = stub_repo(folder)
-        for name in ("hostfile.py", "interface.py"):
-            shutil.copy(REPO_ROOT / "training" / name, root / "training")
+        shutil.copy(REPO_ROOT / "training/hostfile.py", root / "training")
         (root / "training/config.py").write_text(
             "from pathlib import Path\nREPO_ROOT = Path(__file__).resolve().parents[1]\n"
         )
