@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -167,3 +168,16 @@ def test_a_python_without_the_packages_is_told_so_in_one_line() -> None:
     (line,) = result.stderr.splitlines()
     assert "has no module" in line
     assert "make setup" in line
+
+
+def test_a_list_of_nodes_that_scontrol_cannot_read_gets_one_line(tmp_path: Path) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho scontrol: fatal >&2\necho and more >&2\nexit 1\n")
+    scontrol.chmod(0o755)
+    environment = dict(os.environ, PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_NODELIST="n[1")
+    command = [sys.executable, str(ROOT / "scripts/doctor.py")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "'n[1'" in line
+    assert "--hosts" in line
