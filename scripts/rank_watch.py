@@ -18,6 +18,7 @@ from training.launch_folder import ENDED, Beat, LaunchFolder
 
 SEARCH_SECONDS = 0.5  # between two looks at all processes of the machine, until every rank has been found
 NO_BEAT = "start"  # the phase of a rank that has not reported yet
+SUSPECT_SHARE = 0.5  # of the time allowed: one that was silent for so long when another is overdue hangs with it
 STACK_SECONDS = 2.0
 STACK_LINES = 15
 INNERMOST_LINES = 7
@@ -113,18 +114,19 @@ class RankWatch:
         return 0 < self._launch.local_size == len(ended)
 
     def hung(self) -> list[Beat]:
-        """Return the last beats of the live ranks whose next one is overdue, with the stopped and silent ones.
+        """Return the last beats of the live ranks that are silent or stopped, once the next one of any is overdue.
 
         Empty as long as none is overdue. The most suspicious comes first: a stopped process, then the lowest step,
         then the oldest beat.
         """
         now = time.monotonic()
         beats = [self._beat_or_start(rank) for rank, one in self._launch.known.items() if is_alive(one)]
-        late = {one.rank for one in beats if now - max(one.monotonic, self._awake_since) > one.allowed_s}
-        if not late:
+        spent = {one.rank: (now - max(one.monotonic, self._awake_since)) / one.allowed_s for one in beats}
+        if max(spent.values(), default=0.0) <= 1.0:
             return []
+        silent = {rank for rank, share in spent.items() if share > SUSPECT_SHARE}
         stopped = {one.rank for one in beats if self.is_stopped(one.rank)}
-        suspects = [one for one in beats if one.rank in late | stopped or one.phase == NO_BEAT]
+        suspects = [one for one in beats if one.rank in silent | stopped or one.phase == NO_BEAT]
         return sorted(suspects, key=lambda one: (one.rank not in stopped, one.step, one.monotonic))
 
     def report_hang(self, hung: list[Beat]) -> None:
