@@ -21,7 +21,7 @@ from training.errors import AgreedError, UserError
 from training.launch_folder import RankReport
 from training.loggers import Loggers
 from training.meter import Meter, Timing
-from training.metrics import Scores, ScoreSums, sample_losses
+from training.metrics import SampleRecorder, Scores, ScoreSums, sample_losses
 from training.optim import Schedule
 from training.signals import StopRequest
 
@@ -170,7 +170,7 @@ def _with_counts(progress: Progress, guard: StepGuard) -> Progress:
 def evaluate(
     engine: Engine, batches: EvaluationLoader, settings: LoopSettings, world: World, tools: LoopTools | None = None
 ) -> Scores | int:
-    """Return exact averages over every validation sample, each counted once; a collective.
+    """Return exact scores of every validation sample, each counted once; a collective.
 
     Every rank holds the same number of batches, filled up with samples of weight 0.
 
@@ -181,12 +181,13 @@ def evaluate(
         UserError: on all ranks, where an image on any rank cannot be read.
     """
     engine.train(False)
-    sums = ScoreSums(settings.num_classes, world.device, with_confusion=True)
+    recorder = SampleRecorder(settings.num_classes)
     waiting = _TimedBatches(batches, len(batches), settings, world)
     stop_signal = 0
     for batch in waiting:
         logits = engine.forward(batch.images)
-        sums.add(sample_losses(logits, batch.labels), logits, batch.labels, batch.weights)
+        losses = sample_losses(logits, batch.labels)
+        recorder.add(losses, logits, batch.labels, batch.weights, batch.indices)
         if tools is not None:
             tools.report.beat("evaluate")
             stop_signal = tools.stop.poll(world, failed=waiting.error is not None).stop_signal
@@ -194,7 +195,7 @@ def evaluate(
                 break
     waiting.raise_error_of_any_rank(world)
     engine.train(True)
-    return stop_signal or sums.reduce(world)
+    return stop_signal or recorder.gather(world)
 
 
 def _seed_dropout(seed: int, position: int, micro_batch: int, device: torch.device) -> None:

@@ -151,7 +151,13 @@ def run_point(step: int, images: int, timing: Timing, world: World) -> RunPoint:
         time_shares=time_shares,
         memory=memory_use(world.device),
         load=device_load(images_per_second, time_shares, timing.flops, world),
+        memory_bytes_per_rank=peak_memory_per_rank(world),
     )
+
+
+def peak_memory_per_rank(world: World) -> list[int]:
+    """Return the peak memory of every rank, see `MemoryUse`, in bytes; a collective."""
+    return gather_objects(memory_use(world.device).memory_bytes, world)
 
 
 def name_hosts(world: World) -> tuple[str, ...]:

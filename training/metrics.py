@@ -1,4 +1,4 @@
-"""Exact sums, divided once: loss, top-1, top-5 and the confusion matrix over all ranks, padding without weight."""
+"""Exact scores: of training as sums over all ranks, of evaluation sample by sample; padding has no weight."""
 
 from __future__ import annotations
 
@@ -7,9 +7,43 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from training.distributed import World, sum_over_ranks
+from training.distributed import World, gather_rows, sum_over_ranks
 
-LARGEST_CONFUSION_MATRIX = 1000  # classes; 8 MB of int64
+TOP_K = 5
+
+
+@dataclass(frozen=True)
+class SampleScores:
+    """What became of each sample of an evaluation: on the CPU, in the order of their indices.
+
+    Attributes:
+        indices: int64 [N], positions in the data set.
+        labels: int64 [N], the true classes.
+        predictions: int64 [N], the classes with the highest logit.
+        in_top5: bool [N], whether the true class is among the five highest.
+        losses: float64 [N], cross entropies in nats.
+        confidences: float64 [N], the probabilities of the predicted classes.
+    """
+
+    indices: torch.Tensor
+    labels: torch.Tensor
+    predictions: torch.Tensor
+    in_top5: torch.Tensor
+    losses: torch.Tensor
+    confidences: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def is_right(self) -> torch.Tensor:
+        """Whether the predicted class is the true one: bool [N]."""
+        return self.predictions == self.labels
+
+    def confusion(self, num_classes: int) -> torch.Tensor:
+        """Count the samples of each true class (row) by predicted class (column): int64 [classes, classes]."""
+        cells = self.labels * num_classes + self.predictions
+        return torch.bincount(cells, minlength=num_classes**2).view(num_classes, num_classes)
 
 
 @dataclass(frozen=True)
@@ -20,18 +54,15 @@ class Scores:
     top1: float
     top5: float
     samples: int
-    confusion: torch.Tensor | None = None
+    details: SampleScores | None = None
 
 
 class ScoreSums:
     """Sums over batches, kept on the device; nothing is read back before `reduce`."""
 
-    def __init__(self, num_classes: int, device: torch.device, *, with_confusion: bool = False) -> None:
+    def __init__(self, num_classes: int, device: torch.device) -> None:
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
-        self._num_classes = num_classes
-        self._confusion = None
-        if with_confusion and num_classes <= LARGEST_CONFUSION_MATRIX:
-            self._confusion = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=device)
+        self._top_k = min(TOP_K, num_classes)
 
     def add(self, losses: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> None:
         """Add one batch.
@@ -44,17 +75,14 @@ class ScoreSums:
         """
         with torch.no_grad():
             counted = weights > 0
-            best = logits.topk(min(5, self._num_classes), dim=1).indices
+            best = logits.topk(self._top_k, dim=1).indices
             hits = (best == labels[:, None]) & counted[:, None]
             # A padded sample may have an infinite loss: it is selected away, since 0 * inf is nan.
             kept = torch.where(counted, losses.detach().double(), 0.0)
             self._sums += torch.stack([kept.sum(), hits[:, 0].sum(), hits.sum(), counted.sum()])
-            if self._confusion is not None:
-                cells = labels * self._num_classes + best[:, 0]
-                self._confusion.scatter_add_(0, cells, counted.long())
 
     def state(self) -> torch.Tensor:
-        """Return a copy of the sums without the confusion matrix: loss, top-1, top-5, samples; float64 [4]."""
+        """Return a copy of the sums: loss, top-1, top-5, samples; float64 [4]."""
         return self._sums.clone()
 
     def reset(self) -> None:
@@ -74,12 +102,48 @@ class ScoreSums:
     def reduce(self, world: World) -> Scores:
         """Return the averages over all ranks' samples; a collective, and a sync with the device."""
         loss, top1, top5, count = sum_over_ranks(self._sums, world).tolist()
-        confusion = None
-        if self._confusion is not None:
-            size = self._num_classes
-            confusion = sum_over_ranks(self._confusion, world).view(size, size).cpu()
         divisor = max(count, 1.0)
-        return Scores(loss / divisor, top1 / divisor, top5 / divisor, int(count), confusion)
+        return Scores(loss / divisor, top1 / divisor, top5 / divisor, int(count))
+
+
+class SampleRecorder:
+    """Keeps what an evaluation finds, sample by sample, on the device; nothing is read back before `gather`."""
+
+    def __init__(self, num_classes: int) -> None:
+        self._batches: list[torch.Tensor] = []
+        self._top_k = min(TOP_K, num_classes)
+
+    def add(
+        self,
+        losses: torch.Tensor,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+        indices: torch.Tensor,
+    ) -> None:
+        """Add one batch: as `ScoreSums.add`, with the positions of the samples in the data set, int64 [B]."""
+        best = logits.topk(self._top_k, dim=1).indices
+        confidences = logits.float().softmax(dim=1).gather(1, best[:, :1])[:, 0]
+        in_top5 = (best == labels[:, None]).any(dim=1)
+        indices = indices.to(logits.device, non_blocking=True)
+        columns = (weights, indices, labels, best[:, 0], in_top5, losses, confidences)
+        # float64 holds every position below 2**53 exactly.
+        self._batches.append(torch.stack([column.double() for column in columns], dim=1))
+
+    def gather(self, world: World) -> Scores:
+        """Return the averages and every sample's scores, the same on every rank; a collective, and a sync.
+
+        The samples are summed in the order of their indices, so that the number of ranks changes no digit.
+        """
+        own = torch.cat(self._batches)
+        rows = gather_rows(own.reshape(-1), world).view(-1, own.shape[1]).cpu()
+        rows = rows[rows[:, 0] > 0]
+        rows = rows[rows[:, 1].argsort()]
+        _, indices, labels, predictions, in_top5, losses, confidences = (column.contiguous() for column in rows.T)
+        details = SampleScores(indices.long(), labels.long(), predictions.long(), in_top5.bool(), losses, confidences)
+        divisor = max(len(details), 1)
+        top1, top5 = (int(hits.sum()) / divisor for hits in (details.is_right, details.in_top5))
+        return Scores(float(losses.sum()) / divisor, top1, top5, len(details), details)
 
 
 def sample_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:

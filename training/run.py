@@ -10,6 +10,9 @@ from collections.abc import Callable
 
 import torch
 
+from delivery.evaluation import describe_scores
+from delivery.evaluation_files import write_scores
+from delivery.finish import finish_run
 from delivery.weights import save_weights
 from training.announce import announce_end, announce_start
 from training.bad_steps import StepGuard
@@ -30,7 +33,7 @@ from training.errors import (
 )
 from training.loggers import EpochPoint
 from training.loop import EpochResult, LoopTools, evaluate, train_one_epoch
-from training.meter import Timing, name_hosts, run_point
+from training.meter import Timing, name_hosts, peak_memory_per_rank, run_point
 from training.metrics import Scores, ScoreSums
 from training.parts import Parts, build_parts
 from training.run_start import FIRST_START, RunStart
@@ -107,6 +110,9 @@ def train(parts: Parts, stop: StopRequest, start: RunStart = FIRST_START) -> int
     position = parts.position(progress)
     images = (position - first_position) * parts.settings.plan.global_batch
     announce_end(parts, progress, stop_signal, run_point(position, images, timing, parts.world))
+    if parts.world.is_main and not stop_signal:
+        for line in finish_run(parts.folder, parts.data.val.source.read):
+            parts.loggers.message(f"note: {line}")
     return exit_code_of(stop_signal) if stop_signal else 0
 
 
@@ -130,10 +136,12 @@ def _train_and_evaluate(
         if not only_evaluation_is_left:
             average_buffers(parts.engine.module, parts.world)
         if not stop_signal:
+            start = time.perf_counter()
             with clock.evaluation:
                 scores = evaluate(parts.engine, parts.val_loader, parts.settings, parts.world, tools)
             if isinstance(scores, Scores):
-                return _after_evaluation(parts, result, scores, sums, saver, clock), 0
+                evaluation_seconds = time.perf_counter() - start
+                return _after_evaluation(parts, result, scores, evaluation_seconds, sums, saver, clock), 0
             stop_signal = scores
     with clock.saving:
         saver.save(progress, sums.state())
@@ -141,7 +149,13 @@ def _train_and_evaluate(
 
 
 def _after_evaluation(
-    parts: Parts, result: EpochResult, scores: Scores, sums: ScoreSums, saver: Saver, clock: SpanClock
+    parts: Parts,
+    result: EpochResult,
+    scores: Scores,
+    evaluation_seconds: float,
+    sums: ScoreSums,
+    saver: Saver,
+    clock: SpanClock,
 ) -> Progress:
     """Log an epoch, save its checkpoint and, where it is the best so far, its weights; a collective."""
     before = result.progress
@@ -167,6 +181,8 @@ def _after_evaluation(
         images_per_second=result.images_per_second,
         data_wait_share=result.data_wait_share,
         seconds=result.seconds,
+        evaluation_seconds=evaluation_seconds,
+        memory_bytes_per_rank=peak_memory_per_rank(parts.world),
         is_best=is_best,
         class_names=parts.data.class_names,
     )
@@ -190,7 +206,7 @@ def _start_timing(parts: Parts) -> Timing:
 
 
 def _best_weights(parts: Parts, epoch: int, scores: Scores) -> Callable[[], None]:
-    """Copy the weights of now to rank 0, and return what writes them; a collective."""
+    """Copy the weights of now to rank 0, and return what writes them and their scores; a collective."""
     weights: dict[str, torch.Tensor] = gather_weights(parts.engine, parts.world)
     extra = {"epoch": epoch, "top1": scores.top1, "top5": scores.top5, "loss": scores.loss}
 
@@ -203,6 +219,8 @@ def _best_weights(parts: Parts, epoch: int, scores: Scores) -> Callable[[], None
             preprocessing=parts.data.preprocessing,
             extra=extra,
         )
+        facts = describe_scores(scores, parts.data.class_names, parts.data.val.source.name)
+        write_scores(parts.folder.evaluation, {"epoch": epoch, "data": parts.config.data, "split": "val"} | facts)
 
     return write
 

@@ -43,6 +43,11 @@ class RunFolder:
         return self.path / "model.safetensors"
 
     @property
+    def evaluation(self) -> Path:
+        """The scores of these weights, sample by sample where they are worst."""
+        return self.path / "evaluation"
+
+    @property
     def checkpoints(self) -> Path:
         """What resume reads."""
         return self.path / "checkpoints"

@@ -270,7 +270,7 @@ def evaluation_report(world: World):
     engine.close()
     return {
         "scores": [scores.loss, scores.top1, scores.top5, scores.samples],
-        "confusion": scores.confusion.tolist(),
+        "confusion": scores.details.confusion(CLASSES).tolist(),
         "labels": data.val.source.labels.tolist(),
         "logits": logits.tolist(),
     }

@@ -24,6 +24,8 @@ from training.checkpoint.manifest import read_manifest
 from training.checkpoint.shards import CheckpointReader
 from training.command_line import parse_args
 from training.data import DataOptions, load_data
+from training.distributed import World
+from training.metrics import SampleRecorder, sample_losses
 from training.strategies import read_strategy_json
 
 EPOCHS = 4
@@ -267,22 +269,24 @@ def test_early_stopping_waits_for_its_patience_and_deepspeed_counts_operations(t
     assert "fwd+bwd FLOPS per GPU" in result.stdout, "the key flops_profiler works"
 
 
-def test_confusion_matrix_is_scikit_learns(predictions):
-    from training.distributed import World
-    from training.metrics import ScoreSums, sample_losses
-
+def test_scores_of_samples_are_scikit_learns_in_any_order_and_padded(predictions):
     labels, probabilities = predictions
-    world = World(0, 0, 1, 1, torch.device("cpu"))
-    sums = ScoreSums(10, world.device, with_confusion=True)
+    recorder = SampleRecorder(10)
     logits, targets = torch.from_numpy(probabilities).log(), torch.from_numpy(labels)
-    # In uneven pieces, each with padding that must not count.
-    for piece in torch.arange(360).split(77):
+    # In uneven pieces of a random order, each with padding that must not count.
+    for piece in torch.randperm(360, generator=torch.Generator().manual_seed(0)).split(77):
         padded = torch.cat([piece, piece[:5]])
         weights = torch.cat([torch.ones(len(piece)), torch.zeros(5)])
         losses = sample_losses(logits[padded], targets[padded])
         losses[-5:] = float("inf")
-        sums.add(losses, logits[padded], targets[padded], weights)
-    scores = sums.reduce(world)
-    np.testing.assert_array_equal(scores.confusion, confusion_matrix(labels, probabilities.argmax(1)))
-    assert scores.top1 == pytest.approx(accuracy_score(labels, probabilities.argmax(1)), abs=1e-12)
-    assert scores.samples == 360
+        recorder.add(losses, logits[padded], targets[padded], weights, padded)
+    scores = recorder.gather(World(0, 0, 1, 1, torch.device("cpu")))
+    details = scores.details
+    np.testing.assert_array_equal(details.confusion(10), confusion_matrix(labels, probabilities.argmax(1)))
+    assert scores.top1 == accuracy_score(labels, probabilities.argmax(1))
+    assert scores.top5 == top_k_accuracy_score(labels, probabilities, k=5)
+    assert scores.loss == pytest.approx(log_loss(labels, probabilities), abs=1e-7)
+    assert scores.samples == len(details) == 360
+    assert torch.equal(details.indices, torch.arange(360))
+    assert torch.equal(details.labels, targets)
+    np.testing.assert_allclose(details.confidences, probabilities.max(1), atol=1e-6)

@@ -56,6 +56,7 @@ def test_the_environment_is_read_where_it_belongs():
     allowed = {
         *("training/distributed.py", "training/deepspeed_engine.py", "scripts/train_distributed.py"),
         *("scripts/supervise.py", "scripts/local_ranks.py"),  # which hand it on
+        "delivery/command_line.py",  # rank 0 speaks for all
         *(f"scripts/cluster/{name}.py" for name in ("agent", "plan", "remote_shell")),  # the same
         *("scripts/cluster/slurm_job.py", "scripts/doctor.py", "planning/doctor/network.py"),  # Slurm's and ssh's
     }

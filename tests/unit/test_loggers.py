@@ -19,7 +19,7 @@ from training.loggers.confusion import confusion_picture
 from training.loggers.console import ConsoleLogger
 from training.loggers.files import JsonLinesLogger, TextLogger
 from training.loggers.tensorboard import TensorBoardLogger
-from training.metrics import Scores
+from training.metrics import SampleScores, Scores
 from training.run_folder import RunFolder
 
 SHARES = {"data": 0.01, "forward": 0.35, "backward": 0.48, "communication": 0.09, "optimizer": 0.04, "other": 0.03}
@@ -47,6 +47,11 @@ RUN = RunPoint(
     time_shares=SHARES,
     memory=MemoryUse(3_000_000_000, 2_000_000_000, 2_500_000_000),
     load=DeviceLoad(123.4, 0.1247, 0.97),
+    memory_bytes_per_rank=[3_000_000_000, 2_900_000_000],
+)
+INDICES = torch.arange(2)
+DETAILS = SampleScores(
+    INDICES, INDICES, INDICES, torch.ones(2, dtype=torch.bool), torch.tensor([0.2, 0.4]), torch.tensor([0.8, 0.7])
 )
 EPOCH = EpochPoint(
     epoch=2,
@@ -54,10 +59,12 @@ EPOCH = EpochPoint(
     epochs=5,
     train_loss=0.4,
     train_top1=0.8,
-    validation=Scores(0.3, 0.9, 0.99, 360, torch.eye(2, dtype=torch.int64)),
+    validation=Scores(0.3, 0.9, 0.99, 360, DETAILS),
     images_per_second=300.0,
     data_wait_share=0.1,
     seconds=5.0,
+    evaluation_seconds=1.5,
+    memory_bytes_per_rank=[3_000_000_000, 2_900_000_000],
     is_best=True,
     class_names=["cat", "dog"],
 )
@@ -110,6 +117,7 @@ def test_files_hold_the_numbers(tmp_path):
     assert (step["kind"], step["loss"], step["gradient_norm"]) == ("step", 0.5, 1.5)
     assert (step["memory_bytes"], step["tflops_per_second"], step["mfu"]) == (3_000_000_000, 0.05, None)
     assert (epoch["kind"], epoch["val_top1"], epoch["val_samples"]) == ("epoch", 0.9, 360)
+    assert (epoch["evaluation_seconds"], epoch["memory_bytes_per_rank"]) == (1.5, [3_000_000_000, 2_900_000_000])
     assert (end["kind"], end["time_shares"], end["mfu"]) == ("end", SHARES, 0.1247)
 
 

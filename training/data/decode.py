@@ -209,4 +209,4 @@ def _read_bytes(path: str) -> bytes:
         with open(path, "rb") as file:
             return file.read()
     except OSError as error:
-        raise ImageError(path, str(error)) from None
+        raise ImageError(path, error.strerror or str(error)) from None

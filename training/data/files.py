@@ -46,6 +46,12 @@ def file_sources(
     return train_source, val_source, [note] if note else []
 
 
+def file_source(root: Path, files: Sequence[ImageFile], options: DataOptions) -> FileSource:
+    """Make the source of files that are read once, without a cache."""
+    decoder = _DECODERS[options.decode](options.image_size or PHOTOGRAPHS.image_size)
+    return FileSource(root, files, decoder, decodes_later=options.decode in DECODES_LATER)
+
+
 def _cache_key(root: Path, files: Sequence[ImageFile], image_size: int) -> str:
     """Return a name that changes with everything that decides the pixels of shrunk images, and their order."""
     digest = hashlib.sha256(f"{CACHE_FORMAT}\0{image_size}\0{os.fspath(root)}\0".encode("utf-8", "surrogateescape"))

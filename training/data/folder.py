@@ -10,11 +10,12 @@ from pathlib import Path
 
 from training.data import DATASETS, DataOptions
 from training.data.bundle import PHOTOGRAPHS, DataBundle, make_bundle
-from training.data.files import file_sources
+from training.data.files import file_source, file_sources
 from training.data.images import IMAGE_EXTENSIONS
 from training.data.sources import ImageFile, fingerprint_files
 from training.errors import UserError, nearest
 
+PARTS = ("train", "val")
 NAMES_IN_MESSAGE = 5
 
 FoundFile = tuple[str, int, int]  # path relative to the root, with "/", size in bytes, time of the last change in ns
@@ -30,8 +31,8 @@ def load(options: DataOptions) -> DataBundle:
     """
     root = _resolve_root(options.data)
     ignored: Counter[str] = Counter()
-    parts = [root / name for name in ("train", "val")]
-    if any(part.is_dir() for part in parts):
+    parts = [root / name for name in PARTS]
+    if has_parts(options.data):
         for part in parts:
             _require_part(part, root)
         train, val = (_scan_classes(part, root, ignored) for part in parts)
@@ -52,6 +53,30 @@ def load(options: DataOptions) -> DataBundle:
         fingerprint_files(class_names, train_files, val_files),
         [*_notes(val, ignored), *cache_notes],
     )
+
+
+def load_whole(options: DataOptions) -> DataBundle:
+    """Load one folder of classes without splitting it: for judging a model on images that it was not trained on.
+
+    Both sets of the bundle are the whole folder.
+
+    Raises:
+        UserError: as `load`.
+    """
+    root = _resolve_root(options.data)
+    ignored: Counter[str] = Counter()
+    classes = _scan_classes(root, root, ignored)
+    class_names = sorted(classes)
+    files = _with_labels(classes, class_names)
+    source = file_source(root, files, options)
+    fingerprint = fingerprint_files(class_names, files)
+    return make_bundle(source, source, class_names, PHOTOGRAPHS, options, fingerprint, _notes(classes, ignored))
+
+
+def has_parts(data: str) -> bool:
+    """Whether a folder is divided into train/ and val/ already."""
+    root = Path(data).expanduser()
+    return any((root / name).is_dir() for name in PARTS)
 
 
 def split_classes(classes: Classes, val_fraction: float) -> tuple[Classes, Classes]:

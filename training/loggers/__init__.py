@@ -81,13 +81,20 @@ class EpochPoint:
     images_per_second: float
     data_wait_share: float
     seconds: float
+    evaluation_seconds: float
+    memory_bytes_per_rank: Sequence[int]
     is_best: bool
     class_names: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)
 class RunPoint:
-    """What is known at the end of a run, over all its steps since this process was started."""
+    """What is known at the end of a run, over all its steps since this process was started.
+
+    Attributes:
+        memory: of rank 0.
+        memory_bytes_per_rank: the peak of every rank, as `MemoryUse.memory_bytes`.
+    """
 
     step: int
     seconds: float
@@ -96,6 +103,7 @@ class RunPoint:
     time_shares: Mapping[str, float]
     memory: MemoryUse
     load: DeviceLoad
+    memory_bytes_per_rank: Sequence[int]
 
 
 class RunLogger(Protocol):

@@ -64,11 +64,11 @@ class TensorBoardLogger:
             "epoch/val_top5": point.validation.top5,
         }
         self._write_scalars(scalars, point.epoch)
-        confusion = point.validation.confusion
+        details, classes = point.validation.details, len(point.class_names)
         is_due = point.epoch == point.epochs or time.monotonic() >= self._next_picture
-        if is_due and confusion is not None and len(confusion) <= LARGEST_PICTURE:
+        if is_due and details is not None and classes <= LARGEST_PICTURE:
             self._next_picture = time.monotonic() + SECONDS_BETWEEN_PICTURES
-            picture = confusion_picture(confusion, point.class_names)
+            picture = confusion_picture(details.confusion(classes), point.class_names)
             self._writer.add_image("confusion matrix", picture, point.epoch, dataformats="HWC")
 
     def on_end(self, point: RunPoint) -> None:

@@ -1,0 +1,148 @@
+"""The images that a finished model is judged on, prepared as the model was trained, with labels that are its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training.config import TrainConfig
+from training.data import DATASETS, DataOptions, find_dataset, load_data
+from training.data.bundle import DataBundle, ImageDataset
+from training.data.folder import has_parts, load_whole
+from training.data.transforms import STEPS
+from training.errors import UserError
+
+SPLITS = ("auto", "val", "train", "all")
+NAMES_IN_MESSAGE = 5
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """What a model is judged on.
+
+    Attributes:
+        bundle: the images are its `val`.
+        data: what was asked for, such as "digits" or a folder.
+        split: "val", "train" or "all".
+        label_map: int64 [classes of the data], the model's number of each class.
+    """
+
+    bundle: DataBundle
+    data: str
+    split: str
+    label_map: torch.Tensor
+
+
+@dataclass(frozen=True)
+class EvaluationChoice:
+    """What the user asks to be judged on; empty values mean what the run was trained with.
+
+    Attributes:
+        data: a name of `DATASETS` or a folder.
+        split: one of `SPLITS`.
+        data_root: as `DataOptions.data_root`.
+        bad_images: as `DataOptions.bad_images`.
+        allow_missing_classes: whether the data may lack classes that the model knows.
+    """
+
+    data: str = ""
+    split: str = "auto"
+    data_root: str = ""
+    bad_images: str = ""
+    allow_missing_classes: bool = False
+
+
+def load_evaluation_data(
+    metadata: dict[str, Any], config: TrainConfig | None, choice: EvaluationChoice
+) -> EvaluationData:
+    """Load the images that the user, or else the run, names.
+
+    Args:
+        metadata: what `delivery.weights.load_model` returned.
+        config: the run's configuration, None where it is not known.
+        choice: what the user asks for.
+
+    Raises:
+        UserError: where there is no such data, or its classes are not the model's.
+    """
+    if not choice.data and config is None:
+        raise UserError("these weights lie outside a run, so their data is not known: give --data.")
+    trained_on = config.data if config else ""
+    data = choice.data or trained_on
+    split = _resolve_split(choice.split, data, trained_on)
+    options = _data_options(metadata["preprocessing"], config, choice, data)
+    bundle = load_whole(options) if split == "all" else load_data(options)
+    source = bundle.train.source if split == "train" else bundle.val.source
+    seen_as = ImageDataset(source, metadata["preprocessing"], STEPS["none"], options.seed)
+    label_map = _label_map(bundle.class_names, metadata["class_names"], choice.allow_missing_classes)
+    return EvaluationData(dataclasses.replace(bundle, val=seen_as), data, split, label_map)
+
+
+def _resolve_split(split: str, data: str, trained_on: str) -> str:
+    """Return what "auto" means: all images of a folder that was not trained on and has no val/, else what was held out.
+
+    Raises:
+        UserError: where the data has no such part.
+    """
+    is_folder = find_dataset(data) is DATASETS["folder"]
+    is_undivided = is_folder and not has_parts(data)
+    if split == "all" and not is_undivided:
+        raise UserError(f"--split all is for one folder of classes; '{data}' has parts: give val or train.")
+    if split != "auto":
+        return split
+    is_known = bool(trained_on) and (data == trained_on or (is_folder and _same_folder(data, trained_on)))
+    return "all" if is_undivided and not is_known else "val"
+
+
+def _same_folder(first: str, second: str) -> bool:
+    return Path(first).expanduser().resolve() == Path(second).expanduser().resolve()
+
+
+def _data_options(
+    preprocessing: dict[str, Any], config: TrainConfig | None, choice: EvaluationChoice, data: str
+) -> DataOptions:
+    config = config or TrainConfig()
+    return DataOptions(
+        data=data,
+        val_fraction=config.val_fraction,
+        image_size=preprocessing["image_size"],
+        augmentation="none",
+        bad_images=choice.bad_images or config.bad_images,
+        seed=config.seed,
+        interpolation=preprocessing["interpolation"],
+        data_root=choice.data_root or config.data_root,
+        mean=tuple(preprocessing["mean"]),
+        std=tuple(preprocessing["std"]),
+        decode="cpu" if config.decode == "gpu" and not torch.cuda.is_available() else config.decode,
+    )
+
+
+def _label_map(data_classes: list[str], model_classes: list[str], allow_missing: bool) -> torch.Tensor:
+    """Return the model's number of each class of the data.
+
+    Raises:
+        UserError: where the data has a class that the model does not know, or lacks one (unless allowed).
+    """
+    unknown = [name for name in data_classes if name not in set(model_classes)]
+    missing = [name for name in model_classes if name not in set(data_classes)]
+    if unknown:
+        raise UserError(
+            f"the data has {len(unknown)} class(es) that the model does not know: {_shown(unknown)}. "
+            f"The model knows {len(model_classes)}: {_shown(model_classes)}."
+        )
+    if missing and not allow_missing:
+        raise UserError(
+            f"the data lacks {len(missing)} of the model's {len(model_classes)} classes: {_shown(missing)}. "
+            "Add them, or give --allow-missing-classes."
+        )
+    number_of = {name: number for number, name in enumerate(model_classes)}
+    return torch.tensor([number_of[name] for name in data_classes])
+
+
+def _shown(names: list[str]) -> str:
+    more = ", ..." if len(names) > NAMES_IN_MESSAGE else ""
+    return ", ".join(repr(name) for name in names[:NAMES_IN_MESSAGE]) + more

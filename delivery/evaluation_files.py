@@ -1,0 +1,157 @@
+"""The files of an evaluation: scores.json, tables, the confusion matrix, and the samples that were told worst."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+from delivery.evaluation import dense_confusion
+from training.errors import UserError
+from training.loggers.confusion import confusion_picture
+
+SCORES = "scores.json"
+WORST = "worst"  # folder of the samples, one picture each
+LARGEST_MATRIX = 1000  # classes; more have neither picture nor table of all pairs
+THUMBNAIL_PIXELS = 128
+COLUMNS, TILE_GAP, LINE_PIXELS, FONT_PIXELS = 6, 8, 16, 12
+LONGEST_NAME = 18
+BLACK, WRONG = "black", "#b00020"
+
+
+def read_scores(folder: Path) -> dict[str, Any] | None:
+    """Return what `write_scores` wrote into a folder, None where there is nothing."""
+    path = folder / SCORES
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def write_scores(folder: Path, facts: dict[str, Any]) -> None:
+    """Write scores.json alone, in place of all that an earlier evaluation has left in the folder."""
+    with _NewFolder(folder) as new:
+        _write_json(new / SCORES, facts)
+
+
+def write_evaluation(folder: Path, facts: dict[str, Any], read_image: Callable[[int], torch.Tensor]) -> None:
+    """Write all files of an evaluation; a failure leaves the folder as it was.
+
+    Args:
+        folder: where they go; what an earlier evaluation left there is replaced.
+        facts: of `describe_scores`; more keys may stand beside its own.
+        read_image: from a sample's position to its image, uint8 [3, H, W].
+    """
+    class_names = [one["name"] for one in facts["classes"]]
+    with _NewFolder(folder) as new:
+        _write_json(new / SCORES, facts)
+        _write_csv(new / "per_class.csv", list(facts["classes"][0]), (one.values() for one in facts["classes"]))
+        _write_confusion(new, facts["confusion"], class_names)
+        _write_worst(new, facts["worst"], class_names, read_image)
+
+
+def thumbnail(image: torch.Tensor, side: int = THUMBNAIL_PIXELS) -> Image.Image:
+    """Return an image, uint8 [3, H, W], that fits into a square of `side` pixels; small ones keep their pixels."""
+    picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    longest = max(picture.size)
+    if longest <= side:
+        scale = side // longest
+        return picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
+    picture.thumbnail((side, side))
+    return picture
+
+
+def check_replaceable(folder: Path) -> None:
+    """Refuse a folder that holds something else than an evaluation, which would be lost.
+
+    Raises:
+        UserError: for such a folder, and for a file.
+    """
+    if folder.exists() and not (folder / SCORES).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"'{folder}' exists and holds no evaluation: give --output a new folder.")
+
+
+class _NewFolder:
+    """A folder that is filled beside the old one, and takes its place where nothing went wrong."""
+
+    def __init__(self, folder: Path) -> None:
+        check_replaceable(folder)
+        self._folder = folder
+        self._new, self._old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self._new, ignore_errors=True)
+        self._new.mkdir(parents=True)
+        return self._new
+
+    def __exit__(self, error_type: type[BaseException] | None, *rest: object) -> None:
+        if error_type is None:
+            if self._folder.exists():
+                os.replace(self._folder, self._old)
+            os.replace(self._new, self._folder)
+        for left in (self._new, self._old):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _write_json(path: Path, facts: dict[str, Any]) -> None:
+    path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def _write_csv(path: Path, header: Sequence[str], rows: Any) -> None:
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(header)
+        writer.writerows(rows)
+
+
+def _write_confusion(folder: Path, cells: Sequence[Sequence[int]], class_names: Sequence[str]) -> None:
+    """Write every pair of classes, or where the classes are too many for that, the pairs that occur."""
+    if len(class_names) > LARGEST_MATRIX:
+        named = ([class_names[true], class_names[said], count] for true, said, count in cells)
+        _write_csv(folder / "confusion.csv", ("true", "predicted", "samples"), named)
+        return
+    confusion = dense_confusion(cells, len(class_names))
+    rows = ([name, *counts] for name, counts in zip(class_names, confusion.tolist(), strict=True))
+    _write_csv(folder / "confusion.csv", ("true \\ predicted", *class_names), rows)
+    Image.fromarray(confusion_picture(confusion, class_names)).save(folder / "confusion.png")
+
+
+def _write_worst(
+    folder: Path,
+    worst: Sequence[dict[str, Any]],
+    class_names: Sequence[str],
+    read_image: Callable[[int], torch.Tensor],
+) -> None:
+    """Write the samples one by one, as one contact sheet, and as a table."""
+    (folder / WORST).mkdir()
+    pictures = [thumbnail(read_image(one["index"])) for one in worst]
+    rows = []
+    for number, (one, picture) in enumerate(zip(worst, pictures, strict=True)):
+        name = f"{WORST}/{number:03d}.png"
+        picture.save(folder / name)
+        true, said = class_names[one["label"]], class_names[one["prediction"]]
+        rows.append([name, one["name"], true, said, one["confidence"], one["loss"]])
+    _write_csv(folder / "worst.csv", ("picture", "image", "true", "predicted", "confidence", "loss"), rows)
+    captions = [(row[2], row[3], one["confidence"]) for row, one in zip(rows, worst, strict=True)]
+    _contact_sheet(pictures, captions).save(folder / "worst.png")
+
+
+def _contact_sheet(pictures: Sequence[Image.Image], captions: Sequence[tuple[str, str, float]]) -> Image.Image:
+    """Lay pictures in rows, below each the true class and the predicted one with its probability."""
+    font = ImageFont.load_default(FONT_PIXELS)
+    width, height = THUMBNAIL_PIXELS + TILE_GAP, THUMBNAIL_PIXELS + 2 * LINE_PIXELS + TILE_GAP
+    lines = max(-(-len(pictures) // COLUMNS), 1)
+    sheet = Image.new("RGB", (COLUMNS * width + TILE_GAP, lines * height + TILE_GAP), "white")
+    draw = ImageDraw.Draw(sheet)
+    for number, (picture, (true, said, confidence)) in enumerate(zip(pictures, captions, strict=True)):
+        left, top = TILE_GAP + number % COLUMNS * width, TILE_GAP + number // COLUMNS * height
+        shift = [(THUMBNAIL_PIXELS - side) // 2 for side in picture.size]
+        sheet.paste(picture, (left + shift[0], top + shift[1]))
+        text = f"{said[:LONGEST_NAME]}  {confidence:.0%}"
+        draw.text((left, top + THUMBNAIL_PIXELS + 2), f"true {true[:LONGEST_NAME]}", BLACK, font)
+        draw.text((left, top + THUMBNAIL_PIXELS + 2 + LINE_PIXELS), text, BLACK if true == said else WRONG, font)
+    return sheet

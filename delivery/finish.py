@@ -1,0 +1,36 @@
+"""What a run leaves for people when it has finished: its evaluation in full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from delivery.evaluation_files import read_scores, write_evaluation
+from delivery.weights import read_metadata
+from training.errors import UserError
+from training.run_folder import RunFolder
+
+
+def finish_run(folder: RunFolder, read_image: Callable[[int], torch.Tensor]) -> list[str]:
+    """Write the files about the best epoch; nothing that goes wrong here may spoil a run that went well.
+
+    Args:
+        folder: of the run, with its weights.
+        read_image: from a validation sample's position to its image, uint8 [3, H, W].
+
+    Returns:
+        One line for each thing that could not be written.
+    """
+    try:
+        _write_evaluation(folder, read_image)
+    except (OSError, UserError, ValueError, KeyError) as error:
+        return [f"the evaluation could not be written: {error}"]
+    return []
+
+
+def _write_evaluation(folder: RunFolder, read_image: Callable[[int], torch.Tensor]) -> None:
+    facts = read_scores(folder.evaluation)
+    # A run that was killed between the two files has the scores of an older epoch.
+    if facts is not None and facts["epoch"] == read_metadata(folder.weights)["extra"].get("epoch"):
+        write_evaluation(folder.evaluation, facts, read_image)

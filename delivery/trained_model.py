@@ -1,0 +1,101 @@
+"""Finds a trained model by what a user types: a run's name, its folder, or a safetensors file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from training.command_line import read_config_file
+from training.config import REPO_ROOT, TrainConfig
+from training.errors import UserError, nearest
+
+WEIGHTS = "model.safetensors"
+PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # torch.save's archive since PyTorch 1.6, and what it wrote before
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model on the disk.
+
+    Attributes:
+        weights: its safetensors file.
+        run: the folder of the run that made it, None for a file that lies elsewhere.
+    """
+
+    weights: Path
+    run: Path | None
+
+    def config(self) -> TrainConfig | None:
+        """Return the run's configuration, None where the run is not known.
+
+        Raises:
+            UserError: where config.json is damaged.
+        """
+        if self.run is None:
+            return None
+        return read_run_config(self.run)
+
+
+def find_model(given: str) -> TrainedModel:
+    """Return the model that a user's word names.
+
+    Args:
+        given: a safetensors file, a run's folder, or the name of a run in logs/runs.
+
+    Raises:
+        UserError: where there is none, or a file could run code when it is loaded.
+    """
+    path = Path(given).expanduser()
+    if path.is_file():
+        _check_is_safetensors(path)
+        return TrainedModel(path, path.parent if _is_run(path.parent) else None)
+    run = find_run(given)
+    weights = run / WEIGHTS
+    if not weights.is_file():
+        raise UserError(f"run '{run}' has no {WEIGHTS} yet: it is written after the first epoch.")
+    return TrainedModel(weights, run)
+
+
+def find_run(given: str) -> Path:
+    """Return the folder of the run that a user's word names: a folder, or a name in logs/runs.
+
+    Raises:
+        UserError: where there is none.
+    """
+    runs = REPO_ROOT / "logs" / "runs"
+    path = Path(given).expanduser()
+    for folder in (path, runs / given):
+        if given and folder.is_dir():
+            if not _is_run(folder):
+                raise UserError(f"folder '{folder}' is no run: it has no config.json. Give logs/runs/NAME.")
+            return folder.resolve()
+    names = sorted(folder.name for folder in runs.iterdir() if _is_run(folder)) if runs.is_dir() else []
+    raise UserError(
+        f"'{given}' is neither a file, nor a folder, nor a run in {runs}.{nearest(given, names)} "
+        f"{'Runs: ' + ', '.join(names[-8:]) + '.' if names else 'No run is there yet.'}"
+    )
+
+
+def read_run_config(run: Path) -> TrainConfig:
+    """Return the configuration of a run; what a newer version added has its default.
+
+    Raises:
+        UserError: where config.json is missing or damaged.
+    """
+    return TrainConfig(**read_config_file(run / "config.json"))
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _check_is_safetensors(path: Path) -> None:
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(9)
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read: {error.strerror}.") from None
+    if start.startswith(PICKLE_STARTS) and start[8:] != b"{":
+        raise UserError(f"'{path}' is a pickle, which could run code when it is loaded: give a run, or its {WEIGHTS}.")
+    if start[8:] != b"{":
+        raise UserError(f"'{path}' is no safetensors file: give a run, or its {WEIGHTS}.")

@@ -1,0 +1,134 @@
+"""Judges a trained model, exactly, and says where it errs.
+
+python scripts/evaluate.py digits                                   # a run's name, on what it held out
+python scripts/evaluate.py logs/runs/digits --data ~/more-photos    # other images: one folder per class
+python scripts/evaluate.py model.safetensors --data digits
+torchrun --nproc_per_node=2 scripts/evaluate.py digits              # the same numbers, sooner
+
+Writes scores.json, per_class.csv, confusion.csv, confusion.png, worst.csv and worst.png. Only safetensors are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from delivery.command_line import OneLineParser, batch_size_type, run_script
+from training.data import BAD_IMAGE_MODES, DATASETS
+from training.errors import UserError
+
+if TYPE_CHECKING:
+    from delivery.evaluation_data import EvaluationData
+    from delivery.trained_model import TrainedModel
+
+CLASSES_SHOWN = 20
+
+
+def evaluate(given: argparse.Namespace) -> int:
+    """Judge the model that the command line names; every rank calls this."""
+    from delivery.evaluation import describe_scores
+    from delivery.evaluation_data import EvaluationChoice, load_evaluation_data
+    from delivery.evaluation_files import check_replaceable
+    from delivery.judging import judge
+    from delivery.trained_model import find_model
+    from delivery.weights import load_model
+    from training.distributed import agreed, start_world, stop_world
+    from training.precision import resolve_precision
+
+    model = find_model(given.model)
+    module, metadata = load_model(model.weights)
+    choice = EvaluationChoice(given.data, given.split, given.data_root, given.bad_images, given.allow_missing_classes)
+    world = start_world()
+    data = agreed(lambda: load_evaluation_data(metadata, model.config(), choice), world)
+    precision = agreed(lambda: resolve_precision(given.precision, world.device), world)
+    folder = Path(given.output).expanduser() if given.output else _default_output(model, data)
+    agreed(lambda: check_replaceable(folder), world)
+    class_names = metadata["class_names"]
+    scores = judge(module, data, world, num_classes=len(class_names), batch_size=given.batch_size, precision=precision)
+    facts = {"epoch": metadata["extra"].get("epoch"), "data": data.data, "split": data.split, "precision": precision}
+    facts |= describe_scores(scores, class_names, data.bundle.val.source.name)
+    agreed(lambda: _write(folder, facts, data) if world.is_main else None, world)
+    if world.is_main:
+        _show(facts, folder)
+    stop_world()
+    return 0
+
+
+def _write(folder: Path, facts: dict[str, Any], data: EvaluationData) -> None:
+    from delivery.evaluation_files import write_evaluation
+
+    try:
+        write_evaluation(folder, facts, data.bundle.val.source.read)
+    except OSError as error:
+        raise UserError(f"cannot write into '{folder}': {error.strerror or error}.") from None
+
+
+def _default_output(model: TrainedModel, data: EvaluationData) -> Path:
+    """Return where the files go: the run's own evaluation, or another one beside it."""
+    config = model.config()
+    if model.run is None or config is None:
+        return model.weights.with_name(f"{model.weights.stem}-evaluation")
+    if (data.data, data.split) == (config.data, "val"):
+        return model.run / "evaluation"
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(data.data).name).strip("-")
+    return model.run / f"evaluation-{slug}-{data.split}"
+
+
+def _show(facts: dict[str, Any], folder: Path) -> None:
+    """Print the scores and the classes, the weakest first where there are many."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    macro = facts["macro"]
+    console.print(
+        f"top-1 {facts['top1']:.4f}  top-5 {facts['top5']:.4f}  loss {facts['loss']:.4f}  ECE {facts['ece']:.4f}  "
+        f"macro F1 {macro['f1']:.4f}  on {facts['samples']} images ({facts['data']}, {facts['split']})",
+        soft_wrap=True,
+    )
+    classes = facts["classes"]
+    shown = classes if len(classes) <= CLASSES_SHOWN else sorted(classes, key=lambda one: one["f1"])[:CLASSES_SHOWN]
+    title = None if shown is classes else f"the {CLASSES_SHOWN} classes with the lowest F1, of {len(classes)}"
+    table = Table("class", "images", "precision", "recall", "F1", title=title, box=None, header_style="bold")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for one in shown:
+        table.add_row(one["name"], str(one["support"]), *(f"{one[key]:.4f}" for key in ("precision", "recall", "f1")))
+    console.print(table)
+    console.print(f"files  {folder}", soft_wrap=True, markup=False)
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = OneLineParser("evaluate", __doc__)
+    usages = ", ".join(entry.usage for entry in DATASETS.values())
+    parser.add_argument("model", metavar="RUN_OR_WEIGHTS", help="A run's name or folder, or a safetensors file.")
+    parser.add_argument("--data", default="", help=f"Images to judge it on: {usages}; default: the run's own.")
+    parser.add_argument(
+        "--split",
+        choices=("auto", "val", "train", "all"),
+        default="auto",
+        help="Part of the data; auto: what the run held out, or all of a folder that it was not trained on.",
+    )
+    parser.add_argument("--data-root", default="", help="Folder of torchvision data sets; default: the run's own.")
+    parser.add_argument("--bad-images", choices=BAD_IMAGE_MODES, default="", help="As in training; default: the run's.")
+    parser.add_argument(
+        "--allow-missing-classes", action="store_true", help="Judge on data that lacks some of the model's classes."
+    )
+    parser.add_argument("--batch-size", type=batch_size_type, default=64, help="Images per rank and forward pass.")
+    parser.add_argument("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="As in training.")
+    parser.add_argument("--output", default="", help="Folder of the files; default: in the run's folder.")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    exit_code = run_script("evaluate", parse, evaluate)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # see train_distributed.py: taking the interpreter down under gloo's threads may abort

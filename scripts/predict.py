@@ -1,0 +1,89 @@
+"""Says what a trained model takes images for.
+
+python scripts/predict.py digits photo.png other.jpg
+python scripts/predict.py logs/runs/digits ~/photos --format csv --output labels.csv
+find ~/photos -newer last | python scripts/predict.py digits - --format json
+curl -s https://example.org/cat.jpg | python scripts/predict.py digits -
+
+Exit code: 0 all images were labelled, 1 some could not be read (named on standard error), 2 the arguments are wrong.
+Only safetensors are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from delivery.command_line import OneLineParser, batch_size_type, positive_type, run_script
+
+SOME_UNREADABLE_EXIT_CODE = 1
+LARGEST_TOP_K = 1000
+
+
+def label_images(given: argparse.Namespace) -> int:
+    """Label what the command line names; the answers go to standard output or a file."""
+    import torch
+
+    from delivery.prediction import STDIN, list_images, predict
+    from delivery.prediction_output import open_output
+    from delivery.trained_model import find_model
+    from delivery.weights import load_model
+    from training.data.images import ImageError
+
+    module, metadata = load_model(find_model(given.model).weights)
+    device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    images = list_images(given.images, sys.stdin.buffer.read() if STDIN in given.images else b"")
+    answers = predict(
+        images,
+        module,
+        metadata,
+        device=device,
+        batch_size=given.batch_size,
+        top_k=given.top_k,
+        flip=given.flip,
+        decode=given.decode,
+    )
+    unreadable = 0
+    with open_output(given.format, given.output, min(given.top_k, len(metadata["class_names"]))) as output:
+        for answer in answers:
+            if isinstance(answer, ImageError):
+                unreadable += 1
+                print(f"predict: passed over {answer.path!r}: {answer.reason}", file=sys.stderr)
+            else:
+                output.write(answer)
+    if unreadable:
+        print(f"predict: {unreadable} image(s) could not be read", file=sys.stderr)
+    return SOME_UNREADABLE_EXIT_CODE if unreadable else 0
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = OneLineParser("predict", __doc__)
+    parser.add_argument("model", metavar="RUN_OR_WEIGHTS", help="A run's name or folder, or a safetensors file.")
+    parser.add_argument(
+        "images", nargs="+", metavar="IMAGE", help="Files, folders, or -: one image, or paths, on standard input."
+    )
+    parser.add_argument("--top-k", type=positive_type(LARGEST_TOP_K), default=3, help="Classes named for each image.")
+    parser.add_argument("--format", choices=("table", "csv", "json"), default="table", help="json: one object a line.")
+    parser.add_argument("--output", default="", help="File to write in place of standard output.")
+    parser.add_argument("--flip", action="store_true", help="Ask the mirrored image too, and take the mean of both.")
+    parser.add_argument("--batch-size", type=batch_size_type, default=64, help="Images of one forward pass.")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="", help="Default: a GPU where there is one.")
+    parser.add_argument(
+        "--decode", choices=("cpu", "exact"), default="cpu", help="As in training: JPEG files shrunk, or in full."
+    )
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    try:
+        exit_code = run_script("predict", parse, label_images)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as in `predict ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        exit_code = 0
+    sys.exit(exit_code)
