@@ -1,4 +1,4 @@
-"""What a run leaves for people when it has finished: its evaluation in full."""
+"""What a run leaves for people when it has finished: its evaluation in full, and its model card."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from delivery.evaluation_files import read_scores, write_evaluation
+from delivery.model_card import write_model_card
 from delivery.weights import read_metadata
-from training.errors import UserError
 from training.run_folder import RunFolder
 
 
@@ -22,11 +22,17 @@ def finish_run(folder: RunFolder, read_image: Callable[[int], torch.Tensor]) -> 
     Returns:
         One line for each thing that could not be written.
     """
-    try:
-        _write_evaluation(folder, read_image)
-    except (OSError, UserError, ValueError, KeyError) as error:
-        return [f"the evaluation could not be written: {error}"]
-    return []
+    steps: dict[str, Callable[[], object]] = {
+        "evaluation": lambda: _write_evaluation(folder, read_image),
+        "model card": lambda: write_model_card(folder.path),
+    }
+    failures = []
+    for name, write in steps.items():
+        try:
+            write()
+        except Exception as error:  # whatever it is
+            failures.append(f"the {name} could not be written ({type(error).__name__}: {error})")
+    return failures
 
 
 def _write_evaluation(folder: RunFolder, read_image: Callable[[int], torch.Tensor]) -> None:

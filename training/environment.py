@@ -27,6 +27,7 @@ def describe_environment(world: World) -> dict[str, Any]:
         "git_commit": git("rev-parse", "HEAD"),
         "git_has_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
         "ranks": world.size,
+        "ranks_per_machine": world.local_size,
         "device": world.describe(),
         "cuda": torch.version.cuda if world.device.type == "cuda" else None,
         "cpu_cores": psutil.cpu_count(logical=True),

@@ -250,6 +250,8 @@ def _build_loggers(
     facts = describe_environment(world) | {
         "precision": precision,
         "data_fingerprint": data.fingerprint,
+        "training_images": len(data.train),
+        "validation_images": len(data.val),
         "model": built.description,
     }
     loggers = build_loggers(config, folder, facts, first_step)

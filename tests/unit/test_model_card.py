@@ -1,0 +1,119 @@
+"""The model card: the hub's own library reads its head, its commands work, and no change of the user's is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+from delivery.evaluation import describe_scores
+from delivery.evaluation_files import write_scores
+from delivery.model_card import repeat_command, write_model_card
+from delivery.weights import save_weights
+from models import build_model
+from training.command_line import parse_args
+from training.config import TrainConfig, save_config
+from training.distributed import World
+from training.metrics import SampleRecorder, sample_losses
+
+ENVIRONMENT = {
+    "ranks": 8,
+    "ranks_per_machine": 8,
+    "device": "8 x NVIDIA H100",
+    "python": "3.11.7",
+    "packages": {"torch": "2.15.0"},
+    "precision": "bf16",
+    "data_fingerprint": "0322",
+    "git_commit": "abc",
+    "git_has_changes": False,
+    "training_images": 1437,
+}
+CONFIG = TrainConfig(model_type="mobilenet", learning_rate=0.004, label_smoothing=0.0, data="~/my photos", run_name="r")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished run of two classes, one with a hostile name."""
+    built = build_model("mobilenet", num_classes=2, image_size=32)
+    names = ["cat", "a|b`<script>"]
+    save_config(CONFIG, tmp_path / "config.json")
+    (tmp_path / "environment.json").write_text(json.dumps(ENVIRONMENT))
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "end", "images_per_second": 310.4}\n')
+    preprocessing = {"image_size": 32, "resize_size": None, "mean": [0.5] * 3, "std": [0.5] * 3}
+    save_weights(
+        tmp_path / "model.safetensors",
+        built.module.state_dict(),
+        description=built.description,
+        class_names=names,
+        preprocessing=preprocessing | {"interpolation": "bilinear"},
+        extra={"epoch": 3},
+    )
+    recorder = SampleRecorder(2)
+    logits, labels = torch.tensor([[2.0, 0.0], [0.5, 1.0], [1.0, 0.0]]), torch.tensor([0, 1, 1])
+    recorder.add(sample_losses(logits, labels), logits, labels, torch.ones(3), torch.arange(3))
+    scores = recorder.gather(World(0, 0, 1, 1, torch.device("cpu")))
+    write_scores(tmp_path / "evaluation", {"epoch": 3, "split": "val"} | describe_scores(scores, names, str))
+    return tmp_path
+
+
+def test_the_hubs_library_reads_the_front_matter(run: Path):
+    card = ModelCard.load(write_model_card(run))
+    data = card.data.to_dict()
+    assert data["pipeline_tag"] == "image-classification"
+    assert (data["library_name"], data["license"], data["license_name"]) == ("timm", "other", "to-be-filled-in")
+    results = {
+        one.metric_name: (one.metric_value, one.dataset_name, one.dataset_split) for one in card.data.eval_results
+    }
+    assert results["top-1"] == (pytest.approx(2 / 3), "my photos", "val")
+    assert "| top-1 | 0.6667 |" in card.text
+    assert "310 images/s" in card.text
+    assert "Global batch 128" in card.text
+    assert "`a|b'<script>`" in card.text, "shown as code, which nobody runs"
+
+
+def test_the_code_for_timm_runs_and_gives_our_logits(run: Path, monkeypatch):
+    from delivery.weights import load_model
+
+    write_model_card(run)
+    code = re.search(r"```python\n(.*?)```", (run / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.chdir(run)
+    names: dict = {}
+    exec(code[1], names)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(names["model"](images), load_model(run / "model.safetensors")[0](images))
+
+
+def test_the_command_repeats_the_configuration(run: Path):
+    write_model_card(run)
+    text = (run / "README.md").read_text(encoding="utf-8")
+    script, model, strategy, ranks, batch, epochs, *flags = shlex.split(
+        re.search(r"^bash (.*)$", text, re.MULTILINE)[1]
+    )
+    assert (script, ranks) == ("scripts/launch_distributed.sh", "8")
+    words = ["--model-type", model, "--strategy", strategy, "--batch-size", batch, "--epochs", epochs, *flags]
+    assert parse_args(words)[0] == dataclasses.replace(CONFIG, run_name="")
+
+
+def test_several_machines_have_their_launcher():
+    config = TrainConfig(model_type="vgg", batch_size=4, epochs=7, activation_checkpointing=True)
+    assert repeat_command(config, 32, 8) == (
+        "bash scripts/launch_multi_node.sh vgg ddp 4 8 4 7 --activation-checkpointing true"
+    )
+
+
+def test_a_card_that_the_user_took_over_is_left_alone(run: Path):
+    card = write_model_card(run)
+    text = card.read_text(encoding="utf-8")
+    card.write_text(text.replace("310 images/s", "slow"), encoding="utf-8")
+    write_model_card(run)
+    assert "310 images/s" in card.read_text(encoding="utf-8"), "ours is written anew"
+    card.write_text("# mine\n", encoding="utf-8")
+    assert write_model_card(run) is None
+    assert card.read_text(encoding="utf-8") == "# mine\n"
