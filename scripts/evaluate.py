@@ -24,27 +24,42 @@ from training.data import BAD_IMAGE_MODES, DATASETS
 from training.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from delivery.evaluation_data import EvaluationData
     from delivery.trained_model import TrainedModel
+    from training.distributed import World
 
 CLASSES_SHOWN = 20
 
 
 def evaluate(given: argparse.Namespace) -> int:
-    """Judge the model that the command line names; every rank calls this."""
+    """Judge the model that the command line names, on as many ranks as were started; every rank calls this."""
+    from delivery.trained_model import find_model
+    from delivery.weights import load_model
+    from training.distributed import start_world, stop_world
+
+    model = find_model(given.model)
+    module, metadata = load_model(model.weights)
+    world = start_world()
+    try:
+        _judge_and_write(given, model, module, metadata, world)
+    finally:
+        stop_world()
+    return 0
+
+
+def _judge_and_write(
+    given: argparse.Namespace, model: TrainedModel, module: nn.Module, metadata: dict[str, Any], world: World
+) -> None:
     from delivery.evaluation import describe_scores
     from delivery.evaluation_data import EvaluationChoice, load_evaluation_data
     from delivery.evaluation_files import check_replaceable
     from delivery.judging import judge
-    from delivery.trained_model import find_model
-    from delivery.weights import load_model
-    from training.distributed import agreed, start_world, stop_world
+    from training.distributed import agreed
     from training.precision import resolve_precision
 
-    model = find_model(given.model)
-    module, metadata = load_model(model.weights)
     choice = EvaluationChoice(given.data, given.split, given.data_root, given.bad_images, given.allow_missing_classes)
-    world = start_world()
     data = agreed(lambda: load_evaluation_data(metadata, model.config(), choice), world)
     precision = agreed(lambda: resolve_precision(given.precision, world.device), world)
     folder = Path(given.output).expanduser() if given.output else _default_output(model, data)
@@ -56,8 +71,6 @@ def evaluate(given: argparse.Namespace) -> int:
     agreed(lambda: _write(folder, facts, data) if world.is_main else None, world)
     if world.is_main:
         _show(facts, folder)
-    stop_world()
-    return 0
 
 
 def _write(folder: Path, facts: dict[str, Any], data: EvaluationData) -> None:
@@ -127,8 +140,13 @@ def parse(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def main() -> int:
+    """Do what the command line says and return the exit code."""
+    return run_script("evaluate", parse, evaluate)
+
+
 if __name__ == "__main__":
-    exit_code = run_script("evaluate", parse, evaluate)
+    exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # see train_distributed.py: taking the interpreter down under gloo's threads may abort

@@ -79,9 +79,14 @@ def parse(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def main() -> int:
+    """Do what the command line says and return the exit code."""
+    return run_script("predict", parse, label_images)
+
+
 if __name__ == "__main__":
     try:
-        exit_code = run_script("predict", parse, label_images)
+        exit_code = main()
         sys.stdout.flush()
     except BrokenPipeError:  # as in `predict ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,305 @@
+"""evaluate.py and predict.py as a user calls them: on a network with random weights, which errs in every way."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import classification_report
+
+from delivery.weights import load_model, save_weights
+from models import build_model
+from scripts import evaluate, predict
+from training.config import TrainConfig, save_config
+from training.data import DataOptions, load_data
+from training.distributed import launched_world
+
+ROOT = Path(__file__).resolve().parents[2]
+CLASSES = [str(number) for number in range(10)]
+IMAGES = 12
+
+
+@pytest.fixture(scope="module")
+def data():
+    """The handwritten digits."""
+    return load_data(DataOptions())
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory) -> Path:
+    """The folder of a run: its configuration, and random weights whose statistics fit the digits."""
+    folder = tmp_path_factory.mktemp("runs") / "digits"
+    folder.mkdir()
+    torch.manual_seed(1)
+    built = build_model("basic_cnn", num_classes=10, image_size=32)
+    built.module.train()
+    with torch.no_grad():
+        for _ in range(30):  # BatchNorm learns the scale of its inputs
+            built.module(torch.stack([data.train[0, index][0] for index in range(64)]))
+    save_config(TrainConfig(model_type="basic_cnn", run_name="digits"), folder / "config.json")
+    save_weights(
+        folder / "model.safetensors",
+        built.module.state_dict(),
+        description=built.description,
+        class_names=CLASSES,
+        preprocessing=data.preprocessing,
+        extra={"epoch": 3},
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def logits(run, data) -> torch.Tensor:
+    """What plain PyTorch gives for the held-out digits: float32 [360, 10]."""
+    model, _ = load_model(run / "model.safetensors")
+    with torch.no_grad():
+        return model(torch.stack([data.val[0, index][0] for index in range(len(data.val))]))
+
+
+@pytest.fixture(scope="module")
+def pictures(data, tmp_path_factory) -> Path:
+    """A folder of held-out digits as PNG files, in their own size, one folder deep."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for index in range(IMAGES):
+        path = folder / f"class {index % 3}" / f"{index:02d}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(data.val.source.read(index).permute(1, 2, 0).contiguous().numpy()).save(path)
+    return folder
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Run a script's main function on words, in this process; return (exit code, standard output, standard error)."""
+
+    def run_words(script, *words: object, stdin: bytes = b"") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["script", *map(str, words)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        assert launched_world()[3] == 1
+        code = script.main()
+        return code, *capsys.readouterr()
+
+    return run_words
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_evaluate_judges_a_run_on_what_it_held_out(call, run, data, logits):
+    code, out, err = call(evaluate, run)
+    assert (code, err) == (0, "")
+    facts = read_json(run / "evaluation" / "scores.json")
+    labels = data.val.source.labels
+    report = classification_report(labels, logits.argmax(1), output_dict=True, zero_division=0)
+    assert facts["top1"] == report["accuracy"] == float((logits.argmax(1) == labels).double().mean())
+    assert [one["f1"] for one in facts["classes"]] == [report[name]["f1-score"] for name in CLASSES]
+    assert facts["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits.double(), labels)), rel=1e-6)
+    assert (facts["epoch"], facts["data"], facts["split"], facts["samples"]) == (3, "digits", "val", 360)
+    assert f"top-1 {facts['top1']:.4f}" in out
+    assert str(run / "evaluation") in out.replace("\n", "")
+    with Image.open(run / "evaluation" / "worst" / "000.png") as picture:
+        pixels = np.asarray(picture)[::4, ::4]
+    np.testing.assert_array_equal(pixels, data.val.source.read(facts["worst"][0]["index"]).permute(1, 2, 0))
+
+
+def test_several_ranks_give_the_same_bytes(call, run, tmp_path):
+    assert call(evaluate, run, "--output", tmp_path / "one")[0] == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "scripts/evaluate.py", str(run)]
+    subprocess.run([*command, "--output", str(tmp_path / "three")], cwd=ROOT, check=True, capture_output=True)
+    names = {path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file()}
+    assert len(names) == 6 + 24
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "three" / name).read_bytes(), name
+
+
+def test_a_folder_that_the_run_was_not_trained_on_is_judged_whole(call, run, pictures, logits):
+    code, _, err = call(evaluate, run / "model.safetensors", "--data", pictures)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "3 class(es) that the model does not know: 'class 0', 'class 1', 'class 2'" in err
+
+
+@pytest.fixture(scope="module")
+def digit_folder(data, tmp_path_factory) -> Path:
+    """Held-out digits as PNG files, a folder for each class; class 7 alone has one image."""
+    folder = tmp_path_factory.mktemp("digits")
+    for index, label in enumerate(data.val.source.labels[:60].tolist()):
+        path = folder / str(label) / f"{index:02d}.png"
+        path.parent.mkdir(exist_ok=True)
+        if label != 7 or not any(path.parent.iterdir()):
+            Image.fromarray(data.val.source.read(index).permute(1, 2, 0).contiguous().numpy()).save(path)
+    return folder
+
+
+def test_every_image_of_a_new_folder_counts(call, run, digit_folder, data, logits, tmp_path):
+    files = sorted(digit_folder.rglob("*.png"))
+    indices = [int(path.stem) for path in files]
+    expected = (logits[indices].argmax(1) == data.val.source.labels[indices]).double().mean()
+    assert call(evaluate, run, "--data", digit_folder, "--batch-size", 7)[0] == 0
+    facts = read_json(run / f"evaluation-{digit_folder.name}-all" / "scores.json")
+    assert (facts["samples"], facts["split"], facts["top1"]) == (len(files), "all", float(expected))
+    assert {Path(one["name"]) for one in facts["worst"]} <= set(files)
+
+
+def test_missing_classes_are_refused_unless_allowed(call, run, digit_folder, data, logits, tmp_path):
+    few = tmp_path / "few"
+    for label in "38":
+        (few / label).mkdir(parents=True)
+        for path in (digit_folder / label).iterdir():
+            (few / label / path.name).write_bytes(path.read_bytes())
+    code, _, err = call(evaluate, run, "--data", few)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "lacks 8 of the model's 10 classes: '0', '1', '2', '4', '5', ..." in err
+    words = ("--data", few, "--allow-missing-classes", "--output", tmp_path / "out")
+    assert call(evaluate, run, *words)[0] == 0
+    facts = read_json(tmp_path / "out" / "scores.json")
+    indices = [int(path.stem) for path in few.rglob("*.png")]
+    hits = logits[indices].argmax(1) == data.val.source.labels[indices]
+    assert facts["top1"] == pytest.approx(float(hits.double().mean()), abs=1e-15)
+    assert [one["support"] for one in facts["classes"] if one["support"]] == [
+        len(list((few / n).iterdir())) for n in "38"
+    ]
+
+
+def answers(out: str) -> dict[str, dict]:
+    return {one["image"]: one for one in map(json.loads, out.splitlines())}
+
+
+def test_predict_gives_the_probabilities_of_plain_pytorch(call, run, pictures, logits):
+    code, out, err = call(predict, run, pictures, "--format", "json", "--top-k", 10, "--batch-size", 5)
+    assert (code, err) == (0, "")
+    found = answers(out)
+    assert list(found) == [str(path) for path in sorted(pictures.rglob("*.png"))], "in the order of their names"
+    for path, one in found.items():
+        probabilities = logits[int(Path(path).stem)].softmax(0)
+        told = {top["label"]: top["probability"] for top in one["top"]}
+        np.testing.assert_allclose([told[name] for name in CLASSES], probabilities, atol=1e-6)
+        assert (one["label"], one["probability"]) == (CLASSES[int(probabilities.argmax())], max(told.values()))
+
+
+def test_flips_average_both_probabilities(call, run, pictures, data):
+    _, out, _ = call(predict, run, pictures / "class 0" / "00.png", "--flip", "--format", "json", "--top-k", 1)
+    model, _ = load_model(run / "model.safetensors")
+    image = data.val[0, 0][0][None]
+    with torch.no_grad():
+        mean = (model(image).softmax(1) + model(image.flip(3)).softmax(1)) / 2
+    assert json.loads(out)["probability"] == pytest.approx(float(mean.max()), abs=1e-6)
+
+
+def test_unreadable_images_are_named_and_passed_over(call, run, pictures, tmp_path):
+    good = pictures / "class 0" / "00.png"
+    (tmp_path / "broken.png").write_bytes(good.read_bytes()[:80])
+    code, out, err = call(predict, run, tmp_path / "broken.png", good, tmp_path / "gone.jpg", "--format", "csv")
+    assert code == 1
+    header, row = csv.reader(io.StringIO(out))
+    assert header[:3] == ["image", "label", "probability"]
+    assert row[0] == str(good)
+    assert len(row) == len(header) == 7
+    first, second, total = err.splitlines()
+    assert first.startswith(f"predict: passed over '{tmp_path / 'broken.png'}': ")
+    assert second == f"predict: passed over '{tmp_path / 'gone.jpg'}': No such file or directory"
+    assert total == "predict: 2 image(s) could not be read"
+
+
+def test_standard_input_holds_paths_or_an_image(call, run, pictures):
+    files = sorted(pictures.rglob("*.png"))
+    lines = "".join(f"{path}\n" for path in files).encode()
+    named = answers(call(predict, run, "-", "--format", "json", stdin=lines)[1])
+    assert list(named) == [str(path) for path in files]
+    code, out, _ = call(predict, run, "-", "--format", "json", stdin=files[4].read_bytes())
+    assert code == 0
+    (one,) = answers(out).values()
+    assert one["image"] == "standard input"
+    alone, with_others = one["top"], named[str(files[4])]["top"]
+    assert [top["label"] for top in alone] == [top["label"] for top in with_others]
+    assert alone[0]["probability"] == pytest.approx(with_others[0]["probability"], abs=1e-6)
+
+
+def test_a_table_for_people(call, run, pictures):
+    code, out, _ = call(predict, run, pictures / "class 1")
+    assert code == 0
+    assert out.split("\n")[0].split() == ["image", "label", "probability", "then"]
+    assert sum("%" in line for line in out.splitlines()) == IMAGES // 3
+
+
+def test_an_output_file_is_whole_or_not_there(call, run, pictures, small_disk, tmp_path):
+    target = tmp_path / "labels.jsonl"
+    assert call(predict, run, pictures, "--format", "json", "--output", target)[:2] == (0, "")
+    assert len(target.read_text().splitlines()) == IMAGES
+    full = small_disk / "labels.jsonl"
+    full.write_text("old\n")
+    (small_disk / "filler").write_bytes(bytes(64 * 1024 - 4096 * 2))
+    many = "".join(f"{path}\n" for path in sorted(pictures.rglob("*.png")) * 20).encode()
+    code, out, err = call(predict, run, "-", "--format", "json", "--output", full, stdin=many)
+    assert (code, out) == (2, "")
+    assert err == f"predict: --output {full}: cannot be written (No space left on device).\n"
+    assert full.read_text() == "old\n"
+    assert {path.name for path in small_disk.iterdir()} == {"labels.jsonl", "filler"}
+
+
+@pytest.mark.parametrize("script", [evaluate, predict])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"PK\x03\x04archive of torch.save", "is a pickle, which could run code"),
+        (b"\x80\x04\x95pickle", "is a pickle, which could run code"),
+        (b"hello", "is no safetensors file"),
+        (b"\x10\0\0\0\0\0\0\0{broken", "cannot be read as safetensors"),
+        (None, "is neither a file, nor a folder, nor a run"),
+    ],
+)
+def test_only_safetensors_are_read(call, tmp_path, script, content, message):
+    path = tmp_path / "model.pt"
+    if content is not None:
+        path.write_bytes(content)
+    code, out, err = call(script, path, *([] if script is evaluate else ["photo.png"]))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert str(path) in err
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        (evaluate, ["{run}", "--split", "all"], "--split all is for one folder of classes"),
+        (evaluate, ["{run}", "--data", "{empty}"], "is empty: give it one folder of images per class"),
+        (evaluate, ["{run}", "--data", "digitz"], "Did you mean 'digits'?"),
+        (evaluate, ["{run}", "--output", "{run}"], "exists and holds no evaluation"),
+        (evaluate, ["{run}", "--batch-size", "0"], "expected a whole number from 1 to 65536"),
+        (evaluate, ["{run}", "--dta", "digits"], "Did you mean '--data'?"),
+        (evaluate, ["{empty}"], "is no run: it has no config.json"),
+        (evaluate, [], "the following arguments are required: RUN_OR_WEIGHTS"),
+        (predict, ["{run}", "{empty}"], "no image in the folder"),
+        (predict, ["{run}", "-"], "standard input is empty"),
+        (predict, ["{run}"], "the following arguments are required: IMAGE"),
+        (predict, ["{run}", "a.png", "--top-k", "0"], "expected a whole number from 1 to 1000"),
+        (predict, ["{run}", "a.png", "--format", "xml"], "invalid choice: 'xml'"),
+        (predict, ["{run}", "a.png", "--output", "{empty}/no/such"], "cannot be written (No such file or directory)"),
+    ],
+)
+def test_mistakes_are_one_line(call, run, tmp_path, script, words, message):
+    (tmp_path / "empty").mkdir()
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    code, out, err = call(script, *(word.format(run=run, empty=tmp_path / "empty") for word in words))
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert message in err
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_weights_outside_a_run_need_their_data(call, run, tmp_path):
+    alone = tmp_path / "weights.safetensors"
+    alone.write_bytes((run / "model.safetensors").read_bytes())
+    code, _, err = call(evaluate, alone)
+    assert (code, err) == (2, "evaluate: these weights lie outside a run, so their data is not known: give --data.\n")
+    assert call(evaluate, alone, "--data", "digits")[0] == 0
+    assert read_json(tmp_path / "weights-evaluation" / "scores.json")["samples"] == 360
