@@ -17,7 +17,7 @@ from commands import ROOT, launch, read_metrics, run_command, train_alone
 from PIL import Image
 from ranks import free_port
 from sklearn.datasets import load_digits
-from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, top_k_accuracy_score
+from sklearn.metrics import accuracy_score, classification_report, confusion_matrix, log_loss, top_k_accuracy_score
 
 from delivery.weights import load_model, preprocess
 from training.checkpoint.manifest import read_manifest
@@ -267,6 +267,42 @@ def test_early_stopping_waits_for_its_patience_and_deepspeed_counts_operations(t
     assert len(epochs) == best + 1 + 2 < 30
     assert "stopping early" in result.stdout
     assert "fwd+bwd FLOPS per GPU" in result.stdout, "the key flops_profiler works"
+
+
+def test_a_run_ends_with_the_evaluation_of_its_weights_and_a_model_card(run_folder, predictions):
+    labels, probabilities = predictions
+    scores = json.loads((run_folder / "evaluation" / "scores.json").read_text())
+    best = max(read_metrics(run_folder, "epoch"), key=lambda epoch: (epoch["val_top1"], -epoch["epoch"]))
+    assert (scores["epoch"], scores["top1"], scores["loss"]) == (best["epoch"], best["val_top1"], best["val_loss"])
+    assert scores["samples"] == best["val_samples"] == len(labels)
+    report = classification_report(labels, probabilities.argmax(1), output_dict=True, zero_division=0)
+    assert [one["f1"] for one in scores["classes"]] == [report[str(number)]["f1-score"] for number in range(10)]
+    assert scores["loss"] == pytest.approx(log_loss(labels, probabilities), abs=1e-5)
+    for one in scores["worst"]:
+        assert one["confidence"] == pytest.approx(probabilities[one["index"]].max(), abs=1e-5)
+    names = {path.name for path in (run_folder / "evaluation").iterdir()}
+    assert names == {
+        "scores.json",
+        "per_class.csv",
+        "confusion.csv",
+        "confusion.png",
+        "worst.csv",
+        "worst.png",
+        "worst",
+    }
+    card = (run_folder / "README.md").read_text()
+    assert f"| top-1 | {scores['top1']:.4f} |" in card
+    assert "bash scripts/launch_distributed.sh mobilenet ddp 2 16 4 --learning-rate 0.004 --deterministic true" in card
+
+
+def test_every_ranks_memory_and_the_time_of_evaluation_are_told(run_folder):
+    (end,) = read_metrics(run_folder, "end")
+    epochs = read_metrics(run_folder, "epoch")
+    for line in (end, *epochs):
+        assert len(line["memory_bytes_per_rank"]) == 2
+        assert all(10**8 < memory < 10**10 for memory in line["memory_bytes_per_rank"])
+    total = sum(epoch["evaluation_seconds"] for epoch in epochs)
+    assert total == pytest.approx(end["evaluation_seconds"], rel=0.2, abs=0.1)
 
 
 def test_scores_of_samples_are_scikit_learns_in_any_order_and_padded(predictions):
