@@ -79,13 +79,20 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         with safe_open(path, framework="pt") as reader:
             facts = read_facts(reader)
-        return {key: facts[key] for key in METADATA_KEYS}
+        metadata = {key: facts[key] for key in METADATA_KEYS}
+        named, classes = len(metadata["class_names"]), metadata["description"]["num_classes"]
+        evaluation_transform(metadata["preprocessing"])
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"weights file '{path}' cannot be read as safetensors: {error}") from error
     except KeyError as error:
         raise UserError(
             f"weights file '{path}' lacks the metadata {error}: it is not the model.safetensors of a run"
         ) from error
+    except TypeError as error:
+        raise UserError(f"weights file '{path}' has metadata of a wrong kind: {error}") from error
+    if named != classes:
+        raise UserError(f"weights file '{path}' contradicts itself: {named} class names, but {classes} classes")
+    return metadata
 
 
 def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]:

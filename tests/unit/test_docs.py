@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib
+import io
 import json
 import re
 import shlex
@@ -13,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -43,6 +46,7 @@ LAUNCHER_WORDS = {
     "launch_multi_node.sh": ("model-type", "strategy", None, None, "batch-size", "epochs"),
     "slurm_distributed.sh": ("model-type", "strategy", None, "batch-size", "epochs"),
 }
+VERBS = ("evaluate", "predict")
 LAUNCHER_FLAGS = {"--master_port", "--max-restarts", "--min-nodes", "--preflight", "--help"}
 # Not judged, with how many words they take: the first names a file of the reader's, the others are the launchers'.
 FLAGS_LEFT_OUT = {"--config": 2, "--master_port": 2, "--max-restarts": 2, "--min-nodes": 2, "--preflight": 1}
@@ -53,6 +57,21 @@ ENTRY_FLAGS = {*FLAG_OF.values(), "--config", "--check-config", "--help"}
 def doctor_flags() -> set[str]:
     command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), "--help"]
     return set(FLAG.findall(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+
+
+def script_module(name: str) -> ModuleType | None:
+    """Return the script of a finished model's verb, None for another file."""
+    return importlib.import_module(f"scripts.{name}") if name in VERBS else None
+
+
+@cache
+def verb_flags() -> set[str]:
+    help_text = io.StringIO()
+    with contextlib.redirect_stdout(help_text):
+        for name in VERBS:
+            with contextlib.suppress(SystemExit):
+                script_module(name).parse(["--help"])
+    return set(FLAG.findall(help_text.getvalue()))
 
 
 @cache
@@ -110,7 +129,7 @@ def path_problems(text: str) -> Iterator[str]:
 
 
 def flag_problems(text: str) -> Iterator[str]:
-    known = ENTRY_FLAGS | LAUNCHER_FLAGS | doctor_flags()
+    known = ENTRY_FLAGS | LAUNCHER_FLAGS | doctor_flags() | verb_flags()
     for span in inline_code(text):
         if span.split()[0] in ("deepspeed", "torchrun", "sbatch", "srun", "scancel", "tensorboard", "nvidia-smi"):
             continue  # flags of others
@@ -136,6 +155,7 @@ def command_problems(text: str) -> Iterator[str]:
             yield f"command {shown}: no such target"
         if "scripts/doctor.py" in words and not doctor_flags() >= set(FLAG.findall(shown)):
             yield f"command {shown}: no such flag"
+        yield from verb_problems(words)
         arguments = entry_arguments(words)
         if arguments is None or any("<" in word for word in words) or "--help" in words:
             continue
@@ -147,6 +167,20 @@ def command_problems(text: str) -> Iterator[str]:
             training_arguments(arguments, None) if words[0] == "sbatch" else parse_args(arguments)
         except UserError as error:
             yield f"command {shown}: {error}"
+
+
+def verb_problems(words: list[str]) -> Iterator[str]:
+    """Parse what a command hands to evaluate.py and its like."""
+    for place, word in enumerate(words):
+        module = script_module(Path(word).stem) if word.startswith("scripts/") else None
+        if module is not None:
+            # What the shell itself reads is not the script's.
+            given = words[place + 1 :]
+            ends = [number for number, one in enumerate(given) if one in ("<", "|")]
+            try:
+                module.parse(given[: ends[0]] if ends else given)
+            except UserError as error:
+                yield f"command {shlex.join(words)}: {error}"
 
 
 def can_import(module: str, name: str) -> bool:
@@ -214,6 +248,7 @@ torchrun --nproc_per_node=2 scripts/train_distributed.py --epochs 0
 bash scripts/launch_multi_node.sh vgg fsdp_stage3 4 8 8 100 --offload all
 make trian
 python scripts/doctor.py --check DIR
+find . | python scripts/predict.py digits - --format xml
 ```
 ```json
 {"zero_optimisation": {}}
@@ -233,7 +268,8 @@ from delivery.weights import load_weights
     found = problems(page, tmp_path)
     expected = ["link to missing.md", "link to #no-heading", "path training/missing.py", "path launch.sh"]
     expected += ["flag --batchsize", "launch_distributed.sh mobilnet", "--epochs 0", "trian", "doctor.py --check DIR"]
-    expected += ["'zero_optimisation'", "'epoch'", "import of load_weights", "message nothing ever"]
+    expected += ["invalid choice: 'xml'", "'zero_optimisation'", "'epoch'"]
+    expected += ["import of load_weights", "message nothing ever"]
     assert len(found) == len(expected), found
     for problem, part in zip(found, expected, strict=True):
         assert part in problem

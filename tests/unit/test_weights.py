@@ -131,8 +131,18 @@ def test_files_that_are_no_delivery_are_refused(tmp_path):
     with pytest.raises(UserError, match="lacks the metadata 'description'"):
         load_model(file)
     built = save(file)
-    save(file, description={**built.description, "num_classes": 6})
+    six = {"description": {**built.description, "num_classes": 6}}
+    save(file, **six)
+    with pytest.raises(UserError, match="contradicts itself: 5 class names, but 6 classes"):
+        load_model(file)
+    save(file, **six, class_names=[*CLASS_NAMES, "five"])
     with pytest.raises(UserError, match="does not fit its own description"):
+        load_model(file)
+    save(file, class_names=5)
+    with pytest.raises(UserError, match="metadata of a wrong kind"):
+        load_model(file)
+    save(file, preprocessing={"image_size": 32})
+    with pytest.raises(UserError, match="lacks the metadata"):
         load_model(file)
 
 
