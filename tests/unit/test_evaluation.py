@@ -14,11 +14,11 @@ from PIL import Image
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import accuracy_score, classification_report, confusion_matrix, log_loss, top_k_accuracy_score
 
-from delivery.evaluation import dense_confusion, describe_scores
+from delivery.evaluation import calibration_bins, dense_confusion, describe_scores
 from delivery.evaluation_files import check_replaceable, read_scores, write_evaluation, write_scores
 from training.distributed import World
 from training.errors import UserError
-from training.metrics import SampleRecorder, sample_losses
+from training.metrics import SampleRecorder, SampleScores, sample_losses
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 NAMES = ["null", "<b>eins</b>", "zwei", "drei", "vier", "fünf", "六"]
@@ -81,6 +81,14 @@ def test_calibration_is_scikit_learns(judged):
     assert facts["ece"] == pytest.approx((np.abs(accuracy - confidence) * counts).sum() / SAMPLES, rel=1e-6)
     assert 0.01 < facts["ece"] < 0.5
     assert len(filled) < len(facts["calibration"]) == 15, "a bin without samples is told as such"
+
+
+def test_a_confidence_between_two_bins_belongs_to_the_lower_one():
+    confidences = np.linspace(0, 1, 16)[1:]
+    ones = torch.ones(15, dtype=torch.int64)
+    details = SampleScores(ones, ones, ones, ones.bool(), ones.double(), torch.from_numpy(confidences))
+    assert [one["samples"] for one in calibration_bins(details)] == [1] * 15
+    assert [one["confidence"] for one in calibration_bins(details)] == confidences.tolist()
 
 
 def test_the_worst_samples_are_the_wrong_ones_with_the_highest_loss(judged):
