@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from itertools import product
 
 import pytest
 import torch
-from commands import launch, read_metrics
+from commands import ROOT, launch, read_metrics
 from ranks import run_ranks
 from safetensors.torch import load_file
 
@@ -71,3 +75,25 @@ def test_a_resumed_run_is_bit_identical_with_deterministic_algorithms(tmp_path):
     first, second = (load_file(folder / "model.safetensors") for folder in folders)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_finished_run_is_judged_on_the_gpu_and_on_the_cpu(tmp_path):
+    words = ["mobilenet", "ddp", "1", "32", "3", "--learning-rate", "0.004", "--tensorboard", "false"]
+    trained = launch(*words, "--run-name", "digits", "--log-dir", str(tmp_path))
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    run = tmp_path / "runs" / "digits"
+    own = json.loads((run / "evaluation" / "scores.json").read_text())
+    judged = {}
+    for name, environment, flags in (
+        ("cuda", {}, ["--batch-size", "32"]),
+        ("cuda-fp32", {}, ["--precision", "fp32"]),
+        ("cpu", {"CUDA_VISIBLE_DEVICES": ""}, []),
+    ):
+        command = [sys.executable, "scripts/evaluate.py", str(run), "--output", str(tmp_path / name), *flags]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        judged[name] = json.loads((tmp_path / name / "scores.json").read_text())
+    assert judged["cuda"]["precision"] == "bf16"
+    assert judged["cuda"]["top1"] == pytest.approx(own["top1"], abs=1 / 360)
+    assert judged["cuda-fp32"]["loss"] == pytest.approx(judged["cpu"]["loss"], rel=1e-2), "TF32 has 10 bits of mantissa"
+    assert judged["cpu"]["top1"] == pytest.approx(own["top1"], abs=4 / 360)
