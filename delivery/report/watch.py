@@ -1,0 +1,64 @@
+"""Keeps the page up to date while a run trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from delivery.report.page import write_report
+from delivery.report.run_files import EVALUATION, METRICS
+
+POLL_SECONDS = 2.0
+# A run writes its evaluation after its last line, so a page is written once more after a while of silence.
+POLLS_AFTER_THE_END = 3
+POLLS_BETWEEN_LOOKS = 30  # in silence: whether the run has broken off
+
+
+def watch(
+    folders: Sequence[Path],
+    output: Path,
+    say: Callable[[str], None],
+    *,
+    poll_seconds: float = POLL_SECONDS,
+) -> None:
+    """Write the page now and whenever the runs' files grow, until all runs have ended or Ctrl-C is pressed.
+
+    Args:
+        folders: of the runs.
+        output: the HTML file.
+        say: takes a line for people.
+        poll_seconds: between two looks at the files.
+
+    Raises:
+        UserError: as `write_report`.
+    """
+    if not write_report(folders, output, is_watched=True):
+        return
+    say(f"watching, Ctrl-C ends it: open {output}")
+    is_going_on, seen, silent_polls = True, _signature(folders), 0
+    try:
+        while is_going_on or silent_polls < POLLS_AFTER_THE_END:
+            time.sleep(poll_seconds)
+            now = _signature(folders)
+            silent_polls = silent_polls + 1 if now == seen else 0
+            seen = now
+            if silent_polls % POLLS_BETWEEN_LOOKS == 0:
+                is_going_on = write_report(folders, output, is_watched=True)
+    except KeyboardInterrupt:
+        pass
+    # Without a watcher the page must no longer wait for news.
+    write_report(folders, output)
+
+
+def _signature(folders: Sequence[Path]) -> list[tuple[int, int]]:
+    """Return what changes when a run writes: size and time of its files."""
+    found = []
+    for folder in folders:
+        for path in (folder / METRICS, folder / EVALUATION / "scores.json", folder / EVALUATION / "worst.csv"):
+            try:
+                status = path.stat()
+                found.append((status.st_size, status.st_mtime_ns))
+            except OSError:
+                found.append((0, 0))
+    return found

@@ -1,0 +1,50 @@
+"""Shows a run, or several side by side, on one page: a single HTML file that needs no network.
+
+python scripts/report.py digits                                # writes logs/runs/digits/report.html
+python scripts/report.py digits --watch                        # the same, again and again while it trains
+python scripts/report.py digits digits-again --output both.html
+
+A run is given by its name in logs/runs, or by its folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from delivery.command_line import OneLineParser, run_script
+
+
+def report(given: argparse.Namespace) -> int:
+    """Write the page, and with --watch keep it up to date."""
+    from delivery.report.page import write_report
+    from delivery.report.watch import watch
+    from delivery.trained_model import find_run
+
+    folders = list(dict.fromkeys(find_run(word) for word in given.runs))
+    default = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
+    output = Path(given.output).expanduser() if given.output else default
+    if given.watch:
+        watch(folders, output, print)
+    else:
+        write_report(folders, output)
+    print(f"report       {output}")
+    return 0
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = OneLineParser("report", __doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="A run's name or folder; several are compared.")
+    parser.add_argument(
+        "--output", default="", help="File to write; default: report.html in the run's folder, or here for several."
+    )
+    parser.add_argument("--watch", action="store_true", help="Write it again as the run goes on, until its end.")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script("report", parse, report))
