@@ -95,7 +95,7 @@ def draw(
         key: unique in the page.
         title: a few words, with the unit.
         lines: what to draw.
-        caption: a sentence or two that say what is to be seen.
+        caption: a sentence or two that say what is to be seen; by default the last values.
         x_name: of the horizontal axis.
         marks: places on it to mark.
         write: a value for people.
@@ -130,6 +130,12 @@ def draw(
             for line, x, y in kept
         ],
     }
+    if not caption and len(drawn) == 1:
+        caption = (
+            f"From {write(values[0])} to {drawn[0]['last']}; between {write(min(values))} and {write(max(values))}."
+        )
+    elif not caption:
+        caption = f"In the end: {', '.join(line['name'] + ' ' + line['last'] for line in drawn)}."
     places = [100 * x_axis.place(mark) for mark in marks if x_axis.low <= mark <= x_axis.high]
     return Chart(key, title, caption, x_name, x_axis, y_axis, drawn, places, header, rows, left_out, data)
 
@@ -197,8 +203,8 @@ def tabulate(
 
     A line's value at a place is that of its last point up to there.
     """
-    enough = [set(x) for _, x, _ in lines if len(x) > 2] or [set(x) for _, x, _ in lines]
-    places = sorted(min(enough, key=lambda places: len(places)))
+    candidates = sorted((sorted(set(x)) for _, x, _ in lines), key=len)
+    places = next((found for found in candidates if len(found) > 2), candidates[0])
     chosen = sorted({round(position) for position in np.linspace(0, len(places) - 1, min(len(places), TABLE_ROWS))})
     rows = []
     for place in (places[position] for position in chosen):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivery.report.run_files import RunFiles
-from delivery.report.wording import count, number, percent, plural, seconds, size
+from delivery.report.wording import clip, count, number, percent, plural, seconds, size
 from training.config import FIELDS, FLAG_OF
 
 
@@ -30,6 +30,14 @@ class Setting:
     differs: bool = False
 
 
+def describe(run: RunFiles) -> str:
+    """Return in a line what was trained, on what, and how."""
+    config, environment = run.config, run.environment
+    data, model, strategy = (str(config.get(name, "?")) for name in ("data", "model_type", "strategy"))
+    words = [f"{clip(model)} on {clip(data)}", clip(strategy), _ranks(run), str(environment.get("precision", ""))]
+    return ", ".join(word for word in words if word)
+
+
 def key_figures(run: RunFiles) -> list[Figure]:
     """Return the figures of the best epoch, of speed and of memory, as far as they are known."""
     figures = _scores(run)
@@ -44,9 +52,7 @@ def key_figures(run: RunFiles) -> list[Figure]:
         remark = "highest of all ranks" if len(peaks) > 1 else "rank 0"
         figures.append(Figure("peak memory", size(max(peaks)), remark))
     if run.parameters:
-        figures.append(
-            Figure("numbers in the weights", _millions(run.parameters), str(run.config.get("model_type", "")))
-        )
+        figures.append(Figure("weights", _millions(run.parameters), "numbers in model.safetensors"))
     return figures
 
 
@@ -99,8 +105,8 @@ def show(value: Any) -> str:
     """Write a value of JSON for people."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if value is None or value == "":
-        return "none" if value is None else "(empty)"
+    if value is None or value in ("", []):
+        return "(empty)" if value == "" else "none"
     return ", ".join(map(show, value)) if isinstance(value, list) else str(value)
 
 

@@ -14,12 +14,12 @@ import jinja2
 
 from delivery.report import wording
 from delivery.report.curves import Chart
-from delivery.report.facts import Figure, Setting, differences, key_figures, settings, surroundings
+from delivery.report.facts import Figure, Setting, describe, differences, key_figures, settings, surroundings
 from delivery.report.incidents import Incidents, find_incidents
 from delivery.report.judgement import AVERAGES, ClassTable, Confusion, calibration_chart, class_table, confusion
 from delivery.report.run_files import RunFiles, read_run
 from delivery.report.samples import MOST_PICTURES, Sample, wrong_samples
-from delivery.report.spending import Spending, spend_memory, spend_time
+from delivery.report.spending import Part, Spending, spend_memory, spend_time
 from delivery.report.status import Status, find_status
 from delivery.report.training_curves import STYLES, overlaid_charts, single_run_charts
 from training.errors import UserError
@@ -51,6 +51,7 @@ class PageRun:
     name: str
     style: int
     folder: str
+    description: str
     command: str
     status: Status
     notes: list[str]
@@ -129,6 +130,7 @@ def render(runs: Sequence[PageRun], *, is_live: bool) -> str:
         title=names[0] if is_single else f"{len(runs)} runs compared",
         charts=charts,
         figures=_side_by_side(runs),
+        times=_times_side_by_side(runs),
         setting_differences=differences([run.settings for run in runs]),
         surrounding_differences=differences([run.surroundings for run in runs]),
         data={
@@ -157,6 +159,7 @@ def _page_run(position: int, name: str, run: RunFiles, count: int) -> PageRun:
         name=name,
         style=position % STYLES + 1,
         folder=str(run.folder),
+        description=describe(run),
         command=str(run.environment.get("command", "")),
         status=find_status(run),
         notes=run.notes,
@@ -188,6 +191,13 @@ def _side_by_side(runs: Sequence[PageRun]) -> list[tuple[str, list[Figure | None
     by_name = [{figure.name: figure for figure in run.figures} for run in runs]
     names = dict.fromkeys(name for figures in by_name for name in figures)
     return [(name, [figures.get(name) for figures in by_name]) for name in names]
+
+
+def _times_side_by_side(runs: Sequence[PageRun]) -> list[tuple[str, list[Part | None]]]:
+    """Return each part of the time by name with that of every run, None where a run lacks it."""
+    by_name = [{part.name: part for part in run.time.parts} if run.time else {} for run in runs]
+    names = dict.fromkeys(name for parts in by_name for name in parts)
+    return [(name, [parts.get(name) for parts in by_name]) for name in names]
 
 
 def _replace(output: Path, content: bytes) -> None:

@@ -59,7 +59,7 @@ def spend_time(history: History) -> Spending | None:
     remarks = _remarks(history)
     if not spans["evaluation"]:
         del spans["evaluation"]
-    meanings = SPANS | {BETWEEN: "from the last line before a failure to the resume: steps that were lost unlogged too"}
+    meanings = SPANS | {BETWEEN: "from the last line before a failure to the resume"}
     largest = max(spans.values())
     parts = [
         Part(name, meanings.get(name, ""), seconds(value), value / total, value / largest)

@@ -19,9 +19,8 @@ def number(value: float | None, digits: int = 4) -> str:
     if value and not 1e-3 <= abs(value) < 1e7:
         mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
-    whole_digits = len(str(int(abs(value))))
-    text = f"{value:,.{max(digits - whole_digits, 0)}f}"
-    return text.replace(",", THIN)
+    power = math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{max(digits - 1 - power, 0)}f}".replace(",", THIN)
 
 
 def plain(value: float) -> str:

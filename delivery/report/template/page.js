@@ -83,7 +83,7 @@
     const up = (y) => (scale(y) - scale(chart.y[0])) / (scale(chart.y[1]) - scale(chart.y[0]));
     const isOff = (line) => figure.querySelector(`g[data-switch="${CSS.escape(line.switch)}"]`).classList.contains("off");
     let at = -1;
-    const hide = () => { for (const part of [cursor, ...dots]) part.hidden = true; };
+    const hide = () => { for (const part of [cursor, reading, ...dots]) part.hidden = true; };
     const show = (position) => {
       at = Math.min(Math.max(position, 0), places.length - 1);
       const words = [];
@@ -98,12 +98,15 @@
         dots[number].style.bottom = `${100 * up(value)}%`;
         words.push(`${line.name} ${write(value, chart.percent)}`);
       });
-      reading.textContent = `${chart.xName} ${write(places[at], false)}: ${words.join(", ") || "no value"}`;
+      reading.textContent = [`${chart.xName} ${write(places[at], false)}`, ...words].join("\n");
+      reading.hidden = false;
+      const isLeft = across(places[at]) < 0.5;
+      reading.style.left = isLeft ? `calc(${100 * across(places[at])}% + 10px)` : "auto";
+      reading.style.right = isLeft ? "auto" : `calc(${100 - 100 * across(places[at])}% + 10px)`;
       canvas.setAttribute("aria-valuenow", at + 1);
-      canvas.setAttribute("aria-valuetext", reading.textContent);
+      canvas.setAttribute("aria-valuetext", reading.textContent.replaceAll("\n", ", "));
     };
     hide();
-    reading.hidden = false;
     // A slider is what screen readers hand the arrow keys to; they speak its value text.
     const title = figure.querySelector("h3, h4");
     for (const [name, value] of Object.entries({
@@ -121,7 +124,7 @@
       if (!(event.key in moves) || event.ctrlKey || event.metaKey || event.altKey) return;
       event.preventDefault();
       show(at < 0 && event.key !== "Home" ? places.length - 1 : moves[event.key]());
-      say(reading.textContent);
+      say(canvas.getAttribute("aria-valuetext"));
     });
     const follow = (event) => {
       const box = canvas.getBoundingClientRect();
