@@ -1,4 +1,4 @@
-"""What a run leaves for people when it has finished: its evaluation in full, and its model card."""
+"""What a run leaves for people when it has finished: its evaluation in full, its model card, and the report of it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,36 @@ import torch
 
 from delivery.evaluation_files import read_scores, write_evaluation
 from delivery.model_card import write_model_card
+from delivery.report.page import write_report
 from delivery.weights import read_metadata
-from training.run_folder import RunFolder
+from training.run_folder import RunFolder, shown_path
 
 
-def finish_run(folder: RunFolder, read_image: Callable[[int], torch.Tensor]) -> list[str]:
+def finish_run(folder: RunFolder, read_image: Callable[[int], torch.Tensor], *, with_report: bool) -> list[str]:
     """Write the files about the best epoch; nothing that goes wrong here may spoil a run that went well.
 
     Args:
         folder: of the run, with its weights.
         read_image: from a validation sample's position to its image, uint8 [3, H, W].
+        with_report: whether to write the report too.
 
     Returns:
-        One line for each thing that could not be written.
+        One line for each thing that could not be written, and where the report lies.
     """
+    report = folder.path / "report.html"
     steps: dict[str, Callable[[], object]] = {
         "evaluation": lambda: _write_evaluation(folder, read_image),
         "model card": lambda: write_model_card(folder.path),
     }
-    failures = []
+    if with_report:
+        steps["report"] = lambda: write_report([folder.path], report)
+    lines = {"report": f"report       {shown_path(report)}"} if with_report else {}
     for name, write in steps.items():
         try:
             write()
         except Exception as error:  # whatever it is
-            failures.append(f"the {name} could not be written ({type(error).__name__}: {error})")
-    return failures
+            lines[name] = f"note: the {name} could not be written ({type(error).__name__}: {error})"
+    return list(lines.values())
 
 
 def _write_evaluation(folder: RunFolder, read_image: Callable[[int], torch.Tensor]) -> None:

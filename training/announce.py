@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from pathlib import Path
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -14,6 +13,7 @@ from training.data.images import ImageError
 from training.distributed import gather_objects
 from training.loggers import RunPoint
 from training.parts import Parts
+from training.run_folder import shown_path
 
 AUGMENTED_IMAGES_SHOWN = 16
 MAX_BAD_FILES_LISTED = 20
@@ -62,12 +62,12 @@ def announce_end(parts: Parts, progress: Progress, stop_signal: int, point: RunP
             f"top-1 {progress.best_top1:.4f} on {len(parts.data.val)} held-out images "
             f"(best epoch: {progress.best_epoch}; its weights are saved)"
         )
-        say(f"weights      {_shown(parts.folder.weights)}")
+        say(f"weights      {shown_path(parts.folder.weights)}")
     if point.images_per_second:
         parts.loggers.end(point)
-    say(f"run folder   {_shown(parts.folder.path)}")
-    say(f"TensorBoard  tensorboard --logdir {_shown(parts.folder.tensorboard.parent)}")
-    say(f"log          {_shown(parts.folder.text_log)}")
+    say(f"run folder   {shown_path(parts.folder.path)}")
+    say(f"TensorBoard  tensorboard --logdir {shown_path(parts.folder.tensorboard.parent)}")
+    say(f"log          {shown_path(parts.folder.text_log)}")
 
 
 def _warnings(parts: Parts) -> list[str]:
@@ -102,11 +102,3 @@ def _augmented_sample(parts: Parts) -> torch.Tensor:
             images.append(parts.data.train[(0, int(index))][0])
     mean, std = (torch.tensor(parts.data.preprocessing[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
     return (torch.stack(images) * std + mean).clamp(0, 1) if images else torch.empty(0)
-
-
-def _shown(path: Path) -> str:
-    """Write a path as short as a reader in the current folder can use it."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

@@ -131,6 +131,7 @@ class TrainConfig:
     log_every_steps: int = option(10, "Optimizer steps between two log points.", low=1)
     progress: Literal["auto", "bar", "lines", "off"] = option("auto", "Console progress; auto: a bar on a terminal.")
     tensorboard: bool = option(True, "Write TensorBoard event files.")
+    report: bool = option(True, "Write report.html into the run's folder at its end: the whole run on one page.")
     profile: int = option(
         0,
         "Steps of rank 0's first epoch that torch.profiler traces into the run's folder; 0: none.",
@@ -163,7 +164,7 @@ FREE_ON_RESUME = frozenset(
         *("activation_checkpointing", "deterministic"),
         *("batch_size", "gradient_accumulation_steps", "pretrained", "weights", "early_stopping_patience"),
         *("data", "data_root", "download", "workers", "cache", "cache_gb"),
-        *("run_name", "log_dir", "log_every_steps", "progress", "tensorboard", "profile"),
+        *("run_name", "log_dir", "log_every_steps", "progress", "tensorboard", "report", "profile"),
         *("resume", "save_every_steps", "save_every_minutes", "keep_last", "max_bad_steps", "hang_timeout"),
     }
 )

@@ -111,8 +111,8 @@ def train(parts: Parts, stop: StopRequest, start: RunStart = FIRST_START) -> int
     images = (position - first_position) * parts.settings.plan.global_batch
     announce_end(parts, progress, stop_signal, run_point(position, images, timing, parts.world))
     if parts.world.is_main and not stop_signal:
-        for line in finish_run(parts.folder, parts.data.val.source.read):
-            parts.loggers.message(f"note: {line}")
+        for line in finish_run(parts.folder, parts.data.val.source.read, with_report=parts.config.report):
+            parts.loggers.message(line)
     return exit_code_of(stop_signal) if stop_signal else 0
 
 

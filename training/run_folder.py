@@ -89,3 +89,11 @@ def create_run_folder(config: TrainConfig, name: str, *, is_restart: bool = Fals
             "Give a folder that you may write to."
         ) from None
     return folder
+
+
+def shown_path(path: Path) -> str:
+    """Write a path as short as a reader in the current folder can use it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from delivery.report.wording import number, plain
+from delivery.report.wording import isolate, number, plain
 
 POINTS_PER_CHART = 1600  # over all lines; about 25 bytes each in the page
 VIEW = 1000  # side of the SVG's own coordinates, which it stretches to the place there is
@@ -135,7 +135,7 @@ def draw(
             f"From {write(values[0])} to {drawn[0]['last']}; between {write(min(values))} and {write(max(values))}."
         )
     elif not caption:
-        caption = f"In the end: {', '.join(line['name'] + ' ' + line['last'] for line in drawn)}."
+        caption = f"In the end: {', '.join(isolate(line['name']) + ' ' + line['last'] for line in drawn)}."
     places = [100 * x_axis.place(mark) for mark in marks if x_axis.low <= mark <= x_axis.high]
     return Chart(key, title, caption, x_name, x_axis, y_axis, drawn, places, header, rows, left_out, data)
 

@@ -60,7 +60,7 @@ def overlaid_charts(histories: Sequence[History], names: Sequence[str]) -> list[
             for run, (history, name) in enumerate(pairs)
         ]
         charts.append(draw(key, title, lines, **options))
-    for key, title, options in _BY_STEP:
+    for key, title, options in (("loss", "Training loss", {"may_be_log": True}), *_BY_STEP):
         lines = [
             Line(name, run % STYLES + 1, _step_places(history), history.columns[key], f"run{run}")
             for run, (history, name) in enumerate(pairs)
@@ -122,6 +122,6 @@ _BY_STEP: tuple[tuple[str, str, dict[str, Any]], ...] = (
 _BY_EPOCH: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("val_top1", "Validation top-1", _PERCENT),
     ("val_loss", "Validation loss", {"may_be_log": True}),
-    ("train_loss", "Training loss", {"may_be_log": True}),
     ("train_top1", "Training top-1", _PERCENT),
+    ("val_top5", "Validation top-5", _PERCENT),
 )

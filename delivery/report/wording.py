@@ -87,3 +87,8 @@ def clip(text: str, longest: int = LONGEST_NAME) -> str:
 def listing(names: Sequence[str]) -> str:
     """Join names: a; a and b; a, b and c."""
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
+
+
+def isolate(text: str) -> str:
+    """Keep a name that is written from right to left from turning the sentence around it."""
+    return text if text.isascii() else f"\u2068{text}\u2069"
