@@ -20,7 +20,7 @@ def watch(
     output: Path,
     say: Callable[[str], None],
     *,
-    poll_seconds: float = POLL_SECONDS,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Write the page now and whenever the runs' files grow, until all runs have ended or Ctrl-C is pressed.
 
@@ -28,7 +28,7 @@ def watch(
         folders: of the runs.
         output: the HTML file.
         say: takes a line for people.
-        poll_seconds: between two looks at the files.
+        sleep: waits so many seconds between two looks at the files.
 
     Raises:
         UserError: as `write_report`.
@@ -39,7 +39,7 @@ def watch(
     is_going_on, seen, silent_polls = True, _signature(folders), 0
     try:
         while is_going_on or silent_polls < POLLS_AFTER_THE_END:
-            time.sleep(poll_seconds)
+            sleep(POLL_SECONDS)
             now = _signature(folders)
             silent_polls = silent_polls + 1 if now == seen else 0
             seen = now
