@@ -28,12 +28,11 @@ class ClassTable:
 
 @dataclass(frozen=True)
 class Cell:
-    """A pair of true and predicted class: how many images, which shade of 0 to `SHADES`, and what is said of it."""
+    """A pair of true and predicted class: how many images, and which shade of 0 to `SHADES`."""
 
     samples: int
     shade: int
     is_right: bool
-    words: str
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def confusion(scores: Mapping[str, Any], *, with_matrix: bool = True) -> Confusi
     matrix = []
     if with_matrix and len(names) <= LARGEST_MATRIX:
         for true in range(len(names)):
-            row = [_cell(names, true, said, cells.get((true, said), 0), support[true]) for said in range(len(names))]
+            row = [_cell(true, said, cells.get((true, said), 0), support[true]) for said in range(len(names))]
             matrix.append(row)
     return Confusion(names if matrix else [], matrix, pairs, len(mistakes) - len(pairs))
 
@@ -123,8 +122,6 @@ def calibration_chart(key: str, scores: Mapping[str, Any]) -> Chart | None:
     )
 
 
-def _cell(names: list[str], true: int, said: int, samples: int, support: int) -> Cell:
-    share = samples / support if support else 0.0
-    shade = 0 if not samples else max(1, round(SHADES * share))
-    words = f"true {names[true]}, predicted {names[said]}: {samples} of {support} ({percent(share)})"
-    return Cell(samples, shade, true == said, words)
+def _cell(true: int, said: int, samples: int, support: int) -> Cell:
+    shade = max(1, round(SHADES * samples / support)) if samples else 0
+    return Cell(samples, shade, true == said)

@@ -229,6 +229,14 @@
     }
   }
 
+  // Only what can be scrolled is a stop on the way through the page.
+  function trimStops() {
+    const observer = new ResizeObserver((entries) => {
+      for (const { target } of entries) target.tabIndex = target.scrollWidth > target.clientWidth ? 0 : -1;
+    });
+    all(".scroll").forEach((part) => observer.observe(part));
+  }
+
   // While the run goes on the page loads itself again, and goes back to where the reader was.
   function reloadWhileLive() {
     const key = `zerovision-live-${location.pathname}`;
@@ -262,6 +270,7 @@
   all("figure.chart").forEach(readChart);
   sortTables();
   readMatrices();
+  trimStops();
   all(".hint").forEach((hint) => { hint.hidden = false; });
   reloadWhileLive();
 })();
