@@ -1,7 +1,7 @@
 # `make help` lists the targets.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev train test test-slow test-cluster chaos bench lint check clean
+.PHONY: help setup setup-dev train test test-slow test-cluster chaos pictures bench lint check clean
 
 PYTHON ?= python3
 EPOCHS ?= 15
@@ -9,8 +9,9 @@ N ?= 100
 SEED ?= 0
 ROUNDS ?= 2
 MINUTES ?= 15
+RUN ?= logs/runs/digits
 TRAIN_FLAGS ?= --learning-rate 0.004
-SHELL_FILES := $(wildcard scripts/*.sh tests/cluster/lab/*.sh) .ci/run
+SHELL_FILES := $(wildcard scripts/*.sh tests/cluster/lab/*.sh tests/report/*.sh) .ci/run
 BIN := .venv/bin
 export PYTHON
 
@@ -26,7 +27,8 @@ setup-dev: ## Make .venv with what the tests need too
 train: setup ## Train mobilenet on handwritten digits, 2 ranks (EPOCHS=15, TRAIN_FLAGS="--learning-rate 0.004")
 	@bash scripts/launch_distributed.sh mobilenet ddp 2 16 $(EPOCHS) $(TRAIN_FLAGS)
 
-test: setup-dev ## Run the tests: those of units side by side, then those that start ranks themselves
+test: setup-dev ## Run the tests: those of units side by side, then those that start ranks or a browser themselves
+	@bash tests/report/install_chromium.sh
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -n 2 --dist worksteal
 	$(BIN)/python -m pytest --ignore tests/unit
 
@@ -39,6 +41,9 @@ test-cluster: setup-dev ## Train on hosts made on this machine, over ssh and Slu
 
 chaos: setup-dev ## Break into trainings at random moments, compare with uninterrupted ones (N=100 faults, SEED=0)
 	$(BIN)/python -m tests.chaos --faults $(N) --seed $(SEED)
+
+pictures: setup-dev ## Take the README's pictures of a run's report in Chromium (RUN=logs/runs/digits)
+	$(BIN)/python -m tests.report.pictures $(RUN)
 
 bench: ## Compare with bare DDP, ZeRO, Lightning, Accelerate, ... on CPU ranks (ROUNDS=2, MINUTES=15, QUICK=1)
 	@bash scripts/setup_env.sh requirements-bench.txt

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from delivery.evaluation_files import read_scores
+from delivery.repeat import repeat_command, show_value
 from delivery.trained_model import WEIGHTS, read_run_config
 from delivery.weights import read_metadata
-from training.config import FLAG_OF, TrainConfig
+from training.config import TrainConfig
 
 CARD = "README.md"
 MARK = (
@@ -23,9 +23,6 @@ MARK = (
 )
 TO_FILL = "to-be-filled-in"
 CLASSES_SHOWN = 50
-WORDS_OF_LAUNCH = ("model_type", "strategy", "batch_size", "epochs")
-# Where a run's files go and how it is watched is no part of what is repeated.
-NOT_REPEATED = frozenset({*WORDS_OF_LAUNCH, "run_name", "log_dir", "progress", "resume", "profile"})
 RECIPE = (
     *("epochs", "batch_size", "gradient_accumulation_steps", "optimizer", "learning_rate", "base_batch_size"),
     *("warmup_epochs", "final_learning_rate_scale", "weight_decay", "gradient_clipping", "label_smoothing"),
@@ -69,24 +66,6 @@ def write_model_card(run: Path) -> Path | None:
     finally:
         temporary.unlink(missing_ok=True)
     return card
-
-
-def repeat_command(config: TrainConfig, ranks: int, ranks_per_machine: int) -> str:
-    """Return the line that trains the same again: the launcher's words, and every flag that is not at its default."""
-    defaults = TrainConfig()
-    changed = (name for name in FLAG_OF if getattr(config, name) != getattr(defaults, name))
-    flags = [
-        word for name in changed if name not in NOT_REPEATED for word in (FLAG_OF[name], _word(getattr(config, name)))
-    ]
-    machines = ranks // max(ranks_per_machine, 1)
-    counts = [str(ranks)] if machines <= 1 else [str(machines), str(ranks_per_machine)]
-    script = "scripts/launch_distributed.sh" if machines <= 1 else "scripts/launch_multi_node.sh"
-    model, strategy, batch_size, epochs = (str(getattr(config, name)) for name in WORDS_OF_LAUNCH)
-    return shlex.join(["bash", script, model, strategy, *counts, batch_size, epochs, *flags])
-
-
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _front_matter(name: str, config: TrainConfig, metadata: Mapping[str, Any], scores: Mapping[str, Any]) -> str:
@@ -213,7 +192,7 @@ def _recipe(config: TrainConfig, environment: Mapping[str, Any]) -> list[str]:
         f"Global batch {config.batch_size * config.gradient_accumulation_steps * ranks}; {environment['precision']}; "
         f"strategy `{config.strategy}`.",
         "",
-        *_table(("setting", "value"), ((name, _plain(_word(settings[name]))) for name in given)),
+        *_table(("setting", "value"), ((name, _plain(show_value(settings[name]))) for name in given)),
         "",
         f"To repeat it{origin}:",
         "",

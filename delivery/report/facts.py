@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from delivery.repeat import repeat_command
 from delivery.report.run_files import RunFiles
 from delivery.report.wording import clip, count, number, percent, plural, seconds, size
-from training.config import FIELDS, FLAG_OF
+from training.config import FIELDS, FLAG_OF, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,17 @@ def describe(run: RunFiles) -> str:
     data, model, strategy = (str(config.get(name, "?")) for name in ("data", "model_type", "strategy"))
     words = [f"{clip(model)} on {clip(data)}", clip(strategy), _ranks(run), str(environment.get("precision", ""))]
     return ", ".join(word for word in words if word)
+
+
+def command_to_repeat(run: RunFiles) -> str:
+    """Return the line that trains the run again; as it was started where a setting is of another version."""
+    ranks, started_as = run.environment.get("ranks"), str(run.environment.get("command", ""))
+    if not isinstance(ranks, int):
+        return started_as
+    try:
+        return repeat_command(TrainConfig(**run.config), ranks, run.environment.get("ranks_per_machine") or ranks)
+    except TypeError:
+        return started_as
 
 
 def key_figures(run: RunFiles) -> list[Figure]:
@@ -85,7 +97,8 @@ def settings(run: RunFiles) -> list[Setting]:
 def surroundings(run: RunFiles) -> list[Setting]:
     """Return hardware, versions and code of a run."""
     environment = dict(run.environment)
-    environment.pop("command", None)
+    if "command" in environment:
+        environment["started as"] = environment.pop("command")
     if "memory_bytes" in environment and isinstance(environment["memory_bytes"], int):
         environment["memory of the host"] = size(environment.pop("memory_bytes"))
     if "git_commit" in environment and environment.pop("git_has_changes", False):

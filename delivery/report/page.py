@@ -14,7 +14,16 @@ import jinja2
 
 from delivery.report import wording
 from delivery.report.curves import Chart
-from delivery.report.facts import Figure, Setting, describe, differences, key_figures, settings, surroundings
+from delivery.report.facts import (
+    Figure,
+    Setting,
+    command_to_repeat,
+    describe,
+    differences,
+    key_figures,
+    settings,
+    surroundings,
+)
 from delivery.report.incidents import Incidents, find_incidents
 from delivery.report.judgement import AVERAGES, ClassTable, Confusion, calibration_chart, class_table, confusion
 from delivery.report.run_files import RunFiles, read_run
@@ -160,7 +169,7 @@ def _page_run(position: int, name: str, run: RunFiles, count: int) -> PageRun:
         style=position % STYLES + 1,
         folder=str(run.folder),
         description=describe(run),
-        command=str(run.environment.get("command", "")),
+        command=command_to_repeat(run),
         status=find_status(run),
         notes=run.notes,
         figures=figures,

@@ -203,7 +203,9 @@ def test_copies_the_command(browser, pages):
     with opened(browser, pages["single"], permissions=["clipboard-read", "clipboard-write"]) as page:
         page.locator("button.copy").click()
         playwright_api.expect(page.locator("button.copy")).to_contain_text("Copied")
-        assert page.evaluate("navigator.clipboard.readText()") == "scripts/train_distributed.py --epochs 2"
+        assert page.evaluate("navigator.clipboard.readText()") == (
+            "bash scripts/launch_distributed.sh mobilenet ddp 2 16 2 --learning-rate 0.5"
+        )
 
 
 @pytest.mark.parametrize("name", ["single", "several"])

@@ -295,6 +295,15 @@ def test_a_run_ends_with_the_evaluation_of_its_weights_and_a_model_card(run_fold
     assert "bash scripts/launch_distributed.sh mobilenet ddp 2 16 4 --learning-rate 0.004 --deterministic true" in card
 
 
+def test_a_run_ends_with_its_report(trained, run_folder):
+    page = (run_folder / "report.html").read_text(encoding="utf-8")
+    best = max(entry["val_top1"] for entry in read_metrics(run_folder, "epoch"))
+    assert f"report       {run_folder / 'report.html'}\n" in trained[1].stdout
+    assert f"Finished: {EPOCHS} epochs, {EPOCHS * 45} steps." in page
+    assert f"{100 * best:.2f}\u202f%" in page
+    assert f"{round(360 * best)} of 360 images" in page
+
+
 def test_every_ranks_memory_and_the_time_of_evaluation_are_told(run_folder):
     (end,) = read_metrics(run_folder, "end")
     epochs = read_metrics(run_folder, "epoch")

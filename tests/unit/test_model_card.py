@@ -14,7 +14,8 @@ from huggingface_hub import ModelCard
 
 from delivery.evaluation import describe_scores
 from delivery.evaluation_files import write_scores
-from delivery.model_card import repeat_command, write_model_card
+from delivery.model_card import write_model_card
+from delivery.repeat import repeat_command
 from delivery.weights import save_weights
 from models import build_model
 from training.command_line import parse_args

@@ -16,7 +16,7 @@ import pytest
 from made_runs import GLOBAL_BATCH, RESTARTED, START, end, epoch, event, make_run, step
 
 from delivery.report.curves import Line, draw, thin
-from delivery.report.facts import differences, key_figures, settings, surroundings
+from delivery.report.facts import command_to_repeat, differences, key_figures, settings, surroundings
 from delivery.report.history import History, read_history
 from delivery.report.incidents import find_incidents
 from delivery.report.judgement import class_table, confusion
@@ -191,6 +191,9 @@ def test_key_figures_and_settings(tmp_path):
         ("--learning-rate", "0.5", "0.001"),
     ]
     assert [row.differs for row in rows] == sorted((row.differs for row in rows), reverse=True)
+    assert command_to_repeat(run) == "bash scripts/launch_distributed.sh mobilenet ddp 2 16 2 --learning-rate 0.5"
+    newer = dataclasses.replace(run, config=run.config | {"of_tomorrow": 1})
+    assert command_to_repeat(newer) == "scripts/train_distributed.py --epochs 2"
     other = read_run(make_run(tmp_path / "other", learning_rate=0.25))
     assert differences([rows, settings(other)]) == [("--learning-rate", ["0.5", "0.25"])]
     assert differences([surroundings(run), surroundings(other)]) == []
