@@ -148,7 +148,8 @@ class History:
         numbers = {name: float(line[name]) for name in EPOCH_NUMBERS if name in line}
         if missing := [name for name in EPOCH_NUMBERS[:-1] if name not in numbers]:
             raise KeyError(missing[0])
-        self.epochs[int(line["epoch"])] = line | numbers | {"epoch": int(line["epoch"])}
+        counts = {name: int(line[name]) for name in ("epoch", "step")}
+        self.epochs[counts["epoch"]] = line | numbers | counts
         self.processes[-1].add("evaluation", numbers.get("evaluation_seconds", 0.0))
         self._note_memory(line.get("memory_bytes_per_rank", []))
 
@@ -164,8 +165,9 @@ class History:
             self.processes[-1].add("saving", float(line["stall_seconds"]))
 
     def _add_end(self, line: dict[str, Any]) -> None:
-        float(line["seconds"]), float(line["evaluation_seconds"])
-        self.processes[-1].end = line
+        numbers = {name: float(line[name]) for name in ("seconds", "evaluation_seconds")}
+        shares = {name: float(share) for name, share in line["time_shares"].items()}
+        self.processes[-1].end = line | numbers | {"step": int(line["step"]), "time_shares": shares}
         self._note_memory(line.get("memory_bytes_per_rank", []))
 
     def _begin_process(self, when: float) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
 from delivery.report import wording
 from delivery.report.curves import Chart
@@ -26,7 +29,7 @@ from delivery.report.facts import (
 )
 from delivery.report.incidents import Incidents, find_incidents
 from delivery.report.judgement import AVERAGES, ClassTable, Confusion, calibration_chart, class_table, confusion
-from delivery.report.run_files import RunFiles, read_run
+from delivery.report.run_files import METRICS, RunFiles, read_run
 from delivery.report.samples import MOST_PICTURES, Sample, wrong_samples
 from delivery.report.spending import Part, Spending, spend_memory, spend_time
 from delivery.report.status import Status, find_status
@@ -147,40 +150,51 @@ def render(runs: Sequence[PageRun], *, is_live: bool) -> str:
             "reloadSeconds": RELOAD_SECONDS if is_live else 0,
         },
         reload_seconds=RELOAD_SECONDS if is_live else 0,
-        style=jinja2.utils.markupsafe.Markup((TEMPLATE / "style.css").read_text(encoding="utf-8")),
-        script=jinja2.utils.markupsafe.Markup(script),
+        style=Markup((TEMPLATE / "style.css").read_text(encoding="utf-8")),
+        script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        written=wording.moment(_now()),
+        written=wording.moment(time.time()),
         averages=AVERAGES,
     )
 
 
 def _page_run(position: int, name: str, run: RunFiles, count: int) -> PageRun:
     key = f"run{position}"
-    try:
+    with _damage_named(run.folder / "evaluation" / "scores.json"):
         evaluation = _evaluation(key, run, count) if run.scores is not None else None
         figures = key_figures(run)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
-        path = run.folder / "evaluation" / "scores.json"
-        raise UserError(f"'{path}' is damaged ({error!r}). Restore it, or remove it.") from None
+    with _damage_named(run.folder / METRICS):
+        status, incidents = find_status(run), find_incidents(run.history)
+        time_spent, memory = spend_time(run.history), spend_memory(run.history)
+    with _damage_named(run.folder / "environment.json"):
+        description, command, made_with = describe(run), command_to_repeat(run), surroundings(run)
     return PageRun(
         key=key,
         name=name,
         style=position % STYLES + 1,
         folder=str(run.folder),
-        description=describe(run),
-        command=command_to_repeat(run),
-        status=find_status(run),
+        description=description,
+        command=command,
+        status=status,
         notes=run.notes,
         figures=figures,
-        time=spend_time(run.history),
-        memory=spend_memory(run.history),
-        incidents=find_incidents(run.history),
+        time=time_spent,
+        memory=memory,
+        incidents=incidents,
         evaluation=evaluation,
         settings=settings(run),
-        surroundings=surroundings(run),
+        surroundings=made_with,
         files=run,
     )
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Name the file in which something is missing, or is not what it should be."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UserError(f"'{path}' is damaged ({error!r}). Restore it, or remove it.") from None
 
 
 def _evaluation(key: str, run: RunFiles, count: int) -> Evaluation:
@@ -222,9 +236,3 @@ def _replace(output: Path, content: bytes) -> None:
             new.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"'{output}' cannot be written: {error.strerror}. Give --output another file.") from None
-
-
-def _now() -> float:
-    import time
-
-    return time.time()

@@ -357,6 +357,39 @@ def test_damaged_scores_are_named(tmp_path, content):
         write_report([run], tmp_path / "page.html")
 
 
+STRANGE = [None, "text", -1, 0, 1e308, float("nan"), float("inf"), [], {}, True, "\udcff", 10**400]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_change_of_a_file_gives_a_page_or_one_line(tmp_path, seed):
+    random = np.random.default_rng(seed)
+    run = make_run(tmp_path / "run")
+    files = [run / name for name in ("config.json", "environment.json", "evaluation/scores.json")]
+    pages, told = 0, []
+    for _ in range(30):
+        lines = [dict(line) for line in RESTARTED]
+        for _ in range(random.integers(0, 3)):
+            line = lines[random.integers(len(lines))]
+            line[list(line)[random.integers(len(line))]] = STRANGE[random.integers(len(STRANGE))]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        file = files[random.integers(len(files))]
+        before = file.read_text()
+        content = json.loads(before)
+        content[list(content)[random.integers(len(content))]] = STRANGE[random.integers(len(STRANGE))]
+        file.write_text(json.dumps(content))
+        try:
+            write_report([run], tmp_path / "page.html")
+            data = re.search(r'id="data">(.*?)</script>', (tmp_path / "page.html").read_text(encoding="utf-8"))
+            json.loads(data[1], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+            pages += 1
+        except UserError as error:
+            told.append(str(error))
+        file.write_text(before)
+    assert pages
+    assert told
+    assert not any("\n" in line for line in told)
+
+
 def report(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "report.py"), *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=60)
