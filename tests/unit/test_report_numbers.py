@@ -1,0 +1,224 @@
+"""The numbers of the report against sums made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+from made_runs import GLOBAL_BATCH, RESTARTED, START, end, epoch, event, make_run, step
+
+from delivery.report.curves import Line, draw
+from delivery.report.facts import command_to_repeat, differences, key_figures, settings, surroundings
+from delivery.report.history import History
+from delivery.report.incidents import find_incidents
+from delivery.report.judgement import class_table, confusion
+from delivery.report.points import thin
+from delivery.report.run_files import read_run
+from delivery.report.samples import wrong_samples
+from delivery.report.spending import spend_memory, spend_time
+from delivery.report.status import PATIENCE_SECONDS, find_status
+
+
+def history_of(lines) -> History:
+    history = History(GLOBAL_BATCH)
+    for line in lines:
+        history.add(line)
+    return history
+
+
+def seconds_of(history: History) -> dict[str, float]:
+    """Add up the spans of all processes."""
+    total: dict[str, float] = {}
+    for process in history.processes:
+        for name, seconds in process.spans().items():
+            total[name] = total.get(name, 0.0) + seconds
+    return total
+
+
+def test_all_time_counts_and_the_later_line_of_a_step_holds():
+    history = history_of(RESTARTED)
+    assert list(history.steps) == [10, 20, 30, 40]
+    assert list(history.columns["loss"]) == [0.4, 0.2, 0.25, 0.125]
+    # Before the kill: 4 s in intervals, of which a quarter was data; then the end line's 2.5 s.
+    assert seconds_of(history) == pytest.approx(
+        {"data": 1.0 + 0.625, "forward": 3.0 + 1.875, "evaluation": 0.5 + 0.5, "saving": 0.25}
+    )
+    assert (history.repeated_steps, history.repeated_seconds) == (10, 2.0)
+    assert [process.gap_seconds for process in history.processes] == [0.0, 7.0]
+    assert history.memory_bytes_per_rank == [3000, 2500]
+    spent = spend_time(history)
+    assert {part.name: part.text for part in spent.parts}["restarting"] == "7.0\u202fs"
+    assert spent.total == "14.8\u202fs"
+    assert sum(part.share_of_all for part in spent.parts) == pytest.approx(1.0)
+
+
+def test_a_resume_within_an_interval_repeats_a_part_of_it():
+    history = history_of([step(10, 1.0), step(20, 2.0), event("resume", 5, 15), step(20, 0.5, steps=5), step(30, 1.0)])
+    assert list(history.steps) == [10, 20, 30]
+    assert (history.repeated_steps, history.repeated_seconds) == (5, 1.0)
+    assert seconds_of(history) == pytest.approx({"data": 4.5 / 4, "forward": 13.5 / 4})
+
+
+def test_a_run_that_began_anew_without_a_checkpoint():
+    history = history_of([step(10, 1.0, at=1), step(20, 1.0, at=2), step(10, 1.0, at=9)])
+    assert list(history.steps) == [10]
+    assert (history.repeated_steps, history.repeated_seconds) == (20, 2.0)
+    assert [process.gap_seconds for process in history.processes] == [0.0, 6.0]
+
+
+def test_epochs_after_a_resume_are_forgotten():
+    lines = [step(20, 1.0), epoch(1, 0.5), step(40, 1.0), epoch(2, 0.9), event("resume", 9, 20)]
+    assert sorted(history_of(lines).epochs) == [1]
+    assert history_of(lines).best_epoch["val_top1"] == 0.5
+
+
+def test_old_lines_without_the_new_fields():
+    old = {
+        name: value
+        for name, value in epoch(1, 0.5).items()
+        if name not in ("evaluation_seconds", "memory_bytes_per_rank")
+    }
+    history = history_of([step(20, 1.0, time_shares={}), old])
+    assert history.memory_bytes_per_rank == [1000]
+    assert any("not recorded" in remark for remark in spend_time(history_of([step(20, 1.0), old])).remarks)
+    assert spend_time(history) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_thinning_keeps_the_extremes_of_each_column(seed):
+    random = np.random.default_rng(seed)
+    x, y = np.arange(5000.0), random.normal(size=5000)
+    y[[17, 3333]] = 1e6, -1e6
+    y[random.integers(0, 5000, 200)] = np.nan
+    y[2000:2100] = np.nan
+    columns = 50
+    kept_x, kept_y = map(np.array, thin(x, y, columns))
+    kept_y = kept_y.astype(float)
+    assert len(kept_x) <= 2 * columns + 2
+    assert (np.diff(kept_x) > 0).all()
+    for column in range(columns):
+        low, high = 4999 * column / columns, 4999 * (column + 1) / columns
+        inside = (x >= low) & (x < high)
+        kept = kept_y[(kept_x >= low) & (kept_x < high)]
+        if np.isfinite(y[inside]).any():
+            assert (np.nanmin(kept), np.nanmax(kept)) == (np.nanmin(y[inside]), np.nanmax(y[inside]))
+        else:
+            assert np.isnan(kept).all()
+            assert len(kept)
+
+
+def test_a_few_points_are_all_kept_and_gaps_stay():
+    assert thin([1, 2, 3], [1.0, float("inf"), 3.0], 10) == ([1, 2, 3], [1.0, None, 3.0])
+
+
+def test_a_line_is_drawn_where_its_values_lie():
+    chart = draw("a", "A", [Line("a", 1, [0, 1, 2, 4], [0.0, 5.0, float("nan"), 10.0], "a")], from_zero=True)
+    (line,) = chart.lines
+    assert line["path"] == "M0 1000L250 500M1000 0"
+    assert (chart.y_axis.low, chart.y_axis.high) == (0, 10)
+    assert [text for _, text in chart.x_axis.ticks] == ["0", "1", "2", "3", "4"]
+    log = draw("b", "B", [Line("b", 1, [0, 1, 2], [0.01, 0.1, 1.0], "b")], may_be_log=True)
+    assert log.y_axis.is_log
+    assert log.lines[0]["path"] == "M0 1000L500 500L1000 0"
+
+
+@pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [-5.0, -5.0], [1e-300, 1e300], [float("nan")], []])
+def test_strange_values_make_no_chart_or_a_sound_one(values):
+    chart = draw("a", "A", [Line("a", 1, list(range(len(values))), values, "a")], may_be_log=True)
+    if not np.isfinite(values).any():
+        assert chart is None
+        return
+    assert all(0 <= place <= 100.001 for place, _ in [*chart.x_axis.ticks, *chart.y_axis.ticks])
+    assert all(0 <= float(number) <= 1000 for number in re.findall(r"[\d.]+", chart.lines[0]["path"].replace("h0", "")))
+
+
+FINISHED = [step(40, 1.0), epoch(1, 0.5), epoch(2, 0.5), end(40, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "later", "config", "word"),
+    [
+        (FINISHED, 1e6, {}, "finished"),
+        ([step(20, 1.0), epoch(1, 0.5), end(20, 1.0)], 1e6, {}, "stopped"),
+        ([step(20, 1.0), epoch(1, 0.5), epoch(2, 0.25), end(20, 1.0)], 1e6, {"early_stopping_patience": 1}, "finished"),
+        ([step(20, 1.0)], PATIENCE_SECONDS - 1, {}, "going on"),
+        ([step(20, 1.0)], PATIENCE_SECONDS + 1, {}, "broken off"),
+        ([step(20, 1.0), end(20, 1.0), event("resume", 0, 20)], 5, {}, "going on"),
+        ([], 5, {}, "not begun"),
+    ],
+)
+def test_status(tmp_path, lines, later, config, word):
+    run = read_run(make_run(tmp_path / "run", lines, **config))
+    if word == "finished" and config:
+        run = dataclasses.replace(run, config=run.config | {"epochs": 9})
+    assert find_status(run, START + later).word == word
+
+
+def test_key_figures_and_settings(tmp_path):
+    run = read_run(make_run(tmp_path / "run", learning_rate=0.5))
+    figures = {figure.name: figure for figure in key_figures(run)}
+    assert figures["top-1 accuracy"].value == "66.67\u202f%"
+    assert figures["top-1 accuracy"].remark == "6 of 9 images, epoch 2 of 2"
+    assert figures["training time"].value == "6.8\u202fs"  # 4 + 0.25 before the kill, 2.5 after it
+    assert figures["images per second"].value == "267"  # 50 steps of 32 images in 6 s
+    assert figures["peak memory"].value == "3.00\u202fkB"
+    rows = settings(run)
+    assert [(row.name, row.value, row.default) for row in rows if row.differs] == [
+        ("--epochs", "2", "30"),
+        ("--learning-rate", "0.5", "0.001"),
+    ]
+    assert [row.differs for row in rows] == sorted((row.differs for row in rows), reverse=True)
+    assert command_to_repeat(run) == "bash scripts/launch_distributed.sh mobilenet ddp 2 16 2 --learning-rate 0.5"
+    newer = dataclasses.replace(run, config=run.config | {"of_tomorrow": 1})
+    assert command_to_repeat(newer) == "scripts/train_distributed.py --epochs 2"
+    other = read_run(make_run(tmp_path / "other", learning_rate=0.25))
+    assert differences([rows, settings(other)]) == [("--learning-rate", ["0.5", "0.25"])]
+    assert differences([surroundings(run), surroundings(other)]) == []
+
+
+def test_without_scores_the_best_epoch_speaks(tmp_path):
+    figures = {figure.name: figure for figure in key_figures(read_run(make_run(tmp_path / "run", class_names=None)))}
+    assert figures["top-1 accuracy"].value == "75.00\u202f%"
+    assert figures["top-1 accuracy"].remark == "10 images, epoch 2 of 2"
+
+
+def test_incidents():
+    found = find_incidents(history_of(RESTARTED))
+    assert [(row.kind, row.step) for row in found.rows] == [("resumed", 20), ("slow rank", 30), ("skipped step", 35)]
+    assert "rank 1 (host node): 400 ms of work a step, the others 200 ms (median)" in found.rows[1].words
+    assert [name for name, _ in found.lanes] == ["restarts", "skipped steps", "slow ranks", "checkpoints"]
+    assert found.lanes[0][1] == [50.0]
+    assert found.summary[0] == "1 resume, 1 skipped step and 1 warning of a slow rank."
+    assert find_incidents(History(None)).rows == []
+
+
+def test_classes_and_confusion(tmp_path):
+    scores = read_run(make_run(tmp_path / "run")).scores
+    found = confusion(scores)
+    assert [[cell.samples for cell in row] for row in found.matrix] == [[2, 1, 0], [0, 2, 1], [1, 0, 2]]
+    assert [(cell.shade, cell.is_right) for cell in found.matrix[0]] == [(7, True), (3, False), (0, False)]
+    assert found.pairs[0] == ("cat", "dog", 1, "33.3\u202f%")
+    many = read_run(make_run(tmp_path / "many", class_names=[f"c{number}" for number in range(1000)])).scores
+    many["classes"][777]["f1"] = 0.0
+    table = class_table(many)
+    assert (len(table.rows), table.left_out, table.rows[0][0]) == (100, 900, "c777")
+    assert confusion(many).matrix == []
+    assert (len(confusion(many).pairs), confusion(many).pairs_left_out) == (20, 980)
+
+
+def test_only_wrong_samples_are_shown(tmp_path):
+    run = read_run(make_run(tmp_path / "run"))
+    (run.worst_pictures / "001.png").write_bytes(b"no picture")
+    shown = wrong_samples(run)
+    assert [(sample.true, sample.predicted) for sample in shown] == [("cat", "dog"), ("dog", "cow")]
+    assert [sample.picture[:16] for sample in shown] == ["data:image/jpeg;", ""]
+
+
+def test_memory_of_many_ranks():
+    history = History(None)
+    history.memory_bytes_per_rank = [1_000_000 + rank for rank in range(100)]
+    spent = spend_memory(history)
+    assert [part.name for part in spent.parts] == [f"rank {rank}" for rank in range(99, 91, -1)]
+    assert spent.remarks
