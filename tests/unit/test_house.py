@@ -14,6 +14,9 @@ PACKAGES = ("models", "training", "delivery", "planning", "scripts")
 OWNERS = {
     "deepspeed": {"training/deepspeed_engine.py"},
     "torch.utils.tensorboard": {"training/loggers/tensorboard.py"},
+    "onnx": {f"delivery/export/{name}.py" for name in ("int8", "onnx_format", "onnx_graph", "quantizer")},
+    "onnxruntime": {f"delivery/export/{name}.py" for name in ("onnx_session", "quantizer")},
+    "onnxscript": {"delivery/export/onnx_graph.py"},
 }
 
 

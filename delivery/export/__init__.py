@@ -1,0 +1,74 @@
+"""Turns a trained model into a file that other programs run: one table of formats, each with the precisions it holds.
+
+Importing this package loads neither torch nor onnx, so that `--help` can print the table at once. A new format is one
+module with `write(job, path)` and `open_exported(path, threads)`, and one line in `FORMATS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from training.errors import UserError, unknown_name
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """One line of `FORMATS`.
+
+    Attributes:
+        module: the module that writes and opens such files.
+        extension: of the file's name.
+        precisions: the precisions that it can hold.
+        summary: one phrase for `--help`.
+    """
+
+    module: str
+    extension: str
+    precisions: tuple[str, ...]
+    summary: str
+
+
+FORMATS: dict[str, ExportFormat] = {
+    "safetensors": ExportFormat(
+        "delivery.export.safetensors_format",
+        ".safetensors",
+        ("fp32", "bf16"),
+        "tensors and metadata, for Python with zerovision or timm",
+    ),
+    "torch-export": ExportFormat(
+        "delivery.export.torch_export_format", ".pt2", ("fp32", "bf16"), "graph and tensors, for PyTorch alone"
+    ),
+    "onnx": ExportFormat(
+        "delivery.export.onnx_format", ".onnx", ("fp32", "bf16", "int8"), "for onnxruntime and what else reads ONNX"
+    ),
+}
+
+PRECISIONS: dict[str, str] = {
+    "fp32": "as trained",
+    "bf16": "weights stored in 16 bits, arithmetic in fp32",
+    "int8": "weights and activations in 8 bits",
+}
+
+
+class ExportRefused(Exception):
+    """The exported file does not do what the model does: the message is the single line that is shown."""
+
+
+def check_choice(format_name: str, precision: str) -> ExportFormat:
+    """Return the format of a name, if it can hold the precision.
+
+    Raises:
+        UserError: for a name that is in no table, or a pair that does not go together.
+    """
+    if format_name not in FORMATS:
+        raise unknown_name("format", format_name, FORMATS)
+    if precision not in PRECISIONS:
+        raise unknown_name("precision", precision, PRECISIONS)
+    chosen = FORMATS[format_name]
+    if precision not in chosen.precisions:
+        able = ", ".join(name for name, entry in FORMATS.items() if precision in entry.precisions)
+        raise UserError(
+            f"--format {format_name} holds {' and '.join(chosen.precisions)}, not {precision}: "
+            f"give --format {able} for {precision}."
+        )
+    return chosen

@@ -1,0 +1,132 @@
+"""Whether an exported file does what the trained model does: it is run on real images, at several batch sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from delivery.export import ExportRefused
+from delivery.export.job import CheckImages, Run, run_in_batches
+
+SMALL_BATCHES = (1, 2)
+ROUNDING = 1e-9  # points: 1.0 - 0.99 is a little more than 0.01
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far logits may be off from the PyTorch module's in fp32; None where accuracy alone decides.
+
+    Attributes:
+        largest: largest difference, as a share of the largest logit.
+        rms: root mean square of the differences, as a share of that of the logits.
+        batches: largest difference from the file's own logits in another batch size, as a share of the largest.
+    """
+
+    largest: float | None
+    rms: float | None
+    batches: float
+
+
+# fp32 has 24 bits (2^-24 = 6e-8). Kernels differ in the order in which they sum some thousand products, through up to
+# a few hundred layers: up to 5e-6 was found, 1e-4 leaves room for deeper networks. A wrong constant is far off.
+# bf16 has 8 bits, so a weight is off by up to 2^-9 of itself. Independent errors average out within a dot product and
+# add like the root of the number of layers: 2^-9 x 0.6 x 10 is 1 % after a hundred layers, 0.1 to 1.5 % was found;
+# 2^-5 is 3 %. An image between two classes may move by ten times that, so the largest difference has a wider bound.
+# Arithmetic stays in fp32, and with it the bound for other batch sizes.
+# int8 is judged by its accuracy. Other batches take other kernels, a last bit of which may move a value to the
+# neighbouring of 256 levels.
+TOLERANCES = {
+    "fp32": Tolerance(largest=1e-4, rms=1e-4, batches=1e-4),
+    "bf16": Tolerance(largest=2**-2, rms=2**-5, batches=1e-4),
+    "int8": Tolerance(largest=None, rms=None, batches=2**-4),
+}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the comparison found.
+
+    Attributes:
+        difference: largest absolute difference of a logit from the PyTorch module's.
+        rms_share: root mean square of the differences, as a share of that of the PyTorch module's logits.
+        batch_difference: largest absolute difference of a logit between batch sizes of the file.
+        scale: largest absolute logit of the PyTorch module.
+        equal_top1: share of images, 0 to 1, with the same highest logit.
+        model_top1: accuracy of the PyTorch module, 0 to 1.
+        file_top1: accuracy of the file.
+        images: how many were compared.
+        batch_sizes: those that were run.
+    """
+
+    difference: float
+    rms_share: float
+    batch_difference: float
+    scale: float
+    equal_top1: float
+    model_top1: float
+    file_top1: float
+    images: int
+    batch_sizes: tuple[int, ...]
+
+    @property
+    def points_lost(self) -> float:
+        """Points of top-1, of 100, that the file has less than the module."""
+        return 100 * (self.model_top1 - self.file_top1)
+
+
+def compare(run: Run, check: CheckImages, batch_size: int) -> Agreement:
+    """Run a file on all images in full batches, and on the first ones in small batches."""
+    logits = run_in_batches(run, check.images, batch_size)
+    batch_difference, first = 0.0, 0
+    for size in SMALL_BATCHES:
+        few = slice(first, first + size)
+        first += size
+        if len(check.images[few]):
+            found = run_in_batches(run, check.images[few], size)
+            batch_difference = max(batch_difference, _largest(found - logits[few]))
+    return Agreement(
+        _largest(logits - check.logits),
+        float((logits - check.logits).square().mean().sqrt() / check.logits.square().mean().sqrt()),
+        batch_difference,
+        _largest(check.logits),
+        float((logits.argmax(1) == check.logits.argmax(1)).double().mean()),
+        check.top1(check.logits),
+        check.top1(logits),
+        len(check),
+        (*SMALL_BATCHES, min(batch_size, len(check))),
+    )
+
+
+def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: float) -> None:
+    """Refuse a file that differs by more than its precision explains, or loses more than allowed.
+
+    Raises:
+        ExportRefused: with the number and its bound.
+    """
+    tolerance, scale = TOLERANCES[precision], agreement.scale
+    bounds = (
+        ("the largest difference of a logit from PyTorch's", agreement.difference / scale, tolerance.largest),
+        ("the root mean square difference of the logits from PyTorch's", agreement.rms_share, tolerance.rms),
+        (
+            "the largest difference of a logit between batch sizes",
+            agreement.batch_difference / scale,
+            tolerance.batches,
+        ),
+    )
+    for what, share, bound in bounds:
+        if bound is not None and not share <= bound:  # also true for nan
+            raise ExportRefused(
+                f"refused: {what} is {share:.2g} of the logits, allowed are {bound:.2g} for {precision}. "
+                "Nothing was written."
+            )
+    if not agreement.points_lost <= max_accuracy_loss + ROUNDING:
+        raise ExportRefused(
+            f"refused: {precision} loses {agreement.points_lost:.2f} points of top-1 "
+            f"({agreement.model_top1:.4f} -> {agreement.file_top1:.4f}), allowed are {max_accuracy_loss:g}. "
+            "Nothing was written."
+        )
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.abs().max())

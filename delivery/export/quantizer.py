@@ -1,0 +1,155 @@
+"""Static post-training quantization of an ONNX graph, for any choice of its layers.
+
+A real number r is kept as an integer q of 8 bits, r = scale * (q - zero_point): equation 1 of Jacob et al. 2018,
+arXiv:1712.05877. Weights have one scale per output channel and zero point 0; activations one scale and zero point per
+tensor, from the range that calibration images show. onnxruntime's quantizer writes that as pairs of QuantizeLinear and
+DequantizeLinear nodes (QDQ), and its kernels compute in integers between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnxruntime.quantization import (
+    CalibrationDataReader,
+    CalibrationMethod,
+    QuantFormat,
+    QuantType,
+    quant_pre_process,
+    quantize_static,
+)
+
+from delivery.export.onnx_graph import constants
+from delivery.export.sidecar import INPUT_NAME
+
+CALIBRATION_METHODS = {"MinMax": CalibrationMethod.MinMax, "Percentile": CalibrationMethod.Percentile}
+STATIC_OPERATORS = ("Conv", "ConvTranspose", "Gemm", "MatMul")  # with a constant as their second operand
+# What passes 8-bit values on as they are; quantized only behind a layer that is.
+PASSING_OPERATORS = ("Relu", "Clip", "MaxPool", "Reshape", "Transpose", "Flatten")
+LSTM_WEIGHTS = (1, 2)  # operands W [directions, 4H, inputs] and R [directions, 4H, H]
+LSTM_ROWS_AXIS = 1
+LARGEST_INT8 = 127
+CALIBRATION_BATCH = 32
+
+
+class Quantizer:
+    """Quantizes one graph again and again, with other layers or other ranges; images are run once per method.
+
+    Attributes:
+        layers: names of the nodes that can be quantized, in the order of the graph.
+        fp32_file: the graph as it was given.
+    """
+
+    def __init__(self, model: ModelProto, calibration: torch.Tensor, folder: Path) -> None:
+        """Write the graph into a folder for temporary files.
+
+        Args:
+            model: as `export_graph` returned it.
+            calibration: images, float32 [M, 3, S, S].
+            folder: for temporary files.
+        """
+        constant_names = constants(model).keys()
+        self._model, self._calibration, self._folder = model, calibration, folder
+        self._lstms = [node.name for node in model.graph.node if node.op_type == "LSTM"]
+        self._static = [
+            node.name
+            for node in model.graph.node
+            if node.op_type in STATIC_OPERATORS and node.input[1] in constant_names
+        ]
+        self._passing = [node.name for node in model.graph.node if node.op_type in PASSING_OPERATORS]
+        self.layers = [node.name for node in model.graph.node if node.name in {*self._lstms, *self._static}]
+        self.fp32_file, self._prepared = folder / "fp32.onnx", folder / "prepared.onnx"
+        self.fp32_file.write_bytes(model.SerializeToString())
+        quant_pre_process(self.fp32_file, self._prepared, skip_optimization=True, skip_symbolic_shape=True)
+
+    def quantize(self, layers: Collection[str], method: str) -> ModelProto:
+        """Return the graph with some of its layers in int8.
+
+        Args:
+            layers: of `self.layers`.
+            method: a name of `CALIBRATION_METHODS`.
+        """
+        static = [name for name in self._static if name in layers]
+        model = self._quantize_static([*static, *self._passing], method) if static else _copy(self._model)
+        for node in [node for node in model.graph.node if node.name in self._lstms and node.name in layers]:
+            _quantize_lstm(model, node)
+        del model.graph.value_info[:]  # shapes of inner tensors: every reader infers them
+        return model
+
+    def _quantize_static(self, nodes: list[str], method: str) -> ModelProto:
+        result = self._folder / "candidate.onnx"
+        with contextlib.redirect_stdout(io.StringIO()):  # the histogram collector reports its progress
+            quantize_static(
+                self._prepared,
+                result,
+                _CalibrationBatches(self._calibration),
+                quant_format=QuantFormat.QDQ,
+                op_types_to_quantize=[*STATIC_OPERATORS, *PASSING_OPERATORS],
+                per_channel=True,
+                activation_type=QuantType.QUInt8,
+                weight_type=QuantType.QInt8,
+                nodes_to_quantize=nodes,
+                calibrate_method=CALIBRATION_METHODS[method],
+                # one batch at a time: else all activations of all images are held at once
+                extra_options={"CalibStridedMinMax": 1},
+                calibration_cache_path=self._folder / f"{method}.json",
+            )
+        return onnx.load(result)
+
+
+class _CalibrationBatches(CalibrationDataReader):
+    """Images in batches, as onnxruntime's calibration asks for them."""
+
+    def __init__(self, images: torch.Tensor) -> None:
+        self._batches = images.split(CALIBRATION_BATCH)
+        self.set_range(0, len(self._batches))
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def set_range(self, start_index: int, end_index: int) -> None:
+        """Begin anew, with a part of the batches."""
+        self._remaining = iter(self._batches[start_index:end_index])
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        """Return the next batch, None at the end."""
+        batch = next(self._remaining, None)
+        return None if batch is None else {INPUT_NAME: batch.numpy()}
+
+
+def _copy(model: ModelProto) -> ModelProto:
+    copied = ModelProto()
+    copied.CopyFrom(model)
+    return copied
+
+
+def _quantize_lstm(model: ModelProto, node: NodeProto) -> None:
+    """Store an LSTM's weights in int8 and widen them for use: onnxruntime has no static int8 LSTM.
+
+    One scale for each row of each gate, which both directions share, because DequantizeLinear knows one axis.
+    """
+    stored = constants(model)
+    for place in LSTM_WEIGHTS:
+        name = node.input[place]
+        values = numpy_helper.to_array(stored[name])
+        other_axes = tuple(axis for axis in range(values.ndim) if axis != LSTM_ROWS_AXIS)
+        scale = np.abs(values).max(axis=other_axes) / LARGEST_INT8
+        scale = np.where(scale > 0, scale, 1).astype(np.float32)
+        integers = np.rint(values / scale[:, None]).astype(np.int8)
+        stored[name].CopyFrom(numpy_helper.from_array(integers, f"{name}_quantized"))
+        model.graph.initializer.extend(
+            [
+                numpy_helper.from_array(scale, f"{name}_scale"),
+                helper.make_tensor(f"{name}_zero_point", TensorProto.INT8, scale.shape, bytes(len(scale)), raw=True),
+            ]
+        )
+        operands = [f"{name}_quantized", f"{name}_scale", f"{name}_zero_point"]
+        widen = helper.make_node("DequantizeLinear", operands, [name], f"{name}_DequantizeLinear", axis=LSTM_ROWS_AXIS)
+        model.graph.node.insert(0, widen)

@@ -1,0 +1,37 @@
+"""safetensors: the tensors under the network's own names, with our metadata; bf16 halves the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from delivery.export.job import ExportJob, Run, Written
+from delivery.weights import load_model, save_weights
+
+STORED_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def write(job: ExportJob, path: Path) -> Written:
+    """Write the file; biases and norms keep fp32, see `is_large`."""
+    dtype = STORED_DTYPES[job.precision]
+    tensors = {
+        name: tensor.to(dtype) if is_large(tensor) else tensor for name, tensor in job.module.state_dict().items()
+    }
+    facts = {**job.metadata, "extra": {**job.metadata["extra"], "exported": job.origin}}
+    try:
+        save_weights(path, tensors, **facts)
+    except SafetensorError as error:  # what its writer makes of the system's errors
+        raise OSError(str(error)) from error
+    return Written()
+
+
+def is_large(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a matrix or a kernel: vectors (biases, norms) are few, and rounding them costs more."""
+    return tensor.is_floating_point() and tensor.ndim > 1
+
+
+def open_exported(path: Path, threads: int) -> Run:
+    """Load the file as any user of it would: into a network in fp32."""
+    return load_model(path)[0]

@@ -1,0 +1,58 @@
+"""torch.export: graph and tensors in one .pt2 file, which PyTorch runs without zerovision or timm."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from delivery.export.job import ExportJob, Run, Written
+from delivery.export.safetensors_format import is_large
+from delivery.export.sidecar import describe_use
+
+FACTS = "zerovision.json"  # beside the graph, inside the file
+
+
+class StoredInBf16(nn.Module):
+    """A network whose large weights lie in bf16 and are widened to fp32 for use."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Take a copy of the network."""
+        super().__init__()
+        self.inner = copy.deepcopy(module)
+        for parameter in self.inner.parameters():
+            if is_large(parameter):
+                parameter.data = parameter.data.bfloat16()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map images `[B, 3, S, S]` to logits `[B, classes]`, both float32."""
+        widened = {name: parameter.float() for name, parameter in self.inner.named_parameters()}
+        return torch.func.functional_call(self.inner, widened, (images,))
+
+
+STORED_AS = {"fp32": lambda module: module, "bf16": StoredInBf16}
+
+
+def write(job: ExportJob, path: Path) -> Written:
+    """Trace the network with a free batch dimension and write it."""
+    batch = torch.export.Dim("batch")
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # PyTorch's own deprecations
+        program = torch.export.export(
+            STORED_AS[job.precision](job.module), (job.example(),), dynamic_shapes=({0: batch},)
+        )
+    facts = {**describe_use(job.metadata), "origin": job.origin}
+    stream = io.BytesIO()  # on a full disk a file object raises OSError, torch's own writer anything
+    torch.export.save(program, stream, extra_files={FACTS: json.dumps(facts)})
+    path.write_bytes(stream.getbuffer())
+    return Written()
+
+
+def open_exported(path: Path, threads: int) -> Run:
+    """Load the file as any user of it would."""
+    return torch.export.load(path).module()
