@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -15,6 +14,7 @@ from onnxscript import optimizer
 
 from delivery.export.job import ExportJob
 from delivery.export.sidecar import INPUT_NAME, OUTPUT_NAME, describe_use
+from delivery.export.tracing import tracing
 from training.errors import UserError
 
 MAX_BYTES = 2**31 - 2**24  # a protobuf message holds 2 GiB; some of it goes to the graph
@@ -26,7 +26,7 @@ def export_graph(job: ExportJob) -> ModelProto:
     """Return the network as an ONNX graph, opset 20, fp32: BatchNorm folded into convolutions, batch size free.
 
     Raises:
-        UserError: where its weights are too large for one ONNX file.
+        UserError: where its weights are too large for one ONNX file, or PyTorch cannot trace it.
     """
     weight_bytes = sum(tensor.nbytes for tensor in job.module.state_dict().values())
     if weight_bytes > MAX_BYTES:
@@ -34,8 +34,7 @@ def export_graph(job: ExportJob) -> ModelProto:
             f"the weights are {weight_bytes / 1e9:.1f} GB and an ONNX file holds {MAX_BYTES / 1e9:.1f}: "
             "give --format safetensors or torch-export."
         )
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # PyTorch's own deprecations
+    with tracing():
         program = torch.onnx.export(
             job.module,
             (job.example(),),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import warnings
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from delivery.export.job import ExportJob, Run, Written
 from delivery.export.safetensors_format import is_large
 from delivery.export.sidecar import describe_use
+from delivery.export.tracing import tracing
 
 FACTS = "zerovision.json"  # beside the graph, inside the file
 
@@ -39,10 +39,13 @@ STORED_AS = {"fp32": lambda module: module, "bf16": StoredInBf16}
 
 
 def write(job: ExportJob, path: Path) -> Written:
-    """Trace the network with a free batch dimension and write it."""
+    """Trace the network with a free batch dimension and write it.
+
+    Raises:
+        UserError: where PyTorch cannot trace it.
+    """
     batch = torch.export.Dim("batch")
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # PyTorch's own deprecations
+    with tracing():
         program = torch.export.export(
             STORED_AS[job.precision](job.module), (job.example(),), dynamic_shapes=({0: batch},)
         )

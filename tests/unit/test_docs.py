@@ -46,7 +46,7 @@ LAUNCHER_WORDS = {
     "launch_multi_node.sh": ("model-type", "strategy", None, None, "batch-size", "epochs"),
     "slurm_distributed.sh": ("model-type", "strategy", None, "batch-size", "epochs"),
 }
-VERBS = ("evaluate", "predict", "report")
+VERBS = ("evaluate", "predict", "report", "export")
 LAUNCHER_FLAGS = {"--master_port", "--max-restarts", "--min-nodes", "--preflight", "--help"}
 # Not judged, with how many words they take: the first names a file of the reader's, the others are the launchers'.
 FLAGS_LEFT_OUT = {"--config": 2, "--master_port": 2, "--max-restarts": 2, "--min-nodes": 2, "--preflight": 1}

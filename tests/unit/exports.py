@@ -1,0 +1,64 @@
+"""What the tests of exports share: a small trained run, and the command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from delivery.command_line import run_script
+from delivery.weights import save_weights
+from models import build_model
+from scripts.export import export, parse
+from training.data import DataOptions, load_data
+
+IMAGE_SIZE = 16
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_export(monkeypatch, *words) -> int:
+    """Run scripts/export.py in this process and return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["export.py", *map(str, words)])
+    return run_script("export", parse, export)
+
+
+def train_on_digits(epochs: int = 3):
+    """Train basic_cnn in plain PyTorch: above 95 % in seconds."""
+    torch.manual_seed(0)
+    data = load_data(DataOptions(image_size=IMAGE_SIZE, augmentation="none"))
+    built = build_model("basic_cnn", num_classes=10, image_size=IMAGE_SIZE)
+    images = torch.stack([data.train[0, index][0] for index in range(len(data.train))])
+    steps = epochs * (len(images) // 64)
+    optimizer = torch.optim.AdamW(built.module.parameters(), lr=0.004)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, steps)
+    order = torch.cat([torch.randperm(len(images)) for _ in range(epochs)])
+    for batch in order.split(64)[:steps]:
+        loss = torch.nn.functional.cross_entropy(built.module(images[batch]), data.train.source.labels[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return built, data
+
+
+def save_run(folder: Path, built, data, **config) -> Path:
+    """Write what a run leaves: its weights and its configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {"model_type": built.description["model_type"], "image_size": IMAGE_SIZE, **config}
+    (folder / "config.json").write_text(json.dumps(values))
+    save_weights(
+        folder / "model.safetensors",
+        built.module.state_dict(),
+        description=built.description,
+        class_names=data.class_names,
+        preprocessing=data.preprocessing,
+        extra={"epoch": 3, "top1": 0.95},
+    )
+    return folder
+
+
+def held_out(data) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all validation images and their labels."""
+    return torch.stack([data.val[0, index][0] for index in range(len(data.val))]), data.val.source.labels

@@ -1,0 +1,331 @@
+"""Exported files do what the model does: in PyTorch, in timm, and in onnxruntime with nothing else around."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import timm
+import torch
+from exports import IMAGE_SIZE, ROOT, held_out, run_export, save_run, train_on_digits
+from PIL import Image
+from safetensors.torch import load_file
+
+from delivery.export import ExportRefused, onnx_graph, safetensors_format
+from delivery.export.comparison import check_agreement, compare
+from delivery.export.job import CheckImages
+from delivery.export.tracing import tracing
+from delivery.weights import load_model, preprocess, read_metadata
+from models import build_model
+from training.errors import UserError
+
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CROPPED = {
+    "image_size": IMAGE_SIZE,
+    "resize_size": 21,
+    "mean": [0.5, 0.4, 0.3],
+    "std": [0.2, 0.25, 0.5],
+    "interpolation": "bicubic",
+}
+# Follows preprocessing.json with Pillow and NumPy; torch and our packages cannot be imported.
+CONSUMER = """
+import sys
+for name in ("torch", "torchvision", "timm", "onnx", "delivery", "models", "training"):
+    sys.modules[name] = None
+import json
+import numpy as np, onnxruntime
+from PIL import Image, ImageOps
+folder, model, *paths = sys.argv[1:]
+use = json.load(open(folder + "/preprocessing.json"))
+session = onnxruntime.InferenceSession(folder + "/" + model)
+batch = []
+for path in paths:
+    image = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
+    size, short = use["image_size"], use["resize_size"]
+    filter = Image.Resampling[use["interpolation"].upper()]
+    if short is None:
+        image = image.resize((size, size), filter)
+    else:
+        image = image.resize([max(int(side * short / min(image.size)), short) for side in image.size], filter)
+        left, top = (round((side - size) / 2) for side in image.size)
+        image = image.crop((left, top, left + size, top + size))
+    values = (np.asarray(image, np.float32) / 255 - np.float32(use["mean"])) / np.float32(use["std"])
+    batch.append(values.transpose(2, 0, 1))
+logits = session.run([use["output"]["name"]], {use["input"]["name"]: np.stack(batch)})[0]
+print(json.dumps({"logits": logits.tolist(), "names": [use["class_names"][k] for k in logits.argmax(1)]}))
+"""
+
+
+@pytest.fixture(scope="module")
+def trained():
+    built, data = train_on_digits()
+    built.module.eval()
+    return built, data
+
+
+@pytest.fixture(scope="module")
+def run_folder(trained, tmp_path_factory):
+    return save_run(tmp_path_factory.mktemp("runs") / "digits", *trained)
+
+
+def plain_logits(module, images):
+    with torch.no_grad():
+        return module.eval()(images)
+
+
+def rounded(module):
+    """Round matrices and kernels to bf16 by their bits: to nearest, ties to even."""
+    module = copy.deepcopy(module)
+    for parameter in module.parameters():
+        if parameter.ndim > 1:
+            bits = parameter.detach().numpy().view(np.uint32).astype(np.uint64)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+            parameter.data = torch.from_numpy(bits.astype(np.uint32).view(np.float32).copy())
+    return module
+
+
+def open_safetensors(file):
+    module = build_model("basic_cnn", num_classes=10, image_size=IMAGE_SIZE).module
+    module.load_state_dict(load_file(file))
+    return lambda images: plain_logits(module, images)
+
+
+def open_torch_export(file):
+    program = torch.export.load(file).module()
+    return lambda images: program(images).detach()
+
+
+def open_onnx(file):
+    session = onnxruntime.InferenceSession(file)
+    return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+
+
+OPENERS = {"safetensors": open_safetensors, "pt2": open_torch_export, "onnx": open_onnx}
+PAIRS = [(name, precision) for name in ("safetensors", "torch-export", "onnx") for precision in ("fp32", "bf16")]
+
+
+@pytest.mark.parametrize(("format_name", "precision"), PAIRS)
+def test_the_file_computes_what_the_model_computes(
+    format_name, precision, trained, run_folder, monkeypatch, capsys, tmp_path
+):
+    built, data = trained
+    assert (
+        run_export(monkeypatch, run_folder, "--format", format_name, "--precision", precision, "--output", tmp_path)
+        == 0
+    )
+    (file,) = (path for path in tmp_path.iterdir() if path.name != "preprocessing.json")
+    assert file.stem == f"basic_cnn-{precision}"
+    images, labels = held_out(data)
+    run = OPENERS[file.suffix[1:]](str(file))
+    found = torch.cat([run(images[:1]), run(images[1:4]), run(images[4:])])
+    oracle = plain_logits(built.module if precision == "fp32" else rounded(built.module), images)
+    # An ONNX file's weights are rounded after BatchNorm was folded into them: other roundings of the same size.
+    bound = 2**-5 if (format_name, precision) == ("onnx", "bf16") else 1e-5
+    torch.testing.assert_close(found, oracle, rtol=0, atol=bound * float(oracle.abs().max()))
+    said = capsys.readouterr().out
+    fp32 = plain_logits(built.module, images)
+    shown = float(re.search(r"largest difference of a logit  (\S+)", said)[1])
+    assert shown == pytest.approx(float((found - fp32).abs().max()), rel=0.01, abs=2e-6)
+    accuracy = float((fp32.argmax(1) == labels).double().mean())
+    assert f"top-1                          {accuracy:.4f} ->" in said
+    assert accuracy > 0.9
+
+
+def test_bf16_halves_the_file(run_folder, monkeypatch, tmp_path):
+    tensors = load_file(run_folder / "model.safetensors").values()
+    weight_bytes = sum(tensor.nbytes for tensor in tensors)
+    for format_name in ("safetensors", "onnx"):
+        words = ("--format", format_name, "--precision", "bf16", "--output", tmp_path)
+        assert run_export(monkeypatch, run_folder, *words) == 0
+    for extension in ("safetensors", "onnx"):
+        assert 0.5 <= (tmp_path / f"basic_cnn-bf16.{extension}").stat().st_size / weight_bytes < 0.52
+    found = {
+        tuple(tensor.dims): tensor.data_type for tensor in onnx.load(tmp_path / "basic_cnn-bf16.onnx").graph.initializer
+    }
+    kinds = onnx.TensorProto
+    for tensor in tensors:
+        if tensor.ndim > 1:
+            assert found[tuple(tensor.shape)] == kinds.BFLOAT16
+
+
+def test_every_file_says_what_it_is_and_where_it_came_from(trained, run_folder, monkeypatch, tmp_path):
+    _, data = trained
+    for format_name in ("safetensors", "torch-export", "onnx"):
+        assert run_export(monkeypatch, run_folder, "--format", format_name, "--output", tmp_path) == 0
+    use = json.loads((tmp_path / "preprocessing.json").read_text())
+    assert {key: use[key] for key in data.preprocessing} == data.preprocessing
+    assert use["class_names"] == data.class_names
+    model = onnx.load(tmp_path / "basic_cnn-fp32.onnx")
+    facts = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
+    assert facts["class_names"] == data.class_names
+    assert facts["preprocessing"]["mean"] == data.preprocessing["mean"]
+    inside = {"zerovision.json": ""}
+    torch.export.load(tmp_path / "basic_cnn-fp32.pt2", extra_files=inside)
+    in_torch = json.loads(inside["zerovision.json"])
+    metadata = read_metadata(tmp_path / "basic_cnn-fp32.safetensors")
+    origins = [facts["origin"], in_torch["origin"], metadata["extra"]["exported"]]
+    assert in_torch["class_names"] == metadata["class_names"] == data.class_names
+    assert all(origin["run"] == "digits" and origin["epoch"] == 3 for origin in origins)
+    # Stack traces and folders of this machine stay here.
+    content = (tmp_path / "basic_cnn-fp32.onnx").read_bytes()
+    assert not any(word.encode() in content for word in ("site-packages", ".py", str(ROOT), str(run_folder.parent)))
+
+
+@pytest.mark.parametrize("preprocessing", [None, CROPPED], ids=["resized", "cropped"])
+def test_onnxruntime_alone_answers_as_we_do(preprocessing, trained, monkeypatch, tmp_path):
+    """In a process without torch and without us; Pillow and NumPy follow preprocessing.json."""
+    built, data = trained
+    data = dataclasses.replace(data, preprocessing=preprocessing or data.preprocessing)
+    folder = save_run(tmp_path / "digits", built, data)
+    assert run_export(monkeypatch, folder, "--format", "onnx", "--max-accuracy-loss", "100") == 0
+    draws = np.random.default_rng(0)
+    # Smooth pictures: Pillow and torchvision round a resized pixel differently, by a grey level.
+    pictures = [Image.fromarray(draws.integers(0, 256, (5, 7, 3), dtype=np.uint8)) for _ in range(3)]
+    paths = [tmp_path / f"{number}.png" for number in range(3)]
+    for picture, path, size in zip(pictures, paths, ((80, 48), (31, 90), (IMAGE_SIZE, IMAGE_SIZE)), strict=True):
+        picture.resize(size, Image.Resampling.BICUBIC).save(path)
+    command = [sys.executable, "-I", "-c", CONSUMER, str(folder / "export"), "basic_cnn-fp32.onnx", *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    module, metadata = load_model(folder / "model.safetensors")
+    images = torch.stack([preprocess(metadata)(Image.open(path)) for path in paths])
+    ours = plain_logits(module, images)
+    torch.testing.assert_close(torch.tensor(answer["logits"]), ours, rtol=0, atol=0.01 * float(ours.abs().max()))
+    assert answer["names"] == [data.class_names[k] for k in ours.argmax(1)]
+
+
+def test_the_ten_lines_of_the_guide_run(trained, run_folder, monkeypatch, tmp_path):
+    _, data = trained
+    code = next(body for body in BLOCK.findall((ROOT / "docs" / "export.md").read_text()) if "onnxruntime" in body)
+    assert len([line for line in code.splitlines() if line and "import" not in line]) <= 10
+    output = tmp_path / "logs" / "runs" / "digits" / "export"
+    assert run_export(monkeypatch, run_folder, "--format", "onnx", "--output", output) == 0
+    (output / "basic_cnn-fp32.onnx").rename(output / "mobilenet-fp32.onnx")
+    pixels = data.val.source.read(7)
+    Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(tmp_path / "photo.png")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.stdout.strip() == data.class_names[int(data.val.source.labels[7])], done.stderr
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_timm_loads_an_exported_file_by_the_guides_lines(precision, trained, monkeypatch, tmp_path):
+    _, data = trained
+    torch.manual_seed(0)
+    built = build_model("timm:resnet18", num_classes=10, image_size=IMAGE_SIZE)
+    assert built.description["stem_stride_changed"]
+    folder = save_run(tmp_path / "run", built, data)
+    words = ("--format", "safetensors", "--precision", precision, "--check-images", "8", "--max-accuracy-loss", "100")
+    assert run_export(monkeypatch, folder, *words) == 0
+    file = folder / "export" / f"timm-resnet18-{precision}.safetensors"
+    code = next(
+        body for body in BLOCK.findall((ROOT / "docs" / "export.md").read_text()) if "timm.create_model" in body
+    )
+    place = "logs/runs/digits/export/timm-resnet18-fp32.safetensors"
+    names = {}
+    exec(code.replace(place, str(file)), names)
+    images = held_out(data)[0][:5]
+    network = names["network"]
+    assert type(network) is type(timm.create_model("resnet18"))
+    oracle = built.module if precision == "fp32" else rounded(built.module)
+    assert torch.equal(plain_logits(network, images), plain_logits(oracle, images))
+
+
+def test_a_second_export_of_one_model_joins_the_first(run_folder, monkeypatch, tmp_path):
+    for precision in ("fp32", "bf16", "fp32"):
+        words = ("--format", "safetensors", "--precision", precision, "--output", tmp_path)
+        assert run_export(monkeypatch, run_folder, *words) == 0
+    names = ["basic_cnn-bf16.safetensors", "basic_cnn-fp32.safetensors", "preprocessing.json"]
+    assert sorted(os.listdir(tmp_path)) == names
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o644}
+
+
+def check_images(count=40):
+    torch.manual_seed(0)
+    logits, labels = torch.randn(count, 10), torch.arange(count) % 10
+    return CheckImages(torch.arange(count, dtype=torch.float32)[:, None], labels, logits, "made up")
+
+
+@pytest.mark.parametrize(
+    ("change", "precision", "message"),
+    [
+        (lambda logits, batch: logits + 2e-4 * 3.2, "fp32", "largest difference"),
+        (lambda logits, batch: logits * torch.nan, "fp32", "largest difference"),
+        (lambda logits, batch: logits * 1.05, "bf16", "root mean square"),
+        (lambda logits, batch: logits * (1 if len(batch) > 1 else 1.001), "bf16", "between batch sizes"),
+        (lambda logits, batch: logits.flip(1) if len(batch) < 3 else logits, "int8", "between batch sizes"),
+        (lambda logits, batch: logits.flip(1), "int8", "int8 loses"),
+    ],
+)
+def test_a_file_that_differs_is_refused(change, precision, message):
+    check = check_images()
+    exact = CheckImages(check.images, check.logits.argmax(1), check.logits, check.name)
+
+    def run(batch):
+        return change(exact.logits[batch[:, 0].long()], batch)
+
+    with pytest.raises(ExportRefused, match=message):
+        check_agreement(compare(run, exact, 16), precision, 1.0)
+    check_agreement(compare(lambda batch: exact.logits[batch[:, 0].long()], exact, 16), precision, 0.0)
+
+
+def test_a_loss_of_exactly_what_is_allowed_passes():
+    logits = torch.eye(10).repeat(10, 1)
+    check = CheckImages(torch.arange(100.0)[:, None], logits.argmax(1), logits, "made up")
+    wrong = logits.clone()
+    wrong[0] = wrong[0].flip(0)
+    agreement = compare(lambda batch: wrong[batch[:, 0].long()], check, 100)
+    check_agreement(agreement, "int8", 1.0)
+    with pytest.raises(ExportRefused, match=r"1\.00 points"):
+        check_agreement(agreement, "int8", 0.99)
+
+
+def test_a_refused_file_leaves_nothing_and_the_old_one_stays(run_folder, monkeypatch, capsys, tmp_path):
+    words = (run_folder, "--format", "safetensors", "--output", tmp_path / "new" / "folder")
+    open_exported = safetensors_format.open_exported
+
+    def open_noise(path, threads):
+        run = open_exported(path, threads)
+        return lambda images: run(images) + 0.01
+
+    monkeypatch.setattr(safetensors_format, "open_exported", open_noise)
+    assert run_export(monkeypatch, *words) == 1
+    assert os.listdir(tmp_path) == []
+    error = capsys.readouterr().err
+    assert error.startswith("export: refused: ")
+    assert error.count("\n") == 1
+    monkeypatch.undo()
+    assert run_export(monkeypatch, *words) == 0
+    before = (tmp_path / "new" / "folder" / "basic_cnn-fp32.safetensors").read_bytes()
+    monkeypatch.setattr(safetensors_format, "open_exported", open_noise)
+    assert run_export(monkeypatch, *words) == 1
+    assert (tmp_path / "new" / "folder" / "basic_cnn-fp32.safetensors").read_bytes() == before
+
+
+def test_a_network_that_cannot_be_traced_or_is_too_large_is_one_line(run_folder, monkeypatch, capsys, tmp_path):
+    with pytest.raises(UserError, match="cannot trace this network: no such thing"), tracing():
+        raise RuntimeError("no such thing\nand a page of it")
+    monkeypatch.setattr(onnx_graph, "MAX_BYTES", 10**6)
+    assert run_export(monkeypatch, run_folder, "--format", "onnx", "--output", tmp_path / "out") == 2
+    assert "an ONNX file holds" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
+
+
+def test_help_needs_neither_torch_nor_onnx():
+    code = (
+        "import sys, runpy; sys.argv = ['export.py', '--help']\n"
+        "try: runpy.run_path('scripts/export.py', run_name='__main__')\n"
+        "except SystemExit: print([name for name in ('torch', 'onnx', 'onnxruntime') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout.endswith("[]\n"), done.stderr
+    assert all(word in done.stdout for word in ("safetensors", "torch-export", "onnx", "int8", "--max-accuracy-loss"))

@@ -1,0 +1,106 @@
+"""What a user gets wrong in an export: one line, exit code 2, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from exports import IMAGE_SIZE, ROOT, run_export, save_run
+
+from models import build_model
+from training.data import DataOptions, load_data
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    torch.manual_seed(0)
+    built = build_model("basic_cnn", num_classes=10, image_size=IMAGE_SIZE)
+    data = load_data(DataOptions(image_size=IMAGE_SIZE))
+    return save_run(tmp_path_factory.mktemp("runs") / "digits", built, data)
+
+
+def files_below(folder):
+    return sorted(path for path in folder.rglob("*"))
+
+
+def one_line(monkeypatch, capsys, folder, *words):
+    """Run the command, see that it is refused and leaves `folder` as it was, and return the line."""
+    before = files_below(folder)
+    assert run_export(monkeypatch, *words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("export: ")
+    assert captured.err.count("\n") == 1
+    assert files_below(folder) == before
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--format", "onxx"], "unknown format 'onxx'. Did you mean 'onnx'? Allowed: safetensors, torch-export, onnx."),
+        (["--format", "onnx", "--precision", "int4"], "unknown precision 'int4'. Did you mean 'int8'?"),
+        (["--format", "safetensors", "--precision", "int8"], "give --format onnx for int8"),
+        (["--format", "torch-export", "--precision", "int8"], "give --format onnx for int8"),
+        ([], "the following arguments are required: --format"),
+        (["--format", "onnx", "--calibration-images", "0"], "expected a whole number from 1"),
+        (["--format", "onnx", "--max-accuracy-loss", "101"], "expected points of top-1 from 0 to 100"),
+        (["--format", "onnx", "--max-accuracy-loss", "nan"], "expected points of top-1 from 0 to 100"),
+        (["--format", "onnx", "--percision", "int8"], "Did you mean '--precision'?"),
+        (["--format", "safetensors", "--data", "fake"], "the model does not know"),
+        (["--format", "safetensors", "--data", "no-such-folder"], "no folder of that name exists"),
+    ],
+)
+def test_wrong_words(words, message, run_folder, monkeypatch, capsys):
+    assert message in one_line(monkeypatch, capsys, run_folder, run_folder, *words)
+
+
+def test_files_that_are_no_model(run_folder, monkeypatch, capsys, tmp_path):
+    words = ("--format", "onnx")
+    assert "neither a file" in one_line(monkeypatch, capsys, tmp_path, tmp_path / "missing", *words)
+    assert "is no run" in one_line(monkeypatch, capsys, tmp_path, tmp_path, *words)
+    torch.save({"a": torch.zeros(1)}, tmp_path / "pickle.pt")
+    assert "is a pickle" in one_line(monkeypatch, capsys, tmp_path, tmp_path / "pickle.pt", *words)
+    content = (run_folder / "model.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(content[: len(content) // 2])
+    assert "cannot be read" in one_line(monkeypatch, capsys, tmp_path, tmp_path / "cut.safetensors", *words)
+    (tmp_path / "whole.safetensors").write_bytes(content)
+    assert "give --data" in one_line(monkeypatch, capsys, tmp_path, tmp_path / "whole.safetensors", *words)
+
+
+def test_outputs_that_cannot_be_written(run_folder, monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    words = (run_folder, "--format", "safetensors", "--output")
+    assert "is a file" in one_line(monkeypatch, capsys, tmp_path, *words, tmp_path / "file")
+    assert "Not a directory" in one_line(monkeypatch, capsys, tmp_path, *words, tmp_path / "file" / "below")
+
+
+def test_a_folder_with_another_models_preprocessing(run_folder, monkeypatch, capsys, tmp_path):
+    words = (run_folder, "--format", "safetensors", "--output", tmp_path, "--max-accuracy-loss", "100")
+    assert run_export(monkeypatch, *words) == 0
+    capsys.readouterr()
+    use = json.loads((tmp_path / "preprocessing.json").read_text())
+    (tmp_path / "preprocessing.json").write_text(json.dumps({**use, "class_names": ["cat", "dog"]}))
+    assert "give --output another folder" in one_line(monkeypatch, capsys, tmp_path, *words)
+
+
+@pytest.mark.parametrize(("name", "precision"), [("safetensors", "fp32"), ("torch-export", "fp32"), ("onnx", "int8")])
+def test_a_full_disk(name, precision, run_folder, small_disk, monkeypatch, capsys):
+    words = ("--format", name, "--precision", precision, "--output", small_disk / "new", "--check-images", "4")
+    line = one_line(monkeypatch, capsys, small_disk, run_folder, *words)
+    assert "cannot write into" in line
+    assert "No space left on device" in line
+    assert os.listdir(small_disk) == []
+
+
+def test_the_command_itself():
+    command = [sys.executable, "scripts/export.py", "digits", "--format", "onxx"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 2
+    assert (
+        done.stderr == "export: unknown format 'onxx'. Did you mean 'onnx'? Allowed: safetensors, torch-export, onnx.\n"
+    )
