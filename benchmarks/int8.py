@@ -36,7 +36,7 @@ TRAINING = {
     "vgg": ["--epochs=5", "--batch-size=32", "--learning-rate=0.0003"],
     "cnn_lstm": ["--epochs=8", "--batch-size=32", "--learning-rate=0.004"],
     "ensemble": [
-        *("--epochs=10", "--batch-size=32", "--learning-rate=0.003"),
+        *("--epochs=15", "--batch-size=32", "--learning-rate=0.002"),
         "--ensemble-members=mobilenet,efficientnet",
     ],
 }
