@@ -65,7 +65,9 @@ def row(model: str, exported: Exported) -> tuple[str, ...]:
         before, after = (comparison.latencies[name, batch] for name in ("fp32", "int8"))
         figures += [f"{before:.3f}", f"{after:.3f}", f"{before / after:.2f}"]
     left = ", ".join(written.left_in_fp32) or "none"
-    return (model, *figures, written.calibration, f"{len(written.left_in_fp32)} of {written.layers}: {left}")
+    stored = " (weights stored in int8)" if written.all_stored else ""
+    count = f"{len(written.left_in_fp32)} of {written.layers}"
+    return (model, *figures, written.calibration, f"{count}{stored}: {left}")
 
 
 def main() -> None:

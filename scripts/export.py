@@ -92,10 +92,11 @@ def _show_comparison(exported: Exported, precision: str, threads: int) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     written = exported.written
-    left = f": {', '.join(written.left_in_fp32)}" if written.left_in_fp32 else ""
+    stored = " (weights stored in int8)" if written.all_stored else ""
+    left = f" layers{stored}: {', '.join(written.left_in_fp32)}" if written.left_in_fp32 else " layers"
     console = Console(highlight=False)
     console.print(table)
-    print(f"  {written.calibration} ranges; in fp32 {len(written.left_in_fp32)} of {written.layers} layers{left}")
+    print(f"  {written.calibration} ranges; computed in fp32: {len(written.left_in_fp32)} of {written.layers}{left}")
     print(f"  onnxruntime with {threads} thread(s) on {processor_name()}; medians over shuffled rounds")
 
 

@@ -42,10 +42,12 @@ def quantize(job: ExportJob, model: ModelProto, folder: Path) -> tuple[ModelProt
             return candidate, Written(quantizer.fp32_file, method, len(quantizer.layers))
     best = min(lost, key=lambda method: lost[method])
     left_out = _layers_to_leave(job, quantizer, best)
-    job.tell(f"int8 with {len(left_out)} of {len(quantizer.layers)} layers in fp32: {', '.join(left_out)}")
     kept = [name for name in quantizer.layers if name not in left_out]
-    written = Written(quantizer.fp32_file, best, len(quantizer.layers), tuple(left_out))
-    return quantizer.quantize(kept, best), written
+    candidate = quantizer.quantize(kept, best, stored_only=left_out)
+    # Most layers are harmed by the rounding of activations: then their weights can be small all the same.
+    all_stored = _points_lost(job, candidate) <= job.max_accuracy_loss + ROUNDING
+    written = Written(quantizer.fp32_file, best, len(quantizer.layers), tuple(left_out), all_stored)
+    return candidate if all_stored else quantizer.quantize(kept, best), written
 
 
 def fewest(is_enough: Callable[[int], bool], most: int) -> int | None:

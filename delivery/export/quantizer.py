@@ -33,8 +33,9 @@ CALIBRATION_METHODS = {"MinMax": CalibrationMethod.MinMax, "Percentile": Calibra
 STATIC_OPERATORS = ("Conv", "ConvTranspose", "Gemm", "MatMul")  # with a constant as their second operand
 # What passes 8-bit values on as they are; quantized only behind a layer that is.
 PASSING_OPERATORS = ("Relu", "Clip", "MaxPool", "Reshape", "Transpose", "Flatten")
-LSTM_WEIGHTS = (1, 2)  # operands W [directions, 4H, inputs] and R [directions, 4H, H]
-LSTM_ROWS_AXIS = 1
+# The axis of the outputs of each weight among the operands. An LSTM has W [directions, 4H, inputs] and R [directions,
+# 4H, H]: one scale for each row of each gate, which both directions share, because DequantizeLinear knows one axis.
+WEIGHT_AXES = {"Conv": {1: 0}, "ConvTranspose": {1: 1}, "Gemm": {1: 1}, "MatMul": {1: -1}, "LSTM": {1: 1, 2: 1}}
 LARGEST_INT8 = 127
 CALIBRATION_BATCH = 32
 
@@ -69,17 +70,19 @@ class Quantizer:
         self.fp32_file.write_bytes(model.SerializeToString())
         quant_pre_process(self.fp32_file, self._prepared, skip_optimization=True, skip_symbolic_shape=True)
 
-    def quantize(self, layers: Collection[str], method: str) -> ModelProto:
+    def quantize(self, layers: Collection[str], method: str, stored_only: Collection[str] = ()) -> ModelProto:
         """Return the graph with some of its layers in int8.
 
         Args:
-            layers: of `self.layers`.
+            layers: of `self.layers`; LSTMs among them are stored in int8 only, onnxruntime has no static int8 LSTM.
             method: a name of `CALIBRATION_METHODS`.
+            stored_only: others, whose weights are stored in int8 and widened to fp32 for use.
         """
         static = [name for name in self._static if name in layers]
         model = self._quantize_static([*static, *self._passing], method) if static else _copy(self._model)
-        for node in [node for node in model.graph.node if node.name in self._lstms and node.name in layers]:
-            _quantize_lstm(model, node)
+        widened = {*stored_only, *(name for name in self._lstms if name in layers)}
+        for node in [node for node in model.graph.node if node.name in widened]:
+            _store_in_int8(model, node)
         del model.graph.value_info[:]  # shapes of inner tensors: every reader infers them
         return model
 
@@ -130,26 +133,26 @@ def _copy(model: ModelProto) -> ModelProto:
     return copied
 
 
-def _quantize_lstm(model: ModelProto, node: NodeProto) -> None:
-    """Store an LSTM's weights in int8 and widen them for use: onnxruntime has no static int8 LSTM.
-
-    One scale for each row of each gate, which both directions share, because DequantizeLinear knows one axis.
-    """
+def _store_in_int8(model: ModelProto, node: NodeProto) -> None:
+    """Store a layer's weights in int8, one scale per output, and put a DequantizeLinear behind them."""
     stored = constants(model)
-    for place in LSTM_WEIGHTS:
+    for place, axis in WEIGHT_AXES[node.op_type].items():
         name = node.input[place]
         values = numpy_helper.to_array(stored[name])
-        other_axes = tuple(axis for axis in range(values.ndim) if axis != LSTM_ROWS_AXIS)
+        axis = 0 if _is_transposed(node) else axis % values.ndim
+        shape = [-1 if number == axis else 1 for number in range(values.ndim)]
+        other_axes = tuple(number for number in range(values.ndim) if number != axis)
         scale = np.abs(values).max(axis=other_axes) / LARGEST_INT8
         scale = np.where(scale > 0, scale, 1).astype(np.float32)
-        integers = np.rint(values / scale[:, None]).astype(np.int8)
-        stored[name].CopyFrom(numpy_helper.from_array(integers, f"{name}_quantized"))
-        model.graph.initializer.extend(
-            [
-                numpy_helper.from_array(scale, f"{name}_scale"),
-                helper.make_tensor(f"{name}_zero_point", TensorProto.INT8, scale.shape, bytes(len(scale)), raw=True),
-            ]
-        )
-        operands = [f"{name}_quantized", f"{name}_scale", f"{name}_zero_point"]
-        widen = helper.make_node("DequantizeLinear", operands, [name], f"{name}_DequantizeLinear", axis=LSTM_ROWS_AXIS)
+        integers = np.rint(values / scale.reshape(shape)).astype(np.int8)
+        operands = [f"{name}_{what}" for what in ("quantized", "scale", "zero_point")]
+        stored[name].CopyFrom(numpy_helper.from_array(integers, operands[0]))
+        zero_points = helper.make_tensor(operands[2], TensorProto.INT8, scale.shape, bytes(len(scale)), raw=True)
+        model.graph.initializer.extend([numpy_helper.from_array(scale, operands[1]), zero_points])
+        widen = helper.make_node("DequantizeLinear", operands, [name], f"{name}_DequantizeLinear", axis=axis)
         model.graph.node.insert(0, widen)
+
+
+def _is_transposed(node: NodeProto) -> bool:
+    """Whether a Gemm's weight is [outputs, inputs], as PyTorch's linear layers have it."""
+    return any(entry.name == "transB" and entry.i for entry in node.attribute)
