@@ -151,11 +151,13 @@ def prepare(request: ExportRequest, model: TrainedModel, tell: Callable[[str], N
 def describe_origin(model: TrainedModel, metadata: dict[str, Any], precision: str) -> dict[str, Any]:
     """Return where an exported file comes from, without paths of this machine."""
     extra = metadata["extra"]
+    with model.weights.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return {
         "model": metadata["description"]["model_type"],
         "run": model.run.resolve().name if model.run else None,
         "weights": model.weights.name,
-        "weights_sha256": hashlib.sha256(model.weights.read_bytes()).hexdigest(),
+        "weights_sha256": digest,
         "precision": precision,
         "epoch": extra.get("epoch"),
         "top1": extra.get("top1"),

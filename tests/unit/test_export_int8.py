@@ -171,6 +171,21 @@ def test_the_layers_that_int8_harms_stay_in_fp32(trained, monkeypatch, capsys, t
     assert json.loads((folder / "export" / "preprocessing.json").read_text())["class_names"] == data.class_names
 
 
+def test_a_layer_whose_weights_int8_harms_keeps_them(trained, monkeypatch, capsys, tmp_path):
+    """A huge weight on a channel that is always 0 changes nothing in fp32, and leaves int8 no steps for the others."""
+    built = copy.deepcopy(trained[0])
+    with torch.no_grad():
+        norm = built.module.blocks[1][1]
+        norm.weight[0], norm.bias[0] = 0, -1
+        built.module.blocks[1][3].weight[:, 0] = 1e4
+    folder = save_run(tmp_path / "run", built, trained[1])
+    assert run_export(monkeypatch, folder, *WORDS) == 0
+    assert "computed in fp32: 1 of 7 layers: blocks.1.3\n" in capsys.readouterr().out
+    stored = stored_integers(onnx.load(folder / "export" / "basic_cnn-int8.onnx"))
+    assert len(stored) == 6
+    assert "blocks.1.3.weight" not in stored
+
+
 def test_int8_is_refused_where_half_of_the_layers_do_not_help(trained, monkeypatch, capsys, tmp_path):
     built, data = trained
     pairs = (((0, 0), (0, 3)), ((1, 0), (1, 3)), ((2, 0), (2, 3)))
