@@ -88,7 +88,7 @@ def _name_nodes(model: ModelProto) -> None:
     for node in model.graph.node:
         name = _layer_name(node, constant_names)
         used[name] += 1
-        node.name = name if used[name] == 1 else f"{name}.{used[name]}"
+        node.name = name if used[name] == 1 else f"{name}#{used[name]}"  # no module has a # in its name
 
 
 def _layer_name(node: NodeProto, constant_names: Any) -> str:
