@@ -26,7 +26,7 @@ from delivery.report.status import Status, find_status
 from delivery.report.training_curves import STYLES
 from training.errors import UserError
 
-MOST_RUNS = 12
+MOST_RUNS = STYLES  # so that no two lines look the same
 MOST_RUNS_WITH_MATRIX = 4
 PICTURES_OF_ALL_RUNS = 48
 

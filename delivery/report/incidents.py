@@ -69,6 +69,8 @@ def _summary(history: History) -> list[str]:
         plural(kinds.count("slow_rank"), "warning") + " of a slow rank",
         plural(kinds.count("checkpoint_failed"), "failed checkpoint"),
     ]
+    if history.last_time is None:
+        return ["Nothing is known of what happened."]
     happened = [words for words in found if not words.startswith("0")]
     sentences = (
         [f"{listing(happened)}."] if happened else ["Nothing went wrong: no restart, no skipped step, no slow rank."]

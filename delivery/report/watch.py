@@ -10,6 +10,7 @@ from delivery.report.page import write_report
 from delivery.report.run_files import EVALUATION, METRICS
 
 POLL_SECONDS = 2.0
+LARGEST_SHARE_OF_TIME = 0.1  # that writing may take: the training needs the processor too
 # A run writes its evaluation after its last line, so a page is written once more after a while of silence.
 POLLS_AFTER_THE_END = 3
 POLLS_BETWEEN_LOOKS = 30  # in silence: whether the run has broken off
@@ -33,18 +34,22 @@ def watch(
     Raises:
         UserError: as `write_report`.
     """
-    if not write_report(folders, output, is_watched=True):
+    seen, silent_polls, start = _signature(folders), 0, time.perf_counter()
+    is_going_on = write_report(folders, output, is_watched=True)
+    if not is_going_on:
         return
+    writing_seconds = time.perf_counter() - start
     say(f"watching, Ctrl-C ends it: open {output}")
-    is_going_on, seen, silent_polls = True, _signature(folders), 0
     try:
         while is_going_on or silent_polls < POLLS_AFTER_THE_END:
-            sleep(POLL_SECONDS)
+            sleep(max(POLL_SECONDS, writing_seconds / LARGEST_SHARE_OF_TIME))
             now = _signature(folders)
             silent_polls = silent_polls + 1 if now == seen else 0
             seen = now
             if silent_polls % POLLS_BETWEEN_LOOKS == 0:
+                start = time.perf_counter()
                 is_going_on = write_report(folders, output, is_watched=True)
+                writing_seconds = time.perf_counter() - start
     except KeyboardInterrupt:
         pass
     # Without a watcher the page must no longer wait for news.

@@ -9,23 +9,21 @@ import time
 from pathlib import Path
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from browsing import opened, start_chromium
 from made_runs import RESTARTED, make_run
+from playwright.sync_api import expect, sync_playwright
 
 from delivery.report.page import write_report
 
-playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make setup-dev")
-axe_api = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed: make setup-dev")
-
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "שלום \u202e עולם", "🐈‍⬛" * 5, "n" * 300]
-WIDTHS, THEMES = (360, 1280), ("light", "dark")
 FOCUSABLE = "a[href], button, summary, .canvas, .scroll[tabindex='0'], pre, .matrix td[tabindex='0']"
 
 
 @pytest.fixture(scope="module")
 def browser():
-    with playwright_api.sync_playwright() as playwright:
+    with sync_playwright() as playwright:
         browser = start_chromium(playwright)
         yield browser
         browser.close()
@@ -53,9 +51,8 @@ def spoken(page) -> str:
     return page.locator("#spoken").text_content()
 
 
-@pytest.mark.parametrize("name", ["single", "hostile", "several"])
-@pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("width", "theme"), [(360, "light"), (1280, "dark"), (360, "dark"), (1280, "light")])
+@pytest.mark.parametrize("name", ["single", "several"])
 def test_legible_everywhere(browser, pages, name, theme, width):
     with opened(browser, pages[name], width=width, color_scheme=theme) as page:
         for summary in page.locator("summary").all():
@@ -72,7 +69,7 @@ def test_legible_everywhere(browser, pages, name, theme, width):
         assert outside == []
         brightness = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)[0]")
         assert (brightness > 128) == (theme == "light")
-        results = axe_api.Axe().run(page)
+        results = Axe().run(page)
         assert results.violations_count == 0, results.generate_report()
 
 
@@ -202,7 +199,7 @@ def test_remembers_the_theme(page):
 def test_copies_the_command(browser, pages):
     with opened(browser, pages["single"], permissions=["clipboard-read", "clipboard-write"]) as page:
         page.locator("button.copy").click()
-        playwright_api.expect(page.locator("button.copy")).to_contain_text("Copied")
+        expect(page.locator("button.copy")).to_contain_text("Copied")
         assert page.evaluate("navigator.clipboard.readText()") == (
             "bash scripts/launch_distributed.sh mobilenet ddp 2 16 2 --learning-rate 0.5"
         )
@@ -277,7 +274,7 @@ def test_follows_a_run(browser, tmp_path):
             page.locator("#chart-loss .canvas").focus()
             page.evaluate("scrollTo({ top: 500, behavior: 'instant' })")
             append(run, lines[2:6])
-            playwright_api.expect(status).to_contain_text("Going on: step 30 of 40, epoch 1 of 2", timeout=15_000)
+            expect(status).to_contain_text("Going on: step 30 of 40, epoch 1 of 2", timeout=15_000)
             assert page.locator("#chart-loss-data").get_attribute("open") is not None
             assert page.locator("#settings-other").get_attribute("open") is None
             assert page.evaluate("scrollY") == pytest.approx(500, abs=2)
@@ -287,7 +284,7 @@ def test_follows_a_run(browser, tmp_path):
             page.wait_for_timeout(4500)
             assert "Going on" in status.text_content()
             pause.click()
-            playwright_api.expect(status).to_contain_text("Finished: 2 epochs, 40 steps.", timeout=15_000)
+            expect(status).to_contain_text("Finished: 2 epochs, 40 steps.", timeout=15_000)
             assert pause.count() == 0
             assert 'reloadSeconds": 0' in (run / "report.html").read_text(encoding="utf-8")
         output, errors = watcher.communicate(timeout=20)

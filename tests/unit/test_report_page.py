@@ -87,11 +87,11 @@ def test_a_page_stays_small(tmp_path):
     assert 100_000 < (tmp_path / "large.html").stat().st_size < LARGEST_PAGE_BYTES
     forty = [f"{number}{'ש' * 300}" for number in range(40)]
     runs = [
-        make_run(tmp_path / f"run{number}", many_steps(40_000, 20), class_names=forty, worst=24) for number in range(12)
+        make_run(tmp_path / f"run{number}", many_steps(40_000, 20), class_names=forty, worst=24) for number in range(8)
     ]
     write_report(runs, tmp_path / "many.html")
     assert 100_000 < (tmp_path / "many.html").stat().st_size < LARGEST_PAGE_BYTES
-    with pytest.raises(UserError, match="at most 12"):
+    with pytest.raises(UserError, match="at most 8"):
         write_report([*runs, large], tmp_path / "many.html")
 
 
@@ -148,7 +148,7 @@ def test_damaged_scores_are_named(tmp_path, content):
 STRANGE = [None, "text", -1, 0, 1e308, float("nan"), float("inf"), [], {}, True, "\udcff", 10**400]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_change_of_a_file_gives_a_page_or_one_line(tmp_path, seed):
     random = np.random.default_rng(seed)
     run = make_run(tmp_path / "run")
