@@ -12,7 +12,7 @@ SPANS = {
     "data": "waiting for images",
     "forward": "the model and its loss",
     "backward": "gradients",
-    "communication": "collectives, and waiting in them for late ranks",
+    "communication": "collectives, and waiting for late ranks",
     "optimizer": "the update",
     "logging": "scores, log files, console",
     "saving": "standing still for checkpoints",
@@ -59,7 +59,7 @@ def spend_time(history: History) -> Spending | None:
     remarks = _remarks(history)
     if not spans["evaluation"]:
         del spans["evaluation"]
-    meanings = SPANS | {BETWEEN: "from the last line before a failure to the resume"}
+    meanings = SPANS | {BETWEEN: "from the last line to the resume"}
     largest = max(spans.values())
     parts = [
         Part(name, meanings.get(name, ""), seconds(value), value / total, value / largest)

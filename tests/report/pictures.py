@@ -15,7 +15,7 @@ from delivery.trained_model import find_run
 from tests.report.browsing import opened, start_chromium
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
-COLOURS = 128
+COLOURS = 256
 # name, width in pixels, theme, height, pixels per CSS pixel, the section at the top
 PICTURES = (
     ("report_light", 1280, "light", 1500, 1, ""),
