@@ -83,6 +83,9 @@ class Quantizer:
         widened = {*stored_only, *(name for name in self._lstms if name in layers)}
         for node in [node for node in model.graph.node if node.name in widened]:
             _store_in_int8(model, node)
+        untouched = {*self._static} - {*layers} - {*stored_only}
+        for node in [node for node in model.graph.node if node.name in untouched]:
+            _keep_in_fp32(model, node)
         del model.graph.value_info[:]  # shapes of inner tensors: every reader infers them
         return model
 
@@ -151,6 +154,24 @@ def _store_in_int8(model: ModelProto, node: NodeProto) -> None:
         model.graph.initializer.extend([numpy_helper.from_array(scale, operands[1]), zero_points])
         widen = helper.make_node("DequantizeLinear", operands, [name], f"{name}_DequantizeLinear", axis=axis)
         model.graph.node.insert(0, widen)
+
+
+def _keep_in_fp32(model: ModelProto, node: NodeProto) -> None:
+    """Put something between a layer and the 8-bit values before it.
+
+    onnxruntime takes a convolution with fp32 weights between 8-bit values for one that was forgotten, and quantizes its
+    weights when it loads the file (WeightBiasQuantization), with one scale for all. Taking the larger of a value and
+    the smallest float changes nothing, and no optimizer removes it.
+    """
+    before = {name: producer for producer in model.graph.node for name in producer.output}
+    source = node.input[0]
+    if source not in before or before[source].op_type != "DequantizeLinear":
+        return
+    floor, kept = f"{node.name}.floor", f"{node.name}.input"
+    model.graph.initializer.append(numpy_helper.from_array(np.array(np.finfo(np.float32).min), floor))
+    barrier = helper.make_node("Max", [source, floor], [kept], f"{node.name}.Max")
+    model.graph.node.insert(list(model.graph.node).index(node), barrier)
+    node.input[0] = kept
 
 
 def _is_transposed(node: NodeProto) -> bool:
