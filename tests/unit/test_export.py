@@ -151,10 +151,8 @@ def test_bf16_halves_the_file(run_folder, monkeypatch, tmp_path):
     found = {
         tuple(tensor.dims): tensor.data_type for tensor in onnx.load(tmp_path / "basic_cnn-bf16.onnx").graph.initializer
     }
-    kinds = onnx.TensorProto
-    for tensor in tensors:
-        if tensor.ndim > 1:
-            assert found[tuple(tensor.shape)] == kinds.BFLOAT16
+    kernels = [tuple(tensor.shape) for tensor in tensors if tensor.ndim > 1]
+    assert {found[shape] for shape in kernels} == {onnx.TensorProto.BFLOAT16}
 
 
 def test_every_file_says_what_it_is_and_where_it_came_from(trained, run_folder, monkeypatch, tmp_path):
@@ -246,7 +244,8 @@ def test_a_second_export_of_one_model_joins_the_first(run_folder, monkeypatch, t
         assert run_export(monkeypatch, run_folder, *words) == 0
     names = ["basic_cnn-bf16.safetensors", "basic_cnn-fp32.safetensors", "preprocessing.json"]
     assert sorted(os.listdir(tmp_path)) == names
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o644}
+    (tmp_path / "plain").touch()
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # as the umask has it
 
 
 def check_images(count=40):
