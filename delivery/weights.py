@@ -61,6 +61,7 @@ def save_weights(
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         save_file(tensors, temporary, metadata=metadata)
+        temporary.chmod(path.parent.stat().st_mode & 0o666)  # safetensors writes for the owner alone
         sync_to_disk(temporary)
         os.replace(temporary, path)
     finally:

@@ -38,9 +38,7 @@ class Stage:
     def publish(self, names: dict[Path, str]) -> list[Path]:
         """Move files of the stage to their names in the output folder, in order; return their new paths."""
         finished = []
-        readable = self._folder.stat().st_mode & 0o666  # as the umask has it; safetensors writes for the owner alone
         for file, name in names.items():
-            file.chmod(readable)
             sync_to_disk(file)
             os.replace(file, self._output / name)
             finished.append(self._output / name)
