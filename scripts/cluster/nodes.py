@@ -33,6 +33,7 @@ from training.interface import own_addresses
 LINES_KEPT = 10
 POLL_SECONDS = 0.05
 LEAVE_SECONDS = 1.0
+LAST_WORDS_SECONDS = 1.0
 # A remote shell that ends so may succeed a little later: the machine still boots, or its network is away for a moment.
 PASSING = (
     "refused",
@@ -97,6 +98,7 @@ class Shell:
     process: subprocess.Popen
     hosts: list[str]
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))
+    all_read: threading.Event = field(default_factory=threading.Event)
 
     def end(self, number: int, deadline: float) -> None:
         """Send it a signal (0: none) if it still runs, and give it until the deadline to leave."""
@@ -107,7 +109,12 @@ class Shell:
 
     def has_failed(self, host: str) -> bool:
         """Return whether there will be no agent on a host: the process has ended, or pdsh's part for the host has."""
-        return self.process.poll() is not None or any(f"{host}: {PDSH_ENDED}" in line for line in list(self.lines))
+        if self.process.poll() is not None:
+            # Its last words say why. What it left running may hold stderr open: that is waited for once.
+            self.all_read.wait(LAST_WORDS_SECONDS)
+            self.all_read.set()
+            return True
+        return any(f"{host}: {PDSH_ENDED}" in line for line in list(self.lines))
 
     def reason(self, host: str) -> str:
         """Say why no agent speaks on a host."""
@@ -229,6 +236,7 @@ class Nodes:
             if any(host in self.found for host in shell.hosts):
                 sys.stderr.write(line)
                 sys.stderr.flush()
+        shell.all_read.set()
 
 
 def is_passing(reason: str) -> bool:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from scripts.attempt import HANG_CODE, Ending
 from scripts.cluster.channel import Channel
-from scripts.cluster.nodes import Node, Nodes, is_passing
+from scripts.cluster.nodes import Node, Nodes, Shell, is_passing
 from scripts.cluster.plan import LAUNCHERS, Place, Plan, forwarded_environment, node_command
 from scripts.cluster.remote_shell import pdsh_command, srun_command, ssh_command
 from scripts.cluster.start import judge
@@ -376,6 +377,20 @@ def test_a_host_that_lets_nobody_in_is_the_users_to_mend(tmp_path: Path) -> None
     (line,) = errors.splitlines()
     assert "one: Permission denied" in line
     assert "two: Permission denied" in line
+
+
+def test_the_last_words_of_a_remote_shell_are_read_before_it_counts_as_failed() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    shell = Shell(process, ["one"])
+
+    def read_late() -> None:
+        shell.lines.append("one: Permission denied (publickey).")
+        shell.all_read.set()
+
+    threading.Timer(0.2, read_late).start()
+    assert shell.has_failed("one")
+    assert shell.reason("one") == "one: Permission denied (publickey)."
 
 
 @pytest.mark.parametrize("hosts", ["one,one", "-oProxyCommand=x", "a;b", ""])
