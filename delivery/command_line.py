@@ -47,8 +47,6 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, name: str, description: str | None) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(f"{name}.py", description=description, formatter_class=formatter, allow_abbrev=False)
-        # The deepspeed launcher adds this to every rank's command line; the environment says the same.
-        self.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
         """Raise the mistake, for `run_script` to tell."""

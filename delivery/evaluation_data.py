@@ -16,7 +16,6 @@ from training.data.folder import has_parts, load_whole
 from training.data.transforms import STEPS
 from training.errors import UserError
 
-SPLITS = ("auto", "val", "train", "all")
 NAMES_IN_MESSAGE = 5
 
 
@@ -43,7 +42,7 @@ class EvaluationChoice:
 
     Attributes:
         data: a name of `DATASETS` or a folder.
-        split: one of `SPLITS`.
+        split: "auto", "val", "train" or "all".
         data_root: as `DataOptions.data_root`.
         bad_images: as `DataOptions.bad_images`.
         allow_missing_classes: whether the data may lack classes that the model knows.

@@ -16,6 +16,7 @@ from delivery.repeat import repeat_command, show_value
 from delivery.trained_model import WEIGHTS, read_run_config
 from delivery.weights import read_metadata
 from training.config import TrainConfig
+from training.durable import replacing
 
 CARD = "README.md"
 MARK = (
@@ -59,12 +60,8 @@ def write_model_card(run: Path) -> Path | None:
         "of these weights (`license`, `license_name` and `license_link` in the head of this file).",
         "",
     ]
-    temporary = card.with_name(f".{CARD}.tmp")
-    try:
+    with replacing(card) as temporary:
         temporary.write_text("\n".join(lines), encoding="utf-8")
-        temporary.replace(card)
-    finally:
-        temporary.unlink(missing_ok=True)
     return card
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -16,14 +16,13 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import nn
 
-from training.data.decode import Decoder, FullDecoder, ShrinkingDecoder
+from training.data.files import make_decoder
 from training.data.images import IMAGE_EXTENSIONS, ImageError, open_image
 from training.data.transforms import evaluation_transform
 from training.errors import UserError
 
 STDIN = "-"
 STDIN_NAME = "standard input"
-DECODERS: dict[str, Callable[[int], Decoder]] = {"cpu": ShrinkingDecoder, "exact": lambda image_size: FullDecoder()}
 
 
 @dataclass(frozen=True)
@@ -81,11 +80,11 @@ def predict(
         batch_size: images of one forward pass.
         top_k: how many classes each prediction names.
         flip: whether the mirrored image is asked too, and the mean of both probabilities told.
-        decode: a name of `DECODERS`.
+        decode: a name of `training.data.DECODERS`.
     """
     module.to(device)
     preprocessing, class_names = metadata["preprocessing"], metadata["class_names"]
-    decoder = DECODERS[decode](preprocessing["image_size"])
+    decoder = make_decoder(decode, preprocessing["image_size"])
     transform = evaluation_transform(preprocessing)
 
     def read(entry: tuple[str, bytes | None]) -> torch.Tensor | ImageError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from delivery.prediction import Prediction
+from training.durable import replacing
 from training.errors import UserError
 
 
@@ -49,17 +49,16 @@ def open_output(kind: str, path: str, top_k: int) -> Iterator[Output]:
         output.close()
         return
     target = Path(path).expanduser()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
+        with (
+            replacing(target) as temporary,
+            temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream,
+        ):
             output = make(stream, top_k)
             yield output
             output.close()
-        os.replace(temporary, target)
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror or error}).") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class _Json:

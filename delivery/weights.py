@@ -24,7 +24,7 @@ from models import rebuild_model
 from models.weights_file import METADATA_KEY, read_facts
 from training.data.images import to_rgb
 from training.data.transforms import evaluation_transform
-from training.durable import sync_to_disk
+from training.durable import replacing, sync_to_disk
 from training.errors import UserError
 
 METADATA_KEYS = ("description", "class_names", "preprocessing", "extra")
@@ -58,14 +58,10 @@ def save_weights(
         for name, tensor in state_dict.items()
     }
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(path) as temporary:
         save_file(tensors, temporary, metadata=metadata)
         temporary.chmod(path.parent.stat().st_mode & 0o666)  # safetensors writes for the owner alone
         sync_to_disk(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
     sync_to_disk(path.parent)
 
 

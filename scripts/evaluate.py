@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from delivery.evaluation_data import EvaluationData
     from delivery.trained_model import TrainedModel
+    from training.config import TrainConfig
     from training.distributed import World
 
 CLASSES_SHOWN = 20
@@ -60,9 +61,10 @@ def _judge_and_write(
     from training.precision import resolve_precision
 
     choice = EvaluationChoice(given.data, given.split, given.data_root, given.bad_images, given.allow_missing_classes)
-    data = agreed(lambda: load_evaluation_data(metadata, model.config(), choice), world)
+    config = agreed(model.config, world)
+    data = agreed(lambda: load_evaluation_data(metadata, config, choice), world)
     precision = agreed(lambda: resolve_precision(given.precision, world.device), world)
-    folder = Path(given.output).expanduser() if given.output else _default_output(model, data)
+    folder = Path(given.output).expanduser() if given.output else _default_output(model, config, data)
     agreed(lambda: check_replaceable(folder), world)
     class_names = metadata["class_names"]
     scores = judge(module, data, world, num_classes=len(class_names), batch_size=given.batch_size, precision=precision)
@@ -82,9 +84,8 @@ def _write(folder: Path, facts: dict[str, Any], data: EvaluationData) -> None:
         raise UserError(f"cannot write into '{folder}': {error.strerror or error}.") from None
 
 
-def _default_output(model: TrainedModel, data: EvaluationData) -> Path:
+def _default_output(model: TrainedModel, config: TrainConfig | None, data: EvaluationData) -> Path:
     """Return where the files go: the run's own evaluation, or another one beside it."""
-    config = model.config()
     if model.run is None or config is None:
         return model.weights.with_name(f"{model.weights.stem}-evaluation")
     if (data.data, data.split) == (config.data, "val"):
@@ -137,6 +138,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=batch_size_type, default=64, help="Images per rank and forward pass.")
     parser.add_argument("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="As in training.")
     parser.add_argument("--output", default="", help="Folder of the files; default: in the run's folder.")
+    # The deepspeed launcher adds this to every rank's command line; the environment says the same.
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(words)
 
 

@@ -1,8 +1,10 @@
-"""Making sure that what was written is on the disk before anything relies on it."""
+"""Making sure that a file is whole, and on the disk, before anything relies on it."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -13,3 +15,17 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a name beside `path` to write to; the file takes the place of `path` where the block ends without error.
+
+    A failure leaves the old file, and nothing beside it.
+    """
+    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

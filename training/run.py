@@ -12,7 +12,6 @@ import torch
 
 from delivery.evaluation import describe_scores
 from delivery.evaluation_files import write_scores
-from delivery.finish import finish_run
 from delivery.weights import save_weights
 from training.announce import announce_end, announce_start
 from training.bad_steps import StepGuard
@@ -111,6 +110,8 @@ def train(parts: Parts, stop: StopRequest, start: RunStart = FIRST_START) -> int
     images = (position - first_position) * parts.settings.plan.global_batch
     announce_end(parts, progress, stop_signal, run_point(position, images, timing, parts.world))
     if parts.world.is_main and not stop_signal:
+        from delivery.finish import finish_run  # what makes pages and cards is no part of a start
+
         for line in finish_run(parts.folder, parts.data.val.source.read, with_report=parts.config.report):
             parts.loggers.message(line)
     return exit_code_of(stop_signal) if stop_signal else 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from delivery.report.content import PageRun, read_page_runs
 from delivery.report.facts import Figure, differences
 from delivery.report.spending import Part
 from delivery.report.training_curves import overlaid_charts, single_run_charts
+from training.durable import replacing
 from training.errors import UserError
 
 TEMPLATE = Path(__file__).resolve().parent / "template"
@@ -101,14 +101,10 @@ def _times_side_by_side(runs: Sequence[PageRun]) -> list[tuple[str, list[Part | 
 
 def _replace(output: Path, content: bytes) -> None:
     """Write a file under another name, and rename it."""
-    new = output.with_name(f".{output.name[:100]}.{os.getpid()}.new")
     try:
         if output.is_dir():
             raise UserError(f"'{output}' is a folder: give a file, such as {output / 'report.html'}.")
-        try:
+        with replacing(output) as new:
             new.write_bytes(content)
-            os.replace(new, output)
-        finally:
-            new.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"'{output}' cannot be written: {error.strerror}. Give --output another file.") from None

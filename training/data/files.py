@@ -33,7 +33,7 @@ def file_sources(
 ) -> tuple[FileSource, FileSource, list[str]]:
     """Make the sources of training and validation files, with what the user should know of their cache."""
     size = options.image_size or PHOTOGRAPHS.image_size
-    decoder = _DECODERS[options.decode](size)
+    decoder = make_decoder(options.decode, size)
     cache: ImageCache | None = None
     note = ""
     if isinstance(decoder, ShrinkingDecoder):
@@ -46,9 +46,14 @@ def file_sources(
     return train_source, val_source, [note] if note else []
 
 
+def make_decoder(name: str, image_size: int) -> Decoder:
+    """Return the decoder of a name of `training.data.DECODERS`, for images that the model sees at `image_size`."""
+    return _DECODERS[name](image_size)
+
+
 def file_source(root: Path, files: Sequence[ImageFile], options: DataOptions) -> FileSource:
     """Make the source of files that are read once, without a cache."""
-    decoder = _DECODERS[options.decode](options.image_size or PHOTOGRAPHS.image_size)
+    decoder = make_decoder(options.decode, options.image_size or PHOTOGRAPHS.image_size)
     return FileSource(root, files, decoder, decodes_later=options.decode in DECODES_LATER)
 
 
