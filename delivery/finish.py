@@ -1,4 +1,4 @@
-"""What a run leaves for people when it has finished: its evaluation in full, its model card, and the report of it."""
+"""What a run leaves for people when it ends: the evaluation in full, the model card, and the report of it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from delivery.weights import read_metadata
 from training.run_folder import RunFolder, shown_path
 
 
-def finish_run(folder: RunFolder, read_image: Callable[[int], torch.Tensor], *, with_report: bool) -> list[str]:
-    """Write the files about the best epoch; nothing that goes wrong here may spoil a run that went well.
+def leave_files(
+    folder: RunFolder, read_image: Callable[[int], torch.Tensor], *, with_card: bool, with_report: bool
+) -> list[str]:
+    """Write the files about the best epoch so far; nothing that goes wrong here may spoil a run that went well.
 
     Args:
-        folder: of the run, with its weights.
+        folder: of the run.
         read_image: from a validation sample's position to its image, uint8 [3, H, W].
+        with_card: whether to write the model card: of a run that has finished, not of one that was stopped.
         with_report: whether to write the report too.
 
     Returns:
         One line for each thing that could not be written, and where the report lies.
     """
     report = folder.path / "report.html"
-    steps: dict[str, Callable[[], object]] = {
-        "evaluation": lambda: _write_evaluation(folder, read_image),
-        "model card": lambda: write_model_card(folder.path),
-    }
+    steps: dict[str, Callable[[], object]] = {"evaluation": lambda: _write_evaluation(folder, read_image)}
+    if with_card:
+        steps["model card"] = lambda: write_model_card(folder.path)
     if with_report:
         steps["report"] = lambda: write_report([folder.path], report)
     lines = {"report": f"report       {shown_path(report)}"} if with_report else {}

@@ -109,12 +109,17 @@ def train(parts: Parts, stop: StopRequest, start: RunStart = FIRST_START) -> int
     position = parts.position(progress)
     images = (position - first_position) * parts.settings.plan.global_batch
     announce_end(parts, progress, stop_signal, run_point(position, images, timing, parts.world))
-    if parts.world.is_main and not stop_signal:
-        from delivery.finish import finish_run  # what makes pages and cards is no part of a start
-
-        for line in finish_run(parts.folder, parts.data.val.source.read, with_report=parts.config.report):
-            parts.loggers.message(line)
+    if parts.world.is_main:  # launchers send SIGTERM once another rank has left, which `stop` still takes in
+        _leave_files(parts, is_stopped=bool(stop_signal))
     return exit_code_of(stop_signal) if stop_signal else 0
+
+
+def _leave_files(parts: Parts, *, is_stopped: bool) -> None:
+    from delivery.finish import leave_files  # what makes pages and cards is no part of a start
+
+    read_image = parts.data.val.source.read
+    for line in leave_files(parts.folder, read_image, with_card=not is_stopped, with_report=parts.config.report):
+        parts.loggers.message(line)
 
 
 def _train_and_evaluate(

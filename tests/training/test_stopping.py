@@ -66,6 +66,12 @@ def assert_stopped(process, number, name):
     assert f"stopped by {number.name}" in output
     assert "Traceback" not in output + errors
     assert ranks_of(name) == []
+    return output
+
+
+def assert_left_a_report(output, folder):
+    assert f"report       {folder / 'report.html'}\n" in output
+    assert "It can be resumed." in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def assert_goes_on_to(uninterrupted, logs, name):
@@ -80,7 +86,9 @@ def test_sigterm_to_the_launcher_saves_and_the_run_goes_on_bit_for_bit(tmp_path,
     process = start(tmp_path, "terminated", LAUNCHER="deepspeed")
     wait_until(lambda: has_reached(folder, 4), process)
     process.send_signal(signal.SIGTERM)
-    assert_stopped(process, signal.SIGTERM, "terminated")
+    output = assert_stopped(process, signal.SIGTERM, "terminated")
+    assert_left_a_report(output, folder)
+    assert not (folder / "README.md").exists()
     assert (folder / "checkpoints" / "last").read_text().startswith("step-00000-")
     assert "resuming from" in assert_goes_on_to(uninterrupted, tmp_path, "terminated")
     assert len(read_metrics(folder, "resume")) == 1
@@ -92,7 +100,7 @@ def test_sigusr1_to_one_rank_in_the_evaluation(tmp_path, uninterrupted):
     process = start(tmp_path, "preempted", LAUNCHER="torchrun")
     wait_until(lambda: has_reached(folder, STEPS_PER_EPOCH), process)
     ranks_of("preempted")[-1].send_signal(signal.SIGUSR1)
-    assert_stopped(process, signal.SIGUSR1, "preempted")
+    assert_left_a_report(assert_stopped(process, signal.SIGUSR1, "preempted"), folder)
     assert_goes_on_to(uninterrupted, tmp_path, "preempted")
 
 
@@ -100,7 +108,8 @@ def test_sigterm_to_one_rank_before_the_first_step(tmp_path):
     process = start(tmp_path, "early", LAUNCHER="direct")
     wait_until(lambda: (tmp_path / "runs" / "early").exists(), process)
     ranks_of("early")[0].send_signal(signal.SIGTERM)
-    assert_stopped(process, signal.SIGTERM, "early")
+    output = assert_stopped(process, signal.SIGTERM, "early")
+    assert "could not be written" not in output
 
 
 def test_ctrl_c_and_on_with_one_rank_under_another_strategy(tmp_path):
@@ -109,7 +118,8 @@ def test_ctrl_c_and_on_with_one_rank_under_another_strategy(tmp_path):
     process = start(tmp_path, "moved", LAUNCHER="direct")
     wait_until(lambda: has_reached(folder, STEPS_PER_EPOCH + 2), process)
     process.send_signal(signal.SIGINT)
-    assert_stopped(process, signal.SIGINT, "moved")
+    assert_left_a_report(assert_stopped(process, signal.SIGINT, "moved"), folder)
+    assert (folder / "evaluation" / "worst.png").exists()
     words = [*WORDS[:1], "fsdp_stage3", "1", *WORDS[3:]]
     again = launch(*words, *FLAGS, "--run-name", "moved", "--log-dir", str(tmp_path), "--resume", "must")
     assert again.returncode == 0, again.stdout + again.stderr
