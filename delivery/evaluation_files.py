@@ -16,9 +16,8 @@ from PIL import Image, ImageDraw, ImageFont
 from delivery.evaluation import dense_confusion
 from training.errors import UserError
 from training.loggers.confusion import confusion_picture
+from training.run_folder import SCORES, WORST
 
-SCORES = "scores.json"
-WORST = "worst"  # folder of the samples, one picture each
 LARGEST_MATRIX = 1000  # classes; more have neither picture nor table of all pairs
 THUMBNAIL_PIXELS = 128
 COLUMNS, TILE_GAP, LINE_PIXELS, FONT_PIXELS = 6, 8, 16, 12
@@ -135,9 +134,9 @@ def _write_worst(
         picture.save(folder / name)
         true, said = class_names[one["label"]], class_names[one["prediction"]]
         rows.append([name, one["name"], true, said, one["confidence"], one["loss"]])
-    _write_csv(folder / "worst.csv", ("picture", "image", "true", "predicted", "confidence", "loss"), rows)
+    _write_csv(folder / f"{WORST}.csv", ("picture", "image", "true", "predicted", "confidence", "loss"), rows)
     captions = [(row[2], row[3], one["confidence"]) for row, one in zip(rows, worst, strict=True)]
-    _contact_sheet(pictures, captions).save(folder / "worst.png")
+    _contact_sheet(pictures, captions).save(folder / f"{WORST}.png")
 
 
 def _contact_sheet(pictures: Sequence[Image.Image], captions: Sequence[tuple[str, str, float]]) -> Image.Image:

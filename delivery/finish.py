@@ -27,7 +27,7 @@ def leave_files(
     Returns:
         One line for each thing that could not be written, and where the report lies.
     """
-    report = folder.path / "report.html"
+    report = folder.report
     steps: dict[str, Callable[[], object]] = {"evaluation": lambda: _write_evaluation(folder, read_image)}
     if with_card:
         steps["model card"] = lambda: write_model_card(folder.path)

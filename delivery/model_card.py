@@ -13,12 +13,12 @@ from typing import Any
 
 from delivery.evaluation_files import read_scores
 from delivery.repeat import repeat_command, show_value
-from delivery.trained_model import WEIGHTS, read_run_config
+from delivery.trained_model import read_run_config
 from delivery.weights import read_metadata
 from training.config import TrainConfig
 from training.durable import replacing
+from training.run_folder import CARD, ENVIRONMENT, EVALUATION, METRICS, WEIGHTS
 
-CARD = "README.md"
 MARK = (
     "<!-- Written by zerovision at the end of the run; delete this line, and no later run overwrites your changes. -->"
 )
@@ -44,8 +44,8 @@ def write_model_card(run: Path) -> Path | None:
     if card.exists() and MARK not in card.read_text(encoding="utf-8"):
         return None
     config, metadata = read_run_config(run), read_metadata(run / WEIGHTS)
-    environment = json.loads((run / "environment.json").read_text(encoding="utf-8"))
-    scores = read_scores(run / "evaluation") or {}
+    environment = json.loads((run / ENVIRONMENT).read_text(encoding="utf-8"))
+    scores = read_scores(run / EVALUATION) or {}
     lines = [
         *("---", _front_matter(run.name, config, metadata, scores), "---", MARK, ""),
         *_introduction(run.name, config, metadata),
@@ -214,7 +214,7 @@ def _hardware(environment: Mapping[str, Any], end: Mapping[str, Any]) -> list[st
 
 def _end_of(run: Path) -> dict[str, Any]:
     """Return the line of metrics.jsonl that the end of the run wrote, {} where there is none."""
-    path = run / "metrics.jsonl"
+    path = run / METRICS
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     ends = [line for line in lines if line.startswith('{"kind": "end"')]
     return json.loads(ends[-1]) if ends else {}

@@ -8,8 +8,8 @@ from pathlib import Path
 from training.command_line import read_config_file
 from training.config import REPO_ROOT, TrainConfig
 from training.errors import UserError, nearest
+from training.run_folder import CONFIG, WEIGHTS
 
-WEIGHTS = "model.safetensors"
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # torch.save's archive since PyTorch 1.6, and what it wrote before
 
 
@@ -82,11 +82,11 @@ def read_run_config(run: Path) -> TrainConfig:
     Raises:
         UserError: where config.json is missing or damaged.
     """
-    return TrainConfig(**read_config_file(run / "config.json"))
+    return TrainConfig(**read_config_file(run / CONFIG))
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "config.json").is_file()
+    return (folder / CONFIG).is_file()
 
 
 def _check_is_safetensors(path: Path) -> None:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from delivery.command_line import OneLineParser, batch_size_type, run_script
 from training.data import BAD_IMAGE_MODES, DATASETS
 from training.errors import UserError
+from training.run_folder import EVALUATION
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,11 +88,11 @@ def _write(folder: Path, facts: dict[str, Any], data: EvaluationData) -> None:
 def _default_output(model: TrainedModel, config: TrainConfig | None, data: EvaluationData) -> Path:
     """Return where the files go: the run's own evaluation, or another one beside it."""
     if model.run is None or config is None:
-        return model.weights.with_name(f"{model.weights.stem}-evaluation")
+        return model.weights.with_name(f"{model.weights.stem}-{EVALUATION}")
     if (data.data, data.split) == (config.data, "val"):
-        return model.run / "evaluation"
+        return model.run / EVALUATION
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(data.data).name).strip("-")
-    return model.run / f"evaluation-{slug}-{data.split}"
+    return model.run / f"{EVALUATION}-{slug}-{data.split}"
 
 
 def _show(facts: dict[str, Any], folder: Path) -> None:

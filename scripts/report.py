@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from delivery.command_line import OneLineParser, run_script
+from training.run_folder import REPORT
 
 
 def report(given: argparse.Namespace) -> int:
@@ -25,7 +26,7 @@ def report(given: argparse.Namespace) -> int:
     from delivery.trained_model import find_run
 
     folders = list(dict.fromkeys(find_run(word) for word in given.runs))
-    default = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
+    default = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
     output = Path(given.output).expanduser() if given.output else default
     if given.watch:
         watch(folders, output, print)

@@ -256,8 +256,8 @@ def _build_loggers(
     }
     loggers = build_loggers(config, folder, facts, first_step)
     try:
-        save_config(config, folder.path / "config.json")
-        _write_json(folder.path / "environment.json", facts)
+        save_config(config, folder.config)
+        _write_json(folder.environment, facts)
         _write_json(folder.path / "deepspeed_config.json", sharding)
     except OSError as error:
         loggers.message(f"note: the run's description cannot be written: {error}")

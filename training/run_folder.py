@@ -9,6 +9,18 @@ from pathlib import Path
 from training.config import REPO_ROOT, TrainConfig
 from training.errors import UserError
 
+# What lies in a run's own folder.
+CONFIG = "config.json"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+WEIGHTS = "model.safetensors"
+EVALUATION = "evaluation"
+REPORT = "report.html"
+CARD = "README.md"
+# And in its evaluation.
+SCORES = "scores.json"
+WORST = "worst"  # folder of the samples told worst, one picture each
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -33,19 +45,34 @@ class RunFolder:
         return self.log_dir / "tensorboard" / self.name
 
     @property
+    def config(self) -> Path:
+        """All settings."""
+        return self.path / CONFIG
+
+    @property
+    def environment(self) -> Path:
+        """Command, versions, hardware, data."""
+        return self.path / ENVIRONMENT
+
+    @property
     def metrics(self) -> Path:
         """One JSON object per logging point and epoch."""
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     @property
     def weights(self) -> Path:
         """The trained model: the best epoch's weights."""
-        return self.path / "model.safetensors"
+        return self.path / WEIGHTS
 
     @property
     def evaluation(self) -> Path:
         """The scores of these weights, sample by sample where they are worst."""
-        return self.path / "evaluation"
+        return self.path / EVALUATION
+
+    @property
+    def report(self) -> Path:
+        """The whole run on one page."""
+        return self.path / REPORT
 
     @property
     def checkpoints(self) -> Path:

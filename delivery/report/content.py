@@ -19,12 +19,13 @@ from delivery.report.facts import (
 )
 from delivery.report.incidents import Incidents, find_incidents
 from delivery.report.judgement import ClassTable, Confusion, calibration_chart, class_table, confusion
-from delivery.report.run_files import METRICS, RunFiles, read_run
+from delivery.report.run_files import RunFiles, read_run
 from delivery.report.samples import MOST_PICTURES, Sample, wrong_samples
 from delivery.report.spending import Spending, spend_memory, spend_time
 from delivery.report.status import Status, find_status
 from delivery.report.training_curves import STYLES
 from training.errors import UserError
+from training.run_folder import ENVIRONMENT, EVALUATION, METRICS, SCORES
 
 MOST_RUNS = STYLES  # so that no two lines look the same
 MOST_RUNS_WITH_MATRIX = 4
@@ -82,13 +83,13 @@ def read_page_runs(folders: Sequence[Path]) -> list[PageRun]:
 
 def _page_run(position: int, name: str, run: RunFiles, count: int) -> PageRun:
     key = f"run{position}"
-    with _damage_named(run.folder / "evaluation" / "scores.json"):
+    with _damage_named(run.folder / EVALUATION / SCORES):
         evaluation = _evaluation(key, run, count) if run.scores is not None else None
         figures = key_figures(run)
     with _damage_named(run.folder / METRICS):
         status, incidents = find_status(run), find_incidents(run.history)
         time_spent, memory = spend_time(run.history), spend_memory(run.history)
-    with _damage_named(run.folder / "environment.json"):
+    with _damage_named(run.folder / ENVIRONMENT):
         description, command, made_with = describe(run), command_to_repeat(run), surroundings(run)
     return PageRun(
         key=key,

@@ -11,9 +11,8 @@ from typing import Any
 
 from delivery.report.history import History, read_history
 from training.errors import UserError
+from training.run_folder import CONFIG, ENVIRONMENT, EVALUATION, METRICS, SCORES, WEIGHTS, WORST
 
-METRICS = "metrics.jsonl"
-EVALUATION = "evaluation"
 HEADER_LENGTH_BYTES = 8  # of a safetensors file
 LONGEST_HEADER_BYTES = 100_000_000  # as in the safetensors library
 
@@ -42,7 +41,7 @@ class RunFiles:
     @property
     def worst_pictures(self) -> Path:
         """The folder of the pictures of `scores["worst"]`, 000.png and on."""
-        return self.folder / EVALUATION / "worst"
+        return self.folder / EVALUATION / WORST
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -51,9 +50,9 @@ def read_run(folder: Path) -> RunFiles:
     Raises:
         UserError: where a file that is there is damaged.
     """
-    config = _read_json(folder / "config.json")
-    environment = _read_json(folder / "environment.json")
-    scores = _read_json(folder / EVALUATION / "scores.json")
+    config = _read_json(folder / CONFIG)
+    environment = _read_json(folder / ENVIRONMENT)
+    scores = _read_json(folder / EVALUATION / SCORES)
     metrics = folder / METRICS
     global_batch = count_global_batch(config or {}, environment or {})
     history = read_history(metrics, global_batch) if metrics.is_file() else History(global_batch)
@@ -69,7 +68,7 @@ def read_run(folder: Path) -> RunFiles:
             "evaluation/scores.json is missing: there is nothing about single classes. "
             "scripts/evaluate.py writes such files from the weights."
         )
-    parameters = _count_parameters(folder / "model.safetensors")
+    parameters = _count_parameters(folder / WEIGHTS)
     return RunFiles(folder, config or {}, environment or {}, history, scores, parameters, notes)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from delivery.report.page import write_report
-from delivery.report.run_files import EVALUATION, METRICS
+from training.run_folder import EVALUATION, METRICS, SCORES, WORST
 
 POLL_SECONDS = 2.0
 LARGEST_SHARE_OF_TIME = 0.1  # that writing may take: the training needs the processor too
@@ -60,7 +60,7 @@ def _signature(folders: Sequence[Path]) -> list[tuple[int, int]]:
     """Return what changes when a run writes: size and time of its files."""
     found = []
     for folder in folders:
-        for path in (folder / METRICS, folder / EVALUATION / "scores.json", folder / EVALUATION / "worst.csv"):
+        for path in (folder / METRICS, folder / EVALUATION / SCORES, folder / EVALUATION / f"{WORST}.csv"):
             try:
                 status = path.stat()
                 found.append((status.st_size, status.st_mtime_ns))
