@@ -135,7 +135,7 @@ class StepGuard:
         shown = ", ".join(worst.names[:NAMES_IN_MESSAGE])
         more = f" and {len(worst.names) - NAMES_IN_MESSAGE} more" if len(worst.names) > NAMES_IN_MESSAGE else ""
         self._loggers.message(
-            f"step {step} skipped on all ranks ({self.in_row} in a row): {worst.culprit} not finite on rank {rank}, "
+            f"step {step} skipped on all ranks ({self.in_row} in a row): {worst.culprit} is not finite on rank {rank}, "
             f"samples {shown}{more}"
         )
         names = [name for blame in blames if blame.losses_finite == worst.losses_finite for name in blame.names]
@@ -145,8 +145,9 @@ class StepGuard:
         if 0 < self._most_in_row <= self.in_row:
             raise RunEnded(
                 f"{self.in_row} steps in a row were skipped because the gradient was not finite (--max-bad-steps): "
-                "look at the samples named above, lower --learning-rate, or resume from an earlier checkpoint.",
+                "look at the samples named in the log, lower --learning-rate, or resume from an earlier checkpoint.",
                 TOO_MANY_BAD_STEPS_EXIT_CODE,
+                step,
             )
 
     def _is_loss_scale_search(self, blames: list[_Blame]) -> bool:
@@ -176,7 +177,7 @@ class StepGuard:
                     losses.append(index)
         culprit, found = next(
             (what, found)
-            for what, found in (("an image is", images), ("the loss is", losses), ("the gradient is", step))
-            if found or what == "the gradient is"
+            for what, found in (("an image", images), ("the loss", losses), ("the gradient", step))
+            if found or what == "the gradient"
         )
         return _Blame(not losses, culprit, [self._name_of(index) for index in found])

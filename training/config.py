@@ -131,7 +131,7 @@ class TrainConfig:
     log_every_steps: int = option(10, "Optimizer steps between two log points.", low=1)
     progress: Literal["auto", "bar", "lines", "off"] = option("auto", "Console progress; auto: a bar on a terminal.")
     tensorboard: bool = option(True, "Write TensorBoard event files.")
-    report: bool = option(True, "Write report.html into the run's folder at its end: the whole run on one page.")
+    report: bool = option(True, "Write report.html into the run's folder when it ends: the whole run on one page.")
     profile: int = option(
         0,
         "Steps of rank 0's first epoch that torch.profiler traces into the run's folder; 0: none.",

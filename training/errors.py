@@ -24,11 +24,16 @@ class AgreedError(UserError):
 
 
 class RunEnded(Exception):
-    """The run cannot go on, and all ranks know it: rank 0 says the one line, and each exits with the code."""
+    """The run cannot go on, and all ranks know it: rank 0 says the one line, and each exits with the code.
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    Attributes:
+        exit_code: of every rank.
+        step: the run's step, from 1, at which it gave up.
+    """
+
+    def __init__(self, message: str, exit_code: int, step: int) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code, self.step = exit_code, step
 
 
 # What a rank's exception says when not its own code failed: the others' deaths reach it so.

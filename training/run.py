@@ -63,7 +63,10 @@ def run(config: TrainConfig, start: RunStart = FIRST_START) -> int:
         else:
             # A launcher ends all ranks as soon as one has failed: rank 0 speaks first.
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
-        exit_code = error.exit_code if isinstance(error, RunEnded) else USER_ERROR_EXIT_CODE
+        exit_code = USER_ERROR_EXIT_CODE
+        if parts is not None and isinstance(error, RunEnded):
+            exit_code = error.exit_code
+            _give_up(parts, error)
     except Exception as error:
         # The other ranks do not know of it: whatever needs them would wait for ever, so nothing is closed.
         print(known_death(error, world.rank) or traceback.format_exc(), file=sys.stderr, flush=True)
@@ -110,15 +113,23 @@ def train(parts: Parts, stop: StopRequest, start: RunStart = FIRST_START) -> int
     images = (position - first_position) * parts.settings.plan.global_batch
     announce_end(parts, progress, stop_signal, run_point(position, images, timing, parts.world))
     if parts.world.is_main:  # launchers send SIGTERM once another rank has left, which `stop` still takes in
-        _leave_files(parts, is_stopped=bool(stop_signal))
+        _leave_files(parts, has_finished=not stop_signal)
     return exit_code_of(stop_signal) if stop_signal else 0
 
 
-def _leave_files(parts: Parts, *, is_stopped: bool) -> None:
+def _give_up(parts: Parts, error: RunEnded) -> None:
+    """Leave what people need to find out why."""
+    parts.loggers.event("gave_up", {"step": error.step, "exit_code": error.exit_code, "reason": str(error)})
+    parts.loggers.message(f"gave up at step {error.step}")
+    if parts.world.is_main:
+        _leave_files(parts, has_finished=False)
+
+
+def _leave_files(parts: Parts, *, has_finished: bool) -> None:
     from delivery.finish import leave_files  # what makes pages and cards is no part of a start
 
     read_image = parts.data.val.source.read
-    for line in leave_files(parts.folder, read_image, with_card=not is_stopped, with_report=parts.config.report):
+    for line in leave_files(parts.folder, read_image, with_card=has_finished, with_report=parts.config.report):
         parts.loggers.message(line)
 
 

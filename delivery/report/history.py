@@ -14,7 +14,7 @@ from typing import Any
 from training.errors import UserError
 
 CURVES = ("loss", "learning_rate", "images_per_second", "gradient_norm")
-EVENTS = ("skipped_step", "checkpoint_failed", "slow_rank")
+EVENTS = ("skipped_step", "checkpoint_failed", "slow_rank", "gave_up")
 EPOCH_NUMBERS = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5", "evaluation_seconds")
 
 
@@ -60,6 +60,7 @@ class History:
         logged_images, logged_seconds: of all logged intervals, repeated ones too.
         memory_bytes_per_rank: the peak of each rank; of rank 0 alone in runs before zerovision kept them all.
         first_time, last_time: Unix seconds of the first and the last line, None where there is none.
+        last_kind: of the last line, empty where there is none.
         steps_per_epoch, total_steps: as the latest line says, 0 where none does.
     """
 
@@ -83,6 +84,7 @@ class History:
         self.memory_bytes_per_rank: list[int] = []
         self.first_time: float | None = None
         self.last_time: float | None = None
+        self.last_kind = ""
         self.steps_per_epoch = self.total_steps = 0
         self._global_batch = global_batch
         self._interval_seconds = array("d")
@@ -107,7 +109,7 @@ class History:
         if line["kind"] in self._readers:
             self._readers[line["kind"]](line)
         self.first_time = when if self.first_time is None else self.first_time
-        self.last_time = when
+        self.last_time, self.last_kind = when, line["kind"]
 
     @property
     def last_step(self) -> int:

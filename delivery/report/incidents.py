@@ -102,7 +102,8 @@ def _resume(line: dict[str, Any]) -> tuple[str, str]:
 def _skipped(line: dict[str, Any]) -> tuple[str, str]:
     samples = [str(name) for name in line.get("samples") or []]
     among = f", among {listing(samples[:3])}{' and more' if len(samples) > 3 else ''}" if samples else ""
-    words = f"{line.get('culprit', 'the gradient')} was not finite ({line.get('in_row', 1)} in a row{among})"
+    culprit = str(line.get("culprit", "the gradient")).removesuffix(" is")  # as it was written at first
+    words = f"{culprit} was not finite ({line.get('in_row', 1)} in a row{among})"
     return "skipped step", clip(words, LONGEST_TEXT)
 
 
@@ -116,9 +117,14 @@ def _failed(line: dict[str, Any]) -> tuple[str, str]:
     return "failed checkpoint", clip(f"{line.get('name', '?')}: {line.get('error', '?')}", LONGEST_TEXT)
 
 
+def _gave_up(line: dict[str, Any]) -> tuple[str, str]:
+    return "gave up", clip(str(line.get("reason", "?")), LONGEST_TEXT)
+
+
 _KINDS: dict[str, Callable[[dict[str, Any]], tuple[str, str]]] = {
     "resume": _resume,
     "skipped_step": _skipped,
     "slow_rank": _slow,
     "checkpoint_failed": _failed,
+    "gave_up": _gave_up,
 }

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from delivery.report.history import History
 from delivery.report.run_files import RunFiles
-from delivery.report.wording import count, moment, plural, seconds
+from delivery.report.wording import clip, count, moment, plural, seconds
 
+LONGEST_REASON = 300
 PATIENCE_SECONDS = 900.0  # without a line in metrics.jsonl; longer where the run itself was silent for longer
 
 
@@ -17,7 +18,7 @@ class Status:
     """Where a run stands.
 
     Attributes:
-        word: one of finished, stopped, going on, broken off, not begun.
+        word: one of finished, stopped, gave up, going on, broken off, not begun.
         sentence: the same with numbers.
         is_going_on: whether more is to come.
     """
@@ -45,6 +46,10 @@ def find_status(run: RunFiles, now: float | None = None) -> Status:
         return Status("finished", f"Finished early after {where}: top-1 did not get better any more.")
     if end is not None:
         return Status("stopped", f"Stopped at step {count(int(end['step']))} ({where}). It can be resumed.")
+    if history.last_kind == "gave_up":
+        line = history.events[-1]
+        reason = clip(str(line.get("reason", "")), LONGEST_REASON)
+        return Status("gave up", f"Gave up at step {count(int(line['step']))} ({where}): {reason}")
     if history.last_time is None:
         return Status("not begun", "Not begun: nothing has been logged yet.", is_going_on=True)
     if silence <= PATIENCE_SECONDS:

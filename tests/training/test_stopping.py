@@ -1,7 +1,11 @@
-"""Signals, through every launcher: every rank stops at the same step, the checkpoint is good, the run goes on."""
+"""Signals, through every launcher: every rank stops at the same step, the checkpoint is good, the run goes on.
+
+And a run that gives up by itself says why, on the console and in its report.
+"""
 
 from __future__ import annotations
 
+import html
 import signal
 import subprocess
 import time
@@ -9,6 +13,8 @@ import time
 import psutil
 import pytest
 from commands import ROOT, assert_user_error, environment, launch, read_metrics, train_alone
+
+from training.errors import TOO_MANY_BAD_STEPS_EXIT_CODE
 
 MODEL = "basic_cnn"  # BatchNorm and dropout
 WORDS = (MODEL, "fsdp_stage2", "2", "16", "2")
@@ -127,6 +133,20 @@ def test_ctrl_c_and_on_with_one_rank_under_another_strategy(tmp_path):
     epochs = read_metrics(folder, "epoch")
     assert [epoch["epoch"] for epoch in epochs] == [1, 2]
     assert epochs[-1]["val_top1"] > epochs[0]["val_top1"] > 0.3
+
+
+def test_a_run_that_gives_up_says_why_in_its_report(tmp_path):
+    diverges = ("--optimizer", "sgd", "--learning-rate", "100", "--gradient-clipping", "0", "--max-bad-steps", "2")
+    result = launch(*WORDS, *FLAGS, *diverges, "--run-name", "diverged", "--log-dir", str(tmp_path))
+    folder = tmp_path / "runs" / "diverged"
+    assert result.returncode == TOO_MANY_BAD_STEPS_EXIT_CODE, result.stdout + result.stderr
+    (why,) = [line for line in result.stderr.splitlines() if line.startswith("error: 2 steps in a row were skipped")]
+    step = read_metrics(folder, "skipped_step")[-1]["step"]
+    assert f"gave up at step {step}\nreport       {folder / 'report.html'}\n" in result.stdout
+    page = html.unescape((folder / "report.html").read_text(encoding="utf-8"))
+    assert f"Gave up at step {step} (" in page
+    assert why.removeprefix("error: ") in page
+    assert "the loss was not finite (2 in a row, among image " in page
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):

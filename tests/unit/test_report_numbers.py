@@ -134,6 +134,7 @@ def test_strange_values_make_no_chart_or_a_sound_one(values):
     assert all(0 <= float(number) <= 1000 for number in re.findall(r"[\d.]+", chart.lines[0]["path"].replace("h0", "")))
 
 
+GAVE_UP = [step(20, 1.0), event("gave_up", 1, 24, exit_code=65, reason="3 steps in a row were skipped")]
 FINISHED = [step(40, 1.0), epoch(1, 0.5), epoch(2, 0.5), end(40, 1.0)]
 
 
@@ -146,6 +147,8 @@ FINISHED = [step(40, 1.0), epoch(1, 0.5), epoch(2, 0.5), end(40, 1.0)]
         ([step(20, 1.0)], PATIENCE_SECONDS - 1, {}, "going on"),
         ([step(20, 1.0)], PATIENCE_SECONDS + 1, {}, "broken off"),
         ([step(20, 1.0), end(20, 1.0), event("resume", 0, 20)], 5, {}, "going on"),
+        (GAVE_UP, 1e6, {}, "gave up"),
+        ([*GAVE_UP, event("resume", 0, 20)], 5, {}, "going on"),
         ([], 5, {}, "not begun"),
     ],
 )

@@ -78,7 +78,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._running: _Save | None = None
         self._unsaved_best: Callable[[], None] | None = None
-        self._failures_in_row = 0
+        self._failures_in_row = self._failed_position = 0
         self._last_start = time.monotonic()
 
     def is_due_by_time(self) -> bool:
@@ -148,6 +148,7 @@ class Saver:
                 self._report.checkpoint_saved(save.position)
             return
         self._failures_in_row += 1
+        self._failed_position = save.position
         self._loggers.event("checkpoint_failed", {"step": save.position, "name": save.name, "error": save.error})
         self._loggers.message(
             f"checkpoint {save.name} could not be saved ({save.error}): the one before it stays, training goes on"
@@ -177,9 +178,10 @@ class Saver:
 
     def _cannot_save(self) -> RunEnded:
         return RunEnded(
-            f"checkpoints cannot be saved in {self._settings.folder} (see the line above); make room there "
+            f"checkpoints cannot be saved in {self._settings.folder} (the log says why); make room there "
             "and start again with --resume auto.",
             CANNOT_SAVE_EXIT_CODE,
+            self._failed_position,
         )
 
     def _write(self, save: _Save, facts: dict[str, Any]) -> None:
