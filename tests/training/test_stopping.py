@@ -137,7 +137,7 @@ def test_ctrl_c_and_on_with_one_rank_under_another_strategy(tmp_path):
 
 def test_a_run_that_gives_up_says_why_in_its_report(tmp_path):
     diverges = ("--optimizer", "sgd", "--learning-rate", "100", "--gradient-clipping", "0", "--max-bad-steps", "2")
-    result = launch(*WORDS, *FLAGS, *diverges, "--run-name", "diverged", "--log-dir", str(tmp_path))
+    result = launch(MODEL, "ddp", *WORDS[2:], *FLAGS, *diverges, "--run-name", "diverged", "--log-dir", str(tmp_path))
     folder = tmp_path / "runs" / "diverged"
     assert result.returncode == TOO_MANY_BAD_STEPS_EXIT_CODE, result.stdout + result.stderr
     (why,) = [line for line in result.stderr.splitlines() if line.startswith("error: 2 steps in a row were skipped")]
