@@ -13,6 +13,7 @@ from typing import Any
 
 from delivery.evaluation_files import read_scores
 from delivery.repeat import repeat_command, show_value
+from delivery.report.run_files import count_global_batch
 from delivery.trained_model import read_run_config
 from delivery.weights import read_metadata
 from training.config import TrainConfig
@@ -177,16 +178,15 @@ def _metrics(scores: Mapping[str, Any], metadata: Mapping[str, Any]) -> list[str
 
 
 def _recipe(config: TrainConfig, environment: Mapping[str, Any]) -> list[str]:
-    settings = dataclasses.asdict(config)
+    settings, ranks = dataclasses.asdict(config), environment["ranks"]
     given = [name for name in RECIPE if settings[name] != ""]
-    ranks = environment["ranks"]
     commit = environment.get("git_commit")
     state = " with changes that were not committed" if environment.get("git_has_changes") else ""
     origin = f", at commit `{commit}`{state}" if commit else ""
     return [
         "## Recipe",
         "",
-        f"Global batch {config.batch_size * config.gradient_accumulation_steps * ranks}; {environment['precision']}; "
+        f"Global batch {count_global_batch(settings, environment)}; {environment['precision']}; "
         f"strategy `{config.strategy}`.",
         "",
         *_table(("setting", "value"), ((name, _plain(show_value(settings[name]))) for name in given)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,14 +104,6 @@ def surroundings(run: RunFiles) -> list[Setting]:
     if "git_commit" in environment and environment.pop("git_has_changes", False):
         environment["git_commit"] = f"{environment['git_commit']}, with changes"
     return [Setting(name.replace("_", " "), value) for name, value in _flat(environment)]
-
-
-def differences(tables: Sequence[Sequence[Setting]]) -> list[tuple[str, list[str]]]:
-    """Return name and value of each run, of what is not the same in all of them; '–' where a run lacks it."""
-    by_name = [{row.name: row.value for row in table} for table in tables]
-    names = dict.fromkeys(name for rows in by_name for name in rows)
-    values = {name: [rows.get(name, "–") for rows in by_name] for name in names}
-    return [(name, row) for name, row in values.items() if len(set(row)) > 1]
 
 
 def show(value: Any) -> str:

@@ -13,8 +13,7 @@ from markupsafe import Markup
 
 from delivery.report import wording
 from delivery.report.content import PageRun, read_page_runs
-from delivery.report.facts import Figure, differences
-from delivery.report.spending import Part
+from delivery.report.side_by_side import differences, side_by_side
 from delivery.report.training_curves import overlaid_charts, single_run_charts
 from training.durable import replacing
 from training.errors import UserError
@@ -69,8 +68,8 @@ def render(runs: Sequence[PageRun], *, is_live: bool) -> str:
         is_single=is_single,
         title=names[0] if is_single else f"{len(runs)} runs compared",
         charts=charts,
-        figures=_side_by_side(runs),
-        times=_times_side_by_side(runs),
+        figures=side_by_side([run.figures for run in runs]),
+        times=side_by_side([run.time.parts if run.time else [] for run in runs]),
         setting_differences=differences([run.settings for run in runs]),
         surrounding_differences=differences([run.surroundings for run in runs]),
         data={
@@ -83,20 +82,6 @@ def render(runs: Sequence[PageRun], *, is_live: bool) -> str:
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         written=wording.moment(time.time()),
     )
-
-
-def _side_by_side(runs: Sequence[PageRun]) -> list[tuple[str, list[Figure | None]]]:
-    """Return each key figure by name with that of every run, None where a run lacks it."""
-    by_name = [{figure.name: figure for figure in run.figures} for run in runs]
-    names = dict.fromkeys(name for figures in by_name for name in figures)
-    return [(name, [figures.get(name) for figures in by_name]) for name in names]
-
-
-def _times_side_by_side(runs: Sequence[PageRun]) -> list[tuple[str, list[Part | None]]]:
-    """Return each part of the time by name with that of every run, None where a run lacks it."""
-    by_name = [{part.name: part for part in run.time.parts} if run.time else {} for run in runs]
-    names = dict.fromkeys(name for parts in by_name for name in parts)
-    return [(name, [parts.get(name) for parts in by_name]) for name in names]
 
 
 def _replace(output: Path, content: bytes) -> None:

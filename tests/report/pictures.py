@@ -16,11 +16,11 @@ from tests.report.browsing import opened, start_chromium
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 COLOURS = 256
-# name, width in pixels, theme, height, pixels per CSS pixel, the section at the top
+# name, width in pixels, theme, height, the section at the top
 PICTURES = (
-    ("report_light", 1280, "light", 1500, 1, ""),
-    ("report_dark", 1280, "dark", 1500, 1, "#time"),
-    ("report_phone", 360, "light", 1100, 1, "#curves"),
+    ("report_light", 1280, "light", 1500, ""),
+    ("report_dark", 1280, "dark", 1500, "#time"),
+    ("report_phone", 360, "light", 1100, "#curves"),
 )
 
 
@@ -31,8 +31,8 @@ def main() -> None:
         page_file = Path(folder) / "report.html"
         write_report([run], page_file)
         browser = start_chromium(playwright)
-        for name, width, theme, height, scale, section in PICTURES:
-            with opened(browser, page_file, width=width, color_scheme=theme, device_scale_factor=scale) as page:
+        for name, width, theme, height, section in PICTURES:
+            with opened(browser, page_file, width=width, color_scheme=theme) as page:
                 page.set_viewport_size({"width": width, "height": height})
                 if section:
                     page.locator(section).evaluate("one => scrollTo(0, one.getBoundingClientRect().top + scrollY)")
