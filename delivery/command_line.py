@@ -1,4 +1,4 @@
-"""What the scripts for finished models share: their mistakes are one line, and the types of their flags."""
+"""What scripts share beside the trainer: their mistakes are one line, and flags that several have."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from training.data import BAD_IMAGE_MODES, DATASETS
 from training.errors import SECONDS_FOR_RANK_0_TO_SPEAK, USER_ERROR_EXIT_CODE, UserError, nearest
 
 
@@ -53,6 +54,24 @@ class OneLineParser(argparse.ArgumentParser):
         unknown = re.match(r"unrecognized arguments: (--[^ =]+)", message)
         hint = nearest(unknown[1], self._option_string_actions) if unknown else ""
         raise UserError(f"{message.rstrip('.')}.{hint} `--help` lists all flags.")
+
+
+def add_image_flags(parser: argparse.ArgumentParser, verb: str) -> None:
+    """Add the flags that name the images to look at, for `delivery.evaluation_data.EvaluationChoice`.
+
+    Args:
+        parser: of a script that takes a finished model.
+        verb: what is done with the images, such as "judge".
+    """
+    usages = ", ".join(entry.usage for entry in DATASETS.values())
+    parser.add_argument("--data", default="", help=f"Images to {verb} it on: {usages}; default: the run's own.")
+    parser.add_argument("--data-root", default="", help="Folder of torchvision data sets; default: the run's own.")
+    parser.add_argument("--bad-images", choices=BAD_IMAGE_MODES, default="", help="As in training; default: the run's.")
+    parser.add_argument(
+        "--allow-missing-classes",
+        action="store_true",
+        help=f"{verb.capitalize()} on data that lacks some of the model's classes.",
+    )
 
 
 def positive_type(largest: int) -> Callable[[str], int]:

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from delivery.command_line import run_script
 from training.data import DATASETS, DataOptions
-from training.errors import USER_ERROR_EXIT_CODE, UserError
+from training.errors import UserError
 
 if TYPE_CHECKING:
     from planning.doctor.examination import Request
@@ -35,26 +36,27 @@ TRAINING_FLAGS = ("data", "model_type", "strategy", "batch_size", "log_dir", "da
 
 
 def main() -> int:
-    """Run the check that the command line asks for and return the exit code."""
-    words = sys.argv[1:]
-    end = words.index("--") if "--" in words else len(words)
-    given, training_words = _parse(words[:end]), words[end + 1 :]
-    try:
-        if given.probe:
-            from planning.doctor.probe import serve
+    """Do what the command line says and return the exit code."""
+    return run_script("doctor", _split_and_parse, _check)
 
-            serve(reached_by=" ".join(os.environ.get("SSH_CONNECTION", "").split()[2:3]))
-            return 0
-        if given.check_data is not None:
-            return _check_data(_data_options(given))
-        return _examine(given, training_words)
-    except UserError as error:
-        print(f"doctor: {error}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
-    except ModuleNotFoundError as error:
-        cure = "type 'make setup', and .venv/bin/python instead of python"
-        print(f"doctor: {sys.executable} has no module {error.name!r}: {cure}.", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
+
+def _check(given: argparse.Namespace) -> int:
+    """Run the check that the command line asks for."""
+    if given.probe:
+        from planning.doctor.probe import serve
+
+        serve(reached_by=" ".join(os.environ.get("SSH_CONNECTION", "").split()[2:3]))
+        return 0
+    if given.check_data is not None:
+        return _check_data(_data_options(given))
+    return _examine(given, given.training_words)
+
+
+def _split_and_parse(words: list[str]) -> argparse.Namespace:
+    end = words.index("--") if "--" in words else len(words)
+    given = _parse(words[:end])
+    given.training_words = words[end + 1 :]
+    return given
 
 
 def _parse(words: list[str]) -> argparse.Namespace:

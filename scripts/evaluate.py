@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from delivery.command_line import OneLineParser, batch_size_type, run_script
-from training.data import BAD_IMAGE_MODES, DATASETS
+from delivery.command_line import OneLineParser, add_image_flags, batch_size_type, run_script
 from training.errors import UserError
 from training.run_folder import EVALUATION
 
@@ -122,19 +121,13 @@ def _show(facts: dict[str, Any], folder: Path) -> None:
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = OneLineParser("evaluate", __doc__)
-    usages = ", ".join(entry.usage for entry in DATASETS.values())
     parser.add_argument("model", metavar="RUN_OR_WEIGHTS", help="A run's name or folder, or a safetensors file.")
-    parser.add_argument("--data", default="", help=f"Images to judge it on: {usages}; default: the run's own.")
+    add_image_flags(parser, "judge")
     parser.add_argument(
         "--split",
         choices=("auto", "val", "train", "all"),
         default="auto",
         help="Part of the data; auto: what the run held out, or all of a folder that it was not trained on.",
-    )
-    parser.add_argument("--data-root", default="", help="Folder of torchvision data sets; default: the run's own.")
-    parser.add_argument("--bad-images", choices=BAD_IMAGE_MODES, default="", help="As in training; default: the run's.")
-    parser.add_argument(
-        "--allow-missing-classes", action="store_true", help="Judge on data that lacks some of the model's classes."
     )
     parser.add_argument("--batch-size", type=batch_size_type, default=64, help="Images per rank and forward pass.")
     parser.add_argument("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="As in training.")

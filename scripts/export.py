@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from delivery.command_line import OneLineParser, batch_size_type, positive_type, run_script
+from delivery.command_line import OneLineParser, add_image_flags, batch_size_type, positive_type, run_script
 from delivery.export import FORMATS, PRECISIONS, ExportRefused, check_choice
-from training.data import BAD_IMAGE_MODES, DATASETS
 
 if TYPE_CHECKING:
     from delivery.export.run import Exported
@@ -115,7 +114,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = OneLineParser("export", __doc__)
     formats = "; ".join(f"{name}: {entry.summary}" for name, entry in FORMATS.items())
     precisions = "; ".join(f"{name}: {text}" for name, text in PRECISIONS.items())
-    usages = ", ".join(entry.usage for entry in DATASETS.values())
     count = positive_type(MOST_IMAGES)
     parser.add_argument("model", metavar="RUN_OR_WEIGHTS", help="A run's name or folder, or a safetensors file.")
     parser.add_argument("--format", required=True, metavar="|".join(FORMATS), help=f"{formats}.")
@@ -123,12 +121,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--output", default="", help="Folder of the files; default: export/ in the run's folder, or beside the weights."
     )
-    parser.add_argument("--data", default="", help=f"Images to check it on: {usages}; default: the run's own.")
-    parser.add_argument("--data-root", default="", help="Folder of torchvision data sets; default: the run's own.")
-    parser.add_argument("--bad-images", choices=BAD_IMAGE_MODES, default="", help="As in training; default: the run's.")
-    parser.add_argument(
-        "--allow-missing-classes", action="store_true", help="Check on data that lacks some of the model's classes."
-    )
+    add_image_flags(parser, "check")
     parser.add_argument(
         "--check-images", type=count, default=0, help="Most validation images to check on; default: all that fit 2 GB."
     )
