@@ -42,6 +42,18 @@ find_uv() {
     [[ -x $UV ]] || UV=
 }
 
+# Sets CERTIFICATES to the variables that let uv trust whom pip trusts: uv brings a list of authorities of its own, and a
+# network's own authority is only in the system's. That may be empty, and then uv's own has to do.
+find_certificates() {
+    mapfile -t CERTIFICATES < <("$PYTHON" -c '
+import os, ssl
+system = ssl.get_default_verify_paths()
+if system.cafile and os.path.getsize(system.cafile):
+    print("SSL_CERT_FILE=" + system.cafile)
+if system.capath and os.listdir(system.capath):
+    print("SSL_CERT_DIR=" + system.capath)')
+}
+
 make_environment() {
     local interpreter
     interpreter=$("$PYTHON" -c 'import sys; print(sys.executable)')
@@ -54,7 +66,7 @@ make_environment() {
 
 install_requirements() {
     if [[ -n $UV ]]; then
-        "$UV" pip install --quiet --python .venv/bin/python -r "$REQUIREMENTS"
+        env "${CERTIFICATES[@]}" "$UV" pip install --quiet --python .venv/bin/python -r "$REQUIREMENTS"
     else
         .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$REQUIREMENTS"
     fi
@@ -84,13 +96,14 @@ up_to_date && exit
     die "'$PYTHON' is not Python 3.11 or later: name one, as in 'make setup PYTHON=python3.12'."
 printf 'setup: installing %s into .venv (5 GB; about a minute with a fast network)\n' "$REQUIREMENTS" >&2
 find_uv
+find_certificates
 if [[ -e $UNFINISHED ]] || ! .venv/bin/python -c '' 2>/dev/null; then
     rm -rf .venv
     make_environment
 fi
 touch "$UNFINISHED"
 if [[ -n $UV ]] && ! install_requirements; then
-    # uv looks elsewhere than pip for certificates, proxies and indexes: what it cannot reach, pip may.
+    # uv looks elsewhere than pip for proxies and indexes: what it cannot reach, pip may.
     printf 'setup: uv failed, trying pip\n' >&2
     UV=
     rm -rf .venv

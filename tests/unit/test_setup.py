@@ -96,6 +96,37 @@ def test_a_python_that_does_not_exist_gets_one_line(repo: Path) -> None:
     assert not (repo / ".venv").exists()
 
 
+STAND_IN_UV = f"""#!/bin/bash
+case "$1 $2" in
+"venv "*) {sys.executable} -m venv --without-pip .venv ;;
+"pip install") env | sed -n "/^SSL_CERT/p" >"$SEEN" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("system", [["bundle.crt"], ["certs"], ["bundle.crt", "certs"], []])
+def test_uv_gets_the_certificates_of_the_system(repo: Path, system: list[str]) -> None:
+    """A Python whose system holds a network's own certificates in a file, in a folder, in both, or holds none."""
+    bundle, folder, seen, tools = (repo / name for name in ("bundle.crt", "certs", "seen", "tools"))
+    bundle.write_text("a certificate" if "bundle.crt" in system else "")
+    for made in (folder, tools):
+        made.mkdir()
+    if "certs" in system:
+        (folder / "0a1b2c3d.0").write_text("a certificate")
+    (tools / "uv").write_text(STAND_IN_UV)
+    # Python looks at these variables; the set-up has none.
+    (tools / "python").write_text(f'#!/bin/bash\nSSL_CERT_FILE={bundle} SSL_CERT_DIR={folder} {sys.executable} "$@"\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    names = {"bundle.crt": f"SSL_CERT_FILE={bundle}", "certs": f"SSL_CERT_DIR={folder}"}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SSL_CERT")}
+    command = ["bash", "scripts/setup_env.sh", "requirements.txt"]
+    env |= {"PATH": f"{tools}:{env['PATH']}", "PYTHON": str(tools / "python"), "SEEN": str(seen)}
+    done = subprocess.run(command, cwd=repo, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(seen.read_text().splitlines()) == sorted(names[name] for name in system)
+
+
 def test_help_lists_every_target(repo: Path) -> None:
     targets = re.search(r"^\.PHONY: (.*)$", (repo / "Makefile").read_text(), re.MULTILINE)
     assert targets
