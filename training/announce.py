@@ -12,6 +12,7 @@ from training.checkpoint.manifest import Progress
 from training.data.images import ImageError
 from training.distributed import gather_objects
 from training.loggers import RunPoint
+from training.optim import schedule_notes
 from training.parts import Parts
 from training.run_folder import shown_path
 
@@ -88,6 +89,7 @@ def _warnings(parts: Parts) -> list[str]:
             "--deterministic repeats a run on the same hardware, number of ranks and versions only; an operation "
             "without a deterministic version runs all the same, and warns by its name"
         )
+    warnings += schedule_notes(parts.settings.schedule)
     if parts.head_epochs:
         warnings.append(f"only the head learns for the first {parts.head_epochs} epoch(s)")
     return warnings

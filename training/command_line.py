@@ -121,7 +121,7 @@ def _user_error(error: argparse.ArgumentError, label_of: Mapping[str, str], give
     key = re.search(r'Parser key "(\w+)"', message)
     if key and key[1] in FIELDS:
         name, value = key[1], str(given.get(key[1], ""))
-        hint = nearest(value, get_args(field_types()[name]))
+        hint = nearest(value, [word for word in get_args(field_types()[name]) if isinstance(word, str)])
         return UserError(f"{label_of[name]} {value!r}: expected {expected(FIELDS[name])}.{hint}")
     flag = re.match(r"argument (--[\w-]+)", message)
     name = flag[1][2:].replace("-", "_") if flag else ""

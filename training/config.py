@@ -73,7 +73,11 @@ class TrainConfig:
     momentum: float = option(0.9, "Momentum of sgd.", low=0, high=0.9999)
     gradient_clipping: float = option(1.0, "Largest global gradient norm (L2); 0 switches clipping off.", low=0)
     label_smoothing: float = option(0.1, "Share of each target spread over all classes.", low=0, high=0.99)
-    warmup_epochs: float = option(1.0, "Epochs of linear warm-up from 0 to the peak learning rate.", low=0)
+    warmup_epochs: float | Literal["auto"] = option(
+        "auto",
+        "Epochs of linear warm-up from 0 to the peak learning rate; auto: 1, but at most a tenth of the run.",
+        low=0,
+    )
     final_learning_rate_scale: float = option(
         0.01, "Learning rate at the end of the cosine, as a share of the peak.", low=0, high=1
     )
@@ -129,7 +133,9 @@ class TrainConfig:
     run_name: str = option("", "Name of the run's folders; default: date, model, strategy.")
     log_dir: str = option("", "Folder of all logs; default: logs/ beside scripts/.")
     log_every_steps: int = option(10, "Optimizer steps between two log points.", low=1)
-    progress: Literal["auto", "bar", "lines", "off"] = option("auto", "Console progress; auto: a bar on a terminal.")
+    progress: Literal["auto", "bar", "lines", "off"] = option(
+        "auto", "Console progress; auto: a bar on a terminal; off: start, result and what goes wrong alone."
+    )
     tensorboard: bool = option(True, "Write TensorBoard event files.")
     report: bool = option(True, "Write report.html into the run's folder when it ends: the whole run on one page.")
     profile: int = option(
@@ -189,7 +195,7 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     """
     for name, field in FIELDS.items():
         value = getattr(config, name)
-        if field_types()[name] in (int, float) and not _is_in_range(value, field):
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not _is_in_range(value, field):
             raise UserError(f"{label_of[name]} {value}: expected {expected(field)}.")
     check_model_name(config.model_type)
     if config.strategy not in STRATEGIES:
@@ -208,7 +214,7 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
         raise UserError(
             f"{label_of['offload']} {config.offload}: strategy {config.strategy} allows {', '.join(offloadable)}."
         )
-    if config.warmup_epochs > config.epochs:
+    if config.warmup_epochs != "auto" and config.warmup_epochs > config.epochs:
         raise UserError(f"{label_of['warmup_epochs']} {config.warmup_epochs}: the run has {config.epochs} epochs only.")
     if config.weights and config.pretrained:
         raise UserError(f"{label_of['weights']} and {label_of['pretrained']} exclude each other: give one of them.")
@@ -234,8 +240,10 @@ def expected(field: dataclasses.Field) -> str:
         return "true or false"
     if annotation is str:
         return "text"
-    if annotation not in (int, float):
+    is_number = {int, float} & {annotation, *get_args(annotation)}
+    if not is_number:
         return " | ".join(get_args(annotation))
     texts = {"above": "above {}", "low": "from {}", "high": "up to {}"}
     bounds = [text.format(field.metadata[key]) for key, text in texts.items() if field.metadata[key] is not None]
-    return " ".join(["a whole number" if annotation is int else "a number", *bounds])
+    or_auto = "" if annotation in (int, float) else ", or auto"
+    return " ".join(["a whole number" if annotation is int else "a number", *bounds]) + or_auto

@@ -60,10 +60,26 @@ def build_schedule(config: TrainConfig, steps_per_epoch: int, global_batch: int,
     return Schedule(
         peak=config.learning_rate * scale,
         total_steps=config.epochs * steps_per_epoch,
-        warmup_steps=round(config.warmup_epochs * steps_per_epoch),
+        warmup_steps=_warmup_steps(config, steps_per_epoch),
         final_scale=config.final_learning_rate_scale,
         head_steps=head_epochs * steps_per_epoch,
     )
+
+
+def _warmup_steps(config: TrainConfig, steps_per_epoch: int) -> int:
+    if config.warmup_epochs == "auto":
+        return min(steps_per_epoch, config.epochs * steps_per_epoch // 10)
+    return round(config.warmup_epochs * steps_per_epoch)
+
+
+def schedule_notes(schedule: Schedule) -> list[str]:
+    """Return what the user may not expect of a schedule."""
+    if 2 * schedule.warmup_steps <= schedule.total_steps:
+        return []
+    return [
+        f"the learning rate is still warming up in {schedule.warmup_steps} of {schedule.total_steps} steps: "
+        "a lower --warmup-epochs, or more --epochs, trains at the rate that was asked for"
+    ]
 
 
 def build_optimizer(

@@ -103,7 +103,7 @@ def surroundings(run: RunFiles) -> list[Setting]:
         environment["memory of the host"] = size(environment.pop("memory_bytes"))
     if "git_commit" in environment and environment.pop("git_has_changes", False):
         environment["git_commit"] = f"{environment['git_commit']}, with changes"
-    return [Setting(name.replace("_", " "), value) for name, value in _flat(environment)]
+    return [Setting(name, value) for name, value in _flat(environment)]
 
 
 def show(value: Any) -> str:
@@ -138,12 +138,12 @@ def _scores(run: RunFiles) -> list[Figure]:
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
+    """Return a row for each value, named by the path to it; `model_type` of `model` is named once."""
     rows = []
-    for name, value in values.items():
-        if isinstance(value, dict):
-            rows += _flat(value, f"{before}{name} ")
-        else:
-            rows.append((f"{before}{name}", show(value)))
+    for key, value in values.items():
+        words = str(key).replace("_", " ")
+        name = words if words.startswith(f"{before} ") else f"{before} {words}".strip()
+        rows += _flat(value, name) if isinstance(value, dict) else [(name, show(value))]
     return rows
 
 

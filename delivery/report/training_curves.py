@@ -101,6 +101,8 @@ def _fall(history: History) -> str:
     if not history.epochs:
         return ""
     lines = _sorted(history)
+    if len(lines) == 1:
+        return f"{number(lines[0]['val_loss'], 3)} after epoch {lines[0]['epoch']} on the validation images. "
     lowest = min(lines, key=lambda line: line["val_loss"])
     return (
         f"From {number(lines[0]['val_loss'], 3)} after epoch {lines[0]['epoch']} to "

@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from training.command_line import parse_args, read_config_file
-from training.config import FIELDS, FLAG_OF, TrainConfig, check_config, save_config
+from training.config import FIELDS, FLAG_OF, TrainConfig, check_config, field_types, save_config
 from training.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +57,24 @@ def test_every_lower_bound_holds(name):
         check_config(below, FLAG_OF)
 
 
-@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if isinstance(field.default, float)])
+@pytest.mark.parametrize(
+    ("words", "value"), [([], "auto"), (["--warmup-epochs", "auto"], "auto"), (["--warmup-epochs", "0.5"], 0.5)]
+)
+def test_a_field_may_be_a_number_or_auto(words, value, tmp_path):
+    config, _ = parse_args(words)
+    assert config.warmup_epochs == value
+    save_config(config, tmp_path / "config.json")
+    assert read_config_file(tmp_path / "config.json")["warmup_epochs"] == value
+    with pytest.raises(UserError, match=r"--warmup-epochs 'none': expected a number from 0 up to \d+, or auto"):
+        parse_args(["--warmup-epochs", "none"])
+    with pytest.raises(UserError, match=r"--warmup-epochs 31\.0: the run has 30 epochs only"):
+        parse_args(["--warmup-epochs", "31"])
+
+
+NUMBERS = [name for name, annotation in field_types().items() if float in (annotation, *get_args(annotation))]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
 def test_nan_is_in_no_range(name):
     with pytest.raises(UserError, match=FLAG_OF[name]):
         check_config(dataclasses.replace(TrainConfig(), **{name: float("nan")}), FLAG_OF)

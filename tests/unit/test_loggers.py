@@ -14,7 +14,18 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from training.loggers import DeviceLoad, EpochPoint, Loggers, MemoryUse, RunPoint, StepPoint, duration, run_lines
+from training.config import TrainConfig
+from training.loggers import (
+    DeviceLoad,
+    EpochPoint,
+    Loggers,
+    MemoryUse,
+    RunPoint,
+    StepPoint,
+    build_loggers,
+    duration,
+    run_lines,
+)
 from training.loggers.confusion import confusion_picture
 from training.loggers.console import ConsoleLogger
 from training.loggers.files import JsonLinesLogger, TextLogger
@@ -94,6 +105,23 @@ def test_a_file_gets_plain_lines():
     assert shown == (
         "epoch 2/5  train loss 0.4000  val loss 0.3000  top-1 0.9000  top-5 0.9900  300 images/s  5.0 s  best\n"
     )
+
+
+def test_progress_off_leaves_what_is_no_progress(tmp_path, capsys):
+    folder = run_folder(tmp_path)
+    config = TrainConfig(progress="off", tensorboard=False)
+    loggers = build_loggers(config, folder, {}, first_step=0)
+    loggers.message("run r: basic_cnn")
+    loggers.steps(STEP)
+    loggers.epoch(EPOCH)
+    loggers.message("top-1 0.9000 on 360 held-out images")
+    loggers.end(RUN)
+    loggers.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "run r: basic_cnn",
+        "top-1 0.9000 on 360 held-out images",
+        *run_lines(RUN),
+    ]
 
 
 def run_folder(path, name="run"):

@@ -11,7 +11,7 @@ from timm.optim import Lamb
 from torch import nn
 
 from training.config import TrainConfig, field_types
-from training.optim import MOMENT_KINDS, build_optimizer, build_schedule
+from training.optim import MOMENT_KINDS, build_optimizer, build_schedule, schedule_notes
 
 CONFIG = TrainConfig(epochs=10, warmup_epochs=2, learning_rate=0.1, final_learning_rate_scale=0.0)
 
@@ -32,6 +32,32 @@ def test_equals_pytorchs_warm_up_and_cosine():
         optimizer.step()
         oracle.step()
     assert rates(schedule, 50) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("given", "epochs", "steps_per_epoch", "steps"),
+    [
+        ("auto", 30, 45, 45),
+        ("auto", 15, 45, 45),
+        ("auto", 4, 45, 18),
+        ("auto", 1, 45, 4),
+        ("auto", 1, 9, 0),
+        (1, 1, 45, 45),
+    ],
+)
+def test_the_warm_up_is_an_epoch_but_at_most_a_tenth_of_the_run_unless_given(given, epochs, steps_per_epoch, steps):
+    assert TrainConfig().warmup_epochs == "auto"
+    config = dataclasses.replace(CONFIG, epochs=epochs, warmup_epochs=given)
+    assert build_schedule(config, steps_per_epoch, global_batch=32, head_epochs=0).warmup_steps == steps
+
+
+@pytest.mark.parametrize(("warmup_epochs", "noted"), [(2, True), (1, False), ("auto", False)])
+def test_a_warm_up_longer_than_half_the_run_is_noted(warmup_epochs, noted):
+    config = dataclasses.replace(CONFIG, epochs=2, warmup_epochs=warmup_epochs)
+    notes = schedule_notes(build_schedule(config, steps_per_epoch=5, global_batch=32, head_epochs=0))
+    assert [note.startswith("the learning rate is still warming up in 10 of 10 steps") for note in notes] == [
+        True
+    ] * noted
 
 
 def test_ends_at_the_final_share():

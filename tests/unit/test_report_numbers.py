@@ -20,6 +20,7 @@ from delivery.report.samples import wrong_samples
 from delivery.report.side_by_side import differences
 from delivery.report.spending import spend_memory, spend_time
 from delivery.report.status import PATIENCE_SECONDS, find_status
+from delivery.report.training_curves import single_run_charts
 
 
 def history_of(lines) -> History:
@@ -180,6 +181,30 @@ def test_key_figures_and_settings(tmp_path):
     other = read_run(make_run(tmp_path / "other", learning_rate=0.25))
     assert differences([rows, settings(other)]) == [("--learning-rate", ["0.5", "0.25"])]
     assert differences([surroundings(run), surroundings(other)]) == []
+
+
+def test_what_a_run_was_made_with_is_named_once(tmp_path):
+    run = read_run(make_run(tmp_path / "run"))
+    model = {"model_type": "vgg", "num_classes": 10, "stem_stride_changed": {"conv_stem": [2, 1]}}
+    rows = surroundings(
+        dataclasses.replace(run, environment={"model": model, "cpu_cores": 2, "packages": {"a_b": "1"}})
+    )
+    assert [(row.name, row.value) for row in rows] == [
+        ("model type", "vgg"),
+        ("model num classes", "10"),
+        ("model stem stride changed conv stem", "2, 1"),
+        ("cpu cores", "2"),
+        ("packages a b", "1"),
+    ]
+
+
+def test_the_fall_of_the_loss_takes_two_epochs(tmp_path):
+    captions = [
+        single_run_charts(history_of([step(10, 1.0), step(20, 1.0), *epochs]))[0].caption
+        for epochs in ([epoch(1, 0.5)], [epoch(1, 0.5), epoch(2, 0.5)])
+    ]
+    assert captions[0].startswith("2.00 after epoch 1 on the validation images. The training loss")
+    assert captions[1].startswith("From 2.00 after epoch 1 to 1.00 after epoch 2 on the validation images; lowest in")
 
 
 def test_without_scores_the_best_epoch_speaks(tmp_path):

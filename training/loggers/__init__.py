@@ -192,9 +192,7 @@ def build_loggers(config: TrainConfig, folder: RunFolder, facts: dict[str, Any],
     from training.loggers.console import ConsoleLogger
     from training.loggers.files import JsonLinesLogger, TextLogger
 
-    loggers: list[RunLogger] = [TextLogger(folder), JsonLinesLogger(folder)]
-    if config.progress != "off":
-        loggers.append(ConsoleLogger(config.progress))
+    loggers: list[RunLogger] = [TextLogger(folder), JsonLinesLogger(folder), ConsoleLogger(config.progress)]
     if config.tensorboard:
         from training.loggers.tensorboard import TensorBoardLogger
 

@@ -1,4 +1,4 @@
-"""Progress on the console: a bar on a terminal, plain lines elsewhere."""
+"""The console: messages, and progress as a bar on a terminal or plain lines elsewhere, unless it is switched off."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class ConsoleLogger:
-    """Writes to standard output; `mode` is 'auto', 'bar' or 'lines'."""
+    """Writes to standard output; `mode` is 'auto', 'bar', 'lines', or 'off' for messages alone."""
 
     def __init__(self, mode: str) -> None:
         self._console = Console(highlight=False, soft_wrap=True, force_terminal=True if mode == "bar" else None)
         self._use_bar = self._console.is_terminal and mode != "lines"
+        self._is_quiet = mode == "off"
         self._progress: Progress | None = None
         self._last_line_at = time.monotonic()
 
@@ -35,6 +36,8 @@ class ConsoleLogger:
 
     def on_steps(self, point: StepPoint) -> None:
         """Move the bar, or print a line once in ten seconds."""
+        if self._is_quiet:
+            return
         if not self._use_bar:
             if time.monotonic() - self._last_line_at >= SECONDS_BETWEEN_LINES:
                 self.on_message(step_line(point))
@@ -57,7 +60,8 @@ class ConsoleLogger:
     def on_epoch(self, point: EpochPoint) -> None:
         """Take the bar away and print the epoch's line."""
         self._stop_bar()
-        self.on_message(epoch_line(point))
+        if not self._is_quiet:
+            self.on_message(epoch_line(point))
 
     def on_end(self, point: RunPoint) -> None:
         """Print where the time went."""
