@@ -33,7 +33,9 @@ def label_images(given: argparse.Namespace) -> int:
     from delivery.trained_model import find_model
     from delivery.weights import load_model
     from training.data.images import ImageError
+    from training.precision import use_exact_fp32
 
+    use_exact_fp32()
     module, metadata = load_model(find_model(given.model).weights)
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     images = list_images(given.images, sys.stdin.buffer.read() if STDIN in given.images else b"")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from training.errors import AgreedError, UserError
 from training.interface import free_port, interface_towards
+from training.precision import use_exact_fp32
 
 Result = TypeVar("Result")
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
@@ -92,7 +93,8 @@ def start_world(*, deterministic: bool = False) -> World:
     os.environ.setdefault("MKL_CBWR", "AUTO")
     # The profiler's library tells each start, and as an error that it finds no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    _use_fast_kernels()
+    use_exact_fp32()
+    torch.backends.cudnn.benchmark = True  # all batches have one size: cuDNN tries its kernels on the first
     if deterministic:
         _use_deterministic_algorithms()
     use_cuda = torch.cuda.is_available()
@@ -106,8 +108,10 @@ def start_world(*, deterministic: bool = False) -> World:
         _share_cores(local_size)
     if size > local_size:
         _choose_interface()
+    # Given the device NCCL connects at once: what keeps it from connecting shows here, and barriers know their GPU.
+    bound_to = device if use_cuda else None
     try:
-        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=COLLECTIVE_TIMEOUT, device_id=bound_to)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -210,16 +214,6 @@ def _choose_interface() -> None:
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-
-
-def _use_fast_kernels() -> None:
-    """Let a GPU use TF32 for what stays in fp32, and cuDNN try its kernels on the first batch; no effect on a CPU.
-
-    TF32 keeps the range of fp32 and 10 bits of its mantissa (https://docs.pytorch.org/docs/stable/notes/cuda.html).
-    """
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.cudnn.allow_tf32 = True
-    torch.backends.cudnn.benchmark = True  # all batches have one size
 
 
 def _use_deterministic_algorithms() -> None:

@@ -35,6 +35,18 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     return precision
 
 
+def use_exact_fp32() -> None:
+    """Have a GPU compute fp32 in fp32, never in TF32; no effect on a CPU.
+
+    TF32 keeps 10 of the 23 bits of mantissa (https://docs.pytorch.org/docs/stable/notes/cuda.html), and cuDNN takes it
+    unless told otherwise. Under autocast nearly every operation that it speeds up runs in 16 bits anyway. These are
+    PyTorch's older switches: torch.compile in 2.11 reads them, and they raise once the newer ones (`fp32_precision`)
+    have been set apart from them, while setting them sets the newer ones too.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
 def run_under_autocast(module: nn.Module, precision: str, device: torch.device) -> None:
     """Make every forward of the module run under autocast, and return fp32; parameter names stay as they are."""
     if precision == "fp32":

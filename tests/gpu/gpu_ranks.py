@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -66,12 +67,34 @@ def plain_losses(module: nn.Module, steps: int) -> list[float]:
 
 
 def losses_beside_plain(world: World, model_type: str, strategy: str, engine: str, steps: int) -> dict[str, Any]:
-    """Train in full fp32 (no TF32) on the device and by a plain loop on the CPU."""
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    """Train in fp32 on the device and by a plain loop on the CPU."""
     built = our_engine(make_network(model_type), strategy, engine, "fp32", world)
     ours = our_losses(built, steps, world)
     built.close()
     return {"device": world.device.type, "ours": ours, "plain": plain_losses(make_network(model_type), steps)}
+
+
+def fp32_errors(world: World) -> dict[str, float]:
+    """Compute in fp32 on the device, and return the relative errors against float64 on the CPU."""
+    torch.manual_seed(0)
+    layers: dict[str, tuple[nn.Module, torch.Tensor]] = {
+        "matrix product": (nn.Linear(512, 512, bias=False), torch.randn(512, 512)),
+        "convolution": (nn.Conv2d(64, 64, 3, bias=False), torch.randn(8, 64, 16, 16)),
+        "LSTM": (_Outputs(64, 64, batch_first=True), torch.randn(8, 16, 64)),
+    }
+    errors = {}
+    for name, (layer, values) in layers.items():
+        exact = copy.deepcopy(layer).double()(values.double()).detach()
+        ours = layer.to(world.device)(values.to(world.device)).detach().cpu().double()
+        errors[name] = float(torch.linalg.vector_norm(ours - exact) / torch.linalg.vector_norm(exact))
+    return errors
+
+
+class _Outputs(nn.LSTM):
+    """An LSTM that returns its outputs alone."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(values)[0]
 
 
 def one_bf16_step(world: World, model_type: str, strategy: str, engine: str) -> dict[str, Any]:
