@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,9 @@ def read_weights_file(path: str) -> tuple[StateDict, dict[str, Any]]:
         if is_safetensors:
             with safe_open(path, framework="pt") as reader:
                 return {key: reader.get_tensor(key) for key in reader.keys()}, read_facts(reader)  # noqa: SIM118
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it thinks of a pickle that it then refuses
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(
             f"weights file '{path}' is neither safetensors nor a PyTorch file of tensors alone (a file that could run "

@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from delivery.command_line import OneLineParser, batch_size_type, positive_type, run_script
+from training.errors import UserError
 
 SOME_UNREADABLE_EXIT_CODE = 1
 LARGEST_TOP_K = 1000
@@ -36,8 +37,11 @@ def label_images(given: argparse.Namespace) -> int:
     from training.precision import use_exact_fp32
 
     use_exact_fp32()
+    has_gpu = torch.cuda.is_available()
+    if given.device == "cuda" and not has_gpu:
+        raise UserError("--device cuda: PyTorch finds no GPU here; leave it out, or give --device cpu.")
     module, metadata = load_model(find_model(given.model).weights)
-    device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(given.device or ("cuda" if has_gpu else "cpu"))
     images = list_images(given.images, sys.stdin.buffer.read() if STDIN in given.images else b"")
     answers = predict(
         images,

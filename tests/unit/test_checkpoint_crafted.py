@@ -304,10 +304,21 @@ def test_layouts_of_another_type(tmp_path, layout):
     assert_not_filled(path)
 
 
+def sums_of(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
 ON_ALL_RANKS = {
     "buffer of another dtype": ("buffer/norm_mean", torch.zeros(7, dtype=torch.int64)),
     "buffer more": ("buffer/../../x", torch.zeros(1)),
     "sums of one number": ("epoch_sums", torch.zeros(1)),
+    "sums of nan": ("epoch_sums", sums_of(math.nan, 1, 2, 3)),
+    "sums of an infinite loss": ("epoch_sums", sums_of(math.inf, 1, 2, 3)),
+    "sums of nan images": ("epoch_sums", sums_of(1, 1, 2, math.nan)),
+    "sums of fewer images than right ones": ("epoch_sums", sums_of(1, 1, 2, 1)),
+    "sums of more top-1 than top-5": ("epoch_sums", sums_of(1, 3, 2, 4)),
+    "sums below zero": ("epoch_sums", sums_of(1, -1, 2, 3)),
+    "sums in another dtype": ("epoch_sums", sums_of(1, 1, 2, 3).float()),
 }
 
 

@@ -295,6 +295,21 @@ def test_mistakes_are_one_line(call, run, tmp_path, script, words, message):
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
+def test_a_gpu_that_is_not_there_is_one_line(call, run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, out, err = call(predict, run, "a.png", "--device", "cuda")
+    assert (code, out) == (2, "")
+    assert err == "predict: --device cuda: PyTorch finds no GPU here; leave it out, or give --device cpu.\n"
+
+
+def test_fp16_on_a_cpu_is_refused_and_not_waited_for(call, run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, out, err = call(evaluate, run, "--precision", "fp16")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--precision fp16" in err
+    assert "use bf16, fp32 or auto" in err
+
+
 def test_weights_outside_a_run_need_their_data(call, run, tmp_path):
     alone = tmp_path / "weights.safetensors"
     alone.write_bytes((run / "model.safetensors").read_bytes())

@@ -305,6 +305,7 @@ def write_bad_file(kind: str, file: Path) -> None:
         "empty": lambda: file.write_bytes(b""),
         "text": lambda: file.write_text("not weights at all\n"),
         "code": lambda: file.write_bytes(pickle.dumps(RunsCode(), protocol=2)),
+        "code of protocol 4": lambda: file.write_bytes(pickle.dumps(RunsCode(), protocol=4)),
         "code in torch file": lambda: torch.save({"state_dict": RunsCode()}, file),
         "no tensors": lambda: torch.save({"epoch": 3}, file),
         "list": lambda: torch.save([1, 2], file),
@@ -328,6 +329,7 @@ def write_bad_file(kind: str, file: Path) -> None:
         ("empty", "cannot be read"),
         ("text", "neither safetensors nor"),
         ("code", "could run code is refused"),
+        ("code of protocol 4", "could run code is refused"),
         ("code in torch file", "could run code is refused"),
         ("no tensors", "holds no state_dict"),
         ("list", "holds no state_dict"),
@@ -341,12 +343,13 @@ def write_bad_file(kind: str, file: Path) -> None:
         ("class names no list", "unreadable list of class names"),
     ],
 )
-def test_bad_weights_files_are_refused_in_one_line(tmp_path, monkeypatch, kind, message):
+def test_bad_weights_files_are_refused_in_one_line(tmp_path, monkeypatch, kind, message, recwarn):
     monkeypatch.chdir(tmp_path)
     write_bad_file(kind, tmp_path / "weights")
     with pytest.raises(UserError, match=message) as caught:
         build("mobilenet", weights="weights")
     assert "\n" not in str(caught.value)
+    assert not recwarn.list, "a warning would be printed beside the line"
     assert not (tmp_path / "executed").exists()
 
 

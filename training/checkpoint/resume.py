@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import reprlib
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from training.checkpoint.manifest import MOST_SHARDS, DamagedCheckpoint, Manifest, Progress, one_line
@@ -101,8 +103,7 @@ def fill_engine(found: FoundCheckpoint, engine: Engine, sums: ScoreSums, world: 
         epoch_sums = reader.epoch_sums(world.rank, world.size)
         _check_names(engine, manifest, buffers)
         _check_moments(manifest, reader.moments)
-        if epoch_sums.shape != sums.state().shape:
-            raise DamagedCheckpoint("its sums of the epoch have another shape")
+        _check_sums(epoch_sums, sums)
         engine.write_state(reader.weights, reader.moments, manifest.applied_steps)
         for name, buffer in engine.module.named_buffers():
             buffer.copy_(buffers[name])
@@ -130,6 +131,16 @@ def _check_moments(manifest: Manifest, moments: dict[str, Any]) -> None:
     optimizer = str(manifest.config.get("optimizer", FIELDS["optimizer"].default))
     if moments and sorted(moments) != sorted(MOMENT_KINDS.get(optimizer, ())):
         raise DamagedCheckpoint(f"its moments are not those of {one_line(optimizer)}")
+
+
+def _check_sums(found: torch.Tensor, sums: ScoreSums) -> None:
+    """Refuse sums that no epoch has: every later average of it would be wrong, or not a number."""
+    own = sums.state()
+    if (found.shape, found.dtype) != (own.shape, own.dtype):
+        raise DamagedCheckpoint("its sums of the epoch have another shape or dtype")
+    loss, top1, top5, samples = found.tolist()
+    if not (0 <= loss < math.inf and 0 <= top1 <= top5 <= samples < math.inf):  # nan is in no range
+        raise DamagedCheckpoint("its sums of the epoch are not those of losses and images")
 
 
 def _difference(saved: Any, given: Any) -> str:
