@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from training.data.transfer import to_device
 from training.distributed import World, gather_rows, sum_over_ranks
 
 TOP_K = 5
@@ -125,8 +126,7 @@ class SampleRecorder:
         best = logits.topk(self._top_k, dim=1).indices
         confidences = logits.float().softmax(dim=1).gather(1, best[:, :1])[:, 0]
         in_top5 = (best == labels[:, None]).any(dim=1)
-        indices = indices.to(logits.device, non_blocking=True)
-        columns = (weights, indices, labels, best[:, 0], in_top5, losses, confidences)
+        columns = (weights, to_device(indices, logits.device), labels, best[:, 0], in_top5, losses, confidences)
         # float64 holds every position below 2**53 exactly.
         self._batches.append(torch.stack([column.double() for column in columns], dim=1))
 

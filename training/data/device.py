@@ -10,6 +10,7 @@ import torch
 from training.data.bundle import ImageDataset
 from training.data.gpu_decode import decode_batch
 from training.data.reader import Batch
+from training.data.transfer import to_device
 
 
 def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: torch.device) -> Iterator[Batch]:
@@ -37,9 +38,7 @@ def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: t
 def _finished(batch: Batch, dataset: ImageDataset, device: torch.device) -> Batch:
     if batch.encoded:
         batch = decode_batch(batch, dataset, device)
-    images, labels, weights = (
-        tensor.to(device, non_blocking=True) for tensor in (batch.images, batch.labels, batch.weights)
-    )
+    images, labels, weights = (to_device(tensor, device) for tensor in (batch.images, batch.labels, batch.weights))
     return dataclasses.replace(
         batch, images=dataset.finish(images, batch.epoch, batch.indices.numpy()), labels=labels, weights=weights
     )

@@ -16,6 +16,7 @@ from training.data.bundle import ImageDataset
 from training.data.decode import END_OF_IMAGE, jpeg_header
 from training.data.images import ImageError, open_image
 from training.data.reader import Batch
+from training.data.transfer import to_device
 from training.errors import UserError
 
 
@@ -49,7 +50,7 @@ def decode_batch(batch: Batch, dataset: ImageDataset, device: torch.device) -> B
         raise _broken(batch, dataset, error) from None
     draws = dataset.draws(batch.epoch, batch.indices.numpy())
     images = [
-        dataset.from_pixels(next(decoded), numbers) if image.ndim == 1 else image.to(device)
+        dataset.from_pixels(next(decoded), numbers) if image.ndim == 1 else to_device(image, device)
         for image, numbers in zip(batch.encoded, draws, strict=True)
     ]
     return dataclasses.replace(batch, images=torch.stack(images), encoded=[])

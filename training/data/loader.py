@@ -144,7 +144,6 @@ class _Fetcher:
         self.bad_paths: dict[str, None] = {}
         self._dataset, self._device = dataset, device
         self._reader = BatchReader(dataset, skip_bad_images, read_encoded if dataset.source.decodes_later else None)
-        self._pin_memory = device.type == "cuda"
         self._keys = _Keys()
         self._in_memory = None if workers else images_on_device(dataset, device)
         self._loader = self._make_loader(workers) if workers else None
@@ -157,7 +156,7 @@ class _Fetcher:
             num_workers=workers,
             collate_fn=_unchanged,
             worker_init_fn=end_with_parent,
-            pin_memory=self._pin_memory,
+            pin_memory=self._device.type == "cuda",
             persistent_workers=True,
             multiprocessing_context=worker_context(),
             generator=torch.Generator(),  # else every epoch draws from, and so shifts, the global generator
@@ -180,9 +179,7 @@ class _Fetcher:
 
     def _results(self, keys: Iterable[BatchKey]) -> Iterator[Batch | ReadFailure]:
         if self._loader is None:
-            for key in keys:
-                result = self._reader[key]
-                yield result.pin_memory() if self._pin_memory and isinstance(result, Batch) else result
+            yield from map(self._reader.__getitem__, keys)
             return
         self._keys.current = keys
         yield from self._loader

@@ -1,0 +1,76 @@
+"""Nothing of a batch waits on its way to a GPU: shown on a pretended one, whose tensors have shapes alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from training.data.finish import Finish
+from training.data.transfer import to_device
+from training.data.transforms import STEPS
+from training.metrics import SampleRecorder
+
+BATCH, SIZE = 4, 8
+GPU = torch.device("cuda", 0)
+
+
+class Copies(TorchDispatchMode):
+    """Notes of each copy to the GPU whether it can run beside the host."""
+
+    def __init__(self, pinned):
+        super().__init__()
+        self.pinned, self.can_run_beside = pinned, []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        named = named or {}
+        if function is torch.ops.aten._to_copy.default:
+            source, target = arguments[0], named.get("device")
+            if source.device.type == "cpu" and target is not None and target.type == "cuda":
+                is_pinned = any(source is tensor for tensor in self.pinned)
+                self.can_run_beside.append(is_pinned and named.get("non_blocking", False))
+        return function(*arguments, **named)
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """What is copied to a pretended GPU inside this test."""
+    pinned = []
+
+    def pin(tensor):
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: any(tensor is other for other in pinned))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    with FakeTensorMode(allow_non_fake_inputs=True), Copies(pinned) as noted:
+        yield noted
+
+
+@pytest.mark.parametrize("augmentation", STEPS)
+@pytest.mark.parametrize("lies_there", [True, False], ids=["set on the GPU", "batch from the loader"])
+def test_a_batch_is_finished_without_a_wait(copies, augmentation, lies_there):
+    steps = STEPS[augmentation]
+    finish = Finish({"image_size": SIZE, "mean": [0.5] * 3, "std": [0.5] * 3}, steps, seed=0)
+    images = torch.empty(BATCH, 3, SIZE, SIZE, dtype=torch.uint8, device=GPU, memory_format=torch.channels_last)
+    if lies_there and steps.in_batches:
+        bordered = finish.with_border(images.permute(0, 2, 3, 1))
+        finished = finish.from_set(bordered, np.arange(BATCH), 0, np.arange(BATCH))
+    else:
+        finished = finish(images, 0, np.arange(BATCH))
+    assert (finished.device, finished.shape) == (GPU, (BATCH, 3, SIZE, SIZE))
+    assert len(copies.can_run_beside) >= 2, "the factors of the normalisation at least"
+    assert all(copies.can_run_beside)
+
+
+def test_an_evaluation_does_not_wait_for_its_indices(copies):
+    losses, logits, labels = torch.empty(BATCH, device=GPU), torch.empty(BATCH, 6, device=GPU), torch.arange(BATCH)
+    SampleRecorder(6).add(losses, logits, to_device(labels, GPU), torch.ones(BATCH, device=GPU), torch.arange(BATCH))
+    assert copies.can_run_beside == [True, True]
+
+
+def test_on_a_cpu_nothing_is_copied():
+    values = torch.arange(3)
+    assert to_device(values, torch.device("cpu")) is values
