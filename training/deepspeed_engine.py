@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from training.distributed import World
-from training.engine import FlatShard, Piece, StepResult, fill
+from training.engine import FlatShard, Piece, StepResult, fill_shard
 from training.lamb import FlatLayout, Fragment
+from training.optim import create_state, moment_kinds, set_applied_steps
 from training.precision import DynamicLossScale
 
 
@@ -40,6 +41,8 @@ class DeepSpeedEngine:
             model=module, optimizer=optimizer, config=dict(config), dist_init_required=False
         )
         self.loss_scale = loss_scale
+        self._applied_steps = 0
+        create_state(self._engine.optimizer.optimizer, self._flat_partitions())
         _clear_filling(self.flat_shards())
 
     @property
@@ -81,6 +84,7 @@ class DeepSpeedEngine:
         if not due:
             return None
         applied = self._engine.was_step_applied()
+        self._applied_steps += applied
         if self.loss_scale is not None:
             self.loss_scale.update(applied)
         return StepResult(applied, self._engine.get_global_grad_norm())
@@ -96,51 +100,25 @@ class DeepSpeedEngine:
         for name, buffer in self.module.named_buffers():
             yield name, buffer.detach().to("cpu", copy=True)
 
-    def moments(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (kind, parameter name, full fp32 CPU tensor) of the optimizer's moments; a collective.
-
-        Nothing is yielded before the first step, which creates them.
-        """
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        self._link_moments()
-        for kind in self._moment_kinds():
-            for name, parameter in self.module.named_parameters():
-                moment = safe_get_full_optimizer_state(parameter, kind)
-                yield kind, name, moment.detach().to("cpu", torch.float32, copy=True)
-
     def applied_steps(self) -> int:
         """Return how many updates the optimizer has applied, which Adam's bias correction needs."""
-        states = [state for state in self._engine.optimizer.optimizer.state.values() if "step" in state]
-        return int(states[0]["step"]) if states else 0
+        return self._applied_steps
 
     def write_state(
         self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]], applied_steps: int
     ) -> None:
-        """Fill a fresh engine with what the three functions above gave under any strategy; a collective.
-
-        Args:
-            weights: parameters by name, read one at a time.
-            moments: kind -> parameter name -> tensor; empty before the first step.
-            applied_steps: updates applied so far.
-        """
+        """Fill a fresh engine with the state of another, under whatever strategy it was; a collective."""
         import deepspeed
 
-        self._create_moments(moments, applied_steps)
-        places: dict[str, list[tuple[FlatShard, Piece]]] = {}
-        for shard in self.flat_shards():
-            for piece in shard.pieces:
-                places.setdefault(piece.name, []).append((shard, piece))
+        self._applied_steps = applied_steps
+        set_applied_steps(self._engine.optimizer.optimizer, applied_steps)
         for name, parameter in self.module.named_parameters():
-            value = weights[name].to(self._engine.device)
-            # The working weights first: setting the fp32 copy alone would leave the next forward with the old ones.
+            # The working weights, too: setting the fp32 copy alone would leave the next forward with the old ones.
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
-                parameter.data.copy_(value)
-            # Not safe_set_full_fp32_param: at ZeRO 3 it fails where a parameter does not divide by the ranks.
-            for shard, piece in places.get(name, ()):
-                fill(shard.weights, piece, value)
-                for kind, tensors in moments.items():
-                    fill(shard.moments[kind], piece, tensors[name])
+                parameter.data.copy_(weights[name])
+        # Not safe_set_full_fp32_param: at ZeRO 3 it fails where a parameter does not divide by the ranks.
+        for shard in self.flat_shards():
+            fill_shard(shard, weights, moments)
 
     def parameter_shapes(self) -> dict[str, list[int]]:
         """Return the full shape of every parameter, also where ZeRO 3 has emptied it."""
@@ -149,7 +127,7 @@ class DeepSpeedEngine:
     def flat_shards(self) -> list[FlatShard]:
         """Return this rank's part of weights and moments as it lies in memory; no collective."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        kinds = self._moment_kinds()
+        kinds = moment_kinds(self._engine.optimizer.optimizer)
         states = self._engine.optimizer.optimizer.state
         return [
             FlatShard(
@@ -179,34 +157,6 @@ class DeepSpeedEngine:
         """This rank's flat fp32 pieces of the weights, which are the inner optimizer's parameters."""
         zero = self._engine.optimizer
         return getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
-
-    def _moment_kinds(self) -> list[str]:
-        flat = self._flat_partitions()[0]
-        state = self._engine.optimizer.optimizer.state.get(flat, {})
-        return [kind for kind, value in state.items() if torch.is_tensor(value) and value.shape == flat.shape]
-
-    def _create_moments(self, kinds: Iterable[str], applied_steps: int) -> None:
-        """Create the optimizer's state, which otherwise appears in its first step, and link it as that step would."""
-        zero = self._engine.optimizer
-        kinds = list(kinds)
-        if not kinds:
-            return
-        for flat in self._flat_partitions():
-            state: dict[str, Any] = {kind: torch.zeros_like(flat) for kind in kinds}
-            state["step"] = torch.tensor(float(applied_steps))
-            zero.optimizer.state[flat] = state
-        self._link_moments()
-
-    def _link_moments(self) -> None:
-        """Let DeepSpeed find each parameter's moments at ZeRO 1 and 2.
-
-        It links them itself inside the first step, but after the first parameter group alone: the moments of the
-        other groups are then missing.
-        """
-        zero = self._engine.optimizer
-        if hasattr(zero, "_lazy_init_hp_params_optimizer_state") and self._moment_kinds():
-            zero._hp_optimizer_states_linked = False
-            zero._lazy_init_hp_params_optimizer_state()
 
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers; without it a process may abort at its exit (findings, row 17)."""

@@ -47,7 +47,7 @@ class FlatShard:
 
     Attributes:
         weights: fp32 [n].
-        moments: kind -> fp32 [n]; empty before the first step, which creates them.
+        moments: kind -> fp32 [n].
         pieces: what lies where; elements in no piece fill up.
     """
 
@@ -96,23 +96,17 @@ class Engine(Protocol):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter in full and in fp32, and every buffer, as CPU tensors; a collective."""
 
-    def moments(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (kind, parameter name, full fp32 CPU tensor) of the optimizer's moments; a collective.
-
-        Nothing is yielded before the first step, which creates them.
-        """
-
     def applied_steps(self) -> int:
-        """Return how many updates the optimizer has applied, which Adam's bias correction needs."""
+        """Return how many updates the optimizer has applied, which Adam's bias correction needs; may wait for a GPU."""
 
     def write_state(
         self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]], applied_steps: int
     ) -> None:
-        """Fill a fresh engine with what the three functions above gave under any strategy; a collective.
+        """Fill a fresh engine with the state of another, under whatever strategy it was; a collective.
 
         Args:
             weights: parameters by name, read one at a time.
-            moments: kind -> parameter name -> tensor; empty before the first step.
+            moments: kind -> parameter name -> tensor; may be empty for an engine that has applied no step.
             applied_steps: updates applied so far.
         """
 
@@ -129,8 +123,17 @@ class Engine(Protocol):
         """Release hooks and buffers."""
 
 
-def fill(flat: torch.Tensor, piece: Piece, whole: torch.Tensor) -> None:
-    """Copy a piece of a parameter, given whole, to its place in a flat tensor."""
+def fill_shard(
+    shard: FlatShard, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]]
+) -> None:
+    """Copy what belongs there to a shard, from whole tensors; arguments as of `Engine.write_state`."""
+    for piece in shard.pieces:
+        _fill(shard.weights, piece, weights[piece.name])
+        for kind, tensors in moments.items():
+            _fill(shard.moments[kind], piece, tensors[piece.name])
+
+
+def _fill(flat: torch.Tensor, piece: Piece, whole: torch.Tensor) -> None:
     flat.detach().narrow(0, piece.start, piece.length).copy_(whole.reshape(-1).narrow(0, piece.offset, piece.length))
 
 

@@ -44,7 +44,10 @@ class FlatLayout:
 
 
 class ShardedLamb(Lamb):
-    """timm's Lamb over flat shards; needs `bind_shards` before the first step. Gradient clipping is the engine's."""
+    """timm's Lamb over flat shards, whose state the engine creates; needs `bind_shards` before the first step.
+
+    Gradient clipping is the engine's.
+    """
 
     def __init__(self, params: Any, **defaults: Any) -> None:
         super().__init__(params, max_grad_norm=None, **defaults)
@@ -70,9 +73,6 @@ class ShardedLamb(Lamb):
 
     def _update(self, flat: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[flat]
-        if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(flat), torch.zeros_like(flat)
         state["step"] += 1
         beta1, beta2 = group["betas"]
         step = int(state["step"])  # kept on the CPU: no device sync

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from training.distributed import World, sum_over_ranks
-from training.engine import FlatShard, Piece, StepResult, fill
+from training.engine import FlatShard, Piece, StepResult, fill_shard
 from training.lamb import FlatLayout, Fragment
+from training.optim import create_state, moment_kinds, set_applied_steps
 from training.precision import DynamicLossScale
 from training.rank_buffers import RankBuffers, make_buffers
 
@@ -64,11 +64,6 @@ class FlatGroup:
                 found.append(Fragment(number, low - first, high - low, low - start))
         return tuple(found)
 
-    def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield each parameter's place in a flat tensor [n], in its shape."""
-        for parameter, start in zip(self.parameters, self._starts, strict=True):
-            yield flat.narrow(0, start, parameter.numel()).view(parameter.shape)
-
 
 class NativeEngine:
     """A model whose training state is sharded over the ranks by flat buffers; see `training.engine.Engine`."""
@@ -99,11 +94,13 @@ class NativeEngine:
         is_fused = all(group.get("fused") for group in optimizer.param_groups)
         self.defers_verdict = world.device.type == "cuda" and is_fused and loss_scale is None
         self._micro_steps = 0
+        self._applied_steps: int | torch.Tensor = 0
         self._groups: list[FlatGroup] = []
         for group in optimizer.param_groups:
             flat = FlatGroup(group["params"], world, is_first=not self._groups, releasable=self._releases)
             group["params"] = [flat.master]
             self._groups.append(flat)
+        create_state(optimizer, (group.master for group in self._groups))
         self._has_all_weights = True
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
 
@@ -150,6 +147,7 @@ class NativeEngine:
             self._update(norm, scale)
         for group in self._groups:
             group.buffers.gradients.zero_()
+        self._applied_steps += applied
         if self.loss_scale is not None:
             self.loss_scale.update(bool(applied))
         return StepResult(applied, norm)
@@ -185,41 +183,19 @@ class NativeEngine:
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
             yield name, tensor.detach().to("cpu", copy=True)
 
-    def moments(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (kind, parameter name, full fp32 CPU tensor) of the optimizer's moments; a collective."""
-        for kind in self._moment_kinds():
-            for group in self._groups:
-                moment = self._optimizer.state[group.master][kind]
-                parts = [torch.empty_like(moment) for _ in range(self._world.size)]
-                if self._world.size > 1:
-                    dist.all_gather(parts, moment)
-                else:
-                    parts = [moment]
-                for parameter, whole in zip(group.parameters, group.views(torch.cat(parts)), strict=True):
-                    yield kind, self._names[id(parameter)], whole.to("cpu", copy=True)
-
     def applied_steps(self) -> int:
-        """Return how many updates the optimizer has applied, which Adam's bias correction needs."""
-        states = [state for state in self._optimizer.state.values() if "step" in state]
-        return int(states[0]["step"]) if states else 0
+        """Return how many updates the optimizer has applied, which Adam's bias correction needs; may wait for a GPU."""
+        return int(self._applied_steps)
 
     @torch.no_grad()
     def write_state(
         self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]], applied_steps: int
     ) -> None:
-        """Fill a fresh engine with what the three functions above gave under any strategy; a collective."""
-        for group in self._groups:
-            if moments:
-                state: dict[str, Any] = {kind: torch.zeros_like(group.master) for kind in moments}
-                # Fused rules count on the device, LAMB on the CPU.
-                place = group.master.device if self._optimizer.param_groups[0].get("fused") else "cpu"
-                state["step"] = torch.tensor(float(applied_steps), device=place)
-                self._optimizer.state[group.master] = state
+        """Fill a fresh engine with the state of another, under whatever strategy it was; a collective."""
+        self._applied_steps = applied_steps
+        set_applied_steps(self._optimizer, applied_steps)
         for shard in self.flat_shards():
-            for piece in shard.pieces:
-                fill(shard.weights, piece, weights[piece.name])
-                for kind, tensors in moments.items():
-                    fill(shard.moments[kind], piece, tensors[piece.name])
+            fill_shard(shard, weights, moments)
         self._gather(anew=True)
 
     def parameter_shapes(self) -> dict[str, list[int]]:
@@ -228,7 +204,7 @@ class NativeEngine:
 
     def flat_shards(self) -> list[FlatShard]:
         """Return this rank's part of weights and moments as it lies in memory; no collective."""
-        kinds = self._moment_kinds()
+        kinds = moment_kinds(self._optimizer)
         return [
             FlatShard(
                 weights=group.master,
@@ -247,11 +223,6 @@ class NativeEngine:
 
     def close(self) -> None:
         """Nothing outlives the tensors."""
-
-    def _moment_kinds(self) -> list[str]:
-        master = self._groups[0].master
-        state = self._optimizer.state.get(master, {})
-        return [kind for kind, value in state.items() if torch.is_tensor(value) and value.shape == master.shape]
 
     def _gather(self, *, anew: bool = False) -> None:
         """Have all weights on this rank; a collective where they were released, or changed."""

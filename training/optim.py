@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from training.config import TrainConfig
-
-# What each `--optimizer` keeps of a parameter, in the names of its own state; sgd without momentum keeps nothing.
-MOMENT_KINDS: dict[str, tuple[str, ...]] = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "lamb": ("exp_avg", "exp_avg_sq"),
-    "sgd": ("momentum_buffer",),
-}
 
 
 @dataclass(frozen=True)
@@ -114,12 +107,44 @@ def build_optimizer(
         from training.lamb import ShardedLamb
 
         return ShardedLamb(param_groups, lr=config.learning_rate, weight_decay=config.weight_decay)
+    # "momentum" is timm's name of SGD without Nesterov's rule, which refuses a momentum of 0.
+    is_plain_sgd = config.optimizer == "sgd" and config.momentum == 0
     # timm hands the momentum to the rules that have one, and only to them.
     return create_optimizer_v2(
         param_groups,
-        opt=config.optimizer,
+        opt="momentum" if is_plain_sgd else config.optimizer,
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
         momentum=config.momentum,
         fused=True,  # one pass over each flat tensor: 0.87 of the time of a step that PyTorch's default takes
     )
+
+
+def moment_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return what the rule keeps of each weight, in the names of its own state; SGD without momentum keeps nothing."""
+    group = optimizer.param_groups[0]
+    if "betas" in group:
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if group["momentum"] else ()
+
+
+def create_state(optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tensor]) -> None:
+    """Create the rule's state of these weights, all zeros, as its first step would.
+
+    So there is no engine without moments, and a first step that a fused rule is told to skip does no harm: SGD's would
+    take the uninitialized memory for its momentum.
+    """
+    group, kinds = optimizer.param_groups[0], moment_kinds(optimizer)
+    for weight in weights:
+        optimizer.state[weight] = {kind: torch.zeros_like(weight) for kind in kinds}
+        if "betas" in group:
+            # The fused kernels read the count beside the weights, the other rules keep it on the CPU.
+            place = weight.device if group.get("fused") else "cpu"
+            optimizer.state[weight]["step"] = torch.zeros((), device=place)
+
+
+def set_applied_steps(optimizer: torch.optim.Optimizer, applied_steps: int) -> None:
+    """Set the count of updates that Adam's bias correction needs; the other rules have none."""
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].fill_(applied_steps)

@@ -192,25 +192,41 @@ def precision_report(world: World, strategy: str, engine: str, precision: str):
     return result
 
 
-def nan_report(world: World, strategy: str, engine: str, precision: str, defers_verdict: bool = False):
-    """Put a NaN into one image of rank 1 at step 2; return what the weights and the loss scale did."""
-    module = make_model(False)
-    engine = make_engine(world, module, configuration(strategy=strategy, engine=engine), precision)
-    train_steps(world, engine, range(2))
-    if defers_verdict:
-        engine.defers_verdict = True  # as on a GPU
-    before, scale_before = weights_of(engine), engine.loss_scale.value if engine.loss_scale else None
-    train_steps(world, engine, range(2, 3), poison=(2, 1))
-    after, scale_after = weights_of(engine), engine.loss_scale.value if engine.loss_scale else None
-    train_steps(world, engine, range(3, 4))
-    result = {
-        "before": before,
-        "after": after,
-        "later": weights_of(engine),
-        "scales": [scale_before, scale_after],
+def nan_report(
+    world: World,
+    strategy: str,
+    engine: str,
+    precision: str,
+    good_steps: int = 2,
+    optimizer: str = "adamw",
+    defers_verdict: bool = False,
+):
+    """Put a NaN into one image of rank 1 after some good steps, and go on; and the same run without that step."""
+    config = configuration(strategy=strategy, engine=engine, optimizer=optimizer)
+    runs = []
+    for poison in ((good_steps, 1), None):
+        engine = make_engine(world, make_model(False), config, precision)
+        if defers_verdict:
+            engine.defers_verdict = True  # as on a GPU
+        train_steps(world, engine, range(good_steps))
+        states = [state_report(engine)]
+        if poison:
+            train_steps(world, engine, range(good_steps, good_steps + 1), poison=poison)
+            states.append(state_report(engine))
+        train_steps(world, engine, range(good_steps + 1, good_steps + 3))
+        runs.append([*states, state_report(engine)])
+        engine.close()
+    (before, after, later), (_, undisturbed) = runs
+    return {"before": before, "after": after, "later": later, "undisturbed": undisturbed}
+
+
+def state_report(engine: Engine):
+    """Return the weights, the loss scale and the count of updates."""
+    return {
+        "weights": weights_of(engine),
+        "loss_scale": engine.loss_scale.value if engine.loss_scale else None,
+        "applied_steps": engine.applied_steps(),
     }
-    engine.close()
-    return result
 
 
 def resume_report(world: World, change: tuple[str, str, str, str], optimizer: str):
@@ -225,10 +241,7 @@ def resume_report(world: World, change: tuple[str, str, str, str], optimizer: st
         engine = make_engine(world, make_model(True), config, discriminative=True)
         losses = train_steps(world, engine, range(2))
         if split:
-            weights = dict(engine.weights())
-            moments: dict[str, dict[str, torch.Tensor]] = {}
-            for kind, name, tensor in engine.moments():
-                moments.setdefault(kind, {})[name] = tensor
+            weights, moments = dict(engine.weights()), moments_of(world, engine)
             # Each rank keeps its own BatchNorm buffers here, as between two evaluations.
             applied = engine.applied_steps()
             engine.close()
@@ -242,6 +255,20 @@ def resume_report(world: World, change: tuple[str, str, str, str], optimizer: st
         results.append({"losses": losses, "weights": weights_of(engine)})
         engine.close()
     return results
+
+
+def moments_of(world: World, engine: Engine) -> dict[str, dict[str, torch.Tensor]]:
+    """Put the moments together from all ranks' shards: kind -> parameter name -> tensor."""
+    shapes = engine.parameter_shapes()
+    parts: list[Any] = [None] * world.size
+    torch.distributed.all_gather_object(parts, engine.flat_shards())
+    moments: dict[str, dict[str, torch.Tensor]] = {}
+    for shard in (shard for part in parts for shard in part):
+        for kind, flat in shard.moments.items():
+            for name, offset, start, length in shard.pieces:
+                whole = moments.setdefault(kind, {}).setdefault(name, torch.full(shapes[name], torch.nan))
+                whole.view(-1)[offset : offset + length] = flat[start : start + length]
+    return moments
 
 
 def evaluation_report(world: World):

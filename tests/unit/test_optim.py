@@ -11,7 +11,14 @@ from timm.optim import Lamb
 from torch import nn
 
 from training.config import TrainConfig, field_types
-from training.optim import MOMENT_KINDS, build_optimizer, build_schedule, schedule_notes
+from training.optim import (
+    build_optimizer,
+    build_schedule,
+    create_state,
+    moment_kinds,
+    schedule_notes,
+    set_applied_steps,
+)
 
 CONFIG = TrainConfig(epochs=10, warmup_epochs=2, learning_rate=0.1, final_learning_rate_scale=0.0)
 
@@ -103,15 +110,60 @@ def test_groups_tell_decay_and_head():
 
 
 @pytest.mark.parametrize("name", get_args(field_types()["optimizer"]))
-def test_moment_kinds_are_what_the_optimizer_keeps(name):
-    """LAMB through timm's own class, which ours follows: ours needs the shards of an engine."""
+def test_the_created_state_is_what_the_rule_itself_creates_in_its_first_step(name):
+    """LAMB's through timm's own class, which ours follows."""
     module = nn.Linear(3, 2)
-    config = dataclasses.replace(CONFIG, optimizer=name)
+    optimizer = build_optimizer(module, dataclasses.replace(CONFIG, optimizer=name), [], discriminative=False)
+    create_state(optimizer, module.parameters())
+    created = {p: dict(state) for p, state in optimizer.state.items()}
+    assert all(not value.any() for state in created.values() for value in state.values())
+    own = Lamb(module.parameters()) if name == "lamb" else optimizer
+    own.state.clear()
+    module(torch.ones(1, 3)).sum().backward()
+    own.step()
+    for parameter, state in own.state.items():
+        # timm counts Lamb's steps in the group.
+        assert created[parameter].keys() - ({"step"} if name == "lamb" else set()) == state.keys()
+        assert set(moment_kinds(optimizer)) == state.keys() - {"step"}
+        for kind, value in state.items():
+            ours = created[parameter][kind]
+            assert (ours.shape, ours.dtype, ours.device) == (value.shape, value.dtype, value.device)
+
+
+def test_a_fused_rule_counts_beside_its_weights_and_the_others_on_the_cpu():
+    """The fused kernels of a GPU read the count there; a CPU has no second place, so 'meta' stands for the GPU."""
+    module = nn.Linear(3, 2, device="meta")
+    for name, place in (("adamw", "meta"), ("lamb", "cpu")):
+        optimizer = build_optimizer(module, dataclasses.replace(CONFIG, optimizer=name), [], discriminative=False)
+        create_state(optimizer, module.parameters())
+        assert {state["step"].device.type for state in optimizer.state.values()} == {place}
+        assert {state["exp_avg"].device.type for state in optimizer.state.values()} == {"meta"}
+
+
+def test_sgd_without_momentum_keeps_nothing():
+    module = nn.Linear(3, 2)
+    config = dataclasses.replace(CONFIG, optimizer="sgd", momentum=0.0)
     optimizer = build_optimizer(module, config, [], discriminative=False)
-    if name == "lamb":
-        optimizer = Lamb(module.parameters())
+    create_state(optimizer, module.parameters())
+    assert moment_kinds(optimizer) == ()
+    assert [*optimizer.state.values()] == [{}, {}]
+    before = module.bias.detach().clone()
     module(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    for parameter, state in optimizer.state.items():
-        kept = [kind for kind, value in state.items() if torch.is_tensor(value) and value.shape == parameter.shape]
-        assert sorted(kept) == sorted(MOMENT_KINDS[name])
+    torch.testing.assert_close(before - module.bias, torch.full((2,), config.learning_rate))
+
+
+def test_the_count_of_updates_reaches_adams_bias_correction():
+    whole, split = nn.Linear(3, 2), nn.Linear(3, 2)
+    rules = [build_optimizer(module, CONFIG, [], discriminative=False) for module in (whole, split)]
+    for module, rule in zip((whole, split), rules, strict=True):
+        create_state(rule, module.parameters())
+        nn.init.ones_(module.weight), nn.init.ones_(module.bias)
+    set_applied_steps(rules[1], 7)
+    for module, rule in zip((whole, split), rules, strict=True):
+        module(torch.ones(1, 3)).sum().backward()
+        rule.step()
+    # With zero moments a step is proportional to (1 - beta2^t)^0.5 / (1 - beta1^t).
+    moved = [(1 - module.bias).mean().item() for module in (whole, split)]
+    factor = [(1 - 0.999**step) ** 0.5 / (1 - 0.9**step) for step in (1, 8)]
+    assert moved[1] / moved[0] == pytest.approx(factor[1] / factor[0], rel=1e-3)

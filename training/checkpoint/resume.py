@@ -18,7 +18,6 @@ from training.distributed import World
 from training.engine import Engine
 from training.errors import UserError
 from training.metrics import ScoreSums
-from training.optim import MOMENT_KINDS
 
 
 def hold_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> TrainConfig:
@@ -102,7 +101,7 @@ def fill_engine(found: FoundCheckpoint, engine: Engine, sums: ScoreSums, world: 
         buffers = reader.buffers(world.rank, world.size)
         epoch_sums = reader.epoch_sums(world.rank, world.size)
         _check_names(engine, manifest, buffers)
-        _check_moments(manifest, reader.moments)
+        _check_moments(engine, manifest, reader.moments)
         _check_sums(epoch_sums, sums)
         engine.write_state(reader.weights, reader.moments, manifest.applied_steps)
         for name, buffer in engine.module.named_buffers():
@@ -126,11 +125,12 @@ def _check_names(engine: Engine, manifest: Manifest, buffers: dict[str, Any]) ->
         raise DamagedCheckpoint("its buffers differ from this model's")
 
 
-def _check_moments(manifest: Manifest, moments: dict[str, Any]) -> None:
-    """Refuse moments under other names than the optimizer's, which would miss its own in its next step."""
-    optimizer = str(manifest.config.get("optimizer", FIELDS["optimizer"].default))
-    if moments and sorted(moments) != sorted(MOMENT_KINDS.get(optimizer, ())):
-        raise DamagedCheckpoint(f"its moments are not those of {one_line(optimizer)}")
+def _check_moments(engine: Engine, manifest: Manifest, moments: dict[str, Any]) -> None:
+    """Refuse other moments than the optimizer's; there may be none before its first step, when they are zeros."""
+    ours = sorted(engine.flat_shards()[0].moments)
+    if (moments or manifest.applied_steps) and sorted(moments) != ours:
+        theirs = ", ".join(sorted(moments)) or "none"
+        raise DamagedCheckpoint(f"its moments are {one_line(theirs)}, the optimizer has {', '.join(ours) or 'none'}")
 
 
 def _check_sums(found: torch.Tensor, sums: ScoreSums) -> None:

@@ -163,7 +163,7 @@ class CheckpointReader:
 
     @property
     def moments(self) -> dict[str, Mapping[str, torch.Tensor]]:
-        """The optimizer's moments, whole: kind -> parameter name -> tensor; empty before the first step."""
+        """The optimizer's moments, whole: kind -> parameter name -> tensor."""
         return {kind: _Assembled(self, kind) for kind in self._moment_kinds}
 
     def buffers(self, rank: int, world_size: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,115 @@
+"""Checkpoints of a real engine on one rank: what an older or odd one lacks, and what is no part of the optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from small_checkpoints import ALONE, IDENTITY, forge_manifest, trust_shard
+from torch import nn
+
+from models.weights_file import METADATA_KEY
+from training.checkpoint.manifest import Manifest, Progress, shard_name
+from training.checkpoint.resume import fill_engine
+from training.checkpoint.shards import Snapshot, write_shard
+from training.checkpoint.store import FoundCheckpoint, commit, read_manifest, temporary_folder
+from training.config import TrainConfig
+from training.engine import Engine
+from training.engines import build_engine
+from training.errors import UserError
+from training.metrics import ScoreSums
+from training.optim import build_optimizer
+from training.strategies import engine_config, read_strategy_json
+
+pytestmark = pytest.mark.usefixtures("no_sync")
+NAME = "step-00000-0000003"
+RULES = ("adamw", "sgd", "lamb")
+
+
+def make_engine(optimizer: str, seed: int) -> Engine:
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    config = TrainConfig(optimizer=optimizer, learning_rate=0.01)
+    sharding = engine_config(
+        read_strategy_json("ddp"), batch_size_per_rank=8, accumulation_steps=1, gradient_clipping=1.0, offload="none"
+    )
+    rule = build_optimizer(module, config, [], discriminative=False)
+    return build_engine(module, rule, sharding, "fp32", ALONE, "native")
+
+
+def train(engine: Engine, steps: range) -> list[torch.Tensor]:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        engine.backward(engine.forward(torch.randn(8, 4, generator=generator)).square().mean())
+        engine.step()
+    return [tensor for _, tensor in engine.weights()]
+
+
+def save(folder: Path, engine: Engine) -> Path:
+    temporary = temporary_folder(folder, NAME)
+    temporary.mkdir()
+    snapshot = Snapshot()
+    snapshot.take(engine, ScoreSums(3, ALONE.device).state())
+    shard = write_shard(temporary / shard_name(0), snapshot)
+    config = dataclasses.asdict(TrainConfig())
+    shapes, applied = engine.parameter_shapes(), engine.applied_steps()
+    manifest = Manifest(Progress(step=3), IDENTITY, config, applied, None, shapes, (shard,))
+    commit(folder, NAME, manifest, is_best=False, keep_last=1)
+    return folder / NAME
+
+
+def resume(path: Path, engine: Engine) -> None:
+    fill_engine(FoundCheckpoint(path, read_manifest(path)), engine, ScoreSums(3, ALONE.device), ALONE)
+
+
+def remove_moments(path: Path) -> None:
+    """Make a shard what it was before the first step, when the state was created in that step."""
+    file = path / shard_name(0)
+    with safe_open(file, "pt") as stored:
+        layout = json.loads(stored.metadata()[METADATA_KEY])
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
+    kept = {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in layout["moments"]}
+    save_file(kept, file, metadata={METADATA_KEY: json.dumps(layout | {"moments": []})})
+    trust_shard(path, 0)
+
+
+@pytest.mark.parametrize("has_moments", [True, False])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_checkpoint_from_before_the_first_step_goes_on(tmp_path, rule, has_moments):
+    whole = make_engine(rule, seed=0)
+    path = save(tmp_path, whole)
+    if not has_moments:
+        remove_moments(path)
+    resumed = make_engine(rule, seed=1)
+    resume(path, resumed)
+    for ours, expected in zip(train(resumed, range(3)), train(whole, range(3)), strict=True):
+        assert torch.equal(ours, expected)
+    assert resumed.applied_steps() == whole.applied_steps() == 3
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_moments_and_the_count_of_updates_come_back(tmp_path, rule):
+    whole = make_engine(rule, seed=0)
+    train(whole, range(3))
+    resumed = make_engine(rule, seed=1)
+    resume(save(tmp_path, whole), resumed)
+    assert resumed.applied_steps() == 3
+    for ours, expected in zip(train(resumed, range(3, 5)), train(whole, range(3, 5)), strict=True):
+        assert torch.equal(ours, expected)
+    assert resumed.applied_steps() == 5
+
+
+def test_a_checkpoint_that_has_lost_its_moments_is_refused(tmp_path):
+    engine = make_engine("adamw", seed=0)
+    train(engine, range(3))
+    path = save(tmp_path, engine)
+    remove_moments(path)
+    with pytest.raises(UserError, match="its moments are none, the optimizer has exp_avg, exp_avg_sq"):
+        resume(path, engine)
+    forge_manifest(path, lambda content: content.update(applied_steps=0))
+    resume(path, make_engine("adamw", seed=1))
