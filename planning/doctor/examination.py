@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from planning.doctor.paths import FailedPath, targets_of
 from planning.doctor.reach import Command, Probe, Unreachable, ask_all, here
 from training.config import REPO_ROOT, TrainConfig
 from training.data import DataOptions
 from training.interface import address_towards, interface_of, is_loopback
 
-FACTS_SECONDS, DATA_SECONDS, JOIN_SECONDS, NETWORK_SECONDS = 25.0, 60.0, 12.0, 25.0
+# What an answer may take on an idle machine; see `Probe.patience`.
+FACTS_SECONDS, DATA_SECONDS, JOIN_SECONDS, NETWORK_SECONDS, PATHS_SECONDS = 25.0, 60.0, 12.0, 25.0, 20.0
 CLASSES_WITHOUT_DATA, IMAGE_SIZE_WITHOUT_DATA = 1000, 224
 HERE = "here"
 
@@ -73,6 +75,7 @@ class Findings:
         clocks: seconds ahead of this machine's.
         fingerprints: see `data.cheap_fingerprint`.
         network: see `network.measure_network`.
+        failed_paths: between the hosts; looked for if the network's check failed.
         interfaces: by which the ranks of a host talk to the others.
         data: see `data.examine_data`; on the first machine.
         model: see `model.model_facts`; on the first machine.
@@ -84,6 +87,7 @@ class Findings:
     clocks: dict[str, float] = field(default_factory=dict)
     fingerprints: dict[str, Answer] = field(default_factory=dict)
     network: dict[str, Answer] = field(default_factory=dict)
+    failed_paths: list[FailedPath] = field(default_factory=list)
     interfaces: dict[str, str] = field(default_factory=dict)
     data: Answer = field(default_factory=dict)
     model: Answer = field(default_factory=dict)
@@ -183,6 +187,10 @@ def _ask_network(request: Request, found: Findings, probes: Mapping[str, Probe])
         host: interface_of(address, found.facts[host]["own_addresses"]) for host, address in addresses.items()
     }
     placed, first = list(ranks.items()), found.facts[able[0]]
+    port = first["port"] or first["spare_port"]
+    patience = max(probes[host].patience for host in able)  # all wait for the slowest
+    for host in able:
+        probes[host].patience = patience
 
     def ask(probe: Probe) -> Answer:
         number = able.index(probe.host)
@@ -193,15 +201,38 @@ def _ask_network(request: Request, found: Findings, probes: Mapping[str, Probe])
             ranks=placed[number][1],
             hosts=placed,
             address=addresses[able[0]],
-            port=first["port"] or first["spare_port"],
+            port=port,
             interface=found.interfaces[probe.host],
             use_gpu=use_gpu,
-            join_seconds=JOIN_SECONDS,
-            seconds=NETWORK_SECONDS,
+            join_seconds=JOIN_SECONDS * patience,
+            seconds=NETWORK_SECONDS * patience,
         )
 
     found.network, lost = ask_all([probes[host] for host in able], ask)
     found.network |= {host: {"problem": str(error), "phase": "meet"} for host, error in lost.items()}
+    if len(able) > 1 and any("problem" in answer for answer in found.network.values()):
+        answering = [probes[host] for host in able if host not in lost]
+        found.failed_paths = _failed_paths(answering, addresses, {able[0]: port})
+
+
+def _failed_paths(
+    probes: Sequence[Probe], addresses: Mapping[str, str], meeting_port: Mapping[str, int]
+) -> list[FailedPath]:
+    """Let all machines listen, then try to reach each other, and return the paths between them that failed."""
+    ports, _ = ask_all(
+        probes,
+        lambda probe: probe.ask(
+            "open_ports", PATHS_SECONDS, address=addresses[probe.host], port=meeting_port.get(probe.host, 0)
+        ),
+    )
+    hosts = [host for host, answer in ports.items() if "problem" not in answer]
+
+    def try_paths(probe: Probe) -> Answer:
+        targets = [(host, addresses[host], ports[host]["ports"]) for host in targets_of(probe.host, hosts)]
+        return probe.ask("try_paths", PATHS_SECONDS, source=probe.host, targets=targets)
+
+    answers, _ = ask_all([probe for probe in probes if probe.host in hosts], try_paths)
+    return [FailedPath(*path) for answer in answers.values() for path in answer.get("failed", ())]
 
 
 def _addresses(facts: Mapping[str, Answer], looked_up: Mapping[str, str | None]) -> dict[str, str]:

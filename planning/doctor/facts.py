@@ -40,6 +40,7 @@ def collect_facts(log_dir: str, port: int, hosts: list[str], with_torch: bool) -
     memory = psutil.virtual_memory()
     return {
         "host": socket.gethostname(),
+        "machine": machine_identity(),
         "python": platform.python_version(),
         "packages": {name: package_version(name) for name in PACKAGES},
         "commit": git("rev-parse", "HEAD"),
@@ -79,6 +80,15 @@ def torch_facts() -> dict[str, Any]:
     except Exception as error:
         return {"import_problem": f"{type(error).__name__}: {error}"[:200], "torch_cuda": None}
     return {"import_problem": None, "torch_cuda": torch.version.cuda}
+
+
+def machine_identity() -> str:
+    """Return what two names of one machine have in common: its boot, and the network and processes that it sees.
+
+    Containers of one machine differ in the latter two, and may own different GPUs.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid"))])
 
 
 def package_folder(name: str) -> Path:

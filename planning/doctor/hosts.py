@@ -37,6 +37,24 @@ def judge_names(facts: AllFacts) -> list[Row]:
     return rows or [Row("names", "ok", f"every host finds {first}, where the ranks meet, by its name")]
 
 
+def judge_identity(facts: AllFacts) -> list[Row]:
+    """Several names of one machine, whose ranks would share its cores and GPUs."""
+    names: dict[str, list[str]] = {}
+    for host, own in facts.items():
+        names.setdefault(own["machine"], []).append(host)
+    return [
+        Row(
+            "hosts",
+            "wrong",
+            f"the same machine as {same[0]}: their ranks would share its cores and GPUs",
+            "take one of the names out",
+            other,
+        )
+        for same in names.values()
+        for other in same[1:]
+    ]
+
+
 def judge_sameness(
     check: str, values: Mapping[str, Any], here: Any, cure: str, show: Callable[[Any], str] = str
 ) -> list[Row]:

@@ -11,11 +11,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from training.errors import UserError
 
 RECORD_SEPARATOR = "\x1e"
+LEAST_COMPUTING_SECONDS = 0.1  # starting Python and reading the modules; less is no measure
 
 
 def _facts(**request: Any) -> dict[str, Any]:
@@ -48,15 +50,42 @@ def _network(**request: Any) -> dict[str, Any]:
     return measure_network(**request)
 
 
-# The modules are imported when they are asked for: the first answer tells the time and must come at once.
+def _open_ports(**request: Any) -> dict[str, Any]:
+    from planning.doctor.paths import open_ports
+
+    return open_ports(**request)
+
+
+def _try_paths(**request: Any) -> dict[str, Any]:
+    from planning.doctor.paths import try_paths
+
+    return try_paths(**request)
+
+
+# The modules are imported when they are asked for: the first answer contains the time and must come at once.
 ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
-    "time": lambda: {"time": time.time()},
+    "time": lambda: {"time": time.time(), "slowdown": slowdown()},
     "facts": _facts,
     "data": _data,
     "data_fingerprint": _data_fingerprint,
     "model": _model,
     "network": _network,
+    "open_ports": _open_ports,
+    "try_paths": _try_paths,
 }
+
+
+def slowdown() -> float:
+    """Return how many times longer than on an idle machine a process takes here, at least 1.
+
+    That is the larger of the time this process has existed per second of its own computing, and of the average number
+    of processes that wanted to compute in the last minute, per core. A question may change the former (this process
+    waits for it), so the first answer counts.
+    """
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    existed = time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    load = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+    return max(1.0, existed / max(time.process_time(), LEAST_COMPUTING_SECONDS), load)
 
 
 def serve(reached_by: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,11 +14,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from planning.doctor.probe import RECORD_SEPARATOR
+from planning.doctor.probe import RECORD_SEPARATOR, slowdown
 from scripts.cluster.remote_shell import srun_command, ssh_command
 from training.config import REPO_ROOT
 
 START_SECONDS = 20.0  # longer than ssh takes to give up connecting
+MOST_PATIENCE = 8.0  # times the seconds allowed on an idle machine
+SSH_BANNER_SECONDS = 3.0
 CLOCK_QUESTIONS = 3
 PROBE = [sys.executable, str(REPO_ROOT / "scripts" / "doctor.py"), "--probe"]
 LEAVE_SECONDS = 2.0
@@ -51,11 +54,18 @@ class Unreachable(Exception):
 
 
 class Probe:
-    """The probe of one machine, started now; a context, which ends it."""
+    """The probe of one machine, started now; a context, which ends it.
+
+    Attributes:
+        host: the machine.
+        patience: factor on all the seconds that an answer may take: how loaded this machine and the other one are.
+    """
 
     def __init__(self, host: str, command: Command) -> None:
         self.host = host
+        self.patience = min(slowdown(), MOST_PATIENCE)
         words, environment = command
+        self._is_ssh = words[0] == "ssh"
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  closed with the context
         self._process = subprocess.Popen(
             words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._complaints
@@ -79,8 +89,13 @@ class Probe:
     def ask(self, question: str, seconds: float, /, **request: Any) -> dict[str, Any]:
         """Return the answer.
 
+        Args:
+            question: a key of `probe.ANSWERS`.
+            seconds: that the answer may take on an idle machine; on a loaded one, `patience` times as many.
+            request: what the answer needs to know.
+
         Raises:
-            Unreachable: no answer within `seconds`, or the connection ended.
+            Unreachable: if no answer comes in time, or the connection ends.
         """
         assert self._process.stdin
         try:
@@ -88,6 +103,7 @@ class Probe:
             self._process.stdin.flush()
         except OSError:
             raise self._why_it_ended() from None
+        seconds *= self.patience
         deadline = time.monotonic() + seconds
         while True:
             line = self._line(deadline, seconds)
@@ -95,17 +111,19 @@ class Probe:
                 return json.loads(line[1:])
 
     def clock_offset(self) -> float:
-        """Return by how many seconds the machine's clock is ahead of ours.
+        """Return by how many seconds the machine's clock is ahead of ours, and learn how loaded the machine is.
 
         The answer is taken to lie in the middle between question and receipt, of the quickest of some rounds
         (Cristian 1989, Probabilistic clock synchronization, Distributed Computing 3).
         """
         rounds = []
-        for _ in range(CLOCK_QUESTIONS):
+        for number in range(CLOCK_QUESTIONS):
             asked = time.time()
-            told = self.ask("time", START_SECONDS)["time"]
+            answer = self.ask("time", START_SECONDS)
             received = time.time()
-            rounds.append((received - asked, told - (asked + received) / 2))
+            rounds.append((received - asked, answer["time"] - (asked + received) / 2))
+            if number == 0:
+                self.patience = max(self.patience, min(answer["slowdown"], MOST_PATIENCE))
         return min(rounds)[1]
 
     def _line(self, deadline: float, seconds: float) -> str:
@@ -128,7 +146,44 @@ class Probe:
         except subprocess.TimeoutExpired:
             code = 0
         self._complaints.seek(0)
-        return explain(self.host, code, self._complaints.read().decode(errors="replace"))
+        complaint = self._complaints.read().decode(errors="replace")
+        if self._is_ssh and "timed out" in complaint and (stuck := _why_ssh_is_stuck(self.host)):
+            return stuck
+        return explain(self.host, code, complaint)
+
+
+def _why_ssh_is_stuck(host: str) -> Unreachable | None:
+    """Return what keeps ssh from a host whose port connects; None if it does not, or is reached in another way."""
+    configuration = subprocess.run(["ssh", "-G", "--", host], capture_output=True, text=True)
+    settings = dict(line.split(" ", 1) for line in configuration.stdout.splitlines() if " " in line)
+    if "hostname" not in settings or "proxycommand" in settings or "proxyjump" in settings:
+        return None
+    return stuck_at(host, settings["hostname"], int(settings.get("port", 22)))
+
+
+def stuck_at(host: str, address: str, port: int) -> Unreachable | None:
+    """Return why ssh times out at a port that connects; None if it does not connect.
+
+    The server's first line fits in a small packet, the exchange of keys does not.
+    """
+    try:
+        connection = socket.create_connection((address, port), timeout=SSH_BANNER_SECONDS)
+    except OSError:
+        return None
+    with connection:
+        try:
+            has_greeted = bool(connection.recv(64))
+        except OSError:
+            has_greeted = False
+    if not has_greeted:
+        return Unreachable(
+            f"port {port} connects, but the ssh server there says nothing: it hangs, or the machine is overloaded",
+            f"look at {host} from its console",
+        )
+    return Unreachable(
+        f"port {port} answers, but ssh gets no further: packets of full size are lost on the way",
+        f"a smaller MTU on the way to {host}: compare ip link there and here, ping -M do -s 1472 {host}",
+    )
 
 
 # What ssh says on stderr (OpenSSH's messages) -> what was found, and the cure; {host} is filled in. The first line that

@@ -9,6 +9,7 @@ from planning.doctor.data import judge_data
 from planning.doctor.examination import Findings, Request
 from planning.doctor.links import judge_network, judge_step
 from planning.doctor.machine import Need
+from planning.doctor.paths import judge_paths
 from planning.doctor.rows import Row, join_hosts, some_of
 from training.config import REPO_ROOT
 from training.strategies import STRATEGIES
@@ -29,6 +30,7 @@ def judge(request: Request, found: Findings) -> list[Row]:
 
 def _judge_reach(request: Request, found: Findings) -> list[Row]:
     rows = [Row("hosts", "wrong", str(error), error.cure, host) for host, error in found.lost.items()]
+    rows += hosts.judge_identity(found.facts)
     return rows or ([] if request.is_alone else [Row("hosts", "ok", f"{some_of(list(request.slots))} answer")])
 
 
@@ -86,7 +88,7 @@ def _judge_data_and_model(request: Request, found: Findings) -> list[Row]:
 def _judge_network(request: Request, found: Findings) -> list[Row]:
     if not found.network:
         return []
-    rows = judge_network(found.network, found.interfaces)
+    rows = judge_paths(found.failed_paths) or judge_network(found.network, found.interfaces)
     reports = [answer["report"] for answer in found.network.values() if "report" in answer]
     # CPU ranks of one machine share memory and send nothing (training.rank_buffers).
     sends = len(request.slots) > 1 or any(report["backend"] == "nccl" for report in reports)

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.cluster.hosts import REPO_ROOT, Hosts
+from tests.cluster.hosts import NUMBER, REPO_ROOT, Hosts
 
 pytestmark = pytest.mark.cluster
 
 DOCTOR = [sys.executable, str(REPO_ROOT / "scripts" / "doctor.py"), "--json"]
 PORT = 29555
+LOGIN_ADDRESS = f"10.{NUMBER}.0.10"
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 
 
@@ -27,7 +28,7 @@ def on_two(hosts: Hosts) -> tuple[str, ...]:
 
 def examine(hosts: Hosts, *flags: str) -> tuple[int, list[dict[str, str]]]:
     """Run the doctor on login; return its exit code and rows."""
-    result = hosts.run("login", [*DOCTOR, "--port", str(PORT), *flags], timeout=90)
+    result = hosts.run("login", [*DOCTOR, "--port", str(PORT), *flags], timeout=280)
     assert result.stdout, result.stderr
     return result.returncode, json.loads(result.stdout)["rows"]
 
@@ -163,6 +164,42 @@ def test_what_is_broken_is_named_with_its_host(
     assert said in wrong[0]["found"]
     assert wrong[0]["cure"]
     assert {row["host"] for row in complaints(rows)} == {node}
+
+
+# Faults that keep the ranks from each other on every host, and what is said of the one host that has it.
+BETWEEN_HOSTS = [
+    (0, ("firewall", str(PORT)), "all-reduce", f"cannot connect to node01, port {PORT}"),
+    (1, ("firewall", "1024-65535"), "all-reduce", "cannot connect to node02"),
+    (1, ("mtu", "1200", LOGIN_ADDRESS), "all-reduce", "messages of 1.05 MB are lost between node02 and node01, node03"),
+    (1, ("mtu", "1000"), "hosts", "port 22 answers, but ssh gets no further"),
+]
+
+
+@pytest.mark.parametrize(("number", "fault", "check", "said"), BETWEEN_HOSTS)
+def test_of_hosts_that_cannot_talk_the_guilty_one_is_named(
+    hosts: Hosts, number: int, fault: tuple[str, ...], check: str, said: str
+) -> None:
+    hosts.fault(hosts.nodes[number], *fault)
+    code, rows = examine(hosts, "--hosts", ",".join(hosts.nodes[:3]), "--gpus-per-node", "1")
+    assert code == 1
+    assert [(row["check"], row["host"]) for row in complaints(rows)] == [(check, hosts.nodes[number])]
+    assert said in next(row["found"] for row in rows if row["verdict"] == "wrong")
+
+
+def test_two_names_of_one_machine_are_named(hosts: Hosts) -> None:
+    node, alias = hosts.nodes[1], "node02-too"
+    with ExitStack() as undo:
+        for path, entry in (
+            ("/etc/ssh/ssh_known_hosts", f"s/^{node},/{alias},/p"),
+            ("/etc/hosts", f"s/ {node}$/ {alias}/p"),
+        ):
+            hosts.run("login", ["cp", path, f"{path}.well"])
+            undo.callback(hosts.run, "login", ["bash", "-c", f"cat {path}.well >{path}; rm {path}.well"])
+            hosts.run("login", ["bash", "-c", f"sed -n '{entry}' {path}.well >>{path}"])
+        code, rows = examine(hosts, "--hosts", f"{hosts.nodes[0]},{node},{alias}", "--gpus-per-node", "1")
+    assert code == 1
+    assert [(row["check"], row["host"]) for row in complaints(rows)] == [("hosts", alias)]
+    assert f"the same machine as {node}" in next(row["found"] for row in rows if row["host"] == alias)
 
 
 def test_a_slow_link_is_named_with_its_host(hosts: Hosts) -> None:

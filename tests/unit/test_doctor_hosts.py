@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 from typing import Any
 
 import pytest
 
-from planning.doctor import hosts, links
+from planning.doctor import hosts, links, paths
 from planning.doctor.examination import Findings, _lose_others
 from planning.doctor.network import measure_network, rounds_of_pairs
-from planning.doctor.reach import Probe, Unreachable, ask_all, explain
+from planning.doctor.probe import slowdown
+from planning.doctor.reach import MOST_PATIENCE, Probe, Unreachable, ask_all, explain, stuck_at
 from planning.doctor.rows import Row, amount, join_hosts, some_of
 
 COMPLAINTS = {
@@ -48,6 +50,7 @@ def test_one_probe_that_fails_does_not_keep_the_others() -> None:
         Probe("silent", ([sys.executable, "-c", "import time; time.sleep(60)"], None)) as silent,
         Probe("gone", ([sys.executable, "-c", "raise SystemExit('Permission denied')"], None)) as gone,
     ):
+        silent.patience = 1.0
         answers, lost = ask_all([well, silent, gone], lambda probe: probe.ask("time", 1.0))
     assert answers == {"well": {"time": 5.0}}
     assert {host: str(error) for host, error in lost.items()} == {
@@ -146,6 +149,74 @@ def test_hosts_that_did_not_come_as_far_as_the_others_are_blamed() -> None:
     answers = {"a": stuck, "b": {"problem": "timeout", "phase": "meet"}, "c": stuck}
     rows = links.judge_network(answers, {})
     assert [(row.verdict, row.host) for row in rows] == [("wrong", "b")]
+
+
+def failing(*ends: str, lacks: str = paths.CONNECTION) -> list[paths.FailedPath]:
+    """'ab' is a path from a to b that fails."""
+    return [paths.FailedPath(source, target, 29500, lacks) for source, target in ends]
+
+
+@pytest.mark.parametrize(
+    ("failed", "guilty"),
+    [
+        (failing("ba", "ca", "da"), ["a"]),  # nobody reaches a
+        (failing("ab", "ac", "ad"), ["a"]),  # a reaches nobody
+        (failing("ab"), ["b"]),  # one way: the end that does not answer
+        (failing("ab", "ba"), ["a or b"]),  # both ways: nothing tells them apart
+        (failing("ab", "ba", "bc", "cb", lacks=paths.LARGE_MESSAGES), ["b"]),
+        (failing("ba", "ca", "da", "ed"), ["a", "d"]),
+        ([], []),
+    ],
+)
+def test_the_hosts_that_all_failing_paths_have_in_common_are_named(
+    failed: list[paths.FailedPath], guilty: list[str]
+) -> None:
+    rows = paths.judge_paths(failed)
+    assert [(row.check, row.verdict, row.host) for row in rows] == [("all-reduce", "wrong", host) for host in guilty]
+
+
+def test_paths_to_real_ports() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        ports = [paths.open_ports("127.0.0.1", 0)["ports"][-1], closed.getsockname()[1], deaf.getsockname()[1]]
+        failed = paths.try_paths("a", [["b", "127.0.0.1", ports]])["failed"]
+    assert failed == [
+        paths.FailedPath("a", "b", ports[1], paths.CONNECTION),
+        paths.FailedPath("a", "b", ports[2], paths.ANSWER),
+    ]
+    assert paths.targets_of("c", "abcd") == ["a", "d", "b"]
+    assert len(paths.targets_of("c", [str(number) for number in range(99)] + ["c"])) == paths.MOST_TARGETS
+
+
+def test_ssh_that_times_out_at_a_port_that_connects() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert "says nothing" in str(stuck_at("a", "127.0.0.1", port))
+        server.accept()[0].close()  # the connection of before
+        greeter = threading.Thread(target=lambda: server.accept()[0].sendall(b"SSH-2.0-OpenSSH_9.2\r\n"))
+        greeter.start()
+        assert "packets of full size" in str(stuck_at("a", "127.0.0.1", port))
+        greeter.join()
+    assert stuck_at("a", "127.0.0.1", port) is None  # closed: nobody is stuck, ssh itself says why
+
+
+def test_a_loaded_machine_has_more_time_to_answer() -> None:
+    late = (
+        "import sys, time\n"
+        'sys.stdin.readline(); print(\'\\x1e{"time": 0, "slowdown": 30.0}\', flush=True)\n'
+        'for line in sys.stdin: time.sleep(1.2); print(\'\\x1e{"time": 0, "slowdown": 1.0}\', flush=True)\n'
+    )
+    with Probe("loaded", ([sys.executable, "-c", late], None)) as probe:
+        probe.patience = 1.0
+        probe.clock_offset()
+        assert probe.patience == MOST_PATIENCE
+        assert probe.ask("time", 0.6)["time"] == 0
+    assert 1 <= slowdown() < 1000
+
+
+def test_names_of_one_machine_are_told_from_two_machines() -> None:
+    facts = {"a": {"machine": "1"}, "b": {"machine": "2"}, "c": {"machine": "1"}}
+    assert [(row.host, row.found[:22]) for row in hosts.judge_identity(facts)] == [("c", "the same machine as a:")]
 
 
 def test_two_real_ranks_measure_their_network() -> None:

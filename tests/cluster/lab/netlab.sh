@@ -13,15 +13,17 @@
 #   netlab.sh fault HOST blackhole    switch port drops every frame, carrier stays
 #   netlab.sh fault HOST rate 10mbit  bandwidth limit (tbf), both directions
 #   netlab.sh fault HOST delay 50 [LOSS%]  delay each way in ms, by a userspace relay
+#   netlab.sh fault HOST firewall PORT     HOST drops whatever comes to this TCP port
+#   netlab.sh fault HOST mtu BYTES [ADDRESS]  the switch drops larger packets from and to HOST, but not those of ADDRESS
 #   netlab.sh fault HOST crash        kill -9 every process; the kernel still sends RST
 #   netlab.sh fault HOST poweroff     the same, but silent on the wire
-#   netlab.sh fault HOST clear        undo unplug, blackhole, rate and delay
+#   netlab.sh fault HOST clear        undo all but crash and poweroff
 #   netlab.sh boot HOST               start HOST again after crash or poweroff
 #
 # Several labs stand side by side under different NETLAB_NUMBERs (1 to 254; default 78): namespaces, switch, subnet
 # 10.NUMBER.0 and the shared folder /tmp/netlabNUMBER follow from it.
 #
-# Needs: root, iproute2, util-linux, openssh-server; python3 for "delay".
+# Needs: root, iproute2, nftables, util-linux, openssh-server; python3 for "delay".
 set -euo pipefail
 
 NUMBER=${NETLAB_NUMBER:-78}
@@ -186,6 +188,16 @@ fault() { # HOST KIND [ARG...]
             >"$LAB/log/delay-$host.log" 2>&1 </dev/null &
         echo $! >"$LAB/pid/delay-$host"
         ;;
+    firewall)
+        ip netns exec "$(ns "$host")" nft -f - <<<"table inet faults {
+            chain in { type filter hook input priority 0; tcp dport $1 drop; }; }"
+        ;;
+    mtu)
+        ip netns exec "$SWITCH" nft -f - <<<"table netdev $p {
+            chain in { type filter hook ingress device $p priority 0; ip daddr != ${2:-0.0.0.0} meta length > $1 drop; }; }"
+        ip netns exec "$(ns "$host")" nft -f - <<<"table netdev faults {
+            chain in { type filter hook ingress device eth0 priority 0; ip saddr != ${2:-0.0.0.0} meta length > $1 drop; }; }"
+        ;;
     crash) kill -9 "$(cat "$LAB/pid/$host")" ;;
     poweroff) fault "$host" blackhole && fault "$host" crash ;;
     clear)
@@ -197,6 +209,8 @@ fault() { # HOST KIND [ARG...]
         fi
         tc -n "$SWITCH" qdisc del dev "$p" root 2>/dev/null || true
         tc -n "$(ns "$host")" qdisc del dev eth0 root 2>/dev/null || true
+        ip netns exec "$(ns "$host")" nft flush ruleset
+        ip netns exec "$SWITCH" nft delete table netdev "$p" 2>/dev/null || true
         ip -n "$SWITCH" link set "$p" up
         for _ in {1..50}; do # the carrier needs a moment after "up"
             bridge -n "$SWITCH" link set dev "$p" state 3 2>/dev/null && break
