@@ -25,8 +25,8 @@ def resolve_precision(precision: str, device: torch.device) -> str:
         device: this rank's device.
 
     Raises:
-        UserError: for bf16 on a GPU older than Ampere, and for fp16 on a CPU, which computes it hundreds of times slower
-            than fp32.
+        UserError: for bf16 on a GPU older than Ampere, and for fp16 on a CPU, where it is hundreds of times slower than
+            fp32.
     """
     if precision == "fp16" and device.type == "cpu":
         raise UserError(
