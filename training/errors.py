@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 USER_ERROR_EXIT_CODE = 2
 TOO_MANY_BAD_STEPS_EXIT_CODE = 65  # EX_DATAERR of sysexits.h: --max-bad-steps in a row had no finite gradient
-CANNOT_SAVE_EXIT_CODE = 74  # EX_IOERR of sysexits.h: two saves in a row failed
+CANNOT_SAVE_EXIT_CODE = 74  # EX_IOERR of sysexits.h: saves have failed for too long
 SECONDS_FOR_RANK_0_TO_SPEAK = 2.0
 
 

@@ -108,7 +108,7 @@ def train(parts: Parts, stop: StopRequest, start: RunStart = FIRST_START) -> int
                 break
             progress, stop_signal = _train_and_evaluate(parts, progress, sums, tools, saver)
         with timing.clock.saving:
-            saver.finish(progress, sums.state())
+            saver.finish(progress, sums.state(), is_stop=bool(stop_signal))
     position = parts.position(progress)
     images = (position - first_position) * parts.settings.plan.global_batch
     announce_end(parts, progress, stop_signal, run_point(position, images, timing, parts.world))

@@ -152,7 +152,7 @@ class Trial:
     def _after_end(self, code: int) -> None:
         self._check_no_process()
         open_faults = self._pending()
-        # A training may go on for a moment before it has to give up, as after a save that failed in the background.
+        # Named in the message: what spares the ranks may end a training later.
         open_faults += [last for last in self.result.injections[-1:] if last.fault.spares_ranks]
         if code == 0:
             self._check_stopped()

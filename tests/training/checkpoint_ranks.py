@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import resource
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from training.bad_steps import StepGuard
 from training.batchnorm import average_buffers
 from training.checkpoint.manifest import Progress
 from training.checkpoint.resume import fill_engine
+from training.checkpoint.retries import GIVE_UP_SECONDS
 from training.checkpoint.saver import Saver, SaveSettings
 from training.checkpoint.store import choose, find_candidates
 from training.config import TrainConfig
@@ -168,7 +170,10 @@ class Job:
             assert found is not None, self.refused
             self.progress = fill_engine(found, self.engine, self.sums, world)
         report = RankReport(None, world.rank, 0.0)
-        self.saver = Saver(_save_settings(self.folder, config, every_steps, plan), self.engine, world, loggers, report)
+        self.clock_ahead_s = 0.0
+        settings = _save_settings(self.folder, config, every_steps, plan)
+        clock = lambda: time.monotonic() + self.clock_ahead_s  # noqa: E731
+        self.saver = Saver(settings, self.engine, world, loggers, report, clock)
         guard = StepGuard(self.engine, world, loggers, most_bad_steps, name_of=lambda index: f"sample-{index}")
         self.tools = LoopTools(world, loggers, self.stop, guard, report, self.saver)
 
@@ -330,7 +335,7 @@ def full_disk(world: World, on_rank: int):
 
 
 def save_on_full_disk(world: World, folder: str, strategy: str, full_rank: int) -> dict[str, Any]:
-    """Save once well, then twice with no room on one rank; and after one failure once more with room."""
+    """Save once well, then with no room on one rank, with room, and again without, by rank 0's clock for 10 minutes."""
     job = Job(world, folder, strategy)
     epoch_sums = job.sums.state()
 
@@ -354,6 +359,8 @@ def save_on_full_disk(world: World, folder: str, strategy: str, full_rank: int) 
         with full_disk(world, full_rank):
             save(4)
             save(5)
+            job.clock_ahead_s = GIVE_UP_SECONDS if world.is_main else 0.0
+            save(6)
     except RunEnded as error:
         ended = [str(error), error.exit_code]
     result = {

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from training.checkpoint.manifest import Manifest, Progress, ShardFacts, one_line, shard_name
+from training.checkpoint.retries import GIVE_UP_SECONDS_OF_STOP, FailedSaves
 from training.checkpoint.shards import Snapshot, write_shard
 from training.checkpoint.store import checkpoint_name, commit, discard, temporary_folder
 from training.distributed import World, gather_objects
@@ -20,8 +21,6 @@ from training.engine import Engine
 from training.errors import CANNOT_SAVE_EXIT_CODE, RunEnded
 from training.launch_folder import RankReport
 from training.loggers import Loggers
-
-FAILURES_THAT_END_A_RUN = 2
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class SaveSettings:
 
 @dataclass
 class _Save:
-    """One save under way, or done; `error` is the same on all ranks."""
+    """One save under way, or done; `error` and `is_last_try` are the same on all ranks."""
 
     name: str
     position: int
@@ -59,6 +58,7 @@ class _Save:
     stall_seconds: float  # that training stood still: waiting for the save before, and copying
     seconds: float = 0.0
     error: str | None = None
+    is_last_try: bool = False  # saves have failed for so long that the run ends
 
 
 class Saver:
@@ -71,23 +71,33 @@ class Saver:
         world: World,
         loggers: Loggers,
         report: RankReport,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._settings, self._engine, self._world = settings, engine, world
         self._loggers, self._report = loggers, report
+        self._clock, self._sleep = clock, sleep
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._running: _Save | None = None
         self._unsaved_best: Callable[[], None] | None = None
-        self._failures_in_row = self._failed_position = 0
-        self._last_start = time.monotonic()
+        self._failures = FailedSaves(clock)
+        self._has_given_up = False
+        self._failed_position = 0
+        self._last_start = clock()
 
     def is_due_by_time(self) -> bool:
-        """Say once that the minutes between two saves are over, by rank 0's clock; the other ranks are told."""
-        minutes, now = self._settings.every_minutes, time.monotonic()
-        if not self._world.is_main or minutes == 0 or now - self._last_start < 60 * minutes:
+        """Return once that the minutes between two saves are over, or that a failed one is to be tried again.
+
+        By rank 0's clock; the other ranks hear of it from there.
+        """
+        if not self._world.is_main:
             return False
-        self._last_start = now
-        return True
+        minutes, now = self._settings.every_minutes, self._clock()
+        if minutes > 0 and now - self._last_start >= 60 * minutes:
+            self._last_start = now
+            return True
+        return self._failures.take_retry()
 
     def is_due_by_steps(self, position: int) -> bool:
         """Say whether a save is due after `position` steps of the run; the same on all ranks."""
@@ -102,9 +112,9 @@ class Saver:
             write_best: given where this is the best epoch: writes its weights; called on rank 0 alone.
 
         Raises:
-            RunEnded: on all ranks, where the two saves before this one failed.
+            RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS`.
         """
-        start = self._last_start = time.monotonic()
+        start = self._last_start = self._clock()
         self._wait()
         self._snapshot.take(self._engine, epoch_sums)
         if write_best is not None:
@@ -121,7 +131,7 @@ class Saver:
             checkpoint_name(progress),
             position=progress.epoch * self._settings.steps_per_epoch + progress.step,
             is_best=write_best is not None,
-            stall_seconds=time.monotonic() - start,
+            stall_seconds=self._clock() - start,
         )
         self._running = save
         self._thread = threading.Thread(target=self._write, args=(save, facts), name="checkpoint", daemon=True)
@@ -132,8 +142,9 @@ class Saver:
         if self._thread is None or self._thread.is_alive() or self._running is None:
             return
         save, self._thread, self._running = self._running, None, None
+        self._failures.note(failed=save.error is not None)
+        self._has_given_up = save.is_last_try
         if save.error is None:
-            self._failures_in_row = 0
             self._unsaved_best = None
             self._loggers.event(
                 "checkpoint",
@@ -147,39 +158,48 @@ class Saver:
             if self._world.is_main:
                 self._report.checkpoint_saved(save.position)
             return
-        self._failures_in_row += 1
         self._failed_position = save.position
         self._loggers.event("checkpoint_failed", {"step": save.position, "name": save.name, "error": save.error})
         self._loggers.message(
-            f"checkpoint {save.name} could not be saved ({save.error}): the one before it stays, training goes on"
+            f"checkpoint {save.name} could not be saved ({save.error}): the one before it stays"
+            + ("" if save.is_last_try else f", the next try comes within {self._failures.delay_s():.0f} s")
         )
 
-    def finish(self, progress: Progress, epoch_sums: torch.Tensor) -> None:
-        """Wait for the save under way; where it failed, save the state of now once more. A collective.
+    def finish(self, progress: Progress, epoch_sums: torch.Tensor, *, is_stop: bool = False) -> None:
+        """Wait for the save under way; if it failed, save the state of now, again and again. A collective.
+
+        Args:
+            progress: where the run stands.
+            epoch_sums: the running epoch's sums, float64 [4].
+            is_stop: whether the run was asked to stop, and should not let anybody wait for long.
 
         Raises:
-            RunEnded: on all ranks, where nothing can be saved.
+            RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS`, or `GIVE_UP_SECONDS_OF_STOP`.
         """
         self._wait()
-        if self._failures_in_row:
+        if is_stop:
+            self._failures.give_up_s = GIVE_UP_SECONDS_OF_STOP
+        while self._failures:
             self.save(progress, epoch_sums)
             self._wait()
-        if self._failures_in_row:
-            raise self._cannot_save()
+            if self._failures:
+                delay_s = self._failures.delay_s()
+                self._report.beat("save", self._failed_position, self._settings.patience_s + delay_s)
+                self._sleep(delay_s)
 
     def _wait(self) -> None:
-        """Wait for the save under way; raise where it was the second in a row that failed."""
+        """Wait for the save under way; raise if saves have failed for too long."""
         if self._thread is not None:
             self._report.beat("save", self._running.position if self._running else -1, self._settings.patience_s)
             self._thread.join()
         self.note_outcome()
-        if self._failures_in_row >= FAILURES_THAT_END_A_RUN:
+        if self._has_given_up:
             raise self._cannot_save()
 
     def _cannot_save(self) -> RunEnded:
         return RunEnded(
-            f"checkpoints cannot be saved in {self._settings.folder} (the log says why); make room there "
-            "and start again with --resume auto.",
+            f"checkpoints could not be saved in {self._settings.folder} for {self._failures.last_s():.0f} s "
+            "(the log says why); make room there and start again with --resume auto.",
             CANNOT_SAVE_EXIT_CODE,
             self._failed_position,
         )
@@ -189,15 +209,17 @@ class Saver:
 
         Its messages travel over `World.save_group`, so that they never meet those of the training steps.
         """
-        start = time.monotonic()
+        start = self._clock()
         folder = self._settings.folder
         try:
             save.error = self._write_and_commit(save, facts)
             if save.error is not None:
                 self._agree((lambda: discard(folder, save.name)) if self._world.is_main else None)
+                verdicts = gather_objects(self._failures.are_too_many(), self._world, self._world.save_group)
+                save.is_last_try = verdicts[0]  # by rank 0's clock
         except Exception as error:  # a rank that died takes the agreement with it; the steps will notice, too
             save.error = one_line(f"{type(error).__name__}: {error}")
-        save.seconds = time.monotonic() - start
+        save.seconds = self._clock() - start
 
     def _write_and_commit(self, save: _Save, facts: dict[str, Any]) -> str | None:
         folder, name, world = self._settings.folder, save.name, self._world

@@ -1,0 +1,155 @@
+"""Saves that fail: training goes on, they are tried again, and only lasting failure ends a run. No time passes here."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from pathlib import Path
+
+import pytest
+from small_checkpoints import ALONE, IDENTITY, PretendedRank, holds_weights_of, newest
+
+from training.checkpoint import saver as saver_module
+from training.checkpoint import store
+from training.checkpoint.manifest import Progress
+from training.checkpoint.saver import Saver, SaveSettings
+from training.errors import CANNOT_SAVE_EXIT_CODE, RunEnded
+from training.launch_folder import RankReport
+from training.loggers import Loggers
+
+pytestmark = pytest.mark.usefixtures("no_sync")
+WEIGHTS = "model.safetensors"
+STEPS_PER_EPOCH = 10
+
+
+class Training:
+    """One second a step, saves after every `every_steps`; the disk takes nothing in the given seconds."""
+
+    def __init__(self, folder: Path, monkeypatch, full=(), every_steps=1) -> None:
+        self.now, self.attempts, self.messages = 1000.0, [], []
+        self._full = [(self.now + begin, self.now + end) for begin, end in full]
+        for name in ("write_shard", "commit"):
+            monkeypatch.setattr(saver_module, name, self._refusing(getattr(saver_module, name), name == "write_shard"))
+        settings = SaveSettings(folder, IDENTITY, {}, every_steps, 0.0, 2, 60.0, STEPS_PER_EPOCH)
+        self.folder, self.engine = folder, PretendedRank()
+        self.engine.applied_steps = lambda: 9
+        report = RankReport(None, 0, 0.0)
+        self.saver = Saver(settings, self.engine, ALONE, Loggers([self]), report, lambda: self.now, self.sleep)
+        self.step = 0
+
+    def _refusing(self, write, counts):
+        def refuse_or_write(*arguments, **options):
+            if counts:
+                self.attempts.append(self.now - 1000.0)
+            if any(begin <= self.now < end for begin, end in self._full):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(*arguments, **options)
+
+        return refuse_or_write
+
+    def on_message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def on_event(self, kind, values) -> None:
+        pass
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(epoch=self.step // STEPS_PER_EPOCH, step=self.step % STEPS_PER_EPOCH)
+
+    def train(self, steps: int) -> None:
+        """Do as the loop does after each step: ask at a step, save at the next, as the answer travels one step."""
+        asked = False
+        for _ in range(steps):
+            self.step, self.now = self.step + 1, self.now + 1.0
+            answer, asked = asked, self.saver.is_due_by_time()
+            self.saver.note_outcome()
+            if answer or self.saver.is_due_by_steps(self.step):
+                self.save()
+
+    def save(self, write_best=None) -> None:
+        self.saver.save(self.progress, self.engine.epoch_sums, write_best)
+        self.saver._thread.join()  # a save takes less than a step
+
+    def finish(self, **options) -> None:
+        self.saver.finish(self.progress, self.engine.epoch_sums, **options)
+
+    def newest_step(self) -> int:
+        progress = newest(self.folder)[0].manifest.progress
+        return progress.epoch * STEPS_PER_EPOCH + progress.step
+
+
+def test_a_disk_full_for_six_seconds_ends_no_run_though_saves_are_due_each_second(tmp_path, monkeypatch):
+    training = Training(tmp_path, monkeypatch, full=[(4.5, 10.5)])
+    training.train(10)
+    assert training.newest_step() == 4
+    training.train(3)
+    training.finish()
+    assert training.newest_step() == 13
+    assert training.attempts == [float(second) for second in range(1, 14)]
+
+
+def test_a_failed_save_is_tried_again_long_before_the_next_is_due(tmp_path, monkeypatch):
+    training = Training(tmp_path, monkeypatch, full=[(0, 45)], every_steps=10_000)
+    training.train(2)
+    training.save()
+    training.train(100)
+    waits = [later - earlier for earlier, later in itertools.pairwise(training.attempts)]
+    assert waits[0] <= 3  # a second, and a step or two until all ranks know
+    assert all(earlier <= later <= 3 * earlier + 3 for earlier, later in itertools.pairwise(waits)), waits
+    assert 45 <= training.attempts[-1] < 90
+    assert training.newest_step() == int(training.attempts[-1])  # the state of then, not that of the failure
+    assert training.now == 1102.0  # no waiting
+
+
+def test_only_lasting_failure_ends_a_run_and_the_last_good_checkpoint_stays(tmp_path, monkeypatch):
+    training = Training(tmp_path, monkeypatch, full=[(3.5, 10_000)])
+    training.train(602)
+    with pytest.raises(RunEnded, match=r"for 60\d s .* make room there") as ended:
+        training.train(5)
+    assert ended.value.exit_code == CANNOT_SAVE_EXIT_CODE
+    assert training.newest_step() == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step-00000-0000002", "step-00000-0000003"]
+
+
+def test_the_weights_of_the_best_epoch_are_written_by_a_later_save(tmp_path, monkeypatch):
+    training = Training(tmp_path / "checkpoints", monkeypatch, full=[(0, 3.5)])
+    best = tmp_path / WEIGHTS
+    training.train(1)
+    training.save(lambda: best.write_text("epoch 1"))
+    training.train(2)
+    assert not best.exists()
+    training.train(1)
+    assert best.read_text() == "epoch 1"
+
+
+@pytest.mark.parametrize(("full_s", "is_stop", "is_saved"), [(500, False, True), (50, True, True), (500, True, False)])
+def test_the_last_save_waits_for_room_but_a_stop_not_for_long(tmp_path, monkeypatch, full_s, is_stop, is_saved):
+    training = Training(tmp_path, monkeypatch, full=[(5.5, 5.5 + full_s)])
+    training.train(8)
+    if is_saved:
+        training.finish(is_stop=is_stop)
+    else:
+        with pytest.raises(RunEnded):
+            training.finish(is_stop=is_stop)
+        assert training.now <= 1000 + 8 + 65
+    assert training.newest_step() == (8 if is_saved else 5)
+
+
+def test_a_commit_that_fails_half_way_keeps_what_was_good(tmp_path, monkeypatch):
+    """The disk fills up between the new checkpoint's name and the pointer at it; the old one must not be gone yet."""
+    training = Training(tmp_path, monkeypatch)
+    training.train(2)
+    point = store._point
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_point", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        training.train(3)
+    assert store._point is point
+    found, _ = newest(tmp_path)
+    assert holds_weights_of(found, 0)
+    assert training.newest_step() == 2
+    training.train(1)
+    assert training.newest_step() == 6
