@@ -17,7 +17,8 @@ from PIL import Image, UnidentifiedImageError
 from torch import nn
 
 from training.data.files import make_decoder
-from training.data.images import IMAGE_EXTENSIONS, ImageError, open_image
+from training.data.image_notes import collected_notes, noting
+from training.data.images import IMAGE_EXTENSIONS, MAX_FILE_BYTES, ImageError, open_image
 from training.data.transforms import evaluation_transform
 from training.errors import UserError
 
@@ -33,11 +34,13 @@ class Prediction:
         image: the path as it was given.
         labels: the names of the most probable classes, the first one first.
         probabilities: theirs, in 0..1.
+        note: what is odd about the image, in one line; mostly nothing.
     """
 
     image: str
     labels: list[str]
     probabilities: list[float]
+    note: str = ""
 
 
 def list_images(given: Sequence[str], stdin: bytes) -> Iterator[tuple[str, bytes | None]]:
@@ -48,7 +51,7 @@ def list_images(given: Sequence[str], stdin: bytes) -> Iterator[tuple[str, bytes
         stdin: what "-" stands for: one image, or paths, one a line.
 
     Raises:
-        UserError: where a folder holds no image, or standard input nothing.
+        UserError: A folder holds no image, or standard input nothing or more than `MAX_FILE_BYTES`.
     """
     for word in given:
         if word == STDIN:
@@ -87,28 +90,27 @@ def predict(
     decoder = make_decoder(decode, preprocessing["image_size"])
     transform = evaluation_transform(preprocessing)
 
-    def read(entry: tuple[str, bytes | None]) -> torch.Tensor | ImageError:
+    def read(entry: tuple[str, bytes | None]) -> tuple[torch.Tensor, str] | ImageError:
         path, content = entry
         try:
-            pixels = decoder.read(path) if content is None else np.array(open_image(path, data=content))
+            with collected_notes() as notes:
+                pixels = decoder.read(path) if content is None else np.array(open_image(path, data=content))
         except ImageError as error:
             return error
-        except OSError as error:
-            return ImageError(path, error.strerror or str(error))
-        return transform(torch.from_numpy(pixels).permute(2, 0, 1))
+        return transform(torch.from_numpy(pixels).permute(2, 0, 1)), notes.get(path, "")
 
     remaining = iter(images)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         while entries := list(islice(remaining, batch_size)):
             found = list(pool.map(read, entries))
-            readable = [image for image in found if isinstance(image, torch.Tensor)]
+            readable = [answer[0] for answer in found if not isinstance(answer, ImageError)]
             best = iter(_top_classes(module, torch.stack(readable).to(device), top_k, flip) if readable else [])
-            for (path, _), image in zip(entries, found, strict=True):
-                if isinstance(image, ImageError):
-                    yield image
+            for (path, _), answer in zip(entries, found, strict=True):
+                if isinstance(answer, ImageError):
+                    yield answer
                 else:
                     shares, classes = next(best)
-                    yield Prediction(path, [class_names[number] for number in classes], shares)
+                    yield Prediction(path, [class_names[number] for number in classes], shares, answer[1])
 
 
 @torch.inference_mode()
@@ -124,8 +126,10 @@ def _top_classes(
 
 
 def _from_stdin(content: bytes) -> Iterator[tuple[str, bytes | None]]:
+    if len(content) > MAX_FILE_BYTES:
+        raise UserError(f"standard input holds more than {MAX_FILE_BYTES / 1e6:g} MB: '-' reads one image, or paths.")
     try:
-        with Image.open(io.BytesIO(content)):
+        with noting(STDIN_NAME), Image.open(io.BytesIO(content)):
             is_image = True
     except UnidentifiedImageError:
         is_image = False

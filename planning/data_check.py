@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from training.data import DataOptions, load_data
 from training.data.bundle import DataBundle, ImageDataset
+from training.data.image_notes import collected_notes
 from training.data.images import ImageError
 from training.data.loader import most_workers
 from training.data.sources import Source
@@ -34,6 +35,7 @@ class DataReport:
         smallest: Width and height in pixels of the image with the fewest pixels; None where none can be read.
         largest: The same for the most pixels.
         notes: One-line messages from loading.
+        image_notes: Path and note of each image that is odd, but can be used.
         decoded: Images that were looked at: all, or a sample.
     """
 
@@ -45,6 +47,7 @@ class DataReport:
     smallest: Size | None = None
     largest: Size | None = None
     notes: list[str] = field(default_factory=list)
+    image_notes: list[tuple[str, str]] = field(default_factory=list)
     decoded: int = 0
 
     @property
@@ -86,8 +89,16 @@ def check_bundle(bundle: DataBundle, workers: int | None = None, most: int | Non
     return report
 
 
+class _Found(NamedTuple):
+    """What reading an image gave: its size, or else path and reason; and the notes on it."""
+
+    size: Size | None
+    problem: tuple[str, str] | None
+    notes: list[tuple[str, str]]
+
+
 class _SizeReader(Dataset):
-    """Gives (size, None) of a readable image and (None, (path, reason)) of another."""
+    """Reads each image and keeps what was found."""
 
     def __init__(self, source: Source, indices: np.ndarray) -> None:
         self._source, self._indices = source, indices
@@ -95,12 +106,13 @@ class _SizeReader(Dataset):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, position: int) -> tuple[Size | None, tuple[str, str] | None]:
+    def __getitem__(self, position: int) -> _Found:
         try:
-            _, height, width = self._source.read(int(self._indices[position])).shape
+            with collected_notes() as notes:
+                _, height, width = self._source.read(int(self._indices[position])).shape
         except ImageError as error:
-            return None, (error.path, error.reason)
-        return (width, height), None
+            return _Found(None, (error.path, error.reason), [])
+        return _Found((width, height), None, list(notes.items()))
 
 
 def _decode(dataset: ImageDataset, indices: np.ndarray, workers: int, report: DataReport) -> None:
@@ -112,10 +124,11 @@ def _decode(dataset: ImageDataset, indices: np.ndarray, workers: int, report: Da
         worker_init_fn=end_with_parent,
         multiprocessing_context=worker_context() if workers else None,
     )
-    for size, problem in (result for group in loader for result in group):
+    for size, problem, notes in (found for group in loader for found in group):
+        report.image_notes += notes
         if problem:
             report.unreadable.append(problem)
-        else:
+        elif size:
             report.smallest = min(report.smallest or size, size, key=_pixels)
             report.largest = max(report.largest or size, size, key=_pixels)
 

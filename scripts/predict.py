@@ -33,7 +33,7 @@ def label_images(given: argparse.Namespace) -> int:
     from delivery.prediction_output import open_output
     from delivery.trained_model import find_model
     from delivery.weights import load_model
-    from training.data.images import ImageError
+    from training.data.images import MAX_FILE_BYTES, ImageError
     from training.precision import use_exact_fp32
 
     use_exact_fp32()
@@ -42,7 +42,7 @@ def label_images(given: argparse.Namespace) -> int:
         raise UserError("--device cuda: PyTorch finds no GPU here; leave it out, or give --device cpu.")
     module, metadata = load_model(find_model(given.model).weights)
     device = torch.device(given.device or ("cuda" if has_gpu else "cpu"))
-    images = list_images(given.images, sys.stdin.buffer.read() if STDIN in given.images else b"")
+    images = list_images(given.images, sys.stdin.buffer.read(MAX_FILE_BYTES + 1) if STDIN in given.images else b"")
     answers = predict(
         images,
         module,
@@ -59,8 +59,10 @@ def label_images(given: argparse.Namespace) -> int:
             if isinstance(answer, ImageError):
                 unreadable += 1
                 print(f"predict: passed over {answer.path!r}: {answer.reason}", file=sys.stderr)
-            else:
-                output.write(answer)
+                continue
+            if answer.note:
+                print(f"predict: note on {answer.image!r}: {answer.note}", file=sys.stderr)
+            output.write(answer)
     if unreadable:
         print(f"predict: {unreadable} image(s) could not be read", file=sys.stderr)
     return SOME_UNREADABLE_EXIT_CODE if unreadable else 0

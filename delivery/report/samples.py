@@ -11,6 +11,7 @@ from PIL import Image, UnidentifiedImageError
 
 from delivery.report.run_files import RunFiles
 from delivery.report.wording import clip, percent
+from training.data.images import ImageError, read_file
 
 MOST_PICTURES = 24
 LARGEST_PNG_BYTES = 6_000  # more is written as JPEG
@@ -49,13 +50,13 @@ def wrong_samples(run: RunFiles, most: int = MOST_PICTURES) -> list[Sample]:
 
 def _data_uri(path: Path) -> str:
     try:
-        content = path.read_bytes()
+        content = read_file(path)
         with Image.open(io.BytesIO(content), formats=["PNG"]) as picture:
             if len(content) <= LARGEST_PNG_BYTES:
                 picture.verify()
                 return _as_uri("png", content)
             small = picture.convert("RGB")
-    except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError):
+    except (OSError, ImageError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError):
         return ""
     small.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
     jpeg = io.BytesIO()

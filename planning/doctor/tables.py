@@ -51,6 +51,8 @@ def print_data_report(data: str, report: DataReport) -> None:
     if report.smallest and report.largest:
         smallest, largest = (f"{width}x{height}" for width, height in (report.smallest, report.largest))
         console.print(f"smallest image {smallest}, largest {largest} pixels")
+    for path, note in report.image_notes:
+        console.print(f"note on {path!r}: {note}", markup=False)
     for path, reason in report.unreadable:
         console.print(f"unreadable: {path!r}: {reason}", markup=False)
     console.print(f"{len(report.unreadable)} of {report.images} images cannot be used")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -45,12 +46,15 @@ def run_doctor(monkeypatch, capsys):
 def test_every_image_is_decoded_and_measured(folder, workers):
     (folder / "a" / "cut.jpg").write_bytes((folder / "a" / "0.png").read_bytes()[:200])
     (folder / "[b]" / "text.jpg").write_text("text")
+    frames = [Image.new("L", (9, 9), level) for level in (0, 200)]
+    frames[0].save(folder / "a" / "0.png", save_all=True, append_images=frames[1:])
     report = check_data(DataOptions(data=str(folder)), workers=workers)
     assert report.images == sum(report.train_counts) + sum(report.val_counts) == 7
     assert (report.class_names, report.label_range) == (["[b]", "a"], (0, 1))
     assert (report.smallest, report.largest) == ((8, 8), (50, 40))
     assert {path for path, _ in report.unreadable} == {str(folder / "a" / "cut.jpg"), str(folder / "[b]" / "text.jpg")}
     assert all(reason for _, reason in report.unreadable)
+    assert report.image_notes == [(str(folder / "a" / "0.png"), "several frames or pages, the first is used")]
 
 
 def test_images_in_memory():
@@ -75,10 +79,15 @@ def test_doctor_says_well(run_doctor):
 
 def test_doctor_names_what_is_unreadable_from_any_folder(folder, tmp_path):
     (folder / "a" / "text.jpg").write_text("text")
+    os.mkfifo(folder / "a" / "pipe.jpg")
+    frames = [Image.new("L", (9, 9), level) for level in (0, 200)]
+    frames[0].save(folder / "a" / "0.png", save_all=True, append_images=frames[1:])
     command = [sys.executable, doctor.__file__, "--check-data", folder]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (result.returncode, result.stderr) == (1, "")
     assert f"unreadable: '{folder}/a/text.jpg': not an image" in result.stdout
+    assert f"note on '{folder}/a/0.png': several frames" in result.stdout
+    assert "left out 1 files that are no images by their kind or extension: 1 no regular file" in result.stdout
     assert "[b]" in result.stdout
 
 

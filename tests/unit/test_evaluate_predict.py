@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -208,6 +209,31 @@ def test_unreadable_images_are_named_and_passed_over(call, run, pictures, tmp_pa
     assert first.startswith(f"predict: passed over '{tmp_path / 'broken.png'}': ")
     assert second == f"predict: passed over '{tmp_path / 'gone.jpg'}': No such file or directory"
     assert total == "predict: 2 image(s) could not be read"
+
+
+def test_odd_files_below_a_folder_are_named_and_never_waited_for(call, run, pictures, tmp_path):
+    frames = [Image.new("RGB", (20, 20), colour) for colour in ("red", "lime")]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    (tmp_path / "endless.jpg").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.jpg")
+    code, out, err = call(predict, run, tmp_path, "--format", "json")
+    assert code == 1
+    assert list(answers(out)) == [str(tmp_path / "a.gif")]
+    refused = "not a regular file, but a device, a FIFO or a socket"
+    assert err.splitlines() == [
+        f"predict: note on '{tmp_path / 'a.gif'}': several frames or pages, the first is used",
+        f"predict: passed over '{tmp_path / 'endless.jpg'}': {refused}",
+        f"predict: passed over '{tmp_path / 'pipe.jpg'}': {refused}",
+        "predict: 2 image(s) could not be read",
+    ]
+
+
+def test_standard_input_without_an_end_is_refused(call, run, monkeypatch):
+    for module in ("training.data.images", "delivery.prediction"):
+        monkeypatch.setattr(f"{module}.MAX_FILE_BYTES", 1000)
+    code, out, err = call(predict, run, "-", stdin=bytes(2000))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "standard input holds more than 0.001 MB" in err
 
 
 def test_standard_input_holds_paths_or_an_image(call, run, pictures):

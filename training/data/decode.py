@@ -18,7 +18,8 @@ import simplejpeg
 from PIL import Image
 
 from training.data.crops import BoxChooser
-from training.data.images import MAX_PIXELS, ImageError, open_image
+from training.data.image_notes import add_note, noting
+from training.data.images import MAX_PIXELS, ImageError, open_image, read_file
 from training.data.native import crop_jpeg
 
 EIGHTHS = (1, 2, 4)  # scales below 1; the others that libjpeg-turbo has are slower than what they save
@@ -63,16 +64,16 @@ class ShrinkingDecoder:
 
     def read(self, path: str) -> np.ndarray:
         """Return the shrunk image as uint8 [H, W, 3]; raise ImageError where it cannot be used."""
-        data = _read_bytes(path)
-        header = jpeg_header(data)
+        data = read_file(path)
+        header = jpeg_header(data, path)
         if header is None:
             return self._reduced(path, data)
         return self._read_jpeg(path, data, header)
 
     def read_part(self, path: str, choose: BoxChooser) -> np.ndarray:
         """Return a part of the shrunk image, uint8 [h, w, 3]; the rest of a JPEG is not decoded where that is safe."""
-        data = _read_bytes(path)
-        header = jpeg_header(data)
+        data = read_file(path)
+        header = jpeg_header(data, path)
         if header is None:
             return cut(self._reduced(path, data), choose)
         eighths = shrink_eighths(header.height, header.width, self._image_size)
@@ -86,11 +87,11 @@ class ShrinkingDecoder:
 
     def shrunk_size(self, path: str) -> tuple[int, int]:
         """Return height and width of the shrunk image from the file's header; raise ImageError where there is none."""
-        data = _read_bytes(path)
-        header = jpeg_header(data)
+        data = read_file(path)
+        header = jpeg_header(data, path)
         if header is None:
             try:
-                with Image.open(io.BytesIO(data)) as image:
+                with noting(path), Image.open(io.BytesIO(data)) as image:
                     header = JpegHeader(image.height, image.width, 1)
             except Exception as error:  # as in `open_image`: Pillow raises nearly every type
                 raise ImageError(path, str(error) or type(error).__name__) from None
@@ -102,8 +103,8 @@ class ShrinkingDecoder:
         height, width = scaled_size(header, eighths)
         try:
             pixels = simplejpeg.decode_jpeg(data, min_height=height, min_width=width)
-        except ValueError:
-            pixels = _read_odd_jpeg(path, data, height, width)
+        except ValueError as warning:
+            pixels = _read_odd_jpeg(path, data, height, width, str(warning))
         if pixels is None or pixels.shape[:2] != (height, width):
             return self._reduced(path, data)
         return pixels if header.orientation == 1 else _upright(pixels, header.orientation)
@@ -122,7 +123,7 @@ class JpegHeader(NamedTuple):
     orientation: int
 
 
-def jpeg_header(data: bytes, max_pixels: int = MAX_PIXELS) -> JpegHeader | None:
+def jpeg_header(data: bytes, path: str = "", max_pixels: int = MAX_PIXELS) -> JpegHeader | None:
     """Read the header of a JPEG file of 8 bits, grey or of three colours, and of at most `max_pixels`.
 
     Returns None for all else, which is Pillow's to judge. The markers are those of ITU-T T.81, annex B.
@@ -149,7 +150,7 @@ def jpeg_header(data: bytes, max_pixels: int = MAX_PIXELS) -> JpegHeader | None:
         position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
     if size is None or not 0 < size[0] * size[1] <= max_pixels:
         return None
-    return JpegHeader(*size, orientation=_orientation(data) if has_metadata else 1)
+    return JpegHeader(*size, orientation=_orientation(data, path) if has_metadata else 1)
 
 
 def shrink_eighths(height: int, width: int, image_size: int) -> int:
@@ -169,18 +170,20 @@ def cut(pixels: np.ndarray, choose: BoxChooser) -> np.ndarray:
     return pixels[box.top : box.top + box.height, box.left : box.left + box.width]
 
 
-def _read_odd_jpeg(path: str, data: bytes, height: int, width: int) -> np.ndarray | None:
-    """Decode a file with warnings: an error where Pillow finds it truncated, else with the warnings ignored."""
+def _read_odd_jpeg(path: str, data: bytes, height: int, width: int, warning: str) -> np.ndarray | None:
+    """Decode a file with warnings: an error if Pillow finds it truncated, else with libjpeg's warning as a note."""
     open_image(path, data=data)
     try:
-        return simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=False)
+        pixels = simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=False)
     except ValueError:
         return None
+    add_note(path, f"libjpeg: {warning}")
+    return pixels
 
 
-def _orientation(data: bytes) -> int:
+def _orientation(data: bytes, path: str) -> int:
     try:
-        with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
+        with noting(path), Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
             orientation = image.getexif().get(0x0112, 1)
     except Exception:  # as in `open_image`, which ends up with upright pixels too
         return 1
@@ -202,11 +205,3 @@ _UPRIGHT = {
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
     return np.ascontiguousarray(_UPRIGHT[orientation](pixels))
-
-
-def _read_bytes(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise ImageError(path, error.strerror or str(error)) from None

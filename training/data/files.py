@@ -17,7 +17,7 @@ from training.data.decode import Decoder, FullDecoder, ShrinkingDecoder
 from training.data.images import ImageError
 from training.data.sources import FileSource, ImageFile
 
-CACHE_FORMAT = 1  # another number where the same file gives other pixels, or the files of a cache look otherwise
+CACHE_FORMAT = 2  # another number where the same file gives other pixels, or the files of a cache look otherwise
 HEADERS_READ = 64
 DECODES_LATER = ("gpu",)
 

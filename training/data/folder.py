@@ -23,7 +23,7 @@ Classes = dict[str, list[FoundFile]]
 
 
 def load(options: DataOptions) -> DataBundle:
-    """Load a folder of classes; hidden files and files without an image's extension are left out.
+    """Load a folder of classes; hidden files, files without an image's extension, FIFOs and devices are left out.
 
     Raises:
         UserError: The folder is missing or empty; a class has no image; there is one class only; train/ and val/ have
@@ -132,7 +132,9 @@ def _scan_classes(top: Path, root: Path, ignored: Counter[str]) -> Classes:
         files = []
         for entry in _files_below(folder.path, str(root)):
             extension = os.path.splitext(entry.name)[1].lower()
-            if extension in IMAGE_EXTENSIONS:
+            if not entry.is_file():
+                ignored["no regular file"] += 1
+            elif extension in IMAGE_EXTENSIONS:
                 status = entry.stat()
                 files.append((entry.path[prefix:], status.st_size, status.st_mtime_ns))
             else:
@@ -167,7 +169,7 @@ def _files_below(folder: str, root: str) -> Iterator[os.DirEntry[str]]:
     for entry in _visible_entries(folder, root):
         if entry.is_dir():
             yield from _files_below(entry.path, root)
-        elif entry.is_file():
+        else:
             yield entry
 
 
@@ -203,7 +205,7 @@ def _with_labels(classes: Classes, class_names: list[str]) -> list[ImageFile]:
 def _notes(val: Classes, ignored: Counter[str]) -> Iterator[str]:
     if ignored:
         kinds = ", ".join(f"{count} {extension}" for extension, count in ignored.most_common(NAMES_IN_MESSAGE))
-        yield f"left out {ignored.total()} files that are no images by their extension: {kinds}"
+        yield f"left out {ignored.total()} files that are no images by their kind or extension: {kinds}"
     without = sorted(name for name, files in val.items() if not files)
     if without:
         yield f"no validation image for {_join(without)}: one image only, kept for training"
