@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -95,7 +94,7 @@ def train_one_epoch(
     """
     plan, world, guard, clock = settings.plan, tools.world, tools.guard, tools.timing.clock
     meter = Meter(settings, progress.epoch, sums, world, tools.loggers, tools.timing, guard)
-    waiting = _TimedBatches(batches, (plan.steps_per_epoch - progress.step) * plan.accumulation_steps, settings, world)
+    waiting = _SafeBatches(batches, (plan.steps_per_epoch - progress.step) * plan.accumulation_steps, settings, world)
     first_step, stop_signal = progress.step, 0
     profiler = tools.timing.profiler
     if profiler is not None:
@@ -126,7 +125,7 @@ def train_one_epoch(
         sums.keep_if(guard.after_step(result, position + 1), sums_before)
         progress = dataclasses.replace(progress, step=step + 1)
         with clock.logging:
-            meter.after_step(position, result, waiting.seconds)
+            meter.after_step(position, result)
             tools.report.beat("step", position + 1)
         if profiler is not None:
             profiler.after_step()
@@ -148,7 +147,7 @@ def train_one_epoch(
         _with_counts(progress, guard),
         seconds,
         images_per_second=steps_done * plan.global_batch / seconds,
-        data_wait_share=waiting.seconds / seconds,
+        data_wait_share=meter.data_wait_share,
         stop_signal=stop_signal,
     )
 
@@ -182,7 +181,7 @@ def evaluate(
     """
     engine.train(False)
     recorder = SampleRecorder(settings.num_classes)
-    waiting = _TimedBatches(batches, len(batches), settings, world)
+    waiting = _SafeBatches(batches, len(batches), settings, world)
     stop_signal = 0
     for batch in waiting:
         logits = engine.forward(batch.images)
@@ -211,8 +210,8 @@ def _seed_dropout(seed: int, position: int, micro_batch: int, device: torch.devi
         torch.cuda.manual_seed(int(state[0] >> 1))
 
 
-class _TimedBatches:
-    """An iterator over `count` batches that adds up the seconds spent waiting, and outlives an unreadable image.
+class _SafeBatches:
+    """An iterator over `count` batches that outlives an unreadable image.
 
     A rank that raised in the middle of a step would leave the others waiting in a collective. So after an error the
     rank goes on with empty batches of weight 0 until all ranks have agreed to stop.
@@ -222,7 +221,6 @@ class _TimedBatches:
         self._iterator: Iterator[Batch] = iter(batches)
         self._left = count
         self._settings, self._device = settings, world.device
-        self.seconds = 0.0
         self.error: UserError | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -234,14 +232,11 @@ class _TimedBatches:
         self._left -= 1
         if self.error is not None:
             return self._empty_batch()
-        start = time.perf_counter()
         try:
             return next(self._iterator)
         except UserError as error:
             self.error = error
             return self._empty_batch()
-        finally:
-            self.seconds += time.perf_counter() - start
 
     def raise_error_of_any_rank(self, world: World) -> None:
         """Raise on every rank what went wrong on the first rank that failed; a collective."""

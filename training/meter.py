@@ -61,13 +61,13 @@ class Meter:
         self._settings, self._epoch, self._sums, self._guard = settings, epoch, sums, guard
         self._world, self._loggers, self._timing = world, loggers, timing
         self._start = self._last_time = time.perf_counter()
-        self._last_wait = 0.0
         self._steps = 0
         self._last_skipped = guard.skipped
         self._last_sums = sums.state()
         self._last_spans = timing.clock.seconds()
+        self._epoch_spans = [dict.fromkeys(SPANS, 0.0) for _ in range(world.size)]
 
-    def after_step(self, position: int, result: StepResult | None, wait_seconds: float) -> None:
+    def after_step(self, position: int, result: StepResult | None) -> None:
         """Count an optimizer step; at a logging point gather over the ranks and log. A collective."""
         settings = self._settings
         self._steps += 1
@@ -90,21 +90,26 @@ class Meter:
                 loss=loss_sum / count if count else float("nan"),
                 learning_rate=settings.schedule.learning_rate(position),
                 images_per_second=images_per_second,
-                data_wait_share=min(1.0, (wait_seconds - self._last_wait) / seconds),
+                data_wait_share=time_shares["data"],
                 seconds_left=(settings.total_steps - position - 1) * seconds / self._steps,
                 gradient_norm=float("nan") if gradient_norm is None else float(gradient_norm),
                 skipped_steps=self._guard.skipped - self._last_skipped,
                 time_shares=time_shares,
                 memory=memory_use(self._world.device),
-                load=device_load(images_per_second, time_shares, self._timing.flops, self._world),
+                load=device_load(images_per_second, self._timing.flops, self._world),
             )
         )
         self._name_slow_ranks(position + 1, spans)
-        self._last_time, self._last_wait, self._last_skipped, self._steps = now, wait_seconds, self._guard.skipped, 0
+        self._last_time, self._last_skipped, self._steps = now, self._guard.skipped, 0
 
     def elapsed_seconds(self) -> float:
         """Seconds since the epoch began."""
         return max(time.perf_counter() - self._start, 1e-9)
+
+    @property
+    def data_wait_share(self) -> float:
+        """Share of the epoch's time, up to its last logging point, in which the devices waited for data."""
+        return _mean_shares(self._epoch_spans)["data"]
 
     def _gather(self) -> tuple[list[float], list[dict[str, float]]]:
         """Return the score sums over all ranks and each rank's span seconds since the last call; a collective."""
@@ -114,11 +119,14 @@ class Meter:
         rows = gather_rows(row, self._world).cpu()
         self._last_sums, self._last_spans = sums, spans
         scores, times = rows.split([len(sums), len(SPANS)], dim=1)
-        return scores.sum(0).tolist(), [dict(zip(SPANS, rank, strict=True)) for rank in times.tolist()]
+        by_rank = [dict(zip(SPANS, rank, strict=True)) for rank in times.tolist()]
+        for total, rank in zip(self._epoch_spans, by_rank, strict=True):
+            total.update({name: total[name] + rank[name] for name in SPANS})
+        return scores.sum(0).tolist(), by_rank
 
     def _name_slow_ranks(self, step: int, spans: list[dict[str, float]]) -> None:
         hosts = self._timing.hosts
-        for slow in self._timing.slow_ranks.judge([work_seconds(rank) for rank in spans], self._steps):
+        for slow in self._timing.slow_ranks.judge(work_seconds(spans), self._steps):
             host = f" (host {hosts[slow.rank]})" if hosts else ""
             self._loggers.message(
                 f"rank {slow.rank}{host} is slow: {1000 * slow.step_seconds:.3g} ms of work a step, "
@@ -150,7 +158,7 @@ def run_point(step: int, images: int, timing: Timing, world: World) -> RunPoint:
         images_per_second=images_per_second,
         time_shares=time_shares,
         memory=memory_use(world.device),
-        load=device_load(images_per_second, time_shares, timing.flops, world),
+        load=device_load(images_per_second, timing.flops, world),
         memory_bytes_per_rank=peak_memory_per_rank(world),
     )
 
@@ -181,14 +189,11 @@ def memory_use(device: torch.device) -> MemoryUse:
     return MemoryUse(peak, resident, None)
 
 
-def device_load(
-    images_per_second: float, time_shares: Mapping[str, float], flops: TrainingFlops | None, world: World
-) -> DeviceLoad:
+def device_load(images_per_second: float, flops: TrainingFlops | None, world: World) -> DeviceLoad:
     """Return how hard the devices work.
 
     Args:
         images_per_second: of all ranks together.
-        time_shares: each span's share of the same time.
         flops: the model's operations, where they are counted.
         world: the ranks.
     """
@@ -198,15 +203,16 @@ def device_load(
     if world.device.type == "cuda":
         peak = peak_tflops(torch.cuda.get_device_name(world.device))
         mfu = tflops / peak if tflops is not None and peak is not None else None
-        utilization = _gpu_utilization(world.device, time_shares)
+        utilization = _gpu_utilization(world.device)
     return DeviceLoad(tflops, mfu, utilization)
 
 
-def _gpu_utilization(device: torch.device, time_shares: Mapping[str, float]) -> float:
+def _gpu_utilization(device: torch.device) -> float | None:
+    """Return what NVML says; None where it says nothing: in a container without the right, of a part of a GPU (MIG)."""
     try:
         return torch.cuda.utilization(device) / 100
-    except Exception:  # no NVML package, or not allowed to ask in this container
-        return sum(time_shares[name] for name in ("forward", "backward", "communication", "optimizer"))
+    except Exception:  # NVML has two dozen errors of its own, and a number is no reason to end a run
+        return None
 
 
 def _mean_shares(ranks: list[dict[str, float]]) -> Mapping[str, float]:

@@ -1,7 +1,7 @@
 """Names a rank that is slower than the others.
 
 All ranks finish a step together, since each waits for the slowest in the collectives. So what is compared is a rank's
-work: its time outside of collectives.
+work: its time outside of collectives, as far as that is known to be no waiting.
 """
 
 from __future__ import annotations
@@ -25,12 +25,22 @@ class SlowRank(NamedTuple):
     others_step_seconds: float
 
 
-def work_seconds(seconds: Mapping[str, float]) -> float:
-    """Return a rank's own work out of the seconds of its spans: what all ranks have to do in every step.
+def work_seconds(ranks: Sequence[Mapping[str, float]]) -> list[float]:
+    """Return each rank's own work out of the seconds of its spans: what all ranks have to do in every step.
 
-    That leaves out waiting for the others, and logging, which is rank 0's alone.
+    That leaves out waiting for the others, and logging, which is rank 0's alone. A rank may also wait where the clock
+    sees no collective: inside backward or the optimizer, if gradients are reduced from C++ (as DDP does) or on a
+    stream of the engine's own. So what a rank takes there beyond the fastest counts as far as the other ranks waited
+    for it in collectives that were measured.
     """
-    return sum(seconds[name] for name in ("data", "forward", "backward", "optimizer", "other"))
+    exchanging = [rank["backward"] + rank["optimizer"] for rank in ranks]
+    work = []
+    for number, rank in enumerate(ranks):
+        others = [other["communication"] for other in [*ranks[:number], *ranks[number + 1 :]]]
+        waited_for = max(0.0, statistics.median(others) - rank["communication"]) if others else 0.0
+        beyond = min(exchanging[number] - min(exchanging), waited_for)
+        work.append(rank["data"] + rank["forward"] + rank["other"] + min(exchanging) + beyond)
+    return work
 
 
 class SlowRankWatch:

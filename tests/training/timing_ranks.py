@@ -7,6 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.training.engine_ranks import CLASSES, make_small_data
 from training.bad_steps import StepGuard
@@ -54,6 +55,32 @@ class PlainEngine:
         return StepResult(True, None)
 
 
+class DdpEngine(PlainEngine):
+    """The gradients are reduced by DDP: from C++, past the methods of Python's ProcessGroup."""
+
+    def __init__(self, world: World, sleeps: bool) -> None:
+        super().__init__(world, sleeps)
+        self.parallel = DistributedDataParallel(self.module)
+
+    def forward(self, images):
+        if self.sleeps:
+            time.sleep(SLEEP_SECONDS)
+        return self.parallel(images)
+
+    def backward(self, loss):
+        loss.backward()
+
+
+ENGINES = {"python": PlainEngine, "ddp": DdpEngine}
+
+
+class SleepingReport(RankReport):
+    """Sleeps where rank 0 writes its logs."""
+
+    def beat(self, *arguments, **named):
+        time.sleep(SLEEP_SECONDS)
+
+
 class Heard:
     """A logger that keeps what it is told."""
 
@@ -76,10 +103,13 @@ def sleeping_in_batches(batches):
         yield batch
 
 
-def epoch_with_a_slow_rank(world: World, slow_rank: int, sleeps_in: str):
-    """Train an epoch in which one rank sleeps in its data or its forward; return what was said and measured."""
+def epoch_with_a_slow_rank(world: World, slow_rank: int, sleeps_in: str, reduces: str):
+    """Train an epoch in which one rank sleeps in its data, forward or logging; return what was said and measured.
+
+    If it is in its logging, both sleep in forward as well: some work, beside which this machine's noise is small.
+    """
     sleeps = world.rank == slow_rank
-    engine = PlainEngine(world, sleeps and sleeps_in == "forward")
+    engine = ENGINES[reduces](world, (sleeps and sleeps_in == "forward") or sleeps_in == "logging")
     plan = BatchPlan(37, BATCH_SIZE, 1, world.size, 0)
     schedule = Schedule(0.1, total_steps=1, warmup_steps=0, final_scale=1.0)
     settings = LoopSettings(plan, schedule, CLASSES, 8, 0, 0.0, log_every_steps=6, epochs=1)
@@ -87,7 +117,8 @@ def epoch_with_a_slow_rank(world: World, slow_rank: int, sleeps_in: str):
     loggers = Loggers([heard] if world.is_main else [])
     timing = Timing(clock, hosts=hosts)
     guard = StepGuard(engine, world, loggers, most_in_row=0, name_of=str)
-    tools = LoopTools(world, loggers, stop, guard, RankReport(None, 0, 0.0), timing=timing)
+    report = (SleepingReport if sleeps and sleeps_in == "logging" else RankReport)(None, 0, 0.0)
+    tools = LoopTools(world, loggers, stop, guard, report, timing=timing)
     batches = TrainLoader(make_small_data(), plan, world.rank).epoch(0)
     if sleeps and sleeps_in == "data":
         batches = sleeping_in_batches(batches)

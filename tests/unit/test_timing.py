@@ -6,6 +6,8 @@ import copy
 import gzip
 import json
 import threading
+import time
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +15,21 @@ import torch.distributed as dist
 from torch import nn
 
 from planning.machines import peak_tflops
+from training.bad_steps import StepGuard
+from training.checkpoint.manifest import Progress
+from training.data.reader import Batch
+from training.data.sampler import BatchPlan
+from training.distributed import World
+from training.engine import StepResult
 from training.flops import TrainingFlops
+from training.launch_folder import RankReport
 from training.loggers import Loggers
+from training.loop import LoopSettings, LoopTools, train_one_epoch
+from training.meter import Timing, device_load
+from training.metrics import ScoreSums
+from training.optim import Schedule
 from training.profiler import StepProfiler
+from training.signals import StopRequest
 from training.slow_ranks import SlowRankWatch, work_seconds
 from training.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
 
@@ -147,6 +161,70 @@ def test_collectives_count_as_communication_and_the_functions_come_back(monkeypa
     assert dist.Work.wait is wait
 
 
+class Points:
+    """A logger that keeps the points."""
+
+    def __init__(self):
+        self.points = []
+
+    def on_steps(self, point):
+        self.points.append(point)
+
+
+def test_the_wait_for_data_is_the_devices():
+    """The host takes its time over each batch; the device, whose time moves by hand, waits for some of them alone."""
+    marks, logger = Steps(), Points()
+    module = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
+    rule = torch.optim.SGD([{"params": list(module.parameters()), "rate_scale": 1.0}], lr=0.1)
+
+    class PlainEngine:
+        parameter_groups, loss_scale = rule.param_groups, None
+
+        def __init__(self):
+            self.module = module
+
+        def forward(self, images):
+            marks.now += 3.0
+            return module(images)
+
+        def backward(self, loss):
+            loss.backward()
+
+        def step(self):
+            return StepResult(True, None)
+
+    def batches(waits):
+        for wait in waits:
+            time.sleep(0.01)
+            marks.now += wait
+            images, indices = torch.zeros(1, 3, 2, 2), torch.zeros(1, dtype=torch.int64)
+            yield Batch(images, indices, torch.ones(1), indices)
+
+    world = World(0, 0, 1, 1, torch.device("cpu"))
+    settings = LoopSettings(
+        BatchPlan(4, 1, 1, 1, 0), Schedule(0.1, 1, 0, 1.0), 2, 2, 0, 0.0, log_every_steps=2, epochs=1
+    )
+    engine, loggers = PlainEngine(), Loggers([logger])
+    guard = StepGuard(engine, world, loggers, most_in_row=0, name_of=str)
+    timing = Timing(SpanClock(marks))
+    tools = LoopTools(world, loggers, StopRequest(), guard, RankReport(None, 0, 0.0), timing=timing)
+    sums = ScoreSums(2, world.device)
+    result = train_one_epoch(engine, batches([0.0, 0.0, 2.0, 4.0]), settings, Progress(), sums, tools)
+    assert [point.data_wait_share for point in logger.points] == [0.0, 0.5]
+    assert [point.time_shares["data"] for point in logger.points] == [0.0, 0.5]
+    assert result.data_wait_share == pytest.approx(6 / 18)
+
+
+@pytest.mark.parametrize(("answer", "utilization"), [(37, 0.37), (RuntimeError("NVML: Not Supported"), None)])
+def test_the_utilization_is_nvmls_or_none(monkeypatch, answer, utilization):
+    ask = mock.Mock(side_effect=[answer])
+    monkeypatch.setattr(torch.cuda, "utilization", ask)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
+    world = World(0, 0, 1, 1, torch.device("cuda", 0))
+    assert device_load(100.0, None, world) == (None, None, utilization)
+    ask.assert_called_once_with(world.device)
+
+
 # A slow rank.
 
 
@@ -173,12 +251,31 @@ def test_of_two_ranks_the_slower_is_named_and_single_steps_are_put_together():
     assert SlowRankWatch().judge([1.0], 100) == []
 
 
+def spans(**seconds):
+    return dict.fromkeys(SPANS, 0.0) | seconds
+
+
 def test_waiting_and_logging_are_no_work():
-    seconds = dict.fromkeys(SPANS, 1.0)
-    assert work_seconds(seconds) == len(SPANS) - 4
-    for name in SPANS:
-        is_work = name not in ("communication", "logging", "saving", "evaluation")
-        assert work_seconds(seconds | {name: 9.0}) == work_seconds(seconds) + 8 * is_work
+    every = dict.fromkeys(SPANS, 1.0)
+    assert work_seconds([every]) == [len(SPANS) - 4]
+    for name in ("communication", "logging", "saving", "evaluation"):
+        assert work_seconds([every | {name: 9.0}, every]) == [len(SPANS) - 4] * 2
+
+
+@pytest.mark.parametrize("span", ["data", "forward", "other", "backward", "optimizer"])
+def test_work_counts_wherever_it_is_done_if_the_others_wait_for_it(span):
+    usual = spans(data=1.0, forward=10.0, backward=20.0, optimizer=3.0, other=1.0)
+    slow = usual | {span: usual[span] + 7.0}
+    others = usual | {"communication": 7.0}
+    assert work_seconds([others, slow, others]) == pytest.approx([35.0, 42.0, 35.0])
+
+
+def test_a_wait_that_no_clock_sees_is_no_work():
+    """Whatever the slow rank 1 is late with, the others wait for it inside backward, where nothing is measured."""
+    usual = spans(forward=10.0, backward=20.0)
+    waiting = usual | {"backward": 32.0}
+    assert work_seconds([waiting, usual | {"forward": 22.0}, waiting]) == pytest.approx([30.0, 42.0, 30.0])
+    assert work_seconds([waiting, usual | {"logging": 12.0}, waiting]) == pytest.approx([30.0, 30.0, 30.0])
 
 
 # Operations.

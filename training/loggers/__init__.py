@@ -39,8 +39,7 @@ class DeviceLoad(NamedTuple):
         tflops_per_second: 10**12 operations of the model per second and rank.
         mfu: these as a share of the device's 16-bit peak: model FLOPs utilization as in PaLM (arXiv 2204.02311,
             appendix B), whatever the precision trained in.
-        gpu_utilization: share of the latest moments in which any kernel ran, by NVML. Without the package
-            nvidia-ml-py it is the share of the interval that the compute stream spent in the model and the optimizer.
+        gpu_utilization: share of the latest moments in which any kernel ran, by NVML.
     """
 
     tflops_per_second: float | None = None
@@ -50,7 +49,12 @@ class DeviceLoad(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepPoint:
-    """What is known at a logging point, over all ranks and the steps since the last one."""
+    """What is known at a logging point, over all ranks and the steps since the last one.
+
+    Attributes:
+        time_shares: of each span, the mean over the ranks.
+        data_wait_share: that of the data.
+    """
 
     epoch: int
     step: int
@@ -70,7 +74,7 @@ class StepPoint:
 
 @dataclasses.dataclass(frozen=True)
 class EpochPoint:
-    """What is known at the end of an epoch."""
+    """What is known at the end of an epoch; `data_wait_share` as in its logging points, on average."""
 
     epoch: int
     step: int
