@@ -26,7 +26,6 @@ Examples:
 Environment variables:
     HOSTFILE        lines of 'name slots=N' (default: hostfile.txt here, else beside the scripts folder;
                     hostfile_example.txt shows one)
-    REMOTE_SHELL    what reaches the machines: ssh (default) or pdsh
     LAUNCHER        what starts the ranks of a machine: direct (default), deepspeed or torchrun
     RENDEZVOUS      how torchrun's ranks meet: static (default) or c10d
     FORWARD_ENV     names of more variables that the ranks need, with commas; NCCL_*, GLOO_*, TORCH*, OMP_*, CUDA_*,
@@ -63,8 +62,8 @@ main() {
     local model=$1 strategy=$2 num_nodes=$3 gpus_per_node=$4 batch_size=$5 epochs=$6
     local stop_timeout=${STOP_TIMEOUT:-300} start_timeout=${START_TIMEOUT:-300}
     check_launcher
-    local remote=${REMOTE_SHELL:-ssh}
-    [[ $remote =~ ^(ssh|pdsh)$ ]] || die "REMOTE_SHELL $(quoted "$remote"): expected ssh or pdsh."
+    [[ ${REMOTE_SHELL:-ssh} == ssh ]] ||
+        die "REMOTE_SHELL $(quoted "$REMOTE_SHELL"): that choice is gone, ssh reaches the machines. Unset REMOTE_SHELL."
     require_whole_number STOP_TIMEOUT "$stop_timeout" 86400
     require_whole_number START_TIMEOUT "$start_timeout" 86400
     [[ ${FORWARD_ENV:-} =~ ^[A-Za-z0-9_,]*$ ]] || die "FORWARD_ENV $(quoted "$FORWARD_ENV"): expected names with commas."
@@ -79,12 +78,12 @@ main() {
     find_hosts "$num_nodes" "$gpus_per_node"
     check_configuration "$model" "$strategy" "$batch_size" "$epochs" "${EXTRA[@]}"
     preflight --hosts "$HOSTS" --gpus-per-node "$gpus_per_node" --port "${PORT:-0}"
-    local -a command=("$PYTHON" "$SCRIPTS/cluster/launch.py" --remote-shell "$remote" --hosts "$HOSTS"
+    local -a command=("$PYTHON" "$SCRIPTS/cluster/launch.py" --remote-shell ssh --hosts "$HOSTS"
         --ranks-per-node "$gpus_per_node" --min-nodes "$min_nodes" --port "${PORT:-0}" --launcher "$LAUNCH_WITH"
         --max-restarts "$MAX_RESTARTS" --stop-timeout "$stop_timeout" --start-timeout "$start_timeout"
         "--forward=${FORWARD_ENV:-}" -- "${TRAINING_ARGUMENTS[@]}")
     end_if_dry_run "${command[@]}"
-    type -P "$remote" >/dev/null || die "$remote is not installed here: install it, or set REMOTE_SHELL to ssh or pdsh."
+    type -P ssh >/dev/null || die "ssh is not installed here: install OpenSSH's client."
     exec "${command[@]}"
 }
 

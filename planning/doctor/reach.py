@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from planning.doctor.probe import RECORD_SEPARATOR, slowdown
-from scripts.cluster.remote_shell import srun_command, ssh_command
+from scripts.cluster.remote_shell import Command, srun_command, ssh_command
 from training.config import REPO_ROOT
 
 START_SECONDS = 20.0  # longer than ssh takes to give up connecting
@@ -26,18 +26,14 @@ PROBE = [sys.executable, str(REPO_ROOT / "scripts" / "doctor.py"), "--probe"]
 LEAVE_SECONDS = 2.0
 
 
-# A command, and its environment; None for our own.
-Command = tuple[list[str], dict[str, str] | None]
-
-
 def over_ssh(host: str) -> Command:
     """Return what starts the probe on a host over ssh."""
-    return ssh_command(host, PROBE), None
+    return ssh_command(host, PROBE)
 
 
 def over_srun(host: str) -> Command:
     """Return what starts the probe on a host of this Slurm job."""
-    return srun_command([host], PROBE, is_beside=True)
+    return srun_command(host, PROBE)
 
 
 def here(host: str) -> Command:

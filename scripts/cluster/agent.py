@@ -1,9 +1,9 @@
 """The one process of a launch on each node: starts the node's ranks, watches them, and does what the launch says.
 
-    python scripts/cluster/agent.py node01                                          # messages on stdin and stdout
-    python scripts/cluster/agent.py node01 --connect 10.0.0.5,10.1.0.5 --port 40123 --token 5f2c...
+    python scripts/cluster/agent.py node01
 
-scripts/cluster/launch.py starts it through ssh, pdsh or srun. What it is told, each a message with the key "do":
+scripts/cluster/launch.py starts it through ssh or srun, whose stdin and stdout carry the messages: nothing listens and
+nothing connects, so ssh's keys, or Slurm's, decide who is let in. What it is told, each a message with the key "do":
 
     prepare   end what an earlier start left, look around, answer with "ready" or with what is wrong
     start     start the ranks; "ended" follows when no process of them is left
@@ -22,7 +22,6 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -36,55 +35,30 @@ from scripts.attempt import PASSED_ON, Attempt
 from scripts.cluster.channel import Channel, Message
 from scripts.launch_processes import MARK, Launch, remove_stale_build_locks
 from scripts.supervise import RANK_VARIABLES, guard
-from training.interface import free_port, own_addresses
+from training.interface import free_port, own_addresses, route_towards
 from training.launch_folder import FOLDER_VARIABLE, LaunchFolder
 
-TOKEN_VARIABLE = "ZEROVISION_TOKEN"
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 10.0  # without a sign of life the other end counts as lost; a cable out for 3 seconds costs nothing
 CUT_OFF_SECONDS = 5.0  # what the ranks of a node that is cut off get to leave: they cannot agree with the others
-CONNECT_SECONDS = 5.0
 
 
 def main() -> int:
-    """Serve one start of a launch; the exit code says only whether the launch could be reached."""
+    """Serve one start of a launch, until that closes our standard input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    node = os.environ.get("SLURMD_NODENAME", "")
-    parser.add_argument("node", nargs="?", default=node, help="name that the launch knows this node by (Slurm's)")
-    parser.add_argument("--connect", default="", help="addresses of the launch, with commas; stdin and stdout if empty")
-    parser.add_argument("--port", type=int, default=0, help="port of the launch")
-    parser.add_argument("--token", default=os.environ.pop(TOKEN_VARIABLE, ""), help="what the launch knows us by")
+    parser.add_argument("node", help="name that the launch knows this node by")
     given = parser.parse_args()
-    if given.connect:
-        channel, address = _connect(given.connect.split(","), given.port, given.node, given.token)
-    else:
-        # Our ranks print to stdout too, and shall not read what is meant for us.
-        channel = Channel(os.dup(0), os.dup(1))
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        address = next(iter(os.environ.get("SSH_CONNECTION", "").split()[2:3]), "")
-    if channel is None:
-        print(f"{given.node}: cannot reach the launch on {given.connect}, port {given.port}", file=sys.stderr)
-        return 1
-    Agent(given.node, channel, address).serve()
+    # Our ranks print to stdout too, and shall not read what is meant for us.
+    channel = Channel(os.dup(0), os.dup(1))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    Agent(given.node, channel, _reached_by()).serve()
     return 0
 
 
-def _connect(candidates: list[str], port: int, node: str, token: str) -> tuple[Channel | None, str]:
-    """Return a channel to the launch and our own address on the way there; None where no candidate answers.
-
-    The address that the remote shell came from is tried first: a machine may have some that others cannot reach.
-    """
-    came_from = [*os.environ.get("SSH_CONNECTION", "").split()[:1], os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")]
-    for candidate in dict.fromkeys([*filter(None, came_from), *candidates]):
-        try:
-            connection = socket.create_connection((candidate, port), timeout=CONNECT_SECONDS)
-            connection.sendall(f"{token} {node}\n".encode())
-            if connection.recv(1) == b"+":
-                connection.settimeout(None)
-                return Channel.over(connection), connection.getsockname()[0]
-        except OSError:
-            continue
-    return None, ""
+def _reached_by() -> str:
+    """Return this machine's address on the way to the launch, as ssh or Slurm names it; '' if neither does."""
+    came_in_on = os.environ.get("SSH_CONNECTION", "").split()[2:3]
+    return next(iter(came_in_on), "") or route_towards(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
 
 
 class Agent:

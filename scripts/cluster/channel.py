@@ -6,10 +6,8 @@ what ranks print at the same moment may stand before a message or after it, neve
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,20 +25,6 @@ class Channel:
         self._reading = reading
         self._writing = writing
         self._lock = threading.Lock()
-        self._connection: socket.socket | None = None
-
-    @classmethod
-    def over(cls, connection: socket.socket) -> Channel:
-        """Return a channel over a socket, which it keeps."""
-        channel = cls(connection.fileno(), connection.fileno())
-        channel._connection = connection
-        return channel
-
-    def close(self) -> None:
-        """End a connection over a socket: the other end reads its end, and so does whoever reads at this one."""
-        if self._connection:
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
 
     def send(self, message: Message) -> bool:
         """Send a message; return whether the other end could still be written to."""

@@ -32,7 +32,7 @@ class Plan:
         accumulation_steps: micro-steps per optimizer step on all hosts; on fewer of them it grows, so that the global
             batch stays.
         port: that the ranks meet on, 0 for a free one of rank 0's node.
-        remote_shell: 'ssh', 'pdsh' or 'srun'.
+        remote_shell: 'ssh' or 'srun'.
         launcher: what starts the ranks of a node, a key of `LAUNCHERS`.
         arguments: of the training entry.
         folder: that the ranks start in.
@@ -115,7 +115,7 @@ def node_command(launcher: str, place: Place, arguments: list[str]) -> list[str]
 def forwarded_environment(names: list[str]) -> dict[str, str]:
     """Return the variables of this process that the ranks on other machines need, and those named.
 
-    What looks like a secret goes only where it is named: some remote shells carry it in clear text.
+    What looks like a secret goes only where it is named: srun carries it in clear text.
     """
     found = {name: os.environ[name] for name in names if name in os.environ}
     for name, value in os.environ.items():

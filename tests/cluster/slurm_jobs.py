@@ -28,7 +28,7 @@ class SlurmJob:
     def output(self) -> str:
         """What the job has printed."""
         path = self.shared / f"{self.number}.out"
-        return path.read_text() if path.exists() else ""
+        return path.read_bytes().decode() if path.exists() else ""  # as it is, carriage returns too
 
     def show(self) -> dict[str, str]:
         """What Slurm says about the job."""

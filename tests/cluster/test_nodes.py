@@ -80,21 +80,14 @@ def top1(run: Path) -> float:
 
 
 @pytest.mark.parametrize(
-    ("remote_shell", "launcher", "rendezvous"),
-    [
-        ("ssh", "direct", "static"),
-        ("pdsh", "direct", "static"),
-        ("pdsh", "deepspeed", "static"),
-        ("ssh", "torchrun", "static"),
-        ("pdsh", "torchrun", "c10d"),
-    ],
+    ("launcher", "rendezvous"),
+    [("direct", "static"), ("deepspeed", "static"), ("torchrun", "static"), ("torchrun", "c10d")],
 )
 def test_two_nodes_train_what_one_machine_does(
-    hosts: Hosts, shared: Path, uninterrupted: Path, remote_shell: str, launcher: str, rendezvous: str
+    hosts: Hosts, shared: Path, uninterrupted: Path, launcher: str, rendezvous: str
 ) -> None:
     """2 nodes x 2 ranks: the accuracy and, but for rounding, the weights of 1 machine with the same global batch."""
-    chosen = {"REMOTE_SHELL": remote_shell, "LAUNCHER": launcher, "RENDEZVOUS": rendezvous}
-    training = Training(hosts, shared, words(shared, ranks_per_node=2), 2, 2, **chosen)
+    training = Training(hosts, shared, words(shared, ranks_per_node=2), 2, 2, LAUNCHER=launcher, RENDEZVOUS=rendezvous)
     assert training.end() == 0, training.text()
     run = shared / "logs/runs" / RUN
     assert largest_difference(run, uninterrupted) < 1e-4

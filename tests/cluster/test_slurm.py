@@ -52,6 +52,7 @@ def test_a_job_trains_wherever_gpus_are_bound(
     shown = job.wait_for_state("COMPLETED", "FAILED", timeout_s=120)
     assert shown["JobState"] == "COMPLETED", job.output
     assert f"Slurm job {job.number} on {nodes}, restart 0\n" in job.output
+    assert not {"\r", "\x1b"} & set(job.output)  # lines, no progress bar: no rank has a terminal
     assert job.weights(f"slurm-{job.number}")
 
 

@@ -34,7 +34,7 @@ VARIABLES = {
         "TORCH_EXTENSIONS_DIR",
     ],
     "launch_multi_node.sh": [
-        *["MASTER_PORT", "LAUNCHER", "STOP_TIMEOUT", "MAX_RESTARTS", "HOSTFILE", "REMOTE_SHELL", "PDSH_RCMD_TYPE"],
+        *["MASTER_PORT", "LAUNCHER", "STOP_TIMEOUT", "MAX_RESTARTS", "HOSTFILE", "REMOTE_SHELL"],
     ],
     "slurm_distributed.sh": [
         *["MASTER_PORT", "LAUNCHER", "STOP_TIMEOUT", "MAX_RESTARTS", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"],
@@ -44,7 +44,6 @@ VARIABLES = {
 # What a launch starts, each of which fails for good so that the launch ends at once.
 FAKE_PROGRAMS = {
     "ssh": "echo 'Permission denied' >&2; exit 255",
-    "pdsh": "echo 'pdsh: Permission denied' >&2; exit 1",
     "srun": "echo 'srun: error: Permission denied' >&2; exit 1",
     "scontrol": "echo node-1; echo node-2",
 }
@@ -142,7 +141,7 @@ def check_dry_run(script: str, case: Case) -> None:
 
 
 def check_with_fake_programs(script: str, case: Case) -> None:
-    """The launcher starts programs that stand in for ssh, pdsh, srun, ...: no word of the user's reaches them."""
+    """The launcher starts programs that stand in for ssh, srun, ...: no word of the user's reaches them."""
     with tempfile.TemporaryDirectory() as name:
         folder, programs, record = Path(name) / "here", Path(name) / "bin", Path(name) / "record"
         folder.mkdir()

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,13 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from scripts.attempt import HANG_CODE, Ending
 from scripts.cluster.channel import Channel
-from scripts.cluster.nodes import Node, Nodes, Shell, is_passing
+from scripts.cluster.nodes import Node, Shell, is_passing
 from scripts.cluster.plan import LAUNCHERS, Place, Plan, forwarded_environment, node_command
-from scripts.cluster.remote_shell import pdsh_command, srun_command, ssh_command
+from scripts.cluster.remote_shell import srun_command, ssh_command
 from scripts.cluster.start import judge
 from scripts.launch_processes import MARK
 from tests.unit.launching import REPO_ROOT, environment, hear_ctrl_c, stub_repo
@@ -106,15 +106,19 @@ def test_forwarded_are_what_ranks_need_and_what_is_named(monkeypatch: pytest.Mon
 
 
 def test_remote_shells_get_names_of_hosts_and_fixed_words_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
-    assert ssh_command("a", ["/x y/python", "agent.py"])[-3:] == ["--", "a", "exec '/x y/python' agent.py"]
-    words, variables = pdsh_command(["a", "b"], "exec agent %h")
-    assert words[-3:] == ["-w", "a,b", "exec agent %h"]
-    assert variables["PDSH_RCMD_TYPE"] == "ssh"
-    words, variables = srun_command(["a", "b"], ["agent.py"])
+    steering = {"SLURM_GPUS_PER_TASK", "SLURM_UNBUFFEREDIO", "SLURM_LABELIO"}
+    for name in steering:
+        monkeypatch.setenv(name, "1")
+    words, variables = ssh_command("a", ["/x y/python", "agent.py"])
+    assert words[-3:] == ["--", "a", "exec '/x y/python' agent.py"]
+    assert variables is None
+    words, variables = srun_command("a", ["agent.py"])
     assert words[-1] == "agent.py"
-    assert {"--ntasks-per-node=1", "--kill-on-bad-exit=1", "--gpu-bind=none"} <= set(words)
-    assert "SLURM_GPUS_PER_TASK" not in variables
+    assert words[words.index("--nodelist") + 1] == "a"
+    assert {"--ntasks=1", "--gpu-bind=none"} <= set(words)
+    assert not {"--unbuffered", "-u", "--pty"} & set(words)  # each gives the task a terminal
+    assert variables is not None
+    assert not steering & variables.keys()
 
 
 def test_the_address_that_others_reach_is_found() -> None:
@@ -206,21 +210,14 @@ if [[ " ${FAKE_SSH_FAILS:-} " == *" $host "* ]]; then
 fi
 exec bash -c "${@: -1}"
 """
-# Stand in for pdsh and srun: run the command once per host, here, at the same time.
-FAKE_PDSH = """#!/bin/bash
-hosts=${@: -2:1} line=${@: -1}
-for host in ${hosts//,/ }; do bash -c "${line//%h/$host}" & done
-wait
-"""
+# Stands in for srun: runs the command here.
 FAKE_SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do
-    case $1 in --nodelist) hosts=$2 ;; esac
-    case $1 in *=* | --unbuffered) shift ;; *) shift 2 ;; esac
+    case $1 in --nodelist) shift 2 ;; *) shift ;; esac
 done
-for host in ${hosts//,/ }; do SLURMD_NODENAME=$host "$@" & done
-wait
+exec "$@"
 """
-FAKES = {"ssh": FAKE_SSH, "pdsh": FAKE_PDSH, "srun": FAKE_SRUN}
+FAKES = {"ssh": FAKE_SSH, "srun": FAKE_SRUN}
 STUB_COMMAND_LINE = """
 from types import SimpleNamespace
 
@@ -307,7 +304,7 @@ def test_a_failure_on_one_node_starts_both_again(tmp_path: Path, fault: str) -> 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 130)])
 def test_a_signal_reaches_the_ranks_of_both_nodes(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    remote_shell = "ssh" if number == signal.SIGINT else "pdsh"
+    remote_shell = "ssh" if number == signal.SIGINT else "srun"
     launch = StubLaunch(tmp_path, own=("--forward", "STUB_FOLDER", "--remote-shell", remote_shell))
     for rank in (0, 1):
         launch.wait_for_rank(rank)
@@ -330,34 +327,18 @@ def test_a_launch_that_is_killed_lets_the_ranks_leave(tmp_path: Path) -> None:
     assert [launch.wait_for_rank(rank)["received"][0][0] for rank in (0, 1)] == [signal.SIGTERM] * 2
 
 
-def test_only_agents_that_were_asked_for_are_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pdsh").write_text("#!/bin/bash\nexec sleep 60\n")
-    (tmp_path / "pdsh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    nodes = Nodes("pdsh")
-    nodes.connect(["one"])
-    try:
-        assert nodes._listener is not None
-        port = nodes._listener.getsockname()[1]
-
-        def answer(token: str, host: str) -> tuple[bytes, socket.socket]:
-            connection = socket.create_connection(("127.0.0.1", port), timeout=10)
-            connection.sendall(f"{token} {host}\n".encode())
-            return connection.recv(1), connection
-
-        assert answer("0" * 32, "one")[0] == b""
-        assert answer(nodes._token, "two")[0] == b""
-        said, agent = answer(nodes._token, "one")
-        assert said == b"+"
-        Channel.over(agent).send({"say": "beat"})
-        deadline = time.monotonic() + 10
-        while "one" not in nodes.found:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert answer(nodes._token, "one")[0] == b""  # it is there already
-    finally:
-        nodes.close()
-    assert agent.recv(1) == b""
+@pytest.mark.parametrize("remote_shell", FAKES)
+def test_nothing_listens_for_agents_and_no_agent_connects(tmp_path: Path, remote_shell: str) -> None:
+    """A stranger on the network has nobody to talk to, and no secret of ours stands in a process list."""
+    launch = StubLaunch(tmp_path, own=("--forward", "STUB_FOLDER", "--remote-shell", remote_shell))
+    for rank in (0, 1):
+        launch.wait_for_rank(rank)
+    leading = psutil.Process(launch.process.pid)
+    agents = [one for one in leading.children(recursive=True) if "scripts/cluster/agent.py" in " ".join(one.cmdline())]
+    assert {one.cmdline()[-1] for one in agents} == {"one", "two"}
+    assert [one.net_connections("inet") for one in (leading, *agents)] == [[]] * (1 + len(agents))
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.end()[0] == 143
 
 
 def test_too_few_nodes_end_the_launch(tmp_path: Path) -> None:
@@ -382,15 +363,15 @@ def test_a_host_that_lets_nobody_in_is_the_users_to_mend(tmp_path: Path) -> None
 def test_the_last_words_of_a_remote_shell_are_read_before_it_counts_as_failed() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
-    shell = Shell(process, ["one"])
+    shell = Shell(process, "one")
 
     def read_late() -> None:
         shell.lines.append("one: Permission denied (publickey).")
         shell.all_read.set()
 
     threading.Timer(0.2, read_late).start()
-    assert shell.has_failed("one")
-    assert shell.reason("one") == "one: Permission denied (publickey)."
+    assert shell.has_failed()
+    assert shell.reason() == "one: Permission denied (publickey)."
 
 
 @pytest.mark.parametrize("hosts", ["one,one", "-oProxyCommand=x", "a;b", ""])

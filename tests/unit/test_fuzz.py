@@ -49,7 +49,7 @@ def test_the_words_for_another_machine_come_through_its_shell_whole(tmp_path: Pa
     @settings(fuzz_settings, max_examples=40)
     @given(words=st.lists(value, max_size=4))
     def check(words):
-        command = ssh_command("node-1", ["printf", r"%s\0", "first", *words])
+        command, _ = ssh_command("node-1", ["printf", r"%s\0", "first", *words])
         assert command[command.index("--") + 1 : -1] == ["node-1"]
         remote = subprocess.run(["sh", "-c", command[-1]], cwd=tmp_path, capture_output=True, check=True)
         assert remote.stdout == "".join(f"{word}\0" for word in ["first", *words]).encode()

@@ -120,7 +120,7 @@ def test_a_broken_nvidia_smi_means_no_gpu(tmp_path: Path) -> None:
     ("changes", "launcher"),
     [
         ({}, "direct"),
-        ({"LAUNCHER": "deepspeed", "REMOTE_SHELL": "pdsh"}, "deepspeed"),
+        ({"LAUNCHER": "deepspeed", "REMOTE_SHELL": "ssh"}, "deepspeed"),
         ({"LAUNCHER": "torchrun"}, "torchrun"),
         ({"LAUNCHER": "torchrun", "RENDEZVOUS": "c10d"}, "torchrun-c10d"),
     ],
@@ -137,7 +137,7 @@ def test_multi_node_prints_the_launch(tmp_path: Path, changes: dict[str, str], l
     assert given["--port"] == "29555"
     assert given["--min-nodes"] == "1"
     assert given["--launcher"] == launcher
-    assert given["--remote-shell"] == changes.get("REMOTE_SHELL", "ssh")
+    assert given["--remote-shell"] == "ssh"
     assert words[words.index("--") + 1 :][:2] == ["--model-type=mobilenet", "--strategy=ddp"]
 
 
@@ -145,7 +145,7 @@ def test_multi_node_prints_the_launch(tmp_path: Path, changes: dict[str, str], l
     "changes",
     [
         {"LAUNCHER": "mpirun"},
-        {"REMOTE_SHELL": "rsh"},
+        {"REMOTE_SHELL": "pdsh"},
         {"RENDEZVOUS": "etcd", "LAUNCHER": "torchrun"},
         {"RENDEZVOUS": "c10d"},
         {"START_TIMEOUT": "soon"},
