@@ -126,18 +126,27 @@ check_launcher() {
     [[ $rendezvous == static ]] || LAUNCH_WITH=torchrun-c10d
 }
 
-# split_preflight_flag WORD...: sets PREFLIGHT (1 where --preflight is among the words, else 0) and EXTRA (the other words).
-split_preflight_flag() {
-    PREFLIGHT=0
+# take_switch NAME WORD...: takes a flag without a value out of the words, as take_flag does one with a value.
+# Sets GIVEN (1 if it is among them, else 0) and EXTRA (the other words).
+take_switch() {
+    local name=$1
+    shift
+    GIVEN=0
     EXTRA=()
     while (($#)); do
-        if [[ $1 == --preflight ]]; then
-            PREFLIGHT=1
+        if [[ ${1//_/-} == "$name" ]]; then
+            GIVEN=1
         else
             EXTRA+=("$1")
         fi
         shift
     done
+}
+
+# split_preflight_flag WORD...: sets PREFLIGHT (1 where --preflight is among the words, else 0) and EXTRA (the other words).
+split_preflight_flag() {
+    take_switch --preflight "$@"
+    PREFLIGHT=$GIVEN
 }
 
 # preflight WORD...: where --preflight was given, let the doctor look before the start, with these words and

@@ -12,7 +12,9 @@ Train an image classifier on the GPUs of several machines (on CPU ranks where th
 
   num_nodes, gpus_per_node   machines to use, from the top of the hostfile, and GPUs on each
   batch_size                 images per GPU
-  flags                      any flag of train_distributed.py, --master_port N, --max-restarts N (default 3), and
+  flags                      any flag of train_distributed.py, --master_port N, --max-restarts N (default 3),
+                             --hostfile FILE: lines of 'name slots=N' (default: hostfile.txt here, else beside the
+                             scripts folder; hostfile_example.txt shows one), and
                              --min-nodes N: after a failure go on with at least N machines (default: all);
                              the global batch stays, through accumulation; and --preflight: let the doctor examine
                              machines, data and network first, and stop with 1 where something is wrong
@@ -21,11 +23,10 @@ Train an image classifier on the GPUs of several machines (on CPU ranks where th
 Examples:
     bash launch_multi_node.sh ensemble fsdp_stage3 4 8 8 100
     bash launch_multi_node.sh efficientnet ddp 4 8 16 90 --data /shared/flowers --min-nodes 2
-    DRY_RUN=1 HOSTFILE=lab.txt bash launch_multi_node.sh vgg fsdp_stage3 2 8 8 100
+    DRY_RUN=1 bash launch_multi_node.sh vgg fsdp_stage3 2 8 8 100 --hostfile lab.txt
 
 Environment variables:
-    HOSTFILE        lines of 'name slots=N' (default: hostfile.txt here, else beside the scripts folder;
-                    hostfile_example.txt shows one)
+    HOSTFILE        as --hostfile
     LAUNCHER        what starts the ranks of a machine: direct (default), deepspeed or torchrun
     RENDEZVOUS      how torchrun's ranks meet: static (default) or c10d
     FORWARD_ENV     names of more variables that the ranks need, with commas; NCCL_*, GLOO_*, TORCH*, OMP_*, CUDA_*,
@@ -43,10 +44,15 @@ Signals, restarts and exit codes are those of launch_distributed.sh, over all ma
 HELP
 }
 
-# Sets HOSTS: the names of the machines to use, with commas.
+# find_hosts NODES SLOTS [FILE...]: sets HOSTS, the names of the machines to use, with commas; the files are those that
+# --hostfile named, and the last one wins.
 find_hosts() {
     local hostfile=${HOSTFILE:-}
-    if [[ -z $hostfile ]]; then
+    if (($# > 2)); then
+        hostfile=${*: -1}
+        [[ ${HOSTFILE:-$hostfile} == "$hostfile" ]] ||
+            die "--hostfile $(quoted "$hostfile"), but HOSTFILE $(quoted "$HOSTFILE"): two files, give one of them."
+    elif [[ -z $hostfile ]]; then
         hostfile=hostfile.txt
         [[ -f $hostfile ]] || hostfile=$ROOT/hostfile.txt
     fi
@@ -74,8 +80,9 @@ main() {
     local min_nodes=$num_nodes
     ((${#TAKEN[@]} == 0)) || min_nodes=${TAKEN[-1]}
     require_whole_number "min nodes" "$min_nodes" "$num_nodes"
+    take_flag --hostfile "a file of lines 'name slots=N'" "${EXTRA[@]}"
     use_environment
-    find_hosts "$num_nodes" "$gpus_per_node"
+    find_hosts "$num_nodes" "$gpus_per_node" "${TAKEN[@]}"
     check_configuration "$model" "$strategy" "$batch_size" "$epochs" "${EXTRA[@]}"
     preflight --hosts "$HOSTS" --gpus-per-node "$gpus_per_node" --port "${PORT:-0}"
     local -a command=("$PYTHON" "$SCRIPTS/cluster/launch.py" --remote-shell ssh --hosts "$HOSTS"

@@ -56,6 +56,7 @@ FLAGS = [
     "--master-port",
     "--max-restarts",
     "--min-nodes",
+    "--hostfile",
 ]
 
 hostile_text = st.sampled_from(HOSTILE) | st.builds(str.__add__, st.sampled_from(HOSTILE), st.sampled_from(HOSTILE))

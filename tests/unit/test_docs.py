@@ -47,9 +47,9 @@ LAUNCHER_WORDS = {
     "slurm_distributed.sh": ("model-type", "strategy", None, "batch-size", "epochs"),
 }
 VERBS = ("evaluate", "predict", "report", "export")
-LAUNCHER_FLAGS = {"--master_port", "--max-restarts", "--min-nodes", "--preflight", "--help"}
-# Not judged, with how many words they take: the first names a file of the reader's, the others are the launchers'.
-FLAGS_LEFT_OUT = {"--config": 2, "--master_port": 2, "--max-restarts": 2, "--min-nodes": 2, "--preflight": 1}
+# With how many words they take.
+LAUNCHER_FLAGS = {"--master_port": 2, "--max-restarts": 2, "--min-nodes": 2, "--hostfile": 2, "--preflight": 1}
+FLAGS_LEFT_OUT = {"--config": 2, **LAUNCHER_FLAGS}  # not judged: the first names a file of the reader's
 ENTRY_FLAGS = {*FLAG_OF.values(), "--config", "--check-config", "--help"}
 
 
@@ -129,7 +129,7 @@ def path_problems(text: str) -> Iterator[str]:
 
 
 def flag_problems(text: str) -> Iterator[str]:
-    known = ENTRY_FLAGS | LAUNCHER_FLAGS | doctor_flags() | verb_flags()
+    known = ENTRY_FLAGS | LAUNCHER_FLAGS.keys() | doctor_flags() | verb_flags()
     for span in inline_code(text):
         if span.split()[0] in ("deepspeed", "torchrun", "sbatch", "srun", "scancel", "tensorboard", "nvidia-smi"):
             continue  # flags of others

@@ -157,6 +157,35 @@ def test_multi_node_refuses_unknown_choices(tmp_path: Path, changes: dict[str, s
     assert_refused(launch("launch_multi_node.sh", WORDS["launch_multi_node.sh"], cwd=tmp_path, **changes))
 
 
+@pytest.mark.parametrize(
+    ("flags", "variable", "hosts"),
+    [
+        (["--hostfile", "lab.txt"], "", "a,b"),
+        (["--hostfile=lab.txt"], "lab.txt", "a,b"),
+        ([], "lab.txt", "a,b"),
+        ([], "", "node-1,node-2"),
+        (["--hostfile", "lab.txt"], "other.txt", ""),
+        (["--hostfile", "absent.txt"], "", ""),
+        (["--hostfile="], "", ""),
+        (["--hostfile"], "", ""),
+    ],
+)
+def test_multi_node_takes_the_machines_of_a_hostfile(
+    tmp_path: Path, flags: list[str], variable: str, hosts: str
+) -> None:
+    """Named by flag, as the doctor takes it, or by variable; two different files, or none, are one line."""
+    (tmp_path / "hostfile.txt").write_text(HOSTFILE)
+    (tmp_path / "lab.txt").write_text("a slots=4\nb slots=4\n")
+    words = [*WORDS["launch_multi_node.sh"], *flags]
+    result = launch("launch_multi_node.sh", words, cwd=tmp_path, HOSTFILE=variable)
+    if not hosts:
+        assert_refused(result, "hostfile")
+        return
+    given = words_of(result.stdout)
+    assert given[given.index("--hosts") + 1] == hosts
+    assert not any("hostfile" in word for word in given)
+
+
 @pytest.mark.parametrize("least", ["0", "3", "x"])
 def test_multi_node_refuses_a_least_number_of_nodes(tmp_path: Path, least: str) -> None:
     (tmp_path / "hostfile.txt").write_text(HOSTFILE)
