@@ -16,8 +16,10 @@ Train an image classifier on the GPUs of several machines (on CPU ranks where th
                              --hostfile FILE: lines of 'name slots=N' (default: hostfile.txt here, else beside the
                              scripts folder; hostfile_example.txt shows one), and
                              --min-nodes N: after a failure go on with at least N machines (default: all);
-                             the global batch stays, through accumulation; and --preflight: let the doctor examine
-                             machines, data and network first, and stop with 1 where something is wrong
+                             the global batch stays, through accumulation;
+                             --allow-differences: train although versions or code differ between the machines; and
+                             --preflight: let the doctor examine machines, data and network first, and stop with 1
+                             where something is wrong
   (model, strategy, epochs: as launch_distributed.sh --help says)
 
 Examples:
@@ -80,6 +82,9 @@ main() {
     local min_nodes=$num_nodes
     ((${#TAKEN[@]} == 0)) || min_nodes=${TAKEN[-1]}
     require_whole_number "min nodes" "$min_nodes" "$num_nodes"
+    take_switch --allow-differences "${EXTRA[@]}"
+    local -a differences=()
+    ((GIVEN == 0)) || differences=(--allow-differences)
     take_flag --hostfile "a file of lines 'name slots=N'" "${EXTRA[@]}"
     use_environment
     find_hosts "$num_nodes" "$gpus_per_node" "${TAKEN[@]}"
@@ -88,7 +93,7 @@ main() {
     local -a command=("$PYTHON" "$SCRIPTS/cluster/launch.py" --remote-shell ssh --hosts "$HOSTS"
         --ranks-per-node "$gpus_per_node" --min-nodes "$min_nodes" --port "${PORT:-0}" --launcher "$LAUNCH_WITH"
         --max-restarts "$MAX_RESTARTS" --stop-timeout "$stop_timeout" --start-timeout "$start_timeout"
-        "--forward=${FORWARD_ENV:-}" -- "${TRAINING_ARGUMENTS[@]}")
+        "--forward=${FORWARD_ENV:-}" "${differences[@]}" -- "${TRAINING_ARGUMENTS[@]}")
     end_if_dry_run "${command[@]}"
     type -P ssh >/dev/null || die "ssh is not installed here: install OpenSSH's client."
     exec "${command[@]}"

@@ -48,6 +48,7 @@ Train in a Slurm job. Submit it from the root of the repository or from scripts/
   batch_size images per GPU
   flags      any flag of train_distributed.py, --master_port N, and --max-restarts N: how often in a row a failed
              training is started again inside the job without a newer checkpoint in between (default 3, 0 to 1000);
+             --allow-differences: train although versions or code differ between the nodes;
              and --preflight: let the doctor examine machines, data and network first, and stop where something is wrong
   (model, strategy, epochs: as launch_distributed.sh --help says)
 
@@ -92,11 +93,13 @@ main() {
     split_port_flag "${@:6}"
     split_restarts_flag "${EXTRA[@]}"
     split_preflight_flag "${EXTRA[@]}"
+    take_switch --allow-differences "${EXTRA[@]}"
     use_environment
     local -a job=("$PYTHON" "$SCRIPTS/cluster/slurm_job.py")
     local -a words=(--ranks-per-node "$num_gpus" --port "${PORT:-0}" --launcher "$LAUNCH_WITH"
         --max-restarts "$MAX_RESTARTS" --stop-timeout "$stop_timeout")
     ((PREFLIGHT == 0)) || words+=(--preflight)
+    ((GIVEN == 0)) || words+=(--allow-differences)
     words+=(-- "--model-type=$model" "--strategy=$strategy" --batch-size "$batch_size" --epochs "$epochs" "${EXTRA[@]}")
     if [[ ${DRY_RUN:-0} == 1 ]]; then
         "${job[@]}" --check "${words[@]}" || exit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import platform
@@ -20,11 +19,9 @@ from planning.doctor.nvidia import ask_nvidia_smi
 from scripts.launch_processes import unheld_build_locks
 from training.config import REPO_ROOT
 from training.interface import free_port, own_addresses, port_if_free
-from training.versions import git, package_version
+from training.shared_folder import existing_part
+from training.versions import LIBRARIES, code_fingerprint, git, package_version
 
-PACKAGES = ("torch", "torchvision", "deepspeed", "timm")
-CODE = ("models", "training", "planning", "delivery", "scripts", "deepspeed_configs")
-CODE_SUFFIXES = (".py", ".sh", ".json", ".c")
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -42,7 +39,7 @@ def collect_facts(log_dir: str, port: int, hosts: list[str], with_torch: bool) -
         "host": socket.gethostname(),
         "machine": machine_identity(),
         "python": platform.python_version(),
-        "packages": {name: package_version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in LIBRARIES},
         "commit": git("rev-parse", "HEAD"),
         "code": code_fingerprint(REPO_ROOT),
         "cores": len(os.sched_getaffinity(0)),
@@ -104,18 +101,9 @@ def find_program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
 
 
-def code_fingerprint(root: Path) -> str:
-    """Return a sha256 over names and content of the code that a training runs, changed files included."""
-    digest = hashlib.sha256()
-    for folder in CODE:
-        for path in sorted(path for path in (root / folder).rglob("*") if path.suffix in CODE_SUFFIXES):
-            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
 def log_folder_facts(folder: Path) -> dict[str, Any]:
     """Return where the logs will lie: free bytes, and why nothing can be written there (None: it can)."""
-    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    existing = existing_part(folder)
     problem = None
     try:
         with tempfile.TemporaryFile(dir=existing, prefix=".doctor-") as file:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from planning.doctor.rows import Row, Verdict
 from training.interface import is_loopback
+from training.versions import usual_value
 
 CLOCK_WARNING_SECONDS, CLOCK_WRONG_SECONDS = 1.0, 60.0
 SHORT = 12  # of a hash
@@ -69,7 +69,7 @@ def judge_sameness(
     """
     if not values:
         return []
-    usual = usual_value(values, here)
+    usual = usual_value([*values.values(), *([here] if here is not None else [])], here)
     others = {host: value for host, value in values.items() if value != usual}
     rows = [
         Row(check, "wrong", f"{show(value)}, elsewhere {show(usual)}", cure.format(host=host), host)
@@ -78,12 +78,6 @@ def judge_sameness(
     if here is not None and here != usual:
         rows.append(Row(check, "wrong", f"{show(here)}, elsewhere {show(usual)}", cure.format(host="here"), "here"))
     return rows or [Row(check, "ok", f"{show(usual)} on every host")]
-
-
-def usual_value(values: Mapping[str, Any], here: Any) -> Any:
-    """Return what most machines have, this one included unless it has None; its value decides a tie."""
-    counts = Counter([*values.values(), *([here] if here is not None else [])])
-    return max(counts, key=lambda value: (counts[value], value == here))
 
 
 def versions(facts: Mapping[str, Any]) -> tuple[str, ...]:
@@ -99,7 +93,7 @@ def judge_versions(facts: AllFacts, here: Mapping[str, Any]) -> list[Row]:
     everyone = {**own, "here": versions(here)}
     if not own:
         return []
-    usual = usual_value(own, versions(here))
+    usual = usual_value(list(everyone.values()), versions(here))
     return [_only_differences(row, everyone[row.host], usual) if row.verdict == "wrong" else row for row in rows]
 
 

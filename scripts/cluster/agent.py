@@ -6,6 +6,8 @@ scripts/cluster/launch.py starts it through ssh or srun, whose stdin and stdout 
 nothing connects, so ssh's keys, or Slurm's, decide who is let in. What it is told, each a message with the key "do":
 
     prepare   end what an earlier start left, look around, answer with "ready" or with what is wrong
+    mark      write a file into the log folder, which is removed before the ranks start
+    see       say whether the file that another node has written there is seen here
     start     start the ranks; "ended" follows when no process of them is left
     signal    pass a signal on to the ranks
     end       end the ranks at once
@@ -27,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -37,6 +40,8 @@ from scripts.launch_processes import MARK, Launch, remove_stale_build_locks
 from scripts.supervise import RANK_VARIABLES, guard
 from training.interface import free_port, own_addresses, route_towards
 from training.launch_folder import FOLDER_VARIABLE, LaunchFolder
+from training.shared_folder import leave_mark, sees_mark
+from training.versions import software
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 10.0  # without a sign of life the other end counts as lost; a cable out for 3 seconds costs nothing
@@ -75,6 +80,13 @@ class Agent:
         self._is_closed = False
         self._launch = Launch()
         self._attempt: Attempt | None = None
+        self._mark: Path | None = None  # that we have left in the log folder
+        self._answers: dict[str, tuple[str, Callable[[Message], Message]]] = {
+            "prepare": ("ready", self._prepare),
+            "mark": ("marked", self._leave_mark),
+            "see": ("seen", lambda order: {"is_seen": sees_mark(Path(order["mark"]), order["seconds"])}),
+            "start": ("ended", self._run),
+        }
 
     def serve(self) -> None:
         """Prepare and start as told; return when the launch is gone, or has nothing more to say."""
@@ -82,13 +94,12 @@ class Agent:
             signal.signal(heard, lambda number, _frame: self._received.append(number))
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
+        # It stays until the launch leaves, also after "ended": to end with a message unread would reset the connection,
+        # and the launch might miss the last answer.
         while (order := self._orders.get()) is not None:
-            if order["do"] == "prepare":
-                self._channel.send({"say": "ready", "node": self._node, **self._prepare(order)})
-            elif order["do"] == "start":
-                # It stays until the launch leaves: to end with a message unread would reset the connection, and the
-                # launch might miss this one.
-                self._channel.send({"say": "ended", "node": self._node, **self._run(order)})
+            answer, act = self._answers[order["do"]]
+            self._channel.send({"say": answer, "node": self._node, **act(order)})
+        self._remove_mark()
 
     def _listen(self) -> None:
         for message in self._channel.messages(lambda _: None):
@@ -97,7 +108,7 @@ class Agent:
                 self._received.append(message["number"])
             elif message["do"] == "end" and self._attempt:
                 self._attempt.abandon()
-            elif message["do"] in ("prepare", "start"):
+            elif message["do"] in self._answers:
                 self._orders.put(message)
         self._is_closed = True
         self._leave()
@@ -134,10 +145,25 @@ class Agent:
             "addresses": own_addresses(),
             "port": port,
             "gpus": _count_gpus(),
+            "software": software(),
         }
+
+    def _leave_mark(self, order: Message) -> Message:
+        self._remove_mark()
+        try:
+            self._mark = leave_mark(Path(order["folder"]))
+        except OSError as error:
+            return {"error": f"cannot write in {order['folder']}: {error.strerror}"}
+        return {"mark": str(self._mark)}
+
+    def _remove_mark(self) -> None:
+        if self._mark:
+            self._mark.unlink(missing_ok=True)
+            self._mark = None
 
     def _run(self, order: Message) -> Message:
         """Run the node's launcher and its ranks; return how they ended."""
+        self._remove_mark()
         folder = LaunchFolder(Path(tempfile.mkdtemp(prefix="zerovision-")))
         stop_timeout_s = order["stop_timeout_s"]
         attempt = Attempt(

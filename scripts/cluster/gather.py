@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from scripts.cluster.agreement import HERE, by_reason, differences, unshared
 from scripts.cluster.channel import Message
 from scripts.cluster.nodes import POLL_SECONDS, Node, Nodes, is_passing
 from scripts.cluster.plan import Plan
@@ -64,8 +65,14 @@ def gather(nodes: Nodes, plan: Plan, prepare: Message, received: list[int], *, i
     while not received:
         wait.look()
         if not wait.missing or (plan.usable_nodes(len(wait.ready)) and wait.seconds > patience_s):
-            return _meet(nodes, plan, wait.ready)
-        refused = [host for host, reason in wait.failed.items() if not is_passing(reason)]
+            unfit, cure = _unfit(nodes, plan, wait.ready, is_restart=is_restart)
+            if not unfit:
+                return _meet(nodes, plan, wait.ready)
+            if not is_restart:
+                raise CannotStart(f"{by_reason(unfit)}. {cure}", USER_ERROR_EXIT_CODE)
+            wait.leave_out(unfit)
+            continue
+        refused = [host for host, reason in wait.failed.items() if host in wait.unfit or not is_passing(reason)]
         if wait.is_settled and refused and not is_restart:
             raise CannotStart(wait.reasons(), USER_ERROR_EXIT_CODE)
         too_few = len(refused) > len(plan.hosts) - plan.min_nodes
@@ -85,12 +92,14 @@ class _Wait:
         ready: hosts whose agents have prepared themselves, in the order of the plan.
         missing: the others.
         failed: why, for those of them that will not come by themselves.
+        unfit: those among the failed whose agents answer, and may not take part.
     """
 
     def __init__(self, nodes: Nodes, plan: Plan, prepare: Message) -> None:
         self.ready: list[str] = []
         self.missing: list[str] = plan.hosts
         self.failed: dict[str, str] = {}
+        self.unfit: dict[str, str] = {}
         self._nodes = nodes
         self._plan = plan
         self._prepare = prepare
@@ -118,11 +127,17 @@ class _Wait:
             self._asked.add(host)
             found[host].tell("prepare", **self._prepare)
         lost = {host: reason for host, node in found.items() if (reason := node.lost())}
+        out = {**self.unfit, **lost}
         self.ready = [
-            host for host in self._plan.hosts if host in found and "ready" in found[host].said and host not in lost
+            host for host in self._plan.hosts if host in found and "ready" in found[host].said and host not in out
         ]
         self.missing = [host for host in self._plan.hosts if host not in self.ready]
-        self.failed = self._nodes.failures(self.missing) | lost
+        self.failed = self._nodes.failures(self.missing) | out
+
+    def leave_out(self, unfit: dict[str, str]) -> None:
+        """Do without hosts that answer, until they are connected to again."""
+        print(f"left out: {by_reason(unfit)}", file=sys.stderr, flush=True)
+        self.unfit |= unfit
 
     def retry(self) -> None:
         """Connect again to the hosts that failed some seconds ago."""
@@ -134,6 +149,7 @@ class _Wait:
             self._nodes.connect(due)
             for host in due:
                 del self._retry_at[host]
+                self.unfit.pop(host, None)
 
     def tell_once(self) -> None:
         """Say, after some seconds, who is missing."""
@@ -151,11 +167,31 @@ class _Wait:
         return "; ".join(named)
 
 
-def _meet(nodes: Nodes, plan: Plan, ready: list[str]) -> Meeting:
-    """Check that the nodes can do their part, and find where they meet."""
+def _unfit(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool) -> tuple[dict[str, str], str]:
+    """Return why some of the machines cannot train together, by machine, and what to do about it.
+
+    The machine that launches may have gone on to other code by the time of a restart: then it has no voice, but where
+    the nodes are divided, those are right that are as it was at the launch.
+
+    Raises:
+        CannotStart: where a node cannot do its part at all.
+    """
     said = {host: nodes.found[host].said["ready"] for host in ready}
     if wrong := [f"{host}: {answer['error']}" for host, answer in said.items() if "error" in answer]:
         raise CannotStart("; ".join(wrong), USER_ERROR_EXIT_CODE)
+    software = {host: answer.get("software", {}) for host, answer in said.items()}
+    others = differences(software if is_restart else {**software, HERE: plan.software}, plan.software)
+    if plan.allow_differences:
+        if others:
+            print(f"warning: {by_reason(others)}", file=sys.stderr, flush=True)
+    elif others:
+        return others, "Bring all to the same state (git pull, make setup), or train so with --allow-differences."
+    return unshared(nodes, ready, plan.log_dir), "Give a --log-dir on a disk that all share, or mount it there."
+
+
+def _meet(nodes: Nodes, plan: Plan, ready: list[str]) -> Meeting:
+    """Check that the nodes can do their part, and find where they meet."""
+    said = {host: nodes.found[host].said["ready"] for host in ready}
     count = plan.usable_nodes(len(ready))
     if not count:
         raise CannotStart(f"{len(ready)} nodes cannot share the global batch", NO_NODES_CODE)

@@ -27,8 +27,10 @@ from scripts.cluster.plan import LAUNCHERS, Plan, forwarded_environment
 from scripts.cluster.start import ClusterStart
 from scripts.restarts import Restarts, Started, start_until_done
 from training.command_line import parse_args
+from training.config import REPO_ROOT
 from training.errors import USER_ERROR_EXIT_CODE, UserError
 from training.hostfile import check_host_name
+from training.versions import software
 
 
 def main() -> int:
@@ -70,6 +72,9 @@ def _parse() -> tuple[Plan, argparse.Namespace]:
     parser.add_argument(
         "--start-timeout", type=float, default=300, help="seconds within which enough nodes must answer"
     )
+    parser.add_argument(
+        "--allow-differences", action="store_true", help="train although versions or code differ between machines"
+    )
     parser.add_argument("--forward", default="", help="names of more variables that the ranks need, with commas")
     parser.add_argument("--outcome", default="", help="file for a JSON record of how it ended")
     parser.add_argument("arguments", nargs="*", help="those of train_distributed.py, after --")
@@ -95,6 +100,9 @@ def _parse() -> tuple[Plan, argparse.Namespace]:
         environment=environment,
         stop_timeout_s=given.stop_timeout,
         start_timeout_s=given.start_timeout,
+        log_dir=os.path.abspath(os.path.expanduser(config.log_dir)) if config.log_dir else str(REPO_ROOT / "logs"),
+        software=software(),
+        allow_differences=given.allow_differences,
     )
     return plan, given
 

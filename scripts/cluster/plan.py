@@ -39,6 +39,9 @@ class Plan:
         environment: variables of the ranks beside those of their machine, TORCH_EXTENSIONS_DIR among them.
         stop_timeout_s: seconds the ranks have to save and leave after a signal.
         start_timeout_s: seconds within which enough nodes must answer.
+        log_dir: folder of all logs, which all nodes share.
+        software: of the machine that launches, see `training.versions.software`.
+        allow_differences: whether nodes with other software may take part.
     """
 
     hosts: list[str]
@@ -53,6 +56,9 @@ class Plan:
     environment: dict[str, str]
     stop_timeout_s: float
     start_timeout_s: float
+    log_dir: str
+    software: dict[str, str]
+    allow_differences: bool
 
     def usable_nodes(self, reachable: int) -> int:
         """Return how many of the reachable nodes can share the global batch, 0 where they are too few."""

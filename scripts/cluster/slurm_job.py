@@ -61,6 +61,7 @@ def main() -> int:
         words = ["--remote-shell=srun", f"--hosts={','.join(hosts)}", f"--ranks-per-node={given.ranks_per_node}"]
         words += [f"--port={given.port or port_if_free(job.preferred_port)}", f"--launcher={given.launcher}"]
         words += [f"--max-restarts={given.max_restarts}", f"--stop-timeout={given.stop_timeout}"]
+        words += ["--allow-differences"] * given.allow_differences
         command = [sys.executable, str(LAUNCH), *words, f"--outcome={outcome}", "--", *arguments]
         code, heard = _run(command, received)
         return _finish(job, config, Progress.after(code, outcome), was_told=signal.SIGTERM in heard)
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-restarts", type=int, default=3, help="restarts in a row without a newer checkpoint")
     parser.add_argument("--stop-timeout", type=float, default=300, help="seconds the ranks have to save and stop")
     parser.add_argument("--preflight", action="store_true", help="let the doctor look first, at the job's first start")
+    parser.add_argument("--allow-differences", action="store_true", help="train although the nodes' software differs")
     parser.add_argument("--check", action="store_true", help="only check the arguments")
     parser.add_argument("arguments", nargs="*", help="those of train_distributed.py, after --")
     return parser

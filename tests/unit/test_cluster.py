@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,21 @@ import psutil
 import pytest
 
 from scripts.attempt import HANG_CODE, Ending
+from scripts.cluster.agreement import HERE, by_reason, differences, unshared
 from scripts.cluster.channel import Channel
-from scripts.cluster.nodes import Node, Shell, is_passing
+from scripts.cluster.nodes import Node, Nodes, Shell, is_passing
 from scripts.cluster.plan import LAUNCHERS, Place, Plan, forwarded_environment, node_command
 from scripts.cluster.remote_shell import srun_command, ssh_command
 from scripts.cluster.start import judge
 from scripts.launch_processes import MARK
 from tests.unit.launching import REPO_ROOT, environment, hear_ctrl_c, stub_repo
 from training.interface import address_towards, interface_of, interface_towards, is_loopback, own_addresses
+from training.shared_folder import leave_mark, sees_mark
 
 
 def plan(hosts: int = 4, min_nodes: int = 1, accumulation_steps: int = 1) -> Plan:
     names = [f"node{number}" for number in range(hosts)]
-    return Plan(names, 8, min_nodes, accumulation_steps, 0, "ssh", "direct", [], "/", {}, 300, 300)
+    return Plan(names, 8, min_nodes, accumulation_steps, 0, "ssh", "direct", [], "/", {}, 300, 300, "/logs", {}, False)
 
 
 def test_messages_and_what_is_printed_come_apart() -> None:
@@ -201,13 +204,15 @@ def test_a_node_that_was_ended_is_not_the_cause() -> None:
     assert judge([failed, others], "", False) == Ending(1, "code 1", False)
 
 
-# Stands in for ssh: runs the remote command here, or fails as ssh does for a host named in FAKE_SSH_FAILS.
+# Stands in for ssh: runs the remote command here, or fails as ssh does for a host named in FAKE_SSH_FAILS. On the host
+# two another torch is installed, once the file ODD_SINCE is there.
 FAKE_SSH = """#!/bin/bash
 host=${@: -2:1}
 if [[ " ${FAKE_SSH_FAILS:-} " == *" $host "* ]]; then
     echo "ssh: connect to host $host port 22: ${FAKE_SSH_REASON}" >&2
     exit 255
 fi
+[[ $host != two || ! -e ${ODD_SINCE:-} ]] || export PYTHONPATH=$ODD_PATH
 exec bash -c "${@: -1}"
 """
 # Stands in for srun: runs the command here.
@@ -219,10 +224,11 @@ exec "$@"
 """
 FAKES = {"ssh": FAKE_SSH, "srun": FAKE_SRUN}
 STUB_COMMAND_LINE = """
+import os
 from types import SimpleNamespace
 
 def parse_args(words):
-    return SimpleNamespace(gradient_accumulation_steps=1), False
+    return SimpleNamespace(gradient_accumulation_steps=1, log_dir=os.environ["STUB_FOLDER"]), False
 """
 
 
@@ -233,7 +239,8 @@ class StubLaunch:
         self.folder = folder / "stub"
         self.folder.mkdir()
         root = stub_repo(folder)
-        shutil.copy(REPO_ROOT / "training/hostfile.py", root / "training")
+        for name in ("hostfile.py", "shared_folder.py", "versions.py"):
+            shutil.copy(REPO_ROOT / "training" / name, root / "training")
         (root / "training/config.py").write_text(
             "from pathlib import Path\nREPO_ROOT = Path(__file__).resolve().parents[1]\n"
         )
@@ -289,6 +296,7 @@ def test_ranks_of_two_nodes_finish(tmp_path: Path, remote_shell: str) -> None:
     assert "2 nodes x 1" in errors
     assert launch.wait_for_rank(0)["port"] == launch.wait_for_rank(1)["port"]
     assert launch.record() == {"code": 0, "reason": "", "position": -1, "run_name": "run-7"}
+    assert not list(launch.folder.glob(".*"))  # the mark that the others looked for is gone
 
 
 @pytest.mark.parametrize("fault", ["7", "kill", "stop"])
@@ -349,6 +357,99 @@ def test_too_few_nodes_end_the_launch(tmp_path: Path) -> None:
     assert "1 of 2 nodes reached" in errors
     assert "two: Connection refused" in errors
     assert launch.record()["code"] == 69
+
+
+def odd_torch(folder: Path) -> str:
+    """Return a folder that makes another version of torch known to a Python that searches it."""
+    metadata = folder / "odd" / "torch-0.0.1.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.0.1\n")
+    return str(metadata.parent)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_another_version_on_one_node_is_refused_before_the_start(tmp_path: Path, allowed: bool) -> None:
+    odd = {"ODD_PATH": odd_torch(tmp_path), "ODD_SINCE": str(tmp_path)}
+    own = ("--forward", "STUB_FOLDER", *["--allow-differences"] * allowed)
+    launch = StubLaunch(tmp_path, "--fault", "finish", own=own, **odd)
+    code, errors = launch.end()
+    assert f"two: torch 0.0.1 (elsewhere {version('torch')})" in errors
+    assert code == (0 if allowed else 2), errors
+    assert (launch.folder / "rank0-0.json").exists() == allowed
+    if not allowed:
+        assert len(errors.splitlines()) == 1
+        assert "--allow-differences" in errors
+
+
+def test_a_node_that_comes_back_with_another_version_is_left_out(tmp_path: Path) -> None:
+    odd = {"ODD_PATH": odd_torch(tmp_path), "ODD_SINCE": str(tmp_path / "stub/rank1-0.json")}
+    launch = StubLaunch(tmp_path, "--fault", "7", own=("--forward", "STUB_FOLDER"), **odd)
+    code, errors = launch.end()
+    assert code == 69, errors
+    assert f"left out: two: torch 0.0.1 (elsewhere {version('torch')})" in errors
+    assert not (launch.folder / "rank0-1.json").exists()
+
+
+def test_what_most_machines_have_is_usual_and_the_launch_decides_a_tie() -> None:
+    new, old = {"torch": "2.15.0", "code": "a" * 64}, {"torch": "2.14.0", "code": "a" * 64}
+    assert differences({"a": new, "b": new}, old) == {}
+    assert differences({"a": new, "b": old}, new) == {"b": "torch 2.14.0 (elsewhere 2.15.0)"}
+    assert differences({"a": new, "b": old}, old) == {"a": "torch 2.15.0 (elsewhere 2.14.0)"}
+    assert differences({"a": new, "b": new, HERE: old}, old) == {HERE: "torch 2.14.0 (elsewhere 2.15.0)"}
+    other_code = new | {"code": "b" * 64}
+    assert differences({"a": new, "b": new, "c": other_code}, other_code) == {
+        "c": "code bbbbbbbbbbbb (elsewhere aaaaaaaaaaaa)"
+    }
+    assert by_reason({"a": "x", "b": "y", "c": "x"}) == "a, c: x; b: y"
+
+
+class FolderNode:
+    """Answers questions about a log folder as an agent does, whose log folder is `own` in truth."""
+
+    def __init__(self, folder: Path, own: Path) -> None:
+        self.said: dict[str, Any] = {}
+        self._folder, self._own = folder, own
+
+    def lost(self) -> str:
+        return ""
+
+    def tell(self, what: str, **given: Any) -> None:
+        if what == "mark":
+            mark = leave_mark(self._own)
+            self.said["marked"] = {"mark": str(self._folder / mark.name)}
+        else:
+            self.said["seen"] = {"is_seen": sees_mark(self._own / Path(given["mark"]).name, 0.0)}
+
+
+@pytest.mark.parametrize(
+    ("disks", "odd", "unseen_on"),
+    [
+        ("xxx", "", ""),
+        ("x", "", ""),
+        ("xxy", "c", "c"),
+        ("xyy", "a", "b, c"),  # the first is the odd one
+        ("xy", "ab", "b"),  # of two neither can be trusted
+    ],
+)
+def test_hosts_that_do_not_share_the_log_folder_are_named(tmp_path: Path, disks: str, odd: str, unseen_on: str) -> None:
+    for disk in disks:
+        (tmp_path / disk).mkdir(exist_ok=True)
+    hosts = list("abc"[: len(disks)])
+    nodes = Nodes("ssh")
+    nodes.found = {host: FolderNode(tmp_path, tmp_path / disk) for host, disk in zip(hosts, disks, strict=True)}  # type: ignore[misc]
+    found = unshared(nodes, hosts, str(tmp_path))
+    assert sorted(found) == sorted(odd)
+    assert set(found.values()) <= {f"what a writes in {tmp_path} does not appear on {unseen_on}"}
+
+
+def test_a_mark_that_appears_late_is_seen(tmp_path: Path) -> None:
+    """Also in a folder that is not there yet; what is written lies in the nearest one that is."""
+    mark = tmp_path / "logs" / "mark"
+    assert not sees_mark(mark, 0.0)
+    mark.parent.mkdir()
+    threading.Timer(0.3, mark.touch).start()
+    assert sees_mark(mark, 10.0)
+    assert leave_mark(tmp_path / "absent" / "logs").parent == tmp_path
 
 
 def test_a_host_that_lets_nobody_in_is_the_users_to_mend(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ LAUNCHER_WORDS = {
 }
 VERBS = ("evaluate", "predict", "report", "export")
 # With how many words they take.
-LAUNCHER_FLAGS = {"--master_port": 2, "--max-restarts": 2, "--min-nodes": 2, "--hostfile": 2, "--preflight": 1}
+LAUNCHER_FLAGS = {"--master_port": 2, "--max-restarts": 2, "--min-nodes": 2, "--hostfile": 2}
+LAUNCHER_FLAGS |= {"--allow-differences": 1, "--preflight": 1}
 FLAGS_LEFT_OUT = {"--config": 2, **LAUNCHER_FLAGS}  # not judged: the first names a file of the reader's
 ENTRY_FLAGS = {*FLAG_OF.values(), "--config", "--check-config", "--help"}
 
