@@ -7,16 +7,24 @@ imports neither torch nor deepspeed.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import jsonargparse
 import yaml
+from yaml.composer import ComposerError
 
 from training.config import FIELDS, FLAG_OF, TrainConfig, check_config, expected, field_types
-from training.errors import UserError, nearest
+from training.errors import UserError, nearest, one_line, shown
+
+LARGEST_FILE = 64 * 2**10  # bytes of a configuration file; one with every flag has 3,000
+PLAIN_LINES = "expected lines such as 'batch-size: 16', each with one value"
 
 
 def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
@@ -45,19 +53,19 @@ def read_config_file(path: Path) -> dict[str, Any]:
         UserError: where the file is missing or malformed, or a key is unknown or its value wrong.
     """
     where = f"--config {path}"
-    content = _load_yaml(path, where)
+    content = _load_file(path, where)
     label_of = {name: f"{where}: {flag[2:]}" for name, flag in FLAG_OF.items()}
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in FIELDS:
             hint = nearest(str(key), [flag[2:] for flag in FLAG_OF.values()])
-            raise UserError(f"{where}: unknown key '{key}'.{hint} `--help` lists all.")
+            raise UserError(f"{where}: unknown key '{one_line(key, 60)}'.{hint} `--help` lists all.")
         if name in values:
             raise UserError(f"{where}: key '{key}' is given twice.")
         annotation = field_types()[name]
-        if annotation is bool and not isinstance(value, bool):
-            raise UserError(f"{label_of[name]} {value!r}: expected true or false.")
+        if not _is_plain(value) or (annotation is bool and not isinstance(value, bool)):
+            raise UserError(f"{label_of[name]} {shown(value)}: expected {expected(FIELDS[name])}.")
         # YAML reads `workers: 2` as a number, where text is meant.
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         values[name] = str(value) if annotation is str and is_number else value
@@ -122,12 +130,12 @@ def _user_error(error: argparse.ArgumentError, label_of: Mapping[str, str], give
     if key and key[1] in FIELDS:
         name, value = key[1], str(given.get(key[1], ""))
         hint = nearest(value, [word for word in get_args(field_types()[name]) if isinstance(word, str)])
-        return UserError(f"{label_of[name]} {value!r}: expected {expected(FIELDS[name])}.{hint}")
+        return UserError(f"{label_of[name]} {shown(value)}: expected {expected(FIELDS[name])}.{hint}")
     flag = re.match(r"argument (--[\w-]+)", message)
     name = flag[1][2:].replace("-", "_") if flag else ""
     if name in FIELDS:
         word = given.get(name)
-        return UserError(f"{label_of[name]}{f' {word!r}' if word else ''}: expected {expected(FIELDS[name])}.")
+        return UserError(f"{label_of[name]}{f' {shown(word)}' if word else ''}: expected {expected(FIELDS[name])}.")
     unknown = re.search(r"unrecognized arguments: (.*)", message, re.DOTALL)
     if unknown:
         word = unknown[1].split("=")[0].split(" ")[0]
@@ -136,15 +144,71 @@ def _user_error(error: argparse.ArgumentError, label_of: Mapping[str, str], give
     return UserError(" ".join(message.split()))
 
 
-def _load_yaml(path: Path, where: str) -> dict[Any, Any]:
+def _load_file(path: Path, where: str) -> dict[Any, Any]:
+    """Read a JSON or YAML file that may hold anything: it is read whole, at once, or refused in one line."""
+    text = _read_text(path, where)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{where}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
+        content = _parse_json_or_yaml(text)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
         line = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{where}{line}: not valid YAML ({getattr(error, 'problem', None) or error}).") from None
+        raise UserError(
+            f"{where}{line}: {PLAIN_LINES if problem == PLAIN_LINES else f'not valid YAML ({one_line(problem)})'}."
+        ) from None
+    except RecursionError:
+        raise UserError(f"{where}: values are nested too deeply; {PLAIN_LINES}.") from None
+    except Exception as error:  # what YAML makes numbers, dates and bytes of raises nearly anything
+        raise UserError(f"{where}: a value cannot be read ({one_line(error)}).") from None
     if not isinstance(content, dict):
-        raise UserError(f"{where}: expected lines such as 'batch-size: 16'.")
+        raise UserError(f"{where}: {PLAIN_LINES}.")
     return content
+
+
+def _read_text(path: Path, where: str) -> str:
+    try:
+        # Asked first: a named pipe would keep its reader waiting.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UserError(f"{where}: is no regular file.")
+        with path.open("rb") as stream:
+            content = stream.read(LARGEST_FILE + 1)
+        if len(content) > LARGEST_FILE:
+            raise UserError(f"{where}: is larger than {LARGEST_FILE >> 10} KiB, so no file of flags.")
+        return content.decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{where}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
+
+
+def _parse_json_or_yaml(text: str) -> Any:
+    """Parse a configuration; what JSON can read is JSON, whose pairs of surrogates YAML takes for two characters."""
+    if text.lstrip().startswith("{"):
+        with contextlib.suppress(ValueError):
+            return json.loads(text)
+    return yaml.load(text, _PlainLoader)  # a safe loader
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Reads one mapping to plain values; what lies deeper, and aliases, can grow without end while they are read."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Refuse whatever is no scalar, below the top."""
+        event = self.peek_event()
+        if parent is not None and not isinstance(event, yaml.ScalarEvent):
+            raise ComposerError(None, None, PLAIN_LINES, event.start_mark)
+        return super().compose_node(parent, index)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be one of a flag: a number, text that may be a path, true, false, or nothing."""
+    if isinstance(value, str):
+        return "\0" not in value and _is_encodable(value)
+    if isinstance(value, int):
+        return abs(value) < 2**63
+    return value is None or isinstance(value, float)
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True

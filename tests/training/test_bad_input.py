@@ -54,7 +54,7 @@ def test_command_line(flags, words):
         ("batch-siz: 8", ["'batch-siz'", "Did you mean 'batch-size'"]),
         ("batch-size: 0", ["batch-size 0", "from 1"]),
         ("batch-size: many", ["batch-size 'many'"]),
-        ("batch-size: [1", ["not valid YAML", "line 1"]),
+        ('batch-size: "1', ["not valid YAML", "line 1"]),
         ("batch-size:", ["has no value"]),
         ("batch-size: 8\nbatch_size: 9", ["given twice"]),
         ("- 8", ["expected lines such as"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 import time
@@ -85,6 +86,79 @@ def test_a_wrong_value_in_a_file_names_the_file(tmp_path):
     file.write_text("epochs: 0\n")
     with pytest.raises(UserError, match=rf"{file}: epochs 0: expected a whole number from 1"):
         read_config_file(file)
+
+
+@pytest.mark.parametrize(
+    "data", ["Fotos 📷", "a\tb", 'quote " and \\', "\N{NO-BREAK SPACE}é", os.fsdecode(b"latin-1 \xe9"), "- no: list"]
+)
+def test_a_data_path_of_any_characters_comes_back(tmp_path, data):
+    config = dataclasses.replace(TrainConfig(), data=data)
+    save_config(config, tmp_path / "config.json")
+    assert parse_args(["--config", str(tmp_path / "config.json")])[0] == config
+
+
+# Each is a line of YAML, and a word of what is said of it; the file is refused whole, at once, and with one line.
+STRANGE_CONFIGS = {
+    "brackets": ("[" * 50_000, "'batch-size: 16'"),
+    "braces": ("{" * 50_000, "'batch-size: 16'"),
+    "a deep value": ("data: " + "[" * 20_000 + "]" * 20_000, "line 1: "),
+    "a nested list": ("epochs: [[1, 2], [3]]", "line 1: "),
+    "a nested mapping": ("epochs: {a: {b: 1}}", "line 1: "),
+    "lists as deep as Python goes": ('{"data": ' + "[" * 900 + "]" * 900 + "}", "data"),
+    "lists deeper than Python goes": ('{"data": ' + "[" * 30_000 + "]" * 30_000 + "}", "nested"),
+    "a list as a key": ("? [a, b]\n: 1", "line 1: "),
+    "an alias": ("data: &a x\naugmentation: *a", "line 2: "),
+    "merges that double": (
+        "\n".join(["a0: &a0 {k: v}", *(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}" for i in range(1, 40))]),
+        "line 1: ",
+    ),
+    "a number of many digits": ("epochs: " + "9" * 10_000, "cannot be read (Exceeds the limit"),
+    "the same in JSON": ('{"epochs": ' + "9" * 10_000 + "}", "cannot be read (Exceeds the limit"),
+    "a number of many hexadecimal digits": (
+        "epochs: 0x" + "f" * 10_000,
+        "epochs a huge number: expected a whole number",
+    ),
+    "a number of 4000 digits": ("epochs: " + "9" * 4_000, "9999: expected a whole number"),
+    "sexagesimal": ("epochs: " + "1:" * 5_000 + "1", "epochs"),
+    "a float without end": ("learning-rate: 1e999", "learning-rate inf: expected a number"),
+    "a date": ("epochs: 2001-01-01", "expected a whole number"),
+    "no date": ("epochs: 2001-99-99", "month"),
+    "bytes": ("data: !!binary aGVsbG8=", "data b'hello': expected text"),
+    "an object": ("data: !!python/object/apply:os.system ['touch executed']", "line 1: "),
+    "a zero byte": ("data: a\0b", "special characters are not allowed"),
+    "a zero byte in JSON": ('{"data": "a\\u0000b"}', "data 'a\\x00b': expected text"),
+    "half a character": ('{"data": "a\\ud83d"}', "data 'a\\ud83d': expected text"),
+    "half a character in YAML": (r'data: "a\ud83d"', "data 'a\\ud83d': expected text"),
+    "a long key": ("x" * 900 + ": 1", "unknown key"),
+    "a key that moves the cursor": (r'"\e[2J": 1', "unknown key"),
+    "a long value": ("epochs: " + "x" * 5_000, "epochs"),
+    "JSON cut off": ('{"epochs": 3', "not valid YAML ("),
+    "a list": ("- epochs", "'batch-size: 16'"),
+    "more than any configuration": ("# " + "x" * 2**17, "larger than"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE_CONFIGS)
+def test_strange_configuration_files_get_one_line(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    text, said = STRANGE_CONFIGS[name]
+    Path("run.conf").write_text(text)
+    with pytest.raises(UserError) as caught:
+        parse_args(["--config", "run.conf"])
+    line = str(caught.value)
+    assert line.startswith("--config run.conf")
+    assert said in line
+    assert line.isprintable()
+    assert len(line) < 400
+    assert os.listdir() == ["run.conf"]
+
+
+@pytest.mark.timeout(20)  # a reader that waits for a pipe fails instead of hanging
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_only_regular_files_are_read_as_a_configuration(tmp_path, make):
+    make(tmp_path / "run.yaml")
+    with pytest.raises(UserError, match=r"run\.yaml: is no regular file"):
+        read_config_file(tmp_path / "run.yaml")
 
 
 def test_help_names_every_flag_with_default_and_is_quick():

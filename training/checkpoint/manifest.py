@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from training.durable import sync_to_disk
+from training.errors import one_line
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "zerovision checkpoint 1"
@@ -134,12 +135,6 @@ def file_size(path: Path) -> int:
     if not stat.S_ISREG(facts.st_mode):
         raise DamagedCheckpoint(f"{path.name} is not a regular file")
     return facts.st_size
-
-
-def one_line(error: object, most: int = 200) -> str:
-    """Return a message without line breaks and control characters, and not longer than a line or two."""
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(str(error).split()))
-    return text if len(text) <= most else text[:most] + "..."
 
 
 def _parse(content: dict[str, Any]) -> Manifest:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import reprlib
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
-from training.checkpoint.manifest import MOST_SHARDS, DamagedCheckpoint, Manifest, Progress, one_line
+from training.checkpoint.manifest import MOST_SHARDS, DamagedCheckpoint, Manifest, Progress
 from training.checkpoint.shards import CheckpointReader
 from training.checkpoint.store import FoundCheckpoint
 from training.config import FIELDS, FLAG_OF, FREE_ON_RESUME, TrainConfig
 from training.distributed import World
 from training.engine import Engine
-from training.errors import UserError
+from training.errors import UserError, one_line, shown
 from training.metrics import ScoreSums
 
 
@@ -30,7 +29,7 @@ def hold_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world:
         return config
     global_batch = found.manifest.identity.get("global batch")
     if type(global_batch) is not int or not 0 < global_batch < 2**63:
-        raise UserError(f"checkpoint {found.path}: its global batch {_shown(global_batch)} is no whole number.")
+        raise UserError(f"checkpoint {found.path}: its global batch {shown(global_batch)} is no whole number.")
     per_step = config.batch_size * world.size
     if global_batch % per_step == 0:
         accumulation_steps, most = global_batch // per_step, FIELDS["gradient_accumulation_steps"].metadata["high"]
@@ -69,8 +68,8 @@ def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, A
     for key, value in identity.items():
         saved = manifest.identity.get(key)
         if saved != value:
-            shown = one_line(_difference(saved, value), 400)
-            raise UserError(f"checkpoint {found.path} was made with another {key}: {shown}.")
+            difference = one_line(_difference(saved, value), 400)
+            raise UserError(f"checkpoint {found.path} was made with another {key}: {difference}.")
     for name, field in FIELDS.items():
         if name in FREE_ON_RESUME:
             continue
@@ -78,7 +77,7 @@ def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, A
         saved, given = manifest.config.get(name, field.default), getattr(config, name)
         if saved != given:
             raise UserError(
-                f"checkpoint {found.path} was made with {FLAG_OF[name]} {_shown(saved)}, this run has {_shown(given)}: "
+                f"checkpoint {found.path} was made with {FLAG_OF[name]} {shown(saved)}, this run has {shown(given)}: "
                 "give the same to go on, or start a new run with --weights."
             )
     progress = manifest.progress
@@ -148,20 +147,13 @@ def _difference(saved: Any, given: Any) -> str:
     if isinstance(saved, dict) and isinstance(given, dict):
         for key in sorted({*saved, *given}, key=str):
             if saved.get(key) != given.get(key):
-                return f"{key} {_shown(saved.get(key))}, this run has {_shown(given.get(key))}"
+                return f"{key} {shown(saved.get(key))}, this run has {shown(given.get(key))}"
     if isinstance(saved, list) and isinstance(given, list):
         if len(saved) != len(given):
             return f"{len(saved)} entries, this run has {len(given)}"
         number = next(number for number, pair in enumerate(zip(saved, given, strict=True)) if pair[0] != pair[1])
-        return f"entry {number} is {_shown(saved[number])}, this run has {_shown(given[number])}"
-    return f"{_shown(saved)}, this run has {_shown(given)}"
-
-
-def _shown(value: Any) -> str:
-    """Show a value that may be huge, or nested without end."""
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = 100
-    return one_line(short.repr(value))
+        return f"entry {number} is {shown(saved[number])}, this run has {shown(given[number])}"
+    return f"{shown(saved)}, this run has {shown(given)}"
 
 
 def _divisors(number: int, most: int) -> list[int]:

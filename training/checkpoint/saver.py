@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from training.checkpoint.manifest import Manifest, Progress, ShardFacts, one_line, shard_name
+from training.checkpoint.manifest import Manifest, Progress, ShardFacts, shard_name
 from training.checkpoint.retries import GIVE_UP_SECONDS_OF_STOP, FailedSaves
 from training.checkpoint.shards import Snapshot, write_shard
 from training.checkpoint.store import checkpoint_name, commit, discard, temporary_folder
 from training.distributed import World, gather_objects
 from training.engine import Engine
-from training.errors import CANNOT_SAVE_EXIT_CODE, RunEnded
+from training.errors import CANNOT_SAVE_EXIT_CODE, RunEnded, one_line
 from training.launch_folder import RankReport
 from training.loggers import Loggers
 

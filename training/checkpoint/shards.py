@@ -20,9 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from models.weights_file import METADATA_KEY
-from training.checkpoint.manifest import DamagedCheckpoint, Manifest, ShardFacts, file_size, one_line, shard_name
+from training.checkpoint.manifest import DamagedCheckpoint, Manifest, ShardFacts, file_size, shard_name
 from training.durable import sync_to_disk
 from training.engine import Engine, Piece
+from training.errors import one_line
 
 BUFFER_PREFIX = "buffer/"
 EPOCH_SUMS = "epoch_sums"
