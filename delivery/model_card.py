@@ -50,11 +50,12 @@ def write_model_card(run: Path) -> Path | None:
     lines = [
         *("---", _front_matter(run.name, config, metadata, scores), "---", MARK, ""),
         *_introduction(run.name, config, metadata),
+        *_divergence(_last_line(run, "epoch")),
         *_usage(metadata),
         *_data(config, metadata, environment, scores),
         *_metrics(scores, metadata),
         *_recipe(config, environment),
-        *_hardware(environment, _end_of(run)),
+        *_hardware(environment, _last_line(run, "end")),
         "## Limits and licence",
         "",
         "To be filled in: what the model is meant for and what it must not be used for; the licence of the data, and "
@@ -108,6 +109,16 @@ def _introduction(name: str, config: TrainConfig, metadata: Mapping[str, Any]) -
         "",
         f"An image classifier: {network}{members}, for {len(metadata['class_names'])} classes and images of "
         f"{description['image_size']} pixels, trained with zerovision on {_code(config.data)}.",
+        "",
+    ]
+
+
+def _divergence(last_epoch: Mapping[str, Any]) -> list[str]:
+    if not last_epoch.get("diverged"):
+        return []
+    return [
+        f"**The training diverged**: after its last epoch ({last_epoch['epoch']}) "
+        f"{_plain(str(last_epoch['diverged']))}. These weights are of an epoch before.",
         "",
     ]
 
@@ -212,12 +223,12 @@ def _hardware(environment: Mapping[str, Any], end: Mapping[str, Any]) -> list[st
     ]
 
 
-def _end_of(run: Path) -> dict[str, Any]:
-    """Return the line of metrics.jsonl that the end of the run wrote, {} where there is none."""
+def _last_line(run: Path, kind: str) -> dict[str, Any]:
+    """Return the last line of a kind in metrics.jsonl, {} if there is none."""
     path = run / METRICS
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    ends = [line for line in lines if line.startswith('{"kind": "end"')]
-    return json.loads(ends[-1]) if ends else {}
+    found = [line for line in lines if line.startswith(f'{{"kind": "{kind}"')]
+    return json.loads(found[-1]) if found else {}
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

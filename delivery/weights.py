@@ -21,7 +21,7 @@ from torch import nn
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from models import rebuild_model
-from models.weights_file import METADATA_KEY, read_facts
+from models.weights_file import METADATA_KEY, check_finite, read_facts
 from training.data.images import to_rgb
 from training.data.transforms import evaluation_transform
 from training.durable import replacing, sync_to_disk
@@ -99,12 +99,14 @@ def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]
         The network (images `[B, 3, H, W]` to logits `[B, classes]`) and the metadata of `read_metadata`.
 
     Raises:
-        UserError: for a file that is missing, broken or contradicts itself.
+        UserError: for a file that is missing, broken or contradicts itself, or holds NaN or infinity.
     """
     metadata = read_metadata(path)
     module = rebuild_model(metadata["description"])
+    tensors = load_file(path)
+    check_finite(path, tensors)
     try:
-        module.load_state_dict(load_file(path))
+        module.load_state_dict(tensors)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"weights file '{path}' does not fit its own description: {reason}") from error

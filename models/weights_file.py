@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def load_weights_file(module: nn.Module, path: str, *, model_type: str, heads: I
         Messages for the log, one line each.
 
     Raises:
-        UserError: for a missing, broken or unsafe file, one of another model, or one that contradicts itself.
+        UserError: for a missing, broken or unsafe file, one of another model, one that contradicts itself, or one
+            with NaN or infinity.
     """
     tensors, facts = read_weights_file(path)
     expected = module.state_dict()
@@ -46,12 +48,30 @@ def load_weights_file(module: nn.Module, path: str, *, model_type: str, heads: I
     replaced = sorted((found, wanted) for wanted, found in counts if found != wanted)
     left_out = {key for key in head_keys if key in tensors and _other_class_count(expected[key], tensors[key])}
     _check_same_network(path, model_type, expected, tensors, left_out)
+    check_finite(path, tensors)
     module.load_state_dict({**expected, **{key: tensors[key] for key in expected.keys() - left_out}})
     notes = [f"weights loaded from {path}"]
     if replaced:
         found, wanted = replaced[0]
         notes.append(f"head replaced: {found} -> {wanted} classes, it starts from random weights")
     return notes
+
+
+def check_finite(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse weights with which every answer is NaN, or might be; reads every value.
+
+    Raises:
+        UserError: naming the first tensor that holds NaN or infinity.
+    """
+    if name := not_finite(tensors):
+        raise UserError(
+            f"weights file '{path}' holds NaN or infinity in {name!r}: the training that wrote it had diverged"
+        )
+
+
+def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Return the name of the first tensor that holds NaN or infinity, None if there is none."""
+    return next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
 
 
 def read_facts(reader: safe_open) -> dict[str, Any]:

@@ -46,6 +46,7 @@ Exit codes:
     2                 a mistake in what was given; one line says which
     65                the loss or the gradients were not finite, too many steps in a row
     74                no checkpoint could be written for 10 minutes
+    78                training is done, and has diverged: its last epoch's losses are far beyond guessing or not finite
     130, 138, 143     stopped by Ctrl-C, SIGUSR1, SIGTERM; --resume goes on
   and when the restarts are used up, that of the last failure:
     124               a rank hung

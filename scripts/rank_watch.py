@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import psutil
 
 from scripts.launch_processes import POLL_SECONDS, Launch, code_of_zombie, is_alive, send
-from training.errors import CANNOT_SAVE_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE
+from training.errors import CANNOT_SAVE_EXIT_CODE, DIVERGED_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE
 from training.launch_folder import ENDED, Beat, LaunchFolder
 
 SEARCH_SECONDS = 0.5  # between two looks at all processes of the machine, until every rank has been found
@@ -25,7 +25,7 @@ INNERMOST_LINES = 7
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 STOP_CODES = frozenset(128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))
 # The ranks agree on these among themselves: where one ends so, the others need no help.
-AGREED_CODES = STOP_CODES | {TOO_MANY_BAD_STEPS_EXIT_CODE, CANNOT_SAVE_EXIT_CODE}
+AGREED_CODES = STOP_CODES | {TOO_MANY_BAD_STEPS_EXIT_CODE, CANNOT_SAVE_EXIT_CODE, DIVERGED_EXIT_CODE}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import signal
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from delivery.best_weights import epoch_of
 from training.checkpoint.manifest import Progress
 from training.data.images import ImageError
 from training.distributed import gather_objects
@@ -58,17 +59,31 @@ def announce_end(parts: Parts, progress: Progress, stop_signal: int, point: RunP
         else:
             done = f"in epoch {progress.epoch + 1} after {progress.step} steps"
             say(f"stopped by {name} {done}, checkpoint saved; go on with {again}")
-    if progress.best_epoch:
-        say(
-            f"top-1 {progress.best_top1:.4f} on {len(parts.data.val)} held-out images "
-            f"(best epoch: {progress.best_epoch}; its weights are saved)"
-        )
-        say(f"weights      {shown_path(parts.folder.weights)}")
+    if parts.world.is_main:
+        for line in _result(parts, progress):
+            say(line)
     if point.images_per_second:
         parts.loggers.end(point)
     say(f"run folder   {shown_path(parts.folder.path)}")
     say(f"TensorBoard  tensorboard --logdir {shown_path(parts.folder.tensorboard.parent)}")
     say(f"log          {shown_path(parts.folder.text_log)}")
+
+
+def _result(parts: Parts, progress: Progress) -> list[str]:
+    """Return what came out: that the training has diverged, the best epoch, and its weights if they are there."""
+    lines = []
+    if progress.diverged_epochs_in_row:
+        first = progress.epoch - progress.diverged_epochs_in_row + 1
+        lines.append(
+            f"the training has diverged in epoch {first}: start a new run with a lower --learning-rate, and with "
+            "--gradient-clipping 1 if it was changed"
+        )
+    if not progress.best_epoch:
+        return [*lines, "no weights are saved: no epoch was sound"] if lines else []
+    top1 = f"top-1 {progress.best_top1:.4f} on {len(parts.data.val)} held-out images (best epoch: {progress.best_epoch}"
+    if epoch_of(parts.folder.weights) == progress.best_epoch:
+        return [*lines, f"{top1}; its weights are saved)", f"weights      {shown_path(parts.folder.weights)}"]
+    return [*lines, f"{top1}; its weights are not in this run's folder)"]
 
 
 def _warnings(parts: Parts) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 USER_ERROR_EXIT_CODE = 2
 TOO_MANY_BAD_STEPS_EXIT_CODE = 65  # EX_DATAERR of sysexits.h: --max-bad-steps in a row had no finite gradient
+DIVERGED_EXIT_CODE = 78  # EX_CONFIG of sysexits.h: the run went its way, and its last epoch had diverged
 CANNOT_SAVE_EXIT_CODE = 74  # EX_IOERR of sysexits.h: saves have failed for too long
 SECONDS_FOR_RANK_0_TO_SPEAK = 2.0
 

@@ -10,9 +10,11 @@ from collections.abc import Callable
 
 import torch
 
+from delivery.best_weights import bring_along
 from delivery.evaluation import describe_scores
 from delivery.evaluation_files import write_scores
 from delivery.weights import save_weights
+from models.weights_file import not_finite
 from training.announce import announce_end, announce_start
 from training.bad_steps import StepGuard
 from training.batchnorm import average_buffers
@@ -20,9 +22,11 @@ from training.checkpoint.manifest import Progress
 from training.checkpoint.resume import fill_engine
 from training.checkpoint.saver import Saver, SaveSettings
 from training.config import TrainConfig
-from training.distributed import agreed, start_world, stop_world
+from training.distributed import agreed, error_on_any_rank, start_world, stop_world
+from training.divergence import find_divergence
 from training.engine import gather_weights
 from training.errors import (
+    DIVERGED_EXIT_CODE,
     SECONDS_FOR_RANK_0_TO_SPEAK,
     USER_ERROR_EXIT_CODE,
     AgreedError,
@@ -47,7 +51,7 @@ def run(config: TrainConfig, start: RunStart = FIRST_START) -> int:
 
     Returns:
         The process's exit code: 0 after the last epoch, 130, 138 or 143 after SIGINT, SIGUSR1 or SIGTERM, 2 for a
-        user's mistake, 65 and 74 as `training.errors` says, 1 for anything else.
+        user's mistake, 65, 74 and 78 as `training.errors` says, 1 for anything else.
     """
     start.report.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
     stop = StopRequest()
@@ -114,7 +118,9 @@ def train(parts: Parts, stop: StopRequest, start: RunStart = FIRST_START) -> int
     announce_end(parts, progress, stop_signal, run_point(position, images, timing, parts.world))
     if parts.world.is_main:  # launchers send SIGTERM once another rank has left, which `stop` still takes in
         _leave_files(parts, has_finished=not stop_signal)
-    return exit_code_of(stop_signal) if stop_signal else 0
+    if stop_signal:
+        return exit_code_of(stop_signal)
+    return DIVERGED_EXIT_CODE if progress.diverged_epochs_in_row else 0
 
 
 def _give_up(parts: Parts, error: RunEnded) -> None:
@@ -129,7 +135,8 @@ def _leave_files(parts: Parts, *, has_finished: bool) -> None:
     from delivery.finish import leave_files  # what makes pages and cards is no part of a start
 
     read_image = parts.data.val.source.read
-    for line in leave_files(parts.folder, read_image, with_card=has_finished, with_report=parts.config.report):
+    with_card = has_finished and parts.folder.weights.is_file()  # a run without a sound epoch has none
+    for line in leave_files(parts.folder, read_image, with_card=with_card, with_report=parts.config.report):
         parts.loggers.message(line)
 
 
@@ -176,21 +183,32 @@ def _after_evaluation(
 ) -> Progress:
     """Log an epoch, save its checkpoint and, where it is the best so far, its weights; a collective."""
     before = result.progress
-    is_best = scores.top1 > before.best_top1
-    epoch = before.epoch + 1
+    epoch, step = before.epoch + 1, (before.epoch + 1) * parts.settings.plan.steps_per_epoch
+    train_scores = sums.reduce(parts.world)
+    sums.reset()
+    diverged = find_divergence(train_scores.loss, scores.loss, parts.settings.num_classes)
+    write_best = None
+    if diverged is None and scores.top1 > before.best_top1:
+        with clock.saving:
+            weights = gather_weights(parts.engine, parts.world)
+            broken = error_on_any_rank(not_finite(weights), parts.world)
+        if broken is None:
+            write_best = _best_weights(parts, weights, epoch, scores)
+        else:
+            diverged = f"the weights hold NaN or infinity, first in {broken}"
+    is_best = write_best is not None
     progress = dataclasses.replace(
         before,
         epoch=epoch,
         step=0,
-        best_top1=max(scores.top1, before.best_top1),
+        best_top1=scores.top1 if is_best else before.best_top1,
         best_epoch=epoch if is_best else before.best_epoch,
         epochs_without_better=0 if is_best else before.epochs_without_better + 1,
+        diverged_epochs_in_row=before.diverged_epochs_in_row + 1 if diverged else 0,
     )
-    train_scores = sums.reduce(parts.world)
-    sums.reset()
     point = EpochPoint(
         epoch=epoch,
-        step=epoch * parts.settings.plan.steps_per_epoch,
+        step=step,
         epochs=parts.config.epochs,
         train_loss=train_scores.loss,
         train_top1=train_scores.top1,
@@ -201,12 +219,16 @@ def _after_evaluation(
         evaluation_seconds=evaluation_seconds,
         memory_bytes_per_rank=peak_memory_per_rank(parts.world),
         is_best=is_best,
+        diverged=diverged,
         class_names=parts.data.class_names,
     )
     with clock.logging:
         parts.loggers.epoch(point)
+        if diverged:
+            parts.loggers.event("diverged", {"step": step, "epoch": epoch, "reason": diverged})
+            parts.loggers.message(f"epoch {epoch} has diverged: {diverged}")
     with clock.saving:
-        saver.save(progress, sums.state(), _best_weights(parts, epoch, scores) if is_best else None)
+        saver.save(progress, sums.state(), write_best)
     return progress
 
 
@@ -222,9 +244,8 @@ def _start_timing(parts: Parts) -> Timing:
     return Timing(clock, hosts=hosts, flops=parts.flops, profiler=profiler)
 
 
-def _best_weights(parts: Parts, epoch: int, scores: Scores) -> Callable[[], None]:
-    """Copy the weights of now to rank 0, and return what writes them and their scores; a collective."""
-    weights: dict[str, torch.Tensor] = gather_weights(parts.engine, parts.world)
+def _best_weights(parts: Parts, weights: dict[str, torch.Tensor], epoch: int, scores: Scores) -> Callable[[], None]:
+    """Return what writes the weights of an epoch and its scores."""
     extra = {"epoch": epoch, "top1": scores.top1, "top5": scores.top5, "loss": scores.loss}
 
     def write() -> None:
@@ -264,6 +285,8 @@ def _resume(parts: Parts, sums: ScoreSums, start: RunStart) -> Progress:
     found = parts.found
     progress = agreed(lambda: fill_engine(found, parts.engine, sums, parts.world), parts.world)
     parts.loggers.message(f"resuming from {found.path}: epoch {progress.epoch + 1}, step {progress.step + 1}")
+    if parts.world.is_main and (line := bring_along(found.path, parts.folder, progress.best_epoch)):
+        parts.loggers.message(line)
     parts.loggers.event(
         "resume", {"step": parts.position(progress), "checkpoint": found.path.name, "restarts": start.restarts}
     )

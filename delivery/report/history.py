@@ -14,7 +14,7 @@ from typing import Any
 from training.errors import UserError
 
 CURVES = ("loss", "learning_rate", "images_per_second", "gradient_norm")
-EVENTS = ("skipped_step", "checkpoint_failed", "slow_rank", "gave_up")
+EVENTS = ("skipped_step", "checkpoint_failed", "slow_rank", "diverged", "gave_up")
 EPOCH_NUMBERS = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5", "evaluation_seconds")
 
 
@@ -118,8 +118,14 @@ class History:
 
     @property
     def best_epoch(self) -> dict[str, Any] | None:
-        """The first of the epochs with the highest validation top-1, None before the first."""
-        return max(self.epochs.values(), key=lambda epoch: (epoch["val_top1"], -epoch["epoch"]), default=None)
+        """The first of the sound epochs with the highest validation top-1, None before the first."""
+        sound = (epoch for epoch in self.epochs.values() if not epoch.get("diverged"))
+        return max(sound, key=lambda epoch: (epoch["val_top1"], -epoch["epoch"]), default=None)
+
+    @property
+    def divergence(self) -> str:
+        """Why the last epoch counts as diverged, empty if it does not."""
+        return str(self.epochs[max(self.epochs)].get("diverged") or "") if self.epochs else ""
 
     def _add_step(self, line: dict[str, Any]) -> None:
         step = int(line["step"])

@@ -12,7 +12,7 @@ from delivery.report.wording import clip, listing, moment, number, plural, secon
 
 MOST_ROWS = 40
 LONGEST_TEXT = 200
-LANES = {"resume": "restarts", "skipped_step": "skipped steps", "slow_rank": "slow ranks"}
+LANES = {"resume": "restarts", "skipped_step": "skipped steps", "slow_rank": "slow ranks", "diverged": "diverged"}
 MOST_MARKS = 200  # of one kind on the time line
 
 
@@ -68,6 +68,7 @@ def _summary(history: History) -> list[str]:
         plural(kinds.count("skipped_step"), "skipped step"),
         plural(kinds.count("slow_rank"), "warning") + " of a slow rank",
         plural(kinds.count("checkpoint_failed"), "failed checkpoint"),
+        plural(kinds.count("diverged"), "diverged epoch"),
     ]
     if history.last_time is None:
         return ["Nothing is known of what happened."]
@@ -117,6 +118,10 @@ def _failed(line: dict[str, Any]) -> tuple[str, str]:
     return "failed checkpoint", clip(f"{line.get('name', '?')}: {line.get('error', '?')}", LONGEST_TEXT)
 
 
+def _diverged(line: dict[str, Any]) -> tuple[str, str]:
+    return "diverged", clip(f"epoch {line.get('epoch', '?')}: {line.get('reason', '?')}", LONGEST_TEXT)
+
+
 def _gave_up(line: dict[str, Any]) -> tuple[str, str]:
     return "gave up", clip(str(line.get("reason", "?")), LONGEST_TEXT)
 
@@ -126,5 +131,6 @@ _KINDS: dict[str, Callable[[dict[str, Any]], tuple[str, str]]] = {
     "skipped_step": _skipped,
     "slow_rank": _slow,
     "checkpoint_failed": _failed,
+    "diverged": _diverged,
     "gave_up": _gave_up,
 }

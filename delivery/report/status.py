@@ -18,7 +18,7 @@ class Status:
     """Where a run stands.
 
     Attributes:
-        word: one of finished, stopped, gave up, going on, broken off, not begun.
+        word: one of finished, diverged, stopped, gave up, going on, broken off, not begun.
         sentence: the same with numbers.
         is_going_on: whether more is to come.
     """
@@ -40,6 +40,10 @@ def find_status(run: RunFiles, now: float | None = None) -> Status:
     end = history.processes[-1].end
     done = max(history.epochs, default=0)
     where = f"epoch {done} of {epochs}" if done else "before the first epoch was done"
+    has_finished = bool(done and done == epochs) or (end is not None and _is_out_of_patience(run))
+    if has_finished and history.divergence:
+        sound = f"the best sound epoch is {history.best_epoch['epoch']}" if history.best_epoch else "no epoch was sound"
+        return Status("diverged", f"Diverged: after {where} {clip(history.divergence, LONGEST_REASON)}; {sound}.")
     if done and done == epochs:
         return Status("finished", f"Finished: {plural(done, 'epoch')}, {plural(_steps(history), 'step')}.")
     if end is not None and _is_out_of_patience(run):

@@ -25,6 +25,7 @@ from training.checkpoint.shards import CheckpointReader
 from training.command_line import parse_args
 from training.data import DataOptions, load_data
 from training.distributed import World
+from training.errors import DIVERGED_EXIT_CODE
 from training.metrics import SampleRecorder, sample_losses
 from training.strategies import read_strategy_json
 
@@ -267,6 +268,31 @@ def test_early_stopping_waits_for_its_patience_and_deepspeed_counts_operations(t
     assert len(epochs) == best + 1 + 2 < 30
     assert "stopping early" in result.stdout
     assert "fwd+bwd FLOPS per GPU" in result.stdout, "the key flops_profiler works"
+    # Its patience is over: a run that goes on from it elsewhere ends at once, without a better epoch of its own.
+    again = train_alone(*flags, "--run-name", "again", "--log-dir", str(tmp_path), "--resume", str(tmp_path / "runs/r"))
+    weights = tmp_path / "runs" / "again" / "model.safetensors"
+    assert f"(best epoch: {best + 1}; its weights are saved)\nweights      {weights}\n" in again.stdout, again.stderr
+    assert weights.read_bytes() == (tmp_path / "runs" / "r" / "model.safetensors").read_bytes()
+    assert (weights.parent / "evaluation" / "worst.png").exists()
+    assert (weights.parent / "README.md").exists()
+
+
+def test_a_run_that_diverges_says_so_and_calls_nothing_the_best(tmp_path):
+    flags = ["--model-type", "basic_cnn", "--data", "fake", "--batch-size", "100", "--epochs", "2", "--workers", "0"]
+    flags += ["--learning-rate", "100", "--tensorboard", "false", "--progress", "off", "--log-dir", str(tmp_path)]
+    result = train_alone(*flags, "--run-name", "r")
+    assert result.returncode == DIVERGED_EXIT_CODE, result.stdout + result.stderr
+    folder, lines = tmp_path / "runs" / "r", result.stdout.splitlines()
+    (first, *_), epochs = read_metrics(folder, "diverged"), read_metrics(folder, "epoch")
+    assert first["reason"] == epochs[0]["diverged"]
+    assert "epoch 1 has diverged: the " in result.stdout
+    assert any(line.startswith("the training has diverged in epoch ") for line in lines[-8:]), lines
+    sound = [epoch for epoch in epochs if epoch["is_best"]]
+    assert all(epoch["diverged"] is None for epoch in sound)
+    assert (folder / "model.safetensors").exists() == bool(sound)
+    assert "no weights are saved: no epoch was sound" in lines
+    assert "Diverged: after epoch 2 of 2 the " in (folder / "report.html").read_text(encoding="utf-8")
+    assert "Traceback" not in result.stderr
 
 
 def test_a_run_ends_with_the_evaluation_of_its_weights_and_a_model_card(run_folder, predictions):

@@ -336,6 +336,17 @@ def test_fp16_on_a_cpu_is_refused_and_not_waited_for(call, run, monkeypatch):
     assert "use bf16, fp32 or auto" in err
 
 
+@pytest.mark.parametrize(("script", "words"), [(evaluate, []), (predict, ["a.png"])])
+def test_weights_that_are_not_finite_are_refused(call, run, tmp_path, script, words):
+    path, (model, metadata) = tmp_path / "model.safetensors", load_model(run / "model.safetensors")
+    state = model.state_dict()
+    next(iter(state.values())).fill_(float("nan"))
+    save_weights(path, state, **metadata)
+    code, out, err = call(script, path, *words)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert f"'{path}' holds NaN or infinity in '{next(iter(state))}'" in err
+
+
 def test_weights_outside_a_run_need_their_data(call, run, tmp_path):
     alone = tmp_path / "weights.safetensors"
     alone.write_bytes((run / "model.safetensors").read_bytes())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from exports import IMAGE_SIZE, ROOT, run_export, save_run
 
+from delivery.weights import load_model, save_weights
 from models import build_model
 from training.data import DataOptions, load_data
 
@@ -104,3 +105,12 @@ def test_the_command_itself():
     assert (
         done.stderr == "export: unknown format 'onxx'. Did you mean 'onnx'? Allowed: safetensors, torch-export, onnx.\n"
     )
+
+
+def test_weights_that_are_not_finite_are_refused(run_folder, monkeypatch, capsys, tmp_path):
+    model, metadata = load_model(run_folder / "model.safetensors")
+    state = model.state_dict()
+    next(iter(state.values())).fill_(float("nan"))
+    save_weights(tmp_path / "model.safetensors", state, **metadata)
+    words = (tmp_path / "model.safetensors", "--format", "safetensors", "--data", "digits")
+    assert f"holds NaN or infinity in '{next(iter(state))}'" in one_line(monkeypatch, capsys, tmp_path, *words)

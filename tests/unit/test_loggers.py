@@ -24,6 +24,7 @@ from training.loggers import (
     StepPoint,
     build_loggers,
     duration,
+    epoch_line,
     run_lines,
 )
 from training.loggers.confusion import confusion_picture
@@ -77,6 +78,7 @@ EPOCH = EpochPoint(
     evaluation_seconds=1.5,
     memory_bytes_per_rank=[3_000_000_000, 2_900_000_000],
     is_best=True,
+    diverged=None,
     class_names=["cat", "dog"],
 )
 
@@ -97,6 +99,12 @@ def test_a_terminal_gets_a_bar():
     for word in ("epoch 2", "3/10", "loss 0.5000", "lr 0.001", "321 images/s", "data wait 12.5%", "left 1m15s"):
         assert word in shown
     assert "━" in shown
+
+
+def test_a_diverged_epoch_is_marked():
+    assert epoch_line(dataclasses.replace(EPOCH, is_best=False, diverged="the validation loss is nan")).endswith(
+        "5.0 s  diverged"
+    )
 
 
 def test_a_file_gets_plain_lines():

@@ -109,6 +109,14 @@ def test_several_machines_have_their_launcher():
     )
 
 
+@pytest.mark.parametrize("diverged", [None, "the validation loss is nan"])
+def test_a_divergence_is_named(run: Path, diverged: str | None):
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"kind": "epoch", "epoch": 4, "diverged": diverged}) + "\n")
+    sentence = "**The training diverged**: after its last epoch (4) the validation loss is nan."
+    assert (sentence in write_model_card(run).read_text()) == bool(diverged)
+
+
 def test_a_card_that_the_user_took_over_is_left_alone(run: Path):
     card = write_model_card(run)
     text = card.read_text(encoding="utf-8")

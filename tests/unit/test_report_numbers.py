@@ -138,12 +138,20 @@ def test_strange_values_make_no_chart_or_a_sound_one(values):
 
 GAVE_UP = [step(20, 1.0), event("gave_up", 1, 24, exit_code=65, reason="3 steps in a row were skipped")]
 FINISHED = [step(40, 1.0), epoch(1, 0.5), epoch(2, 0.5), end(40, 1.0)]
+WHY = "the validation loss is nan"
+DIVERGED = [
+    *FINISHED[:2],
+    epoch(2, 0.75, val_loss=float("nan"), diverged=WHY),
+    event("diverged", 1, 40, epoch=2, reason=WHY),
+    end(40, 1.0),
+]
 
 
 @pytest.mark.parametrize(
     ("lines", "later", "config", "word"),
     [
         (FINISHED, 1e6, {}, "finished"),
+        (DIVERGED, 1e6, {}, "diverged"),
         ([step(20, 1.0), epoch(1, 0.5), end(20, 1.0)], 1e6, {}, "stopped"),
         ([step(20, 1.0), epoch(1, 0.5), epoch(2, 0.25), end(20, 1.0)], 1e6, {"early_stopping_patience": 1}, "finished"),
         ([step(20, 1.0)], PATIENCE_SECONDS - 1, {}, "going on"),
@@ -159,6 +167,15 @@ def test_status(tmp_path, lines, later, config, word):
     if word == "finished" and config:
         run = dataclasses.replace(run, config=run.config | {"epochs": 9})
     assert find_status(run, START + later).word == word
+
+
+def test_a_diverged_epoch_is_never_the_best_and_is_an_incident(tmp_path):
+    run = read_run(make_run(tmp_path / "run", DIVERGED, class_names=None))
+    assert run.history.best_epoch["epoch"] == 1
+    assert find_status(run).sentence == f"Diverged: after epoch 2 of 2 {WHY}; the best sound epoch is 1."
+    found = find_incidents(run.history)
+    assert [(row.kind, row.step, row.words) for row in found.rows] == [("diverged", 40, f"epoch 2: {WHY}")]
+    assert found.summary[0] == "1 diverged epoch."
 
 
 def test_key_figures_and_settings(tmp_path):

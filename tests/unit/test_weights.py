@@ -61,6 +61,24 @@ def test_a_saved_model_loads_and_answers_the_same(tmp_path, model_type):
     }
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value):
+    torch.manual_seed(0)
+    path = tmp_path / "model.safetensors"
+    built = build_model("basic_cnn", num_classes=5, image_size=32)
+    state = built.module.state_dict()
+    name = next(name for name in state if name.endswith("running_var"))  # no output need be NaN for it
+    state[name][1] = value
+    save_weights(
+        path, state, description=built.description, class_names=CLASS_NAMES, preprocessing=PREPROCESSING, extra={}
+    )
+    message = rf"'{path}' holds NaN or infinity in '{name}'"
+    with pytest.raises(UserError, match=message):
+        load_model(path)
+    with pytest.raises(UserError, match=message):
+        build_model("basic_cnn", num_classes=5, image_size=32, weights=str(path))
+
+
 def test_timm_loads_its_own_model_by_name(tmp_path):
     torch.manual_seed(0)
     file = tmp_path / "model.safetensors"

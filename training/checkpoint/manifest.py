@@ -42,6 +42,7 @@ class Progress:
         epochs_without_better: evaluations since then, for early stopping.
         skipped_steps: optimizer steps skipped so far because a gradient was not finite.
         bad_steps_in_row: how many of them were the latest steps.
+        diverged_epochs_in_row: how many of the latest epochs had diverged, see `training.divergence`.
     """
 
     epoch: int = 0
@@ -51,6 +52,7 @@ class Progress:
     epochs_without_better: int = 0
     skipped_steps: int = 0
     bad_steps_in_row: int = 0
+    diverged_epochs_in_row: int = 0
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,10 @@ class StepPoint:
 
 @dataclasses.dataclass(frozen=True)
 class EpochPoint:
-    """What is known at the end of an epoch; `data_wait_share` as in its logging points, on average."""
+    """What is known at the end of an epoch.
+
+    `data_wait_share` is as in its logging points, on average; `diverged` is why it counts as diverged, None if not.
+    """
 
     epoch: int
     step: int
@@ -88,6 +91,7 @@ class EpochPoint:
     evaluation_seconds: float
     memory_bytes_per_rank: Sequence[int]
     is_best: bool
+    diverged: str | None
     class_names: Sequence[str]
 
 
@@ -210,10 +214,11 @@ def build_loggers(config: TrainConfig, folder: RunFolder, facts: dict[str, Any],
 def epoch_line(point: EpochPoint) -> str:
     """Return the one line that an epoch gets on the console and in the text log."""
     scores = point.validation
+    mark = "  diverged" if point.diverged else "  best" if point.is_best else ""
     return (
         f"epoch {point.epoch}/{point.epochs}  train loss {point.train_loss:.4f}  val loss {scores.loss:.4f}  "
         f"top-1 {scores.top1:.4f}  top-5 {scores.top5:.4f}  {point.images_per_second:.0f} images/s  "
-        f"{point.seconds:.1f} s{'  best' if point.is_best else ''}"
+        f"{point.seconds:.1f} s{mark}"
     )
 
 

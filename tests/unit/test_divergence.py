@@ -1,0 +1,98 @@
+"""A training that diverged: when an epoch counts so, and where the best weights are in a run that goes on elsewhere."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from delivery.best_weights import bring_along, epoch_of
+from delivery.evaluation_files import read_scores, write_scores
+from delivery.weights import save_weights
+from training.announce import _result
+from training.checkpoint.manifest import Progress
+from training.divergence import find_divergence
+from training.run_folder import RunFolder
+
+DESCRIPTION = {"num_classes": 1}
+PREPROCESSING = {"image_size": 8, "resize_size": None, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bilinear"}
+
+
+@pytest.mark.parametrize(
+    ("train_loss", "val_loss", "classes", "why"),
+    [
+        (2.3, 2.3, 10, None),
+        (2.3, 22.9, 10, None),
+        (2.3, 23.1, 10, "the validation loss is 23.1, that of a uniform guess 2.3"),
+        (194.0, 3.07, 10, "the training loss is 194, that of a uniform guess 2.3"),
+        (7.0, 69.0, 1000, None),
+        (0.0, 6.9, 1, None),
+        (1.0, math.nan, 10, "the validation loss is nan"),
+        (math.inf, 1.0, 10, "the training loss is inf"),
+    ],
+)
+def test_an_epoch_has_diverged_beyond_ten_times_the_loss_of_a_guess(train_loss, val_loss, classes, why):
+    assert find_divergence(train_loss, val_loss, classes) == why
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """(a run whose best epoch is 2, the folder of a run that goes on from it)."""
+    old, new = RunFolder(tmp_path, "old"), RunFolder(tmp_path, "new")
+    for folder in (old, new):
+        folder.checkpoints.mkdir(parents=True)
+    facts = {"description": DESCRIPTION, "class_names": ["a"], "preprocessing": PREPROCESSING, "extra": {"epoch": 2}}
+    save_weights(old.weights, {"w": torch.ones(3)}, **facts)
+    write_scores(old.evaluation, {"epoch": 2, "top1": 0.5})
+    return old, new
+
+
+def result(folder, **progress):
+    world = SimpleNamespace(is_main=True)
+    parts = SimpleNamespace(folder=folder, data=SimpleNamespace(val=range(9)), world=world)
+    return _result(parts, Progress(epoch=4, best_top1=0.5, **progress))
+
+
+def test_the_best_weights_come_along_to_a_run_that_goes_on_elsewhere(folders):
+    old, new = folders
+    (missing,) = result(new, best_epoch=2)
+    assert missing == "top-1 0.5000 on 9 held-out images (best epoch: 2; its weights are not in this run's folder)"
+    said = bring_along(old.checkpoints / "step-00003-0000000", new, best_epoch=2)
+    assert said == f"the weights of the best epoch so far, epoch 2, come along from {old.weights}"
+    assert new.weights.read_bytes() == old.weights.read_bytes()
+    assert read_scores(new.evaluation) == {"epoch": 2, "top1": 0.5}
+    assert {path.name for path in new.path.iterdir()} == {"checkpoints", "evaluation", "model.safetensors"}
+    assert result(new, best_epoch=2) == [
+        "top-1 0.5000 on 9 held-out images (best epoch: 2; its weights are saved)",
+        f"weights      {new.weights}",
+    ]
+
+
+def test_other_weights_stay_where_they_are(folders, monkeypatch):
+    old, new = folders
+    checkpoint = old.checkpoints / "step-00003-0000000"
+    assert bring_along(checkpoint, new, best_epoch=0) is None
+    assert bring_along(checkpoint, old, best_epoch=2) is None
+    assert bring_along(checkpoint, new, best_epoch=1) == (
+        f"note: {old.weights} does not hold the weights of the best epoch so far, epoch 1"
+    )
+
+    def full_disk(source, target):
+        target.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("delivery.best_weights.shutil.copyfile", full_disk)
+    assert "could not be copied" in bring_along(checkpoint, new, best_epoch=2)
+    assert [path.name for path in new.path.iterdir()] == ["checkpoints"]
+    assert epoch_of(new.weights) is None
+
+
+def test_the_last_lines_name_divergence(folders):
+    old, _ = folders
+    first, *rest = result(old, best_epoch=2, diverged_epochs_in_row=2)
+    assert first.startswith("the training has diverged in epoch 3: start a new run with a lower --learning-rate")
+    assert rest == result(old, best_epoch=2)
+    assert result(old, diverged_epochs_in_row=1)[1:] == ["no weights are saved: no epoch was sound"]
+    assert result(old) == []

@@ -1,0 +1,20 @@
+"""When an epoch counts as diverged: its losses are not finite, or far beyond what guessing gives."""
+
+from __future__ import annotations
+
+import math
+
+# Times the loss of a uniform guess, which is log(classes): the true class then has a probability of classes ** -10 in
+# the geometric mean. Sound trainings stay far below, also while BatchNorm's running statistics lag behind at the start.
+GUESSES_ALLOWED = 10
+
+
+def find_divergence(train_loss: float, val_loss: float, num_classes: int) -> str | None:
+    """Return why an epoch with these mean losses (nats) counts as diverged, in words; None if it does not."""
+    guess = math.log(max(num_classes, 2))
+    for name, loss in (("validation loss", val_loss), ("training loss", train_loss)):
+        if not math.isfinite(loss):
+            return f"the {name} is {loss}"
+        if loss > GUESSES_ALLOWED * guess:
+            return f"the {name} is {loss:.3g}, that of a uniform guess {guess:.3g}"
+    return None
