@@ -17,6 +17,7 @@ from training.interface import address_towards, interface_of, is_loopback
 
 # What an answer may take on an idle machine; see `Probe.patience`.
 FACTS_SECONDS, DATA_SECONDS, JOIN_SECONDS, NETWORK_SECONDS, PATHS_SECONDS = 25.0, 60.0, 12.0, 25.0, 20.0
+SEEN_SECONDS = 5.0  # within which a shared disk shows what another machine has written
 CLASSES_WITHOUT_DATA, IMAGE_SIZE_WITHOUT_DATA = 1000, 224
 HERE = "here"
 
@@ -74,6 +75,8 @@ class Findings:
         facts: see `facts.collect_facts`.
         clocks: seconds ahead of this machine's.
         fingerprints: see `data.cheap_fingerprint`.
+        writes_logs: the host that has written a file into the log folder, '' for none.
+        sees_logs: whether that file is there, on the others.
         network: see `network.measure_network`.
         failed_paths: between the hosts; looked for if the network's check failed.
         interfaces: by which the ranks of a host talk to the others.
@@ -86,6 +89,8 @@ class Findings:
     facts: dict[str, Answer] = field(default_factory=dict)
     clocks: dict[str, float] = field(default_factory=dict)
     fingerprints: dict[str, Answer] = field(default_factory=dict)
+    writes_logs: str = ""
+    sees_logs: dict[str, bool] = field(default_factory=dict)
     network: dict[str, Answer] = field(default_factory=dict)
     failed_paths: list[FailedPath] = field(default_factory=list)
     interfaces: dict[str, str] = field(default_factory=dict)
@@ -119,6 +124,7 @@ def examine(request: Request) -> Findings:
         _lose_others(found)
         if first in found.lost:
             found.data, found.model = _ask_one(found.able[0], request) if found.able else ({}, {})
+        _ask_log_folder(request, found, probes)
         _ask_network(request, found, probes)
     return found
 
@@ -173,6 +179,26 @@ def _lose_others(found: Findings) -> None:
         found.lost[host] = Unreachable("the doctor there is another version", "bring its code to the same commit")
         del found.facts[host], found.clocks[host]
         found.fingerprints.pop(host, None)
+
+
+def _ask_log_folder(request: Request, found: Findings, probes: Mapping[str, Probe]) -> None:
+    """Let the first machine write a file into the log folder, and the others look for it, of those that can write."""
+    first, *others = [host for host, facts in found.facts.items() if not facts["log_folder"]["problem"]] or [""]
+    if not others:
+        return
+    try:
+        mark = probes[first].ask("leave_mark", FACTS_SECONDS, folder=request.log_dir).get("mark")
+        if not mark:
+            return
+        looking = [probes[host] for host in others]
+        answers, _ = ask_all(
+            looking, lambda probe: probe.ask("sees_mark", FACTS_SECONDS, mark=mark, seconds=SEEN_SECONDS)
+        )
+        probes[first].ask("remove_mark", FACTS_SECONDS, mark=mark)
+    except Unreachable:
+        return  # the first machine has gone: the network's rows name it
+    found.writes_logs = first
+    found.sees_logs = {host: answer["is_seen"] for host, answer in answers.items() if "is_seen" in answer}
 
 
 def _ask_network(request: Request, found: Findings, probes: Mapping[str, Probe]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from planning.doctor.rows import Row, Verdict
+from planning.doctor.rows import Row, Verdict, some_of
 from training.interface import is_loopback
 from training.versions import usual_value
 
@@ -126,6 +126,23 @@ def judge_fingerprints(fingerprints: AllFacts) -> list[Row]:
     cure = "copy the data set to {host} anew, or share its folder (which of two copies is the right one, you must say)"
     same = judge_sameness("same data", values, None, cure, lambda value: f"{value[1]} {value[0][:SHORT]}".rstrip())
     return [*rows, *(row for row in same if row.verdict != "ok" or not rows)]
+
+
+def judge_log_sharing(writer: str, sees: Mapping[str, bool]) -> list[Row]:
+    """Whether the log folder is one for all: on `writer` a file was written there, the others see it or do not.
+
+    If none of several sees it, the writer is the odd one.
+    """
+    if not sees:
+        return []
+    blind = [host for host, is_seen in sees.items() if not is_seen]
+    cure = "give a --log-dir on a disk that all hosts share, or mount it there"
+    if len(blind) > 1 and len(blind) == len(sees):
+        found = f"what it writes into the log folder does not appear on {some_of(blind)}"
+        return [Row("shared logs", "wrong", found, cure, writer)]
+    found = f"what {writer} writes into the log folder does not appear there"
+    rows = [Row("shared logs", "wrong", found, cure, host) for host in blind]
+    return rows or [Row("shared logs", "ok", f"what {writer} writes into the log folder appears on every host")]
 
 
 def judge_clocks(offsets: Mapping[str, float]) -> list[Row]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from training.errors import UserError
+from training.shared_folder import leave_mark, sees_mark
 
 RECORD_SEPARATOR = "\x1e"
 LEAST_COMPUTING_SECONDS = 0.1  # starting Python and reading the modules; less is no measure
@@ -62,6 +63,15 @@ def _try_paths(**request: Any) -> dict[str, Any]:
     return try_paths(**request)
 
 
+def _leave_mark(folder: str) -> dict[str, Any]:
+    return {"mark": str(leave_mark(Path(folder)))}
+
+
+def _remove_mark(mark: str) -> dict[str, Any]:
+    Path(mark).unlink(missing_ok=True)
+    return {}
+
+
 # The modules are imported when they are asked for: the first answer contains the time and must come at once.
 ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
     "time": lambda: {"time": time.time(), "slowdown": slowdown()},
@@ -70,6 +80,9 @@ ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
     "data_fingerprint": _data_fingerprint,
     "model": _model,
     "network": _network,
+    "leave_mark": _leave_mark,
+    "sees_mark": lambda mark, seconds: {"is_seen": sees_mark(Path(mark), seconds)},
+    "remove_mark": _remove_mark,
     "open_ports": _open_ports,
     "try_paths": _try_paths,
 }

@@ -42,6 +42,7 @@ def _judge_sameness(found: Findings) -> list[Row]:
         rows += hosts.judge_code(found.facts, found.here)
     if found.fingerprints:
         rows += hosts.judge_fingerprints(found.fingerprints)
+    rows += hosts.judge_log_sharing(found.writes_logs, found.sees_logs)
     return rows + hosts.judge_clocks(found.clocks)
 
 

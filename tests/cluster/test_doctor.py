@@ -80,6 +80,12 @@ def full_disk(hosts: Hosts, node: str, shared: Path, undo: ExitStack) -> tuple[s
     return (*on_two(hosts), "--log-dir", str(logs))
 
 
+def own_log_folder(hosts: Hosts, node: str, shared: Path, undo: ExitStack) -> tuple[str, ...]:
+    hosts.run(node, ["mount", "-t", "tmpfs", "tmpfs", str(shared)])
+    undo.callback(hosts.run, node, ["umount", str(shared)])
+    return (*on_two(hosts), "--log-dir", str(shared / "logs"))
+
+
 def tiny_shared_memory(hosts: Hosts, node: str, shared: Path, undo: ExitStack) -> tuple[str, ...]:
     hosts.run(node, ["mount", "-o", "remount,size=16m", "/dev/shm"])
     undo.callback(hosts.run, node, ["mount", "-o", "remount,size=8g", "/dev/shm"])
@@ -132,6 +138,7 @@ BROKEN: list[tuple[Callable[..., tuple[str, ...]], int, str, str]] = [
     (port_taken, 0, "port", f"{PORT} is taken"),
     (too_many_slots, 1, "GPUs", "64 CPU ranks"),
     (full_disk, 1, "log folder", "No space left on device"),
+    (own_log_folder, 1, "shared logs", "what node01 writes into the log folder does not appear there"),
     (tiny_shared_memory, 1, "/dev/shm", "16.8 MB"),
     (other_data, 1, "same data", "entries"),
     (clock_off, 1, "clock", "s ahead"),

@@ -322,6 +322,18 @@ def test_all_bad_hosts_are_named_at_once(hosts: Hosts, shared: Path) -> None:
         hosts.run("node02", ["umount", "/etc/ssh/authorized_keys"])
 
 
+def test_a_log_folder_that_is_not_shared_is_named_before_the_first_step(hosts: Hosts, shared: Path) -> None:
+    """Every host has a /tmp of its own."""
+    given = [word.replace(str(shared), "/tmp/logs-of-its-own") for word in words(shared)]
+    training = Training(hosts, shared, given, 2, 1)
+    assert training.end() == 2, training.text()
+    (line,) = training.text().splitlines()
+    assert "what node01 writes in /tmp/logs-of-its-own/logs does not appear on node02" in line
+    assert "--log-dir" in line
+    assert hosts.run("node01", ["sh", "-c", "ls -A /tmp/logs-of-its-own || echo nothing"]).stdout.strip() == "nothing"
+    training.assert_nothing_is_left()
+
+
 def test_restarts_used_up_end_with_the_reason(hosts: Hosts, shared: Path) -> None:
     training = Training(hosts, shared, words(shared, "--max-restarts", "0"), 2, 1)
     training.wait_for_step(BREAK_AT)

@@ -90,6 +90,22 @@ def test_clocks(offsets: dict[str, float], expected: list[tuple[str, str]]) -> N
     assert [(row.verdict, row.host) for row in hosts.judge_clocks(offsets)] == expected
 
 
+@pytest.mark.parametrize(
+    ("sees", "expected"),
+    [
+        ({}, []),
+        ({"b": True, "c": True}, [("ok", "")]),
+        ({"b": True, "c": False}, [("wrong", "c")]),
+        ({"b": False}, [("wrong", "b")]),
+        ({"b": False, "c": False}, [("wrong", "a")]),  # more likely one than two
+    ],
+)
+def test_a_log_folder_that_is_not_shared(sees: dict[str, bool], expected: list[tuple[str, str]]) -> None:
+    rows = hosts.judge_log_sharing("a", sees)
+    assert [(row.verdict, row.host) for row in rows] == expected
+    assert all("--log-dir" in row.cure for row in rows if row.verdict == "wrong")
+
+
 def test_names_that_lead_elsewhere_are_explained() -> None:
     found = {
         "a": {"addresses": {"a": "127.0.1.1", "b": "10.0.0.2"}},
