@@ -72,7 +72,7 @@ def gather(nodes: Nodes, plan: Plan, prepare: Message, received: list[int], *, i
                 raise CannotStart(f"{by_reason(unfit)}. {cure}", USER_ERROR_EXIT_CODE)
             wait.leave_out(unfit)
             continue
-        refused = [host for host, reason in wait.failed.items() if host in wait.unfit or not is_passing(reason)]
+        refused = [host for host, reason in wait.failed.items() if host not in wait.unfit and not is_passing(reason)]
         if wait.is_settled and refused and not is_restart:
             raise CannotStart(wait.reasons(), USER_ERROR_EXIT_CODE)
         too_few = len(refused) > len(plan.hosts) - plan.min_nodes
@@ -92,7 +92,7 @@ class _Wait:
         ready: hosts whose agents have prepared themselves, in the order of the plan.
         missing: the others.
         failed: why, for those of them that will not come by themselves.
-        unfit: those among the failed whose agents answer, and may not take part.
+        unfit: why the agents of some hosts, which do answer, may not take part; a disk may still be mounted there.
     """
 
     def __init__(self, nodes: Nodes, plan: Plan, prepare: Message) -> None:
@@ -100,6 +100,7 @@ class _Wait:
         self.missing: list[str] = plan.hosts
         self.failed: dict[str, str] = {}
         self.unfit: dict[str, str] = {}
+        self._left_out: set[str] = set()  # those of the unfit that have not been asked again
         self._nodes = nodes
         self._plan = plan
         self._prepare = prepare
@@ -127,7 +128,8 @@ class _Wait:
             self._asked.add(host)
             found[host].tell("prepare", **self._prepare)
         lost = {host: reason for host, node in found.items() if (reason := node.lost())}
-        out = {**self.unfit, **lost}
+        self._left_out -= lost.keys()
+        out = {**{host: self.unfit[host] for host in self._left_out}, **lost}
         self.ready = [
             host for host in self._plan.hosts if host in found and "ready" in found[host].said and host not in out
         ]
@@ -135,21 +137,26 @@ class _Wait:
         self.failed = self._nodes.failures(self.missing) | out
 
     def leave_out(self, unfit: dict[str, str]) -> None:
-        """Do without hosts that answer, until they are connected to again."""
-        print(f"left out: {by_reason(unfit)}", file=sys.stderr, flush=True)
+        """Do without hosts that answer, until they have prepared themselves again."""
+        if unfit.items() - self.unfit.items():
+            print(f"left out: {by_reason(unfit)}", file=sys.stderr, flush=True)
         self.unfit |= unfit
+        self._left_out |= unfit.keys()
 
     def retry(self) -> None:
-        """Connect again to the hosts that failed some seconds ago."""
+        """Ask those that were left out some seconds ago to prepare themselves again; connect again to others."""
         now = time.monotonic()
         due = [host for host in self.failed if now >= self._retry_at.setdefault(host, now + RETRY_SECONDS)]
         if due:
-            self._nodes.forget(due)
-            self._asked -= set(due)
-            self._nodes.connect(due)
+            for host in self._left_out.intersection(due):
+                del self._nodes.found[host].said["ready"]
+            gone = [host for host in due if host not in self._left_out]
+            self._nodes.forget(gone)
+            self._nodes.connect(gone)
             for host in due:
                 del self._retry_at[host]
-                self.unfit.pop(host, None)
+            self._asked -= set(due)
+            self._left_out -= set(due)
 
     def tell_once(self) -> None:
         """Say, after some seconds, who is missing."""
@@ -161,7 +168,7 @@ class _Wait:
         """Name every missing host and why it is missing."""
         named = []
         for host in self.missing:
-            reason = self.failed.get(host) or self._nodes.pending(host)
+            reason = self.failed.get(host) or self.unfit.get(host) or self._nodes.pending(host)
             reason = re.sub(rf"^ssh: (connect to host {re.escape(host)} port \d+: )?", "", reason)
             named.append(reason if reason.startswith(host) else f"{host}: {reason}")
         return "; ".join(named)
