@@ -38,6 +38,8 @@ PASSING = (
     "Connection closed",
     "banner",
     "is lost",
+    "connection failure",  # srun's, until Slurm counts the node as down, and requeues the job by itself
+    "Node failure",
 )
 AGENT = [sys.executable, "-u", str(REPO_ROOT / "scripts/cluster/agent.py")]
 SHELLS: dict[str, Callable[[str, list[str]], Command]] = {"ssh": ssh_command, "srun": srun_command}

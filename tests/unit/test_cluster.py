@@ -151,6 +151,8 @@ def test_the_interface_towards_a_machine_is_one_that_others_reach() -> None:
         ("ssh: connect to host node02 port 22: No route to host", True),
         ("ssh: connect to host node02 port 22: Connection timed out", True),
         ("kex_exchange_identification: Connection closed by remote host", True),
+        ("srun: error: Task launch for StepId=11.3 failed on node node02: Communication connection failure", True),
+        ("srun: error: Unable to create step for job 11: Invalid account", False),
         ("root@node02: Permission denied (publickey).", False),
         ("ssh: Could not resolve hostname nodo2: Name or service not known", False),
         ("Host key verification failed.", False),
