@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 
-MARK = "ZEROVISION_LAUNCH"  # in the environment of everything that one launch starts: survives re-parenting
+from training.launch_folder import LAUNCH_VARIABLE as MARK
+
 POLL_SECONDS = 0.1
 KILL_SECONDS = 30.0  # a process the kernel does not let go of is no reason to wait for ever
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training.command_line import parse_args
 from training.config import TrainConfig
 from training.errors import SECONDS_FOR_RANK_0_TO_SPEAK, USER_ERROR_EXIT_CODE, UserError
-from training.launch_folder import FOLDER_VARIABLE, RESTARTS_VARIABLE, RankReport
+from training.launch_folder import FOLDER_VARIABLE, RankReport
 from training.strategies import read_strategy_json
 
 SLOW_IMPORT_S = 300.0  # a thousand ranks that read torch from one network disk at once
@@ -38,9 +38,10 @@ def main() -> int:
         report = report_to_launcher(config)
         # Imported late: `--help` and the launchers' check need none of it.
         from training.run import run
+        from training.run_lock import Origin
         from training.run_start import RunStart
 
-        exit_code = run(config, RunStart(int(os.environ.get(RESTARTS_VARIABLE, "0")), report))
+        exit_code = run(config, RunStart(Origin.of(os.environ), report))
         if exit_code == 0 and os.environ.get("RANK", "0") == "0":
             report.succeeded()
     except UserError as error:

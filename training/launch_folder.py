@@ -28,6 +28,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 FOLDER_VARIABLE = "ZEROVISION_LAUNCH_FOLDER"
+LAUNCH_VARIABLE = "ZEROVISION_LAUNCH"  # in the environment of everything that one launch starts: survives re-parenting
 RESTARTS_VARIABLE = "ZEROVISION_RESTARTS"  # how often this launch has been restarted: 0 at the first start
 ENDED = "ended"  # the phase of a rank's last beat
 RECORD_BYTES = 512

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -51,6 +51,7 @@ class Parts:
         data: training and validation set.
         built: the model, before it was sharded.
         folder: where the run's files go.
+        lock: the file that holds the run as long as it is open, on rank 0.
         settings: what the loop needs to know.
         head_epochs: epochs in which only the head learns.
         engine: the sharded model with its optimizer.
@@ -69,6 +70,7 @@ class Parts:
     data: DataBundle
     built: BuiltModel
     folder: RunFolder
+    lock: IO[bytes] | None
     settings: LoopSettings
     head_epochs: int
     engine: Engine
@@ -95,6 +97,8 @@ class Parts:
         self.train_loader.close()
         self.val_loader.close()
         self.engine.close()
+        if self.lock is not None:
+            self.lock.close()
 
 
 def build_parts(config: TrainConfig, world: World, start: RunStart = FIRST_START) -> Parts:
@@ -111,7 +115,7 @@ def build_parts(config: TrainConfig, world: World, start: RunStart = FIRST_START
     precision = agreed(lambda: resolve_precision(config.precision, world.device), world)
     strategy_json = agreed(lambda: read_strategy_json(config.strategy, config.deepspeed_config), world)
     data = agreed(lambda: load_data(_data_options(config)), world)
-    folder = create_folder(config, start, world)
+    folder, lock = create_folder(config, start, world)
     found, notes = find_checkpoint(config, folder, start, world)
     config = agreed(lambda: hold_global_batch(config, found, world), world)
     head_epochs = config.head_epochs if model_spec(config.model_type).always_pretrained else 0
@@ -147,6 +151,7 @@ def build_parts(config: TrainConfig, world: World, start: RunStart = FIRST_START
         data=data,
         built=built,
         folder=folder,
+        lock=lock,
         settings=settings,
         head_epochs=head_epochs,
         engine=engine,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from training.config import REPO_ROOT, TrainConfig
 from training.errors import UserError
+from training.run_lock import LOCK, Origin, hold_run
 
 # What lies in a run's own folder.
 CONFIG = "config.json"
@@ -88,26 +90,36 @@ def name_run(config: TrainConfig) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.strategy}"
 
 
-def create_run_folder(config: TrainConfig, name: str, *, is_restart: bool = False) -> RunFolder:
-    """Create the folders of a run; called on rank 0 alone.
+def create_run_folder(config: TrainConfig, name: str, origin: Origin) -> tuple[RunFolder, IO[bytes]]:
+    """Create the folders of a run, and take hold of it; called on rank 0 alone.
 
     Args:
         config: the configuration.
         name: the run's name.
-        is_restart: whether the launcher started this run again: it goes on in its own folder.
+        origin: what started the training; one that the launcher started again goes on in its own folder.
+
+    Returns:
+        The paths, and the file whose lock keeps other trainings away until it is closed.
 
     Raises:
-        UserError: where a folder cannot be written, or a run of that name exists and is not resumed.
+        UserError: where a folder cannot be written, or a run of that name exists and is not resumed, or is being
+            trained.
     """
     log_dir = Path(config.log_dir).expanduser().resolve() if config.log_dir else REPO_ROOT / "logs"
     folder = RunFolder(log_dir, name)
-    try:
-        for path in (folder.path, folder.tensorboard, folder.checkpoints):
-            path.mkdir(parents=True, exist_ok=True)
-        if config.resume == "never" and not is_restart and folder.metrics.exists():
+
+    def refuse_another_run() -> None:
+        if config.resume == "never" and not origin.restarts and folder.metrics.exists():
             raise UserError(
                 f"--run-name {name}: {folder.path} holds a run already. Give another name, or --resume auto to go on."
             )
+
+    try:
+        for path in (folder.path, folder.tensorboard, folder.checkpoints):
+            path.mkdir(parents=True, exist_ok=True)
+        refuse_another_run()
+        lock = hold_run(folder.path / LOCK, origin)
+        refuse_another_run()  # one that was being trained until now
         with folder.text_log.open("a", encoding="utf-8"), folder.metrics.open("a", encoding="utf-8"):
             pass
     except OSError as error:
@@ -115,7 +127,7 @@ def create_run_folder(config: TrainConfig, name: str, *, is_restart: bool = Fals
             f"--log-dir {log_dir}: cannot be written ({error.strerror}: {error.filename}). "
             "Give a folder that you may write to."
         ) from None
-    return folder
+    return folder, lock
 
 
 def shown_path(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import IO
 
 from training.checkpoint.store import FoundCheckpoint, choose, find_candidates, set_aside
 from training.config import TrainConfig
@@ -10,6 +11,7 @@ from training.distributed import World, agreed, broadcast_object
 from training.errors import AgreedError
 from training.launch_folder import RankReport
 from training.run_folder import RunFolder, create_run_folder, name_run
+from training.run_lock import Origin
 
 
 @dataclass(frozen=True)
@@ -17,29 +19,39 @@ class RunStart:
     """Which start of a run this is.
 
     Attributes:
-        restarts: how often the launcher has started it again.
+        origin: what started it, and how often it has started it again.
         report: what the launcher is told.
     """
 
-    restarts: int
+    origin: Origin
     report: RankReport
 
+    @property
+    def restarts(self) -> int:
+        """How often the launcher has started the run again."""
+        return self.origin.restarts
 
-FIRST_START = RunStart(0, RankReport(None, 0, 0.0))
+
+FIRST_START = RunStart(Origin(), RankReport(None, 0, 0.0))
 
 
-def create_folder(config: TrainConfig, start: RunStart, world: World) -> RunFolder:
-    """Create the run's folders on rank 0, and tell all ranks where they are; a collective."""
+def create_folder(config: TrainConfig, start: RunStart, world: World) -> tuple[RunFolder, IO[bytes] | None]:
+    """Create the run's folders on rank 0, and tell all ranks where they are; a collective.
 
-    def create() -> RunFolder | None:
+    Returns:
+        The folders, and on rank 0 the file that holds the run as long as it is open.
+    """
+
+    def create() -> tuple[RunFolder | None, IO[bytes] | None]:
         if not world.is_main:
-            return None
-        return create_run_folder(config, name_run(config), is_restart=start.restarts > 0)
+            return None, None
+        return create_run_folder(config, name_run(config), start.origin)
 
-    folder = broadcast_object(agreed(create, world), world)
+    own, lock = agreed(create, world)
+    folder = broadcast_object(own, world)
     if world.is_main:
         start.report.run_name(folder.name)
-    return folder
+    return folder, lock
 
 
 def find_checkpoint(

@@ -14,7 +14,8 @@ import psutil
 import pytest
 from commands import ROOT, assert_user_error, environment, launch, read_metrics, train_alone
 
-from training.errors import TOO_MANY_BAD_STEPS_EXIT_CODE
+from training.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, UserError
+from training.run_lock import LOCK, Origin, hold_run
 
 MODEL = "basic_cnn"  # BatchNorm and dropout
 WORDS = (MODEL, "fsdp_stage2", "2", "16", "2")
@@ -56,6 +57,10 @@ def ranks_of(run_name):
         if is_rank and run_name in (process.info["cmdline"] or []):
             found.append(process)
     return found
+
+
+def rank_0_of(run_name):
+    return next(process for process in ranks_of(run_name) if process.environ()["RANK"] == "0")
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +128,8 @@ def test_ctrl_c_and_on_with_one_rank_under_another_strategy(tmp_path):
     folder = tmp_path / "runs" / "moved"
     process = start(tmp_path, "moved", LAUNCHER="direct")
     wait_until(lambda: has_reached(folder, STEPS_PER_EPOCH + 2), process)
+    with pytest.raises(UserError, match=rf"is being trained by pid {rank_0_of('moved').pid} on"):
+        hold_run(folder / LOCK, Origin(), wait_s=0)
     process.send_signal(signal.SIGINT)
     assert_left_a_report(assert_stopped(process, signal.SIGINT, "moved"), folder)
     assert (folder / "evaluation" / "worst.png").exists()

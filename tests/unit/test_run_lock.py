@@ -1,0 +1,143 @@
+"""One training at a time in a run's folder: who is told what, and who may go on."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from training.config import TrainConfig
+from training.errors import UserError
+from training.run_folder import create_run_folder
+from training.run_lock import LOCK, Origin, hold_run
+
+REPO_ROOT = Path(__file__).resolve().parents[2]
+HOLD = """
+import os, sys
+from pathlib import Path
+from training.run_lock import Origin, hold_run
+held = hold_run(Path(sys.argv[1]), Origin.of(os.environ), wait_s=0)
+print("held", flush=True)
+sys.stdin.read()
+"""
+VARIABLES = ("ZEROVISION_LAUNCH", "ZEROVISION_RESTARTS", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
+Hold = Callable[..., subprocess.Popen]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "digits"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def hold(run: Path, monkeypatch) -> Iterator[Hold]:
+    """Let another process hold the run, in an environment with these variables."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    started = []
+
+    def start(**variables: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", HOLD, str(run / LOCK)]
+        process = subprocess.Popen(
+            command, cwd=REPO_ROOT, env=os.environ | variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        with process:  # closes its pipes, and waits
+            pass
+
+
+def test_a_second_training_is_told_who_holds_the_run_and_touches_nothing(run: Path, hold: Hold):
+    holder = hold()
+    before = (run / LOCK).read_bytes()
+    with pytest.raises(UserError) as refusal:
+        hold_run(run / LOCK, Origin(), wait_s=0.3)
+    text = str(refusal.value)
+    assert text.startswith(f"run 'digits' is being trained by pid {holder.pid} on {socket.gethostname()} since 20")
+    assert text.endswith(f"If that machine is lost, remove {run / LOCK}.")
+    assert "\n" not in text
+    assert (run / LOCK).read_bytes() == before
+
+
+def test_kill_9_gives_the_run_back_and_one_that_is_leaving_is_waited_for(run: Path, hold: Hold, capfd):
+    killed = hold()
+    killed.kill()
+    killed.wait()
+    leaving = hold()
+    threading.Timer(0.5, leaving.stdin.close).start()
+    with hold_run(run / LOCK, Origin(), wait_s=60.0):
+        assert f'"pid": {os.getpid()},' in (run / LOCK).read_text()
+    assert f"is held by pid {leaving.pid} on" in capfd.readouterr().err
+    hold()
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "is_taken"),
+    [
+        (("a-node01", "0", "", ""), ("a-node02", "1", "", ""), True),
+        (("a", "3", "", ""), ("a", "4", "", ""), True),
+        (("a", "1", "", ""), ("a", "1", "", ""), False),
+        (("a", "0", "", ""), ("b", "1", "", ""), False),
+        (("", "0", "", ""), ("", "1", "", ""), False),
+        (("a", "0", "17", "0"), ("b", "0", "17", "1"), True),
+        (("a", "2", "17", ""), ("b", "0", "17", "1"), True),
+        (("a", "0", "17", "1"), ("b", "0", "17", "1"), False),
+        (("a", "0", "17", "0"), ("b", "0", "18", "1"), False),
+    ],
+)
+def test_a_later_start_of_the_same_launch_or_job_goes_on_without_a_lost_one(
+    run: Path, hold: Hold, earlier, later, is_taken: bool
+):
+    """As if the file server kept the lock of a machine that is gone."""
+    hold(**dict(zip(VARIABLES, earlier, strict=True)))
+    origin = Origin.of(dict(zip(VARIABLES, later, strict=True)))
+    if not is_taken:
+        with pytest.raises(UserError, match="is being trained by pid"):
+            hold_run(run / LOCK, origin, wait_s=0)
+        return
+    with hold_run(run / LOCK, origin, wait_s=0), pytest.raises(AssertionError):  # a third one is kept out by us
+        hold()
+    hold()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"host": "a\\u001b[2Jb"}', "[" * 5000])
+def test_a_lock_file_that_says_nothing_of_use(run: Path, hold: Hold, content: str):
+    hold()
+    (run / LOCK).write_text(content)
+    with pytest.raises(UserError, match=r"^run 'digits' is being trained by another process\. "):
+        hold_run(run / LOCK, Origin(), wait_s=0)
+
+
+def test_a_file_system_without_locks_costs_a_note(run: Path, monkeypatch, capfd):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    hold_run(run / LOCK, Origin(), wait_s=0).close()
+    assert "no locks there (No locks available)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_the_folder_of_a_run_is_held_until_the_lock_is_closed(tmp_path: Path, run: Path, hold: Hold, resume: str):
+    config = TrainConfig(run_name="digits", log_dir=str(tmp_path), resume=resume)
+    folder, lock = create_run_folder(config, "digits", Origin())
+    assert folder.path == run
+    with pytest.raises(AssertionError):
+        hold()
+    lock.close()
+    hold()
