@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -271,6 +272,28 @@ def test_auto_takes_memory_then_disk_then_none(tmp_path, monkeypatch):
     assert cache is None
     assert "--cache-gb" in note
     assert open_cache(DataOptions(cache="off"), "other", 1) == (None, "")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make what belongs to another user")
+@pytest.mark.parametrize("planted", ["folder", "link", "link that leads nowhere"])
+def test_what_another_user_planted_is_not_used(tmp_path, monkeypatch, planted):
+    places = [Place("ram", tmp_path / "ram", 1000), Place("disk", tmp_path / "disk", 1000)]
+    monkeypatch.setattr(cache_folders, "_places", lambda given: places)
+    target = tmp_path / "target"
+    if planted == "folder":
+        places[0].root.mkdir()
+    else:
+        places[0].root.symlink_to(target)
+    if planted == "link":
+        target.mkdir()
+    os.chown(places[0].root, 12345, 12345, follow_symlinks=False)
+    cache, note = open_cache(DataOptions(cache="auto"), "key", 100)
+    assert cache.folder == tmp_path / "disk" / "key"
+    assert re.search(rf"; {tmp_path}/ram: (belongs to another user|File exists)$", note)
+    cache, note = open_cache(DataOptions(cache="ram"), "key", 100)
+    assert cache is None
+    assert note.startswith(f"no cache of decoded images: {tmp_path}/ram: ")
+    assert list(target.iterdir() if planted == "link" else [*tmp_path.glob("target")]) == []
 
 
 def test_a_folder_that_cannot_be_used_is_no_error(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -53,15 +54,17 @@ def open_cache(options: DataOptions, key: str, expected_bytes: int) -> tuple[Ima
         candidates = [place for place in places if expected_bytes <= _room(place, key)]
     else:
         candidates = [place for place in places if place.name == options.cache]
-    reason = f"{expected_bytes / 1e9:.1f} GB fit neither memory nor disk within their bounds (--cache-gb)"
+    refused = []
     for place in candidates:
         try:
             cache = _open_in(place, key, expected_bytes)
         except OSError as error:
-            reason = f"{place.root}: {error.strerror}"
+            refused.append(f"{place.root}: {error.strerror}")
             continue
-        return cache, f"cache of decoded images: {place.name}, about {expected_bytes / 1e9:.2f} GB in {cache.folder}"
-    return None, f"no cache of decoded images: {reason}"
+        note = f"cache of decoded images: {place.name}, about {expected_bytes / 1e9:.2f} GB in {cache.folder}"
+        return cache, "; ".join([note, *refused])
+    too_large = f"{expected_bytes / 1e9:.1f} GB fit neither memory nor disk within their bounds (--cache-gb)"
+    return None, f"no cache of decoded images: {'; '.join(refused) or too_large}"
 
 
 def _places(options: DataOptions) -> list[Place]:
@@ -89,8 +92,9 @@ def _room(place: Place, key: str) -> int:
 def _open_in(place: Place, key: str, expected_bytes: int) -> ImageCache:
     """Open a cache in `place`; remove others, the longest unused first, where they leave too little room."""
     place.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if place.root.stat().st_uid != os.getuid():
-        raise PermissionError(1, "belongs to another user")
+    # Also a link in its place. Once the folder is ours nobody else can put another there: /dev/shm is sticky.
+    if {place.root.lstat().st_uid, place.root.stat().st_uid} != {os.getuid()}:
+        raise PermissionError(errno.EPERM, "belongs to another user")
     lock = os.open(place.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         with locked(lock):  # the ranks of a machine come here at the same time
