@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -30,7 +31,7 @@ from scripts.launch_processes import MARK, Launch, remove_stale_build_locks
 from scripts.restarts import Restarts, Started, start_until_done
 from training.errors import USER_ERROR_EXIT_CODE
 from training.interface import free_port
-from training.launch_folder import FOLDER_VARIABLE, RESTARTS_VARIABLE, LaunchFolder
+from training.launch_folder import FOLDER_VARIABLE, RESTARTS_VARIABLE, SECRET_VARIABLE, LaunchFolder
 
 MOST_DESCRIPTORS = 4096
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -66,7 +67,8 @@ def supervise(
         remove_stale_build_locks(locks)
         words = with_free_port(command, chosen_port) if restart else command
         attempt = Attempt(launch, folder, received, stop_timeout_s)
-        ending = attempt.run(words + resuming, environment | {RESTARTS_VARIABLE: str(restart)})
+        of_this_start = {RESTARTS_VARIABLE: str(restart), SECRET_VARIABLE: secrets.token_hex(32)}
+        ending = attempt.run(words + resuming, environment | of_this_start)
         return Started(ending, attempt.watch.run_name, folder.checkpoint_position())
 
     try:

@@ -12,6 +12,7 @@ from delivery.best_weights import epoch_of
 from training.checkpoint.manifest import Progress
 from training.data.images import ImageError
 from training.distributed import gather_objects
+from training.exchange import list_of, text
 from training.loggers import RunPoint
 from training.optim import schedule_notes
 from training.parts import Parts
@@ -48,7 +49,7 @@ def announce_end(parts: Parts, progress: Progress, stop_signal: int, point: RunP
     """Log the result, where the time went and where everything lies; a collective."""
     say = parts.loggers.message
     bad_paths = parts.train_loader.bad_paths + parts.val_loader.bad_paths
-    bad_files = sorted({path for paths in gather_objects(bad_paths, parts.world) for path in paths})
+    bad_files = sorted({path for paths in gather_objects(bad_paths, list_of(text), parts.world) for path in paths})
     if bad_files:
         more = " ..." if len(bad_files) > MAX_BAD_FILES_LISTED else ""
         say(f"{len(bad_files)} unreadable image(s) passed over: {', '.join(bad_files[:MAX_BAD_FILES_LISTED])}{more}")

@@ -16,6 +16,7 @@ from training.data.reader import Batch
 from training.distributed import World, gather_objects
 from training.engine import Engine, StepResult
 from training.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
+from training.exchange import flag, list_of, row_of, text
 from training.loggers import Loggers
 from training.precision import DynamicLossScale
 
@@ -127,7 +128,8 @@ class StepGuard:
     def _count_skipped(self, step: int, evidence: list[_Evidence]) -> None:
         """Count and tell a skipped step, and end the run after too many; a collective."""
         self.skipped += 1
-        blames = gather_objects(self._blame(evidence), self._world)
+        rows = gather_objects(self._blame(evidence), row_of(flag, text, list_of(text)), self._world)
+        blames = [_Blame(*row) for row in rows]
         if self._is_loss_scale_search(blames):
             return
         self.in_row += 1

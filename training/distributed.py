@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -14,11 +15,27 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from training import exchange, rendezvous
 from training.errors import AgreedError, UserError
-from training.interface import free_port, interface_towards
+from training.exchange import Parser, optional, text
+from training.interface import interface_towards
+from training.launch_folder import SECRET_VARIABLE
 from training.precision import use_exact_fp32
 
 Result = TypeVar("Result")
+LOOPBACK = "lo"
+# Launchers that do not give their processes a RANK, and where they say how many there are. Not Slurm's SLURM_NTASKS:
+# it stands in the shell of a job, too, in which one process may be started.
+_OTHER_LAUNCHERS = (
+    ("mpirun", "OMPI_COMM_WORLD_SIZE"),
+    ("mpirun", "MV2_COMM_WORLD_SIZE"),
+    ("srun", "SLURM_STEP_NUM_TASKS"),
+    ("mpirun", "PMI_SIZE"),
+)
+_WAYS = (
+    "Start with scripts/launch_distributed.sh (sbatch scripts/slurm_distributed.sh under Slurm), or with "
+    "torchrun --nproc_per_node=N scripts/train_distributed.py."
+)
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -56,13 +73,14 @@ def launched_world() -> tuple[int, int, int, int]:
     """Return (rank, local rank, ranks on this machine, all ranks) as the launcher says; (0, 0, 1, 1) without one.
 
     Raises:
-        UserError: where the variables are incomplete or no numbers.
+        UserError: where the variables are incomplete or no numbers, or another launcher has started several processes.
     """
     # deepspeed calls the number of ranks on this machine LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE.
     local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     given = {name: os.environ[name] for name in names if name in os.environ}
     if not given:
+        _refuse_lonely_ranks()
         return 0, 0, 1, 1
     try:
         rank, local_rank, size = (int(given[name]) for name in names)
@@ -72,6 +90,22 @@ def launched_world() -> tuple[int, int, int, int]:
         raise UserError(
             f"the launcher's environment is incomplete: {said}. Start through deepspeed or torchrun."
         ) from None
+
+
+def _refuse_lonely_ranks() -> None:
+    """Raise a UserError where several ranks were asked for, and each process would train as if it were alone."""
+    started = next(((who, count) for who, name in _OTHER_LAUNCHERS if (count := _count(name)) > 1), None)
+    if "SLURM_PTY_PORT" in os.environ and started and started[0] == "srun":
+        started = None  # a shell at a terminal, for all that may be typed there
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
+        raise UserError(f"accelerate was asked for several processes and started one on its own. {_WAYS}")
+    if started:
+        raise UserError(f"{started[0]} started {started[1]} processes, and each would train on its own. {_WAYS}")
+
+
+def _count(name: str) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else 0
 
 
 def start_world(*, deterministic: bool = False) -> World:
@@ -87,8 +121,8 @@ def start_world(*, deterministic: bool = False) -> World:
     """
     rank, local_rank, local_size, size = launched_world()
     if "RANK" not in os.environ:
+        # For DeepSpeed, which looks for MPI where they are missing; nobody listens there.
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-        os.environ["MASTER_PORT"] = str(free_port())
     # MKL's products may else differ in the last bit with where in memory a matrix happens to lie.
     os.environ.setdefault("MKL_CBWR", "AUTO")
     # The profiler's library tells each start, and as an error that it finds no GPU.
@@ -106,18 +140,20 @@ def start_world(*, deterministic: bool = False) -> World:
     else:
         device = torch.device("cpu")
         _share_cores(local_size)
-    if size > local_size:
-        _choose_interface()
+    is_alone = size == local_size
+    _choose_interface(is_alone=is_alone)
     # Given the device NCCL connects at once: what keeps it from connecting shows here, and barriers know their GPU.
     bound_to = device if use_cuda else None
+    backend = "nccl" if use_cuda else "gloo"
     try:
-        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=COLLECTIVE_TIMEOUT, device_id=bound_to)
+        meeting = _meet(rank, size, is_alone=is_alone)
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=bound_to, **meeting)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
         port = os.environ.get("MASTER_PORT")
         raise UserError(f"port {port} is in use: give a free one with --master_port.") from None
-    # Questions about stopping go over gloo, from CPU to CPU, so that they never wait for a GPU's queue.
+    # Small values and questions about stopping go over gloo, from CPU to CPU, and never wait for a GPU's queue.
     # So do the questions of the thread that writes checkpoints, beside the steps and the stops.
     signal_group, save_group = (
         cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if size > 1 else None for _ in range(2)
@@ -168,8 +204,7 @@ def error_on_any_rank(error: str | None, world: World) -> str | None:
     """Agree on whether any rank failed: return the lowest failing rank's message on every rank; a collective."""
     if world.size == 1:
         return error
-    messages: list[str | None] = [None] * world.size
-    dist.all_gather_object(messages, error)
+    messages = gather_objects(error, optional(text), world)
     return next((message for message in messages if message is not None), None)
 
 
@@ -187,29 +222,68 @@ def agreed(action: Callable[[], Result], world: World) -> Result:
     return result
 
 
-def gather_objects(value: Any, world: World, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's small picklable value, in rank order, on every rank; a collective of the group."""
+def gather_objects(
+    value: Any, parse: Parser[Result], world: World, group: dist.ProcessGroup | None = None
+) -> list[Result]:
+    """Return every rank's small value, in rank order, on every rank; a collective of the group.
+
+    Args:
+        value: of this rank, as JSON has it.
+        parse: checks a rank's value and turns it into what is wanted, see `training.exchange`.
+        world: the ranks.
+        group: other than the one for questions, over gloo.
+
+    Raises:
+        ForeignMessageError: on every rank, where a value is not of this form.
+    """
     if world.size == 1:
-        return [value]
-    values: list[Any] = [None] * world.size
-    dist.all_gather_object(values, value, group=group)
-    return values
+        return [exchange.as_received(value, parse)]
+    return exchange.gather(value, parse, group or world.signal_group)
 
 
-def broadcast_object(value: Any, world: World) -> Any:
-    """Return rank 0's small picklable value on every rank; a collective."""
-    values = [value]
-    if world.size > 1:
-        dist.broadcast_object_list(values, src=0)
-    return values[0]
+def broadcast_object(value: Any, parse: Parser[Result], world: World) -> Result:
+    """Return rank 0's small value on every rank; a collective. The arguments and errors are `gather_objects`'s."""
+    if world.size == 1:
+        return exchange.as_received(value, parse)
+    return exchange.broadcast(value, parse, world.signal_group)
 
 
-def _choose_interface() -> None:
+def _meet(rank: int, size: int, *, is_alone: bool) -> dict[str, Any]:
+    """Return how this process joins the group, as arguments of `init_process_group`: nothing for PyTorch's own way.
+
+    With the run's secret in the environment every rank proves first that it knows it; it is taken out of the
+    environment, so that no process that a rank starts has it.
+
+    Raises:
+        UserError: see `rendezvous.open_store`.
+        ConnectionError, TimeoutError: see `rendezvous.prove`.
+    """
+    secret = os.environ.pop(SECRET_VARIABLE, "")
+    if size == 1:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # nothing to listen on
+    if not secret:
+        return {}
+    # torchrun's own process holds the store then, and all ranks connect to it.
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_host = rank == 0 and not is_torchruns
+    store = rendezvous.open_store(address, port, COLLECTIVE_TIMEOUT, is_host=is_host, is_alone=is_alone)
+    if is_torchruns:  # it lasts over torchrun's restarts
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    proved = rendezvous.prove(store, secret, rank, size, COLLECTIVE_TIMEOUT, is_ours=is_host)
+    return {"store": proved, "rank": rank, "world_size": size}
+
+
+def _choose_interface(*, is_alone: bool) -> None:
     """Tell gloo and NCCL the interface that leads to the master, unless the launcher or the user has.
 
-    By itself gloo offers the address that the host's own name resolves to: 127.0.1.1 on Debian. NCCL reads '=name' as
-    exactly this interface.
+    By itself gloo offers the address that the host's own name resolves to: 127.0.1.1 on Debian, or one that others
+    reach where nobody else takes part. NCCL reads '=name' as exactly this interface; it takes no loopback.
     """
+    if is_alone:
+        if any(name == LOOPBACK for _, name in socket.if_nameindex()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        return
     interface = interface_towards(os.environ.get("MASTER_ADDR", ""))
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -75,6 +75,7 @@ class RunEnded(Exception):
 _DEATHS = {
     "DataLoader worker": "a data worker of rank {rank} died: {error}",
     "by peer": "rank {rank} lost the connection to another rank",
+    "that no rank of this run sends": "{error}",
 }
 
 

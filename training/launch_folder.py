@@ -30,6 +30,8 @@ from pathlib import Path
 FOLDER_VARIABLE = "ZEROVISION_LAUNCH_FOLDER"
 LAUNCH_VARIABLE = "ZEROVISION_LAUNCH"  # in the environment of everything that one launch starts: survives re-parenting
 RESTARTS_VARIABLE = "ZEROVISION_RESTARTS"  # how often this launch has been restarted: 0 at the first start
+# What the ranks of one start prove to each other that they know (`training.rendezvous`); for their environment alone.
+SECRET_VARIABLE = "ZEROVISION_RUN_SECRET"
 ENDED = "ended"  # the phase of a rank's last beat
 RECORD_BYTES = 512
 CHECKSUM_BYTES = 9  # 8 hexadecimal digits and a line feed

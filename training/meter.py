@@ -15,6 +15,7 @@ from planning.machines import peak_tflops
 from training.bad_steps import StepGuard
 from training.distributed import World, gather_objects, gather_rows
 from training.engine import StepResult
+from training.exchange import number, row_of, text, whole_number
 from training.flops import TrainingFlops, tflops_per_second
 from training.loggers import DeviceLoad, Loggers, MemoryUse, RunPoint, StepPoint
 from training.metrics import ScoreSums
@@ -146,7 +147,9 @@ def run_point(step: int, images: int, timing: Timing, world: World) -> RunPoint:
         timing: what measured.
         world: the ranks.
     """
-    ranks = gather_objects(timing.clock.seconds(), world)
+    own = timing.clock.seconds()
+    rows = gather_objects([own[name] for name in SPANS], row_of(*[number] * len(SPANS)), world)
+    ranks = [dict(zip(SPANS, row, strict=True)) for row in rows]
     evaluation_seconds = ranks[0]["evaluation"]
     seconds = sum(ranks[0].values()) - evaluation_seconds
     images_per_second = images / max(seconds, 1e-9)
@@ -165,12 +168,12 @@ def run_point(step: int, images: int, timing: Timing, world: World) -> RunPoint:
 
 def peak_memory_per_rank(world: World) -> list[int]:
     """Return the peak memory of every rank, see `MemoryUse`, in bytes; a collective."""
-    return gather_objects(memory_use(world.device).memory_bytes, world)
+    return gather_objects(memory_use(world.device).memory_bytes, whole_number, world)
 
 
 def name_hosts(world: World) -> tuple[str, ...]:
     """Return the name of each rank's machine; a collective."""
-    return tuple(gather_objects(socket.gethostname(), world))
+    return tuple(gather_objects(socket.gethostname(), text, world))
 
 
 def memory_use(device: torch.device) -> MemoryUse:

@@ -8,15 +8,17 @@ ranks, so the way makes no difference to a bit.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from training.distributed import World, barrier, broadcast_object, error_on_any_rank
+from training.exchange import text
 
 SHARED_MEMORY = Path("/dev/shm")
 LARGEST_SHARE = 0.5  # of what is free there: the data loaders' workers need some too
@@ -188,6 +190,12 @@ def _sum_rows(rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def _drawn_name(value: Any) -> str:
+    if not re.fullmatch(r"[0-9a-f]{16}", text(value)):
+        raise ValueError("no drawn name")
+    return value
+
+
 def _part(size: int, world: World) -> slice:
     length = size // world.size
     return slice(world.rank * length, (world.rank + 1) * length)
@@ -198,8 +206,9 @@ def _map_shared_memory(numel: int, world: World) -> torch.Tensor | None:
 
     The file's name is gone before this returns: however the ranks end, the memory ends with them.
     """
-    path = SHARED_MEMORY / f"zerovision-{secrets.token_hex(8)}"
-    problem = None
+    # A name drawn by rank 0 and never a path: a false rank 0 could have the others write into any file of the user's.
+    drawn = broadcast_object(secrets.token_hex(8), _drawn_name, world)
+    path, problem = SHARED_MEMORY / f"zerovision-{drawn}", None
     if world.is_main:
         try:
             free = shutil.disk_usage(SHARED_MEMORY).free
@@ -213,7 +222,7 @@ def _map_shared_memory(numel: int, world: World) -> torch.Tensor | None:
                 os.close(descriptor)
         except OSError as error:
             problem = str(error)
-    path, problem = broadcast_object((path, problem), world)
+    problem = error_on_any_rank(problem, world)
     memory = None
     if problem is None:
         try:

@@ -56,7 +56,11 @@ def run(config: TrainConfig, start: RunStart = FIRST_START) -> int:
     start.report.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
     stop = StopRequest()
     stop.install()
-    world = start_world(deterministic=config.deterministic)
+    try:
+        world = start_world(deterministic=config.deterministic)
+    except OSError as error:  # a rank did not come, or was none of this run
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
     parts = None
     try:
         parts = build_parts(config, world, start)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from training.checkpoint.store import FoundCheckpoint, choose, find_candidates, set_aside
 from training.config import TrainConfig
 from training.distributed import World, agreed, broadcast_object
 from training.errors import AgreedError
+from training.exchange import row_of, text
 from training.launch_folder import RankReport
 from training.run_folder import RunFolder, create_run_folder, name_run
 from training.run_lock import Origin
@@ -47,8 +49,10 @@ def create_folder(config: TrainConfig, start: RunStart, world: World) -> tuple[R
             return None, None
         return create_run_folder(config, name_run(config), start.origin)
 
-    own, lock = agreed(create, world)
-    folder = broadcast_object(own, world)
+    created, lock = agreed(create, world)
+    place = [str(created.log_dir), created.name] if created else None
+    log_dir, name = broadcast_object(place, row_of(text, text), world)
+    folder = RunFolder(Path(log_dir), name)
     if world.is_main:
         start.report.run_name(folder.name)
     return folder, lock

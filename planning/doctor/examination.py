@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -212,7 +213,7 @@ def _ask_network(request: Request, found: Findings, probes: Mapping[str, Probe])
     found.interfaces = {
         host: interface_of(address, found.facts[host]["own_addresses"]) for host, address in addresses.items()
     }
-    placed, first = list(ranks.items()), found.facts[able[0]]
+    placed, first, secret = list(ranks.items()), found.facts[able[0]], secrets.token_hex(32)
     port = first["port"] or first["spare_port"]
     patience = max(probes[host].patience for host in able)  # all wait for the slowest
     for host in able:
@@ -228,6 +229,7 @@ def _ask_network(request: Request, found: Findings, probes: Mapping[str, Probe])
             hosts=placed,
             address=addresses[able[0]],
             port=port,
+            secret=secret,
             interface=found.interfaces[probe.host],
             use_gpu=use_gpu,
             join_seconds=JOIN_SECONDS * patience,

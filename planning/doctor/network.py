@@ -16,6 +16,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from training.exchange import gather, list_of, number, row_of, text
+from training.rendezvous import open_store, prove
+
 SMALL_BYTES, SMALL_REPEATS, LARGE_REPEATS = 1024, 20, 3
 FIRST_BYTES, LARGEST_BYTES = 1 << 16, {"cpu": 1 << 26, "cuda": 1 << 28}
 LONG_ENOUGH_SECONDS = 0.1  # a message that takes as long is large enough: what comes before it is spread thin
@@ -31,6 +34,7 @@ class Place(NamedTuple):
     hosts: list[list[Any]]
     address: str
     port: int
+    secret: str
     interface: str
 
 
@@ -40,6 +44,7 @@ def measure_network(
     hosts: list[list[Any]],
     address: str,
     port: int,
+    secret: str,
     interface: str,
     use_gpu: bool,
     join_seconds: float,
@@ -53,6 +58,7 @@ def measure_network(
         hosts: name and number of ranks of every host, in the order of the ranks.
         address: of the first of them, where the ranks meet.
         port: there.
+        secret: that the ranks prove to each other that they know.
         interface: by which this machine talks to the others; '' leaves the choice to gloo and NCCL.
         use_gpu: NCCL between GPUs instead of gloo between CPUs.
         join_seconds: how long ranks wait for each other.
@@ -67,7 +73,7 @@ def measure_network(
     pipes, processes = [], []
     for local_rank in range(ranks):
         ours, theirs = context.Pipe(duplex=False)
-        place = Place(first_rank + local_rank, local_rank, hosts, address, port, interface)
+        place = Place(first_rank + local_rank, local_rank, hosts, address, port, secret, interface)
         process = context.Process(target=_rank_main, args=(theirs, place, use_gpu, join_seconds), daemon=True)
         process.start()
         theirs.close()
@@ -136,8 +142,10 @@ def _rank_main(pipe: Connection, place: Place, use_gpu: bool, join_seconds: floa
     rank, size = place.rank, sum(ranks for _, ranks in place.hosts)
     patience = datetime.timedelta(seconds=join_seconds)
     try:
-        store = dist.TCPStore(place.address, place.port, size, rank == 0, timeout=patience, wait_for_workers=False)
+        is_host, is_alone = rank == 0, len(place.hosts) == 1
+        store = open_store(place.address, place.port, patience, is_host=is_host, is_alone=is_alone)
         pipe.send(("phase", "join"))
+        store = prove(store, place.secret, rank, size, patience, is_ours=is_host)
         device = torch.device("cuda", place.local_rank) if use_gpu else torch.device("cpu")
         if use_gpu:
             torch.cuda.set_device(device)
@@ -165,8 +173,8 @@ def _measure(rank: int, hosts: list[Any], device: torch.device) -> dict[str, Any
         if seconds > LONG_ENOUGH_SECONDS or size >= LARGEST_BYTES[device.type]:
             break
         size *= 4
-    links: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(links, _measure_links(rank, hosts, device))
+    link = row_of(text, text, number)
+    links = gather(_measure_links(rank, hosts, device), list_of(link), None, device)
     return {
         "small_seconds": small,
         "large": [size, seconds],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import signal
 import sys
 import time
@@ -22,7 +23,7 @@ from scripts.cluster.plan import Place, Plan, node_command
 from scripts.launch_processes import KILL_SECONDS
 from scripts.rank_watch import STOP_CODES
 from scripts.restarts import Started
-from training.launch_folder import RESTARTS_VARIABLE
+from training.launch_folder import RESTARTS_VARIABLE, SECRET_VARIABLE
 
 LOOK_SECONDS = 0.1
 LEAVE_SECONDS = 30.0  # what other nodes have to leave once one has ended as all should
@@ -80,6 +81,7 @@ class ClusterStart:
         plan, hosts = self._plan, [node.host for node in meeting.nodes]
         arguments = [*plan.arguments, *plan.batch_flags(len(hosts)), *resuming]
         _announce(plan, meeting)
+        of_this_start = {RESTARTS_VARIABLE: str(restart), SECRET_VARIABLE: secrets.token_hex(32)}
         for node_rank, node in enumerate(meeting.nodes):
             place = Place(
                 hosts,
@@ -90,7 +92,7 @@ class ClusterStart:
                 meeting.port,
                 f"{self._launch_id}-{restart}",
             )
-            environment = {RESTARTS_VARIABLE: str(restart), **meeting.environment(node_rank), **plan.environment}
+            environment = {**meeting.environment(node_rank), **plan.environment, **of_this_start}
             node.tell(
                 "start",
                 command=node_command(plan.launcher, place, arguments),

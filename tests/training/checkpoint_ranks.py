@@ -33,6 +33,7 @@ from training.data.sources import ArraySource
 from training.distributed import World, barrier, broadcast_object, gather_objects
 from training.engine import FlatShard
 from training.errors import RunEnded
+from training.exchange import text
 from training.launch_folder import RankReport
 from training.loggers import Loggers, StepPoint
 from training.loop import LoopSettings, LoopTools, train_one_epoch
@@ -227,7 +228,7 @@ def warm_up(world: World) -> None:
     """
     for strategy in STRATEGIES:
         with tempfile.TemporaryDirectory() as folder:
-            job = Job(world, broadcast_object(folder, world), strategy)
+            job = Job(world, broadcast_object(folder, text, world), strategy)
             job.train()
             job.close()
             barrier(world)
@@ -255,7 +256,7 @@ def resume_from(world: World, checkpoint: str, folder: str, strategy: str, **opt
     job = Job(world, folder, strategy, every_steps=1, resume=checkpoint, **options)
     buffers = {name: buffer.double().tolist() for name, buffer in job.module.named_buffers()}
     job.train()
-    result = job.report() | {"resumed_buffers": gather_objects(buffers, world)}
+    result = job.report() | {"resumed_buffers": gather_objects(buffers, dict, world)}
     job.close()
     return result
 

@@ -239,7 +239,7 @@ def test_two_real_ranks_measure_their_network() -> None:
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    place = {"address": "127.0.0.1", "port": port, "interface": "", "use_gpu": False, "seconds": 20.0}
+    place = {"address": "127.0.0.1", "port": port, "secret": "s", "interface": "", "use_gpu": False, "seconds": 20.0}
     answer = measure_network(0, 2, [["here", 2]], join_seconds=10.0, **place)
     report = answer["report"]
     assert (report["ranks"], report["backend"], report["links"]) == (2, "gloo", [])
@@ -250,7 +250,13 @@ def test_two_real_ranks_measure_their_network() -> None:
 def test_a_rank_that_nobody_meets_says_so() -> None:
     with socket.socket() as taken:  # bound and deaf
         taken.bind(("127.0.0.1", 0))
-        place = {"address": "127.0.0.1", "port": taken.getsockname()[1], "interface": "", "use_gpu": False}
+        place = {
+            "address": "127.0.0.1",
+            "port": taken.getsockname()[1],
+            "secret": "s",
+            "interface": "",
+            "use_gpu": False,
+        }
         answer = measure_network(1, 1, [["a", 1], ["b", 1]], join_seconds=1.0, seconds=5.0, **place)
     assert (answer["phase"], bool(answer["problem"])) == ("meet", True)
 

@@ -19,6 +19,7 @@ from training.checkpoint.store import checkpoint_name, commit, discard, temporar
 from training.distributed import World, gather_objects
 from training.engine import Engine
 from training.errors import CANNOT_SAVE_EXIT_CODE, RunEnded, one_line
+from training.exchange import flag, optional, row_of, text, whole_number
 from training.launch_folder import RankReport
 from training.loggers import Loggers
 
@@ -215,7 +216,7 @@ class Saver:
             save.error = self._write_and_commit(save, facts)
             if save.error is not None:
                 self._agree((lambda: discard(folder, save.name)) if self._world.is_main else None)
-                verdicts = gather_objects(self._failures.are_too_many(), self._world, self._world.save_group)
+                verdicts = gather_objects(self._failures.are_too_many(), flag, self._world, self._world.save_group)
                 save.is_last_try = verdicts[0]  # by rank 0's clock
         except Exception as error:  # a rank that died takes the agreement with it; the steps will notice, too
             save.error = one_line(f"{type(error).__name__}: {error}")
@@ -234,14 +235,16 @@ class Saver:
             # Before the checkpoint: a run that resumes from it takes these weights for written.
             if self._unsaved_best is not None:
                 self._unsaved_best()
-            manifest = Manifest(shards=tuple(part for parts in shards for part in parts), **facts)
+            manifest = Manifest(shards=tuple(shards), **facts)
             commit(folder, name, manifest, is_best=save.is_best, keep_last=self._settings.keep_last)
 
         error = self._agree(prepare if world.is_main else None)
         if error is None:
             error = self._agree(lambda: shard.append(write_shard(temporary / shard_name(world.rank), self._snapshot)))
         if error is None:
-            shards = gather_objects(shard, world, world.save_group)
+            own = [shard[0].bytes, shard[0].sha256]
+            rows = gather_objects(own, row_of(whole_number, text), world, world.save_group)
+            shards = [ShardFacts(*row) for row in rows]
             error = self._agree(commit_all if world.is_main else None)
         return error
 
@@ -253,5 +256,5 @@ class Saver:
                 action()
         except (OSError, SafetensorError) as failure:
             error = f"rank {self._world.rank}: {one_line(failure)}"
-        errors = gather_objects(error, self._world, self._world.save_group)
+        errors = gather_objects(error, optional(text), self._world, self._world.save_group)
         return next((message for message in errors if message is not None), None)

@@ -24,6 +24,7 @@ from training.checkpoint.shards import verify_shard
 from training.distributed import World, broadcast_object, error_on_any_rank
 from training.durable import sync_to_disk
 from training.errors import UserError
+from training.exchange import list_of, text
 
 LAST, BEST = "last", "best"
 NAME_PATTERN = re.compile(r"step-(\d{5,9})-(\d{7,12})")
@@ -116,9 +117,9 @@ def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None
 
     The ranks share the work of hashing; all must see the same folder.
     """
-    candidates = broadcast_object(candidates, world)
+    paths = broadcast_object([str(path) for path in candidates], list_of(text), world)
     refused: dict[Path, str] = {}
-    for path in candidates:
+    for path in map(Path, paths):
         error, manifest = None, None
         try:
             manifest = read_manifest(path)

@@ -1,0 +1,143 @@
+"""Small values between ranks: JSON in tensors, whose form the receiver checks. Nothing received is ever unpickled.
+
+`torch.distributed.all_gather_object` unpickles what the other ranks send, and to unpickle is to run code: whoever
+takes a rank's place would run code on every other machine. Here the worst that a false rank can send is a message that
+is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Value = TypeVar("Value")
+Parser = Callable[[Any], Value]
+
+LARGEST_BYTES = 16 << 20  # of one message; a receiver reserves no more for it
+CPU = torch.device("cpu")
+
+
+class ForeignMessageError(Exception):
+    """What arrived is not what the ranks of a run send each other."""
+
+
+def gather(
+    value: Any, parse: Parser[Value], group: dist.ProcessGroup | None, device: torch.device = CPU
+) -> list[Value]:
+    """Return every rank's value, in rank order, on every rank; a collective of the group.
+
+    Args:
+        value: of this rank, as JSON has it; floats keep their bits.
+        parse: checks a received value and turns it into what is wanted; one of those below, or made of them.
+        group: the ranks; None for all.
+        device: where the group's messages lie.
+
+    Raises:
+        ForeignMessageError: on every rank, for a message that is too long, no JSON, or not of this form.
+    """
+    message = _encode(value)
+    size = dist.get_world_size(group)
+    lengths = torch.empty(size, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(lengths, torch.tensor([len(message)], device=device), group=group)
+    sizes = [_checked_length(length, rank) for rank, length in enumerate(lengths.tolist())]
+    own = torch.zeros(max(sizes), dtype=torch.uint8)
+    own[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
+    rows = torch.empty(size * max(sizes), dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(rows, own.to(device), group=group)
+    received = rows.view(size, -1).cpu().numpy()
+    return [_decode(received[rank, :length].tobytes(), parse, rank) for rank, length in enumerate(sizes)]
+
+
+def broadcast(value: Any, parse: Parser[Value], group: dist.ProcessGroup | None) -> Value:
+    """Return rank 0's value on every rank, rank 0 included; the other ranks' is ignored. A collective of the group.
+
+    Args:
+        value: of rank 0, as JSON has it.
+        parse: see `gather`.
+        group: all ranks, with messages on the CPU.
+
+    Raises:
+        ForeignMessageError: see `gather`.
+    """
+    message = _encode(value if dist.get_rank() == 0 else None)
+    length = torch.tensor([len(message)])
+    dist.broadcast(length, 0, group=group)
+    content = torch.zeros(_checked_length(int(length), 0), dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        content.copy_(torch.frombuffer(message, dtype=torch.uint8))
+    dist.broadcast(content, 0, group=group)
+    return _decode(content.numpy().tobytes(), parse, 0)
+
+
+def as_received(value: Any, parse: Parser[Value]) -> Value:
+    """Return a value as another rank would receive it, tuples as lists; for a rank that is alone."""
+    return _decode(bytes(_encode(value)), parse, 0)
+
+
+def text(value: Any) -> str:
+    """Return a string; raise TypeError for anything else."""
+    return _of_type(value, str)
+
+
+def whole_number(value: Any) -> int:
+    """Return an integer; raise TypeError for anything else."""
+    return _of_type(value, int)
+
+
+def number(value: Any) -> float:
+    """Return a float, which may be infinite or no number; raise TypeError for anything else."""
+    return _of_type(value, float)
+
+
+def flag(value: Any) -> bool:
+    """Return a bool; raise TypeError for anything else."""
+    return _of_type(value, bool)
+
+
+def optional(parse: Parser[Value]) -> Parser[Value | None]:
+    """Return the parser of a value that may be None."""
+    return lambda value: None if value is None else parse(value)
+
+
+def list_of(parse: Parser[Value]) -> Parser[list[Value]]:
+    """Return the parser of a list, of any length, of such values."""
+    return lambda value: [parse(one) for one in _of_type(value, list)]
+
+
+def row_of(*parsers: Parser[Any]) -> Parser[tuple[Any, ...]]:
+    """Return the parser of a list with one value for each of the parsers; it raises ValueError for another length."""
+    return lambda value: tuple(parse(one) for parse, one in zip(parsers, _of_type(value, list), strict=True))
+
+
+def _of_type(value: Any, kind: type[Value]) -> Value:
+    if type(value) is not kind:  # a bool is no whole number
+        raise TypeError(f"{kind.__name__} expected, {type(value).__name__} found")
+    return value
+
+
+def _encode(value: Any) -> bytearray:
+    message = bytearray(json.dumps(value), "ascii")  # repr of a float, from which the same bits are read
+    if len(message) > LARGEST_BYTES:
+        raise ValueError(f"a message of {len(message)} bytes to the other ranks: at most {LARGEST_BYTES}")
+    return message
+
+
+def _decode(message: bytes, parse: Parser[Value], rank: int) -> Value:
+    try:
+        return parse(json.loads(message.decode("ascii")))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _foreign(rank, f"{type(error).__name__}, {str(error)[:100]}") from None
+
+
+def _checked_length(length: int, rank: int) -> int:
+    if not 0 < length <= LARGEST_BYTES:
+        raise _foreign(rank, f"{length} bytes")
+    return length
+
+
+def _foreign(rank: int, what: str) -> ForeignMessageError:
+    return ForeignMessageError(f"rank {rank} sent a message that no rank of this run sends ({what})")
