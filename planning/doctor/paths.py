@@ -84,7 +84,7 @@ def judge_paths(failed: Sequence[FailedPath]) -> list[Row]:
     """
     rows, left = [], list(failed)
     while left:
-        one_way = {(path.source, path.target) for path in left}
+        one_way = sorted({(path.source, path.target) for path in left})  # in the same order in every process
         pairs = {frozenset(ends) for ends in one_way}
         weights = {
             host: (sum(host in pair for pair in pairs), sum(host == target for _, target in one_way))
