@@ -7,10 +7,11 @@ Key names and types follow DeepSpeed's configuration reference (https://www.deep
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from training.deepspeed_keys import OWNED_BY_COMMAND_LINE, why_refused
 from training.errors import UserError, nearest
 
 BOOL = "true or false"
@@ -71,27 +72,6 @@ SCHEMA: dict[str, Any] = {
     "comms_logger": {"enabled": BOOL, "verbose": BOOL, "prof_all": BOOL, "debug": BOOL, "prof_ops": LIST},
 }
 
-# Keys that DeepSpeed knows but the command line owns, with the flag to use instead.
-OWNED_BY_COMMAND_LINE = {
-    "train_batch_size": "--batch-size, --gradient-accumulation-steps and the number of GPUs",
-    "train_micro_batch_size_per_gpu": "--batch-size",
-    "gradient_accumulation_steps": "--gradient-accumulation-steps",
-    "gradient_clipping": "--gradient-clipping",
-    "optimizer": "--optimizer, --learning-rate and --weight-decay",
-    "scheduler": "--warmup-epochs and --final-learning-rate-scale",
-    "bf16": "--precision",
-    "bfloat16": "--precision",
-    "fp16": "--precision",
-    "amp": "--precision",
-    "torch_autocast": "--precision",
-    "data_types": "--precision",
-    "steps_per_print": "--log-every-steps",
-    "tensorboard": "--tensorboard",
-    "activation_checkpointing": "--activation-checkpointing",
-    "zero_optimization.offload_optimizer.device": "--offload",
-    "zero_optimization.offload_param.device": "--offload",
-}
-
 
 def check_deepspeed_json(content: Any, path: Path) -> None:
     """Check every key and value of a DeepSpeed JSON that a user may have edited.
@@ -101,29 +81,32 @@ def check_deepspeed_json(content: Any, path: Path) -> None:
         path: the file, for messages.
 
     Raises:
-        UserError: for the first key that is unknown or owned by the command line, or whose value is wrong.
+        UserError: naming every key that is unknown or refused, or whose value is wrong.
     """
     if not isinstance(content, Mapping):
         raise UserError(f"{path}: expected a JSON object, as in deepspeed_configs/.")
-    _check_section(content, SCHEMA, path, prefix="")
+    if mistakes := list(_mistakes(content, SCHEMA, prefix="")):
+        first, *others = mistakes
+        raise UserError(f"{path}: {' '.join([first, *(other[0].upper() + other[1:] for other in others)])}")
 
 
-def _check_section(section: Mapping[str, Any], schema: Mapping[str, Any], path: Path, prefix: str) -> None:
+def _mistakes(section: Mapping[str, Any], schema: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Yield a sentence for each key that must not be there, or has a wrong value."""
     for key, value in section.items():
         name = prefix + key
-        if name in OWNED_BY_COMMAND_LINE:
-            raise UserError(f"{path}: key '{name}' belongs to the command line: use {OWNED_BY_COMMAND_LINE[name]}.")
-        if key not in schema:
-            raise UserError(f"{path}: unknown key '{name}'.{nearest(key, schema)}")
-        expected = schema[key]
-        if value == "auto":
-            raise UserError(f"{path}: key '{name}' is 'auto', which is decided by nobody here: give a value.")
-        if isinstance(expected, Mapping):
-            if not isinstance(value, Mapping):
-                raise UserError(f"{path}: key '{name}': expected an object with {', '.join(expected)}.")
-            _check_section(value, expected, path, prefix=name + ".")
+        expected = schema.get(key)
+        if expected is None or name in OWNED_BY_COMMAND_LINE:
+            refusal = why_refused(name)
+            yield f"{refusal}." if refusal else f"unknown key '{name}'.{nearest(key, schema)}"
+        elif value == "auto":
+            yield f"key '{name}' is 'auto', which is decided by nobody here: give a value."
+        elif isinstance(expected, Mapping):
+            if isinstance(value, Mapping):
+                yield from _mistakes(value, expected, prefix=name + ".")
+            else:
+                yield f"key '{name}': expected an object with {', '.join(expected)}."
         elif not _fits(value, expected):
-            raise UserError(f"{path}: key '{name}' is {value!r}: expected {expected}.")
+            yield f"key '{name}' is {value!r}: expected {expected}."
 
 
 def _fits(value: Any, expected: str) -> bool:
