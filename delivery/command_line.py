@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from training.data import BAD_IMAGE_MODES, DATASETS
+from training.data import BAD_IMAGES_USAGE, DATASETS
 from training.errors import SECONDS_FOR_RANK_0_TO_SPEAK, USER_ERROR_EXIT_CODE, UserError, nearest
 
 
@@ -66,7 +66,9 @@ def add_image_flags(parser: argparse.ArgumentParser, verb: str) -> None:
     usages = ", ".join(entry.usage for entry in DATASETS.values())
     parser.add_argument("--data", default="", help=f"Images to {verb} it on: {usages}; default: the run's own.")
     parser.add_argument("--data-root", default="", help="Folder of torchvision data sets; default: the run's own.")
-    parser.add_argument("--bad-images", choices=BAD_IMAGE_MODES, default="", help="As in training; default: the run's.")
+    parser.add_argument(
+        "--bad-images", default="", metavar="MODE", help=f"{BAD_IMAGES_USAGE}, as in training; default: the run's."
+    )
     parser.add_argument(
         "--allow-missing-classes",
         action="store_true",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from rich.console import Console
 from rich.progress import track
 from torch import nn
 
 from delivery.evaluation_data import EvaluationData
+from training.bad_images import bad_image_lines, check_bad_images
 from training.data.loader import EvaluationLoader, automatic_workers
 from training.data.sampler import EvaluationPlan
 from training.distributed import World, agreed
@@ -29,7 +32,7 @@ def judge(
         precision: "fp32", "bf16" or "fp16", as `training.precision`.
 
     Raises:
-        UserError: on all ranks, where an image on any rank cannot be read.
+        UserError: on all ranks, if an image on any rank cannot be read, or more of them than may be skipped.
     """
     run_under_autocast(module.to(world.device), precision, world.device)
     dataset = data.bundle.val
@@ -50,4 +53,8 @@ def judge(
         agreed(all_batches, world)
     finally:
         loader.close()
+    check_bad_images(loader, world)
+    for line in bad_image_lines([loader], world):
+        if world.is_main:
+            print(line, file=sys.stderr)
     return recorder.gather(world)

@@ -9,17 +9,15 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from delivery.best_weights import epoch_of
+from training.bad_images import bad_image_lines
 from training.checkpoint.manifest import Progress
 from training.data.images import ImageError
-from training.distributed import gather_objects
-from training.exchange import list_of, text
 from training.loggers import RunPoint
 from training.optim import schedule_notes
 from training.parts import Parts
 from training.run_folder import shown_path
 
 AUGMENTED_IMAGES_SHOWN = 16
-MAX_BAD_FILES_LISTED = 20
 
 
 def announce_start(parts: Parts, progress: Progress) -> None:
@@ -48,11 +46,8 @@ def announce_start(parts: Parts, progress: Progress) -> None:
 def announce_end(parts: Parts, progress: Progress, stop_signal: int, point: RunPoint) -> None:
     """Log the result, where the time went and where everything lies; a collective."""
     say = parts.loggers.message
-    bad_paths = parts.train_loader.bad_paths + parts.val_loader.bad_paths
-    bad_files = sorted({path for paths in gather_objects(bad_paths, list_of(text), parts.world) for path in paths})
-    if bad_files:
-        more = " ..." if len(bad_files) > MAX_BAD_FILES_LISTED else ""
-        say(f"{len(bad_files)} unreadable image(s) passed over: {', '.join(bad_files[:MAX_BAD_FILES_LISTED])}{more}")
+    for line in bad_image_lines([parts.train_loader, parts.val_loader], parts.world):
+        say(line)
     if stop_signal:
         name, again = signal.Signals(stop_signal).name, f"--run-name {parts.folder.name} --resume auto"
         if parts.position(progress) == 0:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from models import MODELS, check_model_name
-from training.data import AUGMENTATIONS, DATASETS, DECODERS
+from training.data import AUGMENTATIONS, BAD_IMAGES_USAGE, DATASETS, DECODERS, bad_image_share
 from training.errors import UserError, unknown_name
 from training.strategies import STRATEGIES
 
@@ -127,7 +127,9 @@ class TrainConfig:
         0.0, "Most gigabytes of all caches together; 0: a quarter of the memory, or 50 on disk.", low=0, high=10**6
     )
     workers: str = option("auto", "Loader processes per rank: a whole number, or auto.")
-    bad_images: Literal["error", "skip"] = option("error", "What to do with unreadable images; skip allows 0.1 %.")
+    bad_images: str = option(
+        "error", f"What to do with unreadable images: {BAD_IMAGES_USAGE}; skip allows 0.1 %, skip:0.05 allows 5 %."
+    )
 
     # What a run leaves.
     run_name: str = option("", "Name of the run's folders; default: date, model, strategy.")
@@ -169,7 +171,7 @@ FREE_ON_RESUME = frozenset(
         *("strategy", "precision", "offload", "engine", "compile", "deepspeed_config"),
         *("activation_checkpointing", "deterministic"),
         *("batch_size", "gradient_accumulation_steps", "pretrained", "weights", "early_stopping_patience"),
-        *("data", "data_root", "download", "workers", "cache", "cache_gb"),
+        *("data", "data_root", "download", "workers", "cache", "cache_gb", "bad_images"),
         *("run_name", "log_dir", "log_every_steps", "progress", "tensorboard", "report", "profile"),
         *("resume", "save_every_steps", "save_every_minutes", "keep_last", "max_bad_steps", "hang_timeout"),
     }
@@ -202,6 +204,7 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
         raise unknown_name("strategy", config.strategy, STRATEGIES)
     if config.augmentation not in AUGMENTATIONS:
         raise unknown_name("augmentation", config.augmentation, AUGMENTATIONS)
+    bad_image_share(config.bad_images)
     if config.workers != "auto" and not re.fullmatch(r"[0-9]{1,3}", config.workers):
         raise UserError(f"{label_of['workers']} {config.workers!r}: expected a whole number from 0 to 999, or auto.")
     if config.run_name and not RUN_NAME_PATTERN.fullmatch(config.run_name):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from training.bad_images import check_bad_images
 from training.bad_steps import StepGuard
 from training.checkpoint.manifest import Progress
 from training.checkpoint.saver import Saver
@@ -193,6 +194,7 @@ def evaluate(
             if stop_signal:
                 break
     waiting.raise_error_of_any_rank(world)
+    check_bad_images(batches, world)
     engine.train(True)
     return stop_signal or recorder.gather(world)
 
@@ -248,4 +250,4 @@ class _SafeBatches:
         size, side = self._settings.plan.batch_size_per_rank, self._settings.image_size
         images, weights = torch.zeros(size, 3, side, side, device=self._device), torch.zeros(size, device=self._device)
         labels = torch.zeros(size, dtype=torch.int64, device=self._device)
-        return Batch(images, labels, weights, torch.zeros(size, dtype=torch.int64), [])
+        return Batch(images, labels, weights, torch.zeros(size, dtype=torch.int64))

@@ -16,6 +16,7 @@ from delivery.evaluation_files import write_scores
 from delivery.weights import save_weights
 from models.weights_file import not_finite
 from training.announce import announce_end, announce_start
+from training.bad_images import check_bad_images
 from training.bad_steps import StepGuard
 from training.batchnorm import average_buffers
 from training.checkpoint.manifest import Progress
@@ -158,6 +159,7 @@ def _train_and_evaluate(
     result = train_one_epoch(
         parts.engine, parts.train_loader.epoch(progress.epoch, progress.step), parts.settings, progress, sums, tools
     )
+    check_bad_images(parts.train_loader, parts.world)
     progress, stop_signal = result.progress, result.stop_signal
     if progress.step == steps_per_epoch:
         # A checkpoint of this moment holds averaged buffers: averaging them again would round them again.

@@ -32,7 +32,7 @@ def load_check_images(data: EvaluationData, module: nn.Module, *, most: int, bat
     """
     dataset = data.bundle.val
     bytes_per_image = 4 * 3 * dataset.finish.size**2
-    images, indices = _read(dataset, most or max(MAX_BYTES // bytes_per_image, 1), data.bundle.skip_bad_images)
+    images, indices = _read(dataset, most or max(MAX_BYTES // bytes_per_image, 1), bool(data.bundle.bad_image_share))
     labels = data.label_map[dataset.source.labels[indices]]
     logits = run_in_batches(module, images, batch_size)
     return CheckImages(images, labels, logits, f"{data.data}, {data.split}")
@@ -46,7 +46,7 @@ def load_calibration_images(data: EvaluationData, count: int) -> torch.Tensor:
     """
     source, preprocessing = data.bundle.train.source, data.bundle.val.preprocessing
     dataset = ImageDataset(source, preprocessing, STEPS["none"], data.bundle.train.seed)
-    return _read(dataset, count, data.bundle.skip_bad_images)[0]
+    return _read(dataset, count, bool(data.bundle.bad_image_share))[0]
 
 
 def _read(dataset: ImageDataset, most: int, skip_bad_images: bool) -> tuple[torch.Tensor, Sequence[int]]:

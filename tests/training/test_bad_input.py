@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+from pathlib import Path
 
 import pytest
 from commands import ENTRY, assert_user_error, launch, run_command, train_alone
 from PIL import Image
 
+from training.data import DataOptions, load_data
+from training.data.sampler import BatchPlan
 from training.strategies import CONFIG_FOLDER
 
 
@@ -42,6 +45,7 @@ def truncate(path):
         (["--run-name", "../up"], ["--run-name '../up'"]),
         (["--offload", "optimizer"], ["--offload optimizer", "ddp allows none"]),
         (["--weights", "x", "--pretrained"], ["exclude each other"]),
+        (["--bad-images", "skip:2"], ["--bad-images 'skip:2'", "skip:0.01"]),
     ],
 )
 def test_command_line(flags, words):
@@ -135,14 +139,22 @@ def test_unreadable_image_in_the_middle_of_an_epoch_ends_all_ranks(tmp_path):
     assert_user_error(result, "cat/7.jpg")
 
 
-def test_skipped_images_are_counted_and_listed(tmp_path):
+def test_the_share_of_skipped_images_holds_for_all_ranks_together(tmp_path):
+    """One image of each of two ranks is bad, where one in all is allowed: no rank alone has too many."""
     root = make_folder(tmp_path / "images", count=40)
-    truncate(root / "cat" / "7.jpg")
-    flags = ["--data", str(root), "--image-size", "32", "--log-dir", str(tmp_path / "logs"), "--bad-images", "skip"]
-    result = launch("basic_cnn", "fsdp_stage3", "2", "2", "1", *flags)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "1 unreadable image(s) passed over" in result.stdout
-    assert "cat/7.jpg" in result.stdout
+    bundle = load_data(DataOptions(str(root), image_size=32))
+    plan = BatchPlan(len(bundle.train), 2, 1, 2, seed=0)
+    firsts = [int(next(iter(plan.epoch_keys(0, rank, 0))).indices[0]) for rank in range(2)]
+    paths = [bundle.train.source.name(index) for index in firsts]
+    for path in paths:
+        truncate(Path(path))
+    flags = ["--data", str(root), "--image-size", "32", "--log-dir", str(tmp_path / "logs"), "--bad-images"]
+    result = launch("basic_cnn", "ddp", "2", "2", "1", *flags, "skip")
+    assert_user_error(result, f"more than 1 of {len(bundle.train)} images", "--bad-images skip:0.05")
+    allowed = launch("basic_cnn", "fsdp_stage3", "2", "2", "1", *flags, "skip:0.05")
+    assert allowed.returncode == 0, allowed.stdout + allowed.stderr
+    assert "2 unreadable image(s) passed over" in allowed.stdout
+    assert all(path in allowed.stdout for path in paths)
 
 
 def test_data_folders_with_other_classes(tmp_path):

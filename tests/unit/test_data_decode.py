@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from test_data_images import UPRIGHT
+from torchvision.io import decode_jpeg
 from torchvision.transforms.v2.functional import resize
 
 from training.data import DataOptions, load_data, native
@@ -246,3 +247,52 @@ def test_a_file_that_no_decoder_reads_is_named_by_the_device_too(tmp_path):
     with pytest.raises(UserError, match="cannot use image") as caught:
         list(TrainLoader(bundle, BatchPlan(2, 2, 1, 1, 0), 0).epoch(0))
     assert str(broken) in str(caught.value)
+    bundle = load_data(DataOptions(str(tmp_path), image_size=24, decode="gpu", bad_images="skip", augmentation="none"))
+    loader = TrainLoader(bundle, BatchPlan(2, 2, 1, 1, 0), 0)
+    (batch,) = loader.epoch(0)
+    bad = batch.indices == 1
+    assert torch.equal(batch.weights, (~bad).float())
+    assert list(loader.bad_images) == [str(broken)]
+    exact = load_data(DataOptions(str(tmp_path), image_size=24, decode="exact", augmentation="none"))
+    assert torch.equal(batch.images[bad][0], exact.train[0, 0][0]), "the next image, as the CPU reads it"
+
+
+@pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
+def test_a_file_that_the_device_refuses_is_decoded_by_the_cpu(tmp_path, monkeypatch):
+    """The device's decoder is torchvision's for the CPU, which here refuses whole lists with a progressive file."""
+    for part, name in product(("train", "val"), ("a", "b")):
+        (tmp_path / part / name).mkdir(parents=True)
+        for number in range(2):
+            data = jpeg(picture(30, 40), progressive=(part, name, number) == ("train", "b", 0))
+            (tmp_path / part / name / f"{number}.jpg").write_bytes(data)
+
+    def picky(files, **options):
+        if any(b"\xff\xc2" in file.numpy().tobytes() for file in files):
+            raise RuntimeError("Failed to decode\nthe batch")
+        return decode_jpeg(files, **options)
+
+    monkeypatch.setattr("training.data.gpu_decode.decode_jpeg", picky)
+    batches = {}
+    for decode in ("exact", "gpu"):
+        bundle = load_data(DataOptions(str(tmp_path), image_size=24, decode=decode))
+        loader = TrainLoader(bundle, BatchPlan(4, 4, 1, 1, 0), 0)
+        (batches[decode],) = loader.epoch(1)
+    assert batches["gpu"].weights.tolist() == [1] * 4
+    assert (batches["exact"].images - batches["gpu"].images).abs().max() < 2 / 255 / 0.22
+    refused = str(tmp_path / "train" / "b" / "0.jpg")
+    reason = "decoded by the CPU, because the GPU refuses it: Failed to decode the batch"
+    assert (loader.bad_images, loader.notes) == ({}, {refused: reason})
+
+
+def test_a_device_that_decodes_nothing_ends_the_run(tmp_path, monkeypatch):
+    for part, name in product(("train", "val"), ("a", "b")):
+        (tmp_path / part / name).mkdir(parents=True)
+        (tmp_path / part / name / "0.jpg").write_bytes(jpeg(picture(30, 40)))
+
+    def broken(files, **options):
+        raise RuntimeError("no\nnvJPEG")
+
+    monkeypatch.setattr("training.data.gpu_decode.decode_jpeg", broken)
+    bundle = load_data(DataOptions(str(tmp_path), image_size=24, decode="gpu", bad_images="skip"))
+    with pytest.raises(UserError, match=r"^--decode gpu: no nvJPEG\. Train with --decode cpu\.$"):
+        list(TrainLoader(bundle, BatchPlan(2, 2, 1, 1, 0), 0).epoch(0))

@@ -262,7 +262,7 @@ def test_an_unreadable_image_is_named(tmp_path):
         ({"data": ""}, "no data set"),
         ({"data": "digits:8"}, "no data set"),
         ({"augmentation": "shfit"}, "Did you mean 'shift'"),
-        ({"bad_images": "ignore"}, "Allowed: error, skip"),
+        ({"bad_images": "ignore"}, "expected error, skip, skip:SHARE"),
         ({"interpolation": "cubic"}, "Did you mean 'bicubic'"),
         ({"val_fraction": 0.0}, "above 0 and below 1"),
         ({"val_fraction": 1.0}, "above 0 and below 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +18,12 @@ import pytest
 import torch
 from PIL import Image
 
-from training.data import DataOptions, load_data
+from training import bad_images
+from training.data import DataOptions, bad_image_share, load_data
 from training.data.loader import EvaluationLoader, TrainLoader, automatic_workers
 from training.data.reader import bad_image_budget
 from training.data.sampler import BatchPlan, EvaluationPlan
+from training.distributed import World
 from training.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -84,7 +87,7 @@ def test_shapes_and_types():
         ((5,), torch.float32),
         ((5,), torch.int64),
     ]
-    assert batch.bad_paths == []
+    assert (batch.bad_images, batch.notes) == ({}, {})
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -150,37 +153,92 @@ def test_a_skipped_image_weighs_nothing_and_is_listed_once(folder, workers):
     loader = TrainLoader(bundle, BatchPlan(60, 6, 1, 1, 0), 0, workers=workers)
     bad_index, following = IMAGES_PER_CLASS + 7, bundle.train[0, IMAGES_PER_CLASS + 8][0]
     for epoch in range(2):
-        weights, listed = torch.zeros(60), []
+        weights, listed = torch.zeros(60), {}
         for batch in loader.epoch(epoch):
             weights.index_add_(0, batch.indices, batch.weights)
-            listed += batch.bad_paths
-            if batch.bad_paths:
+            listed |= batch.bad_images
+            if batch.bad_images:
                 assert torch.equal(batch.images[batch.indices == bad_index][0], following)
-        assert listed == [f"{path} (not an image of a known format)"]
+        assert listed == {path: "not an image of a known format"}
         expected = torch.ones(60)
         expected[bad_index] = 0
         assert torch.equal(weights, expected)
-    assert loader.bad_paths == listed
+    assert loader.bad_images == listed
     loader.close()
 
 
-@pytest.mark.parametrize("names", [("train/a/03.png", "train/b/07.png"), ("train/a/03.png", "train/a/04.png")])
-def test_more_bad_images_than_the_budget_end_the_run(folder, names):
-    damage(folder, *names)
-    bundle = load_folder(folder, bad_images="skip")
-    with pytest.raises(UserError, match="more than 1 of 60 images"):
+@pytest.mark.parametrize(
+    ("mode", "names"),
+    [
+        ("skip", ("train/a/03.png", "train/b/07.png")),
+        ("skip", ("train/a/03.png", "train/a/04.png")),
+        ("skip:0.05", ("train/a/03.png", "train/a/04.png", "train/a/05.png", "train/b/07.png")),
+    ],
+)
+def test_more_bad_images_than_the_share_end_the_run_and_no_fewer(folder, mode, names):
+    paths = damage(folder, *names)
+    bundle = load_folder(folder, bad_images=mode)
+    with pytest.raises(UserError, match=f"more than {len(names) - 1} of 60 images"):
         list(TrainLoader(bundle, BatchPlan(60, 4, 1, 1, 0), 0).epoch(0))
+    shutil.copy(folder / "train" / "b" / "00.png", paths[-1])
+    loader = TrainLoader(bundle, BatchPlan(60, 4, 1, 1, 0), 0)
+    weights = sum(float(batch.weights.sum()) for epoch in range(2) for batch in loader.epoch(epoch))
+    assert weights == 2 * (60 - len(names) + 1)
+    assert set(loader.bad_images) == set(paths[:-1])
 
 
-def test_the_budget_is_a_thousandth_and_at_least_one():
-    assert [bad_image_budget(total) for total in (1, 999, 1999, 2000, 1_281_167)] == [1, 1, 1, 2, 1281]
+@pytest.mark.parametrize(
+    ("mode", "total", "most"),
+    [
+        ("error", 10**6, 0),
+        *(("skip", total, most) for total, most in ((1, 1), (999, 1), (1999, 1), (2000, 2), (1_281_167, 1281))),
+        ("skip:0.29", 100, 29),  # 28 in floating-point numbers
+        ("skip:.5", 3, 1),
+        ("skip:0.000000001", 10, 1),
+    ],
+)
+def test_the_share_is_rounded_down_to_one_image_or_more(mode, total, most):
+    assert bad_image_budget(bad_image_share(mode), total) == most
+
+
+@pytest.mark.parametrize(
+    "mode", ["skip:", "skip:0", "skip:1", "skip:-0.1", "skip:1e-3", "skip:nan", "skip:0.1 ", "stop:0.1"]
+)
+def test_a_share_that_is_none_is_one_line(mode):
+    with pytest.raises(UserError, match="expected error, skip, skip:SHARE") as caught:
+        bad_image_share(mode)
+    assert repr(mode) in str(caught.value)
+
+
+def test_more_finds_than_one_message_holds_are_listed(monkeypatch):
+    monkeypatch.setattr(bad_images, "FILES_PER_MESSAGE", 2)
+    world = World(rank=0, local_rank=0, local_size=1, size=1, device=torch.device("cpu"))
+    loader = EvaluationLoader(load_data(DataOptions(bad_images="skip")), EvaluationPlan(360, 8, 1), 0)
+    loader.bad_images = dict.fromkeys("edcba", "cut")
+    assert list(bad_images.bad_image_lines([loader], world)) == [
+        "5 unreadable image(s) passed over: a (cut), b (cut), c (cut), d (cut), e (cut)"
+    ]
+    with pytest.raises(UserError, match="more than 1 of 360 images"):
+        bad_images.check_bad_images(loader, world)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_notes_on_images_are_kept_once(folder, workers):
+    path = folder / "train" / "a" / "00.png"
+    frames = [Image.new("RGB", (30, 20), colour) for colour in ("red", "lime")]
+    frames[0].save(path, save_all=True, append_images=frames[1:])
+    loader = TrainLoader(load_folder(folder), BatchPlan(60, 6, 1, 1, 0), 0, workers=workers)
+    for epoch in range(2):
+        list(loader.epoch(epoch))
+    loader.close()
+    assert loader.notes == {str(path): "several frames or pages, the first is used"}
 
 
 def test_a_skipped_validation_image_is_listed(folder):
     (path,) = damage(folder, "val/a/00.png")
     loader = EvaluationLoader(load_folder(folder, bad_images="skip"), EvaluationPlan(60, 8, 1), 0)
     assert sum(batch.weights.sum() for batch in loader) == 59
-    assert loader.bad_paths == [f"{path} (not an image of a known format)"]
+    assert loader.bad_images == {path: "not an image of a known format"}
 
 
 def test_automatic_workers(folder, monkeypatch):

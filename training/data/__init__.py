@@ -7,7 +7,9 @@ data set is imported when it is asked for. A new data set is one module with `lo
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +75,8 @@ DECODERS: dict[str, str] = {
 CACHES = ("auto", "ram", "disk", "off")
 
 INTERPOLATIONS = ("bilinear", "bicubic")
-BAD_IMAGE_MODES = ("error", "skip")
+BAD_IMAGES_USAGE = "error, skip, skip:SHARE"
+DEFAULT_BAD_IMAGE_SHARE = Fraction(1, 1000)
 MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 8, 4096
 
 
@@ -86,7 +89,7 @@ class DataOptions:
         val_fraction: Share of the images held out where one folder is split; above 0, below 1.
         image_size: Side of the square that the model sees, in pixels; 0 takes the data set's own.
         augmentation: A name from `AUGMENTATIONS`.
-        bad_images: "error" stops at the first unreadable image; "skip" weighs it 0, up to 0.1 % of the images.
+        bad_images: As `bad_image_share` reads it.
         download: Whether a torchvision data set may be fetched.
         seed: Decides the augmentation.
         interpolation: Filter of every resize, one of `INTERPOLATIONS`.
@@ -125,6 +128,23 @@ def load_data(options: DataOptions) -> DataBundle:
     return importlib.import_module(entry.module).load(options)
 
 
+def bad_image_share(word: str) -> Fraction:
+    """Return the share of a set's images that may be unreadable: 0 for "error", 0.001 for "skip", S for "skip:S".
+
+    Raises:
+        UserError: The word is another, or the share not a decimal number above 0 and below 1.
+    """
+    if word in ("error", "skip"):
+        return DEFAULT_BAD_IMAGE_SHARE if word == "skip" else Fraction(0)
+    mode, _, share = word.partition(":")
+    if mode != "skip" or not re.fullmatch(r"0?\.[0-9]{1,9}", share) or not Fraction(share):
+        raise UserError(
+            f"--bad-images {word!r}: expected {BAD_IMAGES_USAGE}, such as skip:0.01 for 1 % of the images; "
+            "the share is above 0 and below 1."
+        )
+    return Fraction(share)
+
+
 def find_dataset(data: str) -> DatasetEntry:
     """Return the entry that a `--data` value means: a name of the table, else a folder."""
     name, colon, _ = data.partition(":")
@@ -138,8 +158,8 @@ def _check_options(options: DataOptions) -> None:
         ("interpolation", options.interpolation, INTERPOLATIONS),
         ("decoder", options.decode, DECODERS),
         ("cache", options.cache, CACHES),
-        ("bad-images mode", options.bad_images, BAD_IMAGE_MODES),
     )
+    bad_image_share(options.bad_images)
     for kind, given, allowed in tables:
         if given not in allowed:
             raise unknown_name(kind, given, allowed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from training.data import DataOptions
+from training.data import DataOptions, bad_image_share
 from training.data.crops import CROP_DRAWS, random_box
 from training.data.finish import BATCH_DRAWS, Finish
 from training.data.randomness import preserved_generators, seed_generators, uniform_draws
@@ -100,7 +101,7 @@ class DataBundle:
         train_counts: Training images of each class.
         val_counts: Validation images of each class.
         fingerprint: sha256 that changes with the classes, the files (path, size, label) or the pixels in memory.
-        skip_bad_images: Whether unreadable images weigh 0 instead of ending the run.
+        bad_image_share: Share of each set's images that may be unreadable and weigh 0; with 0 the first ends the run.
         notes: One-line messages for the user.
     """
 
@@ -112,7 +113,7 @@ class DataBundle:
     train_counts: list[int]
     val_counts: list[int]
     fingerprint: str
-    skip_bad_images: bool = False
+    bad_image_share: Fraction = Fraction(0)
     notes: list[str] = field(default_factory=list)
 
 
@@ -170,7 +171,7 @@ def make_bundle(
         train_counts=_count_labels(train.labels, class_names, "training"),
         val_counts=_count_labels(val.labels, class_names, "validation"),
         fingerprint=fingerprint,
-        skip_bad_images=options.bad_images == "skip",
+        bad_image_share=bad_image_share(options.bad_images),
         notes=list(notes),
     )
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from training.data.bundle import ImageDataset
-from training.data.gpu_decode import decode_batch
 from training.data.reader import Batch
 from training.data.transfer import to_device
 
@@ -36,8 +35,6 @@ def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: t
 
 
 def _finished(batch: Batch, dataset: ImageDataset, device: torch.device) -> Batch:
-    if batch.encoded:
-        batch = decode_batch(batch, dataset, device)
     images, labels, weights = (to_device(tensor, device) for tensor in (batch.images, batch.labels, batch.weights))
     return dataclasses.replace(
         batch, images=dataset.finish(images, batch.epoch, batch.indices.numpy()), labels=labels, weights=weights

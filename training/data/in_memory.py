@@ -34,7 +34,7 @@ class InMemoryImages:
         images = self._dataset.finish.from_set(self._bordered, key.indices, key.epoch, key.indices)
         indices = torch.from_numpy(key.indices)
         labels = self._dataset.source.labels[indices]
-        return Batch(images, labels, torch.from_numpy(key.weights), indices, [], key.epoch)
+        return Batch(images, labels, torch.from_numpy(key.weights), indices, epoch=key.epoch)
 
 
 def _at_final_size(dataset: ImageDataset, stored: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from training.data.bundle import DataBundle, ImageDataset
 from training.data.device import batches_on_device
-from training.data.gpu_decode import read_encoded
+from training.data.gpu_decode import decode_batch, read_encoded
 from training.data.images import ImageError
 from training.data.in_memory import images_on_device
 from training.data.randomness import preserved_generators
@@ -29,7 +29,45 @@ IMAGES_PER_SECOND_OF_A_GPU = 6000  # about what a small network takes on a large
 IMAGES_TIMED = 16
 
 
-class TrainLoader:
+class _Loader:
+    """What both loaders have in common.
+
+    Attributes:
+        most_bad: Images of the set that may be unreadable; with 0 the first is an error.
+        bad_images: Path and reason of the unreadable images that this rank has met so far.
+        notes: Path and note of the odd images that this rank has decoded so far.
+    """
+
+    def __init__(self, dataset: ImageDataset, bundle: DataBundle, workers: int, device: torch.device) -> None:
+        self.most_bad = bad_image_budget(bundle.bad_image_share, len(dataset))
+        self.bad_images: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
+        self._dataset, self._device = dataset, device
+        self._fetcher = _Fetcher(dataset, self.most_bad, workers, device)
+
+    def check_number(self, bad_images: Mapping[str, str]) -> None:
+        """Raise UserError if these, by their paths, are more unreadable images than allowed."""
+        if len(bad_images) > self.most_bad:
+            raise over_budget(
+                len(self._dataset), self.most_bad, (f"{path} ({why})" for path, why in bad_images.items())
+            )
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._fetcher.close()
+
+    def _fetch(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
+        return batches_on_device(map(self._counted, self._fetcher.fetch(keys)), self._dataset, self._device)
+
+    def _counted(self, batch: Batch) -> Batch:
+        self.notes |= batch.notes
+        if batch.bad_images:
+            self.bad_images |= batch.bad_images
+            self.check_number(self.bad_images)
+        return batch
+
+
+class TrainLoader(_Loader):
     """The training batches of one rank; worker processes live from the first epoch to `close`.
 
     Args:
@@ -44,7 +82,7 @@ class TrainLoader:
         self, bundle: DataBundle, plan: BatchPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
     ) -> None:
         self._plan, self._rank = plan, rank
-        self._fetcher = _Fetcher(bundle.train, bundle.skip_bad_images, workers, device)
+        super().__init__(bundle.train, bundle, workers, device)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield the micro-batches of optimizer steps `first_step`, `first_step` + 1, ... of `epoch`.
@@ -52,19 +90,10 @@ class TrainLoader:
         Raises:
             UserError: An image cannot be read, or more than the budget of skipped ones; raised on this rank only.
         """
-        return self._fetcher.fetch(self._plan.epoch_keys(epoch, self._rank, first_step))
-
-    @property
-    def bad_paths(self) -> list[str]:
-        """Files that this rank has skipped so far, each with its reason, in the order they were met."""
-        return list(self._fetcher.bad_paths)
-
-    def close(self) -> None:
-        """End the worker processes."""
-        self._fetcher.close()
+        return self._fetch(self._plan.epoch_keys(epoch, self._rank, first_step))
 
 
-class EvaluationLoader:
+class EvaluationLoader(_Loader):
     """The validation batches of one rank, as many on every rank; iterate as often as needed.
 
     Args:
@@ -79,22 +108,13 @@ class EvaluationLoader:
         self, bundle: DataBundle, plan: EvaluationPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
     ) -> None:
         self._plan, self._rank = plan, rank
-        self._fetcher = _Fetcher(bundle.val, bundle.skip_bad_images, workers, device)
+        super().__init__(bundle.val, bundle, workers, device)
 
     def __len__(self) -> int:
         return self._plan.batches_per_rank
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._fetcher.fetch(self._plan.keys(self._rank))
-
-    @property
-    def bad_paths(self) -> list[str]:
-        """As `TrainLoader.bad_paths`."""
-        return list(self._fetcher.bad_paths)
-
-    def close(self) -> None:
-        """End the worker processes."""
-        self._fetcher.close()
+        return self._fetch(self._plan.keys(self._rank))
 
 
 def automatic_workers(dataset: ImageDataset, device: torch.device = CPU, ranks_on_machine: int = 1) -> int:
@@ -138,12 +158,12 @@ class _Keys:
 
 
 class _Fetcher:
-    """Turns keys into batches, in order, with or without workers; counts what was skipped against the budget."""
+    """Turns keys into batches, in order, with or without workers; all images are decoded, on the device at the last."""
 
-    def __init__(self, dataset: ImageDataset, skip_bad_images: bool, workers: int, device: torch.device) -> None:
-        self.bad_paths: dict[str, None] = {}
-        self._dataset, self._device = dataset, device
-        self._reader = BatchReader(dataset, skip_bad_images, read_encoded if dataset.source.decodes_later else None)
+    def __init__(self, dataset: ImageDataset, most_bad: int, workers: int, device: torch.device) -> None:
+        self._dataset, self._most_bad, self._device = dataset, most_bad, device
+        self._reader = BatchReader(dataset, most_bad, read_encoded if dataset.source.decodes_later else None)
+        self._pin_memory = device.type == "cuda"
         self._keys = _Keys()
         self._in_memory = None if workers else images_on_device(dataset, device)
         self._loader = self._make_loader(workers) if workers else None
@@ -164,18 +184,12 @@ class _Fetcher:
 
     def fetch(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
         if self._in_memory is not None:
-            return batches_on_device(map(self._in_memory.batch, keys), self._dataset, self._device)
-        return batches_on_device(self._checked(keys), self._dataset, self._device)
-
-    def _checked(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
+            yield from map(self._in_memory.batch, keys)
+            return
         for result in self._results(keys):
             if isinstance(result, ReadFailure):
                 raise UserError(result.message)
-            if result.bad_paths:
-                self.bad_paths.update(dict.fromkeys(result.bad_paths))
-                if len(self.bad_paths) > bad_image_budget(len(self._dataset)):
-                    raise over_budget(len(self._dataset), self.bad_paths)
-            yield result
+            yield decode_batch(result, self._dataset, self._device, self._most_bad) if result.encoded else result
 
     def _results(self, keys: Iterable[BatchKey]) -> Iterator[Batch | ReadFailure]:
         if self._loader is None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 
 import torch
 from torch.utils.data import Dataset
 
 from training.data.bundle import ImageDataset
+from training.data.image_notes import collected_notes
 from training.data.images import ImageError
 from training.data.randomness import preserved_generators
 from training.data.sampler import BatchKey
 from training.errors import UserError
 
-BAD_IMAGE_BUDGET = 0.001
 PATHS_IN_MESSAGE = 3
 
 
@@ -34,7 +35,8 @@ class Batch:
         labels: int64 [B].
         weights: float32 [B]; 0 for padding and for images that could not be read, else 1.
         indices: int64 [B], positions in the data set.
-        bad_paths: Files of this batch that could not be read, each with its reason (only with `skip_bad_images`).
+        bad_images: Path and reason of the images of this batch that could not be read; others stand in their slots.
+        notes: Path and note of the images that are odd, see `image_notes`.
         epoch: Decides the rest of the augmentation.
         encoded: Images that are still to be decoded on the GPU, see `gpu_decode`; `images` is empty then.
     """
@@ -43,7 +45,8 @@ class Batch:
     labels: torch.Tensor
     weights: torch.Tensor
     indices: torch.Tensor
-    bad_paths: list[str] = field(default_factory=list)
+    bad_images: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
     epoch: int = 0
     encoded: list[torch.Tensor] = field(default_factory=list)
 
@@ -65,12 +68,12 @@ class BatchReader(Dataset):
 
     Args:
         dataset: The samples.
-        skip_bad_images: Whether an unreadable image weighs 0 instead of being an error.
+        most_bad: Images of the set that may be unreadable, and then weigh 0; with 0 the first is an error.
         read_encoded: Reads an image that is decoded later; None decodes at once.
     """
 
-    def __init__(self, dataset: ImageDataset, skip_bad_images: bool, read_encoded: EncodedReader | None = None) -> None:
-        self._dataset, self._skip_bad_images = dataset, skip_bad_images
+    def __init__(self, dataset: ImageDataset, most_bad: int, read_encoded: EncodedReader | None = None) -> None:
+        self._dataset, self._most_bad = dataset, most_bad
         self._read_image = dataset.read if read_encoded is None else partial(read_encoded, dataset)
         self._read_encoded = read_encoded is not None
 
@@ -83,35 +86,53 @@ class BatchReader(Dataset):
 
     def _read(self, key: BatchKey) -> Batch:
         weights = torch.from_numpy(key.weights)
-        bad_paths: list[str] = []
+        bad_images: dict[str, str] = {}
         draws = self._dataset.draws(key.epoch, key.indices)
         images: list[torch.Tensor] = []
-        for slot, index in enumerate(key.indices.tolist()):
-            try:
-                image = self._read_image(key.epoch, index, draws[slot])
-            except ImageError as error:
-                if not self._skip_bad_images:
-                    raise
-                bad_paths.append(f"{error.path} ({error.reason})")
-                weights[slot] = 0
-                image = self._next_readable(key.epoch, index, draws[slot])
-            images.append(image)
+        with collected_notes() as notes:
+            for slot, index in enumerate(key.indices.tolist()):
+                read = partial(self._read_image, key.epoch, draws=draws[slot])
+                image, error = read_or_replace(read, index, len(self._dataset), self._most_bad)
+                if error is not None:
+                    bad_images[error.path] = error.reason
+                    weights[slot] = 0
+                images.append(image)
         indices = torch.from_numpy(key.indices)
         labels = self._dataset.source.labels[indices]
         encoded: list[torch.Tensor] = []
         if self._read_encoded:
             images, encoded = [], images
-        return Batch(_stack(images), labels, weights, indices, bad_paths, key.epoch, encoded)
+        return Batch(_stack(images), labels, weights, indices, bad_images, notes, key.epoch, encoded)
 
-    def _next_readable(self, epoch: int, bad_index: int, draws: list[float]) -> torch.Tensor:
-        """Return the next image that can be read, so that BatchNorm sees a real image in the slot that weighs 0."""
-        total = len(self._dataset)
-        for distance in range(1, bad_image_budget(total) + 1):
-            try:
-                return self._read_image(epoch, (bad_index + distance) % total, draws)
-            except ImageError:
-                continue
-        raise over_budget(total)
+
+def read_or_replace(
+    read: Callable[[int], torch.Tensor], index: int, total: int, most_bad: int
+) -> tuple[torch.Tensor, ImageError | None]:
+    """Read an image of a set, or the next one that can be read: BatchNorm sees a real one in the slot that weighs 0.
+
+    Args:
+        read: from an index to an image.
+        index: of the image.
+        total: images of the set.
+        most_bad: images of it that may be unreadable.
+
+    Returns:
+        The image, and why the one at `index` could not be read.
+
+    Raises:
+        ImageError: The image cannot be read, and none may be bad.
+        UserError: More than `most_bad` images in a row cannot be read.
+    """
+    try:
+        return read(index), None
+    except ImageError as error:
+        if not most_bad:
+            raise
+        problem = error
+    for distance in range(1, most_bad + 1):
+        with suppress(ImageError):
+            return read((index + distance) % total), problem
+    raise over_budget(total, most_bad)
 
 
 def _stack(images: list[torch.Tensor]) -> torch.Tensor:
@@ -124,15 +145,16 @@ def _stack(images: list[torch.Tensor]) -> torch.Tensor:
     return batch
 
 
-def bad_image_budget(num_samples: int) -> int:
-    """Count the images of a set that may be skipped: 0.1 %, at least 1."""
-    return max(1, int(BAD_IMAGE_BUDGET * num_samples))
+def bad_image_budget(share: Fraction, total: int) -> int:
+    """Return how many of `total` images may be unreadable: the share rounded down, at least 1; none if it is 0."""
+    return max(1, int(share * total)) if share else 0
 
 
-def over_budget(total: int, bad_paths: Iterable[str] = ()) -> UserError:
-    """Build the error for more unreadable images than `bad_image_budget(total)`; shows the first few."""
+def over_budget(total: int, most_bad: int, bad_paths: Iterable[str] = ()) -> UserError:
+    """Build the error for more than `most_bad` unreadable images of `total`; shows the first few."""
     shown = ", ".join(list(bad_paths)[:PATHS_IN_MESSAGE])
     return UserError(
-        f"more than {bad_image_budget(total)} of {total} images cannot be used, the limit of --bad-images skip"
-        f"{': ' + shown if shown else ''}. Repair or remove them; scripts/doctor.py --check-data lists all."
+        f"more than {most_bad} of {total} images cannot be used, the limit of --bad-images"
+        f"{': ' + shown if shown else ''}. Repair or remove them (scripts/doctor.py --check-data lists all), or allow "
+        "a larger share, such as --bad-images skip:0.05."
     )
