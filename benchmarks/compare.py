@@ -177,7 +177,7 @@ def read_plan() -> tuple[Plan, Job, Path]:
     parser.add_argument("--images", type=int, default=FILES)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--step-rounds", type=int, default=9)
-    parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "zerovision-bench")
+    parser.add_argument("--files", type=Path, default=Path("~/.cache/zerovision/bench").expanduser())
     parser.add_argument("--our-flags", default="", help="more flags for our launcher, as one word")
     given = parser.parse_args()
     flags = tuple(shlex.split(given.our_flags))

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from tests.cluster.hosts import REPO_ROOT, SHARED, Hosts
 from tests.cluster.trainings import ENTRY, RUN, Training, agent, flags, ranks, read_metrics
+from training.launch_folder import SECRET_VARIABLE
 
 pytestmark = pytest.mark.cluster
 
@@ -110,6 +111,14 @@ def test_variables_of_the_launching_shell_reach_the_ranks(hosts: Hosts, shared: 
     assert environment["OMP_DYNAMIC"] == "FALSE"
     assert "NOT_OURS" not in environment
     assert environment["GLOO_SOCKET_IFNAME"] == "eth0"
+    # The secret of the start comes that way, too; what the ranks meet on is open to the nodes' network alone.
+    assert len(bytes.fromhex(environment[SECRET_VARIABLE])) == 32
+    assert environment[SECRET_VARIABLE] not in training.text()
+    place = re.search(r"they meet on ([\d.]+):(\d+)", training.text())
+    assert place
+    code = f"import sys, socket; socket.create_connection((sys.argv[1], {place[2]}), 5)"
+    answers = {own: hosts.run("node01", ["python3", "-c", code, own]).returncode for own in (place[1], "127.0.0.1")}
+    assert answers == {place[1]: 0, "127.0.0.1": 1}
     training.signal(signal.SIGTERM)
     assert training.end() == 143
     assert not canary.exists()
