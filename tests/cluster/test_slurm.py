@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -143,3 +144,15 @@ def test_a_job_that_loses_a_node_goes_on_with_another_and_the_same_weights(
     assert "node02 is lost" in job.output
     assert f"Slurm job {job.number} on node01,node03, restart 1\n" in job.output
     assert job.weights(f"slurm-{job.number}") == uninterrupted
+
+
+def test_several_tasks_without_ranks_are_told_from_the_shell_of_a_job(slurm: Hosts, shared: Path) -> None:
+    """Slurm calls both a job of two tasks; only srun's are two processes that would train on their own."""
+    code = "import os; from training.distributed import launched_world; print('alone' * (launched_world()[3] == 1))"
+    script = f'cd {REPO_ROOT}; {sys.executable} -c "{code}"; srun -n 2 {sys.executable} -c "{code}"'
+    output = shared / "tasks.out"
+    words = ["sbatch", "--wait", "--nodes=1", "--ntasks=2", "--gpus-per-node=1", f"--output={output}", "--wrap", script]
+    slurm.run("login", ["timeout", "100", *words], timeout=120)
+    lines = output.read_text().splitlines()
+    assert lines.count("alone") == 1, lines
+    assert sum("srun started 2 processes, and each would train on its own" in line for line in lines) == 2, lines

@@ -68,3 +68,27 @@ def exchange_floats(world: World) -> list[Any]:
     gathered = gather_objects(own, list_of(number), world)
     broadcast = broadcast_object(own, list_of(number), world)
     return [[value.hex() for value in values] for values in (*gathered, broadcast)]
+
+
+def groups_of_small_values(world: World) -> list[bool]:
+    """Return of every collective of `agreed`, `gather_objects` and `broadcast_object` whether it keeps to gloo."""
+    groups = []
+    plain = {name: getattr(dist, name) for name in ("all_gather_into_tensor", "broadcast")}
+
+    def noting(name: str) -> Any:
+        def call(*tensors: Any, group: dist.ProcessGroup | None = None) -> None:
+            groups.append(group is world.signal_group and tensors[0].device.type == "cpu")
+            plain[name](*tensors, group=group)
+
+        return call
+
+    try:
+        for name in plain:
+            setattr(dist, name, noting(name))
+        agreed(lambda: None, world)
+        gather_objects(0.0, number, world)
+        broadcast_object("", text, world)
+    finally:
+        for name, function in plain.items():
+            setattr(dist, name, function)
+    return groups

@@ -39,6 +39,12 @@ def test_floats_keep_their_bits(pair):
     assert first == second == [[[value.hex() for value in row] for row in values]]
 
 
+def test_small_values_never_wait_for_a_gpu(pair):
+    """They travel from CPU to CPU over the gloo group, two messages each, whatever the ranks' own group is."""
+    first, second = pair.run("tests.training.hostile_ranks:groups_of_small_values", [{}])
+    assert first == second == [[True] * 6]
+
+
 BLAME = row_of(flag, text, list_of(text))
 
 
