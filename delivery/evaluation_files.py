@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from delivery.csv_cells import inert
 from delivery.evaluation import dense_confusion
-from training.errors import UserError
+from training.errors import UserError, printable
 from training.loggers.confusion import confusion_picture
 from training.run_folder import SCORES, WORST
 
@@ -101,10 +102,10 @@ def _write_json(path: Path, facts: dict[str, Any]) -> None:
 
 
 def _write_csv(path: Path, header: Sequence[str], rows: Any) -> None:
-    with path.open("w", encoding="utf-8", newline="") as stream:
+    with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
         writer = csv.writer(stream)
-        writer.writerow(header)
-        writer.writerows(rows)
+        writer.writerow(inert(header))
+        writer.writerows(map(inert, rows))
 
 
 def _write_confusion(folder: Path, cells: Sequence[Sequence[int]], class_names: Sequence[str]) -> None:
@@ -135,7 +136,7 @@ def _write_worst(
         true, said = class_names[one["label"]], class_names[one["prediction"]]
         rows.append([name, one["name"], true, said, one["confidence"], one["loss"]])
     _write_csv(folder / f"{WORST}.csv", ("picture", "image", "true", "predicted", "confidence", "loss"), rows)
-    captions = [(row[2], row[3], one["confidence"]) for row, one in zip(rows, worst, strict=True)]
+    captions = [(printable(row[2]), printable(row[3]), one["confidence"]) for row, one in zip(rows, worst, strict=True)]
     _contact_sheet(pictures, captions).save(folder / f"{WORST}.png")
 
 

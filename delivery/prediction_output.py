@@ -13,9 +13,10 @@ from typing import Any, Protocol, TextIO
 from rich.console import Console
 from rich.table import Table
 
+from delivery.csv_cells import inert
 from delivery.prediction import Prediction
 from training.durable import replacing
-from training.errors import UserError
+from training.errors import UserError, printable
 
 
 class Output(Protocol):
@@ -76,6 +77,7 @@ class _Json:
 
 class _Csv:
     def __init__(self, stream: TextIO, top_k: int) -> None:
+        self._is_terminal = stream.isatty()
         self._writer = csv.writer(stream, lineterminator="\n")
         header = ["image", "label", "probability"]
         for place in range(2, top_k + 1):
@@ -84,7 +86,8 @@ class _Csv:
 
     def write(self, prediction: Prediction) -> None:
         pairs = zip(prediction.labels, prediction.probabilities, strict=True)
-        self._writer.writerow([prediction.image, *(value for pair in pairs for value in pair)])
+        row = inert([prediction.image, *(value for pair in pairs for value in pair)])
+        self._writer.writerow([printable(cell) for cell in map(str, row)] if self._is_terminal else row)
 
     def close(self) -> None:
         pass
@@ -100,9 +103,9 @@ class _Table:
 
     def write(self, prediction: Prediction) -> None:
         pairs = list(zip(prediction.labels, prediction.probabilities, strict=True))
-        row = [prediction.image, pairs[0][0], f"{pairs[0][1]:.1%}"]
+        row = [printable(prediction.image), printable(pairs[0][0]), f"{pairs[0][1]:.1%}"]
         if len(pairs) > 1:
-            row.append(", ".join(f"{label} {share:.1%}" for label, share in pairs[1:]))
+            row.append(", ".join(f"{printable(label)} {share:.1%}" for label, share in pairs[1:]))
         self._table.add_row(*row)
 
     def close(self) -> None:

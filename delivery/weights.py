@@ -15,19 +15,20 @@ from typing import Any
 
 import torch
 from PIL import Image, ImageOps
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from models import rebuild_model
-from models.weights_file import METADATA_KEY, check_finite, read_facts
+from models.build import tensor_mismatch
+from models.image_size import forward_failure
+from models.weights_file import check_finite
+from models.weights_metadata import METADATA_KEY, METADATA_KEYS, WrongMetadata, open_weights, read_facts
 from training.data.images import to_rgb
 from training.data.transforms import evaluation_transform
 from training.durable import replacing, sync_to_disk
 from training.errors import UserError
-
-METADATA_KEYS = ("description", "class_names", "preprocessing", "extra")
 
 
 def save_weights(
@@ -74,22 +75,15 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not Path(path).is_file():
         raise UserError(f"weights file '{path}' does not exist or is no file")
     try:
-        with safe_open(path, framework="pt") as reader:
+        with open_weights(path) as reader:
             facts = read_facts(reader)
-        metadata = {key: facts[key] for key in METADATA_KEYS}
-        named, classes = len(metadata["class_names"]), metadata["description"]["num_classes"]
-        evaluation_transform(metadata["preprocessing"])
+    except WrongMetadata as error:
+        raise UserError(f"weights file '{path}' {error}") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"weights file '{path}' cannot be read as safetensors: {error}") from error
-    except KeyError as error:
-        raise UserError(
-            f"weights file '{path}' lacks the metadata {error}: it is not the model.safetensors of a run"
-        ) from error
-    except TypeError as error:
-        raise UserError(f"weights file '{path}' has metadata of a wrong kind: {error}") from error
-    if named != classes:
-        raise UserError(f"weights file '{path}' contradicts itself: {named} class names, but {classes} classes")
-    return metadata
+    if not facts:
+        raise UserError(f"weights file '{path}' has no metadata: it is not the model.safetensors of a run")
+    return facts
 
 
 def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]:
@@ -102,15 +96,32 @@ def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]
         UserError: for a file that is missing, broken or contradicts itself, or holds NaN or infinity.
     """
     metadata = read_metadata(path)
-    module = rebuild_model(metadata["description"])
+    try:
+        module = _empty_network(path, metadata)
+    except UserError as error:
+        raise UserError(f"weights file '{path}' does not fit its own description: {error}") from error
     tensors = load_file(path)
     check_finite(path, tensors)
-    try:
-        module.load_state_dict(tensors)
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"weights file '{path}' does not fit its own description: {reason}") from error
+    module.load_state_dict(tensors)
     return module.eval(), metadata
+
+
+def _empty_network(path: str | os.PathLike[str], metadata: dict[str, Any]) -> nn.Module:
+    """Build the network that a file's tensors fill, and check that it works with its images.
+
+    Raises:
+        UserError: where description, tensors and image size do not go together.
+    """
+    description, image_size = metadata["description"], metadata["preprocessing"]["image_size"]
+    with open_weights(path) as reader:
+        shapes = {name: reader.get_slice(name).get_shape() for name in reader.keys()}  # noqa: SIM118 - no mapping
+    mismatch = tensor_mismatch(description, shapes)
+    if mismatch is None:
+        module = rebuild_model(description)
+        mismatch = forward_failure(module, image_size, batch_size=2)
+    if mismatch is not None:
+        raise UserError(mismatch)
+    return module
 
 
 def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from models.build import BuiltModel
 
 TIMM_PREFIX = "timm:"
+LARGEST_IMAGE_SIZE = 4096  # pixels
+MOST_MEMBERS = 32  # of an ensemble
 DEFAULT_MEMBERS = ("mobilenet", "efficientnet", "vgg")
 
 

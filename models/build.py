@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
-from models import MODELS, model_spec
+from models import MODELS, MOST_MEMBERS, model_spec
 from models.ensemble import Ensemble
 from models.image_size import StrideChanges, as_names, fit_to_image_size, set_strides, size_error
 from models.weights_file import load_weights_file
-from training.errors import UserError
+from training.errors import UserError, one_line
+
+MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT = 2**30, 16  # a network's tables of indices are less than the larger of the two
 
 
 @dataclass(frozen=True)
@@ -85,12 +90,52 @@ def rebuild_model(description: dict[str, Any]) -> nn.Module:
     Raises:
         UserError: for a description that no `build_model` wrote.
     """
-    try:
+    with _one_line_for_a_wrong_description():
         module = _assemble(description, [_create(part) for part in _part_descriptions(description)])
         set_strides(module, {name: int(new) for name, (_, new) in description["stem_stride_changed"].items()})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"this is no description of a model: {type(error).__name__}: {error}") from error
     return module
+
+
+def tensor_mismatch(description: dict[str, Any], shapes: Mapping[str, Sequence[int]]) -> str | None:
+    """Return how a description differs from the tensors that are to fill its network, or None; nothing is allocated.
+
+    The network is made of tensors that have shapes but no data. So a file cannot ask for more memory than what lies in
+    it: a description of few words may stand for any number of parameters, or of indices made from the image size.
+
+    Args:
+        description: a `BuiltModel.description`.
+        shapes: of every tensor, by name.
+
+    Raises:
+        UserError: for a description that no `build_model` wrote.
+    """
+    left = {name: list(shape) for name, shape in shapes.items()}
+    buffer_bytes = 0
+    with _one_line_for_a_wrong_description():
+        for prefix, part in zip(_prefixes(description), _part_descriptions(description), strict=True):
+            with torch.device("meta"):
+                module = _create(part)
+            for name, tensor in module.state_dict().items():
+                found = left.pop(prefix + name, None)
+                if found != list(tensor.shape):
+                    held = "is missing" if found is None else f"is {found}"
+                    return f"{prefix + name!r} {held}, {list(tensor.shape)} is described"
+            buffer_bytes += sum(buffer.nbytes for buffer in module.buffers())
+    if left:
+        return f"{len(left)} of its tensors are not described, first {next(iter(left))!r}"
+    if buffer_bytes > max(MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT * 4 * sum(map(math.prod, shapes.values()))):
+        return f"it has no room for {buffer_bytes / 1e9:.0f} GB of tables, which the image size asks for"
+    return None
+
+
+@contextmanager
+def _one_line_for_a_wrong_description() -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # a network that is described wrongly may raise anything
+        raise UserError(f"this is no description of a model: {one_line(f'{type(error).__name__}: {error}')}") from error
 
 
 def _describe(model_type: str, num_classes: int, image_size: int, members: Sequence[str]) -> dict[str, Any]:
@@ -98,6 +143,8 @@ def _describe(model_type: str, num_classes: int, image_size: int, members: Seque
     members = list(members) if spec.takes_members else []
     if spec.takes_members and len(members) < 2:
         raise UserError(f"an ensemble needs at least two members, not {len(members)}: --ensemble-members mobilenet,vgg")
+    if len(members) > MOST_MEMBERS:
+        raise UserError(f"an ensemble has at most {MOST_MEMBERS} members, not {len(members)}: leave some out")
     for member in members:
         if model_spec(member).takes_members:
             raise UserError(f"'{member}' cannot be a member of an ensemble. Allowed: {', '.join(_member_names())}.")

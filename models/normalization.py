@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from models import DEFAULT_MEMBERS, model_spec
-from models.weights_file import read_facts
+from models.weights_metadata import open_weights, read_facts
 
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -32,7 +32,7 @@ def _from_our_file(path: str) -> Normalization | None:
     if not Path(path).is_file():
         return None
     try:
-        with safe_open(path, framework="pt") as reader:
+        with open_weights(path) as reader:
             preprocessing = read_facts(reader)["preprocessing"]
         return tuple(preprocessing["mean"]), tuple(preprocessing["std"])
     except (SafetensorError, OSError, ValueError, KeyError, TypeError):

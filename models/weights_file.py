@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import warnings
@@ -11,17 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from timm.models import clean_state_dict
 from torch import nn
 
+from models.weights_metadata import WrongMetadata, open_weights, read_facts
 from training.errors import UserError
 
 StateDict = dict[str, torch.Tensor]
-
-# All facts stand under one key: safetensors writes several keys in an order that changes from run to run, and equal
-# runs are to give equal files.
-METADATA_KEY = "zerovision"
 
 
 def load_weights_file(module: nn.Module, path: str, *, model_type: str, heads: Iterable[str]) -> list[str]:
@@ -74,18 +69,6 @@ def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
     return next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
 
 
-def read_facts(reader: safe_open) -> dict[str, Any]:
-    """Return what `delivery.weights.save_weights` wrote beside the tensors of an open file; {} for others' files.
-
-    Raises:
-        ValueError: where it is no JSON object.
-    """
-    facts = json.loads((reader.metadata() or {}).get(METADATA_KEY, "{}"))
-    if not isinstance(facts, dict):
-        raise ValueError(f"metadata '{METADATA_KEY}' is no JSON object")
-    return facts
-
-
 def read_weights_file(path: str) -> tuple[StateDict, dict[str, Any]]:
     """Read a file's tensors (on the CPU) and, for one of our own, its facts; nothing in the file is executed.
 
@@ -99,7 +82,7 @@ def read_weights_file(path: str) -> tuple[StateDict, dict[str, Any]]:
         with file.open("rb") as stream:
             is_safetensors = stream.read(9)[8:] == b"{"  # 8 bytes of header length, then JSON
         if is_safetensors:
-            with safe_open(path, framework="pt") as reader:
+            with open_weights(path) as reader:
                 return {key: reader.get_tensor(key) for key in reader.keys()}, read_facts(reader)  # noqa: SIM118
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what it thinks of a pickle that it then refuses
@@ -109,6 +92,8 @@ def read_weights_file(path: str) -> tuple[StateDict, dict[str, Any]]:
             f"weights file '{path}' is neither safetensors nor a PyTorch file of tensors alone (a file that could run "
             "code is refused): save the state_dict with safetensors.torch.save_file"
         ) from error
+    except WrongMetadata as error:
+        raise UserError(f"weights file '{path}' {error}") from None
     except Exception as error:  # on a damaged file the unpickler may raise anything
         reason = str(error).partition("\n")[0] or "nothing in it"
         raise UserError(f"weights file '{path}' cannot be read: {type(error).__name__}: {reason}") from error
@@ -129,8 +114,6 @@ def _check_class_names(path: str, facts: dict[str, Any], counts: set[int]) -> No
     """Refuse a file whose list of class names is not as long as its head is wide."""
     if "class_names" not in facts:
         return
-    if not isinstance(facts["class_names"], list):
-        raise UserError(f"weights file '{path}' has an unreadable list of class names: {facts['class_names']!r}")
     named = len(facts["class_names"])
     if counts and counts != {named}:
         raise UserError(

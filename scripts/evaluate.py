@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from delivery.command_line import OneLineParser, add_image_flags, batch_size_type, run_script
-from training.errors import UserError
+from training.errors import UserError, printable
 from training.run_folder import EVALUATION
 
 if TYPE_CHECKING:
@@ -99,11 +99,12 @@ def _show(facts: dict[str, Any], folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     macro = facts["macro"]
     console.print(
         f"top-1 {facts['top1']:.4f}  top-5 {facts['top5']:.4f}  loss {facts['loss']:.4f}  ECE {facts['ece']:.4f}  "
-        f"macro F1 {macro['f1']:.4f}  on {facts['samples']} images ({facts['data']}, {facts['split']})",
+        f"macro F1 {macro['f1']:.4f}  on {facts['samples']} images ({printable(facts['data'])}, "
+        f"{facts['split']})",
         soft_wrap=True,
     )
     classes = facts["classes"]
@@ -113,9 +114,11 @@ def _show(facts: dict[str, Any], folder: Path) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for one in shown:
-        table.add_row(one["name"], str(one["support"]), *(f"{one[key]:.4f}" for key in ("precision", "recall", "f1")))
+        table.add_row(
+            printable(one["name"]), str(one["support"]), *(f"{one[key]:.4f}" for key in ("precision", "recall", "f1"))
+        )
     console.print(table)
-    console.print(f"files  {folder}", soft_wrap=True, markup=False)
+    console.print(f"files  {printable(str(folder))}", soft_wrap=True)
 
 
 def parse(words: list[str]) -> argparse.Namespace:

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from delivery.command_line import OneLineParser, add_image_flags, batch_size_type, positive_type, run_script
 from delivery.export import FORMATS, PRECISIONS, ExportRefused, check_choice
+from training.errors import printable
 
 if TYPE_CHECKING:
     from delivery.export.run import Exported
@@ -60,7 +61,7 @@ def export(given: argparse.Namespace) -> int:
 def _show(exported: Exported, precision: str, threads: int) -> None:
     found = exported.agreement
     sizes = ", ".join(map(str, found.batch_sizes))
-    print(f"compared with PyTorch on {found.images} images ({exported.images}), in batches of {sizes}")
+    print(f"compared with PyTorch on {found.images} images ({printable(exported.images)}), in batches of {sizes}")
     print(f"  largest difference of a logit  {found.difference:.3g}  (largest logit {found.scale:.3g})")
     print(f"  root mean square difference    {found.rms_share:.2%} of the logits")
     print(f"  between batch sizes            {found.batch_difference:.3g}")
@@ -69,7 +70,7 @@ def _show(exported: Exported, precision: str, threads: int) -> None:
     if exported.comparison is not None:
         _show_comparison(exported, precision, threads)
     for file in exported.files:
-        print(f"file  {file} ({os.path.getsize(file):,} bytes)")
+        print(f"file  {printable(str(file))} ({os.path.getsize(file):,} bytes)")
 
 
 def _show_comparison(exported: Exported, precision: str, threads: int) -> None:

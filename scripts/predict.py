@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from delivery.command_line import OneLineParser, batch_size_type, positive_type, run_script
-from training.errors import UserError
+from training.errors import UserError, printable
 
 SOME_UNREADABLE_EXIT_CODE = 1
 LARGEST_TOP_K = 1000
@@ -58,10 +58,10 @@ def label_images(given: argparse.Namespace) -> int:
         for answer in answers:
             if isinstance(answer, ImageError):
                 unreadable += 1
-                print(f"predict: passed over {answer.path!r}: {answer.reason}", file=sys.stderr)
+                print(f"predict: passed over {answer.path!r}: {printable(answer.reason)}", file=sys.stderr)
                 continue
             if answer.note:
-                print(f"predict: note on {answer.image!r}: {answer.note}", file=sys.stderr)
+                print(f"predict: note on {answer.image!r}: {printable(answer.note)}", file=sys.stderr)
             output.write(answer)
     if unreadable:
         print(f"predict: {unreadable} image(s) could not be read", file=sys.stderr)

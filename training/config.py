@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from models import MODELS, check_model_name
+from models import LARGEST_IMAGE_SIZE, MODELS, check_model_name
 from training.data import AUGMENTATIONS, BAD_IMAGES_USAGE, DATASETS, DECODERS, bad_image_share
 from training.errors import UserError, unknown_name
 from training.strategies import STRATEGIES
@@ -115,7 +115,9 @@ class TrainConfig:
     val_fraction: float = option(
         0.2, "Share of a folder without train/ and val/ held out for validation.", above=0, high=0.9
     )
-    image_size: int = option(0, "Side of the square images, in pixels; 0: the data set's own.", low=0, high=4096)
+    image_size: int = option(
+        0, "Side of the square images, in pixels; 0: the data set's own.", low=0, high=LARGEST_IMAGE_SIZE
+    )
     augmentation: str = option("auto", f"Training augmentation: {', '.join(AUGMENTATIONS)}.")
     decode: Literal["cpu", "exact", "gpu"] = option(
         "cpu", f"How image files are decoded: {'; '.join(f'{name}: {text}' for name, text in DECODERS.items())}."

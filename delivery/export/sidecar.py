@@ -76,4 +76,5 @@ def check_sidecar(output: Path, metadata: dict[str, Any]) -> None:
 
 
 def _text(metadata: dict[str, Any]) -> str:
-    return json.dumps(describe_use(metadata), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(describe_use(metadata), indent=1, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", "backslashreplace").decode()  # the names of folders may hold bytes that are no text

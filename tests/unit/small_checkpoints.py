@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from models.weights_file import METADATA_KEY
+from models.weights_metadata import METADATA_KEY
 from training.checkpoint.manifest import MANIFEST_FILE, Manifest, Progress, _digest, shard_name
 from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
 from training.checkpoint.store import checkpoint_name, choose, commit, find_candidates, set_aside, temporary_folder

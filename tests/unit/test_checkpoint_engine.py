@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from small_checkpoints import ALONE, IDENTITY, forge_manifest, trust_shard
 from torch import nn
 
-from models.weights_file import METADATA_KEY
+from models.weights_metadata import METADATA_KEY
 from training.checkpoint.manifest import Manifest, Progress, shard_name
 from training.checkpoint.resume import fill_engine
 from training.checkpoint.shards import Snapshot, write_shard

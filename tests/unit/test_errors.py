@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from training.errors import known_death
+from training.errors import RunEnded, UserError, known_death, printable
+from training.loggers import Loggers
 
 
 class DeadlyData(Dataset):
@@ -37,3 +39,15 @@ def test_a_lost_peer_is_one_line():
 
 def test_a_bug_keeps_its_traceback():
     assert known_death(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 0) is None
+
+
+def test_what_a_terminal_would_obey_is_escaped_in_mistakes_and_in_the_log():
+    name = "\x1b]0;x\x07\x9b2J a\r\nb \u202e\u2028 \ud83d 📷 é می\u200cخواهم"
+    shown = r"\x1b]0;x\x07\x9b2J a\r\nb \u202e\u2028 \ud83d 📷 é می" + "\u200cخواهم"
+    assert printable(name) == shown
+    assert str(UserError(f"class '{name}'")) == f"class '{shown}'"
+    assert str(RunEnded(name, 65, 3)) == shown
+    lines = []
+    logger = SimpleNamespace(on_message=lines.append)
+    Loggers([logger]).message(f"note: {name}")
+    assert lines == [f"note: {shown}"]

@@ -16,6 +16,8 @@ import torch
 from PIL import Image
 from sklearn.metrics import classification_report
 
+from delivery.prediction import Prediction
+from delivery.prediction_output import OUTPUTS
 from delivery.weights import load_model, save_weights
 from models import build_model
 from scripts import evaluate, predict
@@ -345,6 +347,73 @@ def test_weights_that_are_not_finite_are_refused(call, run, tmp_path, script, wo
     code, out, err = call(script, path, *words)
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert f"'{path}' holds NaN or infinity in '{next(iter(state))}'" in err
+
+
+HOSTILE = [
+    *["=1+1", "+1", "-1", "@SUM(1)", "\t=1", "＝1"],  # a spreadsheet computes them
+    *["\x1b[2J\x1b[31mred\x07", "a\nb\r\x9b2J", "[red]b", "\u202eevil"],  # a terminal or Rich obeys them
+]
+SHOWN = [
+    *["=1+1", "+1", "-1", "@SUM(1)", r"\t=1", "＝1"],
+    *[r"\x1b[2J\x1b[31mred\x07", r"a\nb\r\x9b2J", "[red]b", r"\u202eevil"],
+]
+INERT = ["'=1+1", "'+1", "'-1", "'@SUM(1)", "'\t=1", "'＝1", *HOSTILE[6:]]
+
+
+@pytest.fixture(scope="module")
+def hostile_run(run, tmp_path_factory) -> Path:
+    """The same run, and images of its data, with names of classes that somebody may have chosen with a purpose."""
+    folder = tmp_path_factory.mktemp("runs") / "hostile"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((run / "config.json").read_bytes())
+    model, metadata = load_model(run / "model.safetensors")
+    del metadata["class_names"]
+    save_weights(folder / "model.safetensors", model.state_dict(), **metadata, class_names=HOSTILE)
+    return folder
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_names_from_outside_are_exact_in_files_and_harmless_to_look_at(call, hostile_run, pictures, tmp_path):
+    image = next(pictures.rglob("*.png"))
+    code, out, _ = call(predict, hostile_run, image, "--format", "json", "--top-k", 10)
+    assert code == 0
+    assert {top["label"] for top in json.loads(out)["top"]} == set(HOSTILE)
+    target = tmp_path / "labels.csv"
+    assert call(predict, hostile_run, image, "--format", "csv", "--top-k", 10, "--output", target)[0] == 0
+    with target.open(newline="", encoding="utf-8") as stream:
+        assert set(list(csv.reader(stream))[1][1::2]) == set(INERT)
+    code, out, _ = call(predict, hostile_run, image, "--top-k", 10)
+    assert out.replace("\n", "").isprintable()
+
+
+def test_csv_on_a_terminal_is_escaped():
+    terminal = Terminal()
+    OUTPUTS["csv"](terminal, 1).write(Prediction("=a.png", ["\x1b[2J"], [0.5]))
+    assert terminal.getvalue().splitlines()[1] == r"'=a.png,\x1b[2J,0.5"
+
+
+def test_an_evaluation_shows_any_name(call, hostile_run, digit_folder, tmp_path):
+    images = tmp_path / "images"
+    for label, name in enumerate(HOSTILE):
+        (images / name).mkdir(parents=True)
+        for path in (digit_folder / str(label)).iterdir():
+            (images / name / os.fsdecode(b"\xe9" + os.fsencode(path.name))).write_bytes(path.read_bytes())
+    code, out, err = call(evaluate, hostile_run, "--data", images, "--output", tmp_path / "out")
+    assert (code, err) == (0, "")
+    assert out.replace("\n", "").isprintable()
+    assert all(name in out for name in SHOWN)
+    facts = read_json(tmp_path / "out" / "scores.json")
+    names = sorted(HOSTILE)
+    assert sorted(one["name"] for one in facts["classes"]) == names
+    for table, column in [("per_class.csv", 0), ("confusion.csv", 0)]:
+        with (tmp_path / "out" / table).open(newline="", encoding="utf-8", errors="surrogateescape") as stream:
+            assert {row[column] for row in list(csv.reader(stream))[1:]} == set(INERT)
 
 
 def test_weights_outside_a_run_need_their_data(call, run, tmp_path):

@@ -1,14 +1,19 @@
-"""Nothing in an argument, a variable or a hostfile is run: a hundred random cases; tests/cluster has a thousand."""
+"""Nothing in an argument, a variable, a hostfile or metadata is run: random cases here, more in tests/cluster."""
 
 from __future__ import annotations
 
+import math
 import subprocess
 from pathlib import Path
 
 import pytest
+from crafted_weights import craft_metadata, peak_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
+from delivery.weights import load_model, preprocess, save_weights
+from models import build_model
 from scripts.cluster.remote_shell import ssh_command
 from tests.unit.launcher_fuzz import CANARY, cases, check_dry_run, fuzz_settings, hostfile_text, value
 from tests.unit.launching import WORDS
@@ -43,6 +48,57 @@ def test_a_hostfile_is_read_or_refused_in_one_line(tmp_path: Path, text: str) ->
     for host in hosts:
         assert set(host) <= set(f"{LETTERS}.-")
         assert {host[0], host[-1]} <= set(LETTERS)
+
+
+SIZES = [-5, 0, 1, 3, 32, 4096, 4097, 8192, 2 * 10**6, 10**9, 2**63, 10**400]
+STRANGE = st.one_of(
+    st.sampled_from([None, True, "", "32", "cat", [], {}, math.nan, math.inf, 1e-300, 0.5, *SIZES]),
+    st.sampled_from(["vgg", "ensemble", "timm:vit_tiny_patch16_224", "timm:beit_base_patch16_224", "vgg16_bn"]),
+    st.integers(0, 40).map(lambda count: ["basic_cnn"] * count),
+    st.integers(-1, 2000).map(lambda count: [str(number) for number in range(count)]),
+    st.lists(st.floats() | st.integers(), min_size=3, max_size=3),
+    st.dictionaries(st.sampled_from(["blocks.0.0", "head", "x"]), st.lists(st.sampled_from(SIZES), max_size=3)),
+    st.text(max_size=5),
+    st.recursive(st.none(), lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner)),
+)
+ENTRIES = [
+    *["description", "class_names", "preprocessing", "extra", "extra.epoch"],
+    *[f"description.{key}" for key in ("model_type", "timm_name", "num_classes", "image_size", "members")],
+    *["description.stem_stride_changed", *(f"preprocessing.{key}" for key in ("image_size", "resize_size", "std"))],
+    *["preprocessing.mean", "preprocessing.interpolation"],
+]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The file of a small model for images of 32 pixels and 4 classes."""
+    built = build_model("basic_cnn", num_classes=4, image_size=32)
+    file = tmp_path_factory.mktemp("weights") / "w.safetensors"
+    channels = {"mean": [0.5] * 3, "std": [0.5] * 3}
+    preprocessing = {"image_size": 32, "resize_size": None, **channels, "interpolation": "bilinear"}
+    facts = {"description": built.description, "class_names": [*"abcd"], "preprocessing": preprocessing}
+    save_weights(file, built.module.state_dict(), **facts)
+    return file.read_bytes()
+
+
+@settings(fuzz_settings, max_examples=150)
+@given(changes=st.dictionaries(st.sampled_from(ENTRIES), STRANGE, min_size=1, max_size=3))
+def test_metadata_is_understood_or_refused_in_one_line(tmp_path: Path, weights: bytes, changes: dict) -> None:
+    file = tmp_path / "w.safetensors"
+    file.write_bytes(weights)
+    craft_metadata(file, dict(sorted(changes.items(), key=lambda change: -change[0].count("."))))
+    before, refusal = peak_bytes(), ""
+    try:
+        model, metadata = load_model(file)
+        preprocess(metadata)
+    except UserError as error:
+        refusal = str(error)
+    assert peak_bytes() - before < 2**30
+    assert refusal.isprintable()
+    assert len(refusal) < 1000
+    if not refusal and metadata["preprocessing"]["image_size"] <= 64:
+        image = Image.new("RGB", (40, 30))
+        assert model(preprocess(metadata)(image)[None]).shape == (1, 4)
 
 
 def test_the_words_for_another_machine_come_through_its_shell_whole(tmp_path: Path) -> None:

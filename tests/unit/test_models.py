@@ -24,7 +24,7 @@ from models.build import BuiltModel
 from models.checkpointing import enable_activation_checkpointing
 from models.ensemble import Ensemble
 from models.image_size import forward_failure
-from models.weights_file import METADATA_KEY
+from models.weights_metadata import METADATA_KEY
 from training.errors import UserError
 
 SMALL_MEMBERS = ("basic_cnn", "mobilenet")
@@ -297,6 +297,27 @@ class RunsCode:
         return os.system, ("touch executed",)
 
 
+OF_TWO_CLASSES = {
+    "description": {
+        "model_type": "mobilenet",
+        "timm_name": "mobilenetv3_small_100",
+        "num_classes": 2,
+        "image_size": 32,
+        "members": [],
+        "stem_stride_changed": {},
+    },
+    "class_names": ["a", "b"],
+    "preprocessing": {
+        "image_size": 32,
+        "resize_size": None,
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+        "interpolation": "bilinear",
+    },
+    "extra": {},
+}
+
+
 def write_bad_file(kind: str, file: Path) -> None:
     state = state_of(build("mobilenet").module)
     writers = {
@@ -315,7 +336,7 @@ def write_bad_file(kind: str, file: Path) -> None:
         "other shape": lambda: save_file({**state, "conv_stem.weight": torch.zeros(16, 3, 5, 5)}, file),
         "narrow head": lambda: save_file({**state, "classifier.weight": torch.zeros(5, 9)}, file),
         "one missing": lambda: save_file({k: v for k, v in state.items() if k != "bn1.weight"}, file),
-        "class names": lambda: save_file(state, file, metadata={METADATA_KEY: '{"class_names": ["a", "b"]}'}),
+        "class names": lambda: save_file(state, file, metadata={METADATA_KEY: json.dumps(OF_TWO_CLASSES)}),
         "class names no list": lambda: save_file(state, file, metadata={METADATA_KEY: '{"class_names": 7}'}),
     }
     writers[kind]()
@@ -340,7 +361,7 @@ def write_bad_file(kind: str, file: Path) -> None:
         ("narrow head", r"'classifier.weight' is \[5, 9\] there, \[5, 1024\] here"),
         ("one missing", "1 tensors missing, 0 unexpected .first missing 'bn1.weight'"),
         ("class names", "2 class names, but a head of 5 classes"),
-        ("class names no list", "unreadable list of class names"),
+        ("class names no list", "has the metadata class_names 7: expected a list of names"),
     ],
 )
 def test_bad_weights_files_are_refused_in_one_line(tmp_path, monkeypatch, kind, message, recwarn):

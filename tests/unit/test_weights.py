@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
@@ -11,13 +13,15 @@ import numpy as np
 import pytest
 import timm
 import torch
+from crafted_weights import craft_metadata, peak_bytes
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 import delivery.weights
 from delivery.weights import load_model, preprocess, read_metadata, save_weights
-from models import build_model
+from models import build_model, rebuild_model
+from models.build import tensor_mismatch
 from training.data.transforms import evaluation_transform
 from training.errors import UserError
 
@@ -152,22 +156,83 @@ def test_files_that_are_no_delivery_are_refused(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         read_metadata(file)
     save_file({"a": torch.zeros(1)}, file)
-    with pytest.raises(UserError, match="lacks the metadata 'description'"):
+    with pytest.raises(UserError, match=r"has no metadata: it is not the model\.safetensors of a run"):
         load_model(file)
     built = save(file)
-    six = {"description": {**built.description, "num_classes": 6}}
+    six = {"description": {**built.description, "num_classes": 6}, "class_names": [*CLASS_NAMES, "five"]}
     save(file, **six)
-    with pytest.raises(UserError, match="contradicts itself: 5 class names, but 6 classes"):
+    with pytest.raises(UserError, match=r"does not fit its own description: 'classifier.weight' is \[5, 1024\]"):
         load_model(file)
-    save(file, **six, class_names=[*CLASS_NAMES, "five"])
-    with pytest.raises(UserError, match="does not fit its own description"):
+
+
+# What a crafted file says of itself, and a part of the line that it gets.
+CRAFTED = {
+    "names that are numbers": ({"class_names": [0, 1, 2, 3, 4]}, "class_names 0: expected text"),
+    "a number in place of names": ({"class_names": 5}, "class_names 5: expected a list of names"),
+    "half a character as a name": ({"class_names": ["a", "b", "c", "d", "\ud83d"]}, r"'\ud83d': expected text"),
+    "a name without end": ({"class_names": [*"abcd", "e" * 10**6]}, "expected text of at most 1000 letters"),
+    "too few names": ({"class_names": ["a"]}, "contradicts itself: 1 class names, but 5 classes"),
+    "a huge image": ({"preprocessing.image_size": 10**9}, "image_size 1000000000: expected a whole number from 1 to"),
+    "a negative image": ({"preprocessing.image_size": -5}, "image_size -5"),
+    "an image as text": ({"preprocessing.image_size": "32"}, "image_size '32'"),
+    "an image too small for the model": ({"preprocessing.image_size": 4}, "does not fit its own description"),
+    "a network for a huge image": ({"description.image_size": 10**9}, "image_size 1000000000"),
+    "a huge resize": ({"preprocessing.resize_size": 2 * 10**6}, "resize_size 2000000"),
+    "a std of zero": ({"preprocessing.std": [0.1, 0.0, 0.1]}, "std [0.1, 0.0, 0.1]: expected three numbers"),
+    "a std that float32 takes for zero": ({"preprocessing.std": [1e-60] * 3}, "std [1e-60"),
+    "a std of nan": ({"preprocessing.std": [math.nan] * 3}, "std [nan"),
+    "a mean of infinity": ({"preprocessing.mean": [math.inf] * 3}, "mean [inf"),
+    "a mean beyond floats": ({"preprocessing.mean": [10**400] * 3}, "mean [1000"),
+    "a mean of two": ({"preprocessing.mean": [0.5, 0.5]}, "mean [0.5, 0.5]"),
+    "an unknown filter": ({"preprocessing.interpolation": ["bicubic"]}, "expected bilinear, bicubic, nearest"),
+    "preprocessing of a part": ({"preprocessing": {"image_size": 32}}, "lacks the metadata 'resize_size'"),
+    "a huge stride": ({"description.stem_stride_changed": {"blocks.0.0": [2, 10**9]}}, "changed 1000000000: expected"),
+    "a stride of what has none": ({"description.stem_stride_changed": {"head": [2, 1]}}, "is no convolution"),
+    "an unknown model": ({"description.model_type": "\x1b[2J"}, r"unknown model '\x1b[2J'"),
+    "a network from a hub": (
+        {"description.model_type": "timm:x", "description.timm_name": "hf-hub:a/b"},
+        "no such name",
+    ),
+    "an ensemble of nothing": ({"description.model_type": "ensemble"}, "this is no description of a model"),
+    "a thousand members": ({"description.members": ["vgg"] * 1000}, "expected at most 32 names"),
+    "members that are not there": ({"description.members": ["vgg"] * 30}, "'members.0.features.0.weight' is missing"),
+    "more than the file holds": ({"description.model_type": "vgg", "description.timm_name": "vgg16_bn"}, "is missing"),
+    "less than the file holds": ({"description.stem_stride_changed": {}, "tensor": "x"}, "not described, first 'x'"),
+    "deep nesting": ({"extra": json.loads('{"a":' * 100 + "1" + "}" * 100)}, "more than 8 levels"),
+    "an epoch as text": ({"extra": {"epoch": "\n3"}}, "epoch '"),
+    "a list": (["description"], "no JSON object"),
+    "nesting without end": ("[" * 10**5, "is no JSON"),
+    "a number without end": ('{"description": ' + "9" * 10**4 + "}", "is no JSON"),
+    "more than any file says": ('"' + "x" * 2**24 + '"', "bytes: at most 16777216 are read"),
+}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_crafted_metadata_gets_one_line_and_no_memory(tmp_path, name):
+    file = tmp_path / "w.safetensors"
+    save(file, "basic_cnn")
+    change, said = CRAFTED[name]
+    craft_metadata(file, change)
+    before = peak_bytes()
+    with pytest.raises(UserError) as caught:
         load_model(file)
-    save(file, class_names=5)
-    with pytest.raises(UserError, match="metadata of a wrong kind"):
-        load_model(file)
-    save(file, preprocessing={"image_size": 32})
-    with pytest.raises(UserError, match="lacks the metadata"):
-        load_model(file)
+    line = str(caught.value)
+    assert line.startswith(f"weights file '{file}' ")
+    assert said in line
+    assert line.isprintable()
+    assert len(line) < 500
+    assert peak_bytes() - before < 2**28, "vgg16 has half a gigabyte"
+
+
+def test_indices_that_the_image_size_asks_for_are_no_weights():
+    # The tables of such a transformer grow with the fourth power of the image's side, its weights with the second.
+    built = build_model("timm:beit_base_patch16_224", num_classes=5, image_size=32)
+    shapes = {name: tensor.shape for name, tensor in built.module.state_dict().items()}
+    assert tensor_mismatch(built.description, shapes) is None
+    large = {**built.description, "image_size": 4096}
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in rebuild_model(large).state_dict().items()}
+    assert "GB of tables" in tensor_mismatch(large, shapes)
 
 
 def test_preprocess_resizes_crops_and_normalizes():

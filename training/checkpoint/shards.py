@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from models.weights_file import METADATA_KEY
+from models.weights_metadata import METADATA_KEY
 from training.checkpoint.manifest import DamagedCheckpoint, Manifest, ShardFacts, file_size, shard_name
 from training.durable import sync_to_disk
 from training.engine import Engine, Piece

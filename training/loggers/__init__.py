@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from training.errors import printable
+
 if TYPE_CHECKING:
     import torch
 
@@ -150,8 +152,8 @@ class Loggers:
         self._complained: set[int] = set()
 
     def message(self, message: str) -> None:
-        """Log a line of text."""
-        self._each("on_message", message)
+        """Log a line of text; what a terminal would obey in it (names of files and classes) is escaped."""
+        self._each("on_message", printable(message))
 
     def event(self, kind: str, values: dict[str, Any]) -> None:
         """Log something that happened, as numbers for programs."""

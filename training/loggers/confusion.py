@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from training.errors import printable
+
 LARGEST_WITH_NUMBERS = 20  # classes; more have neither numbers nor names
 LONGEST_NAME = 24
 LIGHT, DARK = np.array([247, 251, 255]), np.array([8, 48, 107])
@@ -27,7 +29,7 @@ def confusion_picture(confusion: torch.Tensor, class_names: Sequence[str]) -> np
     """
     has_numbers = len(confusion) <= LARGEST_WITH_NUMBERS
     cell = CELL_PIXELS if has_numbers else SMALL_CELL_PIXELS
-    names = [name[:LONGEST_NAME] for name in class_names] if has_numbers else []
+    names = [printable(name)[:LONGEST_NAME] for name in class_names] if has_numbers else []
     font = ImageFont.load_default(FONT_PIXELS)
     side = cell * len(confusion)
     left = int(max(8 + max((font.getlength(name) for name in names), default=0), font.getlength(CAPTION) - side))
