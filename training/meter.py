@@ -19,6 +19,7 @@ from training.exchange import number, row_of, text, whole_number
 from training.flops import TrainingFlops, tflops_per_second
 from training.loggers import DeviceLoad, Loggers, MemoryUse, RunPoint, StepPoint
 from training.metrics import ScoreSums
+from training.slow_links import SlowLinkWatch
 from training.slow_ranks import SlowRankWatch, work_seconds
 from training.timing import SPANS, SpanClock, shares
 
@@ -34,6 +35,7 @@ class Timing:
     Attributes:
         clock: spans of the loop.
         slow_ranks: looks for a rank that holds up the others.
+        slow_links: looks for a host whose exchange holds up all.
         hosts: name of each rank's machine, by rank.
         flops: counts the model's operations, None where they are not wanted.
         profiler: `--profile`, None on ranks other than 0.
@@ -41,6 +43,7 @@ class Timing:
 
     clock: SpanClock = field(default_factory=SpanClock)
     slow_ranks: SlowRankWatch = field(default_factory=SlowRankWatch)
+    slow_links: SlowLinkWatch = field(default_factory=lambda: SlowLinkWatch(()))
     hosts: tuple[str, ...] = ()
     flops: TrainingFlops | None = None
     profiler: StepProfiler | None = None
@@ -101,6 +104,7 @@ class Meter:
             )
         )
         self._name_slow_ranks(position + 1, spans)
+        self._name_slow_links(position + 1, spans)
         self._last_time, self._last_skipped, self._steps = now, self._guard.skipped, 0
 
     def elapsed_seconds(self) -> float:
@@ -136,6 +140,12 @@ class Meter:
             self._loggers.event(
                 "slow_rank", {"step": step, **slow._asdict(), "host": hosts[slow.rank] if hosts else ""}
             )
+
+    def _name_slow_links(self, step: int, spans: list[dict[str, float]]) -> None:
+        slow = self._timing.slow_links.judge(spans, self._steps, self._world)
+        if slow is not None:
+            self._loggers.message(slow.describe())
+            self._loggers.event("slow_link", {"step": step, **slow._asdict()})
 
 
 def run_point(step: int, images: int, timing: Timing, world: World) -> RunPoint:

@@ -42,6 +42,7 @@ from training.metrics import Scores, ScoreSums
 from training.parts import Parts, build_parts
 from training.run_start import FIRST_START, RunStart
 from training.signals import StopRequest, exit_code_of
+from training.slow_links import SlowLinkWatch
 from training.timing import SpanClock, measured_communication, start_clock
 
 SLOW_PHASE = 5  # start-up, the first step and saves may take this many hang timeouts
@@ -247,7 +248,7 @@ def _start_timing(parts: Parts) -> Timing:
         from training.profiler import StepProfiler
 
         profiler = StepProfiler(parts.config.profile, parts.folder.path / "profile", clock, parts.loggers)
-    return Timing(clock, hosts=hosts, flops=parts.flops, profiler=profiler)
+    return Timing(clock, slow_links=SlowLinkWatch(hosts), hosts=hosts, flops=parts.flops, profiler=profiler)
 
 
 def _best_weights(parts: Parts, weights: dict[str, torch.Tensor], epoch: int, scores: Scores) -> Callable[[], None]:

@@ -14,7 +14,7 @@ from typing import Any
 from training.errors import UserError
 
 CURVES = ("loss", "learning_rate", "images_per_second", "gradient_norm")
-EVENTS = ("skipped_step", "checkpoint_failed", "slow_rank", "diverged", "gave_up")
+EVENTS = ("skipped_step", "checkpoint_failed", "slow_rank", "slow_link", "diverged", "gave_up")
 EPOCH_NUMBERS = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5", "evaluation_seconds")
 
 

@@ -1,4 +1,4 @@
-"""What happened on the way: restarts, skipped steps, slow ranks, checkpoints."""
+"""What happened on the way: restarts, skipped steps, slow ranks and links, checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from delivery.report.wording import clip, listing, moment, number, plural, secon
 
 MOST_ROWS = 40
 LONGEST_TEXT = 200
-LANES = {"resume": "restarts", "skipped_step": "skipped steps", "slow_rank": "slow ranks", "diverged": "diverged"}
+LANES = {
+    "resume": "restarts",
+    "skipped_step": "skipped steps",
+    "slow_rank": "slow ranks",
+    "slow_link": "slow links",
+    "diverged": "diverged",
+}
 MOST_MARKS = 200  # of one kind on the time line
 
 
@@ -67,6 +73,7 @@ def _summary(history: History) -> list[str]:
         plural(kinds.count("resume"), "resume"),
         plural(kinds.count("skipped_step"), "skipped step"),
         plural(kinds.count("slow_rank"), "warning") + " of a slow rank",
+        plural(kinds.count("slow_link"), "warning") + " of a slow link",
         plural(kinds.count("checkpoint_failed"), "failed checkpoint"),
         plural(kinds.count("diverged"), "diverged epoch"),
     ]
@@ -114,6 +121,15 @@ def _slow(line: dict[str, Any]) -> tuple[str, str]:
     return "slow rank", f"rank {line['rank']}{host}: {own} ms of work a step, the others {others} ms (median)"
 
 
+def _slow_link(line: dict[str, Any]) -> tuple[str, str]:
+    hosts = [str(host) for host in line["hosts"]]
+    who = f"with host {hosts[0]}" if len(hosts) == 1 else f"between {listing(hosts)}"
+    share = number(100 * float(line["communication_share"]), 2)
+    probe = number(1000 * float(line["probe_seconds"]), 3)
+    words = f"the exchange {who} takes {share} % of a step; a small message there and back {probe} ms"
+    return "slow link", clip(words, LONGEST_TEXT)
+
+
 def _failed(line: dict[str, Any]) -> tuple[str, str]:
     return "failed checkpoint", clip(f"{line.get('name', '?')}: {line.get('error', '?')}", LONGEST_TEXT)
 
@@ -130,6 +146,7 @@ _KINDS: dict[str, Callable[[dict[str, Any]], tuple[str, str]]] = {
     "resume": _resume,
     "skipped_step": _skipped,
     "slow_rank": _slow,
+    "slow_link": _slow_link,
     "checkpoint_failed": _failed,
     "diverged": _diverged,
     "gave_up": _gave_up,
