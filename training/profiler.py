@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from training.loggers import Loggers
@@ -96,13 +98,14 @@ class StepProfiler:
 def costliest_operators(trace: profile, steps: int) -> str:
     """Write a table of the operators that took most time themselves, on the GPU where there is one."""
     events = [event for event in trace.key_averages() if not event.is_user_annotation]
-    on_gpu = any(event.self_device_time_total for event in events)
-    key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    microseconds = {event.key: (getattr(event, key), event.count) for event in events}
-    total = max(sum(time for time, _ in microseconds.values()), 1e-9)
-    lines = [f"{steps} step(s) of rank 0; {'GPU' if on_gpu else 'CPU'} time in the operator itself", ""]
+    # What ran on a GPU has rows of its own, kernel by kernel, and counts for the operator that launched it as well.
+    operators = [event for event in events if event.device_type == DeviceType.CPU]
+    kernels = [event for event in events if event.device_type != DeviceType.CPU]
+    key = "self_device_time_total" if kernels else "self_cpu_time_total"
+    total = max(sum(getattr(event, key) for event in kernels or operators), 1e-9)
+    lines = [f"{steps} step(s) of rank 0; {'GPU' if kernels else 'CPU'} time in the operator itself", ""]
     lines.append(f"{'share':>7} {'ms a step':>10} {'calls a step':>13}  operator")
-    ranked = sorted(microseconds.items(), key=lambda item: item[1][0], reverse=True)
-    for name, (time, calls) in ranked[:OPERATORS_LISTED]:
-        lines.append(f"{time / total:7.1%} {time / 1000 / steps:10.3f} {calls / steps:13.1f}  {name}")
+    for event in sorted(operators, key=attrgetter(key), reverse=True)[:OPERATORS_LISTED]:
+        time, calls = getattr(event, key), event.count / steps
+        lines.append(f"{time / total:7.1%} {time / 1000 / steps:10.3f} {calls:13.1f}  {event.key}")
     return "\n".join(lines) + "\n"

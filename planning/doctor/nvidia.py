@@ -52,8 +52,8 @@ def parse_gpus(text: str) -> list[dict[str, Any]]:
 
 
 def parse_cuda_version(text: str) -> str | None:
-    """Find the newest CUDA that the driver can run in the header that `nvidia-smi` prints."""
-    match = re.search(r"CUDA Version:\s*([0-9]+\.[0-9]+)", text)
+    """Find the newest CUDA that the driver can run in the header that `nvidia-smi` prints; of drivers of today too."""
+    match = re.search(r"CUDA (?:UMD )?Version:\s*([0-9]+\.[0-9]+)", text)
     return match[1] if match else None
 
 

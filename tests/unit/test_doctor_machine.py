@@ -65,6 +65,8 @@ def test_nvidia_smi_is_read() -> None:
     assert (desktop["ecc_uncorrected"], desktop["power_limit_w"]) == (None, 350)
     assert nvidia.parse_gpus("No devices were found\n") == []
     assert nvidia.parse_cuda_version(HEADER) == "12.4"
+    newer = "| NVIDIA-SMI 610.57.04              KMD Version: 610.57.04     CUDA UMD Version: 13.3     |"
+    assert nvidia.parse_cuda_version(newer) == "13.3"
     assert nvidia.parse_cuda_version("NVIDIA-SMI has failed") is None
     assert nvidia.parse_topology(TOPOLOGY) == {"NV18": 3, "SYS": 3}
 

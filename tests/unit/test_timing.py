@@ -7,12 +7,14 @@ import gzip
 import json
 import threading
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import DeviceType
 
 from planning.machines import peak_tflops
 from training import slow_links
@@ -29,7 +31,7 @@ from training.loop import LoopSettings, LoopTools, train_one_epoch
 from training.meter import Timing, device_load
 from training.metrics import ScoreSums
 from training.optim import Schedule
-from training.profiler import StepProfiler
+from training.profiler import StepProfiler, costliest_operators
 from training.signals import StopRequest
 from training.slow_links import SlowLink, SlowLinkWatch, exchange_share, judge_ring
 from training.slow_ranks import SlowRankWatch, work_seconds
@@ -503,6 +505,36 @@ def test_a_trace_holds_its_steps_and_our_spans(tmp_path, asked, left, done, trac
     assert len(summary) == 3 + 10
     assert any("aten::addmm" in line for line in summary)
     assert not any(line.endswith(("forward", "ProfilerStep#0")) for line in summary)
+
+
+def test_time_on_a_gpu_counts_once():
+    """The profiler gives a kernel's time to the kernel's row and to the row of the operator that launched it."""
+
+    def row(key, device, gpu_us, count, cpu_us=500, is_user_annotation=False):
+        return SimpleNamespace(
+            key=key,
+            device_type=device,
+            self_device_time_total=gpu_us,
+            self_cpu_time_total=cpu_us,
+            count=count,
+            is_user_annotation=is_user_annotation,
+        )
+
+    rows = [
+        row("aten::mm", DeviceType.CPU, 3000, 8),
+        row("aten::add", DeviceType.CPU, 1000, 4),
+        row("sm90_gemm", DeviceType.CUDA, 3000, 8),
+        row("vectorized_add", DeviceType.CUDA, 1000, 4),
+        row("cudaLaunchKernel", DeviceType.CPU, 0, 12, cpu_us=9000),
+        row("forward", DeviceType.CUDA, 5000, 4, is_user_annotation=True),
+    ]
+    lines = costliest_operators(mock.Mock(key_averages=lambda: rows), steps=2).splitlines()
+    assert lines[0].endswith("GPU time in the operator itself")
+    assert [line.split() for line in lines[3:]] == [
+        ["75.0%", "1.500", "4.0", "aten::mm"],
+        ["25.0%", "0.500", "2.0", "aten::add"],
+        ["0.0%", "0.000", "6.0", "cudaLaunchKernel"],
+    ]
 
 
 def test_nothing_is_written_before_the_first_traced_step_or_unasked(tmp_path):

@@ -83,6 +83,10 @@ def _decode_files(files: list[torch.Tensor], device: torch.device) -> Iterator[t
     """
     if not files:
         return
+    if device.type == "cuda":
+        # nvJPEG writes on a stream of its own, which waits for nothing, into memory that this stream may still be
+        # reading for the batch before: PyTorch hands out again at once what was freed on the same stream.
+        torch.cuda.current_stream(device).synchronize()
     try:
         yield from decode_jpeg(files, mode=ImageReadMode.RGB, device=device)
         return
