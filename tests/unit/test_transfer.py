@@ -75,7 +75,7 @@ def test_an_evaluation_does_not_wait_for_its_indices(copies):
 
 
 def test_nvjpeg_writes_only_when_the_batch_before_is_done_with_its_memory(monkeypatch):
-    """Its own stream waits for nothing, and PyTorch gives it memory that the stream of the data may still be reading."""
+    """Its own stream waits for nothing, and gets memory that the stream of the data may still be reading."""
     happened = []
     stream = mock.Mock(synchronize=lambda: happened.append("waited"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
