@@ -11,8 +11,10 @@ import torch
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import compare
 from benchmarks.gpu.roofline import Peak, StepCosts, step_costs
 from benchmarks.jpegs import make_folder
+from benchmarks.peers.job import Job
 from benchmarks.peers.ours import spoil_cache
 from models import build_model
 
@@ -69,3 +71,27 @@ def test_a_spoiled_file_still_decodes(tmp_path):
     assert len(sizes) > 1
     with Image.open(path) as image:
         assert image.tobytes() == before
+
+
+def test_the_comparison_shows_the_loop_tuned_by_hand_and_exact_decoding(monkeypatch):
+    plan = compare.Plan(ranks=2, images=100, epochs=2, rounds=2, step_rounds=1, minutes=1, our_flags=("--seed", "1"))
+    workers = {"bare DDP": 0, "bare DDP tuned": 1, "Lightning": 0}
+    seconds = {"bare DDP": 4.0, "bare DDP tuned": 2.0, "Lightning": 5.0, "ddp": 1.0, "ddp, --decode exact": 2.5}
+    rounds = [{name: [2 * took, took] for name, took in (dict.fromkeys(compare.OURS, 1.0) | seconds).items()}] * 2
+    section = compare.files_section(rounds, workers, plan)
+    rows = {row[0]: dict(zip(section.columns, row, strict=True)) for row in section.rows}
+    expected = {"bare DDP": "0.50", "bare DDP tuned": "1.00", "Lightning": "0.40", "ddp": "2.00"}
+    expected |= {"ddp, --decode exact": "0.80", "fsdp_stage2": "2.00", "fsdp_stage3": "2.00"}
+    assert {name: row["later / DDP tuned by hand"].split()[0] for name, row in rows.items()} == expected
+    assert {name: row["all epochs / DDP tuned by hand"].split()[0] for name, row in rows.items()} == expected
+    assert rows["ddp"]["later / fastest peer (Lightning)"].startswith("5.00 ")
+    assert "run the same code" in section.text
+    assert "shrinks a JPEG" in section.text
+    trained = []
+    monkeypatch.setattr(compare.ours, "epoch_seconds", lambda job, ranks, logs, flags: trained.append((job, flags)))
+    for name in compare.OURS:
+        compare.our_seconds(Job(variant=name), plan)
+    assert [(job.variant, flags) for job, flags in trained] == [
+        *((strategy, ("--seed", "1")) for strategy in ("ddp", "fsdp_stage2", "fsdp_stage3")),
+        ("ddp", ("--seed", "1", "--decode", "exact")),
+    ]
