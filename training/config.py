@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from models import LARGEST_IMAGE_SIZE, MODELS, check_model_name
+from models import LARGEST_IMAGE_SIZE, MODELS, MOST_MEMBERS, check_model_name
 from training.data import AUGMENTATIONS, BAD_IMAGES_USAGE, DATASETS, DECODERS, bad_image_share
 from training.errors import UserError, unknown_name
 from training.strategies import STRATEGIES
@@ -55,7 +55,9 @@ class TrainConfig:
     # Model.
     pretrained: bool = option(False, "Start from the model's published weights (needs a network or a warm cache).")
     weights: str = option("", "Start from this local file: safetensors, or a pickle of plain tensors.")
-    ensemble_members: str = option("mobilenet,efficientnet,vgg", "Members of --model-type ensemble, comma-separated.")
+    ensemble_members: str = option(
+        "mobilenet,efficientnet,vgg", f"Members of --model-type ensemble, comma-separated; at most {MOST_MEMBERS}."
+    )
     head_epochs: int = option(
         2, "mobilenet_finetuned: epochs in which only the new head learns, before all layers do.", low=0, high=100_000
     )

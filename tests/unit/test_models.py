@@ -252,7 +252,9 @@ def test_ensemble_stays_finite_where_probabilities_underflow():
     torch.testing.assert_close(logits.grad, torch.tensor([[-1.0, 1.0]]))
 
 
-@pytest.mark.parametrize("members", [("mobilenet",), ("mobilenet", "ensemble"), ("mobilenet", "nope")])
+@pytest.mark.parametrize(
+    "members", [("mobilenet",), ("mobilenet", "ensemble"), ("mobilenet", "nope"), ("basic_cnn",) * 33]
+)
 def test_ensemble_refuses_members(members):
     with pytest.raises(UserError):
         build("ensemble", members=members)
