@@ -15,7 +15,7 @@ from training.data.loader import EvaluationLoader, automatic_workers
 from training.data.sampler import EvaluationPlan
 from training.distributed import World, agreed
 from training.metrics import SampleRecorder, Scores, sample_losses
-from training.precision import run_under_autocast
+from training.precision import under_autocast
 
 
 def judge(
@@ -34,7 +34,7 @@ def judge(
     Raises:
         UserError: on all ranks, if an image on any rank cannot be read, or more of them than may be skipped.
     """
-    run_under_autocast(module.to(world.device), precision, world.device)
+    network = under_autocast(module.to(world.device), precision, world.device)
     dataset = data.bundle.val
     plan = EvaluationPlan(len(dataset), batch_size, world.size)
     workers = automatic_workers(dataset, world.device, world.local_size)
@@ -46,7 +46,7 @@ def judge(
         is_silent = not (world.is_main and console.is_terminal)
         with torch.inference_mode():
             for batch in track(loader, "evaluating", len(loader), console=console, transient=True, disable=is_silent):
-                logits, labels = module(batch.images), label_map[batch.labels]
+                logits, labels = network(batch.images), label_map[batch.labels]
                 recorder.add(sample_losses(logits, labels), logits, labels, batch.weights, batch.indices)
 
     try:

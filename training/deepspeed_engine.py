@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from training.distributed import World
-from training.engine import FlatShard, Piece, StepResult, fill_shard
+from training.engine import FlatShard, Piece, StepResult, fill_shard, frozen_parameters, frozen_shards
 from training.lamb import FlatLayout, Fragment
 from training.optim import create_state, moment_kinds, set_applied_steps
 from training.precision import DynamicLossScale
@@ -24,12 +25,22 @@ class DeepSpeedEngine:
     def __init__(
         self,
         module: nn.Module,
+        network: nn.Module,
         optimizer: torch.optim.Optimizer,
         config: Mapping[str, Any],
         loss_scale: DynamicLossScale | None,
         world: World,
     ) -> None:
-        """Shard the model and its optimizer; a collective. Arguments as of `training.engines.build_engine`."""
+        """Shard the model and its optimizer; a collective.
+
+        Args:
+            module: the model in fp32; at ZeRO 3 its parameters are empty outside forward and backward.
+            network: the same, or what runs it under autocast.
+            optimizer: the rule over the module's parameters.
+            config: what `training.strategies.engine_config` returned.
+            loss_scale: of fp16, else None.
+            world: the ranks.
+        """
         if world.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
         import deepspeed
@@ -38,17 +49,12 @@ class DeepSpeedEngine:
         # A CPU-only helper for inference that would be compiled at every first start (20 s) and is never called here.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self._engine, _, _, _ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=dict(config), dist_init_required=False
+            model=network, optimizer=optimizer, config=dict(config), dist_init_required=False
         )
-        self.loss_scale = loss_scale
+        self.module, self.loss_scale, self._world = module, loss_scale, world
         self._applied_steps = 0
         create_state(self._engine.optimizer.optimizer, self._flat_partitions())
         _clear_filling(self.flat_shards())
-
-    @property
-    def module(self) -> nn.Module:
-        """The model; at ZeRO 3 its parameters are empty outside forward and backward."""
-        return self._engine.module
 
     @property
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -91,12 +97,10 @@ class DeepSpeedEngine:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter in full and in fp32, and every buffer, as CPU tensors; a collective."""
-        from deepspeed.utils import safe_get_full_fp32_param
-
         for name, parameter in self.module.named_parameters():
-            # At ZeRO 1 and 2 every rank has them whole, and asking for them would be a collective for each.
-            whole = safe_get_full_fp32_param(parameter) if hasattr(parameter, "ds_id") else parameter
-            yield name, whole.detach().to("cpu", torch.float32, copy=True)
+            with self._whole(parameter):
+                value = parameter.detach().to("cpu", torch.float32, copy=True)
+            yield name, value
         for name, buffer in self.module.named_buffers():
             yield name, buffer.detach().to("cpu", copy=True)
 
@@ -108,13 +112,11 @@ class DeepSpeedEngine:
         self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]], applied_steps: int
     ) -> None:
         """Fill a fresh engine with the state of another, under whatever strategy it was; a collective."""
-        import deepspeed
-
         self._applied_steps = applied_steps
         set_applied_steps(self._engine.optimizer.optimizer, applied_steps)
         for name, parameter in self.module.named_parameters():
             # The working weights, too: setting the fp32 copy alone would leave the next forward with the old ones.
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
+            with self._whole(parameter, modifier_rank=0):
                 parameter.data.copy_(weights[name])
         # Not safe_set_full_fp32_param: at ZeRO 3 it fails where a parameter does not divide by the ranks.
         for shard in self.flat_shards():
@@ -125,11 +127,11 @@ class DeepSpeedEngine:
         return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in self.module.named_parameters()}
 
     def flat_shards(self) -> list[FlatShard]:
-        """Return this rank's part of weights and moments as it lies in memory; no collective."""
+        """Return this rank's part of weights and moments as it lies in memory, the frozen ones last; no collective."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         kinds = moment_kinds(self._engine.optimizer.optimizer)
         states = self._engine.optimizer.optimizer.state
-        return [
+        trained = [
             FlatShard(
                 weights=flat,
                 moments={kind: states[flat][kind] for kind in kinds},
@@ -137,6 +139,30 @@ class DeepSpeedEngine:
             )
             for flat, group, fragments in self._fragments()
         ]
+        return trained + self._frozen_shards()
+
+    def _frozen_shards(self) -> list[FlatShard]:
+        """Return this rank's part of the frozen parameters, which ZeRO 3 cuts over the ranks as it does the others."""
+        if not self._is_stage_3:
+            return frozen_shards(self.module, self._world)
+        return [
+            FlatShard(
+                weights=parameter.ds_tensor,  # type: ignore[attr-defined]
+                moments={},
+                pieces=tuple(Piece(name, f.offset, f.start, f.length) for f in _stage_3_fragments([parameter])),
+            )
+            for name, parameter in frozen_parameters(self.module).items()
+        ]
+
+    def _whole(self, parameter: nn.Parameter, modifier_rank: int | None = None) -> AbstractContextManager[None]:
+        """Have a parameter whole for a while, also at ZeRO 3, and keep what that rank writes to it; a collective."""
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=modifier_rank, enabled=self._is_stage_3)
+
+    @property
+    def _is_stage_3(self) -> bool:
+        return hasattr(self._engine.optimizer, "fp32_partitioned_groups_flat")
 
     def shard_layouts(self) -> dict[int, FlatLayout]:
         """Say, for each of this rank's flat fp32 pieces (by `id`), which part of which parameter lies where."""
@@ -145,9 +171,8 @@ class DeepSpeedEngine:
     def _fragments(self) -> list[tuple[torch.Tensor, list[nn.Parameter], tuple[Fragment, ...]]]:
         """Return each flat piece of this rank, the parameters of its group, and their fragments in it."""
         zero = self._engine.optimizer
-        is_stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
-        groups = zero.fp16_groups if is_stage_3 else zero.bit16_groups
-        fragments_of = _stage_3_fragments if is_stage_3 else _flat_fragments
+        groups = zero.fp16_groups if self._is_stage_3 else zero.bit16_groups
+        fragments_of = _stage_3_fragments if self._is_stage_3 else _flat_fragments
         return [
             (flat, group, tuple(fragments_of(group)))
             for flat, group in zip(self._flat_partitions(), groups, strict=True)
@@ -156,7 +181,7 @@ class DeepSpeedEngine:
     def _flat_partitions(self) -> list[torch.Tensor]:
         """This rank's flat fp32 pieces of the weights, which are the inner optimizer's parameters."""
         zero = self._engine.optimizer
-        return getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
+        return zero.fp32_partitioned_groups_flat if self._is_stage_3 else zero.single_partition_of_fp32_groups
 
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers; without it a process may abort at its exit (findings, row 17)."""

@@ -200,6 +200,15 @@ def average_over_ranks(tensors: list[torch.Tensor], world: World) -> None:
     _scatter_flat(flat, tensors)
 
 
+def copy_from_main(tensors: list[torch.Tensor], world: World) -> None:
+    """Give tensors of one dtype rank 0's values, in place and in one message; a collective."""
+    if world.size == 1 or not tensors:
+        return
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    dist.broadcast(flat, 0)
+    _scatter_flat(flat, [tensor.detach() for tensor in tensors])
+
+
 def error_on_any_rank(error: str | None, world: World) -> str | None:
     """Agree on whether any rank failed: return the lowest failing rank's message on every rank; a collective."""
     if world.size == 1:

@@ -43,11 +43,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatShard:
-    """This rank's part of one parameter group: live tensors, not copies.
+    """This rank's part of one parameter group, or of a frozen parameter: live tensors, not copies.
 
     Attributes:
         weights: fp32 [n].
-        moments: kind -> fp32 [n].
+        moments: kind -> fp32 [n]; none of frozen parameters.
         pieces: what lies where; elements in no piece fill up.
     """
 
@@ -114,7 +114,7 @@ class Engine(Protocol):
         """Return the full shape of every parameter, also where it is sharded."""
 
     def flat_shards(self) -> list[FlatShard]:
-        """Return this rank's part of weights and moments as it lies in memory; no collective."""
+        """Return this rank's part of weights and moments as it lies in memory, the frozen ones last; no collective."""
 
     def shard_layouts(self) -> dict[int, FlatLayout]:
         """Say, for each of this rank's flat fp32 pieces (by `id`), which part of which parameter lies where."""
@@ -123,14 +123,30 @@ class Engine(Protocol):
         """Release hooks and buffers."""
 
 
+def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return, by name, the parameters that the optimizer has nothing to do with, but a checkpoint has."""
+    return {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
+
+
+def frozen_shards(module: nn.Module, world: World) -> list[FlatShard]:
+    """Return the frozen parameters as rank 0's part of the state: they are whole, and the same, on all ranks."""
+    if not world.is_main:
+        return []
+    return [
+        FlatShard(parameter.detach().flatten().float(), {}, (Piece(name, 0, 0, parameter.numel()),))
+        for name, parameter in frozen_parameters(module).items()
+    ]
+
+
 def fill_shard(
     shard: FlatShard, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
     """Copy what belongs there to a shard, from whole tensors; arguments as of `Engine.write_state`."""
     for piece in shard.pieces:
         _fill(shard.weights, piece, weights[piece.name])
-        for kind, tensors in moments.items():
-            _fill(shard.moments[kind], piece, tensors[piece.name])
+        if moments:
+            for kind, flat in shard.moments.items():
+                _fill(flat, piece, moments[kind][piece.name])
 
 
 def _fill(flat: torch.Tensor, piece: Piece, whole: torch.Tensor) -> None:

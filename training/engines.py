@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from training.distributed import World
-from training.engine import Engine
+from training.distributed import World, copy_from_main
+from training.engine import Engine, frozen_parameters
 from training.errors import UserError
 from training.lamb import ShardedLamb
-from training.precision import DynamicLossScale, run_under_autocast
+from training.precision import DynamicLossScale, under_autocast
 
 ENGINES = {
     "deepspeed": ("training.deepspeed_engine", "DeepSpeedEngine"),
@@ -83,11 +83,13 @@ def build_engine(
     Raises:
         UserError: see `resolve_engine`.
     """
-    run_under_autocast(module, precision, world.device)
+    copy_from_main([*frozen_parameters(module).values()], world)
+    network = under_autocast(module, precision, world.device)
     loss_scale = DynamicLossScale() if precision == "fp16" else None
     module_name, class_name = ENGINES[resolve_engine(engine, config, module, world.device)]
     # Imported here: DeepSpeed takes seconds, and a run that does not use it should not wait for it.
-    built = getattr(importlib.import_module(module_name), class_name)(module, optimizer, config, loss_scale, world)
+    engine_class = getattr(importlib.import_module(module_name), class_name)
+    built = engine_class(module, network, optimizer, config, loss_scale, world)
     if isinstance(optimizer, ShardedLamb):
         optimizer.bind_shards(built.shard_layouts(), world)
     return built

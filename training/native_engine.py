@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from training.distributed import World, sum_over_ranks
-from training.engine import FlatShard, Piece, StepResult, fill_shard
+from training.engine import FlatShard, Piece, StepResult, fill_shard, frozen_parameters, frozen_shards
 from training.lamb import FlatLayout, Fragment
 from training.optim import create_state, moment_kinds, set_applied_steps
 from training.precision import DynamicLossScale
@@ -71,6 +71,7 @@ class NativeEngine:
     def __init__(
         self,
         module: nn.Module,
+        network: nn.Module,
         optimizer: torch.optim.Optimizer,
         config: Mapping[str, Any],
         loss_scale: DynamicLossScale | None,
@@ -80,12 +81,14 @@ class NativeEngine:
 
         Args:
             module: the model in fp32.
+            network: the same, or what runs it under autocast.
             optimizer: the rule; its groups' parameters become this rank's flat parts.
             config: what `training.strategies.engine_config` returned.
             loss_scale: of fp16, else None.
             world: the ranks.
         """
         self.module, self.loss_scale = module, loss_scale
+        self._network = network
         self._optimizer, self._world = optimizer, world
         self._accumulation_steps = config["gradient_accumulation_steps"]
         self._clipping = config["gradient_clipping"]
@@ -111,7 +114,7 @@ class NativeEngine:
 
     def compile(self, mode: str | None) -> None:
         """Let `torch.compile` translate the model at its first forward; mode as of `torch.compile`."""
-        self.module.compile(mode=mode)
+        self._network.compile(mode=mode)
 
     def train(self, mode: bool = True) -> None:
         """Set training or evaluation mode of the model."""
@@ -120,7 +123,7 @@ class NativeEngine:
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return logits [B, classes] in float32 for images [B, 3, H, W]; a collective at ZeRO 3."""
         self._gather()
-        return self.module(images)
+        return self._network(images)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of a scalar loss to this rank's buffers."""
@@ -194,6 +197,8 @@ class NativeEngine:
         """Fill a fresh engine with the state of another, under whatever strategy it was; a collective."""
         self._applied_steps = applied_steps
         set_applied_steps(self._optimizer, applied_steps)
+        for name, parameter in frozen_parameters(self.module).items():
+            parameter.copy_(weights[name])
         for shard in self.flat_shards():
             fill_shard(shard, weights, moments)
         self._gather(anew=True)
@@ -203,7 +208,7 @@ class NativeEngine:
         return {name: list(parameter.shape) for name, parameter in self.module.named_parameters()}
 
     def flat_shards(self) -> list[FlatShard]:
-        """Return this rank's part of weights and moments as it lies in memory; no collective."""
+        """Return this rank's part of weights and moments as it lies in memory, the frozen ones last; no collective."""
         kinds = moment_kinds(self._optimizer)
         return [
             FlatShard(
@@ -215,7 +220,7 @@ class NativeEngine:
                 ),
             )
             for group in self._groups
-        ]
+        ] + frozen_shards(self.module, self._world)
 
     def shard_layouts(self) -> dict[int, FlatLayout]:
         """Say, for each of this rank's flat fp32 pieces (by `id`), which part of which parameter lies where."""

@@ -3,7 +3,7 @@
 Weights, gradients, optimizer state and BatchNorm (weights and statistics) stay in fp32 under every precision;
 autocast picks bf16 or fp16 for the operations that gain from it. DeepSpeed's `bf16.enabled` would cast the
 weights and leave BatchNorm's buffers behind (findings, row 1), and its `torch_autocast` in fp16 steps each shard
-on its own overflow check; so DeepSpeed is given an fp32 model whose forward runs under `torch.autocast`.
+on its own overflow check; so DeepSpeed is given an fp32 model inside of a module that runs it under `torch.autocast`.
 """
 
 from __future__ import annotations
@@ -52,19 +52,27 @@ def use_exact_fp32() -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
-def run_under_autocast(module: nn.Module, precision: str, device: torch.device) -> None:
-    """Make every forward of the module run under autocast, and return fp32; parameter names stay as they are."""
-    if precision == "fp32":
-        return
-    autocast = torch.autocast(device.type, dtype=DTYPES[precision])
-    inner_forward = module.forward
+def under_autocast(module: nn.Module, precision: str, device: torch.device) -> nn.Module:
+    """Return what runs the module in a precision and returns fp32: the module itself, or a wrapper around it."""
+    return module if precision == "fp32" else UnderAutocast(module, DTYPES[precision], device)
 
-    def forward(images: torch.Tensor) -> torch.Tensor:
-        with autocast:
-            logits = inner_forward(images)
+
+class UnderAutocast(nn.Module):
+    """Runs a model under autocast and returns fp32; the model itself, its copies and its names stay as they are.
+
+    Not a context around the engine's call: DeepSpeed switches off an autocast that it finds on a GPU.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.module = module
+        self._autocast = torch.autocast(device.type, dtype=dtype)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [B, classes] for images [B, 3, H, W]."""
+        with self._autocast:
+            logits = self.module(images)
         return logits.float()
-
-    module.forward = forward
 
 
 class DynamicLossScale:

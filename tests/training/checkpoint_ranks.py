@@ -142,6 +142,8 @@ class Job:
         broken_sample: int = -1,
         most_bad_steps: int = 0,
         resume: str = "never",
+        engine: str = "auto",
+        is_frozen: bool = False,
     ) -> None:
         accumulation = GLOBAL_BATCH // (MICRO_BATCH * world.size)
         config = configuration(
@@ -149,12 +151,16 @@ class Job:
             gradient_accumulation_steps=accumulation,
             batch_size=MICRO_BATCH,
             gradient_clipping=clipping,
+            engine=engine,
         )
         self.world, self.recorder = world, Recorder()
         loggers = Loggers([self.recorder])
         # A resumed run must not owe its weights to the seed.
         torch.manual_seed(0 if resume == "never" else 99)
         self.module = DropoutNet(with_batchnorm)
+        if is_frozen:
+            # Other values on each rank: rank 0's count.
+            self.module.convolution.requires_grad_(False).weight += world.rank
         self.engine = make_engine(world, self.module, config, precision)
         plan = BatchPlan(SAMPLES, MICRO_BATCH, accumulation, world.size, seed=3)
         schedule = Schedule(RATE, total_steps=EPOCHS * plan.steps_per_epoch, warmup_steps=1, final_scale=0.1)

@@ -6,7 +6,10 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 
+from tests.training.checkpoint_ranks import DropoutNet
+from training.engines import ENGINES
 from training.errors import CANNOT_SAVE_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE
 from training.strategies import STRATEGIES
 
@@ -124,6 +127,36 @@ def test_the_same_world_goes_on_bit_for_bit(strategy, world_size, norm, whole_ru
         assert resumed["weights"] == whole["weights"]
         assert resumed["losses"] == {step: loss for step, loss in whole["losses"].items() if int(step) > 2}
         assert resumed["train_loss"] == whole["train_loss"]
+
+
+@pytest.fixture(scope="module")
+def frozen_runs(launches):
+    """{(strategy, engine): every rank's report of a whole run and of a resumed one}; the convolution is frozen."""
+    keys = [*product(STRATEGIES, ENGINES)]
+    folders = [launches.folder / f"frozen-{strategy}-{engine}" for strategy, engine in keys]
+    shared = [{"strategy": strategy, "engine": engine, "is_frozen": True} for strategy, engine in keys]
+    whole = launches.run("train_whole", 2, [case | {"folder": str(f)} for case, f in zip(shared, folders, strict=True)])
+    places = [{"checkpoint": str(folder / MIDDLE), "folder": f"{folder}-resumed"} for folder in folders]
+    # The other engine's checkpoint on another number of ranks, and their own on as many.
+    alone = launches.run(
+        "resume_from", 1, [shared[n] | places[n ^ 1] | {"folder": f"{folders[n]}-1"} for n in range(len(keys))]
+    )
+    same = launches.run("resume_from", 2, [case | place for case, place in zip(shared, places, strict=True)])
+    return dict(zip(keys, zip(whole, same, alone, strict=True), strict=True))
+
+
+@pytest.mark.parametrize(("strategy", "engine"), [*product(STRATEGIES, ENGINES)])
+def test_frozen_parameters_are_rank_0s_are_saved_and_come_back(strategy, engine, frozen_runs, largest_difference):
+    whole, same, alone = frozen_runs[strategy, engine]
+    torch.manual_seed(0)
+    frozen = DropoutNet(with_batchnorm=False).convolution.weight
+    for report in (*whole, *same, *alone):
+        assert np.array_equal(report["weights"]["convolution.weight"], frozen.double().tolist())
+    for expected, resumed in zip(whole, same, strict=True):
+        assert resumed["weights"] == expected["weights"]
+        assert resumed["losses"] == {step: loss for step, loss in expected["losses"].items() if int(step) > 2}
+    assert largest_difference(alone[0]["weights"], whole[0]["weights"]) < 1e-5
+    assert np.ptp(list(whole[0]["losses"].values())) > 0.01, "the head must have moved for this to mean anything"
 
 
 def test_what_fills_up_the_shards_is_zero(whole_runs):

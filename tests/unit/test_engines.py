@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from small_checkpoints import ALONE
 from torch import nn
 
 from training.compilation import FASTER_ON, compile_mode, resolve_compile
-from training.engines import resolve_engine
+from training.engines import build_engine, resolve_engine
 from training.errors import UserError
 from training.strategies import STRATEGIES, engine_config, read_strategy_json
 
@@ -80,3 +83,20 @@ def test_small_batches_on_a_gpu_take_cuda_graphs():
     assert compile_mode(GPU, 16) == "reduce-overhead"
     assert compile_mode(GPU, 64) is None
     assert compile_mode(CPU, 16) is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_deep_copy_computes_with_its_own_weights(precision):
+    """Averages of weights, and exports, are built on copies."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5))
+    optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
+    engine = build_engine(module, optimizer, configuration(), precision, ALONE, "native")
+    images = torch.randn(2, 3, 8, 8)
+    copied = copy.deepcopy(engine.module)
+    torch.testing.assert_close(copied(images), engine.forward(images), atol=2e-2, rtol=0)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert not copied(images).any()
+    assert engine.forward(images).any()

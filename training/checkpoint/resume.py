@@ -14,7 +14,7 @@ from training.checkpoint.shards import CheckpointReader
 from training.checkpoint.store import FoundCheckpoint
 from training.config import FIELDS, FLAG_OF, FREE_ON_RESUME, TrainConfig
 from training.distributed import World
-from training.engine import Engine
+from training.engine import Engine, frozen_parameters
 from training.errors import UserError, one_line, shown
 from training.metrics import ScoreSums
 
@@ -100,7 +100,7 @@ def fill_engine(found: FoundCheckpoint, engine: Engine, sums: ScoreSums, world: 
         buffers = reader.buffers(world.rank, world.size)
         epoch_sums = reader.epoch_sums(world.rank, world.size)
         _check_names(engine, manifest, buffers)
-        _check_moments(engine, manifest, reader.moments)
+        _check_moments(engine, manifest, reader)
         _check_sums(epoch_sums, sums)
         engine.write_state(reader.weights, reader.moments, manifest.applied_steps)
         for name, buffer in engine.module.named_buffers():
@@ -124,12 +124,14 @@ def _check_names(engine: Engine, manifest: Manifest, buffers: dict[str, Any]) ->
         raise DamagedCheckpoint("its buffers differ from this model's")
 
 
-def _check_moments(engine: Engine, manifest: Manifest, moments: dict[str, Any]) -> None:
+def _check_moments(engine: Engine, manifest: Manifest, reader: CheckpointReader) -> None:
     """Refuse other moments than the optimizer's; there may be none before its first step, when they are zeros."""
-    ours = sorted(engine.flat_shards()[0].moments)
-    if (moments or manifest.applied_steps) and sorted(moments) != ours:
-        theirs = ", ".join(sorted(moments)) or "none"
-        raise DamagedCheckpoint(f"its moments are {one_line(theirs)}, the optimizer has {', '.join(ours) or 'none'}")
+    ours, theirs = sorted(engine.flat_shards()[0].moments), sorted(reader.moments)
+    if (theirs or manifest.applied_steps) and theirs != ours:
+        shown = one_line(", ".join(theirs) or "none")
+        raise DamagedCheckpoint(f"its moments are {shown}, the optimizer has {', '.join(ours) or 'none'}")
+    if theirs and reader.frozen != frozen_parameters(engine.module).keys():
+        raise DamagedCheckpoint("other parameters are frozen in it than in this model")
 
 
 def _check_sums(found: torch.Tensor, sums: ScoreSums) -> None:

@@ -3,7 +3,7 @@
 A rank stores its flat pieces of the parameter groups as they lie in memory, without any communication: `weights.<i>`
 and `<moment>.<i>`, one-dimensional fp32. The layout in the file's metadata says which part of which parameter lies
 where, so that a reader with another strategy or number of ranks finds it. BatchNorm's buffers differ from rank to
-rank between evaluations: each rank stores its own.
+rank between evaluations: each rank stores its own. Frozen parameters are groups without moments.
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ class Snapshot:
         if epoch_sums.device.type == "cuda":
             torch.cuda.synchronize(epoch_sums.device)
         groups = [[tuple(piece) for piece in shard.pieces] for shard in shards]
-        self.layout = {"groups": groups, "moments": sorted(shards[0].moments)}
+        self.layout = {
+            "groups": groups,
+            "moments": sorted(shards[0].moments),
+            "without_moments": [number for number, shard in enumerate(shards) if not shard.moments],
+        }
 
     def _copy(self, name: str, source: torch.Tensor) -> torch.Tensor:
         source = source.detach()
@@ -110,6 +114,10 @@ class CheckpointReader:
         folder: the checkpoint.
         manifest: its manifest.
 
+    Attributes:
+        shapes: of every parameter, by name.
+        frozen: names of the parameters without moments.
+
     Raises:
         DamagedCheckpoint: where the files do not hold every element of every parameter exactly once.
     """
@@ -117,6 +125,7 @@ class CheckpointReader:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.shapes = manifest.parameters
         self._places: dict[str, list[_Place]] = {name: [] for name in self.shapes}
+        self.frozen: set[str] = set()
         try:
             self._files = [safe_open(folder / shard_name(rank), "pt") for rank in range(len(manifest.shards))]
             layouts = [json.loads(file.metadata()[METADATA_KEY]) for file in self._files]
@@ -137,8 +146,12 @@ class CheckpointReader:
         """Note what lies where in a rank's file; raise ValueError where a piece is not in it, or shares elements."""
         if layout["moments"] != self._moment_kinds or any(type(kind) is not str for kind in self._moment_kinds):
             raise ValueError(f"rank {rank} has other moments than rank 0")
+        without_moments = layout.get("without_moments", [])  # younger than the format
         for group, pieces in enumerate(layout["groups"]):
-            size = self._group_size(rank, group)
+            has_moments = group not in without_moments
+            size = self._group_size(rank, group, self._moment_kinds if has_moments else [])
+            if not has_moments:
+                self.frozen.update(piece[0] for piece in pieces)
             end = 0
             for name, offset, start, length in sorted((Piece(*piece) for piece in pieces), key=lambda p: p.start):
                 if any(type(number) is not int for number in (offset, start, length)):
@@ -149,9 +162,9 @@ class CheckpointReader:
                 end = start + length
                 self._places[name].append(_Place(offset, length, rank, group, start))
 
-    def _group_size(self, rank: int, group: int) -> int:
+    def _group_size(self, rank: int, group: int, moment_kinds: list[str]) -> int:
         """Return the elements of a rank's part of a group, the same for the weights and all moments."""
-        slices = [self._files[rank].get_slice(f"{kind}.{group}") for kind in ("weights", *self._moment_kinds)]
+        slices = [self._files[rank].get_slice(f"{kind}.{group}") for kind in ("weights", *moment_kinds)]
         if {stored.get_dtype() for stored in slices} != {"F32"} or len({tuple(s.get_shape()) for s in slices}) > 1:
             raise ValueError(f"weights and moments of group {group} of rank {rank} are not all fp32 and of one shape")
         (size,) = slices[0].get_shape()
