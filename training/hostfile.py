@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from training.errors import USER_ERROR_EXIT_CODE, UserError
+from training.text_files import read_small_text
 
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>[1-9][0-9]{0,3})")
@@ -35,7 +36,7 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
             or too few hosts or slots.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_small_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise UserError(f"hostfile {str(path)!r}: {reason}. See hostfile_example.txt for one.") from None

@@ -15,6 +15,7 @@ from typing import Any
 
 from training.deepspeed_schema import check_deepspeed_json
 from training.errors import UserError
+from training.text_files import read_small_text
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[1] / "deepspeed_configs"
 
@@ -54,11 +55,11 @@ def read_strategy_json(strategy: str, override: str = "") -> dict[str, Any]:
     spec = STRATEGIES[strategy]
     path = Path(override) if override else CONFIG_FOLDER / spec.config_file
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_doubles)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
+        content = json.loads(read_small_text(path), object_pairs_hook=_no_doubles)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
     except _DoubleKeyError as error:
         raise UserError(f"{path}: key '{error}' is given twice.") from None
     check_deepspeed_json(content, path)

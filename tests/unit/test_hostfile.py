@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from training.errors import UserError
 from training.hostfile import read_hostfile
+from training.strategies import read_strategy_json
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,6 +36,30 @@ def test_the_example_suits_the_guides_command() -> None:
 def test_only_the_hosts_that_are_used_need_the_slots(tmp_path: Path) -> None:
     path = write(tmp_path, "a slots=8\nb slots=8\nc slots=1\n")
     assert read_hostfile(path, nodes=2, slots=8)["c"] == 1
+
+
+def test_a_file_that_never_ends_or_never_answers_is_one_line(tmp_path: Path) -> None:
+    """As a hostfile, and as the JSON of a strategy."""
+    pipe, endless, large = (tmp_path / name for name in ("pipe", "endless", "large"))
+    os.mkfifo(pipe)
+    endless.symlink_to("/dev/zero")
+    large.touch()
+    os.truncate(large, 2**20 + 1)
+    for path, reason in (
+        (pipe, "not a regular file"),
+        (endless, "not a regular file"),
+        (large, "larger than 1024 KiB"),
+    ):
+        for read in (read_hostfile, lambda path: read_strategy_json("ddp", str(path))):
+            with pytest.raises(UserError, match=reason) as caught:
+                read(path)
+            assert str(path) in str(caught.value)
+
+
+def test_nested_brackets_without_end_are_one_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "[" * 100_000)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_strategy_json("ddp", str(path))
 
 
 @pytest.mark.parametrize(
