@@ -24,11 +24,17 @@ NAMES_IN_MESSAGE = 4
 
 
 class _Evidence(NamedTuple):
-    """Which samples of a micro-batch were finite: indices int64 [B] on the CPU, bools [B] on the device."""
+    """What says which samples of a micro-batch are finite, without its images.
+
+    Attributes:
+        indices: int64 [B] on the CPU.
+        image_sums: [B] on the device; the sum of an image's values is finite if they are.
+        losses: [B] on the device.
+    """
 
     indices: torch.Tensor
-    images_finite: torch.Tensor
-    losses_finite: torch.Tensor
+    image_sums: torch.Tensor
+    losses: torch.Tensor
 
 
 class _Verdict(NamedTuple):
@@ -74,18 +80,18 @@ class StepGuard:
         self._most_in_row, self._name_of = most_in_row, name_of
         self._buffers = ModelBuffers(engine.module)
         self._kept: list[torch.Tensor] = []
-        self._micro_batches: list[tuple[Batch, torch.Tensor]] = []
+        self._evidence: list[_Evidence] = []
         self._pending: list[_Verdict] = []
         self.skipped, self.in_row = skipped, in_row
 
     def before_step(self) -> None:
         """Keep what a skipped step must not change."""
         self._kept = self._buffers.copy()
-        self._micro_batches = []
+        self._evidence = []
 
     def note(self, batch: Batch, losses: torch.Tensor) -> None:
-        """Remember a micro-batch and its losses [B] until the step is over; nothing is read back."""
-        self._micro_batches.append((batch, losses.detach()))
+        """Keep the losses [B] of a micro-batch and one number of each image until the verdict; nothing is read back."""
+        self._evidence.append(_Evidence(batch.indices, batch.images.sum((1, 2, 3)), losses.detach()))
 
     def after_step(self, result: StepResult | None, step: int) -> bool | torch.Tensor:
         """Undo the step where it was skipped, and return whether it was applied; a collective where it was not.
@@ -102,13 +108,13 @@ class StepGuard:
         """
         if result is not None and isinstance(result.applied, torch.Tensor):
             self._buffers.restore_unless(result.applied, self._kept)
-            self._pending.append(_Verdict(step, result.applied, self._evidence()))
+            self._pending.append(_Verdict(step, result.applied, self._evidence))
             return result.applied
         if result is None or result.applied:
             self.in_row = 0
             return True
         self._buffers.restore(self._kept)
-        self._count_skipped(step, self._evidence())
+        self._count_skipped(step, self._evidence)
         return False
 
     def settle(self) -> None:
@@ -158,19 +164,12 @@ class StepGuard:
         can_be_halved = scale is not None and scale.value > DynamicLossScale.MINIMUM
         return can_be_halved and all(blame.losses_finite for blame in blames)
 
-    def _evidence(self) -> list[_Evidence]:
-        """Find on the device what was finite in the step that is over; nothing is read back."""
-        return [
-            _Evidence(batch.indices, torch.isfinite(batch.images).flatten(1).all(1), torch.isfinite(losses))
-            for batch, losses in self._micro_batches
-        ]
-
     def _blame(self, evidence: list[_Evidence]) -> _Blame:
         """Find what this rank contributed: a broken image first, then losses, else the gradient of the whole step."""
         images, losses, step = [], [], []
-        for indices, images_finite, losses_finite in evidence:
+        for indices, image_sums, micro_losses in evidence:
             for index, image_ok, loss_ok in zip(
-                indices.tolist(), images_finite.tolist(), losses_finite.tolist(), strict=True
+                indices.tolist(), image_sums.isfinite().tolist(), micro_losses.isfinite().tolist(), strict=True
             ):
                 step.append(index)
                 if not image_ok:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +76,22 @@ def assert_same(buffers, expected):
         assert buffers[name].dtype == tensor.dtype
         assert buffers[name].shape == tensor.shape
         assert torch.equal(buffers[name], tensor), name
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_no_images_are_kept_until_the_step_is_over(deferred):
+    """They would fill a GPU's memory over the micro-steps of an accumulation."""
+    run, batch = Run(), batch_of([1, 2, 3])
+    batch.images[1] = torch.nan
+    images = weakref.ref(batch.images)
+    losses = sample_losses(run.model(batch.images), batch.labels).detach()
+    run.guard.before_step()
+    run.guard.note(batch, losses)
+    del batch
+    assert images() is None
+    run.guard.after_step(on_the_device(False) if deferred else SKIPPED, 1)
+    run.guard.settle()
+    assert run.log.messages[0].endswith("an image is not finite on rank 0, samples photo-2.png")
 
 
 def test_a_skipped_step_leaves_no_trace_in_batchnorm():
