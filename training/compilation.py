@@ -31,8 +31,12 @@ def resolve_compile(choice: str, device: torch.device) -> bool:
     return choice == "on"
 
 
-def compile_mode(device: torch.device, batch_size_per_rank: int) -> str | None:
-    """Return the mode of `torch.compile`: CUDA graphs where batches are small, else its default."""
-    if device.type == "cuda" and batch_size_per_rank <= LARGEST_BATCH_FOR_CUDA_GRAPHS:
+def compile_mode(device: torch.device, batch_size_per_rank: int, zero_stage: int) -> str | None:
+    """Return the mode of `torch.compile`: CUDA graphs if batches are small, else its default.
+
+    A graph reads the weights from where they lay when it was recorded; at ZeRO 3 they lie elsewhere in each step.
+    """
+    are_launches_the_limit = device.type == "cuda" and batch_size_per_rank <= LARGEST_BATCH_FOR_CUDA_GRAPHS
+    if are_launches_the_limit and zero_stage < 3:
         return "reduce-overhead"
     return None

@@ -143,7 +143,7 @@ def build_parts(config: TrainConfig, world: World, start: RunStart = FIRST_START
     backbone = RestingBackbone(built.module, built.head_parameter_names)
     engine = build_engine(built.module, optimizer, sharding, precision, world, engine_name)
     if compiles:
-        engine.compile(compile_mode(world.device, config.batch_size))
+        engine.compile(compile_mode(world.device, config.batch_size, sharding["zero_optimization"]["stage"]))
     return Parts(
         config=config,
         world=world,

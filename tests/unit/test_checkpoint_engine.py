@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,3 +114,13 @@ def test_a_checkpoint_that_has_lost_its_moments_is_refused(tmp_path):
         resume(path, engine)
     forge_manifest(path, lambda content: content.update(applied_steps=0))
     resume(path, make_engine("adamw", seed=1))
+
+
+def test_a_file_is_written_after_the_copies_from_the_gpu_are_complete(tmp_path):
+    snapshot = Snapshot()
+    snapshot.take(make_engine("adamw", seed=0), ScoreSums(3, ALONE.device).state())
+    # Stands for the event behind copies that are still under way.
+    snapshot._copied = SimpleNamespace(synchronize=lambda: snapshot.tensors["weights.0"].fill_(7))
+    write_shard(tmp_path / "shard", snapshot)
+    with safe_open(tmp_path / "shard", "pt") as stored:
+        assert set(stored.get_tensor("weights.0").tolist()) == {7}

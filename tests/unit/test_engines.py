@@ -79,10 +79,12 @@ def test_compile_without_a_compiler_is_one_line(monkeypatch):
     assert not resolve_compile("auto", CPU)
 
 
-def test_small_batches_on_a_gpu_take_cuda_graphs():
-    assert compile_mode(GPU, 16) == "reduce-overhead"
-    assert compile_mode(GPU, 64) is None
-    assert compile_mode(CPU, 16) is None
+def test_small_batches_on_a_gpu_take_cuda_graphs_if_the_weights_stay_where_they_are():
+    for strategy, spec in STRATEGIES.items():
+        expected = None if strategy == "fsdp_stage3" else "reduce-overhead"
+        assert compile_mode(GPU, 16, spec.zero_stage) == expected
+        assert compile_mode(GPU, 64, spec.zero_stage) is None
+        assert compile_mode(CPU, 16, spec.zero_stage) is None
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

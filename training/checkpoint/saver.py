@@ -117,7 +117,6 @@ class Saver:
         """
         start = self._last_start = self._clock()
         self._wait()
-        self._snapshot.take(self._engine, epoch_sums)
         if write_best is not None:
             self._unsaved_best = write_best
         facts = {
@@ -128,6 +127,8 @@ class Saver:
             "loss_scale": self._engine.loss_scale.state() if self._engine.loss_scale else None,
             "parameters": self._engine.parameter_shapes(),
         }
+        # Last: reading the count above may wait for the GPU, and would then wait for the copies, too.
+        self._snapshot.take(self._engine, epoch_sums)
         save = _Save(
             checkpoint_name(progress),
             position=progress.epoch * self._settings.steps_per_epoch + progress.step,

@@ -35,9 +35,10 @@ class Snapshot:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.layout: dict[str, Any] = {}
+        self._copied: torch.cuda.Event | None = None
 
     def take(self, engine: Engine, epoch_sums: torch.Tensor) -> None:
-        """Copy the state of now.
+        """Copy the state of now; on a GPU the copies are merely queued, before what the next step does to the state.
 
         Args:
             engine: the engine; no collective is needed.
@@ -51,13 +52,18 @@ class Snapshot:
         sources[EPOCH_SUMS] = epoch_sums
         self.tensors = {name: self._copy(name, tensor) for name, tensor in sources.items()}
         if epoch_sums.device.type == "cuda":
-            torch.cuda.synchronize(epoch_sums.device)
+            self._copied = torch.cuda.current_stream(epoch_sums.device).record_event()
         groups = [[tuple(piece) for piece in shard.pieces] for shard in shards]
         self.layout = {
             "groups": groups,
             "moments": sorted(shards[0].moments),
             "without_moments": [number for number, shard in enumerate(shards) if not shard.moments],
         }
+
+    def wait(self) -> None:
+        """Wait until the copies are complete; in the thread that writes them, not in the one that trains."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def _copy(self, name: str, source: torch.Tensor) -> torch.Tensor:
         source = source.detach()
@@ -73,6 +79,7 @@ def write_shard(path: Path, snapshot: Snapshot) -> ShardFacts:
     Raises:
         OSError, SafetensorError: where that fails, as on a full disk.
     """
+    snapshot.wait()
     save_file(snapshot.tensors, path, metadata={METADATA_KEY: json.dumps(snapshot.layout)})
     sync_to_disk(path)
     return ShardFacts(path.stat().st_size, _sha256(path))
