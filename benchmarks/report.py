@@ -79,6 +79,13 @@ def show(section: Section) -> None:
     console.print(table)
 
 
+def results_folder() -> Path:
+    """Return the folder that the variable OUT names, else `results`; it is made if need be."""
+    folder = Path(os.environ.get("OUT") or RESULTS)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def save(name: str, title: str, facts: str, command: str, sections: Sequence[Section]) -> Path:
     """Write the tables as Markdown to `results/<name>_<hardware>_<date>.md`, and say where."""
     blocks = [f"# {title}, {hardware()}, {today()}", facts, f"```bash\n{command}\n```"]
@@ -86,9 +93,7 @@ def save(name: str, title: str, facts: str, command: str, sections: Sequence[Sec
         head = f"| {' | '.join(section.columns)} |\n|{'---|' * len(section.columns)}"
         rows = "\n".join(f"| {' | '.join(row)} |" for row in section.rows)
         blocks += [f"## {section.title}", section.text, f"{head}\n{rows}"]
-    folder = Path(os.environ.get("OUT") or RESULTS)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}_{hardware()}_{today()}.md"
+    path = results_folder() / f"{name}_{hardware()}_{today()}.md"
     path.write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
     print(f"written: {path}")
     return path

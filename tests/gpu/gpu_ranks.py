@@ -10,9 +10,24 @@ from torch import nn
 
 from benchmarks.our_engine import make_engine
 from models import MODELS, build_model
+from tests.training import engine_ranks
+from training.bad_steps import StepGuard
+from training.checkpoint.manifest import Progress
+from training.data import DataOptions, load_data
+from training.data.bundle import Habits, make_bundle
+from training.data.loader import TrainLoader
+from training.data.sampler import BatchPlan
+from training.data.sources import ArraySource
 from training.distributed import World
 from training.engine import Engine
-from training.metrics import sample_losses
+from training.launch_folder import RankReport
+from training.loggers import Loggers
+from training.loop import LoopSettings, LoopTools, train_one_epoch
+from training.meter import Timing
+from training.metrics import ScoreSums, sample_losses
+from training.optim import Schedule
+from training.signals import StopRequest
+from training.timing import start_clock
 
 CLASSES, IMAGE_SIZE, BATCH_SIZE, LEARNING_RATE = 5, 64, 8, 1e-3
 
@@ -112,6 +127,136 @@ def one_bf16_step(world: World, model_type: str, strategy: str, engine: str) -> 
         "unchanged": [name for name in trained if torch.equal(before[name], after[name])],
         "not_finite": [name for name, value in after.items() if not value.isfinite().all()],
     }
+
+
+def train_on_device(world: World, engine: Engine, steps: range, poisoned: tuple[int, ...] = ()) -> None:
+    """Train a small network; the images of `poisoned` steps hold a NaN."""
+    for step in steps:
+        images, labels = (tensor.to(world.device) for tensor in engine_ranks.make_batch(step, 0))
+        if step in poisoned:
+            images[0, 0, 0, 0] = float("nan")
+        loss = sample_losses(engine.forward(images), labels).mean()
+        engine.backward(loss)
+        engine.step()
+
+
+def small_engine(world: World, frozen: bool = False, precision: str = "fp32", **changes: Any) -> Engine:
+    # Adam makes a whole step of a gradient that is nothing but rounding: runs to compare must round alike.
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
+    module = engine_ranks.make_model(False).to(world.device)
+    if frozen:
+        module.features[0].requires_grad_(False)
+    return engine_ranks.make_engine(world, module, engine_ranks.configuration(**changes), precision)
+
+
+def difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    assert first.keys() == second.keys()
+    return max(float((first[name].double() - second[name].double()).abs().max()) for name in first)
+
+
+def resumed_beside_whole(world: World, strategy: str, engine: str, optimizer: str, frozen: bool) -> float:
+    """Train 4 steps at once, and 2 + 2 with the state carried to a fresh engine; return the weights' difference."""
+    chosen = {"strategy": strategy, "engine": engine, "optimizer": optimizer, "frozen": frozen}
+    whole = small_engine(world, **chosen)
+    train_on_device(world, whole, range(4))
+    first = small_engine(world, **chosen)
+    train_on_device(world, first, range(2))
+    state = dict(first.weights()), _moments(first), first.applied_steps()
+    first.close()
+    second = small_engine(world, **chosen)
+    train_on_device(world, second, range(7, 8))  # what a fresh engine holds must not matter
+    second.write_state(*state)
+    train_on_device(world, second, range(2, 4))
+    result = difference(dict(whole.weights()), dict(second.weights()))
+    whole.close()
+    second.close()
+    return result
+
+
+def _moments(engine: Engine) -> dict[str, dict[str, torch.Tensor]]:
+    """The optimizer's moments of the one rank: kind -> parameter name -> tensor."""
+    shapes, moments = engine.parameter_shapes(), {}
+    for shard in engine.flat_shards():
+        for kind, flat in shard.moments.items():
+            for name, offset, start, length in shard.pieces:
+                whole = moments.setdefault(kind, {}).setdefault(name, torch.zeros(shapes[name]))
+                whole.view(-1)[offset : offset + length] = flat[start : start + length].cpu()
+    return moments
+
+
+def first_step_skipped(world: World, strategy: str, engine: str, optimizer: str) -> float:
+    """Skip the first update for a NaN, and take three; return the difference to a run without the first."""
+    weights = []
+    for steps in (range(4), range(1, 4)):
+        built = small_engine(world, strategy=strategy, engine=engine, optimizer=optimizer)
+        train_on_device(world, built, steps, poisoned=(0,))
+        weights.append(dict(built.weights()))
+        built.close()
+    return difference(*weights)
+
+
+def copy_is_independent(world: World, engine: str) -> dict[str, bool]:
+    """Copy a module under bf16, and train the original on."""
+    built = small_engine(world, strategy="ddp", engine=engine, precision="bf16")
+    images = engine_ranks.make_batch(0, 0)[0].to(world.device)
+    copied = copy.deepcopy(built.module)
+    before, trained_before = copied(images).detach(), built.forward(images).detach()
+    train_on_device(world, built, range(2))
+    after, trained_after = copied(images).detach(), built.forward(images).detach()
+    built.close()
+    return {"copy stays": torch.equal(before, after), "original learns": not torch.equal(trained_before, trained_after)}
+
+
+def peak_of_an_epoch(world: World, accumulation: int) -> int:
+    """Train one epoch of 64 x 64 images in micro-batches of 64; return the bytes it took beyond what was there."""
+    pixels = torch.zeros(64 * accumulation, 3, 64, 64, dtype=torch.uint8)
+    source = ArraySource(pixels, torch.arange(len(pixels)) % CLASSES)
+    habits = Habits(64, "none", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
+    data = make_bundle(source, source, list("abcde"), habits, DataOptions(), "fingerprint")
+    plan = BatchPlan(len(pixels), 64, accumulation, 1, 0)
+    settings = LoopSettings(plan, Schedule(0.01, 1, 0, 1.0), CLASSES, 64, 0, 0.0, log_every_steps=1, epochs=1)
+    config = engine_ranks.configuration(gradient_accumulation_steps=accumulation, engine="native")
+    engine = engine_ranks.make_engine(world, engine_ranks.make_model(False).to(world.device), config, "bf16")
+    sums, stop, loggers = ScoreSums(CLASSES, world.device), StopRequest(), Loggers([])
+    guard = StepGuard(engine, world, loggers, 0, str)
+    tools = LoopTools(world, loggers, stop, guard, RankReport(None, 0, 0.0), timing=Timing(start_clock(world.device)))
+    batches = TrainLoader(data, plan, 0, device=world.device).epoch(0)
+    on_gpu = world.device.type == "cuda"
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    train_one_epoch(engine, batches, settings, Progress(), sums, tools)
+    stop.close()
+    engine.close()
+    return torch.cuda.max_memory_allocated() - before if on_gpu else 0
+
+
+def steps_without_waits(world: World, workers: int) -> int:
+    """Train on digits from our loader; after two steps of warming up, whatever waits for the GPU is an error."""
+    data = load_data(DataOptions(data="digits", augmentation="shift_flip"))
+    module = build_model("basic_cnn", num_classes=10, image_size=data.preprocessing["image_size"]).module
+    engine = make_engine(module, "ddp", "bf16", 16, world, engine="native")
+    sums = ScoreSums(10, world.device)
+    loader = TrainLoader(data, BatchPlan(len(data.train), 16, 1, 1, 0), 0, workers=workers, device=world.device)
+    done = 0
+    try:
+        for batch in loader.epoch(0):
+            logits = engine.forward(batch.images)
+            losses = sample_losses(logits, batch.labels)
+            engine.backward((losses * batch.weights).mean())
+            engine.step()
+            sums.add(losses, logits, batch.labels, batch.weights)
+            done += 1
+            if done == 2 and world.device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("error")
+            if done == 8:
+                break
+    finally:
+        if world.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        loader.close()
+        engine.close()
+    return done
 
 
 TRAINABLE_MODELS = tuple(name for name, spec in MODELS.items() if not spec.always_pretrained)

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 from commands import ROOT, launch, read_metrics
-from ranks import run_ranks
+from ranks import Ranks, run_ranks
 from safetensors.torch import load_file
 
 from tests.gpu.gpu_ranks import TRAINABLE_MODELS
@@ -65,6 +65,50 @@ def test_fp32_is_fp32(tmp_path):
     assert {name: error for name, error in errors.items() if not error < 1e-5} == {}
 
 
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory):
+    """Run functions of gpu_ranks in one process; return what each case gave."""
+    ranks = Ranks(1, tmp_path_factory.mktemp("gpu-ranks"))
+    yield lambda function, cases: ranks.run(f"tests.gpu.gpu_ranks:{function}", cases)[0]
+    ranks.close()
+
+
+def test_state_carried_to_a_fresh_engine_goes_on(on_gpu):
+    """Adam's count of steps lies where the fused kernel reads it; parameters that do not learn are carried, too."""
+    cases = [
+        {"strategy": strategy, "engine": engine, "optimizer": optimizer, "frozen": False}
+        for strategy, engine, optimizer in product(STRATEGIES, ENGINES, ("adamw", "sgd"))
+    ]
+    cases += [{"strategy": "ddp", "engine": engine, "optimizer": "adamw", "frozen": True} for engine in ENGINES]
+    differences = on_gpu("resumed_beside_whole", cases)
+    assert [(case, found) for case, found in zip(cases, differences, strict=True) if not found < 1e-5] == []
+
+
+def test_a_first_step_that_is_skipped_leaves_no_trace(on_gpu):
+    cases = [
+        {"strategy": strategy, "engine": engine, "optimizer": optimizer}
+        for strategy, engine, optimizer in product(STRATEGIES, ENGINES, ("adamw", "sgd"))
+    ]
+    differences = on_gpu("first_step_skipped", cases)
+    assert [(case, found) for case, found in zip(cases, differences, strict=True) if not found < 1e-5] == []
+
+
+def test_a_copy_of_a_model_computes_with_its_own_weights(on_gpu):
+    for found in on_gpu("copy_is_independent", [{"engine": engine} for engine in ENGINES]):
+        assert found == {"copy stays": True, "original learns": True}
+
+
+def test_accumulation_keeps_no_images(on_gpu):
+    one, sixteen = on_gpu("peak_of_an_epoch", [{"accumulation": 1}, {"accumulation": 16}])
+    bytes_of_a_batch = 64 * 3 * 64 * 64 * 4
+    assert one > bytes_of_a_batch
+    assert sixteen < one + 4 * bytes_of_a_batch
+
+
+def test_nothing_in_a_step_waits_for_the_gpu(on_gpu):
+    assert on_gpu("steps_without_waits", [{"workers": 0}, {"workers": 1}]) == [8, 8]
+
+
 def test_a_resumed_run_is_bit_identical_with_deterministic_algorithms(tmp_path):
     words = ["mobilenet", "ddp", "1", "32", "2", "--data", "fake", "--precision", "bf16", "--deterministic", "true"]
     words += ["--log-dir", str(tmp_path), "--log-every-steps", "1", "--tensorboard", "false"]
@@ -88,6 +132,10 @@ def test_a_finished_run_is_judged_on_the_gpu_and_on_the_cpu(tmp_path):
     trained = launch(*words, "--run-name", "digits", "--log-dir", str(tmp_path))
     assert trained.returncode == 0, trained.stderr[-3000:]
     run = tmp_path / "runs" / "digits"
+    for line in read_metrics(run, "step"):
+        assert sum(line["time_shares"].values()) == pytest.approx(1.0)
+        assert line["data_wait_share"] == line["time_shares"]["data"]
+        assert line["gpu_utilization"] is None or 0 <= line["gpu_utilization"] <= 1
     own = json.loads((run / "evaluation" / "scores.json").read_text())
     judged = {}
     for name, environment, flags in (
