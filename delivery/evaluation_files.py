@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from delivery.csv_cells import inert
 from delivery.evaluation import dense_confusion
+from training.durable import remove_leftovers, unfinished
 from training.errors import UserError, printable
 from training.loggers.confusion import confusion_picture
 from training.run_folder import SCORES, WORST
@@ -81,7 +82,8 @@ class _NewFolder:
     def __init__(self, folder: Path) -> None:
         check_replaceable(folder)
         self._folder = folder
-        self._new, self._old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
+        remove_leftovers(folder.parent)
+        self._new, self._old = (unfinished(folder, kind) for kind in ("new", "old"))
 
     def __enter__(self) -> Path:
         shutil.rmtree(self._new, ignore_errors=True)

@@ -21,7 +21,6 @@ import secrets
 import shutil
 import signal
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.attempt import PASSED_ON, Attempt
 from scripts.launch_processes import MARK, Launch, remove_stale_build_locks
 from scripts.restarts import Restarts, Started, start_until_done
+from scripts.temporary_folder import make_temporary_folder, private_variables
 from training.errors import USER_ERROR_EXIT_CODE
 from training.interface import free_port
 from training.launch_folder import FOLDER_VARIABLE, RESTARTS_VARIABLE, SECRET_VARIABLE, LaunchFolder
@@ -38,7 +38,13 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 def supervise(
-    command: list[str], folder: LaunchFolder, stop_timeout_s: float, restarts: Restarts, chosen_port: str, locks: Path
+    command: list[str],
+    launch: Launch,
+    folder: LaunchFolder,
+    stop_timeout_s: float,
+    restarts: Restarts,
+    chosen_port: str,
+    locks: Path,
 ) -> int:
     """Run the command, again after every failure; return its exit code once no process of it is left.
 
@@ -47,13 +53,13 @@ def supervise(
 
     Args:
         command: the launcher and its arguments, those of the training entry last.
+        launch: what is started.
         folder: an empty folder in which the ranks report; removed at the end.
         stop_timeout_s: seconds the ranks have to save and leave after a signal.
         restarts: how many there may be.
         chosen_port: the master port in the command if a restart may replace it, else ''.
         locks: the folder of compiled operators, where a killed compile job leaves its lock.
     """
-    launch = Launch()
     guard_pipe = guard(launch, folder.path, stop_timeout_s)
     received: list[int] = []
     for heard in PASSED_ON:
@@ -61,6 +67,7 @@ def supervise(
             signal.signal(heard, lambda given, _frame: received.append(given))
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     environment |= {MARK: launch.mark, FOLDER_VARIABLE: str(folder.path)}
+    environment |= private_variables(folder.path, environment)
 
     def start(restart: int, resuming: list[str]) -> Started:
         folder.clear()
@@ -107,12 +114,13 @@ def main() -> int:
     """Supervise the command given on the command line, as the environment says."""
     stop_timeout_s, max_restarts = float(os.environ["STOP_TIMEOUT"]), int(os.environ["MAX_RESTARTS"])
     chosen_port, locks = os.environ.get("CHOSEN_PORT", ""), Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    launch = Launch()
     try:
-        folder = LaunchFolder(Path(tempfile.mkdtemp(prefix="zerovision-")))
+        folder = make_temporary_folder(launch.mark)
     except OSError as error:
         print(f"error: no temporary folder: {error}. Set TMPDIR to a folder that can be written.", file=sys.stderr)
         return USER_ERROR_EXIT_CODE
-    return supervise(sys.argv[1:], folder, stop_timeout_s, Restarts(max_restarts), chosen_port, locks)
+    return supervise(sys.argv[1:], launch, folder, stop_timeout_s, Restarts(max_restarts), chosen_port, locks)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ The supervisor (scripts/supervise.py) makes the folder and hands its path on in 
     stack-<r>.txt     the Python stacks of rank r, which SIGUSR2 asks for
     run-name          the run's name, for a restart
     checkpoint        the position of the newest checkpoint saved since the last start
+    owner             the mark of the launch, and the lock of the process that made the folder
     success           written by rank 0 when training is done; without it an exit code of 0 counts as a failure
 
-No rank ever fails because of this folder: what cannot be written is left out.
+No rank ever fails because of this folder: what cannot be written is left out. It is their folder for temporary files
+too, so what a killed process leaves lies in it and goes with it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import dataclasses
 import faulthandler
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -32,6 +35,7 @@ LAUNCH_VARIABLE = "ZEROVISION_LAUNCH"  # in the environment of everything that o
 RESTARTS_VARIABLE = "ZEROVISION_RESTARTS"  # how often this launch has been restarted: 0 at the first start
 # What the ranks of one start prove to each other that they know (`training.rendezvous`); for their environment alone.
 SECRET_VARIABLE = "ZEROVISION_RUN_SECRET"
+OWNER = "owner"
 ENDED = "ended"  # the phase of a rank's last beat
 RECORD_BYTES = 512
 CHECKSUM_BYTES = 9  # 8 hexadecimal digits and a line feed
@@ -202,7 +206,10 @@ class LaunchFolder:
         """Forget everything, before the ranks are started again."""
         self.path.mkdir(mode=0o700, exist_ok=True)  # somebody may have emptied the folder for temporary files
         for path in self.path.iterdir():
-            path.unlink(missing_ok=True)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != OWNER:
+                path.unlink(missing_ok=True)
 
     def _read(self, name: str) -> str:
         try:

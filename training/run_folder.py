@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from training.config import REPO_ROOT, TrainConfig
+from training.durable import remove_leftovers
 from training.errors import UserError
 from training.run_lock import LOCK, Origin, hold_run
 
@@ -120,6 +121,7 @@ def create_run_folder(config: TrainConfig, name: str, origin: Origin) -> tuple[R
         refuse_another_run()
         lock = hold_run(folder.path / LOCK, origin)
         refuse_another_run()  # one that was being trained until now
+        remove_leftovers(folder.path, ours=(WEIGHTS,))
         with folder.text_log.open("a", encoding="utf-8"), folder.metrics.open("a", encoding="utf-8"):
             pass
     except OSError as error:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from types import TracebackType
 
-from training.durable import sync_to_disk
+from training.durable import remove_leftovers, sync_to_disk, unfinished
 from training.errors import UserError
 
 
@@ -21,13 +21,14 @@ class Stage:
     def __init__(self, output: Path) -> None:
         self._output = output
         self._made: list[Path] = []
-        self._folder = output / f".export.{os.getpid()}.tmp"
+        self._folder = unfinished(output / "export", "tmp")
 
     def __enter__(self) -> Path:
         missing = [folder for folder in (self._output, *self._output.parents) if not folder.exists()]
         try:
             self._output.mkdir(parents=True, exist_ok=True)
             self._made = missing
+            remove_leftovers(self._output)
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir()
         except OSError as error:

@@ -26,7 +26,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from scripts.attempt import PASSED_ON, Attempt
 from scripts.cluster.channel import Channel, Message
 from scripts.launch_processes import MARK, Launch, remove_stale_build_locks
 from scripts.supervise import RANK_VARIABLES, guard
+from scripts.temporary_folder import make_temporary_folder, private_variables
 from training.interface import free_port, own_addresses, route_towards
 from training.launch_folder import FOLDER_VARIABLE, LaunchFolder
 from training.shared_folder import leave_mark, sees_mark
@@ -164,7 +164,7 @@ class Agent:
     def _run(self, order: Message) -> Message:
         """Run the node's launcher and its ranks; return how they ended."""
         self._remove_mark()
-        folder = LaunchFolder(Path(tempfile.mkdtemp(prefix="zerovision-")))
+        folder = make_temporary_folder(self._launch.mark)
         stop_timeout_s = order["stop_timeout_s"]
         attempt = Attempt(
             self._launch, folder, self._received, stop_timeout_s, has_rank_0=order["has_rank_0"], is_alone=False
@@ -190,6 +190,7 @@ class Agent:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // order["local_size"])))
         # ninja lies there, with which DeepSpeed compiles its operators
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+        environment |= private_variables(folder.path, environment)
         return environment | {MARK: self._launch.mark, FOLDER_VARIABLE: str(folder.path)}
 
 

@@ -23,7 +23,7 @@ HOSTFILE = "node-1 slots=8\nnode-2 slots=8\n"
 # Stands in for the training entry: reports to the supervisor and stops on a signal as the trainer does, says in
 # STUB_FOLDER what it was given, and has one fault, the word after --fault. A restart succeeds unless --always is given.
 STUB_ENTRY = """
-import json, os, signal, sys, time
+import json, os, signal, sys, tempfile, time
 from pathlib import Path
 if "--check-config" in sys.argv:
     sys.exit(0)
@@ -93,6 +93,7 @@ def train():
         report.succeeded()
     leave(0)
 
+tempfile.mkdtemp(prefix="pymp-")  # as multiprocessing leaves it when it is killed
 write()
 train()
 """

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,8 +39,8 @@ def repo(tmp_path: Path) -> Path:
 def start(repo: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
     """Start the launcher on the stub; at the end of the test no process and no temporary folder of it may be left."""
     started: list[subprocess.Popen] = []
-    for name in ("torch_extensions", "tmp"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "torch_extensions").mkdir()
+    temporary = Path(tempfile.mkdtemp(prefix="zv-", dir="/tmp"))  # short: sockets lie in it
 
     def start_launcher(launcher: str, *extra: str) -> subprocess.Popen:
         process = subprocess.Popen(
@@ -47,7 +49,7 @@ def start(repo: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen
                 LAUNCHER=launcher,
                 STUB_FOLDER=str(tmp_path),
                 TORCH_EXTENSIONS_DIR=str(tmp_path / "torch_extensions"),
-                TMPDIR=str(tmp_path / "tmp"),
+                TMPDIR=str(temporary),
             ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -65,8 +67,10 @@ def start(repo: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen
     for process in processes_of(repo):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    files_left = list(temporary.iterdir())
+    shutil.rmtree(temporary)
     assert left == []
-    assert list((tmp_path / "tmp").glob("zerovision-*")) == []
+    assert files_left == []
 
 
 def processes_of(root: Path) -> list[psutil.Process]:
@@ -230,6 +234,19 @@ def test_kill_9_of_the_supervisor_still_stops_the_ranks(start, repo: Path, tmp_p
     process.kill()
     wait_until(lambda: processes_of(repo) == [])
     assert signals(tmp_path) == [signal.SIGTERM] * 2
+
+
+def test_kill_9_of_all_leaves_files_only_until_the_next_start(start, repo: Path, tmp_path: Path) -> None:
+    start("direct")
+    wait_until(lambda: len(records(tmp_path)) == 2)
+    while found := processes_of(repo):
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    for record in tmp_path.glob("rank*-0.json"):
+        record.unlink()
+    lines, code = output_and_code(start("direct", "--fault", "finish"))
+    assert (lines, code) == ([], 0)  # and the fixture finds nothing left
 
 
 def test_a_signal_during_start_up_ends_everything(start, repo: Path) -> None:
