@@ -11,6 +11,7 @@ import torch
 
 from models import model_spec, rebuild_model
 from planning.memory import model_sizes
+from training.precision import DTYPES, resolve_precision
 
 WARM_UP_STEPS, TIMED_STEPS = 3, 10
 
@@ -44,8 +45,9 @@ def model_facts(
 
 
 def _gpu_step_seconds(module: torch.nn.Module, batch_size: int, image_size: int) -> float:
-    """Time forward and backward on random images, under autocast; the optimizer's part is small."""
-    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    """Time forward and backward on random images, in the precision of a training; the optimizer's part is small."""
+    # Not is_bf16_supported: that says yes of GPUs before Ampere, too, which only emulate it.
+    dtype = DTYPES[resolve_precision("auto", torch.device("cuda"))]
     images = torch.rand(batch_size, 3, image_size, image_size, device="cuda")
     for step in range(WARM_UP_STEPS + TIMED_STEPS):
         if step == WARM_UP_STEPS:

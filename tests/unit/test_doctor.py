@@ -8,14 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from PIL import Image
 
 from models import build_model
 from planning.doctor.data import cheap_fingerprint, examine_data, judge_data
 from planning.doctor.examination import HERE, Request
-from planning.doctor.model import model_facts
+from planning.doctor.model import _gpu_step_seconds, model_facts
 from planning.doctor.reach import here, over_srun
 from scripts import doctor
 from training.errors import UserError
@@ -108,6 +110,19 @@ def test_the_data_set_is_examined(photos: Path) -> None:
     assert "a/0.png" in row.found
     with pytest.raises(UserError):
         examine_data({"data": str(photos / "a")})
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((9, 0), torch.bfloat16)])
+def test_a_gpu_is_timed_in_the_precision_of_a_training(monkeypatch, capability, dtype):
+    """PyTorch calls bf16 supported where it is only emulated, on GPUs that train in fp16."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch, "rand", mock.Mock())
+    autocast = mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(torch, "autocast", autocast)
+    with pytest.raises(InterruptedError):
+        _gpu_step_seconds(torch.nn.Identity(), 2, 8)
+    autocast.assert_called_once_with("cuda", dtype)
 
 
 @pytest.mark.parametrize(("workers_rate", "verdict"), [(600.0, "ok"), (500.0, "warning")])
