@@ -1,0 +1,136 @@
+"""What the GPU tests of the engines run inside a rank; on a CPU the same functions run, too."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.training.engine_ranks import configuration, make_batch, make_engine, make_model
+from training.bad_steps import StepGuard
+from training.checkpoint.manifest import Manifest, Progress, shard_name
+from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
+from training.compilation import compile_mode
+from training.data.reader import Batch
+from training.distributed import World
+from training.engine import Engine
+from training.loggers import Loggers
+from training.metrics import ScoreSums, sample_losses
+
+BATCH_SIZE = 8
+
+
+def build(world: World, seed: int, *, is_frozen: bool = False, precision: str = "fp32", **changes: Any) -> Engine:
+    """Build an engine over a small network with BatchNorm; the seed decides the weights and the frozen convolution."""
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
+    module = make_model(True)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
+    if is_frozen:
+        module.features[3].requires_grad_(False)
+    return make_engine(world, module.to(world.device), configuration(**changes), precision)
+
+
+def train(world: World, engine: Engine, steps: range, poison: int = -1) -> list[float]:
+    """Train, and return the losses; an image of step `poison` holds a NaN."""
+    losses = []
+    for step in steps:
+        images, labels = (tensor.to(world.device) for tensor in make_batch(step, 0))
+        if step == poison:
+            images[0, 0, 0, 0] = torch.nan
+        loss = sample_losses(engine.forward(images), labels).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def weights_of(engine: Engine) -> dict[str, list]:
+    return {name: tensor.double().tolist() for name, tensor in engine.weights()}
+
+
+def resume_report(world: World, folder: str, strategy: str, engine: str, optimizer: str, is_frozen: bool):
+    """Train 4 steps at once, and 2 + 2 through a checkpoint's files."""
+    case: dict[str, Any] = {"strategy": strategy, "engine": engine, "optimizer": optimizer, "is_frozen": is_frozen}
+    whole = build(world, 0, **case)
+    train(world, whole, range(2))
+    snapshot, sums = Snapshot(), ScoreSums(10, world.device).state()
+    snapshot.take(whole, sums)
+    applied, shapes = whole.applied_steps(), whole.parameter_shapes()
+    buffers = {name: buffer.clone() for name, buffer in whole.module.named_buffers()}
+    # The copies are queued before these steps, which change what is copied.
+    losses = train(world, whole, range(2, 4))
+    path = Path(folder) / "-".join(map(str, case.values()))
+    path.mkdir()
+    facts = write_shard(path / shard_name(0), snapshot)
+    manifest = Manifest(Progress(), {}, {}, applied, None, shapes, (facts,))
+    expected = {"losses": losses, "weights": weights_of(whole)}
+    whole.close()
+    resumed = build(world, 1, **case)
+    reader = CheckpointReader(path, manifest)
+    resumed.write_state(reader.weights, reader.moments, applied)
+    for name, buffer in resumed.module.named_buffers():
+        buffer.copy_(buffers[name])
+    found = {"losses": train(world, resumed, range(2, 4)), "weights": weights_of(resumed)}
+    steps = resumed.applied_steps()
+    resumed.close()
+    return {"device": world.device.type, "expected": expected, "found": found, "applied_steps": [applied, steps]}
+
+
+def skipped_first_step_report(world: World, strategy: str, engine: str, optimizer: str):
+    """Skip the first step for a NaN, and go on; and the same run without that step."""
+    case: dict[str, Any] = {"strategy": strategy, "engine": engine, "optimizer": optimizer}
+    states = []
+    for first in (0, 1):
+        built = build(world, 0, **case)
+        buffers = {name: buffer.clone() for name, buffer in built.module.named_buffers()}
+        train(world, built, range(first, 1), poison=0)
+        for name, buffer in built.module.named_buffers():  # the step guard's part
+            buffer.copy_(buffers[name])
+        train(world, built, range(1, 4))
+        states.append({"weights": weights_of(built), "applied_steps": built.applied_steps()})
+        built.close()
+    return states
+
+
+def copy_report(world: World, precision: str):
+    """Zero a deep copy's weights; return the largest logits of the model and of the copy."""
+    engine = build(world, 0, engine="native", precision=precision)
+    images = make_batch(0, 0)[0].to(world.device)
+    copied = copy.deepcopy(engine.module)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+        return [float(logits.abs().max()) for logits in (engine.forward(images), copied(images))]
+
+
+def accumulation_report(world: World, micro_steps: int):
+    """Note micro-batches of 6 MiB each; return the bytes that stay on the GPU until the verdict."""
+    engine = build(world, 0, engine="native")
+    guard = StepGuard(engine, world, Loggers([]), 0, str)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    guard.before_step()
+    for _ in range(micro_steps):
+        images = torch.zeros(BATCH_SIZE, 3, 256, 256, device=world.device)
+        numbers = torch.zeros(BATCH_SIZE, device=world.device)
+        guard.note(Batch(images, numbers.long(), numbers, torch.arange(BATCH_SIZE)), numbers)
+        del images, numbers
+    return torch.cuda.memory_allocated() - before
+
+
+def compiled_report(world: World, strategy: str):
+    """Train natively with and without `torch.compile` in the mode that a small batch gets; return the losses."""
+    losses = []
+    for compiles in (False, True):
+        engine = build(world, 0, engine="native", strategy=strategy)
+        if compiles:
+            stage = {"ddp": 1, "fsdp_stage2": 2, "fsdp_stage3": 3}[strategy]
+            engine.compile(compile_mode(world.device, BATCH_SIZE, stage))
+        losses.append(train(world, engine, range(6)))
+        engine.close()
+    return losses

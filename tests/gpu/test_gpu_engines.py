@@ -1,0 +1,79 @@
+"""The engines' state on a real GPU: `pytest -m gpu`. On a CPU, tests/training shows the same of other kernels."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+
+from training.engines import ENGINES
+from training.strategies import STRATEGIES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+CASES = "tests.gpu.engine_cases"
+VARIANTS = [*product(STRATEGIES, ENGINES, ("adamw", "sgd", "lamb"))]
+ROUNDING = 1e-5  # some kernels' backward adds in no fixed order
+
+
+def largest_difference(first: dict, second: dict) -> float:
+    assert first.keys() == second.keys()
+    return max(float(np.abs(np.array(first[name]) - np.array(second[name])).max()) for name in first)
+
+
+def cases_of(**fixed):
+    return [
+        {"strategy": strategy, "engine": engine, "optimizer": optimizer} | fixed
+        for strategy, engine, optimizer in VARIANTS
+    ]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """{(strategy, engine, optimizer, frozen): report}; one process for all."""
+    keys = [*product((False, True), VARIANTS)]
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    cases = [case for frozen in (False, True) for case in cases_of(folder=folder, is_frozen=frozen)]
+    (reports,) = run_ranks(f"{CASES}:resume_report", 1, tmp_path_factory.mktemp("resumed"), cases)
+    return {(*variant, frozen): report for (frozen, variant), report in zip(keys, reports, strict=True)}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("strategy", "engine", "optimizer"), VARIANTS)
+def test_a_checkpoint_goes_on(strategy, engine, optimizer, frozen, resumed):
+    """The fused kernel reads Adam's count of steps on the GPU."""
+    report = resumed[strategy, engine, optimizer, frozen]
+    assert report["device"] == "cuda"
+    assert report["applied_steps"] == [2, 4]
+    np.testing.assert_allclose(report["found"]["losses"], report["expected"]["losses"], rtol=ROUNDING)
+    assert largest_difference(report["found"]["weights"], report["expected"]["weights"]) < ROUNDING
+
+
+def test_a_first_step_that_is_skipped_leaves_no_trace(tmp_path):
+    (reports,) = run_ranks(f"{CASES}:skipped_first_step_report", 1, tmp_path, cases_of())
+    for variant, (skipped, undisturbed) in zip(VARIANTS, reports, strict=True):
+        assert skipped["applied_steps"] == undisturbed["applied_steps"] == 3, variant
+        assert largest_difference(skipped["weights"], undisturbed["weights"]) < ROUNDING, variant
+
+
+def test_a_deep_copy_computes_with_its_own_weights(tmp_path):
+    (reports,) = run_ranks(f"{CASES}:copy_report", 1, tmp_path, [{"precision": name} for name in ("bf16", "fp16")])
+    for model, copied in reports:
+        assert model > 0 == copied
+
+
+def test_no_images_stay_on_the_gpu_over_the_micro_steps(tmp_path):
+    ((kept,),) = run_ranks(f"{CASES}:accumulation_report", 1, tmp_path, [{"micro_steps": 16}])
+    assert kept < 2**20, "one micro-batch alone has 6 MiB"
+
+
+def test_compiled_with_cuda_graphs_where_the_weights_stay_where_they_are(tmp_path):
+    (reports,) = run_ranks(f"{CASES}:compiled_report", 1, tmp_path, [{"strategy": strategy} for strategy in STRATEGIES])
+    for plain, compiled in reports:
+        np.testing.assert_allclose(compiled, plain, rtol=1e-3)
