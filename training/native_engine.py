@@ -21,6 +21,7 @@ from training.optim import create_state, moment_kinds, set_applied_steps
 from training.precision import DynamicLossScale
 from training.rank_buffers import RankBuffers, make_buffers
 
+VALUES_SUMMED_IN_FLOAT32 = 1024
 ALIGNMENT = 16  # elements: every parameter begins on a cache line
 
 
@@ -160,7 +161,7 @@ class NativeEngine:
         squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for group in self._groups:
             group.gradient = group.master.grad = group.buffers.sum_own_part()
-            squares += torch.linalg.vector_norm(group.gradient).double().square()
+            squares += sum_of_squares(group.gradient)
         # All ranks have read the gradients when this returns: they may be written again.
         return sum_over_ranks(squares, self._world).sqrt()
 
@@ -239,3 +240,15 @@ class NativeEngine:
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the squares of float32 [N] as float64 [], to about float32's precision for any N.
+
+    A CPU's single sum in float32 loses digits: the norm of 5 million values was off by 1e-4, that of 138 million by
+    1e-2, and otherwise on another number of ranks, which share the values out. All in float64 takes 100 times as long.
+    """
+    count = len(values) // VALUES_SUMMED_IN_FLOAT32
+    rows, rest = values.split([count * VALUES_SUMMED_IN_FLOAT32, len(values) - count * VALUES_SUMMED_IN_FLOAT32])
+    norms = torch.linalg.vector_norm(rows.view(count, VALUES_SUMMED_IN_FLOAT32), dim=1)
+    return norms.double().square().sum() + torch.linalg.vector_norm(rest).double().square()

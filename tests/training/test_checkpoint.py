@@ -1,4 +1,4 @@
-"""Saving and going on: bit for bit on as many ranks, and to 1e-5 under any strategy on any number of ranks."""
+"""Saving and going on: bit for bit on as many ranks; to 1e-5 over six steps on any number, under any strategy."""
 
 from __future__ import annotations
 

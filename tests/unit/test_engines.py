@@ -1,8 +1,9 @@
-"""Which engine a run gets."""
+"""Which engine a run gets, and what it computes of a gradient."""
 
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from training.compilation import FASTER_ON, compile_mode, resolve_compile
 from training.engines import build_engine, resolve_engine
 from training.errors import UserError
+from training.native_engine import sum_of_squares
 from training.strategies import STRATEGIES, engine_config, read_strategy_json
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -102,3 +104,13 @@ def test_a_deep_copy_computes_with_its_own_weights(precision):
             parameter.zero_()
     assert not copied(images).any()
     assert engine.forward(images).any()
+
+
+@pytest.mark.parametrize("count", [0, 1, 1023, 1024, 1500, 3_000_001])
+def test_the_gradient_norm_keeps_its_digits_whatever_the_number_of_values(count):
+    values = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    exact = (values.double() ** 2).sum().item()
+    assert sum_of_squares(values).item() == pytest.approx(exact, rel=1e-6)
+    if count:
+        values[-1] = math.inf
+        assert sum_of_squares(values).item() == math.inf
