@@ -74,6 +74,7 @@ class RunEnded(Exception):
 # What a rank's exception says when not its own code failed: the others' deaths reach it so.
 _DEATHS = {
     "DataLoader worker": "a data worker of rank {rank} died: {error}",
+    "Too many open files": "rank {rank} may not open enough files: raise 'ulimit -n', or give fewer --workers",
     "by peer": "rank {rank} lost the connection to another rank",
     "that no rank of this run sends": "{error}",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +25,7 @@ from training.data import DataOptions, load_data
 from training.data.bundle import DataBundle
 from training.data.loader import EvaluationLoader, TrainLoader, automatic_workers
 from training.data.sampler import BatchPlan, EvaluationPlan
+from training.data.workers import SHARED_MEMORY, workers_with_room
 from training.distributed import World, agreed
 from training.engine import Engine
 from training.engines import build_engine, resolve_engine
@@ -121,7 +123,7 @@ def build_parts(config: TrainConfig, world: World, start: RunStart = FIRST_START
     head_epochs = config.head_epochs if model_spec(config.model_type).always_pretrained else 0
     settings = _loop_settings(config, data, head_epochs, world)
     # Worker processes take seconds to start: they do so while the model and the engine are built.
-    train_loader, val_loader = _build_loaders(config, data, settings.plan, world)
+    train_loader, val_loader = agreed(lambda: _build_loaders(config, data, settings.plan, world), world)
     built, flops = _build_model(config, data, world)
     if found is not None:
         fits = found
@@ -276,11 +278,33 @@ def _build_loaders(
         raise UserError("--decode gpu needs a GPU, and this run has none: leave it at --decode cpu.")
     is_automatic = config.workers == "auto"
     workers = automatic_workers(data.train, world.device, world.local_size) if is_automatic else int(config.workers)
+    if workers:
+        workers = _fit_into_memory(workers, is_automatic, config.batch_size, data, world)
     evaluation = EvaluationPlan(len(data.val), config.batch_size, world.size)
     return (
         TrainLoader(data, plan, world.rank, workers=workers, device=world.device),
         EvaluationLoader(data, evaluation, world.rank, workers=workers, device=world.device),
     )
+
+
+def _fit_into_memory(workers: int, is_automatic: bool, batch_size: int, data: DataBundle, world: World) -> int:
+    """Return as many workers, or of automatic ones as many as there is shared memory for.
+
+    Raises:
+        UserError: if as many were asked for as there is no room for.
+    """
+    batch_bytes = batch_size * 3 * data.preprocessing["image_size"] ** 2
+    room = workers_with_room(batch_bytes, world.local_size)
+    if workers <= room:
+        return workers
+    problem = f"{SHARED_MEMORY} has room for the batches of {room} data workers of each rank"
+    if not is_automatic:
+        raise UserError(
+            f"--workers {workers}: {problem}. Give --workers {room}, or more shared memory (docker run --shm-size=8g)."
+        )
+    if world.is_main:
+        print(f"note: {problem}, {workers} would be better", file=sys.stderr, flush=True)
+    return room
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

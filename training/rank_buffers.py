@@ -7,6 +7,7 @@ ranks, so the way makes no difference to a bit.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -231,5 +232,6 @@ def _map_shared_memory(numel: int, world: World) -> torch.Tensor | None:
             problem = str(error)
     problem = error_on_any_rank(problem, world)
     if world.is_main:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a read-only file system there is nothing to remove
+            path.unlink(missing_ok=True)
     return None if problem else memory

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
+import shutil
 import signal
 import threading
 from multiprocessing import forkserver, resource_tracker
@@ -19,9 +21,24 @@ from multiprocessing.context import ForkServerContext
 _PRELOADED_MODULES = ["torch", "torchvision.transforms.v2", "PIL.Image"]
 _SIGNALS_FOR_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 
+SHARED_MEMORY = "/dev/shm"
+BATCHES_OF_A_WORKER = 3  # in shared memory at a time: two that it reads ahead, one that is being used
+MOST_DESCRIPTORS = 65536  # that are asked for; a hard limit may have no end
+
+
+def workers_with_room(batch_bytes: int, ranks_on_machine: int) -> int:
+    """Return for how many workers of each rank the shared memory has room: their batches travel through it.
+
+    Where it is too small, the first batch that does not fit would end the run (Docker gives it 64 MB by default).
+    """
+    if not os.access(SHARED_MEMORY, os.W_OK):  # read-only: not even for the workers' semaphores
+        return 0
+    return shutil.disk_usage(SHARED_MEMORY).free // (batch_bytes * BATCHES_OF_A_WORKER * ranks_on_machine)
+
 
 def worker_context() -> ForkServerContext:
     """Return the multiprocessing context of all our workers; its fork server starts now, beside what follows here."""
+    _raise_descriptor_limit()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED_MODULES)
     resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM when it starts, so it must start first
@@ -32,6 +49,14 @@ def worker_context() -> ForkServerContext:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     return context
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow this process as many open files as it may have: each batch on its way from a worker is some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def end_with_parent(worker_id: int) -> None:

@@ -1,0 +1,52 @@
+"""Little shared memory and few open files: the data workers fit, or one line says what to do."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from training import parts
+from training.data import workers
+from training.distributed import World
+from training.errors import UserError, known_death
+
+REPO_ROOT = Path(__file__).resolve().parents[2]
+ALONE, TWO = (World(0, 0, size, size, torch.device("cpu")) for size in (1, 2))
+Data = namedtuple("Data", "preprocessing")
+Usage = namedtuple("Usage", "free")
+
+
+@pytest.mark.parametrize(
+    ("free", "may_write", "world", "expected"),
+    [(36864 * 4, True, ALONE, 4), (36864 * 4, True, TWO, 2), (36863, True, ALONE, 0), (10**12, False, ALONE, 0)],
+)
+def test_workers_are_as_many_as_shared_memory_has_room_for(monkeypatch, free, may_write, world, expected):
+    """4 images of 32 pixels are 12,288 bytes, three batches of them 36,864."""
+    monkeypatch.setattr(os, "access", lambda *_: may_write)
+    monkeypatch.setattr(workers.shutil, "disk_usage", lambda _: Usage(free))
+    data = Data({"image_size": 32})
+    assert parts._fit_into_memory(8, True, 4, data, world) == expected
+    assert parts._fit_into_memory(expected, False, 4, data, world) == expected
+    with pytest.raises(UserError, match=rf"^--workers 8: /dev/shm has room .* Give --workers {expected}, or"):
+        parts._fit_into_memory(8, False, 4, data, world)
+
+
+def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one():
+    code = "import resource; from training.data.workers import worker_context; worker_context(); "
+    code += "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))  # noqa: E731
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, preexec_fn=limit, capture_output=True, text=True)
+    assert done.stdout == "128 128\n", done.stderr
+
+
+def test_too_many_open_files_is_one_line():
+    assert known_death(OSError(24, "Too many open files"), 1) == (
+        "rank 1 may not open enough files: raise 'ulimit -n', or give fewer --workers"
+    )
