@@ -11,13 +11,19 @@ import torch
 from delivery.best_weights import bring_along, epoch_of
 from delivery.evaluation_files import read_scores, write_scores
 from delivery.weights import save_weights
+from models import build_model
 from training.announce import _result
 from training.checkpoint.manifest import Progress
 from training.divergence import find_divergence
 from training.run_folder import RunFolder
 
-DESCRIPTION = {"num_classes": 1}
-PREPROCESSING = {"image_size": 8, "resize_size": None, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bilinear"}
+PREPROCESSING = {
+    "image_size": 32,
+    "resize_size": None,
+    "mean": [0.5] * 3,
+    "std": [0.5] * 3,
+    "interpolation": "bilinear",
+}
 
 
 @pytest.mark.parametrize(
@@ -43,8 +49,9 @@ def folders(tmp_path):
     old, new = RunFolder(tmp_path, "old"), RunFolder(tmp_path, "new")
     for folder in (old, new):
         folder.checkpoints.mkdir(parents=True)
-    facts = {"description": DESCRIPTION, "class_names": ["a"], "preprocessing": PREPROCESSING, "extra": {"epoch": 2}}
-    save_weights(old.weights, {"w": torch.ones(3)}, **facts)
+    description = build_model("basic_cnn", num_classes=2, image_size=32).description
+    facts = {"class_names": ["a", "b"], "preprocessing": PREPROCESSING, "extra": {"epoch": 2}}
+    save_weights(old.weights, {"w": torch.ones(3)}, description=description, **facts)
     write_scores(old.evaluation, {"epoch": 2, "top1": 0.5})
     return old, new
 
