@@ -241,7 +241,7 @@ class StubLaunch:
         self.folder = folder / "stub"
         self.folder.mkdir()
         root = stub_repo(folder)
-        for name in ("hostfile.py", "shared_folder.py", "versions.py"):
+        for name in ("hostfile.py", "shared_folder.py", "text_files.py", "versions.py"):
             shutil.copy(REPO_ROOT / "training" / name, root / "training")
         (root / "training/config.py").write_text(
             "from pathlib import Path\nREPO_ROOT = Path(__file__).resolve().parents[1]\n"
