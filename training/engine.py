@@ -17,6 +17,8 @@ from training.distributed import World
 from training.lamb import FlatLayout
 from training.precision import DynamicLossScale
 
+CONVOLUTION_DIMENSIONS = 4  # of its weights: outputs, inputs, height, width
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -49,11 +51,13 @@ class FlatShard:
         weights: fp32 [n].
         moments: kind -> fp32 [n]; none of frozen parameters.
         pieces: what lies where; elements in no piece fill up.
+        channels_last: names of the parameters whose elements lie, and are counted, in the order of `channels_last`.
     """
 
     weights: torch.Tensor
     moments: dict[str, torch.Tensor]
     pieces: tuple[Piece, ...]
+    channels_last: frozenset[str] = frozenset()
 
 
 class Engine(Protocol):
@@ -142,15 +146,16 @@ def fill_shard(
     shard: FlatShard, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
     """Copy what belongs there to a shard, from whole tensors; arguments as of `Engine.write_state`."""
+    pairs = [(shard.weights, weights)]
+    if moments:
+        pairs += [(flat, moments[kind]) for kind, flat in shard.moments.items()]
     for piece in shard.pieces:
-        _fill(shard.weights, piece, weights[piece.name])
-        if moments:
-            for kind, flat in shard.moments.items():
-                _fill(flat, piece, moments[kind][piece.name])
-
-
-def _fill(flat: torch.Tensor, piece: Piece, whole: torch.Tensor) -> None:
-    flat.detach().narrow(0, piece.start, piece.length).copy_(whole.reshape(-1).narrow(0, piece.offset, piece.length))
+        for flat, tensors in pairs:
+            whole = tensors[piece.name]
+            if piece.name in shard.channels_last:
+                whole = whole.permute(0, 2, 3, 1)
+            part = whole.reshape(-1).narrow(0, piece.offset, piece.length)
+            flat.detach().narrow(0, piece.start, piece.length).copy_(part)
 
 
 def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:

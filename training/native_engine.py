@@ -4,6 +4,9 @@ Each parameter group is one flat fp32 buffer that the parameters are views of (R
 https://arxiv.org/abs/1910.02054). Every rank owns an equal part: it receives the sum of that part's gradients, keeps
 the optimizer's state of it and updates it; then the parts are gathered again. There is one message for each of the
 two ways and no Python per parameter, which is where DeepSpeed spends its time on models of this size.
+
+Images are channels_last, and so are the weights of convolutions and their gradients: kernels would otherwise bring
+them into that order in every step. Checkpoints have them as they lie and say so; all else sees the usual shapes.
 """
 
 from __future__ import annotations
@@ -15,7 +18,15 @@ import torch
 from torch import nn
 
 from training.distributed import World, sum_over_ranks
-from training.engine import FlatShard, Piece, StepResult, fill_shard, frozen_parameters, frozen_shards
+from training.engine import (
+    CONVOLUTION_DIMENSIONS,
+    FlatShard,
+    Piece,
+    StepResult,
+    fill_shard,
+    frozen_parameters,
+    frozen_shards,
+)
 from training.lamb import FlatLayout, Fragment
 from training.optim import create_state, moment_kinds, set_applied_steps
 from training.precision import DynamicLossScale
@@ -45,8 +56,7 @@ class FlatGroup:
         self.buffers: RankBuffers = make_buffers(size, world, is_first=is_first, releasable=releasable)
         for parameter, start in zip(parameters, self._starts, strict=True):
             weight, gradient = (
-                flat.narrow(0, start, parameter.numel()).view(parameter.shape)
-                for flat in (self.buffers.weights, self.buffers.gradients)
+                _view(flat, start, parameter.shape) for flat in (self.buffers.weights, self.buffers.gradients)
             )
             if world.is_main:
                 weight.copy_(parameter.detach())
@@ -185,7 +195,7 @@ class NativeEngine:
         """Yield every parameter in full and in fp32, and every buffer, as CPU tensors; a collective."""
         self._gather()
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            yield name, tensor.detach().to("cpu", copy=True)
+            yield name, tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def applied_steps(self) -> int:
         """Return how many updates the optimizer has applied, which Adam's bias correction needs; may wait for a GPU."""
@@ -219,6 +229,9 @@ class NativeEngine:
                     Piece(self._names[id(group.parameters[f.parameter])], f.offset, f.start, f.length)
                     for f in group.fragments()
                 ),
+                channels_last=frozenset(
+                    self._names[id(p)] for p in group.parameters if p.ndim == CONVOLUTION_DIMENSIONS
+                ),
             )
             for group in self._groups
         ] + frozen_shards(self.module, self._world)
@@ -236,6 +249,15 @@ class NativeEngine:
             for group in self._groups:
                 group.buffers.gather_weights()
             self._has_all_weights = True
+
+
+def _view(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
+    """Return a parameter's place in a flat tensor in its shape; of a convolution's weights in channels_last."""
+    place = flat.narrow(0, start, shape.numel())
+    if len(shape) != CONVOLUTION_DIMENSIONS:
+        return place.view(shape)
+    outputs, inputs, height, width = shape
+    return place.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -161,7 +161,7 @@ def resumed_beside_whole(world: World, strategy: str, engine: str, optimizer: st
     train_on_device(world, whole, range(4))
     first = small_engine(world, **chosen)
     train_on_device(world, first, range(2))
-    state = dict(first.weights()), _moments(first), first.applied_steps()
+    state = dict(first.weights()), engine_ranks.moments_of(world, first), first.applied_steps()
     first.close()
     second = small_engine(world, **chosen)
     train_on_device(world, second, range(7, 8))  # what a fresh engine holds must not matter
@@ -171,17 +171,6 @@ def resumed_beside_whole(world: World, strategy: str, engine: str, optimizer: st
     whole.close()
     second.close()
     return result
-
-
-def _moments(engine: Engine) -> dict[str, dict[str, torch.Tensor]]:
-    """The optimizer's moments of the one rank: kind -> parameter name -> tensor."""
-    shapes, moments = engine.parameter_shapes(), {}
-    for shard in engine.flat_shards():
-        for kind, flat in shard.moments.items():
-            for name, offset, start, length in shard.pieces:
-                whole = moments.setdefault(kind, {}).setdefault(name, torch.zeros(shapes[name]))
-                whole.view(-1)[offset : offset + length] = flat[start : start + length].cpu()
-    return moments
 
 
 def first_step_skipped(world: World, strategy: str, engine: str, optimizer: str) -> float:

@@ -14,7 +14,7 @@ from training import rank_buffers
 from training.batchnorm import average_buffers, synchronize_batchnorm
 from training.config import TrainConfig
 from training.distributed import World
-from training.engine import Engine
+from training.engine import Engine, FlatShard
 from training.engines import build_engine
 from training.metrics import sample_losses
 from training.optim import build_optimizer
@@ -258,17 +258,30 @@ def resume_report(world: World, change: tuple[str, str, str, str], optimizer: st
 
 
 def moments_of(world: World, engine: Engine) -> dict[str, dict[str, torch.Tensor]]:
-    """Put the moments together from all ranks' shards: kind -> parameter name -> tensor."""
-    shapes = engine.parameter_shapes()
-    parts: list[Any] = [None] * world.size
-    torch.distributed.all_gather_object(parts, engine.flat_shards())
-    moments: dict[str, dict[str, torch.Tensor]] = {}
-    for shard in (shard for part in parts for shard in part):
-        for kind, flat in shard.moments.items():
-            for name, offset, start, length in shard.pieces:
-                whole = moments.setdefault(kind, {}).setdefault(name, torch.full(shapes[name], torch.nan))
-                whole.view(-1)[offset : offset + length] = flat[start : start + length]
-    return moments
+    """Put the moments together from all ranks' shards, in the usual order: kind -> parameter name -> tensor."""
+    parts: list[Any] = [engine.flat_shards()]
+    if world.size > 1:
+        parts = [None] * world.size
+        torch.distributed.all_gather_object(parts, engine.flat_shards())
+    return {
+        kind: {name: whole_moment(name, kind, engine, parts) for name in engine.parameter_shapes()}
+        for kind in parts[0][0].moments
+    }
+
+
+def whole_moment(name: str, kind: str, engine: Engine, parts: list[list[FlatShard]]) -> torch.Tensor:
+    shape = torch.Size(engine.parameter_shapes()[name])
+    flat = torch.full((shape.numel(),), torch.nan)
+    is_channels_last = False
+    for shard in (shard for part in parts for shard in part if kind in shard.moments):
+        for piece in (piece for piece in shard.pieces if piece.name == name):
+            moment = shard.moments[kind][piece.start : piece.start + piece.length]
+            flat[piece.offset : piece.offset + piece.length] = moment.cpu()
+            is_channels_last = name in shard.channels_last
+    if not is_channels_last:
+        return flat.view(shape)
+    outputs, inputs, height, width = shape
+    return flat.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
 
 
 def evaluation_report(world: World):

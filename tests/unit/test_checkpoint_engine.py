@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +34,14 @@ NAME = "step-00000-0000003"
 RULES = ("adamw", "sgd", "lamb")
 
 
-def make_engine(optimizer: str, seed: int) -> Engine:
+def make_module(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    convolutions = nn.Conv2d(1, 3, 2, padding=1), nn.Conv2d(3, 2, 2)
+    return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), *convolutions, nn.Flatten(), nn.Linear(8, 3))
+
+
+def make_engine(optimizer: str, seed: int) -> Engine:
+    module = make_module(seed)
     config = TrainConfig(optimizer=optimizer, learning_rate=0.01)
     sharding = engine_config(
         read_strategy_json("ddp"), batch_size_per_rank=8, accumulation_steps=1, gradient_clipping=1.0, offload="none"
@@ -68,15 +75,36 @@ def resume(path: Path, engine: Engine) -> None:
     fill_engine(FoundCheckpoint(path, read_manifest(path)), engine, ScoreSums(3, ALONE.device), ALONE)
 
 
-def remove_moments(path: Path) -> None:
-    """Make a shard what it was before the first step, when the state was created in that step."""
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> None:
+    """Change the tensors and the layout of a shard."""
     file = path / shard_name(0)
     with safe_open(file, "pt") as stored:
         layout = json.loads(stored.metadata()[METADATA_KEY])
         tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
-    kept = {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in layout["moments"]}
-    save_file(kept, file, metadata={METADATA_KEY: json.dumps(layout | {"moments": []})})
+    change(tensors, layout)
+    save_file(tensors, file, metadata={METADATA_KEY: json.dumps(layout)})
     trust_shard(path, 0)
+
+
+def remove_moments(tensors: dict[str, torch.Tensor], layout: dict[str, Any]) -> None:
+    """Make a shard what it was before the first step, when the state was created in that step."""
+    for name in [name for name in tensors if name.split(".")[0] in layout["moments"]]:
+        del tensors[name]
+    layout["moments"] = []
+
+
+def use_standard_order(tensors: dict[str, torch.Tensor], layout: dict[str, Any]) -> None:
+    """Make a shard what it was before convolutions lay in channels_last."""
+    shapes = make_engine("adamw", seed=0).parameter_shapes()
+    names = layout.pop("channels_last")
+    assert len(names) == 2
+    for group, pieces in enumerate(layout["groups"]):
+        for name, offset, start, length in pieces:
+            outputs, inputs, height, width = shapes[name] if name in names else (length, 1, 1, 1)
+            assert (offset, length) == (0, outputs * inputs * height * width)
+            for kind in ("weights", *layout["moments"]):
+                place = tensors[f"{kind}.{group}"][start : start + length]
+                place.copy_(place.reshape(outputs, height, width, inputs).permute(0, 3, 1, 2).flatten())
 
 
 @pytest.mark.parametrize("has_moments", [True, False])
@@ -85,7 +113,7 @@ def test_a_checkpoint_from_before_the_first_step_goes_on(tmp_path, rule, has_mom
     whole = make_engine(rule, seed=0)
     path = save(tmp_path, whole)
     if not has_moments:
-        remove_moments(path)
+        rewrite(path, remove_moments)
     resumed = make_engine(rule, seed=1)
     resume(path, resumed)
     for ours, expected in zip(train(resumed, range(3)), train(whole, range(3)), strict=True):
@@ -93,23 +121,40 @@ def test_a_checkpoint_from_before_the_first_step_goes_on(tmp_path, rule, has_mom
     assert resumed.applied_steps() == whole.applied_steps() == 3
 
 
+@pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-def test_moments_and_the_count_of_updates_come_back(tmp_path, rule):
+def test_moments_and_the_count_of_updates_come_back(tmp_path, rule, is_old):
     whole = make_engine(rule, seed=0)
     train(whole, range(3))
     resumed = make_engine(rule, seed=1)
-    resume(save(tmp_path, whole), resumed)
+    path = save(tmp_path, whole)
+    if is_old:
+        rewrite(path, use_standard_order)
+    resume(path, resumed)
     assert resumed.applied_steps() == 3
     for ours, expected in zip(train(resumed, range(3, 5)), train(whole, range(3, 5)), strict=True):
         assert torch.equal(ours, expected)
     assert resumed.applied_steps() == 5
 
 
+def test_convolutions_lie_in_channels_last_and_leave_in_the_usual_order():
+    engine = make_engine("adamw", seed=0)
+    for parameter in (engine.module[1].weight, engine.module[2].weight):
+        for tensor in (parameter, parameter.grad):
+            assert tensor.is_contiguous(memory_format=torch.channels_last)
+    before = engine.module[2].weight.grad
+    engine.backward(engine.forward(torch.ones(8, 4)).square().mean())
+    assert engine.module[2].weight.grad is before
+    for (_, leaving), expected in zip(engine.weights(), make_module(seed=0).parameters(), strict=True):
+        assert leaving.is_contiguous()
+        assert torch.equal(leaving, expected)
+
+
 def test_a_checkpoint_that_has_lost_its_moments_is_refused(tmp_path):
     engine = make_engine("adamw", seed=0)
     train(engine, range(3))
     path = save(tmp_path, engine)
-    remove_moments(path)
+    rewrite(path, remove_moments)
     with pytest.raises(UserError, match="its moments are none, the optimizer has exp_avg, exp_avg_sq"):
         resume(path, engine)
     forge_manifest(path, lambda content: content.update(applied_steps=0))

@@ -3,7 +3,8 @@
 A rank stores its flat pieces of the parameter groups as they lie in memory, without any communication: `weights.<i>`
 and `<moment>.<i>`, one-dimensional fp32. The layout in the file's metadata says which part of which parameter lies
 where, so that a reader with another strategy or number of ranks finds it. BatchNorm's buffers differ from rank to
-rank between evaluations: each rank stores its own. Frozen parameters are groups without moments.
+rank between evaluations: each rank stores its own. Frozen parameters are groups without moments. Elements of a
+parameter are counted as the usual shape has them, or as its channels_last form lies in memory if the layout says so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 from models.weights_metadata import METADATA_KEY
 from training.checkpoint.manifest import DamagedCheckpoint, Manifest, ShardFacts, file_size, shard_name
 from training.durable import sync_to_disk
-from training.engine import Engine, Piece
+from training.engine import CONVOLUTION_DIMENSIONS, Engine, Piece
 from training.errors import one_line
 
 BUFFER_PREFIX = "buffer/"
@@ -58,6 +59,7 @@ class Snapshot:
             "groups": groups,
             "moments": sorted(shards[0].moments),
             "without_moments": [number for number, shard in enumerate(shards) if not shard.moments],
+            "channels_last": sorted(frozenset().union(*(shard.channels_last for shard in shards))),
         }
 
     def wait(self) -> None:
@@ -133,10 +135,12 @@ class CheckpointReader:
         self.shapes = manifest.parameters
         self._places: dict[str, list[_Place]] = {name: [] for name in self.shapes}
         self.frozen: set[str] = set()
+        self._channels_last: frozenset[str] = frozenset()
         try:
             self._files = [safe_open(folder / shard_name(rank), "pt") for rank in range(len(manifest.shards))]
             layouts = [json.loads(file.metadata()[METADATA_KEY]) for file in self._files]
             self._moment_kinds: list[str] = layouts[0]["moments"]
+            self._channels_last = frozenset(layouts[0].get("channels_last", ()))  # younger than the format
             for rank, layout in enumerate(layouts):
                 self._note_layout(rank, layout)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -153,6 +157,10 @@ class CheckpointReader:
         """Note what lies where in a rank's file; raise ValueError where a piece is not in it, or shares elements."""
         if layout["moments"] != self._moment_kinds or any(type(kind) is not str for kind in self._moment_kinds):
             raise ValueError(f"rank {rank} has other moments than rank 0")
+        if {*layout.get("channels_last", ())} != self._channels_last:
+            raise ValueError(f"rank {rank} has its elements in another order than rank 0")
+        if any(len(self.shapes[name]) != CONVOLUTION_DIMENSIONS for name in self._channels_last):
+            raise ValueError("a parameter in channels_last is no convolution's")
         without_moments = layout.get("without_moments", [])  # younger than the format
         for group, pieces in enumerate(layout["groups"]):
             has_moments = group not in without_moments
@@ -211,7 +219,11 @@ class CheckpointReader:
         for place in self._places[name]:
             stored = self._files[place.rank].get_slice(f"{kind}.{place.group}")
             whole[place.offset : place.offset + place.length] = stored[place.start : place.start + place.length]
-        return whole.view(self.shapes[name])
+        shape = self.shapes[name]
+        if name not in self._channels_last:
+            return whole.view(shape)
+        outputs, inputs, height, width = shape
+        return whole.view(outputs, height, width, inputs).permute(0, 3, 1, 2).contiguous()
 
     def _buffers_of(self, rank: int) -> dict[str, torch.Tensor]:
         file = self._files[rank]
