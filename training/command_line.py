@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import re
-import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -22,6 +21,7 @@ from yaml.composer import ComposerError
 
 from training.config import FIELDS, FLAG_OF, TrainConfig, check_config, expected, field_types
 from training.errors import UserError, nearest, one_line, shown
+from training.text_files import read_small_text
 
 LARGEST_FILE = 64 * 2**10  # bytes of a configuration file; one with every flag has 3,000
 PLAIN_LINES = "expected lines such as 'batch-size: 16', each with one value"
@@ -146,7 +146,10 @@ def _user_error(error: argparse.ArgumentError, label_of: Mapping[str, str], give
 
 def _load_file(path: Path, where: str) -> dict[Any, Any]:
     """Read a JSON or YAML file that may hold anything: it is read whole, at once, or refused in one line."""
-    text = _read_text(path, where)
+    try:
+        text = read_small_text(path, LARGEST_FILE)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{where}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
     try:
         content = _parse_json_or_yaml(text)
     except yaml.YAMLError as error:
@@ -162,20 +165,6 @@ def _load_file(path: Path, where: str) -> dict[Any, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{where}: {PLAIN_LINES}.")
     return content
-
-
-def _read_text(path: Path, where: str) -> str:
-    try:
-        # Asked first: a named pipe would keep its reader waiting.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise UserError(f"{where}: is no regular file.")
-        with path.open("rb") as stream:
-            content = stream.read(LARGEST_FILE + 1)
-        if len(content) > LARGEST_FILE:
-            raise UserError(f"{where}: is larger than {LARGEST_FILE >> 10} KiB, so no file of flags.")
-        return content.decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{where}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
 
 
 def _parse_json_or_yaml(text: str) -> Any:
