@@ -30,7 +30,7 @@ from benchmarks.launch import torchrun
 from benchmarks.peers import ours
 from benchmarks.peers.job import Job
 from benchmarks.report import Section, ratios_to, save, show, spread, versions
-from training.strategies import STRATEGIES
+from training.parallel.strategies import STRATEGIES
 
 BASELINE, TUNED = "bare DDP", "bare DDP tuned"
 BY_HAND = (BASELINE, TUNED)  # loops that users write themselves; the others are the peers

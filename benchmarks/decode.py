@@ -31,11 +31,11 @@ from rich.table import Table
 from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from torchvision.transforms import v2
 
-from training.data import native
-from training.data.cache import ImageCache
+from training.data.augment import resize
 from training.data.crops import CROP_DRAWS, random_box
-from training.data.decode import Decoder, FullDecoder, ShrinkingDecoder, cut
-from training.data.transforms import resize
+from training.data.reading import native
+from training.data.reading.cache import ImageCache
+from training.data.reading.decode import Decoder, FullDecoder, ShrinkingDecoder, cut
 
 BASELINE = "torchvision, Pillow"
 ReadCrop = Callable[[str], torch.Tensor]

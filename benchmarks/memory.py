@@ -28,7 +28,7 @@ from benchmarks.our_engine import engine_of
 from benchmarks.report import Section, save, show, versions
 from models import build_model
 from planning.memory import MemoryPlan, activation_bytes, bucket_elements, model_sizes, plan_memory
-from training.strategies import STRATEGIES, read_strategy_json
+from training.parallel.strategies import STRATEGIES, read_strategy_json
 
 # Freed memory goes back to the kernel at once where a piece is larger than this, so that resident means in use.
 PIECE_BYTES = 4 * 2**20

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from training.config import TrainConfig
-from training.distributed import World
-from training.engine import Engine
-from training.engines import build_engine, resolve_engine
-from training.metrics import sample_losses
-from training.optim import build_optimizer
-from training.strategies import engine_config, read_strategy_json
+from training.observe.scores import sample_losses
+from training.parallel.engine import Engine
+from training.parallel.engines import build_engine, resolve_engine
+from training.parallel.strategies import engine_config, read_strategy_json
+from training.parallel.world import World
+from training.recipe.optimizer import build_optimizer
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.launch_folder import LaunchFolder
+from training.observe.heartbeat import HeartbeatFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -79,7 +79,7 @@ def our_phases(launcher: str, model: str) -> dict[str, float]:
                 run.kill()
                 raise RuntimeError(f"{' '.join(command)} made no step")
             for path in Path(folder).glob("zerovision-*"):
-                beat = LaunchFolder(path).beats().get(0)
+                beat = HeartbeatFolder(path).beats().get(0)
                 if beat and beat.phase in PHASES:
                     ends.setdefault(PHASES[beat.phase], beat.time - began)
             time.sleep(POLL_SECONDS)

@@ -24,9 +24,9 @@ from torch import nn
 from benchmarks.our_engine import Step, make_engine, training_step
 from benchmarks.report import Section, ratios_to, save, show, spread, versions
 from benchmarks.step_time import BASELINE, CLASSES, TUNED_OPTIONS, ddp_step, make_model, seconds_per_step
-from training import rank_buffers
-from training.distributed import World, start_world, stop_world
-from training.metrics import sample_losses
+from training.observe.scores import sample_losses
+from training.parallel import flat_buffers
+from training.parallel.world import World, start_world, stop_world
 
 
 def our_step(module: nn.Module, world: World, batch_size: int, *, fused: bool = True, compiled: bool = False) -> Step:
@@ -53,11 +53,11 @@ def our_contiguous_step(module: nn.Module, world: World, batch_size: int) -> Ste
 @contextmanager
 def without_shared_memory() -> Iterator[None]:
     """Let engines that are built inside the block exchange through gloo."""
-    kept, rank_buffers.SHARED_MEMORY = rank_buffers.SHARED_MEMORY, Path("/nowhere")
+    kept, flat_buffers.SHARED_MEMORY = flat_buffers.SHARED_MEMORY, Path("/nowhere")
     try:
         yield
     finally:
-        rank_buffers.SHARED_MEMORY = kept
+        flat_buffers.SHARED_MEMORY = kept
 
 
 def make_variants(

@@ -11,9 +11,9 @@ import torch
 
 from training.config import TrainConfig
 from training.data import DATASETS, DataOptions, find_dataset, load_data
-from training.data.bundle import DataBundle, ImageDataset
+from training.data.augment import STEPS
+from training.data.datasets import DatasetPair, ImageDataset
 from training.data.folder import has_parts, load_whole
-from training.data.transforms import STEPS
 from training.errors import UserError
 
 NAMES_IN_MESSAGE = 5
@@ -30,7 +30,7 @@ class EvaluationData:
         label_map: int64 [classes of the data], the model's number of each class.
     """
 
-    bundle: DataBundle
+    bundle: DatasetPair
     data: str
     split: str
     label_map: torch.Tensor
@@ -61,7 +61,7 @@ def load_evaluation_data(
     """Load the images that the user, or else the run, names.
 
     Args:
-        metadata: what `delivery.weights.load_model` returned.
+        metadata: what `training.checkpoint.weights.load_model` returned.
         config: the run's configuration, None where it is not known.
         choice: what the user asks for.
 

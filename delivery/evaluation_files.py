@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,29 +11,17 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from delivery.csv_cells import inert
-from delivery.evaluation import dense_confusion
-from training.durable import remove_leftovers, unfinished
-from training.errors import UserError, printable
-from training.loggers.confusion import confusion_picture
-from training.run_folder import SCORES, WORST
+from training.checkpoint.atomic_write import replacing_folder, write_json
+from training.errors import printable
+from training.observe.evaluation import check_replaceable, dense_confusion
+from training.observe.loggers.confusion import confusion_picture
+from training.observe.run_folder import SCORES, WORST
 
 LARGEST_MATRIX = 1000  # classes; more have neither picture nor table of all pairs
 THUMBNAIL_PIXELS = 128
 COLUMNS, TILE_GAP, LINE_PIXELS, FONT_PIXELS = 6, 8, 16, 12
 LONGEST_NAME = 18
 BLACK, WRONG = "black", "#b00020"
-
-
-def read_scores(folder: Path) -> dict[str, Any] | None:
-    """Return what `write_scores` wrote into a folder, None where there is nothing."""
-    path = folder / SCORES
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
-def write_scores(folder: Path, facts: dict[str, Any]) -> None:
-    """Write scores.json alone, in place of all that an earlier evaluation has left in the folder."""
-    with _NewFolder(folder) as new:
-        _write_json(new / SCORES, facts)
 
 
 def write_evaluation(folder: Path, facts: dict[str, Any], read_image: Callable[[int], torch.Tensor]) -> None:
@@ -48,8 +33,9 @@ def write_evaluation(folder: Path, facts: dict[str, Any], read_image: Callable[[
         read_image: from a sample's position to its image, uint8 [3, H, W].
     """
     class_names = [one["name"] for one in facts["classes"]]
-    with _NewFolder(folder) as new:
-        _write_json(new / SCORES, facts)
+    check_replaceable(folder)
+    with replacing_folder(folder) as new:
+        write_json(new / SCORES, facts)
         _write_csv(new / "per_class.csv", list(facts["classes"][0]), (one.values() for one in facts["classes"]))
         _write_confusion(new, facts["confusion"], class_names)
         _write_worst(new, facts["worst"], class_names, read_image)
@@ -64,43 +50,6 @@ def thumbnail(image: torch.Tensor, side: int = THUMBNAIL_PIXELS) -> Image.Image:
         return picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
     picture.thumbnail((side, side))
     return picture
-
-
-def check_replaceable(folder: Path) -> None:
-    """Refuse a folder that holds something else than an evaluation, which would be lost.
-
-    Raises:
-        UserError: for such a folder, and for a file.
-    """
-    if folder.exists() and not (folder / SCORES).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"'{folder}' exists and holds no evaluation: give --output a new folder.")
-
-
-class _NewFolder:
-    """A folder that is filled beside the old one, and takes its place where nothing went wrong."""
-
-    def __init__(self, folder: Path) -> None:
-        check_replaceable(folder)
-        self._folder = folder
-        remove_leftovers(folder.parent)
-        self._new, self._old = (unfinished(folder, kind) for kind in ("new", "old"))
-
-    def __enter__(self) -> Path:
-        shutil.rmtree(self._new, ignore_errors=True)
-        self._new.mkdir(parents=True)
-        return self._new
-
-    def __exit__(self, error_type: type[BaseException] | None, *rest: object) -> None:
-        if error_type is None:
-            if self._folder.exists():
-                os.replace(self._folder, self._old)
-            os.replace(self._new, self._folder)
-        for left in (self._new, self._old):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _write_json(path: Path, facts: dict[str, Any]) -> None:
-    path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def _write_csv(path: Path, header: Sequence[str], rows: Any) -> None:

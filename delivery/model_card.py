@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from delivery.evaluation_files import read_scores
-from delivery.repeat import repeat_command, show_value
 from delivery.report.run_files import count_global_batch
+from delivery.reproduce_command import reproduce_command, show_value
 from delivery.trained_model import read_run_config
-from delivery.weights import read_metadata
+from training.checkpoint.atomic_write import replacing
+from training.checkpoint.weights import read_metadata
 from training.config import TrainConfig
-from training.durable import replacing
-from training.run_folder import CARD, ENVIRONMENT, EVALUATION, METRICS, WEIGHTS
+from training.observe.evaluation import read_scores
+from training.observe.run_folder import CARD, ENVIRONMENT, EVALUATION, METRICS, WEIGHTS
 
 MARK = (
     "<!-- Written by zerovision at the end of the run; delete this line, and no later run overwrites your changes. -->"
@@ -205,7 +205,7 @@ def _recipe(config: TrainConfig, environment: Mapping[str, Any]) -> list[str]:
         f"To repeat it{origin}:",
         "",
         "```bash",
-        repeat_command(config, ranks, environment.get("ranks_per_machine", ranks)),
+        reproduce_command(config, ranks, environment.get("ranks_per_machine", ranks)),
         "```",
         "",
     ]

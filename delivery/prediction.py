@@ -16,10 +16,10 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import nn
 
-from training.data.files import make_decoder
-from training.data.image_notes import collected_notes, noting
-from training.data.images import IMAGE_EXTENSIONS, MAX_FILE_BYTES, ImageError, open_image
-from training.data.transforms import evaluation_transform
+from training.data.augment import evaluation_transform
+from training.data.reading.file_sources import make_decoder
+from training.data.reading.image_notes import collected_notes, noting
+from training.data.reading.images import IMAGE_EXTENSIONS, MAX_FILE_BYTES, ImageError, open_image
 from training.errors import UserError
 
 STDIN = "-"
@@ -78,7 +78,7 @@ def predict(
     Args:
         images: of `list_images`.
         module: images float32 [B, 3, S, S] to logits [B, classes], in evaluation mode; it is moved to the device.
-        metadata: what `delivery.weights.load_model` returned with it.
+        metadata: what `training.checkpoint.weights.load_model` returned with it.
         device: where it runs.
         batch_size: images of one forward pass.
         top_k: how many classes each prediction names.

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from delivery.csv_cells import inert
 from delivery.prediction import Prediction
-from training.durable import replacing
+from training.checkpoint.atomic_write import replacing
 from training.errors import UserError, printable
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from training.command_line import read_config_file
 from training.config import REPO_ROOT, TrainConfig
 from training.errors import UserError, nearest
-from training.run_folder import CONFIG, WEIGHTS
+from training.observe.run_folder import CONFIG, WEIGHTS
 
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # torch.save's archive since PyTorch 1.6, and what it wrote before
 

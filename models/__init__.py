@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from training.errors import unknown_name
+from models.errors import unknown_name
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,9 +14,9 @@ from torch import nn
 
 from models import MODELS, MOST_MEMBERS, model_spec
 from models.ensemble import Ensemble
+from models.errors import UserError, one_line
 from models.image_size import StrideChanges, as_names, fit_to_image_size, set_strides, size_error
 from models.weights_file import load_weights_file
-from training.errors import UserError, one_line
 
 MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT = 2**30, 16  # a network's tables of indices are less than the larger of the two
 

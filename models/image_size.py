@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
-from training.errors import UserError
+from models.errors import UserError
 
 SMALL_IMAGE_PIXELS = 64
 SIZES_TO_TRY = (28, 32, 48, 64, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512)

@@ -12,7 +12,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import get_session
 from torch import nn
 
-from training.errors import UserError, nearest
+from models.errors import UserError, nearest
 
 HUB_TIMEOUT_SECONDS = 5.0
 

@@ -13,8 +13,8 @@ import torch
 from timm.models import clean_state_dict
 from torch import nn
 
+from models.errors import UserError
 from models.weights_metadata import WrongMetadata, open_weights, read_facts
-from training.errors import UserError
 
 StateDict = dict[str, torch.Tensor]
 

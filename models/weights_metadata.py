@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import safe_open
 
 from models import LARGEST_IMAGE_SIZE, MOST_MEMBERS
-from training.errors import shown
+from models.errors import shown
 
 # All facts stand under one key: safetensors writes several keys in an order that changes from run to run, and equal
 # runs are to give equal files.
@@ -51,7 +51,7 @@ def read_facts(reader: safe_open) -> dict[str, Any]:
     """Return description, class_names, preprocessing and extra of an open file; {} of one that is not ours.
 
     Raises:
-        WrongMetadata: where they are not what `delivery.weights.save_weights` writes of a trained model.
+        WrongMetadata: where they are not what `training.checkpoint.weights.save_weights` writes of a trained model.
     """
     text = (reader.metadata() or {}).get(METADATA_KEY)
     if text is None:

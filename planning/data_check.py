@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from training.data import DataOptions, load_data
-from training.data.bundle import DataBundle, ImageDataset
-from training.data.image_notes import collected_notes
-from training.data.images import ImageError
+from training.data.datasets import DatasetPair, ImageDataset
 from training.data.loader import most_workers
-from training.data.sources import Source
+from training.data.reading.image_notes import collected_notes
+from training.data.reading.images import ImageError
+from training.data.reading.sources import Source
 from training.data.workers import end_with_parent, worker_context
 
 IMAGES_PER_MESSAGE = 64
@@ -70,7 +70,7 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
     return check_bundle(load_data(replace(options, decode="exact", cache="off")), workers)
 
 
-def check_bundle(bundle: DataBundle, workers: int | None = None, most: int | None = None) -> DataReport:
+def check_bundle(bundle: DatasetPair, workers: int | None = None, most: int | None = None) -> DataReport:
     """As `check_data`, of a loaded data set, and of at most `most` images of each part, evenly spread."""
     labels = torch.cat([bundle.train.source.labels, bundle.val.source.labels])
     report = DataReport(

@@ -29,7 +29,7 @@ from training.data import DATASETS, DataOptions
 from training.errors import UserError
 
 if TYPE_CHECKING:
-    from planning.doctor.examination import Request
+    from planning.doctor.collect import Request
 
 SOMETHING_WRONG_EXIT_CODE = 1
 TRAINING_FLAGS = ("data", "model_type", "strategy", "batch_size", "log_dir", "data_root", "val_fraction")
@@ -89,8 +89,8 @@ def _parse(words: list[str]) -> argparse.Namespace:
 
 
 def _examine(given: argparse.Namespace, training_words: list[str]) -> int:
-    from planning.doctor.examination import examine
-    from planning.doctor.verdict import judge
+    from planning.doctor.assess import judge
+    from planning.doctor.collect import examine
 
     start = time.monotonic()
     request = _request(given, training_words)
@@ -107,8 +107,8 @@ def _examine(given: argparse.Namespace, training_words: list[str]) -> int:
 
 def _request(given: argparse.Namespace, training_words: list[str]) -> Request:
     """Put together what is to be examined; flags of the doctor win over the training's words."""
-    from planning.doctor.examination import HERE, Request
-    from planning.doctor.reach import here, over_srun, over_ssh
+    from planning.doctor.collect import HERE, Request
+    from planning.doctor.connect import here, over_srun, over_ssh
     from training.command_line import parse_args
 
     flags = {name: getattr(given, name) for name in TRAINING_FLAGS if getattr(given, name) is not None}
@@ -135,7 +135,7 @@ def _request(given: argparse.Namespace, training_words: list[str]) -> Request:
 
 def _named_hosts(given: argparse.Namespace) -> Mapping[str, int]:
     """Return ranks by host, of the hostfile or of --hosts."""
-    from training.hostfile import HOST_NAME, read_hostfile
+    from launch.hostfile import HOST_NAME, read_hostfile
 
     if given.hostfile:
         slots = read_hostfile(given.hostfile, given.nodes or 1, given.gpus_per_node or 1)
@@ -152,7 +152,7 @@ def _named_hosts(given: argparse.Namespace) -> Mapping[str, int]:
 
 def _hosts_of_job(node_list: str) -> list[str]:
     """Return the host names of a Slurm job."""
-    from scripts.cluster.slurm_control import host_names
+    from launch.slurm.scontrol import host_names
 
     try:
         return host_names(node_list)

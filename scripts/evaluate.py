@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from delivery.command_line import OneLineParser, add_image_flags, batch_size_type, run_script
 from training.errors import UserError, printable
-from training.run_folder import EVALUATION
+from training.observe.run_folder import EVALUATION
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from delivery.evaluation_data import EvaluationData
     from delivery.trained_model import TrainedModel
     from training.config import TrainConfig
-    from training.distributed import World
+    from training.parallel.world import World
 
 CLASSES_SHOWN = 20
 
@@ -37,8 +37,8 @@ CLASSES_SHOWN = 20
 def evaluate(given: argparse.Namespace) -> int:
     """Judge the model that the command line names, on as many ranks as were started; every rank calls this."""
     from delivery.trained_model import find_model
-    from delivery.weights import load_model
-    from training.distributed import start_world, stop_world
+    from training.checkpoint.weights import load_model
+    from training.parallel.world import start_world, stop_world
 
     model = find_model(given.model)
     module, metadata = load_model(model.weights)
@@ -53,12 +53,12 @@ def evaluate(given: argparse.Namespace) -> int:
 def _judge_and_write(
     given: argparse.Namespace, model: TrainedModel, module: nn.Module, metadata: dict[str, Any], world: World
 ) -> None:
-    from delivery.evaluation import describe_scores
+    from delivery.evaluate import judge
     from delivery.evaluation_data import EvaluationChoice, load_evaluation_data
     from delivery.evaluation_files import check_replaceable
-    from delivery.judging import judge
-    from training.distributed import agreed
-    from training.precision import resolve_precision
+    from training.observe.evaluation import describe_scores
+    from training.parallel.precision import resolve_precision
+    from training.parallel.world import agreed
 
     choice = EvaluationChoice(given.data, given.split, given.data_root, given.bad_images, given.allow_missing_classes)
     config = agreed(model.config, world)

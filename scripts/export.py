@@ -24,7 +24,7 @@ from delivery.export import FORMATS, PRECISIONS, ExportRefused, check_choice
 from training.errors import printable
 
 if TYPE_CHECKING:
-    from delivery.export.run import Exported
+    from delivery.export.export_model import Exported
 
 REFUSED_EXIT_CODE = 1
 MOST_IMAGES, MOST_THREADS = 10**6, 256
@@ -34,7 +34,7 @@ def export(given: argparse.Namespace) -> int:
     """Export the model that the command line names."""
     check_choice(given.format, given.precision)  # before the slow imports
     from delivery.evaluation_data import EvaluationChoice
-    from delivery.export.run import ExportRequest, export_model
+    from delivery.export.export_model import ExportRequest, export_model
 
     request = ExportRequest(
         given.model,
@@ -78,8 +78,8 @@ def _show_comparison(exported: Exported, precision: str, threads: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from delivery.export.export_model import LATENCY_BATCHES
     from delivery.export.latency import processor_name
-    from delivery.export.run import LATENCY_BATCHES
 
     comparison, found = exported.comparison, exported.agreement
     assert comparison is not None

@@ -105,11 +105,11 @@ deepspeed_command() {
 }
 
 direct_command() {
-    COMMAND=("$PYTHON" "$SCRIPTS/local_ranks.py" --nproc_per_node "$1" --master_port "$PORT")
+    COMMAND=("$PYTHON" "$ROOT/launch/local_ranks.py" --nproc_per_node "$1" --master_port "$PORT")
 }
 
 torchrun_command() {
-    COMMAND=("$PYTHON" "$SCRIPTS/torchrun.py" --nproc_per_node "$1" --master_addr 127.0.0.1 --master_port "$PORT")
+    COMMAND=("$PYTHON" "$ROOT/launch/torchrun.py" --nproc_per_node "$1" --master_addr 127.0.0.1 --master_port "$PORT")
 }
 
 main() {
@@ -141,7 +141,7 @@ main() {
     end_if_dry_run "${COMMAND[@]}"
     export CHOSEN_PORT=$PORT # a restart takes another one
     [[ -z $given_port ]] || CHOSEN_PORT=
-    exec "$PYTHON" "$SCRIPTS/supervise.py" "${COMMAND[@]}"
+    exec "$PYTHON" "$ROOT/launch/supervisor.py" "${COMMAND[@]}"
 }
 
 main "$@"

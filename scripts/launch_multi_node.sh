@@ -58,7 +58,7 @@ find_hosts() {
         hostfile=hostfile.txt
         [[ -f $hostfile ]] || hostfile=$ROOT/hostfile.txt
     fi
-    HOSTS=$(PYTHONPATH=$ROOT "$PYTHON" -m training.hostfile --nodes "$1" --slots "$2" -- "$hostfile") || exit
+    HOSTS=$(PYTHONPATH=$ROOT "$PYTHON" -m launch.hostfile --nodes "$1" --slots "$2" -- "$hostfile") || exit
 }
 
 main() {
@@ -90,7 +90,7 @@ main() {
     find_hosts "$num_nodes" "$gpus_per_node" "${TAKEN[@]}"
     check_configuration "$model" "$strategy" "$batch_size" "$epochs" "${EXTRA[@]}"
     preflight --hosts "$HOSTS" --gpus-per-node "$gpus_per_node" --port "${PORT:-0}"
-    local -a command=("$PYTHON" "$SCRIPTS/cluster/launch.py" --remote-shell ssh --hosts "$HOSTS"
+    local -a command=("$PYTHON" "$ROOT/launch/cluster/cluster_run.py" --remote-shell ssh --hosts "$HOSTS"
         --ranks-per-node "$gpus_per_node" --min-nodes "$min_nodes" --port "${PORT:-0}" --launcher "$LAUNCH_WITH"
         --max-restarts "$MAX_RESTARTS" --stop-timeout "$stop_timeout" --start-timeout "$start_timeout"
         "--forward=${FORWARD_ENV:-}" "${differences[@]}" -- "${TRAINING_ARGUMENTS[@]}")

@@ -32,9 +32,9 @@ def label_images(given: argparse.Namespace) -> int:
     from delivery.prediction import STDIN, list_images, predict
     from delivery.prediction_output import open_output
     from delivery.trained_model import find_model
-    from delivery.weights import load_model
-    from training.data.images import MAX_FILE_BYTES, ImageError
-    from training.precision import use_exact_fp32
+    from training.checkpoint.weights import load_model
+    from training.data.reading.images import MAX_FILE_BYTES, ImageError
+    from training.parallel.precision import use_exact_fp32
 
     use_exact_fp32()
     has_gpu = torch.cuda.is_available()

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from delivery.command_line import OneLineParser, run_script
-from training.run_folder import REPORT
+from training.observe.run_folder import REPORT
 
 
 def report(given: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ REQUIREMENTS=${1:?give requirements.txt or requirements-dev.txt}
 PYTHON=${PYTHON:-python3}
 STAMP=.venv/.installed-$REQUIREMENTS
 UNFINISHED=.venv/.unfinished
-CROP_JPEG=training/data/native/crop_jpeg.c
+CROP_JPEG=training/data/reading/native/crop_jpeg.c
 SCRATCH=
 
 die() {

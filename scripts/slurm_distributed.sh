@@ -95,7 +95,7 @@ main() {
     split_preflight_flag "${EXTRA[@]}"
     take_switch --allow-differences "${EXTRA[@]}"
     use_environment
-    local -a job=("$PYTHON" "$SCRIPTS/cluster/slurm_job.py")
+    local -a job=("$PYTHON" "$ROOT/launch/slurm/job.py")
     local -a words=(--ranks-per-node "$num_gpus" --port "${PORT:-0}" --launcher "$LAUNCH_WITH"
         --max-restarts "$MAX_RESTARTS" --stop-timeout "$stop_timeout")
     ((PREFLIGHT == 0)) || words+=(--preflight)

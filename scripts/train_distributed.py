@@ -13,14 +13,15 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from training.command_line import parse_args
 from training.config import TrainConfig
 from training.errors import SECONDS_FOR_RANK_0_TO_SPEAK, USER_ERROR_EXIT_CODE, UserError
-from training.launch_folder import FOLDER_VARIABLE, RankReport
-from training.strategies import read_strategy_json
+from training.observe.heartbeat import FOLDER_VARIABLE, HeartbeatWriter
+from training.parallel.strategies import read_strategy_json
 
 SLOW_IMPORT_S = 300.0  # a thousand ranks that read torch from one network disk at once
 
@@ -37,11 +38,11 @@ def main() -> int:
             return 0
         report = report_to_launcher(config)
         # Imported late: `--help` and the launchers' check need none of it.
+        from training.checkpoint.resume_point import RunStart
+        from training.observe.run_lock import Origin
         from training.run import run
-        from training.run_lock import Origin
-        from training.run_start import RunStart
 
-        exit_code = run(config, RunStart(Origin.of(os.environ), report))
+        exit_code = run(config, RunStart(Origin.of(os.environ), report), deliver)
         if exit_code == 0 and os.environ.get("RANK", "0") == "0":
             report.succeeded()
     except UserError as error:
@@ -57,11 +58,18 @@ def main() -> int:
     return exit_code
 
 
-def report_to_launcher(config: TrainConfig) -> RankReport:
+def deliver(*arguments: Any, **options: Any) -> list[str]:
+    """Write evaluation, model card and report; what does that is imported once the training is over."""
+    from delivery.end_of_run import leave_files
+
+    return leave_files(*arguments, **options)
+
+
+def report_to_launcher(config: TrainConfig) -> HeartbeatWriter:
     """Begin to tell the launcher that this rank lives; where there is none, nothing is told."""
     folder = os.environ.get(FOLDER_VARIABLE)
     rank = os.environ.get("RANK", "0")
-    report = RankReport(Path(folder) if folder else None, int(rank) if rank.isdigit() else 0, config.hang_timeout)
+    report = HeartbeatWriter(Path(folder) if folder else None, int(rank) if rank.isdigit() else 0, config.hang_timeout)
     report.watch_stacks()
     if "LOCAL_RANK" in os.environ:
         report.end_with_parent()

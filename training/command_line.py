@@ -20,8 +20,8 @@ import yaml
 from yaml.composer import ComposerError
 
 from training.config import FIELDS, FLAG_OF, TrainConfig, check_config, expected, field_types
+from training.data.small_files import read_small_text
 from training.errors import UserError, nearest, one_line, shown
-from training.text_files import read_small_text
 
 LARGEST_FILE = 64 * 2**10  # bytes of a configuration file; one with every flag has 3,000
 PLAIN_LINES = "expected lines such as 'batch-size: 16', each with one value"

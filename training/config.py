@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from models import LARGEST_IMAGE_SIZE, MODELS, MOST_MEMBERS, check_model_name
 from training.data import AUGMENTATIONS, BAD_IMAGES_USAGE, DATASETS, DECODERS, bad_image_share
 from training.errors import UserError, unknown_name
-from training.strategies import STRATEGIES
+from training.parallel.strategies import STRATEGIES
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
@@ -170,7 +170,7 @@ class TrainConfig:
 
 # What a run that resumes may change; all else is part of the recipe, and must be as the checkpoint has it. Accumulation
 # follows from the global batch, the data set is known by its fingerprint, the starting weights are history.
-FREE_ON_RESUME = frozenset(
+CHANGEABLE_ON_RESUME = frozenset(
     {
         *("strategy", "precision", "offload", "engine", "compile", "deepspeed_config"),
         *("activation_checkpointing", "deterministic"),

@@ -1,4 +1,4 @@
-"""The table of contents of a run: build, train, close."""
+"""The table of contents of a run: join the ranks, build, train epoch by epoch, close."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, Any
 
-import torch
-
-from delivery.best_weights import bring_along
-from delivery.evaluation import describe_scores
-from delivery.evaluation_files import write_scores
-from delivery.weights import save_weights
+from models import model_spec
+from models.build import BuiltModel
 from models.weights_file import not_finite
-from training.announce import announce_end, announce_start
-from training.bad_images import check_bad_images
-from training.bad_steps import StepGuard
-from training.batchnorm import average_buffers
-from training.checkpoint.manifest import Progress
-from training.checkpoint.resume import fill_engine
+from training.checkpoint.best_weights import bring_along, write_best
+from training.checkpoint.resume import check_fit, keep_global_batch, restore
+from training.checkpoint.resume_point import FIRST_START, RunStart, create_folder, find_checkpoint
 from training.checkpoint.saver import Saver, SaveSettings
+from training.checkpoint.store import FoundCheckpoint
 from training.config import TrainConfig
-from training.distributed import agreed, error_on_any_rank, start_world, stop_world
-from training.divergence import find_divergence
-from training.engine import gather_weights
+from training.data import data_options, load_data
+from training.data.bad_images import check_bad_images
+from training.data.datasets import DatasetPair
+from training.data.loader import EvaluationLoader, TrainLoader, build_loaders
+from training.data.sampler import BatchPlan
 from training.errors import (
     DIVERGED_EXIT_CODE,
     SECONDS_FOR_RANK_0_TO_SPEAK,
@@ -35,176 +33,296 @@ from training.errors import (
     UserError,
     known_death,
 )
-from training.loggers import EpochPoint
-from training.loop import EpochResult, LoopTools, evaluate, train_one_epoch
-from training.meter import Timing, name_hosts, peak_memory_per_rank, run_point
-from training.metrics import Scores, ScoreSums
-from training.parts import Parts, build_parts
-from training.run_start import FIRST_START, RunStart
-from training.signals import StopRequest, exit_code_of
-from training.slow_links import SlowLinkWatch
-from training.timing import SpanClock, measured_communication, start_clock
+from training.loop import evaluate, train_one_epoch
+from training.observe.environment import describe_run
+from training.observe.epoch_observer import EpochResult
+from training.observe.flops import TrainingFlops
+from training.observe.loggers import EpochPoint, Loggers, open_loggers
+from training.observe.messages import announce_end, announce_start
+from training.observe.run_folder import RunFolder
+from training.observe.scores import Scores, ScoreSums
+from training.observe.step_metrics import peak_memory_per_rank, run_point, start_timing
+from training.observe.timing import measured_communication
+from training.parallel.batchnorm import average_buffers
+from training.parallel.compilation import compile_mode, resolve_compile
+from training.parallel.engine import gather_weights
+from training.parallel.engines import build_engine, resolve_engine
+from training.parallel.model import build_training_model
+from training.parallel.precision import resolve_precision
+from training.parallel.signals import StopRequest, exit_code_of
+from training.parallel.strategies import engine_config, read_strategy_json
+from training.parallel.world import World, agreed, error_on_any_rank, start_world, stop_world
+from training.recipe.divergence import find_divergence
+from training.recipe.freezing import BackboneFreezer
+from training.recipe.nonfinite_steps import NonFiniteGuard
+from training.recipe.optimizer import build_optimizer
+from training.recipe.schedule import Schedule, build_schedule
+from training.state import Progress, TrainContext, TrainState
 
+# Writes evaluation, model card and report of a run and returns lines for the log, as `delivery.end_of_run.leave_files`.
+Deliver = Callable[..., list[str]]
 SLOW_PHASE = 5  # start-up, the first step and saves may take this many hang timeouts
 
 
-def run(config: TrainConfig, start: RunStart = FIRST_START) -> int:
+def run(config: TrainConfig, start: RunStart = FIRST_START, deliver: Deliver | None = None) -> int:
     """Train as the configuration says; every rank calls this.
 
+    Args:
+        config: what to train.
+        start: which start of the run this is.
+        deliver: writes the files about a finished run on rank 0; None for the weights and logs alone.
+
     Returns:
-        The process's exit code: 0 after the last epoch, 130, 138 or 143 after SIGINT, SIGUSR1 or SIGTERM, 2 for a
-        user's mistake, 65, 74 and 78 as `training.errors` says, 1 for anything else.
+        The process's exit code: 0 after the last epoch; 130, 138 or 143 after SIGINT, SIGUSR1 or SIGTERM; 2 for a
+        user's mistake; 65, 74 and 78 as in `training.errors`; 1 for anything else.
     """
-    start.report.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
+    start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
     stop = StopRequest()
     stop.install()
     try:
         world = start_world(deterministic=config.deterministic)
-    except OSError as error:  # a rank did not come, or was none of this run
+    except OSError as error:  # a rank did not come, or belongs to another run
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
-    parts = None
+    context = None
     try:
-        parts = build_parts(config, world, start)
-        exit_code = train(parts, stop, start)
+        context = build_run(config, world, start)
+        exit_code = train(context, stop, start, deliver)
     except (UserError, RunEnded) as error:
         if world.is_main or not isinstance(error, (AgreedError, RunEnded)):
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
-            # A launcher ends all ranks as soon as one has failed: rank 0 speaks first.
+            # A launcher ends all ranks as soon as one has failed: rank 0 prints its line first.
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
         exit_code = USER_ERROR_EXIT_CODE
-        if parts is not None and isinstance(error, RunEnded):
+        if context is not None and isinstance(error, RunEnded):
             exit_code = error.exit_code
-            _give_up(parts, error)
+            _give_up(context, error, deliver)
     except Exception as error:
-        # The other ranks do not know of it: whatever needs them would wait for ever, so nothing is closed.
+        # The other ranks do not know of it. Closing anything that needs them would wait for ever.
         print(known_death(error, world.rank) or traceback.format_exc(), file=sys.stderr, flush=True)
         return 1
     stop.close()
-    if parts is not None:
-        parts.close()
+    if context is not None:
+        context.close()
     stop_world()
     return exit_code
 
 
-def train(parts: Parts, stop: StopRequest, start: RunStart = FIRST_START) -> int:
-    """Train to the last epoch, to the patience's end or to a signal, and return the exit code; a collective.
+@dataclass(frozen=True)
+class RunContext:
+    """Everything that a run consists of.
+
+    Attributes:
+        config: the user's settings.
+        world: the ranks.
+        precision: 'bf16', 'fp16' or 'fp32', never 'auto'.
+        data: training and validation set.
+        built: the model, before it was sharded.
+        folder: paths of the run's files.
+        lock: on rank 0 the file that locks the run folder as long as it is open.
+        plan: which samples are in which batch.
+        schedule: learning rate by step.
+        head_epochs: epochs in which only the head is trained.
+        state: model, optimizer and position.
+        freezer: freezes the backbone.
+        flops: counts the model's operations, on rank 0.
+        loggers: none on ranks other than 0.
+        found: the checkpoint to resume from, None for a fresh start.
+        notes: lines for the log about the choice of the checkpoint.
+        train_loader: this rank's training batches.
+        val_loader: this rank's validation batches.
+    """
+
+    config: TrainConfig
+    world: World
+    precision: str
+    data: DatasetPair
+    built: BuiltModel
+    folder: RunFolder
+    lock: IO[bytes] | None
+    plan: BatchPlan
+    schedule: Schedule
+    head_epochs: int
+    state: TrainState
+    freezer: BackboneFreezer
+    flops: TrainingFlops | None
+    loggers: Loggers
+    found: FoundCheckpoint | None
+    notes: list[str]
+    train_loader: TrainLoader
+    val_loader: EvaluationLoader
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint and the run that resumes from it must agree on, beside the recipe."""
+        return _identity(self.data, self.built, self.plan)
+
+    @property
+    def position(self) -> int:
+        """Optimizer steps of the run that are done."""
+        return self.plan.position(self.state.progress)
+
+    def close(self) -> None:
+        """Flush the logs, end the workers, release the engine."""
+        self.loggers.close()
+        self.train_loader.close()
+        self.val_loader.close()
+        self.state.engine.close()
+        if self.lock is not None:
+            self.lock.close()
+
+
+def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) -> RunContext:
+    """Build a run, in the order in which a mistake is cheapest to report; a collective.
 
     Raises:
-        RunEnded: on all ranks, where the run cannot go on.
+        UserError: on all ranks, for a mistake that any of them found.
     """
-    sums = ScoreSums(parts.settings.num_classes, parts.world.device)
-    progress = _resume(parts, sums, start)
-    announce_start(parts, progress)
-    saver = Saver(_save_settings(parts), parts.engine, parts.world, parts.loggers, start.report)
-    guard = StepGuard(
-        parts.engine,
-        parts.world,
-        parts.loggers,
-        parts.config.max_bad_steps,
-        parts.data.train.source.name,
-        skipped=progress.skipped_steps,
-        in_row=progress.bad_steps_in_row,
+    precision = agreed(lambda: resolve_precision(config.precision, world.device), world)
+    strategy_json = agreed(lambda: read_strategy_json(config.strategy, config.deepspeed_config), world)
+    data = agreed(lambda: load_data(data_options(config)), world)
+    folder, lock = create_folder(config, start, world)
+    found, notes = find_checkpoint(config, folder, start, world)
+    config = agreed(lambda: keep_global_batch(config, found, world), world)
+    head_epochs = config.head_epochs if model_spec(config.model_type).always_pretrained else 0
+    plan = BatchPlan(len(data.train), config.batch_size, config.gradient_accumulation_steps, world.size, config.seed)
+    # Worker processes take seconds to start: they do so while the model and the engine are built.
+    train_loader, val_loader = agreed(lambda: build_loaders(config, data, plan, world), world)
+    built, flops = build_training_model(config, data, world)
+    if found is not None:
+        checkpoint, identity = found, _identity(data, built, plan)
+        agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch), world)
+    sharding = engine_config(
+        strategy_json,
+        batch_size_per_rank=config.batch_size,
+        accumulation_steps=config.gradient_accumulation_steps,
+        gradient_clipping=config.gradient_clipping,
+        offload=config.offload,
     )
-    start.report.beat("first step", parts.position(progress), allowed_s=SLOW_PHASE * parts.config.hang_timeout)
-    stop_signal = stop.poll_now(parts.world)
-    first_position, timing = parts.position(progress), _start_timing(parts)
-    tools = LoopTools(parts.world, parts.loggers, stop, guard, start.report, saver, timing)
-    with measured_communication(timing.clock):
-        while progress.epoch < parts.config.epochs and not stop_signal:
-            if _is_out_of_patience(parts, progress):
-                parts.loggers.message(f"no better top-1 for {progress.epochs_without_better} epochs: stopping early")
+    engine_name = agreed(lambda: resolve_engine(config.engine, sharding, built.module, world.device), world)
+    compiles = agreed(lambda: resolve_compile(config.compile, world.device), world)
+    first_step = plan.position(found.manifest.progress) if found else 0
+    loggers = Loggers([])
+    if world.is_main:
+        loggers = open_loggers(config, folder, describe_run(world, precision, data, built), sharding, first_step)
+    optimizer = build_optimizer(built.module, config, built.head_parameter_names, discriminative=head_epochs > 0)
+    freezer = BackboneFreezer(built.module, built.head_parameter_names)
+    engine = build_engine(built.module, optimizer, sharding, precision, world, engine_name)
+    if compiles:
+        engine.compile(compile_mode(world.device, config.batch_size, sharding["zero_optimization"]["stage"]))
+    return RunContext(
+        config=config,
+        world=world,
+        precision=precision,
+        data=data,
+        built=built,
+        folder=folder,
+        lock=lock,
+        plan=plan,
+        schedule=build_schedule(config, plan.steps_per_epoch, plan.global_batch, head_epochs),
+        head_epochs=head_epochs,
+        state=TrainState(engine, ScoreSums(len(data.class_names), world.device), Progress()),
+        freezer=freezer,
+        flops=flops,
+        loggers=loggers,
+        found=found,
+        notes=notes,
+        train_loader=train_loader,
+        val_loader=val_loader,
+    )
+
+
+def train(context: RunContext, stop: StopRequest, start: RunStart = FIRST_START, deliver: Deliver | None = None) -> int:
+    """Train to the last epoch, to early stopping or to a signal, and return the exit code; a collective.
+
+    Raises:
+        RunEnded: on all ranks, if the run cannot go on.
+    """
+    config, world, state = context.config, context.world, context.state
+    _resume(context, start)
+    announce_start(context)
+    loop = _train_context(context, stop, start)
+    assert loop.saver is not None
+    start.heartbeat.beat("first step", context.position, allowed_s=SLOW_PHASE * config.hang_timeout)
+    stop_signal = stop.poll_now(world)
+    first_position = context.position
+    with measured_communication(loop.timing.clock):
+        while state.progress.epoch < config.epochs and not stop_signal:
+            without_better = state.progress.epochs_without_better
+            if 0 < config.early_stopping_patience <= without_better:
+                context.loggers.message(f"no better top-1 for {without_better} epochs: stopping early")
                 break
-            progress, stop_signal = _train_and_evaluate(parts, progress, sums, tools, saver)
-        with timing.clock.saving:
-            saver.finish(progress, sums.state(), is_stop=bool(stop_signal))
-    position = parts.position(progress)
-    images = (position - first_position) * parts.settings.plan.global_batch
-    announce_end(parts, progress, stop_signal, run_point(position, images, timing, parts.world))
-    if parts.world.is_main:  # launchers send SIGTERM once another rank has left, which `stop` still takes in
-        _leave_files(parts, has_finished=not stop_signal)
+            stop_signal = _train_and_evaluate(context, loop, loop.saver)
+        with loop.timing.clock.saving:
+            loop.saver.finish(is_stop=bool(stop_signal))
+    images = (context.position - first_position) * context.plan.global_batch
+    announce_end(context, stop_signal, run_point(context.position, images, loop.timing, world))
+    if world.is_main:  # launchers send SIGTERM once another rank has left: the handler of `stop` still catches it
+        _deliver(context, deliver, has_finished=not stop_signal)
     if stop_signal:
         return exit_code_of(stop_signal)
-    return DIVERGED_EXIT_CODE if progress.diverged_epochs_in_row else 0
+    return DIVERGED_EXIT_CODE if state.progress.diverged_epochs_in_row else 0
 
 
-def _give_up(parts: Parts, error: RunEnded) -> None:
-    """Leave what people need to find out why."""
-    parts.loggers.event("gave_up", {"step": error.step, "exit_code": error.exit_code, "reason": str(error)})
-    parts.loggers.message(f"gave up at step {error.step}")
-    if parts.world.is_main:
-        _leave_files(parts, has_finished=False)
-
-
-def _leave_files(parts: Parts, *, has_finished: bool) -> None:
-    from delivery.finish import leave_files  # what makes pages and cards is no part of a start
-
-    read_image = parts.data.val.source.read
-    with_card = has_finished and parts.folder.weights.is_file()  # a run without a sound epoch has none
-    for line in leave_files(parts.folder, read_image, with_card=with_card, with_report=parts.config.report):
-        parts.loggers.message(line)
-
-
-def _train_and_evaluate(
-    parts: Parts, progress: Progress, sums: ScoreSums, tools: LoopTools, saver: Saver
-) -> tuple[Progress, int]:
-    """Run one epoch, or the part of it before a signal, and save; return the new progress and the signal."""
-    steps_per_epoch, clock = parts.settings.plan.steps_per_epoch, tools.timing.clock
-    parts.engine.train()
-    if progress.epoch < parts.head_epochs:
-        parts.backbone.rest()
+def _train_and_evaluate(context: RunContext, loop: TrainContext, saver: Saver) -> int:
+    """Train and evaluate one epoch, or the part of it before a signal, and save; return the signal."""
+    state, world, clock = context.state, context.world, loop.timing.clock
+    engine, epoch = state.engine, state.progress.epoch
+    engine.train()
+    if epoch < context.head_epochs:
+        context.freezer.freeze()
     else:
-        parts.backbone.wake()
-    only_evaluation_is_left = progress.step == steps_per_epoch
-    result = train_one_epoch(
-        parts.engine, parts.train_loader.epoch(progress.epoch, progress.step), parts.settings, progress, sums, tools
-    )
-    check_bad_images(parts.train_loader, parts.world)
-    progress, stop_signal = result.progress, result.stop_signal
-    if progress.step == steps_per_epoch:
+        context.freezer.unfreeze()
+    only_evaluation_is_left = state.progress.step == context.plan.steps_per_epoch
+    result = train_one_epoch(state, context.train_loader.epoch(epoch, state.progress.step), loop)
+    check_bad_images(context.train_loader, world)
+    stop_signal = result.stop_signal
+    if state.progress.step == context.plan.steps_per_epoch:
         # A checkpoint of this moment holds averaged buffers: averaging them again would round them again.
         if not only_evaluation_is_left:
-            average_buffers(parts.engine.module, parts.world)
+            average_buffers(engine.module, world)
         if not stop_signal:
-            start = time.perf_counter()
+            evaluation_start = time.perf_counter()
             with clock.evaluation:
-                scores = evaluate(parts.engine, parts.val_loader, parts.settings, parts.world, tools)
+                scores = evaluate(engine, context.val_loader, loop, is_interruptible=True)
             if isinstance(scores, Scores):
-                evaluation_seconds = time.perf_counter() - start
-                return _after_evaluation(parts, result, scores, evaluation_seconds, sums, saver, clock), 0
+                _end_epoch(context, loop, saver, result, scores, time.perf_counter() - evaluation_start)
+                return 0
             stop_signal = scores
     with clock.saving:
-        saver.save(progress, sums.state())
-    return progress, stop_signal
+        saver.save()
+    return stop_signal
 
 
-def _after_evaluation(
-    parts: Parts,
+def _end_epoch(
+    context: RunContext,
+    loop: TrainContext,
+    saver: Saver,
     result: EpochResult,
     scores: Scores,
     evaluation_seconds: float,
-    sums: ScoreSums,
-    saver: Saver,
-    clock: SpanClock,
-) -> Progress:
-    """Log an epoch, save its checkpoint and, where it is the best so far, its weights; a collective."""
-    before = result.progress
-    epoch, step = before.epoch + 1, (before.epoch + 1) * parts.settings.plan.steps_per_epoch
-    train_scores = sums.reduce(parts.world)
-    sums.reset()
-    diverged = find_divergence(train_scores.loss, scores.loss, parts.settings.num_classes)
-    write_best = None
+) -> None:
+    """Log an epoch, save its checkpoint and, if it is the best so far, its weights; a collective."""
+    state, world, clock = context.state, context.world, loop.timing.clock
+    before, epoch = state.progress, state.progress.epoch + 1
+    step = epoch * context.plan.steps_per_epoch
+    train_scores = state.sums.reduce(world)
+    state.sums.reset()
+    diverged = find_divergence(train_scores.loss, scores.loss, len(context.data.class_names))
+    write_weights = None
     if diverged is None and scores.top1 > before.best_top1:
         with clock.saving:
-            weights = gather_weights(parts.engine, parts.world)
-            broken = error_on_any_rank(not_finite(weights), parts.world)
+            weights = gather_weights(state.engine, world)
+            broken = error_on_any_rank(not_finite(weights), world)
         if broken is None:
-            write_best = _best_weights(parts, weights, epoch, scores)
+            write_weights = write_best(
+                context.folder, weights, context.built, context.data, context.config.data, epoch, scores
+            )
         else:
             diverged = f"the weights hold NaN or infinity, first in {broken}"
-    is_best = write_best is not None
-    progress = dataclasses.replace(
+    is_best = write_weights is not None
+    state.progress = dataclasses.replace(
         before,
         epoch=epoch,
         step=0,
@@ -216,7 +334,7 @@ def _after_evaluation(
     point = EpochPoint(
         epoch=epoch,
         step=step,
-        epochs=parts.config.epochs,
+        epochs=context.config.epochs,
         train_loss=train_scores.loss,
         train_top1=train_scores.top1,
         validation=scores,
@@ -224,81 +342,97 @@ def _after_evaluation(
         data_wait_share=result.data_wait_share,
         seconds=result.seconds,
         evaluation_seconds=evaluation_seconds,
-        memory_bytes_per_rank=peak_memory_per_rank(parts.world),
+        memory_bytes_per_rank=peak_memory_per_rank(world),
         is_best=is_best,
         diverged=diverged,
-        class_names=parts.data.class_names,
+        class_names=context.data.class_names,
     )
     with clock.logging:
-        parts.loggers.epoch(point)
+        context.loggers.epoch(point)
         if diverged:
-            parts.loggers.event("diverged", {"step": step, "epoch": epoch, "reason": diverged})
-            parts.loggers.message(f"epoch {epoch} has diverged: {diverged}")
+            context.loggers.event("diverged", {"step": step, "epoch": epoch, "reason": diverged})
+            context.loggers.message(f"epoch {epoch} has diverged: {diverged}")
     with clock.saving:
-        saver.save(progress, sums.state(), write_best)
-    return progress
+        saver.save(write_weights)
 
 
-def _start_timing(parts: Parts) -> Timing:
-    """Start the clock of this rank; a collective."""
-    hosts = name_hosts(parts.world)  # where all ranks meet; their clocks start together
-    clock = start_clock(parts.world.device)
-    profiler = None
-    if parts.config.profile and parts.world.is_main:
-        from training.profiler import StepProfiler
-
-        profiler = StepProfiler(parts.config.profile, parts.folder.path / "profile", clock, parts.loggers)
-    return Timing(clock, slow_links=SlowLinkWatch(hosts), hosts=hosts, flops=parts.flops, profiler=profiler)
-
-
-def _best_weights(parts: Parts, weights: dict[str, torch.Tensor], epoch: int, scores: Scores) -> Callable[[], None]:
-    """Return what writes the weights of an epoch and its scores."""
-    extra = {"epoch": epoch, "top1": scores.top1, "top5": scores.top5, "loss": scores.loss}
-
-    def write() -> None:
-        save_weights(
-            parts.folder.weights,
-            weights,
-            description=parts.built.description,
-            class_names=parts.data.class_names,
-            preprocessing=parts.data.preprocessing,
-            extra=extra,
-        )
-        facts = describe_scores(scores, parts.data.class_names, parts.data.val.source.name)
-        write_scores(parts.folder.evaluation, {"epoch": epoch, "data": parts.config.data, "split": "val"} | facts)
-
-    return write
+def _resume(context: RunContext, start: RunStart) -> None:
+    """Restore the state from the checkpoint that was found, if there is one; a collective."""
+    found, state, loggers = context.found, context.state, context.loggers
+    for note in context.notes:
+        loggers.message(note)
+    if found is None:
+        return
+    agreed(lambda: restore(found, state, context.world), context.world)
+    progress = state.progress
+    loggers.message(f"resuming from {found.path}: epoch {progress.epoch + 1}, step {progress.step + 1}")
+    if context.world.is_main and (line := bring_along(found.path, context.folder, progress.best_epoch)):
+        loggers.message(line)
+    loggers.event("resume", {"step": context.position, "checkpoint": found.path.name, "restarts": start.restarts})
 
 
-def _save_settings(parts: Parts) -> SaveSettings:
-    config = parts.config
-    return SaveSettings(
-        folder=parts.folder.checkpoints,
-        identity=parts.identity,
+def _train_context(context: RunContext, stop: StopRequest, start: RunStart) -> TrainContext:
+    """Build what the loop uses in every step; a collective."""
+    config, world, state, loggers = context.config, context.world, context.state, context.loggers
+    settings = SaveSettings(
+        folder=context.folder.checkpoints,
+        identity=context.identity,
         config=dataclasses.asdict(config),
         every_steps=config.save_every_steps,
         every_minutes=config.save_every_minutes,
         keep_last=config.keep_last,
         patience_s=SLOW_PHASE * config.hang_timeout,
-        steps_per_epoch=parts.settings.plan.steps_per_epoch,
+        steps_per_epoch=context.plan.steps_per_epoch,
+    )
+    guard = NonFiniteGuard(
+        state.engine,
+        world,
+        loggers,
+        config.max_bad_steps,
+        context.data.train.source.name,
+        skipped=state.progress.skipped_steps,
+        in_row=state.progress.bad_steps_in_row,
+    )
+    return TrainContext(
+        world=world,
+        plan=context.plan,
+        schedule=context.schedule,
+        num_classes=len(context.data.class_names),
+        image_size=context.data.preprocessing["image_size"],
+        seed=config.seed,
+        label_smoothing=config.label_smoothing,
+        log_every_steps=config.log_every_steps,
+        epochs=config.epochs,
+        loggers=loggers,
+        stop=stop,
+        guard=guard,
+        heartbeat=start.heartbeat,
+        saver=Saver(settings, state, world, loggers, start.heartbeat),
+        timing=start_timing(world, context.flops, config.profile, context.folder.path / "profile", loggers),
     )
 
 
-def _resume(parts: Parts, sums: ScoreSums, start: RunStart) -> Progress:
-    for note in parts.notes:
-        parts.loggers.message(note)
-    if parts.found is None:
-        return Progress()
-    found = parts.found
-    progress = agreed(lambda: fill_engine(found, parts.engine, sums, parts.world), parts.world)
-    parts.loggers.message(f"resuming from {found.path}: epoch {progress.epoch + 1}, step {progress.step + 1}")
-    if parts.world.is_main and (line := bring_along(found.path, parts.folder, progress.best_epoch)):
-        parts.loggers.message(line)
-    parts.loggers.event(
-        "resume", {"step": parts.position(progress), "checkpoint": found.path.name, "restarts": start.restarts}
-    )
-    return progress
+def _give_up(context: RunContext, error: RunEnded, deliver: Deliver | None) -> None:
+    """Log why the run ended, and deliver what there is."""
+    context.loggers.event("gave_up", {"step": error.step, "exit_code": error.exit_code, "reason": str(error)})
+    context.loggers.message(f"gave up at step {error.step}")
+    if context.world.is_main:
+        _deliver(context, deliver, has_finished=False)
 
 
-def _is_out_of_patience(parts: Parts, progress: Progress) -> bool:
-    return 0 < parts.config.early_stopping_patience <= progress.epochs_without_better
+def _deliver(context: RunContext, deliver: Deliver | None, *, has_finished: bool) -> None:
+    if deliver is None:
+        return
+    with_card = has_finished and context.folder.weights.is_file()  # a run without a sound epoch has none
+    read_image = context.data.val.source.read
+    for line in deliver(context.folder, read_image, with_card=with_card, with_report=context.config.report):
+        context.loggers.message(line)
+
+
+def _identity(data: DatasetPair, built: BuiltModel, plan: BatchPlan) -> dict[str, Any]:
+    return {
+        "model": built.description,
+        "class list": data.class_names,
+        "data set": data.fingerprint,
+        "global batch": plan.global_batch,
+    }

@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks.our_engine import Step, make_engine, training_step
 from models import build_model
 from training.config import TrainConfig
-from training.distributed import World
+from training.parallel.world import World
 
 OURS, NATIVE, PLAIN, TIMM = "ours (ddp)", "ours (ddp, --engine native)", "plain PyTorch loop", "timm's loop"
 

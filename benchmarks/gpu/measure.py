@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.contestants import MAKERS, OURS, PLAIN, TIMM, Contestant, Switches, make_network
 from benchmarks.gpu.roofline import StepCosts, peak_of, step_costs
 from benchmarks.report import Section, ratios_to, spread
-from training.distributed import World
+from training.parallel.world import World
 
 CANDIDATE_BATCHES = (32, 64, 128, 256, 512, 1024)
 LONGEST_TIMING_SECONDS = 0.5

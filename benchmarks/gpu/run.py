@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.gpu.measure import QUICK, Effort, best_batch, compare, release
 from benchmarks.report import Section, results_folder, save, show, versions
-from training.distributed import World, start_world, stop_world
+from training.parallel.world import World, start_world, stop_world
 
 ROOT = Path(__file__).resolve().parents[2]
 # Model -> images per GPU as the guide recommends for ddp (the ensemble: for stage 2); ResNet-50 is not in it.

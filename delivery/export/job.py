@@ -44,7 +44,7 @@ class ExportJob:
 
     Attributes:
         module: the network, float32 on the CPU in evaluation mode; writers leave it as it is.
-        metadata: what `delivery.weights.load_model` returned with it.
+        metadata: what `training.checkpoint.weights.load_model` returned with it.
         origin: where it came from, as JSON can hold it.
         precision: a name of `PRECISIONS`.
         check: images that the file is judged on.

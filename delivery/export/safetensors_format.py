@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 
 from delivery.export.job import ExportJob, Run, Written
-from delivery.weights import load_model, save_weights
+from training.checkpoint.weights import load_model, save_weights
 
 STORED_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -16,7 +16,7 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return what preprocessing.json holds.
 
     Args:
-        metadata: what `delivery.weights.read_metadata` returned.
+        metadata: what `training.checkpoint.weights.read_metadata` returned.
     """
     preprocessing = metadata["preprocessing"]
     size, resize_size = preprocessing["image_size"], preprocessing["resize_size"]

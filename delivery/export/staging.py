@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from types import TracebackType
 
-from training.durable import remove_leftovers, sync_to_disk, unfinished
+from training.checkpoint.atomic_write import remove_leftovers, sync_to_disk, unfinished
 from training.errors import UserError
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from delivery.report.wording import number
+from delivery.report.formatting import number
 
 
 @dataclass(frozen=True)

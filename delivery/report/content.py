@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from delivery.report.curves import Chart
-from delivery.report.facts import (
+from delivery.report.incidents import Incidents, find_incidents
+from delivery.report.per_class import ClassTable, Confusion, calibration_chart, class_table, confusion
+from delivery.report.run_facts import (
     Figure,
     Setting,
     command_to_repeat,
@@ -17,15 +19,13 @@ from delivery.report.facts import (
     settings,
     surroundings,
 )
-from delivery.report.incidents import Incidents, find_incidents
-from delivery.report.judgement import ClassTable, Confusion, calibration_chart, class_table, confusion
 from delivery.report.run_files import RunFiles, read_run
 from delivery.report.samples import MOST_PICTURES, Sample, wrong_samples
-from delivery.report.spending import Spending, spend_memory, spend_time
 from delivery.report.status import Status, find_status
+from delivery.report.time_and_memory import Spending, spend_memory, spend_time
 from delivery.report.training_curves import STYLES
 from training.errors import UserError
-from training.run_folder import ENVIRONMENT, EVALUATION, METRICS, SCORES
+from training.observe.run_folder import ENVIRONMENT, EVALUATION, METRICS, SCORES
 
 MOST_RUNS = STYLES  # so that no two lines look the same
 MOST_RUNS_WITH_MATRIX = 4

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from delivery.report.axes import Axis, linear_axis, log_axis
+from delivery.report.formatting import isolate, number, plain
 from delivery.report.points import tabulate, thin
-from delivery.report.wording import isolate, number, plain
 
 POINTS_PER_CHART = 1600  # over all lines; about 25 bytes each in the page
 VIEW = 1000  # side of the SVG's own coordinates, which it stretches to the place there is

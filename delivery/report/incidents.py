@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from delivery.report.formatting import clip, listing, moment, number, plural, seconds
 from delivery.report.history import History
-from delivery.report.wording import clip, listing, moment, number, plural, seconds
 
 MOST_ROWS = 40
 LONGEST_TEXT = 200

@@ -11,11 +11,11 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from delivery.report import wording
+from delivery.report import formatting
 from delivery.report.content import PageRun, read_page_runs
 from delivery.report.side_by_side import differences, side_by_side
 from delivery.report.training_curves import overlaid_charts, single_run_charts
-from training.durable import replacing
+from training.checkpoint.atomic_write import replacing
 from training.errors import UserError
 
 TEMPLATE = Path(__file__).resolve().parent / "template"
@@ -61,7 +61,7 @@ def render(runs: Sequence[PageRun], *, is_live: bool) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"clip": wording.clip, "count": wording.count, "percent": wording.percent}
+    environment.filters |= {"clip": formatting.clip, "count": formatting.count, "percent": formatting.percent}
     script = (TEMPLATE / "page.js").read_text(encoding="utf-8")
     return environment.get_template("page.html").render(
         runs=runs,
@@ -80,7 +80,7 @@ def render(runs: Sequence[PageRun], *, is_live: bool) -> str:
         style=Markup((TEMPLATE / "style.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        written=wording.moment(time.time()),
+        written=formatting.moment(time.time()),
     )
 
 

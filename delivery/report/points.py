@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from delivery.report.wording import number, plain
+from delivery.report.formatting import number, plain
 
 TABLE_ROWS = 32
 

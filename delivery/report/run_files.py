@@ -11,7 +11,7 @@ from typing import Any
 
 from delivery.report.history import History, read_history
 from training.errors import UserError
-from training.run_folder import CONFIG, ENVIRONMENT, EVALUATION, METRICS, SCORES, WEIGHTS, WORST
+from training.observe.run_folder import CONFIG, ENVIRONMENT, EVALUATION, METRICS, SCORES, WEIGHTS, WORST
 
 HEADER_LENGTH_BYTES = 8  # of a safetensors file
 LONGEST_HEADER_BYTES = 100_000_000  # as in the safetensors library

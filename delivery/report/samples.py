@@ -9,9 +9,9 @@ from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
+from delivery.report.formatting import clip, percent
 from delivery.report.run_files import RunFiles
-from delivery.report.wording import clip, percent
-from training.data.images import ImageError, read_file
+from training.data.reading.images import ImageError, read_file
 
 MOST_PICTURES = 24
 LARGEST_PNG_BYTES = 6_000  # more is written as JPEG

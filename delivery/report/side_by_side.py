@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from delivery.report.facts import Setting
+from delivery.report.run_facts import Setting
 
 
 class Named(Protocol):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from delivery.report.formatting import clip, count, moment, plural, seconds
 from delivery.report.history import History
 from delivery.report.run_files import RunFiles
-from delivery.report.wording import clip, count, moment, plural, seconds
 
 LONGEST_REASON = 300
 PATIENCE_SECONDS = 900.0  # without a line in metrics.jsonl; longer where the run itself was silent for longer

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from delivery.report.curves import Chart, Line, draw
+from delivery.report.formatting import number, percent, plural
 from delivery.report.history import History
-from delivery.report.wording import number, percent, plural
 
 STYLES = 8  # colours, each with a dash of its own
 

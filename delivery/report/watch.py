@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from delivery.report.page import write_report
-from training.run_folder import EVALUATION, METRICS, SCORES, WORST
+from training.observe.run_folder import EVALUATION, METRICS, SCORES, WORST
 
 POLL_SECONDS = 2.0
 LARGEST_SHARE_OF_TIME = 0.1  # that writing may take: the training needs the processor too

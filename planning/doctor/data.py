@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from planning.doctor.rows import Row
+from planning.doctor.table import Row
 from training.data import DATASETS, DataOptions, find_dataset, load_data
 from training.errors import UserError
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from planning.doctor.rows import Row, Verdict, some_of
-from training.interface import is_loopback
-from training.versions import usual_value
+from planning.doctor.table import Row, Verdict, some_of
+from training.observe.versions import usual_value
+from training.parallel.network_interfaces import is_loopback
 
 CLOCK_WARNING_SECONDS, CLOCK_WRONG_SECONDS = 1.0, 60.0
 SHORT = 12  # of a hash

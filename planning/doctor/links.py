@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planning.doctor.rows import Row, amount, duration, some_of
+from planning.doctor.table import Row, amount, duration, some_of
 
 SLOW_SHARE = 1 / 3  # of what the other hosts reach
 PROMISED_SHARE = 1 / 10  # of what the interface says; one stream over TCP reaches a part of it only

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from planning.doctor.rows import Row, amount
+from planning.doctor.table import Row, amount
 
 MIB, GIB = 2**20, 2**30
 # What one rank may take there: DeepSpeed's buffer of a CPU rank, deepspeed_allreduce_buffer_*, has 66 MiB.
@@ -149,7 +149,7 @@ def judge_shared_memory(facts: Facts, need: Need) -> Row:
     """/dev/shm, by which ranks, NCCL, DeepSpeed and loader workers exchange data.
 
     Without enough of it a worker or rank ends in a bus error. CPU ranks of our own engine keep weights and every rank's
-    gradients there where half of it suffices (`training.rank_buffers`), and are slower where not.
+    gradients there where half of it suffices (`training.parallel.flat_buffers`), and are slower where not.
     """
     free, ranks = facts["shm_free_bytes"], max(need.ranks, 1)
     found = f"{amount(free)} of {amount(facts['shm_bytes'])} free"

@@ -11,7 +11,7 @@ import torch
 
 from models import model_spec, rebuild_model
 from planning.memory import model_sizes
-from training.precision import DTYPES, resolve_precision
+from training.parallel.precision import DTYPES, resolve_precision
 
 WARM_UP_STEPS, TIMED_STEPS = 3, 10
 

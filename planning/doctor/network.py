@@ -16,8 +16,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from training.exchange import gather, list_of, number, row_of, text
-from training.rendezvous import open_store, prove
+from training.parallel.exchange import gather, list_of, number, row_of, text
+from training.parallel.secure_store import open_store, prove
 
 SMALL_BYTES, SMALL_REPEATS, LARGE_REPEATS = 1024, 20, 3
 FIRST_BYTES, LARGEST_BYTES = 1 << 16, {"cpu": 1 << 26, "cuda": 1 << 28}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from planning.doctor.rows import Row, amount, some_of
+from planning.doctor.table import Row, amount, some_of
 
 SMALL_BYTES, LARGE_BYTES = 16, 1 << 20  # the large one fills many packets of any MTU
 CONNECT_SECONDS, ECHO_SECONDS = 3.0, 5.0

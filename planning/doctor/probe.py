@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from training.errors import UserError
-from training.shared_folder import leave_mark, sees_mark
+from training.observe.shared_folder import leave_mark, sees_mark
 
 RECORD_SEPARATOR = "\x1e"
 LEAST_COMPUTING_SECONDS = 0.1  # starting Python and reading the modules; less is no measure
 
 
 def _facts(**request: Any) -> dict[str, Any]:
-    from planning.doctor.facts import collect_facts
+    from planning.doctor.host_facts import collect_facts
 
     return collect_facts(**request)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from planning.doctor.rows import Row
+from planning.doctor.table import Row
 from training.errors import printable
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from tests.cluster.hosts import REPO_ROOT, SHARED, Hosts
 from tests.cluster.trainings import ENTRY, RUN, Training, agent, flags, ranks, read_metrics
-from training.launch_folder import SECRET_VARIABLE
+from training.observe.heartbeat import SECRET_VARIABLE
 
 pytestmark = pytest.mark.cluster
 

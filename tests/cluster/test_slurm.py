@@ -148,7 +148,7 @@ def test_a_job_that_loses_a_node_goes_on_with_another_and_the_same_weights(
 
 def test_several_tasks_without_ranks_are_told_from_the_shell_of_a_job(slurm: Hosts, shared: Path) -> None:
     """Slurm calls both a job of two tasks; only srun's are two processes that would train on their own."""
-    code = "import os; from training.distributed import launched_world; print('alone' * (launched_world()[3] == 1))"
+    code = "import os; from training.parallel.world import launched_world; print('alone' * (launched_world()[3] == 1))"
     script = f'cd {REPO_ROOT}; {sys.executable} -c "{code}"; srun -n 2 {sys.executable} -c "{code}"'
     output = shared / "tasks.out"
     words = ["sbatch", "--wait", "--nodes=1", "--ntasks=2", "--gpus-per-node=1", f"--output={output}", "--wrap", script]

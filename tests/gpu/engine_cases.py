@@ -9,15 +9,16 @@ from typing import Any
 import torch
 
 from tests.training.engine_ranks import configuration, make_batch, make_engine, make_model
-from training.bad_steps import StepGuard
-from training.checkpoint.manifest import Manifest, Progress, shard_name
+from training.checkpoint.manifest import Manifest, shard_name
 from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
-from training.compilation import compile_mode
 from training.data.reader import Batch
-from training.distributed import World
-from training.engine import Engine
-from training.loggers import Loggers
-from training.metrics import ScoreSums, sample_losses
+from training.observe.loggers import Loggers
+from training.observe.scores import ScoreSums, sample_losses
+from training.parallel.compilation import compile_mode
+from training.parallel.engine import Engine
+from training.parallel.world import World
+from training.recipe.nonfinite_steps import NonFiniteGuard
+from training.state import Progress
 
 BATCH_SIZE = 8
 
@@ -111,7 +112,7 @@ def copy_report(world: World, precision: str):
 def accumulation_report(world: World, micro_steps: int):
     """Note micro-batches of 6 MiB each; return the bytes that stay on the GPU until the verdict."""
     engine = build(world, 0, engine="native")
-    guard = StepGuard(engine, world, Loggers([]), 0, str)
+    guard = NonFiniteGuard(engine, world, Loggers([]), 0, str)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     guard.before_step()

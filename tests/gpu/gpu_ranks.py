@@ -11,23 +11,18 @@ from torch import nn
 from benchmarks.our_engine import make_engine
 from models import MODELS, build_model
 from tests.training import engine_ranks
-from training.bad_steps import StepGuard
-from training.checkpoint.manifest import Progress
 from training.data import DataOptions, load_data
-from training.data.bundle import Habits, make_bundle
+from training.data.datasets import DatasetDefaults, make_dataset_pair
 from training.data.loader import TrainLoader
+from training.data.reading.sources import ArraySource
 from training.data.sampler import BatchPlan
-from training.data.sources import ArraySource
-from training.distributed import World
-from training.engine import Engine
-from training.launch_folder import RankReport
-from training.loggers import Loggers
-from training.loop import LoopSettings, LoopTools, train_one_epoch
-from training.meter import Timing
-from training.metrics import ScoreSums, sample_losses
-from training.optim import Schedule
-from training.signals import StopRequest
-from training.timing import start_clock
+from training.loop import train_one_epoch
+from training.observe.scores import ScoreSums, sample_losses
+from training.observe.step_metrics import Timing
+from training.observe.timing import start_clock
+from training.parallel.engine import Engine
+from training.parallel.world import World
+from training.state import Progress, TrainState
 
 CLASSES, IMAGE_SIZE, BATCH_SIZE, LEARNING_RATE = 5, 64, 8, 1e-3
 
@@ -200,22 +195,20 @@ def peak_of_an_epoch(world: World, accumulation: int) -> int:
     """Train one epoch of 64 x 64 images in micro-batches of 64; return the bytes it took beyond what was there."""
     pixels = torch.zeros(64 * accumulation, 3, 64, 64, dtype=torch.uint8)
     source = ArraySource(pixels, torch.arange(len(pixels)) % CLASSES)
-    habits = Habits(64, "none", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
-    data = make_bundle(source, source, list("abcde"), habits, DataOptions(), "fingerprint")
+    habits = DatasetDefaults(64, "none", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
+    data = make_dataset_pair(source, source, list("abcde"), habits, DataOptions(), "fingerprint")
     plan = BatchPlan(len(pixels), 64, accumulation, 1, 0)
-    settings = LoopSettings(plan, Schedule(0.01, 1, 0, 1.0), CLASSES, 64, 0, 0.0, log_every_steps=1, epochs=1)
     config = engine_ranks.configuration(gradient_accumulation_steps=accumulation, engine="native")
     engine = engine_ranks.make_engine(world, engine_ranks.make_model(False).to(world.device), config, "bf16")
-    sums, stop, loggers = ScoreSums(CLASSES, world.device), StopRequest(), Loggers([])
-    guard = StepGuard(engine, world, loggers, 0, str)
-    tools = LoopTools(world, loggers, stop, guard, RankReport(None, 0, 0.0), timing=Timing(start_clock(world.device)))
+    context = engine_ranks.loop_context(world, engine, plan, 64, timing=Timing(start_clock(world.device)))
+    state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
     batches = TrainLoader(data, plan, 0, device=world.device).epoch(0)
     on_gpu = world.device.type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    train_one_epoch(engine, batches, settings, Progress(), sums, tools)
-    stop.close()
+    train_one_epoch(state, batches, context)
+    context.stop.close()
     engine.close()
     return torch.cuda.max_memory_allocated() - before if on_gpu else 0
 

@@ -15,8 +15,8 @@ from ranks import Ranks, run_ranks
 from safetensors.torch import load_file
 
 from tests.gpu.gpu_ranks import TRAINABLE_MODELS
-from training.engines import ENGINES
-from training.strategies import STRATEGIES
+from training.parallel.engines import ENGINES
+from training.parallel.strategies import STRATEGIES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from training.engines import ENGINES
-from training.strategies import STRATEGIES
+from training.parallel.engines import ENGINES
+from training.parallel.strategies import STRATEGIES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,31 +16,32 @@ import torch
 from torch import nn
 
 from tests.training.engine_ranks import CLASSES, configuration, make_engine
-from training.bad_steps import StepGuard
-from training.batchnorm import average_buffers
-from training.checkpoint.manifest import Progress
-from training.checkpoint.resume import fill_engine
+from training.checkpoint.resume import restore
 from training.checkpoint.retries import GIVE_UP_SECONDS
 from training.checkpoint.saver import Saver, SaveSettings
 from training.checkpoint.store import choose, find_candidates
 from training.config import TrainConfig
 from training.data import DataOptions
-from training.data.bundle import DataBundle, Habits, ImageDataset, make_bundle
-from training.data.finish import Finish
+from training.data.batch_transforms import BatchTransforms
+from training.data.datasets import DatasetDefaults, DatasetPair, ImageDataset, make_dataset_pair
 from training.data.loader import TrainLoader
+from training.data.reading.sources import ArraySource
 from training.data.sampler import BatchPlan
-from training.data.sources import ArraySource
-from training.distributed import World, barrier, broadcast_object, gather_objects
-from training.engine import FlatShard
 from training.errors import RunEnded
-from training.exchange import text
-from training.launch_folder import RankReport
-from training.loggers import Loggers, StepPoint
-from training.loop import LoopSettings, LoopTools, train_one_epoch
-from training.metrics import ScoreSums
-from training.optim import Schedule
-from training.signals import StopRequest
-from training.strategies import STRATEGIES
+from training.loop import train_one_epoch
+from training.observe.heartbeat import HeartbeatWriter
+from training.observe.loggers import Loggers, StepPoint
+from training.observe.scores import ScoreSums
+from training.observe.step_metrics import Timing
+from training.parallel.batchnorm import average_buffers
+from training.parallel.engine import FlatShard
+from training.parallel.exchange import text
+from training.parallel.signals import StopRequest
+from training.parallel.strategies import STRATEGIES
+from training.parallel.world import World, barrier, broadcast_object, gather_objects
+from training.recipe.nonfinite_steps import NonFiniteGuard
+from training.recipe.schedule import Schedule
+from training.state import Progress, TrainContext, TrainState
 
 SAMPLES = 45  # three steps of 16, the last of them with a remainder
 MICRO_BATCH = 4
@@ -100,20 +101,20 @@ class Recorder:
     def close(self) -> None: ...
 
 
-def make_data(broken_sample: int = -1) -> DataBundle:
+def make_data(broken_sample: int = -1) -> DatasetPair:
     """45 images with a little augmentation; one of them may come out of it as NaN."""
     generator = torch.Generator().manual_seed(5)
     pixels = torch.randint(256, (SAMPLES, 1, 8, 8), generator=generator, dtype=torch.uint8)
     source = ArraySource(pixels, torch.arange(SAMPLES) % CLASSES)
-    habits = Habits(8, "shift", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
+    habits = DatasetDefaults(8, "shift", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
     names = [f"class-{number}" for number in range(CLASSES)]
-    bundle = make_bundle(source, source, names, habits, DataOptions(), "fingerprint")
+    bundle = make_dataset_pair(source, source, names, habits, DataOptions(), "fingerprint")
     if broken_sample >= 0:
         bundle.train.finish = _NanInOne(bundle.train, broken_sample)
     return bundle
 
 
-class _NanInOne(Finish):
+class _NanInOne(BatchTransforms):
     """Finishes batches, and makes one image of the set NaN."""
 
     def __init__(self, dataset: ImageDataset, broken_sample: int) -> None:
@@ -164,37 +165,51 @@ class Job:
         self.engine = make_engine(world, self.module, config, precision)
         plan = BatchPlan(SAMPLES, MICRO_BATCH, accumulation, world.size, seed=3)
         schedule = Schedule(RATE, total_steps=EPOCHS * plan.steps_per_epoch, warmup_steps=1, final_scale=0.1)
-        self.settings = LoopSettings(plan, schedule, CLASSES, 8, 3, 0.1, log_every_steps=1, epochs=EPOCHS)
         self.data = make_data(broken_sample)
         self.loader = TrainLoader(self.data, plan, world.rank)
         self.stop = StopRequest()
-        self.sums = ScoreSums(CLASSES, world.device)
+        self.state = TrainState(self.engine, ScoreSums(CLASSES, world.device), Progress())
         self.folder = Path(folder)
-        self.progress = Progress()
         if resume != "never":
             candidates, _ = find_candidates(resume, self.folder, is_restart=False)
             found, self.refused = choose(candidates, world)
             assert found is not None, self.refused
-            self.progress = fill_engine(found, self.engine, self.sums, world)
-        report = RankReport(None, world.rank, 0.0)
+            restore(found, self.state, world)
+        report = HeartbeatWriter(None, world.rank, 0.0)
         self.clock_ahead_s = 0.0
         settings = _save_settings(self.folder, config, every_steps, plan)
         clock = lambda: time.monotonic() + self.clock_ahead_s  # noqa: E731
-        self.saver = Saver(settings, self.engine, world, loggers, report, clock)
-        guard = StepGuard(self.engine, world, loggers, most_bad_steps, name_of=lambda index: f"sample-{index}")
-        self.tools = LoopTools(world, loggers, self.stop, guard, report, self.saver)
+        self.saver = Saver(settings, self.state, world, loggers, report, clock)
+        guard = NonFiniteGuard(self.engine, world, loggers, most_bad_steps, name_of=lambda index: f"sample-{index}")
+        self.context = TrainContext(
+            world,
+            plan,
+            schedule,
+            CLASSES,
+            8,
+            3,
+            0.1,
+            1,
+            EPOCHS,
+            loggers,
+            self.stop,
+            guard,
+            report,
+            Timing(),
+            self.saver,
+        )
 
     def train(self) -> None:
         """Train to the end, averaging BatchNorm's buffers after each epoch as the real run does."""
-        for epoch in range(self.progress.epoch, EPOCHS):
-            batches = self.loader.epoch(epoch, self.progress.step)
-            result = train_one_epoch(self.engine, batches, self.settings, self.progress, self.sums, self.tools)
+        state = self.state
+        for epoch in range(state.progress.epoch, EPOCHS):
+            train_one_epoch(state, self.loader.epoch(epoch, state.progress.step), self.context)
             average_buffers(self.module, self.world)
-            self.epoch_scores = self.sums.reduce(self.world)
-            self.sums.reset()
-            self.progress = dataclasses.replace(result.progress, epoch=epoch + 1, step=0)
-            self.saver.save(self.progress, self.sums.state())
-        self.saver.finish(self.progress, self.sums.state())
+            self.epoch_scores = state.sums.reduce(self.world)
+            state.sums.reset()
+            state.progress = dataclasses.replace(state.progress, epoch=epoch + 1, step=0)
+            self.saver.save()
+        self.saver.finish()
 
     def report(self) -> dict[str, Any]:
         """Return what the tests compare."""
@@ -291,7 +306,7 @@ def poisoned(
         nonlocal calls
         calls += 1
         # The forward passes of the second step, on the last rank.
-        accumulation = job.settings.plan.accumulation_steps
+        accumulation = job.context.plan.accumulation_steps
         is_bad = (calls - 1) // accumulation == 1 and world.rank == world.size - 1
         if culprit == "loss":
             return output * float("nan") if is_bad else output
@@ -299,8 +314,8 @@ def poisoned(
 
     if culprit != "image":
         job.module.register_forward_hook(break_it)
-    after_step = job.tools.guard.after_step
-    before_step = job.tools.guard.before_step
+    after_step = job.context.guard.after_step
+    before_step = job.context.guard.before_step
 
     def state() -> dict[str, Any]:
         return {name: tensor.double().tolist() for name, tensor in job.engine.weights()}
@@ -315,15 +330,15 @@ def poisoned(
             kept.update(bad_step=step, unchanged=kept["before"] == state(), applied_steps=job.engine.applied_steps())
         return applied
 
-    job.tools.guard.before_step = watched_before  # type: ignore[method-assign]
-    job.tools.guard.after_step = watched_after  # type: ignore[method-assign]
+    job.context.guard.before_step = watched_before  # type: ignore[method-assign]
+    job.context.guard.after_step = watched_after  # type: ignore[method-assign]
     ended = None
     try:
         job.train()
     except RunEnded as error:
         ended = [str(error), error.exit_code]
-        job.epoch_scores = job.sums.reduce(world)
-    result = job.report() | {"ended": ended, "skipped": job.tools.guard.skipped}
+        job.epoch_scores = job.state.sums.reduce(world)
+    result = job.report() | {"ended": ended, "skipped": job.context.guard.skipped}
     result |= {key: kept.get(key) for key in ("bad_step", "unchanged", "applied_steps")}
     job.close()
     return result
@@ -344,10 +359,10 @@ def full_disk(world: World, on_rank: int):
 def save_on_full_disk(world: World, folder: str, strategy: str, full_rank: int) -> dict[str, Any]:
     """Save once well, then with no room on one rank, with room, and again without, by rank 0's clock for 10 minutes."""
     job = Job(world, folder, strategy)
-    epoch_sums = job.sums.state()
 
     def save(step: int) -> None:
-        job.saver.save(dataclasses.replace(job.progress, step=step), epoch_sums)
+        job.state.progress = dataclasses.replace(job.state.progress, step=step)
+        job.saver.save()
         job.saver._wait()
 
     def names() -> list[str]:

@@ -10,15 +10,24 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from training import rank_buffers
-from training.batchnorm import average_buffers, synchronize_batchnorm
 from training.config import TrainConfig
-from training.distributed import World
-from training.engine import Engine, FlatShard
-from training.engines import build_engine
-from training.metrics import sample_losses
-from training.optim import build_optimizer
-from training.strategies import engine_config, read_strategy_json
+from training.data.sampler import BatchPlan
+from training.loop import train_one_epoch
+from training.observe.heartbeat import HeartbeatWriter
+from training.observe.loggers import Loggers
+from training.observe.scores import ScoreSums, sample_losses
+from training.observe.step_metrics import Timing
+from training.parallel import flat_buffers
+from training.parallel.batchnorm import average_buffers, synchronize_batchnorm
+from training.parallel.engine import Engine, FlatShard
+from training.parallel.engines import build_engine
+from training.parallel.signals import StopRequest
+from training.parallel.strategies import engine_config, read_strategy_json
+from training.parallel.world import World
+from training.recipe.nonfinite_steps import NonFiniteGuard
+from training.recipe.optimizer import build_optimizer
+from training.recipe.schedule import Schedule
+from training.state import Progress, TrainContext, TrainState
 
 BATCH_SIZE = 8
 CLASSES = 10
@@ -127,13 +136,13 @@ def train_with_deferred_verdicts(world: World, steps: int, strategy: str, optimi
 
 def train_over_collectives(world: World, steps: int, strategy: str, optimizer: str):
     """As `train_with_engine`, natively, on a machine without memory to share; say how the ranks exchanged."""
-    rank_buffers.SHARED_MEMORY, kept = Path("/nowhere"), rank_buffers.SHARED_MEMORY
+    flat_buffers.SHARED_MEMORY, kept = Path("/nowhere"), flat_buffers.SHARED_MEMORY
     try:
         engine = make_engine(
             world, make_model(True), configuration(strategy=strategy, optimizer=optimizer, engine="native")
         )
     finally:
-        rank_buffers.SHARED_MEMORY = kept
+        flat_buffers.SHARED_MEMORY = kept
     losses = train_steps(world, engine, range(steps))
     live = live_weight_bytes(engine)
     return {"losses": losses, "weights": weights_of(engine), "live": live}
@@ -289,8 +298,7 @@ def evaluation_report(world: World):
     from training.data import DataOptions, load_data
     from training.data.loader import EvaluationLoader
     from training.data.sampler import BatchPlan, EvaluationPlan
-    from training.loop import LoopSettings, evaluate
-    from training.optim import build_schedule
+    from training.loop import evaluate
 
     data = load_data(DataOptions())
     config = configuration(batch_size=BATCH_SIZE, strategy="fsdp_stage3")
@@ -298,11 +306,10 @@ def evaluation_report(world: World):
     # Statistics that differ from those of any batch, so that a model left in training mode would be seen.
     for buffer in engine.module.buffers():
         buffer.fill_(2)
-    schedule = build_schedule(config, 1, 1, 0)
     plan = BatchPlan(len(data.train), BATCH_SIZE, 1, world.size, 0)
-    settings = LoopSettings(plan, schedule, CLASSES, 32, 0, 0.0, 1, 1)
+    context = loop_context(world, engine, plan, 32)
     loader = EvaluationLoader(data, EvaluationPlan(len(data.val), BATCH_SIZE, world.size), world.rank)
-    scores = evaluate(engine, loader, settings, world)
+    scores = evaluate(engine, loader, context)
     engine.train(False)
     images = torch.stack([data.val[0, index][0] for index in range(len(data.val))])
     with torch.no_grad():
@@ -322,49 +329,45 @@ EPOCH_SAMPLES = 37  # 2 ranks x 2 micro-steps x 8 images: a full step, and one o
 def make_small_data():
     """37 grey images with labels, as a bundle without augmentation."""
     from training.data import DataOptions
-    from training.data.bundle import Habits, make_bundle
-    from training.data.sources import ArraySource
+    from training.data.datasets import DatasetDefaults, make_dataset_pair
+    from training.data.reading.sources import ArraySource
 
     generator = torch.Generator().manual_seed(5)
     pixels = torch.randint(256, (EPOCH_SAMPLES, 1, 8, 8), generator=generator, dtype=torch.uint8)
     source = ArraySource(pixels, torch.arange(EPOCH_SAMPLES) % CLASSES)
-    habits = Habits(8, "none", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
+    habits = DatasetDefaults(8, "none", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
     names = [f"class-{number}" for number in range(CLASSES)]
-    return make_bundle(source, source, names, habits, DataOptions(), "fingerprint")
+    return make_dataset_pair(source, source, names, habits, DataOptions(), "fingerprint")
 
 
-def epoch_settings(world: World, config: TrainConfig):
-    from training.data.sampler import BatchPlan
-    from training.loop import LoopSettings
-    from training.optim import Schedule
-
-    plan = BatchPlan(EPOCH_SAMPLES, BATCH_SIZE, config.gradient_accumulation_steps, world.size, 0)
-    constant = Schedule(config.learning_rate, total_steps=1, warmup_steps=0, final_scale=1.0)
-    return LoopSettings(plan, constant, CLASSES, 8, 0, 0.0, log_every_steps=1, epochs=1)
+def loop_context(world: World, engine: Engine, plan: BatchPlan, image_size: int = 8, **changes: Any) -> TrainContext:
+    """Return what the loop needs of a run without logs and checkpoints, at a constant learning rate."""
+    loggers = Loggers([])
+    values = {
+        "schedule": Schedule(0.01, total_steps=1, warmup_steps=0, final_scale=1.0),
+        "loggers": loggers,
+        "stop": StopRequest(),
+        "guard": NonFiniteGuard(engine, world, loggers, most_in_row=0, name_of=str),
+        "heartbeat": HeartbeatWriter(None, 0, 0.0),
+        "timing": Timing(),
+    } | changes
+    fixed = {"num_classes": CLASSES, "image_size": image_size, "seed": 0, "label_smoothing": 0.0}
+    return TrainContext(world=world, plan=plan, **({"log_every_steps": 1, "epochs": 1} | fixed | values))
 
 
 def epoch_with_our_loop(world: World, strategy: str, engine: str):
     """Train one epoch with a remainder; return the weights and the scores of the epoch."""
-    from training.bad_steps import StepGuard
-    from training.checkpoint.manifest import Progress
     from training.data.loader import TrainLoader
-    from training.launch_folder import RankReport
-    from training.loggers import Loggers
-    from training.loop import LoopTools, train_one_epoch
-    from training.metrics import ScoreSums
-    from training.signals import StopRequest
 
     config = configuration(strategy=strategy, engine=engine, gradient_accumulation_steps=2)
     engine = make_engine(world, make_model(False), config)
-    settings = epoch_settings(world, config)
-    loader = TrainLoader(make_small_data(), settings.plan, world.rank)
-    stop = StopRequest()
-    sums = ScoreSums(CLASSES, world.device)
-    guard = StepGuard(engine, world, Loggers([]), most_in_row=0, name_of=str)
-    tools = LoopTools(world, Loggers([]), stop, guard, RankReport(None, 0, 0.0))
-    train_one_epoch(engine, loader.epoch(0), settings, Progress(), sums, tools)
-    scores = sums.reduce(world)
-    stop.close()
+    plan = BatchPlan(EPOCH_SAMPLES, BATCH_SIZE, config.gradient_accumulation_steps, world.size, 0)
+    schedule = Schedule(config.learning_rate, total_steps=1, warmup_steps=0, final_scale=1.0)
+    context = loop_context(world, engine, plan, schedule=schedule)
+    state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
+    train_one_epoch(state, TrainLoader(make_small_data(), plan, world.rank).epoch(0), context)
+    scores = state.sums.reduce(world)
+    context.stop.close()
     weights = weights_of(engine)
     engine.close()
     return {"weights": weights, "loss": scores.loss, "top1": scores.top1, "n": scores.samples}

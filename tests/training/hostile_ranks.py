@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from training import exchange
-from training.distributed import World, agreed, broadcast_object, gather_objects
-from training.exchange import ForeignMessageError, list_of, number, text
+from training.parallel import exchange
+from training.parallel.exchange import ForeignMessageError, list_of, number, text
+from training.parallel.world import World, agreed, broadcast_object, gather_objects
 
 KINDS = {
     "no JSON": b"{",

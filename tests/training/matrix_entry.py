@@ -19,10 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from models import MODELS
 from training.command_line import parse_args
-from training.distributed import start_world, stop_world
-from training.parts import build_parts
-from training.run import train
-from training.signals import StopRequest
+from training.parallel.signals import StopRequest
+from training.parallel.world import start_world, stop_world
+from training.run import build_run, train
 
 
 def main() -> int:
@@ -34,9 +33,9 @@ def main() -> int:
         changes = {"model_type": name, "run_name": name, "weights": weights}
         if name == "vgg":
             changes |= {"epochs": 1, "learning_rate": config.learning_rate / 10, "engine": "deepspeed"}
-        parts = build_parts(dataclasses.replace(config, **changes), world)
-        exit_code = train(parts, stop)
-        parts.close()
+        context = build_run(dataclasses.replace(config, **changes), world)
+        exit_code = train(context, stop)
+        context.close()
         if exit_code:
             return exit_code
     stop.close()

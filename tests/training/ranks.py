@@ -104,7 +104,7 @@ def free_port() -> int:
 
 def main() -> None:
     """Be one rank, until standard input ends."""
-    from training.distributed import start_world, stop_world
+    from training.parallel.world import start_world, stop_world
 
     world = start_world()
     for line in sys.stdin:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.training.checkpoint_ranks import DropoutNet
-from training.engines import ENGINES
 from training.errors import CANNOT_SAVE_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE
-from training.strategies import STRATEGIES
+from training.parallel.engines import ENGINES
+from training.parallel.strategies import STRATEGIES
 
 RANKS = "tests.training.checkpoint_ranks"
 WORLDS = (1, 2, 4)

@@ -9,8 +9,8 @@ import pytest
 import scipy.special
 from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, top_k_accuracy_score
 
-from training.engines import ENGINES
-from training.strategies import STRATEGIES
+from training.parallel.engines import ENGINES
+from training.parallel.strategies import STRATEGIES
 
 VARIANTS = [*product(STRATEGIES, ENGINES)]
 RANKS = "tests.training.engine_ranks"

@@ -6,7 +6,16 @@ import pytest
 
 from tests.training.hostile_ranks import KINDS
 from tests.training.ranks import Ranks
-from training.exchange import ForeignMessageError, as_received, flag, list_of, optional, row_of, text, whole_number
+from training.parallel.exchange import (
+    ForeignMessageError,
+    as_received,
+    flag,
+    list_of,
+    optional,
+    row_of,
+    text,
+    whole_number,
+)
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from PIL import Image
 from ranks import free_port
 from safetensors.torch import load_file
 
-from delivery.weights import load_model, save_weights
 from models import MODELS, build_model
+from training.checkpoint.weights import load_model, save_weights
 from training.data import DataOptions, load_data
-from training.strategies import STRATEGIES
+from training.parallel.strategies import STRATEGIES
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -19,15 +19,15 @@ from ranks import free_port
 from sklearn.datasets import load_digits
 from sklearn.metrics import accuracy_score, classification_report, confusion_matrix, log_loss, top_k_accuracy_score
 
-from delivery.weights import load_model, preprocess
 from training.checkpoint.manifest import read_manifest
 from training.checkpoint.shards import CheckpointReader
+from training.checkpoint.weights import load_model, preprocess
 from training.command_line import parse_args
 from training.data import DataOptions, load_data
-from training.distributed import World
 from training.errors import DIVERGED_EXIT_CODE
-from training.metrics import SampleRecorder, sample_losses
-from training.strategies import read_strategy_json
+from training.observe.scores import SampleRecorder, sample_losses
+from training.parallel.strategies import read_strategy_json
+from training.parallel.world import World
 
 EPOCHS = 4
 
@@ -131,7 +131,7 @@ def test_held_out_digits_are_the_stratified_360():
 
 def test_loading_weights_needs_no_deepspeed(run_folder):
     program = (
-        "import sys; from delivery.weights import load_model; "
+        "import sys; from training.checkpoint.weights import load_model; "
         f"load_model({str(run_folder / 'model.safetensors')!r}); "
         "assert 'deepspeed' not in sys.modules"
     )

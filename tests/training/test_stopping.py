@@ -15,7 +15,7 @@ import pytest
 from commands import ROOT, assert_user_error, environment, launch, read_metrics, train_alone
 
 from training.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, UserError
-from training.run_lock import LOCK, Origin, hold_run
+from training.observe.run_lock import LOCK, Origin, hold_run
 
 MODEL = "basic_cnn"  # BatchNorm and dropout
 WORDS = (MODEL, "fsdp_stage2", "2", "16", "2")

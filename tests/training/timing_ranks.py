@@ -9,21 +9,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.training.engine_ranks import CLASSES, make_small_data
-from training.bad_steps import StepGuard
-from training.checkpoint.manifest import Progress
+from tests.training.engine_ranks import CLASSES, loop_context, make_small_data
 from training.data.loader import TrainLoader
 from training.data.sampler import BatchPlan
-from training.distributed import World
-from training.engine import StepResult
-from training.launch_folder import RankReport
-from training.loggers import Loggers
-from training.loop import LoopSettings, LoopTools, train_one_epoch
-from training.meter import Timing, name_hosts
-from training.metrics import ScoreSums
-from training.optim import Schedule
-from training.signals import StopRequest
-from training.timing import SpanClock, measured_communication, shares
+from training.loop import train_one_epoch
+from training.observe.heartbeat import HeartbeatWriter
+from training.observe.loggers import Loggers
+from training.observe.scores import ScoreSums
+from training.observe.step_metrics import Timing, name_hosts
+from training.observe.timing import SpanClock, measured_communication, shares
+from training.parallel.engine import StepResult
+from training.parallel.world import World
+from training.recipe.nonfinite_steps import NonFiniteGuard
+from training.state import Progress, TrainState
 
 STEPS, BATCH_SIZE, SLEEP_SECONDS = 18, 1, 0.03
 
@@ -74,7 +72,7 @@ class DdpEngine(PlainEngine):
 ENGINES = {"python": PlainEngine, "ddp": DdpEngine}
 
 
-class SleepingReport(RankReport):
+class SleepingReport(HeartbeatWriter):
     """Sleeps where rank 0 writes its logs."""
 
     def beat(self, *arguments, **named):
@@ -111,20 +109,20 @@ def epoch_with_a_slow_rank(world: World, slow_rank: int, sleeps_in: str, reduces
     sleeps = world.rank == slow_rank
     engine = ENGINES[reduces](world, (sleeps and sleeps_in == "forward") or sleeps_in == "logging")
     plan = BatchPlan(37, BATCH_SIZE, 1, world.size, 0)
-    schedule = Schedule(0.1, total_steps=1, warmup_steps=0, final_scale=1.0)
-    settings = LoopSettings(plan, schedule, CLASSES, 8, 0, 0.0, log_every_steps=6, epochs=1)
-    hosts, heard, clock, stop = name_hosts(world), Heard(), SpanClock(), StopRequest()
+    hosts, heard, clock = name_hosts(world), Heard(), SpanClock()
     loggers = Loggers([heard] if world.is_main else [])
     timing = Timing(clock, hosts=hosts)
-    guard = StepGuard(engine, world, loggers, most_in_row=0, name_of=str)
-    report = (SleepingReport if sleeps and sleeps_in == "logging" else RankReport)(None, 0, 0.0)
-    tools = LoopTools(world, loggers, stop, guard, report, timing=timing)
+    guard = NonFiniteGuard(engine, world, loggers, most_in_row=0, name_of=str)
+    heartbeat = (SleepingReport if sleeps and sleeps_in == "logging" else HeartbeatWriter)(None, 0, 0.0)
+    values = {"loggers": loggers, "guard": guard, "heartbeat": heartbeat, "timing": timing, "log_every_steps": 6}
+    context = loop_context(world, engine, plan, **values)
+    state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
     batches = TrainLoader(make_small_data(), plan, world.rank).epoch(0)
     if sleeps and sleeps_in == "data":
         batches = sleeping_in_batches(batches)
     with measured_communication(clock):
-        train_one_epoch(engine, batches, settings, Progress(), ScoreSums(CLASSES, world.device), tools)
-        stop.close()
+        train_one_epoch(state, batches, context)
+        context.stop.close()
     return {
         "messages": heard.messages,
         "events": heard.events,

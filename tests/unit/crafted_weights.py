@@ -18,7 +18,7 @@ def craft_metadata(file: Path, change: Any) -> None:
     """Replace what a weights file says of itself.
 
     Args:
-        file: of `delivery.weights.save_weights`.
+        file: of `training.checkpoint.weights.save_weights`.
         change: the new text, the new content, or a dict of some entries by name ("preprocessing.std") and value;
             "tensor" is the name of a tensor that is put in.
     """

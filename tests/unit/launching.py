@@ -11,6 +11,7 @@ from pathlib import Path
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = REPO_ROOT / "scripts"
+LAUNCH = REPO_ROOT / "launch"
 USER_ERROR = 2
 CORES = len(os.sched_getaffinity(0))
 WORDS = {
@@ -28,12 +29,12 @@ from pathlib import Path
 if "--check-config" in sys.argv:
     sys.exit(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from training.launch_folder import FOLDER_VARIABLE, RESTARTS_VARIABLE, RankReport
+from training.observe.heartbeat import FOLDER_VARIABLE, RESTARTS_VARIABLE, HeartbeatWriter
 received = []
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda given, frame: received.append((given, time.time())))
 folder, rank, restarts = Path(os.environ["STUB_FOLDER"]), int(os.environ["RANK"]), int(os.environ[RESTARTS_VARIABLE])
-report = RankReport(Path(os.environ[FOLDER_VARIABLE]), rank, hang_timeout_s=3.0)
+report = HeartbeatWriter(Path(os.environ[FOLDER_VARIABLE]), rank, hang_timeout_s=3.0)
 report.watch_stacks()
 report.end_with_parent()
 report.beat("start", allowed_s=60.0)
@@ -148,12 +149,11 @@ def assert_refused(result: subprocess.CompletedProcess, *parts: str) -> None:
 
 
 def stub_repo(folder: Path) -> Path:
-    """Make a copy of scripts/ whose training entry is a stub, with this environment as its .venv; return its root."""
+    """Make a copy of the repository whose training entry is a stub, and whose .venv is this environment."""
     root = folder / "repo"
     shutil.copytree(SCRIPTS, root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    (root / "training").mkdir()
-    for name in ("__init__.py", "errors.py", "interface.py", "launch_folder.py"):  # all that scripts/supervise.py needs
-        shutil.copy(REPO_ROOT / "training" / name, root / "training")
+    for folder_name in ("launch", "training", "models"):
+        shutil.copytree(REPO_ROOT / folder_name, root / folder_name, ignore=shutil.ignore_patterns("__pycache__"))
     (root / "scripts" / "train_distributed.py").write_text(STUB_ENTRY)
     (root / ".venv").symlink_to(sys.prefix)
     return root

@@ -10,11 +10,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from models.weights_metadata import METADATA_KEY
-from training.checkpoint.manifest import MANIFEST_FILE, Manifest, Progress, _digest, shard_name
+from training.checkpoint.manifest import MANIFEST_FILE, Manifest, _digest, shard_name
 from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
 from training.checkpoint.store import checkpoint_name, choose, commit, find_candidates, set_aside, temporary_folder
-from training.distributed import World
-from training.engine import FlatShard, Piece
+from training.parallel.engine import FlatShard, Piece
+from training.parallel.world import World
+from training.state import Progress
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 SHAPES = {"stem.weight": (4, 3), "stem.bias": (5,), "head.weight": (3, 2, 2), "scale": ()}
@@ -24,7 +25,7 @@ IDENTITY = {"model": {"model_type": "small"}, "class list": ["cat", "dog"], "dat
 
 
 class PretendedRank:
-    """Has what `Snapshot.take` and `fill_engine` ask of an engine, on one of `size` ranks.
+    """Has what `Snapshot.take` and `restore` ask of an engine, on one of `size` ranks.
 
     The groups are laid flat and cut evenly, whatever lies at the cut, and filled up with a number that is in no tensor.
     """

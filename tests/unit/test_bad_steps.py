@@ -13,15 +13,15 @@ from small_checkpoints import ALONE
 from timm.layers import BatchNormAct2d
 from torch import nn
 
-from training.bad_steps import NAMES_IN_MESSAGE, StepGuard
-from training.batchnorm import ModelBuffers, synchronize_batchnorm
 from training.data.reader import Batch
-from training.distributed import World
-from training.engine import StepResult
 from training.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
-from training.loggers import Loggers
-from training.metrics import sample_losses
-from training.precision import DynamicLossScale
+from training.observe.loggers import Loggers
+from training.observe.scores import sample_losses
+from training.parallel.batchnorm import ModelBuffers, synchronize_batchnorm
+from training.parallel.engine import StepResult
+from training.parallel.precision import DynamicLossScale
+from training.parallel.world import World
+from training.recipe.nonfinite_steps import NAMES_IN_MESSAGE, NonFiniteGuard
 
 APPLIED, SKIPPED = StepResult(True, 1.0), StepResult(False, float("inf"))
 
@@ -55,7 +55,7 @@ class Run:
     def __init__(self, most_in_row=0, loss_scale=None, **counts):
         self.model, self.log = small_model(), Recorder()
         engine = SimpleNamespace(module=self.model, loss_scale=loss_scale)
-        self.guard = StepGuard(engine, ALONE, Loggers([self.log]), most_in_row, "photo-{}.png".format, **counts)
+        self.guard = NonFiniteGuard(engine, ALONE, Loggers([self.log]), most_in_row, "photo-{}.png".format, **counts)
         self.step_number = 0
 
     def step(self, result, *batches, spoil=lambda losses: losses):

@@ -21,12 +21,13 @@ from small_checkpoints import (
     write_checkpoint,
 )
 
-from training.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST_FILE, Progress, shard_name
-from training.checkpoint.resume import fill_engine
+from training.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST_FILE, shard_name
+from training.checkpoint.resume import restore
 from training.checkpoint.shards import Snapshot
 from training.checkpoint.store import choose, find_candidates
 from training.errors import UserError
-from training.metrics import ScoreSums
+from training.observe.scores import ScoreSums
+from training.state import Progress, TrainState
 
 LINE_LENGTH = 1500
 PROGRESS = Progress(epoch=1, step=2)
@@ -57,7 +58,7 @@ def assert_not_filled(path):
     engine = PretendedRank(seed=5)
     before, running_mean = engine.weights, engine.module.norm_mean.clone()
     with pytest.raises(UserError) as caught:
-        fill_engine(found, engine, ScoreSums(2, ALONE.device), ALONE)
+        restore(found, TrainState(engine, ScoreSums(2, ALONE.device), Progress()), ALONE)
     assert_one_line(str(caught.value))
     assert engine.weights is before
     assert torch.equal(engine.module.norm_mean, running_mean)
@@ -300,7 +301,9 @@ def test_the_shard_is_read_where_it_is_not_crafted(tmp_path):
     path = write_checkpoint(tmp_path, PROGRESS)
     forge_shard(path, 1, *layout_of(1))
     engine = PretendedRank(seed=5)
-    assert fill_engine(choose([path], ALONE)[0], engine, ScoreSums(2, ALONE.device), ALONE) == PROGRESS
+    state = TrainState(engine, ScoreSums(2, ALONE.device), Progress())
+    restore(choose([path], ALONE)[0], state, ALONE)
+    assert state.progress == PROGRESS
     assert torch.equal(engine.weights["stem.bias"], PretendedRank().weights["stem.bias"])
 
 

@@ -17,17 +17,18 @@ from small_checkpoints import ALONE, IDENTITY, forge_manifest, trust_shard
 from torch import nn
 
 from models.weights_metadata import METADATA_KEY
-from training.checkpoint.manifest import Manifest, Progress, shard_name
-from training.checkpoint.resume import fill_engine
+from training.checkpoint.manifest import Manifest, shard_name
+from training.checkpoint.resume import restore
 from training.checkpoint.shards import Snapshot, write_shard
 from training.checkpoint.store import FoundCheckpoint, commit, read_manifest, temporary_folder
 from training.config import TrainConfig
-from training.engine import Engine
-from training.engines import build_engine
 from training.errors import UserError
-from training.metrics import ScoreSums
-from training.optim import build_optimizer
-from training.strategies import engine_config, read_strategy_json
+from training.observe.scores import ScoreSums
+from training.parallel.engine import Engine
+from training.parallel.engines import build_engine
+from training.parallel.strategies import engine_config, read_strategy_json
+from training.recipe.optimizer import build_optimizer
+from training.state import Progress, TrainState
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 NAME = "step-00000-0000003"
@@ -72,7 +73,8 @@ def save(folder: Path, engine: Engine) -> Path:
 
 
 def resume(path: Path, engine: Engine) -> None:
-    fill_engine(FoundCheckpoint(path, read_manifest(path)), engine, ScoreSums(3, ALONE.device), ALONE)
+    state = TrainState(engine, ScoreSums(3, ALONE.device), Progress())
+    restore(FoundCheckpoint(path, read_manifest(path)), state, ALONE)
 
 
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> None:

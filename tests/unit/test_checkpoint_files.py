@@ -17,18 +17,18 @@ from training.checkpoint import store
 from training.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
-    Progress,
     ShardFacts,
     read_manifest,
     shard_name,
     write_manifest,
 )
-from training.checkpoint.resume import fill_engine
+from training.checkpoint.resume import restore
 from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
 from training.checkpoint.store import checkpoint_name, discard, find_candidates, temporary_folder
-from training.distributed import World
 from training.errors import UserError
-from training.metrics import ScoreSums
+from training.observe.scores import ScoreSums
+from training.parallel.world import World
+from training.state import Progress, TrainState
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 OLD, NEW = Progress(epoch=0, step=1), Progress(epoch=1, step=2)
@@ -79,7 +79,9 @@ def test_a_fresh_engine_is_filled(tmp_path, size):
     write_checkpoint(tmp_path, NEW, seed=3, ranks=2)
     found, _ = newest(tmp_path)
     engine, sums = PretendedRank(seed=4), ScoreSums(2, ALONE.device)
-    assert fill_engine(found, engine, sums, World(0, 0, size, size, ALONE.device)) == NEW
+    state = TrainState(engine, sums, Progress())
+    restore(found, state, World(0, 0, size, size, ALONE.device))
+    assert state.progress == NEW
     expected = PretendedRank(0, 2, seed=3)
     assert all(torch.equal(engine.weights[name], expected.weights[name]) for name in SHAPES)
     assert all(

@@ -12,16 +12,17 @@ import pytest
 import torch
 from small_checkpoints import ALONE, IDENTITY
 
-from training.checkpoint.manifest import Manifest, Progress, ShardFacts
-from training.checkpoint.resume import check_fit, hold_global_batch
+from training.checkpoint.manifest import Manifest, ShardFacts
+from training.checkpoint.resume import check_fit, keep_global_batch
 from training.checkpoint.store import FoundCheckpoint
-from training.config import FIELDS, FLAG_OF, FREE_ON_RESUME, TrainConfig, field_types
-from training.distributed import World
+from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig, field_types
 from training.errors import UserError
+from training.parallel.world import World
+from training.state import Progress
 
 CONFIG = TrainConfig(epochs=5, batch_size=8)
 STEPS_PER_EPOCH = 7
-RECIPE = sorted(FIELDS.keys() - FREE_ON_RESUME)
+RECIPE = sorted(FIELDS.keys() - CHANGEABLE_ON_RESUME)
 BOTTOMLESS: list = []
 for _ in range(100_000):
     BOTTOMLESS = [BOTTOMLESS]
@@ -82,7 +83,7 @@ def test_the_same_run_fits():
     check_fit(found(), CONFIG, IDENTITY, STEPS_PER_EPOCH)
 
 
-@pytest.mark.parametrize("name", sorted(FREE_ON_RESUME))
+@pytest.mark.parametrize("name", sorted(CHANGEABLE_ON_RESUME))
 def test_what_is_free_may_change(name):
     check_fit(found(), dataclasses.replace(CONFIG, **{name: changed(name)}), IDENTITY, STEPS_PER_EPOCH)
 
@@ -115,8 +116,8 @@ def test_the_promises_of_the_manual_are_free():
         "tensorboard",
         "progress",
         "log_dir",
-    } <= FREE_ON_RESUME
-    assert not {"seed", "model_type", "optimizer", "learning_rate", "epochs", "augmentation"} & FREE_ON_RESUME
+    } <= CHANGEABLE_ON_RESUME
+    assert not {"seed", "model_type", "optimizer", "learning_rate", "epochs", "augmentation"} & CHANGEABLE_ON_RESUME
 
 
 @pytest.mark.parametrize(
@@ -164,13 +165,13 @@ def test_positions_beyond_the_run_do_not(epoch, step):
 @pytest.mark.parametrize(("ranks", "batch_size"), [(1, 8), (2, 8), (2, 4), (4, 4), (16, 1), (1, 16)])
 def test_accumulation_keeps_the_global_batch(ranks, batch_size):
     config = dataclasses.replace(CONFIG, batch_size=batch_size, gradient_accumulation_steps=3)
-    held = hold_global_batch(config, found(), world_of(ranks))
+    held = keep_global_batch(config, found(), world_of(ranks))
     assert held.gradient_accumulation_steps * ranks * batch_size == IDENTITY["global batch"]
     assert dataclasses.replace(held, gradient_accumulation_steps=3) == config
 
 
 def test_without_a_checkpoint_nothing_changes():
-    assert hold_global_batch(CONFIG, None, ALONE) is CONFIG
+    assert keep_global_batch(CONFIG, None, ALONE) is CONFIG
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_without_a_checkpoint_nothing_changes():
 )
 def test_a_remainder_is_refused_with_what_is_allowed(ranks, batch_size, told):
     with pytest.raises(UserError) as caught:
-        hold_global_batch(dataclasses.replace(CONFIG, batch_size=batch_size), found(), world_of(ranks))
+        keep_global_batch(dataclasses.replace(CONFIG, batch_size=batch_size), found(), world_of(ranks))
     assert str(caught.value).endswith(told)
     assert str(caught.value).isprintable()
 
@@ -196,7 +197,7 @@ def test_a_remainder_is_refused_with_what_is_allowed(ranks, batch_size, told):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_strange_global_batches_get_one_line_at_once(global_batch, ranks):
     with pytest.raises(UserError) as caught:
-        hold_global_batch(CONFIG, found(global_batch=global_batch), world_of(ranks))
+        keep_global_batch(CONFIG, found(global_batch=global_batch), world_of(ranks))
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 1000
 
@@ -204,6 +205,6 @@ def test_strange_global_batches_get_one_line_at_once(global_batch, ranks):
 def test_accumulation_has_an_end():
     most = FIELDS["gradient_accumulation_steps"].metadata["high"]
     config = dataclasses.replace(CONFIG, batch_size=1)
-    assert hold_global_batch(config, found(global_batch=most), ALONE).gradient_accumulation_steps == most
+    assert keep_global_batch(config, found(global_batch=most), ALONE).gradient_accumulation_steps == most
     with pytest.raises(UserError, match=f"{2 * most} accumulation steps .* use a larger --batch-size"):
-        hold_global_batch(config, found(global_batch=2 * most), ALONE)
+        keep_global_batch(config, found(global_batch=2 * most), ALONE)

@@ -11,11 +11,12 @@ from small_checkpoints import ALONE, IDENTITY, PretendedRank, holds_weights_of, 
 
 from training.checkpoint import saver as saver_module
 from training.checkpoint import store
-from training.checkpoint.manifest import Progress
 from training.checkpoint.saver import Saver, SaveSettings
 from training.errors import CANNOT_SAVE_EXIT_CODE, RunEnded
-from training.launch_folder import RankReport
-from training.loggers import Loggers
+from training.observe.heartbeat import HeartbeatWriter
+from training.observe.loggers import Loggers
+from training.observe.scores import ScoreSums
+from training.state import Progress, TrainState
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 WEIGHTS = "model.safetensors"
@@ -33,8 +34,11 @@ class Training:
         settings = SaveSettings(folder, IDENTITY, {}, every_steps, 0.0, 2, 60.0, STEPS_PER_EPOCH)
         self.folder, self.engine = folder, PretendedRank()
         self.engine.applied_steps = lambda: 9
-        report = RankReport(None, 0, 0.0)
-        self.saver = Saver(settings, self.engine, ALONE, Loggers([self]), report, lambda: self.now, self.sleep)
+        report = HeartbeatWriter(None, 0, 0.0)
+        self.sums = ScoreSums(2, ALONE.device)
+        self.sums.restore(self.engine.epoch_sums)
+        self.state = TrainState(self.engine, self.sums, Progress())
+        self.saver = Saver(settings, self.state, ALONE, Loggers([self]), report, lambda: self.now, self.sleep)
         self.step = 0
 
     def _refusing(self, write, counts):
@@ -71,11 +75,13 @@ class Training:
                 self.save()
 
     def save(self, write_best=None) -> None:
-        self.saver.save(self.progress, self.engine.epoch_sums, write_best)
+        self.state.progress = self.progress
+        self.saver.save(write_best)
         self.saver._thread.join()  # a save takes less than a step
 
     def finish(self, **options) -> None:
-        self.saver.finish(self.progress, self.engine.epoch_sums, **options)
+        self.state.progress = self.progress
+        self.saver.finish(**options)
 
     def newest_step(self) -> int:
         progress = newest(self.folder)[0].manifest.progress

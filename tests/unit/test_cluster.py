@@ -17,17 +17,23 @@ from typing import Any
 import psutil
 import pytest
 
-from scripts.attempt import HANG_CODE, Ending
-from scripts.cluster.agreement import HERE, by_reason, differences, unshared
-from scripts.cluster.channel import Channel
-from scripts.cluster.nodes import Node, Nodes, Shell, is_passing
-from scripts.cluster.plan import LAUNCHERS, Place, Plan, forwarded_environment, node_command
-from scripts.cluster.remote_shell import srun_command, ssh_command
-from scripts.cluster.start import judge
-from scripts.launch_processes import MARK
+from launch.cluster.agreement import HERE, by_reason, differences, unshared
+from launch.cluster.channel import Channel
+from launch.cluster.cluster_plan import LAUNCHERS, Place, Plan, forwarded_environment, node_command
+from launch.cluster.cluster_start import judge
+from launch.cluster.nodes import Node, Nodes, Shell, is_passing
+from launch.cluster.remote_shell import srun_command, ssh_command
+from launch.node_run import HANG_CODE, Ending
+from launch.process_tree import MARK
 from tests.unit.launching import REPO_ROOT, environment, hear_ctrl_c, stub_repo
-from training.interface import address_towards, interface_of, interface_towards, is_loopback, own_addresses
-from training.shared_folder import leave_mark, sees_mark
+from training.observe.shared_folder import leave_mark, sees_mark
+from training.parallel.network_interfaces import (
+    address_towards,
+    interface_of,
+    interface_towards,
+    is_loopback,
+    own_addresses,
+)
 
 
 def plan(hosts: int = 4, min_nodes: int = 1, accumulation_steps: int = 1) -> Plan:
@@ -235,14 +241,12 @@ def parse_args(words):
 
 
 class StubLaunch:
-    """scripts/cluster/launch.py on two names of this machine, with a stub for the training entry."""
+    """launch/cluster/cluster_run.py on two names of this machine, with a stub for the training entry."""
 
     def __init__(self, folder: Path, *flags: str, own: tuple[str, ...] = (), **changes: str) -> None:
         self.folder = folder / "stub"
         self.folder.mkdir()
         root = stub_repo(folder)
-        for name in ("hostfile.py", "shared_folder.py", "text_files.py", "versions.py"):
-            shutil.copy(REPO_ROOT / "training" / name, root / "training")
         (root / "training/config.py").write_text(
             "from pathlib import Path\nREPO_ROOT = Path(__file__).resolve().parents[1]\n"
         )
@@ -255,7 +259,7 @@ class StubLaunch:
         self.outcome = folder / "outcome.json"
         command = [
             sys.executable,
-            str(root / "scripts/cluster/launch.py"),
+            str(root / "launch/cluster/cluster_run.py"),
             "--hosts",
             "one,two",
             "--ranks-per-node",
@@ -344,7 +348,7 @@ def test_nothing_listens_for_agents_and_no_agent_connects(tmp_path: Path, remote
     for rank in (0, 1):
         launch.wait_for_rank(rank)
     leading = psutil.Process(launch.process.pid)
-    agents = [one for one in leading.children(recursive=True) if "scripts/cluster/agent.py" in " ".join(one.cmdline())]
+    agents = [one for one in leading.children(recursive=True) if "launch/cluster/agent.py" in " ".join(one.cmdline())]
     assert {one.cmdline()[-1] for one in agents} == {"one", "two"}
     assert [one.net_connections("inet") for one in (leading, *agents)] == [[]] * (1 + len(agents))
     launch.process.send_signal(signal.SIGTERM)
@@ -491,7 +495,12 @@ def test_the_last_words_of_a_remote_shell_are_read_before_it_counts_as_failed() 
 
 @pytest.mark.parametrize("hosts", ["one,one", "-oProxyCommand=x", "a;b", ""])
 def test_launch_refuses_hosts(hosts: str) -> None:
-    command = [sys.executable, str(REPO_ROOT / "scripts/cluster/launch.py"), f"--hosts={hosts}", "--ranks-per-node=1"]
+    command = [
+        sys.executable,
+        str(REPO_ROOT / "launch/cluster/cluster_run.py"),
+        f"--hosts={hosts}",
+        "--ranks-per-node=1",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1

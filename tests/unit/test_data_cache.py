@@ -18,10 +18,11 @@ import pytest
 import torch
 from PIL import Image
 
-from training.data import DataOptions, cache_folders, load_data
-from training.data.cache import INDEX, PIXELS, ImageCache
-from training.data.cache_folders import Place, open_cache
+from training.data import DataOptions, load_data
 from training.data.loader import EvaluationLoader, TrainLoader
+from training.data.reading import cache_folders
+from training.data.reading.cache import INDEX, PIXELS, ImageCache
+from training.data.reading.cache_folders import Place, open_cache
 from training.data.sampler import BatchPlan, EvaluationPlan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -71,15 +72,15 @@ def test_a_cache_changes_no_pixel_and_is_used(photos, augmentation, monkeypatch)
     plain = batches(options(photos, "off", augmentation=augmentation))
     assert equal(batches(options(photos, augmentation=augmentation)), plain)
     # another run, in which nothing can be decoded
-    monkeypatch.setattr("training.data.decode.ShrinkingDecoder.read", None)
-    monkeypatch.setattr("training.data.decode.ShrinkingDecoder.read_part", None)
+    monkeypatch.setattr("training.data.reading.decode.ShrinkingDecoder.read", None)
+    monkeypatch.setattr("training.data.reading.decode.ShrinkingDecoder.read_part", None)
     assert equal(batches(options(photos, augmentation=augmentation)), plain)
 
 
 def test_workers_fill_and_use_it(photos, monkeypatch):
     plain = batches(options(photos, "off"))
     assert equal(batches(options(photos), workers=2), plain)
-    monkeypatch.setattr("training.data.decode.ShrinkingDecoder.read", None)
+    monkeypatch.setattr("training.data.reading.decode.ShrinkingDecoder.read", None)
     assert equal(batches(options(photos)), plain)
 
 
@@ -155,7 +156,7 @@ WRITER = """
 import sys
 import numpy as np
 from pathlib import Path
-from training.data.cache import ImageCache
+from training.data.reading.cache import ImageCache
 
 cache = ImageCache(Path(sys.argv[1]), 10**9)
 print("ready", flush=True)

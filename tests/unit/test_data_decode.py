@@ -20,11 +20,12 @@ from test_data_images import UPRIGHT
 from torchvision.io import decode_jpeg
 from torchvision.transforms.v2.functional import resize
 
-from training.data import DataOptions, load_data, native
+from training.data import DataOptions, load_data
 from training.data.crops import Box
-from training.data.decode import FullDecoder, ShrinkingDecoder, cut, jpeg_header, shrink_eighths
-from training.data.images import ImageError, open_image
 from training.data.loader import TrainLoader
+from training.data.reading import native
+from training.data.reading.decode import FullDecoder, ShrinkingDecoder, cut, jpeg_header, scale_denominator
+from training.data.reading.images import ImageError, open_image
 from training.data.sampler import BatchPlan
 from training.errors import UserError
 
@@ -110,7 +111,7 @@ def test_parts_outside_of_the_image_are_left_alone(compiled):
 def test_the_scale_is_the_smallest_that_leaves_twice_the_image_size():
     for image_size in (32, 64, 224):
         for shorter in range(1, 4000, 7):
-            eighths = shrink_eighths(shorter, 2 * shorter, image_size)
+            eighths = scale_denominator(shorter, 2 * shorter, image_size)
             assert eighths == 8 or np.ceil(shorter * eighths / 8) >= 2 * image_size
             assert eighths == 1 or np.ceil(shorter * eighths / 16) < 2 * image_size
 
@@ -137,7 +138,7 @@ def test_a_part_of_a_file_is_a_part_of_what_is_read(tmp_path, request, monkeypat
     if with_compiled_code:
         request.getfixturevalue("compiled")
     else:
-        monkeypatch.setattr("training.data.decode.crop_jpeg", lambda *_: None)
+        monkeypatch.setattr("training.data.reading.decode.crop_jpeg", lambda *_: None)
     folder = tmp_path / "images"
     folder.mkdir()
     rng = random.Random(1)
@@ -271,7 +272,7 @@ def test_a_file_that_the_device_refuses_is_decoded_by_the_cpu(tmp_path, monkeypa
             raise RuntimeError("Failed to decode\nthe batch")
         return decode_jpeg(files, **options)
 
-    monkeypatch.setattr("training.data.gpu_decode.decode_jpeg", picky)
+    monkeypatch.setattr("training.data.reading.gpu_decode.decode_jpeg", picky)
     batches = {}
     for decode in ("exact", "gpu"):
         bundle = load_data(DataOptions(str(tmp_path), image_size=24, decode=decode))
@@ -292,7 +293,7 @@ def test_a_device_that_decodes_nothing_ends_the_run(tmp_path, monkeypatch):
     def broken(files, **options):
         raise RuntimeError("no\nnvJPEG")
 
-    monkeypatch.setattr("training.data.gpu_decode.decode_jpeg", broken)
+    monkeypatch.setattr("training.data.reading.gpu_decode.decode_jpeg", broken)
     bundle = load_data(DataOptions(str(tmp_path), image_size=24, decode="gpu", bad_images="skip"))
     with pytest.raises(UserError, match=r"^--decode gpu: no nvJPEG\. Train with --decode cpu\.$"):
         list(TrainLoader(bundle, BatchPlan(2, 2, 1, 1, 0), 0).epoch(0))

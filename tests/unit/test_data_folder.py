@@ -15,8 +15,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from training.data import DataOptions, load_data
-from training.data.decode import FullDecoder
-from training.data.sources import FileSource, ImageFile
+from training.data.reading.decode import FullDecoder
+from training.data.reading.sources import FileSource, ImageFile
 from training.errors import UserError
 
 

@@ -14,9 +14,9 @@ import pytest
 from PIL import Image
 
 from training.data.crops import Box
-from training.data.decode import ShrinkingDecoder
-from training.data.image_notes import collected_notes
-from training.data.images import MAX_FILE_BYTES, ImageError, open_image
+from training.data.reading.decode import ShrinkingDecoder
+from training.data.reading.image_notes import collected_notes
+from training.data.reading.images import MAX_FILE_BYTES, ImageError, open_image
 from training.errors import UserError
 
 GENERATOR = np.random.Generator(np.random.PCG64(0))

@@ -18,13 +18,12 @@ import pytest
 import torch
 from PIL import Image
 
-from training import bad_images
-from training.data import DataOptions, bad_image_share, load_data
+from training.data import DataOptions, bad_image_share, bad_images, load_data
 from training.data.loader import EvaluationLoader, TrainLoader, automatic_workers
 from training.data.reader import bad_image_budget
 from training.data.sampler import BatchPlan, EvaluationPlan
-from training.distributed import World
 from training.errors import UserError
+from training.parallel.world import World
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMAGES_PER_CLASS = 30

@@ -22,10 +22,10 @@ from torchvision import datasets
 from torchvision.transforms import v2
 
 from training.data import AUGMENTATIONS, DATASETS, DataOptions, load_data
-from training.data.bundle import ImageDataset
-from training.data.sources import ArraySource
+from training.data.augment import STEPS, evaluation_transform
+from training.data.datasets import ImageDataset
+from training.data.reading.sources import ArraySource
 from training.data.torchvision_sets import TORCHVISION_SETS
-from training.data.transforms import STEPS, evaluation_transform
 from training.errors import UserError
 
 GENERATOR = np.random.Generator(np.random.PCG64(0))

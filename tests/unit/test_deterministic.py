@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from training.distributed import start_world
+from training.parallel.world import start_world
 
 ROOT = Path(__file__).resolve().parents[2]
 # TF32 is asked for by the environment, and by what PyTorch does by itself for convolutions and LSTMs.
 LOOK = """
 import json, os, sys, torch
-from training.distributed import start_world, stop_world
+from training.parallel.world import start_world, stop_world
 start_world(deterministic=sys.argv[1] == "yes")
 backends = torch.backends
 fp32 = [backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision, backends.cudnn.rnn.fp32_precision]

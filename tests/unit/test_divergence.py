@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from delivery.best_weights import bring_along, epoch_of
-from delivery.evaluation_files import read_scores, write_scores
-from delivery.weights import save_weights
 from models import build_model
-from training.announce import _result
-from training.checkpoint.manifest import Progress
-from training.divergence import find_divergence
-from training.run_folder import RunFolder
+from training.checkpoint.best_weights import bring_along, epoch_of
+from training.checkpoint.weights import save_weights
+from training.observe.evaluation import read_scores, write_scores
+from training.observe.messages import _result
+from training.observe.run_folder import RunFolder
+from training.recipe.divergence import find_divergence
+from training.state import Progress
 
 PREPROCESSING = {
     "image_size": 32,
@@ -58,8 +58,8 @@ def folders(tmp_path):
 
 def result(folder, **progress):
     world = SimpleNamespace(is_main=True)
-    parts = SimpleNamespace(folder=folder, data=SimpleNamespace(val=range(9)), world=world)
-    return _result(parts, Progress(epoch=4, best_top1=0.5, **progress))
+    state = SimpleNamespace(progress=Progress(epoch=4, best_top1=0.5, **progress))
+    return _result(SimpleNamespace(folder=folder, data=SimpleNamespace(val=range(9)), world=world, state=state))
 
 
 def test_the_best_weights_come_along_to_a_run_that_goes_on_elsewhere(folders):
@@ -90,7 +90,7 @@ def test_other_weights_stay_where_they_are(folders, monkeypatch):
         target.write_bytes(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("delivery.best_weights.shutil.copyfile", full_disk)
+    monkeypatch.setattr("training.checkpoint.best_weights.shutil.copyfile", full_disk)
     assert "could not be copied" in bring_along(checkpoint, new, best_epoch=2)
     assert [path.name for path in new.path.iterdir()] == ["checkpoints"]
     assert epoch_of(new.weights) is None

@@ -19,22 +19,22 @@ from types import ModuleType
 
 import pytest
 
+from launch.slurm.slurm_arguments import training_arguments
 from models import MODELS
-from scripts.cluster.slurm_words import training_arguments
 from training.command_line import parse_args, read_config_file
 from training.config import FLAG_OF
 from training.data import AUGMENTATIONS, DATASETS
-from training.deepspeed_schema import check_deepspeed_json
 from training.errors import UserError
-from training.loggers import DeviceLoad, EpochPoint, MemoryUse, RunPoint, StepPoint
-from training.strategies import STRATEGIES
-from training.timing import SPANS
+from training.observe.loggers import DeviceLoad, EpochPoint, MemoryUse, RunPoint, StepPoint
+from training.observe.timing import SPANS
+from training.parallel.deepspeed_schema import check_deepspeed_json
+from training.parallel.strategies import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
 # logs/ is not among them: it holds what runs leave.
-OUR_FOLDERS = ("scripts", "training", "models", "delivery", "planning", "docs", "deepspeed_configs", "tests")
+OUR_FOLDERS = ("scripts", "training", "models", "delivery", "planning", "launch", "docs", "deepspeed_configs", "tests")
 
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
@@ -258,7 +258,7 @@ find . | python scripts/predict.py digits - --format xml
 epoch: 3
 ```
 ```python
-from delivery.weights import load_weights
+from training.checkpoint.weights import load_weights
 ```
 ## Lines you may meet
 | `nothing ever says this 7` | cure |

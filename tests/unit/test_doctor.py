@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 
 from models import build_model
+from planning.doctor.collect import HERE, Request
+from planning.doctor.connect import here, over_srun
 from planning.doctor.data import cheap_fingerprint, examine_data, judge_data
-from planning.doctor.examination import HERE, Request
 from planning.doctor.model import _gpu_step_seconds, model_facts
-from planning.doctor.reach import here, over_srun
 from scripts import doctor
 from training.errors import UserError
 

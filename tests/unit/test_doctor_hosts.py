@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from planning.doctor import hosts, links, paths
-from planning.doctor.examination import Findings, _lose_others
+from planning.doctor.collect import Findings, _lose_others
+from planning.doctor.connect import MOST_PATIENCE, Probe, Unreachable, ask_all, explain, stuck_at
 from planning.doctor.network import measure_network, rounds_of_pairs
 from planning.doctor.probe import slowdown
-from planning.doctor.reach import MOST_PATIENCE, Probe, Unreachable, ask_all, explain, stuck_at
-from planning.doctor.rows import Row, amount, join_hosts, some_of
+from planning.doctor.table import Row, amount, join_hosts, some_of
 
 COMPLAINTS = {
     "ssh: Could not resolve hostname node09: Name or service not known": "no such host name",

@@ -10,11 +10,11 @@ import torch
 from small_checkpoints import ALONE
 from torch import nn
 
-from training.compilation import FASTER_ON, compile_mode, resolve_compile
-from training.engines import build_engine, resolve_engine
 from training.errors import UserError
-from training.native_engine import sum_of_squares
-from training.strategies import STRATEGIES, engine_config, read_strategy_json
+from training.parallel.compilation import FASTER_ON, compile_mode, resolve_compile
+from training.parallel.engines import build_engine, resolve_engine
+from training.parallel.native_engine import sum_of_squares
+from training.parallel.strategies import STRATEGIES, engine_config, read_strategy_json
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SMALL, LARGE = 1000, 60_000_000  # weights; the JSON files' buckets hold 50,000,000

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from training.errors import RunEnded, UserError, known_death, printable
-from training.loggers import Loggers
+from training.observe.loggers import Loggers
 
 
 class DeadlyData(Dataset):

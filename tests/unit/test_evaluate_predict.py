@@ -18,12 +18,12 @@ from sklearn.metrics import classification_report
 
 from delivery.prediction import Prediction
 from delivery.prediction_output import OUTPUTS
-from delivery.weights import load_model, save_weights
 from models import build_model
 from scripts import evaluate, predict
+from training.checkpoint.weights import load_model, save_weights
 from training.config import TrainConfig, save_config
 from training.data import DataOptions, load_data
-from training.distributed import launched_world
+from training.parallel.world import launched_world
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [str(number) for number in range(10)]
@@ -231,7 +231,7 @@ def test_odd_files_below_a_folder_are_named_and_never_waited_for(call, run, pict
 
 
 def test_standard_input_without_an_end_is_refused(call, run, monkeypatch):
-    for module in ("training.data.images", "delivery.prediction"):
+    for module in ("training.data.reading.images", "delivery.prediction"):
         monkeypatch.setattr(f"{module}.MAX_FILE_BYTES", 1000)
     code, out, err = call(predict, run, "-", stdin=bytes(2000))
     assert (code, out, err.count("\n")) == (2, "", 1)

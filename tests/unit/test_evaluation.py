@@ -14,11 +14,18 @@ from PIL import Image
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import accuracy_score, classification_report, confusion_matrix, log_loss, top_k_accuracy_score
 
-from delivery.evaluation import calibration_bins, dense_confusion, describe_scores
-from delivery.evaluation_files import check_replaceable, read_scores, write_evaluation, write_scores
-from training.distributed import World
+from delivery.evaluation_files import write_evaluation
 from training.errors import UserError
-from training.metrics import SampleRecorder, SampleScores, sample_losses
+from training.observe.evaluation import (
+    calibration_bins,
+    check_replaceable,
+    dense_confusion,
+    describe_scores,
+    read_scores,
+    write_scores,
+)
+from training.observe.scores import SampleRecorder, SampleScores, sample_losses
+from training.parallel.world import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 NAMES = ["null", "<b>eins</b>", "zwei", "drei", "vier", "fünf", "六"]

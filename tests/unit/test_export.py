@@ -24,8 +24,8 @@ from delivery.export import ExportRefused, onnx_graph, safetensors_format
 from delivery.export.comparison import check_agreement, compare
 from delivery.export.job import CheckImages
 from delivery.export.tracing import tracing
-from delivery.weights import load_model, preprocess, read_metadata
 from models import build_model
+from training.checkpoint.weights import load_model, preprocess, read_metadata
 from training.errors import UserError
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from exports import IMAGE_SIZE, ROOT, run_export, save_run
 
-from delivery.weights import load_model, save_weights
 from models import build_model
+from training.checkpoint.weights import load_model, save_weights
 from training.data import DataOptions, load_data
 
 

@@ -7,8 +7,8 @@ import json
 import pytest
 from made_runs import make_run
 
-from delivery.finish import leave_files
-from training.run_folder import RunFolder
+from delivery.end_of_run import leave_files
+from training.observe.run_folder import RunFolder
 
 
 @pytest.fixture

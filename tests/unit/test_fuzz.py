@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from delivery.weights import load_model, preprocess, save_weights
+from launch.cluster.remote_shell import ssh_command
+from launch.hostfile import read_hostfile
 from models import build_model
-from scripts.cluster.remote_shell import ssh_command
 from tests.unit.launcher_fuzz import CANARY, cases, check_dry_run, fuzz_settings, hostfile_text, value
 from tests.unit.launching import WORDS
+from training.checkpoint.weights import load_model, preprocess, save_weights
 from training.errors import UserError
-from training.hostfile import read_hostfile
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 

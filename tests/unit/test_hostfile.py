@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.hostfile import read_hostfile
 from training.errors import UserError
-from training.hostfile import read_hostfile
-from training.strategies import read_strategy_json
+from training.parallel.strategies import read_strategy_json
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 
@@ -111,7 +111,7 @@ def test_a_file_that_is_no_hostfile(tmp_path: Path, make_path: str) -> None:
 def test_the_command_needs_no_torch_and_says_one_line(tmp_path: Path) -> None:
     path = write(tmp_path, "a slots=x\n")
     blocked = (
-        "import sys; sys.modules['torch'] = None; import runpy; runpy.run_module('training.hostfile', {}, '__main__')"
+        "import sys; sys.modules['torch'] = None; import runpy; runpy.run_module('launch.hostfile', {}, '__main__')"
     )
     result = subprocess.run([sys.executable, "-c", blocked, str(path)], cwd=REPO_ROOT, capture_output=True, text=True)
     assert result.returncode == 2

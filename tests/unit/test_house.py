@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("models", "training", "delivery", "planning", "scripts")
+PACKAGES = ("models", "training", "launch", "delivery", "planning", "scripts")
 
 # Who may import it, anywhere in the file.
 OWNERS = {
     "pickle": {"models/weights_file.py"},  # the name of an error alone
-    "deepspeed": {"training/deepspeed_engine.py"},
-    "torch.utils.tensorboard": {"training/loggers/tensorboard.py"},
+    "deepspeed": {"training/parallel/deepspeed_engine.py"},
+    "torch.utils.tensorboard": {"training/observe/loggers/tensorboard.py"},
     "onnx": {f"delivery/export/{name}.py" for name in ("int8", "onnx_format", "onnx_graph", "quantizer")},
     "onnxruntime": {f"delivery/export/{name}.py" for name in ("onnx_session", "quantizer")},
     "onnxscript": {"delivery/export/onnx_graph.py"},
@@ -34,6 +34,36 @@ def imported_modules(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+# What each folder may import beside itself. The doctor reaches machines and reads host files the way a launch does.
+ARROWS = {
+    "models": set(),
+    "training": {"models"},
+    "launch": {"training", "models"},
+    "planning": {"launch", "training", "models"},
+    "delivery": {"training", "models"},
+    "scripts": {"launch", "planning", "delivery", "training", "models"},
+}
+
+
+@pytest.mark.parametrize("folder", ARROWS)
+def test_imports_run_one_way(folder):
+    assert set(ARROWS) == set(PACKAGES)
+    against = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in (ROOT / folder).rglob("*.py")
+        for name in imported_modules(path)
+        if name.split(".")[0] in ARROWS.keys() - ARROWS[folder] - {folder}
+    }
+    assert against == set()
+
+
+def test_scripts_are_entries_that_nothing_imports():
+    importers = {
+        str(path) for path in python_files() for name in imported_modules(path) if name.split(".")[0] == "scripts"
+    }
+    assert importers == set()
+
+
 @pytest.mark.parametrize("library", OWNERS)
 def test_a_library_has_one_owner(library):
     users = {
@@ -45,7 +75,7 @@ def test_a_library_has_one_owner(library):
 
 
 def test_no_rank_unpickles_what_another_sends():
-    """PyTorch's collectives of objects do: `training/exchange.py` takes their place."""
+    """PyTorch's collectives of objects do: `training/parallel/exchange.py` takes their place."""
     found = []
     for path in python_files():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -69,11 +99,11 @@ def test_names_become_behaviour_in_tables_only():
 
 def test_the_environment_is_read_where_it_belongs():
     allowed = {
-        *("training/distributed.py", "training/deepspeed_engine.py", "scripts/train_distributed.py"),
-        *("scripts/supervise.py", "scripts/local_ranks.py"),  # which hand it on
+        *("training/parallel/world.py", "training/parallel/deepspeed_engine.py", "scripts/train_distributed.py"),
+        *("launch/supervisor.py", "launch/local_ranks.py"),  # which hand it on
         "delivery/command_line.py",  # rank 0 speaks for all
-        *(f"scripts/cluster/{name}.py" for name in ("agent", "plan", "remote_shell")),  # the same
-        *("scripts/cluster/slurm_job.py", "scripts/doctor.py", "planning/doctor/network.py"),  # Slurm's and ssh's
+        *(f"launch/cluster/{name}.py" for name in ("agent", "cluster_plan", "remote_shell")),  # the same
+        *("launch/slurm/job.py", "scripts/doctor.py", "planning/doctor/network.py"),  # Slurm's and ssh's
     }
     readers = {str(path.relative_to(ROOT)) for path in python_files() if "os.environ" in path.read_text()}
     assert readers <= allowed

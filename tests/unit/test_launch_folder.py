@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.unit.launching import REPO_ROOT
-from training.launch_folder import ENDED, RECORD_BYTES, Beat, LaunchFolder, RankReport, beat_of
+from training.observe.heartbeat import ENDED, RECORD_BYTES, Heartbeat, HeartbeatFolder, HeartbeatWriter, beat_of
 
 
 def run_python(code: str, *arguments: object) -> subprocess.Popen:
@@ -31,7 +31,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def test_the_last_beat_is_read_back(tmp_path: Path) -> None:
-    report, folder = RankReport(tmp_path, 3, 300.0), LaunchFolder(tmp_path)
+    report, folder = HeartbeatWriter(tmp_path, 3, 300.0), HeartbeatFolder(tmp_path)
     assert folder.beats() == {}
     report.beat("a long phase " * 20, step=123456789, allowed_s=900.0)
     before = time.time(), time.monotonic()
@@ -47,8 +47,8 @@ def test_the_last_beat_is_read_back(tmp_path: Path) -> None:
 
 
 def test_a_torn_record_is_never_believed() -> None:
-    old = Beat(0, "node-1", 4711, "train", 199, 1.7e9, 19999.5, 300.0)
-    new = Beat(0, "node-1", 4711, "evaluate", 200, 1.7e9 + 10.0, 20000.5, 900.0)
+    old = Heartbeat(0, "node-1", 4711, "train", 199, 1.7e9, 19999.5, 300.0)
+    new = Heartbeat(0, "node-1", 4711, "evaluate", 200, 1.7e9 + 10.0, 20000.5, 900.0)
     read = [beat_of(new.record()[:cut] + old.record()[cut:]) for cut in range(RECORD_BYTES + 1)]
     assert (read[0], read[-1]) == (old, new)
     assert set(read) == {old, new, None}
@@ -60,8 +60,8 @@ def test_a_reader_beside_a_writer_sees_whole_beats_in_order(tmp_path: Path) -> N
         """
         import sys
         from pathlib import Path
-        from training.launch_folder import RankReport
-        report = RankReport(Path(sys.argv[1]), 0, 300.0)
+        from training.observe.heartbeat import HeartbeatWriter
+        report = HeartbeatWriter(Path(sys.argv[1]), 0, 300.0)
         for step in range(20000):
             report.beat("train" if step % 3 else "evaluate with a longer name", step)
         """,
@@ -69,14 +69,14 @@ def test_a_reader_beside_a_writer_sees_whole_beats_in_order(tmp_path: Path) -> N
     )
     steps = []
     while writer.poll() is None:
-        steps += [beat.step for beat in LaunchFolder(tmp_path).beats().values()]
+        steps += [beat.step for beat in HeartbeatFolder(tmp_path).beats().values()]
     assert steps == sorted(steps)
     assert len(set(steps)) > 10
-    assert LaunchFolder(tmp_path).beats()[0].step == 19999
+    assert HeartbeatFolder(tmp_path).beats()[0].step == 19999
 
 
 def test_a_beat_costs_microseconds(tmp_path: Path) -> None:
-    report = RankReport(tmp_path, 0, 300.0)
+    report = HeartbeatWriter(tmp_path, 0, 300.0)
     seconds = []
     for step in range(500):
         begin = time.perf_counter()
@@ -86,7 +86,7 @@ def test_a_beat_costs_microseconds(tmp_path: Path) -> None:
 
 
 def test_what_rank_0_says_and_a_new_start(tmp_path: Path) -> None:
-    report, folder = RankReport(tmp_path, 0, 300.0), LaunchFolder(tmp_path)
+    report, folder = HeartbeatWriter(tmp_path, 0, 300.0), HeartbeatFolder(tmp_path)
     assert (folder.run_name(), folder.checkpoint_position(), folder.has_succeeded()) == ("", -1, False)
     report.run_name("run 7 ü")
     report.checkpoint_saved(0)
@@ -101,7 +101,7 @@ def test_what_rank_0_says_and_a_new_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", [None, Path("/proc/nothing/here")], ids=["no launcher", "folder gone"])
 def test_without_a_folder_nothing_happens(folder: Path | None) -> None:
     handler = signal.getsignal(signal.SIGUSR2)
-    report = RankReport(folder, 0, 300.0)
+    report = HeartbeatWriter(folder, 0, 300.0)
     report.watch_stacks()
     report.beat("train", 1)
     report.run_name("run")
@@ -114,12 +114,12 @@ def test_without_a_folder_nothing_happens(folder: Path | None) -> None:
 def test_a_rank_on_a_full_disk_lives_on_and_is_not_watched(tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").symlink_to("/dev/full")
     (tmp_path / "run-name.tmp").symlink_to("/dev/full")
-    report = RankReport(tmp_path, 0, 300.0)
+    report = HeartbeatWriter(tmp_path, 0, 300.0)
     report.beat("train", 1)
     report.beat("train", 2)
     report.run_name("run")
     report.ended(0)
-    folder = LaunchFolder(tmp_path)
+    folder = HeartbeatFolder(tmp_path)
     assert (folder.beats(), folder.run_name()) == ({}, "")
     assert not (tmp_path / "rank-0.json").is_symlink()  # nothing that would grow old and look like a hang
 
@@ -129,8 +129,8 @@ def test_sigusr2_gives_the_stack_of_code_that_is_stuck(tmp_path: Path) -> None:
         """
         import sys, threading
         from pathlib import Path
-        from training.launch_folder import RankReport
-        report = RankReport(Path(sys.argv[1]), 1, 300.0)
+        from training.observe.heartbeat import HeartbeatWriter
+        report = HeartbeatWriter(Path(sys.argv[1]), 1, 300.0)
         assert report.beat("start") is None
         def stuck_in_c():
             lock = threading.Lock()
@@ -141,7 +141,7 @@ def test_sigusr2_gives_the_stack_of_code_that_is_stuck(tmp_path: Path) -> None:
         """,
         tmp_path,
     )
-    folder = LaunchFolder(tmp_path)
+    folder = HeartbeatFolder(tmp_path)
     try:
         wait_until(lambda: folder.stack(1) is not None)
         time.sleep(0.2)
@@ -157,14 +157,14 @@ def test_sigusr2_gives_the_stack_of_code_that_is_stuck(tmp_path: Path) -> None:
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
-from training.launch_folder import RankReport
+from training.observe.heartbeat import HeartbeatWriter
 folder = Path(sys.argv[1])
 def remember(number, frame):
     (folder / "signal").write_text(str(number))
     os._exit(0)
 signal.signal(signal.SIGTERM, remember)
 sys.argv[0] = sys.argv[2] if len(sys.argv) > 2 else "train.py"
-RankReport(None, 0, 300.0).end_with_parent()
+HeartbeatWriter(None, 0, 300.0).end_with_parent()
 (folder / "pid").write_text(str(os.getpid()))
 time.sleep(60)
 """

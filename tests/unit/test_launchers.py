@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.attempt import FINAL_CODES, HANG_CODE
+from launch.node_run import FINAL_CODES, HANG_CODE
 from scripts.doctor import SOMETHING_WRONG_EXIT_CODE
 from tests.unit.launching import (
     CORES,
     HOSTFILE,
+    LAUNCH,
     REPO_ROOT,
     SCRIPTS,
     WORDS,
@@ -37,7 +38,7 @@ def test_dry_run_prints_one_command_from_any_folder(folder: Path) -> None:
     assert words[entry + 1 :] == [
         *["--model-type=mobilenet", "--strategy=ddp", "--batch-size", "16", "--epochs", "3", "--seed", "7"]
     ]
-    launcher = words.index(str(SCRIPTS / "local_ranks.py"))
+    launcher = words.index(str(LAUNCH / "local_ranks.py"))
     assert words[launcher + 1 : launcher + 3] == ["--nproc_per_node", "2"]
     assert result.stderr == f"no GPU found: running 2 CPU ranks over gloo on {CORES} cores\n"
     assert f"OMP_NUM_THREADS={max(1, CORES // 2)}" in words
@@ -65,7 +66,7 @@ def test_help_tells_the_exit_codes() -> None:
 
 def test_torchrun_may_start_the_ranks() -> None:
     words = words_of(launch("launch_distributed.sh", WORDS["launch_distributed.sh"], LAUNCHER="torchrun").stdout)
-    assert str(SCRIPTS / "torchrun.py") in words
+    assert str(LAUNCH / "torchrun.py") in words
     assert words[words.index("--nproc_per_node") + 1] == "2"
 
 
@@ -197,9 +198,6 @@ def test_multi_node_refuses_a_least_number_of_nodes(tmp_path: Path, least: str) 
 @pytest.mark.parametrize("folder", ["", "scripts"])
 def test_slurm_log_lies_in_logs_wherever_sbatch_was_typed(tmp_path: Path, folder: str) -> None:
     root = stub_repo(tmp_path)
-    shutil.rmtree(root / "training")
-    for package in ("training", "models"):
-        (root / package).symlink_to(REPO_ROOT / package)
     spool = tmp_path / "slurm_script"  # Slurm runs a copy of the script
     shutil.copy(SCRIPTS / "slurm_distributed.sh", spool)
     subprocess.run(
@@ -209,7 +207,7 @@ def test_slurm_log_lies_in_logs_wherever_sbatch_was_typed(tmp_path: Path, folder
         check=True,
     )
     words = words_of((root / "logs" / "slurm_distributed_77.out").read_text())
-    assert words[1] == str(root / "scripts/cluster/slurm_job.py")
+    assert words[1] == str(root / "launch/slurm/job.py")
     assert words[words.index("--ranks-per-node") + 1] == "2"
     assert words[words.index("--") + 1 :][:2] == ["--model-type=mobilenet", "--strategy=ddp"]
 

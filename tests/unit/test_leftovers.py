@@ -11,19 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from scripts.launch_processes import MARK
-from scripts.temporary_folder import LONGEST_PATH, make_temporary_folder, private_variables, remove_abandoned
-from training.durable import SECONDS_OF_OTHERS, remove_leftovers, replacing, unfinished
+from launch.process_tree import MARK
+from launch.temporary_folder import LONGEST_PATH, make_temporary_folder, private_variables, remove_abandoned
+from training.checkpoint.atomic_write import (
+    SECONDS_OF_OTHERS,
+    remove_leftovers,
+    replacing,
+    unfinished,
+)
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PREPARE = """
 import os, signal, sys
 from pathlib import Path
-from delivery.evaluation_files import _NewFolder
 from delivery.export.staging import Stage
-from training.durable import replacing
+from training.checkpoint.atomic_write import replacing_folder, replacing
 folder = Path(sys.argv[1])
-with replacing(folder / "model.safetensors") as weights, _NewFolder(folder / "evaluation") as new, Stage(folder):
+with replacing(folder / "model.safetensors") as weights, replacing_folder(folder / "evaluation") as new, Stage(folder):
     weights.touch()
     if len(sys.argv) > 2:  # killed between the two renames that replace a folder
         os.replace(folder / "evaluation", str(new)[:-3] + "old")
@@ -100,7 +104,7 @@ def test_other_files_stay(tmp_path: Path):
 
 def test_the_folder_of_a_launch_stays_while_its_maker_or_a_process_of_it_lives(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code = "import sys, signal; from scripts.temporary_folder import make_temporary_folder as make; "
+    code = "import sys, signal; from launch.temporary_folder import make_temporary_folder as make; "
     code += "print(make('of-another').path, flush=True); signal.pause()"
     maker = subprocess.Popen([sys.executable, "-c", code], cwd=REPO_ROOT, stdout=subprocess.PIPE, text=True)
     member = subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: "of-another"})

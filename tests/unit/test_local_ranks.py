@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import local_ranks
-from tests.unit.launching import SCRIPTS, environment
+from launch import local_ranks
+from tests.unit.launching import LAUNCH, REPO_ROOT, environment
 
 TELL = """
 import json, os, sys
@@ -24,7 +24,7 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); prin
 
 def command(program: Path, *arguments: str) -> list[str]:
     words = ["--nproc_per_node", "3", "--master_port", "29555", str(program), *arguments]
-    return [sys.executable, str(SCRIPTS / "local_ranks.py"), *words]
+    return [sys.executable, str(LAUNCH / "local_ranks.py"), *words]
 
 
 def write(folder: Path, text: str) -> Path:
@@ -81,6 +81,6 @@ def test_a_signal_goes_to_every_rank(tmp_path: Path) -> None:
 
 
 def test_it_imports_no_torch(tmp_path: Path) -> None:
-    code = "import sys; from scripts import local_ranks; print('torch' in sys.modules, 'psutil' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parent, env=environment(), capture_output=True)
+    code = "import sys; from launch import local_ranks; print('torch' in sys.modules, 'psutil' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, env=environment(), capture_output=True)
     assert result.stdout == b"False False\n", result.stderr

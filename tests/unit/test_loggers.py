@@ -15,7 +15,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from training.config import TrainConfig
-from training.loggers import (
+from training.observe.loggers import (
     DeviceLoad,
     EpochPoint,
     Loggers,
@@ -27,12 +27,12 @@ from training.loggers import (
     epoch_line,
     run_lines,
 )
-from training.loggers.confusion import confusion_picture
-from training.loggers.console import ConsoleLogger
-from training.loggers.files import JsonLinesLogger, TextLogger
-from training.loggers.tensorboard import TensorBoardLogger
-from training.metrics import SampleScores, Scores
-from training.run_folder import RunFolder
+from training.observe.loggers.confusion import confusion_picture
+from training.observe.loggers.console import ConsoleLogger
+from training.observe.loggers.tensorboard import TensorBoardLogger
+from training.observe.loggers.text_files import JsonLinesLogger, TextLogger
+from training.observe.run_folder import RunFolder
+from training.observe.scores import SampleScores, Scores
 
 SHARES = {"data": 0.01, "forward": 0.35, "backward": 0.48, "communication": 0.09, "optimizer": 0.04, "other": 0.03}
 STEP = StepPoint(

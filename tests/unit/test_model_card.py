@@ -12,16 +12,15 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from delivery.evaluation import describe_scores
-from delivery.evaluation_files import write_scores
 from delivery.model_card import write_model_card
-from delivery.repeat import repeat_command
-from delivery.weights import save_weights
+from delivery.reproduce_command import reproduce_command
 from models import build_model
+from training.checkpoint.weights import save_weights
 from training.command_line import parse_args
 from training.config import TrainConfig, save_config
-from training.distributed import World
-from training.metrics import SampleRecorder, sample_losses
+from training.observe.evaluation import describe_scores, write_scores
+from training.observe.scores import SampleRecorder, sample_losses
+from training.parallel.world import World
 
 ENVIRONMENT = {
     "ranks": 8,
@@ -79,7 +78,7 @@ def test_the_hubs_library_reads_the_front_matter(run: Path):
 
 
 def test_the_code_for_timm_runs_and_gives_our_logits(run: Path, monkeypatch):
-    from delivery.weights import load_model
+    from training.checkpoint.weights import load_model
 
     write_model_card(run)
     code = re.search(r"```python\n(.*?)```", (run / "README.md").read_text(encoding="utf-8"), re.DOTALL)
@@ -104,7 +103,7 @@ def test_the_command_repeats_the_configuration(run: Path):
 
 def test_several_machines_have_their_launcher():
     config = TrainConfig(model_type="vgg", batch_size=4, epochs=7, activation_checkpointing=True)
-    assert repeat_command(config, 32, 8) == (
+    assert reproduce_command(config, 32, 8) == (
         "bash scripts/launch_multi_node.sh vgg ddp 4 8 4 7 --activation-checkpointing true"
     )
 

@@ -21,11 +21,11 @@ from torch.nn import functional
 
 from models import MODELS, build_model, check_model_name, rebuild_model
 from models.build import BuiltModel
-from models.checkpointing import enable_activation_checkpointing
 from models.ensemble import Ensemble
 from models.image_size import forward_failure
 from models.weights_metadata import METADATA_KEY
 from training.errors import UserError
+from training.parallel.activation_checkpointing import enable_activation_checkpointing
 
 SMALL_MEMBERS = ("basic_cnn", "mobilenet")
 # One of every family, without the two that are slow or need the hub.

@@ -11,14 +11,13 @@ from timm.optim import Lamb
 from torch import nn
 
 from training.config import TrainConfig, field_types
-from training.optim import (
+from training.recipe.optimizer import (
     build_optimizer,
-    build_schedule,
     create_state,
     moment_kinds,
-    schedule_notes,
     set_applied_steps,
 )
+from training.recipe.schedule import build_schedule, schedule_notes
 
 CONFIG = TrainConfig(epochs=10, warmup_epochs=2, learning_rate=0.1, final_learning_rate_scale=0.0)
 

@@ -15,10 +15,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.training.ranks import ROOT, free_port
-from training.distributed import launched_world
 from training.errors import UserError
-from training.launch_folder import SECRET_VARIABLE
-from training.rendezvous import _answer, _listen, open_store, prove
+from training.observe.heartbeat import SECRET_VARIABLE
+from training.parallel.secure_store import _answer, _listen, open_store, prove
+from training.parallel.world import launched_world
 
 PATIENCE = datetime.timedelta(seconds=30)
 
@@ -150,7 +150,7 @@ def test_every_start_has_a_secret_of_its_own_which_no_file_shows(tmp_path):
         "with open(sys.argv[1], 'a') as file: print(json.dumps(os.environ[sys.argv[2]]), file=file)\n"
         "sys.exit(3)\n"
     )
-    supervisor = [sys.executable, str(ROOT / "scripts" / "supervise.py"), sys.executable, str(program)]
+    supervisor = [sys.executable, str(ROOT / "launch" / "supervisor.py"), sys.executable, str(program)]
     environment = os.environ | {"STOP_TIMEOUT": "5", "MAX_RESTARTS": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     environment |= {SECRET_VARIABLE: "of the shell", "TMPDIR": str(tmp_path)}
     words = [str(tmp_path / "told"), SECRET_VARIABLE]
@@ -163,8 +163,8 @@ def test_every_start_has_a_secret_of_its_own_which_no_file_shows(tmp_path):
 
 RANK = """
 import sys
-from training.distributed import start_world, gather_objects, stop_world
-from training.exchange import text
+from training.parallel.world import start_world, gather_objects, stop_world
+from training.parallel.exchange import text
 world = start_world()
 print("ranks", gather_objects(sys.argv[1], text, world), flush=True)
 stop_world()

@@ -10,16 +10,16 @@ import pytest
 from made_runs import GLOBAL_BATCH, RESTARTED, START, end, epoch, event, make_run, step
 
 from delivery.report.curves import Line, draw
-from delivery.report.facts import command_to_repeat, key_figures, settings, surroundings
 from delivery.report.history import History
 from delivery.report.incidents import find_incidents
-from delivery.report.judgement import class_table, confusion
+from delivery.report.per_class import class_table, confusion
 from delivery.report.points import thin
+from delivery.report.run_facts import command_to_repeat, key_figures, settings, surroundings
 from delivery.report.run_files import read_run
 from delivery.report.samples import wrong_samples
 from delivery.report.side_by_side import differences
-from delivery.report.spending import spend_memory, spend_time
 from delivery.report.status import PATIENCE_SECONDS, find_status
+from delivery.report.time_and_memory import spend_memory, spend_time
 from delivery.report.training_curves import single_run_charts
 
 

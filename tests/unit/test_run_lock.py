@@ -16,14 +16,14 @@ import pytest
 
 from training.config import TrainConfig
 from training.errors import UserError
-from training.run_folder import create_run_folder
-from training.run_lock import LOCK, Origin, hold_run
+from training.observe.run_folder import create_run_folder
+from training.observe.run_lock import LOCK, Origin, hold_run
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import os, sys
 from pathlib import Path
-from training.run_lock import Origin, hold_run
+from training.observe.run_lock import Origin, hold_run
 held = hold_run(Path(sys.argv[1]), Origin.of(os.environ), wait_s=0)
 print("held", flush=True)
 sys.stdin.read()

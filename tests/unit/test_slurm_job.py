@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.cluster.slurm_requeue import Fate, Progress, what_follows
-from scripts.cluster.slurm_words import Job, training_arguments
+from launch.slurm.requeue import Fate, Progress, what_follows
+from launch.slurm.slurm_arguments import Job, training_arguments
 from training.errors import UserError
 
 ARGUMENTS = ["--model-type=mobilenet", "--strategy=ddp"]

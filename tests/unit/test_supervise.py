@@ -17,11 +17,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scripts.attempt import FINAL_CODES
-from scripts.launch_processes import code_of_zombie, is_alive, remove_stale_build_locks, shell_exit_code
-from scripts.rank_watch import Death, main_thread
-from scripts.restarts import Restarts, signal_within
-from scripts.supervise import with_free_port
+from launch.node_run import FINAL_CODES
+from launch.process_tree import code_of_zombie, is_alive, remove_stale_build_locks, shell_exit_code
+from launch.rank_monitor import Death, main_thread
+from launch.restart_policy import RestartPolicy, signal_within
+from launch.supervisor import with_free_port
 from tests.unit.launching import CORES, WORDS, environment, hear_ctrl_c, stub_repo
 
 LAUNCHERS = ("direct", "deepspeed", "torchrun")
@@ -268,7 +268,7 @@ def test_a_signal_between_two_starts_ends_the_waiting() -> None:
 
 
 def test_the_delay_doubles_up_to_30_seconds_and_progress_resets_it(capsys: pytest.CaptureFixture) -> None:
-    restarts = Restarts(allowed=7)
+    restarts = RestartPolicy(allowed=7)
     assert [restarts.after_failure("why", -1) for _ in range(7)] == [0.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert capsys.readouterr().err.splitlines()[:2] == ["why: restart 1 of 7", "why: restart 2 of 7 in 2 s"]
     assert restarts.after_failure("why", 40) == 0.0

@@ -16,26 +16,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import DeviceType
 
-from planning.machines import peak_tflops
-from training import slow_links
-from training.bad_steps import StepGuard
-from training.checkpoint.manifest import Progress
+from tests.training.engine_ranks import loop_context
 from training.data.reader import Batch
 from training.data.sampler import BatchPlan
-from training.distributed import World
-from training.engine import StepResult
-from training.flops import TrainingFlops
-from training.launch_folder import RankReport
-from training.loggers import Loggers
-from training.loop import LoopSettings, LoopTools, train_one_epoch
-from training.meter import Timing, device_load
-from training.metrics import ScoreSums
-from training.optim import Schedule
-from training.profiler import StepProfiler, costliest_operators
-from training.signals import StopRequest
-from training.slow_links import SlowLink, SlowLinkWatch, exchange_share, judge_ring
-from training.slow_ranks import SlowRankWatch, work_seconds
-from training.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
+from training.loop import train_one_epoch
+from training.observe import slow_links
+from training.observe.flops import TrainingFlops
+from training.observe.loggers import Loggers
+from training.observe.machines import peak_tflops
+from training.observe.profiler import StepProfiler, costliest_operators
+from training.observe.scores import ScoreSums
+from training.observe.slow_links import SlowLink, SlowLinkWatch, exchange_share, judge_ring
+from training.observe.slow_ranks import SlowRankWatch, work_seconds
+from training.observe.step_metrics import Timing, device_load
+from training.observe.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
+from training.parallel.engine import StepResult
+from training.parallel.world import World
+from training.state import Progress, TrainState
 
 
 class Steps:
@@ -205,15 +202,11 @@ def test_the_wait_for_data_is_the_devices():
             yield Batch(images, indices, torch.ones(1), indices)
 
     world = World(0, 0, 1, 1, torch.device("cpu"))
-    settings = LoopSettings(
-        BatchPlan(4, 1, 1, 1, 0), Schedule(0.1, 1, 0, 1.0), 2, 2, 0, 0.0, log_every_steps=2, epochs=1
-    )
     engine, loggers = PlainEngine(), Loggers([logger])
-    guard = StepGuard(engine, world, loggers, most_in_row=0, name_of=str)
-    timing = Timing(SpanClock(marks))
-    tools = LoopTools(world, loggers, StopRequest(), guard, RankReport(None, 0, 0.0), timing=timing)
-    sums = ScoreSums(2, world.device)
-    result = train_one_epoch(engine, batches([0.0, 0.0, 2.0, 4.0]), settings, Progress(), sums, tools)
+    values = {"loggers": loggers, "timing": Timing(SpanClock(marks)), "num_classes": 2, "log_every_steps": 2}
+    context = loop_context(world, engine, BatchPlan(4, 1, 1, 1, 0), 2, **values)
+    state = TrainState(engine, ScoreSums(2, world.device), Progress())
+    result = train_one_epoch(state, batches([0.0, 0.0, 2.0, 4.0]), context)
     assert [point.data_wait_share for point in logger.points] == [0.0, 0.5]
     assert [point.time_shares["data"] for point in logger.points] == [0.0, 0.5]
     assert result.data_wait_share == pytest.approx(6 / 18)

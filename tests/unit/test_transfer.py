@@ -10,11 +10,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from training.data import gpu_decode
-from training.data.finish import Finish
+from training.data.augment import STEPS
+from training.data.batch_transforms import BatchTransforms
+from training.data.reading import gpu_decode
 from training.data.transfer import to_device
-from training.data.transforms import STEPS
-from training.metrics import SampleRecorder
+from training.observe.scores import SampleRecorder
 
 BATCH, SIZE = 4, 8
 GPU = torch.device("cuda", 0)
@@ -56,7 +56,7 @@ def copies(monkeypatch):
 @pytest.mark.parametrize("lies_there", [True, False], ids=["set on the GPU", "batch from the loader"])
 def test_a_batch_is_finished_without_a_wait(copies, augmentation, lies_there):
     steps = STEPS[augmentation]
-    finish = Finish({"image_size": SIZE, "mean": [0.5] * 3, "std": [0.5] * 3}, steps, seed=0)
+    finish = BatchTransforms({"image_size": SIZE, "mean": [0.5] * 3, "std": [0.5] * 3}, steps, seed=0)
     images = torch.empty(BATCH, 3, SIZE, SIZE, dtype=torch.uint8, device=GPU, memory_format=torch.channels_last)
     if lies_there and steps.in_batches:
         bordered = finish.with_border(images.permute(0, 2, 3, 1))

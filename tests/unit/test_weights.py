@@ -18,11 +18,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-import delivery.weights
-from delivery.weights import load_model, preprocess, read_metadata, save_weights
+import training.checkpoint.weights
 from models import build_model, rebuild_model
 from models.build import tensor_mismatch
-from training.data.transforms import evaluation_transform
+from training.checkpoint.weights import load_model, preprocess, read_metadata, save_weights
+from training.data.augment import evaluation_transform
 from training.errors import UserError
 
 CLASS_NAMES = ["null", "eins", "zwei", "drei", "四"]
@@ -125,7 +125,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(delivery.weights, "save_file", full_disk)
+    monkeypatch.setattr(training.checkpoint.weights, "save_file", full_disk)
     with pytest.raises(OSError, match="No space"):
         save(tmp_path / "model.safetensors", "basic_cnn")
     assert (tmp_path / "model.safetensors").read_bytes() == before
@@ -135,7 +135,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
 def test_loading_needs_no_deepspeed(tmp_path):
     save(tmp_path / "model.safetensors")
     code = (
-        "import sys; from delivery.weights import load_model; load_model(sys.argv[1]); "
+        "import sys; from training.checkpoint.weights import load_model; load_model(sys.argv[1]); "
         "print([m for m in ('deepspeed', 'tensorboard') if m in sys.modules])"
     )
     done = subprocess.run(

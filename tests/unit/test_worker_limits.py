@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from training import parts
 from training.data import workers
-from training.distributed import World
 from training.errors import UserError, known_death
+from training.parallel.world import World
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 ALONE, TWO = (World(0, 0, size, size, torch.device("cpu")) for size in (1, 2))
-Data = namedtuple("Data", "preprocessing")
+fit = workers.fit_workers_into_memory
 Usage = namedtuple("Usage", "free")
 
 
@@ -31,11 +30,10 @@ def test_workers_are_as_many_as_shared_memory_has_room_for(monkeypatch, free, ma
     """4 images of 32 pixels are 12,288 bytes, three batches of them 36,864."""
     monkeypatch.setattr(os, "access", lambda *_: may_write)
     monkeypatch.setattr(workers.shutil, "disk_usage", lambda _: Usage(free))
-    data = Data({"image_size": 32})
-    assert parts._fit_into_memory(8, True, 4, data, world) == expected
-    assert parts._fit_into_memory(expected, False, 4, data, world) == expected
+    assert fit(8, True, 4, 32, world.local_size, is_main=True) == expected
+    assert fit(expected, False, 4, 32, world.local_size, is_main=True) == expected
     with pytest.raises(UserError, match=rf"^--workers 8: /dev/shm has room .* Give --workers {expected}, or"):
-        parts._fit_into_memory(8, False, 4, data, world)
+        fit(8, False, 4, 32, world.local_size, is_main=True)
 
 
 def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one():

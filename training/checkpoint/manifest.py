@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.durable import sync_to_disk
+from training.checkpoint.atomic_write import sync_to_disk
 from training.errors import one_line
+from training.state import Progress
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "zerovision checkpoint 1"
@@ -27,32 +28,6 @@ LOSS_SCALE_KEYS = ("value", "good_steps")  # see DynamicLossScale.state
 
 class DamagedCheckpoint(Exception):
     """A checkpoint that cannot be used; the message is one line that says why."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands.
-
-    Attributes:
-        epoch: the epoch to go on with, from 0.
-        step: the optimizer step of that epoch to go on with, from 0; the number of steps of an epoch where only its
-            evaluation is left.
-        best_top1: the best validation top-1 so far, -1 before the first evaluation.
-        best_epoch: the epoch of it, from 1; 0 before the first evaluation.
-        epochs_without_better: evaluations since then, for early stopping.
-        skipped_steps: optimizer steps skipped so far because a gradient was not finite.
-        bad_steps_in_row: how many of them were the latest steps.
-        diverged_epochs_in_row: how many of the latest epochs had diverged, see `training.divergence`.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    best_top1: float = -1.0
-    best_epoch: int = 0
-    epochs_without_better: int = 0
-    skipped_steps: int = 0
-    bad_steps_in_row: int = 0
-    diverged_epochs_in_row: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from training.checkpoint.manifest import MOST_SHARDS, DamagedCheckpoint, Manifest, Progress
+from training.checkpoint.manifest import MOST_SHARDS, DamagedCheckpoint, Manifest
 from training.checkpoint.shards import CheckpointReader
 from training.checkpoint.store import FoundCheckpoint
-from training.config import FIELDS, FLAG_OF, FREE_ON_RESUME, TrainConfig
-from training.distributed import World
-from training.engine import Engine, frozen_parameters
+from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
 from training.errors import UserError, one_line, shown
-from training.metrics import ScoreSums
+from training.observe.scores import ScoreSums
+from training.parallel.engine import Engine, frozen_parameters
+from training.parallel.world import World
+from training.state import TrainState
 
 
-def hold_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> TrainConfig:
+def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> TrainConfig:
     """Return the configuration with the accumulation steps that keep the checkpoint's global batch.
 
     Raises:
@@ -71,7 +72,7 @@ def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, A
             difference = one_line(_difference(saved, value), 400)
             raise UserError(f"checkpoint {found.path} was made with another {key}: {difference}.")
     for name, field in FIELDS.items():
-        if name in FREE_ON_RESUME:
+        if name in CHANGEABLE_ON_RESUME:
             continue
         # A flag that is younger than the checkpoint had its default.
         saved, given = manifest.config.get(name, field.default), getattr(config, name)
@@ -88,13 +89,13 @@ def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, A
         )
 
 
-def fill_engine(found: FoundCheckpoint, engine: Engine, sums: ScoreSums, world: World) -> Progress:
-    """Fill a fresh engine, and the sums of the running epoch, from a verified checkpoint; a collective.
+def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
+    """Fill a fresh state from a verified checkpoint; a collective.
 
     Raises:
         UserError: where its content is not what this model has.
     """
-    manifest = found.manifest
+    manifest, engine, sums = found.manifest, state.engine, state.sums
     try:
         reader = CheckpointReader(found.path, manifest)
         buffers = reader.buffers(world.rank, world.size)
@@ -110,7 +111,7 @@ def fill_engine(found: FoundCheckpoint, engine: Engine, sums: ScoreSums, world: 
         raise UserError(f"checkpoint {found.path} cannot be used: {one_line(error)}") from None
     if engine.loss_scale is not None and manifest.loss_scale:
         engine.loss_scale.restore(manifest.loss_scale)
-    return manifest.progress
+    state.progress = manifest.progress
 
 
 def _check_names(engine: Engine, manifest: Manifest, buffers: dict[str, Any]) -> None:

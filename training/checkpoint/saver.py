@@ -9,19 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
-from training.checkpoint.manifest import Manifest, Progress, ShardFacts, shard_name
+from training.checkpoint.manifest import Manifest, ShardFacts, shard_name
 from training.checkpoint.retries import GIVE_UP_SECONDS_OF_STOP, FailedSaves
 from training.checkpoint.shards import Snapshot, write_shard
 from training.checkpoint.store import checkpoint_name, commit, discard, temporary_folder
-from training.distributed import World, gather_objects
-from training.engine import Engine
 from training.errors import CANNOT_SAVE_EXIT_CODE, RunEnded, one_line
-from training.exchange import flag, optional, row_of, text, whole_number
-from training.launch_folder import RankReport
-from training.loggers import Loggers
+from training.observe.heartbeat import HeartbeatWriter
+from training.observe.loggers import Loggers
+from training.parallel.exchange import flag, optional, row_of, text, whole_number
+from training.parallel.world import World, gather_objects
+from training.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -68,15 +67,15 @@ class Saver:
     def __init__(
         self,
         settings: SaveSettings,
-        engine: Engine,
+        state: TrainState,
         world: World,
         loggers: Loggers,
-        report: RankReport,
+        heartbeat: HeartbeatWriter,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._settings, self._engine, self._world = settings, engine, world
-        self._loggers, self._report = loggers, report
+        self._settings, self._state, self._world = settings, state, world
+        self._loggers, self._heartbeat = loggers, heartbeat
         self._clock, self._sleep = clock, sleep
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
@@ -104,13 +103,11 @@ class Saver:
         """Say whether a save is due after `position` steps of the run; the same on all ranks."""
         return self._settings.every_steps > 0 and position % self._settings.every_steps == 0
 
-    def save(self, progress: Progress, epoch_sums: torch.Tensor, write_best: Callable[[], None] | None = None) -> None:
-        """Copy the state of now, and begin to write it; a collective.
+    def save(self, write_best: Callable[[], None] | None = None) -> None:
+        """Copy the current state and begin to write it; a collective.
 
         Args:
-            progress: where the run stands.
-            epoch_sums: the running epoch's sums, float64 [4].
-            write_best: given where this is the best epoch: writes its weights; called on rank 0 alone.
+            write_best: given if this is the best epoch: writes its weights; called on rank 0 alone.
 
         Raises:
             RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS`.
@@ -119,16 +116,17 @@ class Saver:
         self._wait()
         if write_best is not None:
             self._unsaved_best = write_best
+        engine, progress = self._state.engine, self._state.progress
         facts = {
             "progress": progress,
             "identity": self._settings.identity,
             "config": self._settings.config,
-            "applied_steps": self._engine.applied_steps(),
-            "loss_scale": self._engine.loss_scale.state() if self._engine.loss_scale else None,
-            "parameters": self._engine.parameter_shapes(),
+            "applied_steps": engine.applied_steps(),
+            "loss_scale": engine.loss_scale.state() if engine.loss_scale else None,
+            "parameters": engine.parameter_shapes(),
         }
         # Last: reading the count above may wait for the GPU, and would then wait for the copies, too.
-        self._snapshot.take(self._engine, epoch_sums)
+        self._snapshot.take(engine, self._state.sums.state())
         save = _Save(
             checkpoint_name(progress),
             position=progress.epoch * self._settings.steps_per_epoch + progress.step,
@@ -158,7 +156,7 @@ class Saver:
                 },
             )
             if self._world.is_main:
-                self._report.checkpoint_saved(save.position)
+                self._heartbeat.checkpoint_saved(save.position)
             return
         self._failed_position = save.position
         self._loggers.event("checkpoint_failed", {"step": save.position, "name": save.name, "error": save.error})
@@ -167,12 +165,10 @@ class Saver:
             + ("" if save.is_last_try else f", the next try comes within {self._failures.delay_s():.0f} s")
         )
 
-    def finish(self, progress: Progress, epoch_sums: torch.Tensor, *, is_stop: bool = False) -> None:
-        """Wait for the save under way; if it failed, save the state of now, again and again. A collective.
+    def finish(self, *, is_stop: bool = False) -> None:
+        """Wait for the running save; if it failed, save the current state again and again. A collective.
 
         Args:
-            progress: where the run stands.
-            epoch_sums: the running epoch's sums, float64 [4].
             is_stop: whether the run was asked to stop, and should not let anybody wait for long.
 
         Raises:
@@ -182,17 +178,17 @@ class Saver:
         if is_stop:
             self._failures.give_up_s = GIVE_UP_SECONDS_OF_STOP
         while self._failures:
-            self.save(progress, epoch_sums)
+            self.save()
             self._wait()
             if self._failures:
                 delay_s = self._failures.delay_s()
-                self._report.beat("save", self._failed_position, self._settings.patience_s + delay_s)
+                self._heartbeat.beat("save", self._failed_position, self._settings.patience_s + delay_s)
                 self._sleep(delay_s)
 
     def _wait(self) -> None:
         """Wait for the save under way; raise if saves have failed for too long."""
         if self._thread is not None:
-            self._report.beat("save", self._running.position if self._running else -1, self._settings.patience_s)
+            self._heartbeat.beat("save", self._running.position if self._running else -1, self._settings.patience_s)
             self._thread.join()
         self.note_outcome()
         if self._has_given_up:

@@ -21,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from models.weights_metadata import METADATA_KEY
+from training.checkpoint.atomic_write import sync_to_disk
 from training.checkpoint.manifest import DamagedCheckpoint, Manifest, ShardFacts, file_size, shard_name
-from training.durable import sync_to_disk
-from training.engine import CONVOLUTION_DIMENSIONS, Engine, Piece
 from training.errors import one_line
+from training.parallel.engine import CONVOLUTION_DIMENSIONS, Engine, Piece
 
 BUFFER_PREFIX = "buffer/"
 EPOCH_SUMS = "epoch_sums"

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from training.checkpoint.atomic_write import sync_to_disk
 from training.checkpoint.manifest import (
     MANIFEST_FILE,
     DamagedCheckpoint,
@@ -21,10 +22,9 @@ from training.checkpoint.manifest import (
     write_manifest,
 )
 from training.checkpoint.shards import verify_shard
-from training.distributed import World, broadcast_object, error_on_any_rank
-from training.durable import sync_to_disk
 from training.errors import UserError
-from training.exchange import list_of, text
+from training.parallel.exchange import list_of, text
+from training.parallel.world import World, broadcast_object, error_on_any_rank
 
 LAST, BEST = "last", "best"
 NAME_PATTERN = re.compile(r"step-(\d{5,9})-(\d{7,12})")

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from training.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
-    from training.data.bundle import DataBundle
+    from training.config import TrainConfig
+    from training.data.datasets import DatasetPair
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class DatasetEntry:
     Attributes:
         usage: What to type after `--data`.
         summary: What it is, in one sentence.
-        module: The module whose `load(options)` returns the `DataBundle`.
+        module: The module whose `load(options)` returns the `DatasetPair`.
         takes_name: Whether a name follows after a colon.
     """
 
@@ -117,7 +118,30 @@ class DataOptions:
     cache_gb: float = 0.0
 
 
-def load_data(options: DataOptions) -> DataBundle:
+def data_options(config: TrainConfig) -> DataOptions:
+    """Return the options of the data set that a configuration names."""
+    from models.normalization import starting_normalization
+
+    normalization = starting_normalization(config.model_type, pretrained=config.pretrained, weights=config.weights)
+    mean, std = normalization or (None, None)
+    return DataOptions(
+        mean=mean,
+        std=std,
+        data=config.data,
+        val_fraction=config.val_fraction,
+        image_size=config.image_size,
+        augmentation=config.augmentation,
+        bad_images=config.bad_images,
+        download=config.download,
+        data_root=config.data_root,
+        seed=config.seed,
+        decode=config.decode,
+        cache=config.cache,
+        cache_gb=config.cache_gb,
+    )
+
+
+def load_data(options: DataOptions) -> DatasetPair:
     """Load the training and validation set that `options` names; every rank gets the same.
 
     Raises:

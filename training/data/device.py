@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from training.data.bundle import ImageDataset
+from training.data.datasets import ImageDataset
 from training.data.reader import Batch
 from training.data.transfer import to_device
 

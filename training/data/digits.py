@@ -10,15 +10,15 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 from training.data import DataOptions
-from training.data.bundle import DataBundle, Habits, make_bundle
-from training.data.sources import ArraySource, fingerprint_arrays, pixel_statistics
+from training.data.datasets import DatasetDefaults, DatasetPair, make_dataset_pair
+from training.data.reading.sources import ArraySource, fingerprint_arrays, pixel_statistics
 
 IMAGE_SIZE = 32
 VAL_IMAGES = 360
 MAX_VALUE = 16  # the 8x8 cells count ink from 0 to 16
 
 
-def load(options: DataOptions) -> DataBundle:
+def load(options: DataOptions) -> DatasetPair:
     """Load 1,437 training and 360 validation digits; the split is stratified and the same for every seed."""
     digits = load_digits()
     train_indices, val_indices = train_test_split(
@@ -32,5 +32,5 @@ def load(options: DataOptions) -> DataBundle:
     train, val = (ArraySource(images[indices], labels[indices]) for indices in (train_indices, val_indices))
     class_names = [str(name) for name in digits.target_names]
     mean, std = pixel_statistics(train.images)
-    habits = Habits(IMAGE_SIZE, "shift", centre_crop=False, mean=mean, std=std)
-    return make_bundle(train, val, class_names, habits, options, fingerprint_arrays(class_names, train, val))
+    habits = DatasetDefaults(IMAGE_SIZE, "shift", centre_crop=False, mean=mean, std=std)
+    return make_dataset_pair(train, val, class_names, habits, options, fingerprint_arrays(class_names, train, val))

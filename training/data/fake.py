@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from training.data import DataOptions
-from training.data.bundle import DataBundle, Habits, make_bundle
-from training.data.sources import ArraySource, fingerprint_arrays, pixel_statistics
+from training.data.datasets import DatasetDefaults, DatasetPair, make_dataset_pair
+from training.data.reading.sources import ArraySource, fingerprint_arrays, pixel_statistics
 
 CLASSES = 10
 TRAIN_IMAGES, VAL_IMAGES = 1000, 200
@@ -17,13 +17,13 @@ IMAGE_SIZE = 32
 NOISE_LEVELS = 40
 
 
-def load(options: DataOptions) -> DataBundle:
+def load(options: DataOptions) -> DatasetPair:
     """Make the images: the same for every seed, kept at 32 pixels and resized when another size is asked for."""
     train, val = make_source(TRAIN_IMAGES, stream=0), make_source(VAL_IMAGES, stream=1)
     class_names = [f"wave-{label}" for label in range(CLASSES)]
     mean, std = pixel_statistics(train.images)
-    habits = Habits(IMAGE_SIZE, "shift", centre_crop=False, mean=mean, std=std)
-    return make_bundle(train, val, class_names, habits, options, fingerprint_arrays(class_names, train, val))
+    habits = DatasetDefaults(IMAGE_SIZE, "shift", centre_crop=False, mean=mean, std=std)
+    return make_dataset_pair(train, val, class_names, habits, options, fingerprint_arrays(class_names, train, val))
 
 
 def make_source(num_images: int, stream: int) -> ArraySource:

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from training.data import DATASETS, DataOptions
-from training.data.bundle import PHOTOGRAPHS, DataBundle, make_bundle
-from training.data.files import file_source, file_sources
-from training.data.images import IMAGE_EXTENSIONS
-from training.data.sources import ImageFile, fingerprint_files
+from training.data.datasets import PHOTOGRAPHS, DatasetPair, make_dataset_pair
+from training.data.reading.file_sources import file_source, file_sources
+from training.data.reading.images import IMAGE_EXTENSIONS
+from training.data.reading.sources import ImageFile, fingerprint_files
 from training.errors import UserError, nearest
 
 PARTS = ("train", "val")
@@ -22,7 +22,7 @@ FoundFile = tuple[str, int, int]  # path relative to the root, with "/", size in
 Classes = dict[str, list[FoundFile]]
 
 
-def load(options: DataOptions) -> DataBundle:
+def load(options: DataOptions) -> DatasetPair:
     """Load a folder of classes; hidden files, files without an image's extension, FIFOs and devices are left out.
 
     Raises:
@@ -44,7 +44,7 @@ def load(options: DataOptions) -> DataBundle:
     if not val_files:
         raise UserError(f"{str(root)!r} has one image per class, none is left to validate with: add images or val/.")
     train_source, val_source, cache_notes = file_sources(root, train_files, val_files, options)
-    return make_bundle(
+    return make_dataset_pair(
         train_source,
         val_source,
         class_names,
@@ -55,7 +55,7 @@ def load(options: DataOptions) -> DataBundle:
     )
 
 
-def load_whole(options: DataOptions) -> DataBundle:
+def load_whole(options: DataOptions) -> DatasetPair:
     """Load one folder of classes without splitting it: for judging a model on images that it was not trained on.
 
     Both sets of the bundle are the whole folder.
@@ -70,7 +70,7 @@ def load_whole(options: DataOptions) -> DataBundle:
     files = _with_labels(classes, class_names)
     source = file_source(root, files, options)
     fingerprint = fingerprint_files(class_names, files)
-    return make_bundle(source, source, class_names, PHOTOGRAPHS, options, fingerprint, _notes(classes, ignored))
+    return make_dataset_pair(source, source, class_names, PHOTOGRAPHS, options, fingerprint, _notes(classes, ignored))
 
 
 def has_parts(data: str) -> bool:

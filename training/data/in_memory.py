@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from training.data.bundle import ImageDataset
+from training.data.datasets import ImageDataset
 from training.data.reader import Batch
+from training.data.reading.sources import ArraySource
 from training.data.sampler import BatchKey
-from training.data.sources import ArraySource
 
 MAX_BYTES = 2 * 10**9
 MAX_SHARE_OF_GPU = 0.25  # of the memory that is free before the model is there

@@ -13,16 +13,18 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from training.data.bundle import DataBundle, ImageDataset
+from training.config import TrainConfig
+from training.data.datasets import DatasetPair, ImageDataset
 from training.data.device import batches_on_device
-from training.data.gpu_decode import decode_batch, read_encoded
-from training.data.images import ImageError
 from training.data.in_memory import images_on_device
 from training.data.randomness import preserved_generators
 from training.data.reader import Batch, BatchReader, ReadFailure, bad_image_budget, over_budget
+from training.data.reading.gpu_decode import decode_batch, read_encoded
+from training.data.reading.images import ImageError
 from training.data.sampler import BatchKey, BatchPlan, EvaluationPlan
-from training.data.workers import end_with_parent, worker_context
+from training.data.workers import end_with_parent, fit_workers_into_memory, worker_context
 from training.errors import UserError
+from training.parallel.world import World
 
 CPU = torch.device("cpu")
 IMAGES_PER_SECOND_OF_A_GPU = 6000  # about what a small network takes on a large GPU, at 224 pixels and in bf16
@@ -38,7 +40,7 @@ class _Loader:
         notes: Path and note of the odd images that this rank has decoded so far.
     """
 
-    def __init__(self, dataset: ImageDataset, bundle: DataBundle, workers: int, device: torch.device) -> None:
+    def __init__(self, dataset: ImageDataset, bundle: DatasetPair, workers: int, device: torch.device) -> None:
         self.most_bad = bad_image_budget(bundle.bad_image_share, len(dataset))
         self.bad_images: dict[str, str] = {}
         self.notes: dict[str, str] = {}
@@ -79,7 +81,7 @@ class TrainLoader(_Loader):
     """
 
     def __init__(
-        self, bundle: DataBundle, plan: BatchPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
+        self, bundle: DatasetPair, plan: BatchPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
     ) -> None:
         self._plan, self._rank = plan, rank
         super().__init__(bundle.train, bundle, workers, device)
@@ -105,7 +107,7 @@ class EvaluationLoader(_Loader):
     """
 
     def __init__(
-        self, bundle: DataBundle, plan: EvaluationPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
+        self, bundle: DatasetPair, plan: EvaluationPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
     ) -> None:
         self._plan, self._rank = plan, rank
         super().__init__(bundle.val, bundle, workers, device)
@@ -115,6 +117,34 @@ class EvaluationLoader(_Loader):
 
     def __iter__(self) -> Iterator[Batch]:
         return self._fetch(self._plan.keys(self._rank))
+
+
+def build_loaders(
+    config: TrainConfig, data: DatasetPair, plan: BatchPlan, world: World
+) -> tuple[TrainLoader, EvaluationLoader]:
+    """Build this rank's loaders of training and validation batches, and start their workers.
+
+    Raises:
+        UserError: if the settings ask for a GPU or for shared memory that this machine does not have.
+    """
+    if data.train.source.decodes_later and world.device.type != "cuda":
+        raise UserError("--decode gpu needs a GPU, and this run has none: leave it at --decode cpu.")
+    is_automatic = config.workers == "auto"
+    workers = automatic_workers(data.train, world.device, world.local_size) if is_automatic else int(config.workers)
+    if workers:
+        workers = fit_workers_into_memory(
+            workers,
+            is_automatic,
+            config.batch_size,
+            data.preprocessing["image_size"],
+            world.local_size,
+            is_main=world.is_main,
+        )
+    evaluation = EvaluationPlan(len(data.val), config.batch_size, world.size)
+    return (
+        TrainLoader(data, plan, world.rank, workers=workers, device=world.device),
+        EvaluationLoader(data, evaluation, world.rank, workers=workers, device=world.device),
+    )
 
 
 def automatic_workers(dataset: ImageDataset, device: torch.device = CPU, ranks_on_machine: int = 1) -> int:

@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch.utils.data import Dataset
 
-from training.data.bundle import ImageDataset
-from training.data.image_notes import collected_notes
-from training.data.images import ImageError
+from training.data.datasets import ImageDataset
 from training.data.randomness import preserved_generators
+from training.data.reading.image_notes import collected_notes
+from training.data.reading.images import ImageError
 from training.data.sampler import BatchKey
 from training.errors import UserError
 

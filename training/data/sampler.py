@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from training.state import Progress
 
 
 class BatchKey(NamedTuple):
@@ -56,6 +59,10 @@ class BatchPlan:
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one epoch: N / G, rounded up."""
         return -(-self.num_samples // self.global_batch)
+
+    def position(self, progress: Progress) -> int:
+        """Return how many optimizer steps of the run precede the next one."""
+        return progress.epoch * self.steps_per_epoch + progress.step
 
     def permutation(self, epoch: int) -> np.ndarray:
         """Return the order of the samples in `epoch`: int64 [N], read-only, the same for any number of ranks."""

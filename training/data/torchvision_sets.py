@@ -14,9 +14,9 @@ from filelock import FileLock
 from torchvision import datasets
 
 from training.data import DataOptions, dataset_root
-from training.data.bundle import PHOTOGRAPHS, DataBundle, Habits, make_bundle
-from training.data.files import file_sources
-from training.data.sources import (
+from training.data.datasets import PHOTOGRAPHS, DatasetDefaults, DatasetPair, make_dataset_pair
+from training.data.reading.file_sources import file_sources
+from training.data.reading.sources import (
     ArraySource,
     ImageFile,
     fingerprint_arrays,
@@ -64,7 +64,7 @@ TORCHVISION_SETS: dict[str, TorchvisionEntry] = {
 }
 
 
-def load(options: DataOptions) -> DataBundle:
+def load(options: DataOptions) -> DatasetPair:
     """Load `torchvision:NAME` from the folder of downloaded data sets.
 
     Raises:
@@ -82,14 +82,14 @@ def load(options: DataOptions) -> DataBundle:
         train_files, val_files = (_list_files(dataset, entry.files, root) for dataset in (train, val))
         fingerprint = fingerprint_files(class_names, train_files, val_files)
         train_source, val_source, cache_notes = file_sources(root, train_files, val_files, options)
-        return make_bundle(
+        return make_dataset_pair(
             train_source, val_source, class_names, PHOTOGRAPHS, options, fingerprint, notes + cache_notes
         )
     train_arrays, val_arrays = _array_source(train), _array_source(val)
     mean, std = pixel_statistics(train_arrays.images)
-    habits = Habits(train_arrays.images.shape[-1], entry.augmentation, centre_crop=False, mean=mean, std=std)
+    habits = DatasetDefaults(train_arrays.images.shape[-1], entry.augmentation, centre_crop=False, mean=mean, std=std)
     fingerprint = fingerprint_arrays(class_names, train_arrays, val_arrays)
-    return make_bundle(train_arrays, val_arrays, class_names, habits, options, fingerprint, notes)
+    return make_dataset_pair(train_arrays, val_arrays, class_names, habits, options, fingerprint, notes)
 
 
 def _open(name: str, arguments: Mapping[str, Any], options: DataOptions) -> Any:

@@ -13,9 +13,12 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import threading
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
+
+from training.errors import UserError
 
 # Installed packages only: Python 3.11's fork server does not know the paths that a script added.
 _PRELOADED_MODULES = ["torch", "torchvision.transforms.v2", "PIL.Image"]
@@ -34,6 +37,28 @@ def workers_with_room(batch_bytes: int, ranks_on_machine: int) -> int:
     if not os.access(SHARED_MEMORY, os.W_OK):  # read-only: not even for the workers' semaphores
         return 0
     return shutil.disk_usage(SHARED_MEMORY).free // (batch_bytes * BATCHES_OF_A_WORKER * ranks_on_machine)
+
+
+def fit_workers_into_memory(
+    workers: int, is_automatic: bool, batch_size: int, image_size: int, ranks_on_machine: int, *, is_main: bool
+) -> int:
+    """Return as many workers, or of automatic ones as many as there is shared memory for.
+
+    Raises:
+        UserError: if as many were asked for as there is no room for.
+    """
+    batch_bytes = batch_size * 3 * image_size**2
+    room = workers_with_room(batch_bytes, ranks_on_machine)
+    if workers <= room:
+        return workers
+    problem = f"{SHARED_MEMORY} has room for the batches of {room} data workers of each rank"
+    if not is_automatic:
+        raise UserError(
+            f"--workers {workers}: {problem}. Give --workers {room}, or more shared memory (docker run --shm-size=8g)."
+        )
+    if is_main:
+        print(f"note: {problem}, {workers} would be better", file=sys.stderr, flush=True)
+    return room
 
 
 def worker_context() -> ForkServerContext:

@@ -1,0 +1,50 @@
+"""What a run leaves for people when it ends: the evaluation in full, the model card, and the report of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from delivery.evaluation_files import write_evaluation
+from delivery.model_card import write_model_card
+from delivery.report.page import write_report
+from training.checkpoint.weights import read_metadata
+from training.observe.evaluation import read_scores
+from training.observe.run_folder import RunFolder, shown_path
+
+
+def leave_files(
+    folder: RunFolder, read_image: Callable[[int], torch.Tensor], *, with_card: bool, with_report: bool
+) -> list[str]:
+    """Write the files about the best epoch so far; nothing that goes wrong here may spoil a run that went well.
+
+    Args:
+        folder: of the run.
+        read_image: from a validation sample's position to its image, uint8 [3, H, W].
+        with_card: whether to write the model card: of a run that has finished, no other.
+        with_report: whether to write the report too.
+
+    Returns:
+        One line for each thing that could not be written, and where the report lies.
+    """
+    report = folder.report
+    steps: dict[str, Callable[[], object]] = {"evaluation": lambda: _write_evaluation(folder, read_image)}
+    if with_card:
+        steps["model card"] = lambda: write_model_card(folder.path)
+    if with_report:
+        steps["report"] = lambda: write_report([folder.path], report)
+    lines = {"report": f"report       {shown_path(report)}"} if with_report else {}
+    for name, write in steps.items():
+        try:
+            write()
+        except Exception as error:  # whatever it is
+            lines[name] = f"note: the {name} could not be written ({type(error).__name__}: {error})"
+    return list(lines.values())
+
+
+def _write_evaluation(folder: RunFolder, read_image: Callable[[int], torch.Tensor]) -> None:
+    facts = read_scores(folder.evaluation)
+    # A run that was killed between the two files has the scores of an older epoch.
+    if facts is not None and facts["epoch"] == read_metadata(folder.weights)["extra"].get("epoch"):
+        write_evaluation(folder.evaluation, facts, read_image)

@@ -1,0 +1,34 @@
+"""The line that trains a run again, from what its folder says."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from training.config import FLAG_OF, TrainConfig
+
+WORDS_OF_LAUNCH = ("model_type", "strategy", "batch_size", "epochs")
+# Where a run's files go and how it is watched is no part of what is repeated.
+NOT_REPEATED = frozenset({*WORDS_OF_LAUNCH, "run_name", "log_dir", "progress", "resume", "profile"})
+
+
+def reproduce_command(config: TrainConfig, ranks: int, ranks_per_machine: int) -> str:
+    """Return the line that trains the same again: the launcher's words, and every flag that is not at its default."""
+    defaults = TrainConfig()
+    changed = (name for name in FLAG_OF if getattr(config, name) != getattr(defaults, name))
+    flags = [
+        word
+        for name in changed
+        if name not in NOT_REPEATED
+        for word in (FLAG_OF[name], show_value(getattr(config, name)))
+    ]
+    machines = ranks // max(ranks_per_machine, 1)
+    counts = [str(ranks)] if machines <= 1 else [str(machines), str(ranks_per_machine)]
+    script = "scripts/launch_distributed.sh" if machines <= 1 else "scripts/launch_multi_node.sh"
+    model, strategy, batch_size, epochs = (str(getattr(config, name)) for name in WORDS_OF_LAUNCH)
+    return shlex.join(["bash", script, model, strategy, *counts, batch_size, epochs, *flags])
+
+
+def show_value(value: Any) -> str:
+    """Write a setting as the command line takes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

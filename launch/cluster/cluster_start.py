@@ -1,0 +1,200 @@
+"""One start of a training on several nodes: leads the agents, ends all nodes when one fails, judges how it ended."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import signal
+import sys
+import time
+
+from launch.cluster.channel import Message
+from launch.cluster.cluster_plan import Place, Plan, node_command
+from launch.cluster.nodes import Node, Nodes
+from launch.cluster.rendezvous import NO_NODES_CODE, CannotStart, Rendezvous, gather
+from launch.node_run import (
+    DEAD_RANK_SECONDS,
+    FINAL_CODES,
+    HANG_CODE,
+    PASSED_ON,
+    REPEAT_SECONDS,
+    Ending,
+)
+from launch.process_tree import KILL_SECONDS
+from launch.rank_monitor import STOP_CODES
+from launch.restart_policy import Started
+from training.observe.heartbeat import RESTARTS_VARIABLE, SECRET_VARIABLE
+
+LOOK_SECONDS = 0.1
+LEAVE_SECONDS = 30.0  # what other nodes have to leave once one has ended as all should
+
+
+class ClusterStart:
+    """One start of the ranks on all nodes, from the first connection to the last."""
+
+    def __init__(self, plan: Plan, launch_id: str, received: list[int]) -> None:
+        """Prepare a start.
+
+        Args:
+            plan: what to start.
+            launch_id: the mark of the processes of this launch on every machine.
+            received: the list to which the signal handlers append.
+        """
+        self._plan = plan
+        self._launch_id = launch_id
+        self._received = received
+        self._nodes = Nodes(plan.remote_shell)
+        self._taking_part: list[Node] = []
+        self._first_reason = ""  # why a node was lost
+        self._told = 0
+        self._deadline = math.inf
+
+    def run(self, restart: int, resuming: list[str]) -> Started:
+        """Start the ranks; return when none is left on any node that can be reached."""
+        try:
+            meeting = gather(self._nodes, self._plan, self._prepare_message(), self._received, is_restart=restart > 0)
+            if meeting is None:
+                return Started(Ending(128 + PASSED_ON[signal.Signals(self._received[0])]), "", -1)
+            self._taking_part = meeting.nodes
+            self._start_ranks(meeting, restart, resuming)
+            while any(node.is_working() for node in self._taking_part):
+                self._look()
+                time.sleep(LOOK_SECONDS)
+            return self._started()
+        except CannotStart as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return Started(Ending(error.exit_code, str(error)), "", -1)
+        finally:
+            self._nodes.close()
+
+    def _prepare_message(self) -> Message:
+        plan = self._plan
+        return {
+            "mark": self._launch_id,
+            "locks": plan.environment["TORCH_EXTENSIONS_DIR"],
+            "folder": plan.folder,
+            "port": plan.port,
+        }
+
+    def _start_ranks(self, meeting: Rendezvous, restart: int, resuming: list[str]) -> None:
+        """Tell every agent to start its ranks."""
+        plan, hosts = self._plan, [node.host for node in meeting.nodes]
+        arguments = [*plan.arguments, *plan.batch_flags(len(hosts)), *resuming]
+        _announce(plan, meeting)
+        of_this_start = {RESTARTS_VARIABLE: str(restart), SECRET_VARIABLE: secrets.token_hex(32)}
+        for node_rank, node in enumerate(meeting.nodes):
+            place = Place(
+                hosts,
+                node_rank,
+                plan.ranks_per_node,
+                meeting.addresses[node_rank],
+                meeting.addresses[0],
+                meeting.port,
+                f"{self._launch_id}-{restart}",
+            )
+            environment = {**meeting.environment(node_rank), **plan.environment, **of_this_start}
+            node.tell(
+                "start",
+                command=node_command(plan.launcher, place, arguments),
+                environment=environment,
+                local_size=plan.ranks_per_node,
+                has_rank_0=node_rank == 0,
+                stop_timeout_s=plan.stop_timeout_s,
+            )
+
+    def _look(self) -> None:
+        """Show signs of life, pass on a signal, and end what does not leave by itself."""
+        now = time.monotonic()
+        self._nodes.beat()
+        if self._received and not self._told:
+            self._pass_on()
+        elif self._told and signal.SIGINT in self._received:
+            self._deadline = now
+        if self._note_losses():
+            self._deadline = min(self._deadline, now)  # without it the others can do nothing more
+        self._deadline = min(self._deadline, now + self._seconds_left())
+        if now > self._deadline:
+            for node in filter(Node.is_working, self._taking_part):
+                node.end(within_s=KILL_SECONDS)
+
+    def _note_losses(self) -> bool:
+        """Remember why the first node was lost; return whether any is."""
+        reasons = [reason for node in self._taking_part if (reason := node.lost())]
+        self._first_reason = self._first_reason or next(iter(reasons), "")
+        return bool(reasons)
+
+    def _seconds_left(self) -> float:
+        """Return what the nodes that still work have to leave by themselves."""
+        endings = [node.said["ended"] for node in self._taking_part if "ended" in node.said]
+        failing = any(node.said.get("beat", {}).get("failing") for node in self._taking_part if node.is_working())
+        if failing or any(not ended["is_final"] or ended["code"] == 2 for ended in endings):
+            return DEAD_RANK_SECONDS + 1  # a node whose own ranks fail is as quick
+        return LEAVE_SECONDS if endings else math.inf
+
+    def _pass_on(self) -> None:
+        self._told = PASSED_ON[signal.Signals(self._received[0])]
+        for node in self._taking_part:
+            node.tell("signal", number=self._told)
+        name = signal.Signals(self._told).name
+        print(f"{name}: the ranks of all nodes save and stop; Ctrl-C ends them without", file=sys.stderr, flush=True)
+        time.sleep(REPEAT_SECONDS)
+        self._received.clear()
+
+    def _started(self) -> Started:
+        """Judge how it ended from what every node has said."""
+        self._note_losses()
+        endings = [node.said["ended"] for node in self._taking_part if "ended" in node.said]
+        run_name = next((ended["run_name"] for ended in endings if ended["run_name"]), "")
+        position = max([-1, *(ended["position"] for ended in endings)])
+        return Started(judge(self._taking_part, self._first_reason, bool(self._told)), run_name, position)
+
+
+def judge(nodes: list[Node], lost: str, was_told: bool) -> Ending:
+    """Return how a start ended.
+
+    Args:
+        nodes: those that took part, that of rank 0 first; each has said "ended" or is lost.
+        lost: why the first one that was lost is, '' where none was.
+        was_told: whether the ranks had been told to stop.
+    """
+    endings = {node.host: _ending_of(node.said["ended"]) for node in nodes if "ended" in node.said}
+    first = endings.get(nodes[0].host)
+    if first and first.code == 0:
+        return first
+    final = [ending for ending in endings.values() if ending.is_final and ending.code in FINAL_CODES]
+    if not was_told and (lost or len(final) < len(endings)):
+        # That ranks were told to stop elsewhere is how a launcher's or a node's death reached them.
+        final = [ending for ending in final if ending.code not in STOP_CODES]
+    if final:
+        return final[0]
+    if lost:
+        return Ending(NO_NODES_CODE, lost, is_final=was_told)
+    by_itself = {node.host for node in nodes if not node.was_told_to_end}
+    failures = [ending for host, ending in endings.items() if ending.code and not ending.is_final and host in by_itself]
+    if hung := [ending for ending in failures if ending.code == HANG_CODE and ending.suspicion]:
+        return min(hung, key=lambda ending: ending.suspicion or (True, 0))
+    # One that a signal ended is the cause; others end with 1 because they lost the connection to it.
+    failures.sort(key=lambda ending: ending.code <= 128)
+    worst = failures[0] if failures else Ending(1, "the ranks ended, but rank 0 did not say that training is done")
+    return Ending(worst.code, worst.reason, is_final=was_told)
+
+
+def _ending_of(ended: Message) -> Ending:
+    suspicion = ended["suspicion"]
+    return Ending(
+        ended["code"], ended["reason"], ended["is_final"], (bool(suspicion[0]), suspicion[1]) if suspicion else None
+    )
+
+
+def _announce(plan: Plan, meeting: Rendezvous) -> None:
+    """Say which nodes take part, over which interfaces, and where they meet."""
+    pairs = zip(meeting.nodes, meeting.addresses, meeting.interfaces, strict=True)
+    named = [f"{node.host} ({address}{', ' + interface if interface else ''})" for node, address, interface in pairs]
+    kind = "GPUs" if meeting.has_gpus else "CPU ranks"
+    fewer = f" of {len(plan.hosts)}" if len(named) < len(plan.hosts) else ""
+    print(
+        f"{len(named)}{fewer} nodes x {plan.ranks_per_node} {kind}: {', '.join(named)}; "
+        f"they meet on {meeting.addresses[0]}:{meeting.port}",
+        file=sys.stderr,
+        flush=True,
+    )

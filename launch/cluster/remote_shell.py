@@ -1,0 +1,65 @@
+"""The commands that start a program on other machines, with our standard input and output as its own.
+
+A remote shell reads what ssh is given, so only fixed words of ours go there, quoted; whatever a user gives (arguments,
+variables, folders) travels on the program's standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+
+CONNECT_SECONDS = 10
+# An ssh whose other end is silent ends after ALIVE_SECONDS x ALIVE_COUNT seconds.
+ALIVE_SECONDS, ALIVE_COUNT = 5, 3
+# With these sbatch tells srun to give each task a share of the node; ours is the only task there. Others change what
+# becomes of its standard streams, which carry messages.
+DROPPED_VARIABLES = frozenset(
+    f"SLURM_{name}"
+    for name in (
+        *("GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET"),  # also of the script's header, which sbatch --gres overrides
+        *("CPUS_PER_TASK", "TRES_PER_TASK", "GPUS_PER_TASK", "GPU_BIND", "NTASKS", "NPROCS", "NTASKS_PER_NODE"),
+        *("NTASKS_PER_GPU", "NTASKS_PER_SOCKET", "TASKS_PER_NODE", "DISTRIBUTION", "MEM_PER_CPU", "MEM_PER_GPU"),
+        *("UNBUFFEREDIO", "LABELIO", "STDINMODE", "STDOUTMODE", "STDERRMODE"),
+    )
+)
+
+
+# A command and its environment; None for our own.
+Command = tuple[list[str], dict[str, str] | None]
+
+
+def ssh_command(host: str, words: list[str]) -> Command:
+    """Return the command that runs `words` on `host`, never asks for a password, and ends when the host is silent.
+
+    Args:
+        host: a name that `launch.hostfile` has accepted: it cannot be read as an option.
+        words: the program and its arguments.
+    """
+    return ["ssh", "-T", *_ssh_options(), "--", host, "exec " + shlex.join(words)], None
+
+
+def srun_command(host: str, words: list[str]) -> Command:
+    """Return the command that runs `words` once on a host of this Slurm allocation.
+
+    That process starts all ranks of its node, so it must see all GPUs that the job has there. Without --unbuffered,
+    which would make its standard output a terminal, a line passes as soon as it is complete.
+
+    Args:
+        host: of the allocation.
+        words: the program and its arguments.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
+    options = ["--nodes=1", "--ntasks=1", "--nodelist", host, "--overlap", "--cpu-bind=none", "--gpu-bind=none"]
+    return ["srun", *options, *words], environment
+
+
+def _ssh_options() -> list[str]:
+    options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": CONNECT_SECONDS,
+        "ServerAliveInterval": ALIVE_SECONDS,
+        "ServerAliveCountMax": ALIVE_COUNT,
+        "ControlPath": "none",  # a connection of its own, which ends with this process
+    }
+    return [f"-o{name}={value}" for name, value in options.items()]

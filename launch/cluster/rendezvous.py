@@ -1,0 +1,222 @@
+"""Brings the nodes of a start together: an agent on each, and the address that their ranks meet on."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from dataclasses import dataclass
+
+from launch.cluster.agreement import HERE, by_reason, differences, unshared
+from launch.cluster.channel import Message
+from launch.cluster.cluster_plan import Plan
+from launch.cluster.nodes import POLL_SECONDS, Node, Nodes, is_passing
+from training.errors import USER_ERROR_EXIT_CODE
+from training.parallel.network_interfaces import address_towards, interface_of, is_loopback
+
+NO_NODES_CODE = 69  # EX_UNAVAILABLE of sysexits.h
+RETRY_SECONDS = 2.0
+FIRST_PATIENCE_SECONDS = 30.0  # for nodes that training could do without: they may still boot
+PATIENCE_SECONDS = 10.0  # the same after a failure: it may be the reason why they do not answer
+TELL_SECONDS = 10.0
+
+
+class CannotStart(Exception):
+    """There is no way to start: the message says why, and the exit code of the launch."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The nodes of a start.
+
+    Attributes:
+        nodes: those that take part, that of rank 0 first.
+        addresses: of each, by which the others reach it.
+        interfaces: on which these lie, '' where that could not be found.
+        port: that the ranks meet on, on the first.
+        has_gpus: whether the ranks run on GPUs.
+    """
+
+    nodes: list[Node]
+    addresses: list[str]
+    interfaces: list[str]
+    port: int
+    has_gpus: bool
+
+    def environment(self, node_rank: int) -> dict[str, str]:
+        """Return what gloo, NCCL and DeepSpeed must know on a node; NCCL reads '=name' as exactly this interface."""
+        interface = self.interfaces[node_rank]
+        chosen = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
+        return chosen if self.has_gpus else chosen | {"DS_ACCELERATOR": "cpu"}
+
+
+def gather(nodes: Nodes, plan: Plan, prepare: Message, received: list[int], *, is_restart: bool) -> Rendezvous | None:
+    """Connect to the plan's hosts and wait until enough of them are ready; None where a signal came first.
+
+    Raises:
+        CannotStart: where too few answer in time or for good, or one cannot do its part.
+    """
+    wait = _Wait(nodes, plan, prepare)
+    patience_s = PATIENCE_SECONDS if is_restart else FIRST_PATIENCE_SECONDS
+    while not received:
+        wait.look()
+        if not wait.missing or (plan.usable_nodes(len(wait.ready)) and wait.seconds > patience_s):
+            unfit, cure = _unfit(nodes, plan, wait.ready, is_restart=is_restart)
+            if not unfit:
+                return _meet(nodes, plan, wait.ready)
+            if not is_restart:
+                raise CannotStart(f"{by_reason(unfit)}. {cure}", USER_ERROR_EXIT_CODE)
+            wait.leave_out(unfit)
+            continue
+        refused = [host for host, reason in wait.failed.items() if host not in wait.unfit and not is_passing(reason)]
+        if wait.is_settled and refused and not is_restart:
+            raise CannotStart(wait.reasons(), USER_ERROR_EXIT_CODE)
+        too_few = len(refused) > len(plan.hosts) - plan.min_nodes
+        if wait.seconds > plan.start_timeout_s or (wait.is_settled and too_few):
+            reached = f"{len(wait.ready)} of {len(plan.hosts)} nodes reached, {plan.min_nodes} needed"
+            raise CannotStart(f"{reached}: {wait.reasons()}", NO_NODES_CODE)
+        wait.tell_once()
+        wait.retry()
+        time.sleep(POLL_SECONDS)
+    return None
+
+
+class _Wait:
+    """The wait for the nodes of a start.
+
+    Attributes:
+        ready: hosts whose agents have prepared themselves, in the order of the plan.
+        missing: the others.
+        failed: why, for those of them that will not come by themselves.
+        unfit: why the agents of some hosts, which do answer, may not take part; a disk may still be mounted there.
+    """
+
+    def __init__(self, nodes: Nodes, plan: Plan, prepare: Message) -> None:
+        self.ready: list[str] = []
+        self.missing: list[str] = plan.hosts
+        self.failed: dict[str, str] = {}
+        self.unfit: dict[str, str] = {}
+        self._left_out: set[str] = set()  # those of the unfit that have not been asked again
+        self._nodes = nodes
+        self._plan = plan
+        self._prepare = prepare
+        self._asked: set[str] = set()
+        self._retry_at: dict[str, float] = {}
+        self._started = time.monotonic()
+        self._has_told = False
+        nodes.connect(plan.hosts)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted."""
+        return time.monotonic() - self._started
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no missing host may come in a moment."""
+        return len(self.failed) == len(self.missing) or self.seconds > PATIENCE_SECONDS
+
+    def look(self) -> None:
+        """Ask new agents to prepare themselves, and see who is ready."""
+        self._nodes.beat()
+        found = dict(self._nodes.found)
+        for host in found.keys() - self._asked:
+            self._asked.add(host)
+            found[host].tell("prepare", **self._prepare)
+        lost = {host: reason for host, node in found.items() if (reason := node.lost())}
+        self._left_out -= lost.keys()
+        out = {**{host: self.unfit[host] for host in self._left_out}, **lost}
+        self.ready = [
+            host for host in self._plan.hosts if host in found and "ready" in found[host].said and host not in out
+        ]
+        self.missing = [host for host in self._plan.hosts if host not in self.ready]
+        self.failed = self._nodes.failures(self.missing) | out
+
+    def leave_out(self, unfit: dict[str, str]) -> None:
+        """Do without hosts that answer, until they have prepared themselves again."""
+        if unfit.items() - self.unfit.items():
+            print(f"left out: {by_reason(unfit)}", file=sys.stderr, flush=True)
+        self.unfit |= unfit
+        self._left_out |= unfit.keys()
+
+    def retry(self) -> None:
+        """Ask those that were left out some seconds ago to prepare themselves again; connect again to others."""
+        now = time.monotonic()
+        due = [host for host in self.failed if now >= self._retry_at.setdefault(host, now + RETRY_SECONDS)]
+        if due:
+            for host in self._left_out.intersection(due):
+                del self._nodes.found[host].said["ready"]
+            gone = [host for host in due if host not in self._left_out]
+            self._nodes.forget(gone)
+            self._nodes.connect(gone)
+            for host in due:
+                del self._retry_at[host]
+            self._asked -= set(due)
+            self._left_out -= set(due)
+
+    def tell_once(self) -> None:
+        """Say, after some seconds, who is missing."""
+        if self.seconds > TELL_SECONDS and not self._has_told:
+            self._has_told = True
+            print(f"waiting for {self.reasons()}", file=sys.stderr, flush=True)
+
+    def reasons(self) -> str:
+        """Name every missing host and why it is missing."""
+        named = []
+        for host in self.missing:
+            reason = self.failed.get(host) or self.unfit.get(host) or self._nodes.pending(host)
+            reason = re.sub(rf"^ssh: (connect to host {re.escape(host)} port \d+: )?", "", reason)
+            named.append(reason if reason.startswith(host) else f"{host}: {reason}")
+        return "; ".join(named)
+
+
+def _unfit(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool) -> tuple[dict[str, str], str]:
+    """Return why some of the machines cannot train together, by machine, and what to do about it.
+
+    The machine that launches may have gone on to other code by the time of a restart: then it has no voice, but where
+    the nodes are divided, those are right that are as it was at the launch.
+
+    Raises:
+        CannotStart: where a node cannot do its part at all.
+    """
+    said = {host: nodes.found[host].said["ready"] for host in ready}
+    if wrong := [f"{host}: {answer['error']}" for host, answer in said.items() if "error" in answer]:
+        raise CannotStart("; ".join(wrong), USER_ERROR_EXIT_CODE)
+    software = {host: answer.get("software", {}) for host, answer in said.items()}
+    others = differences(software if is_restart else {**software, HERE: plan.software}, plan.software)
+    if plan.allow_differences:
+        if others:
+            print(f"warning: {by_reason(others)}", file=sys.stderr, flush=True)
+    elif others:
+        return others, "Bring all to the same state (git pull, make setup), or train so with --allow-differences."
+    return unshared(nodes, ready, plan.log_dir), "Give a --log-dir on a disk that all share, or mount it there."
+
+
+def _meet(nodes: Nodes, plan: Plan, ready: list[str]) -> Rendezvous:
+    """Check that the nodes can do their part, and find where they meet."""
+    said = {host: nodes.found[host].said["ready"] for host in ready}
+    count = plan.usable_nodes(len(ready))
+    if not count:
+        raise CannotStart(f"{len(ready)} nodes cannot share the global batch", NO_NODES_CODE)
+    used = ready[:count]
+    gpus = {host: said[host]["gpus"] for host in used}
+    has_gpus = any(gpus.values())
+    if has_gpus and (short := [f"{host} has {n}" for host, n in gpus.items() if n < plan.ranks_per_node]):
+        raise CannotStart(f"{plan.ranks_per_node} GPUs per node asked for: {', '.join(short)}", USER_ERROR_EXIT_CODE)
+    known = [said[host]["address"] for host in used]
+    addresses = [
+        address_towards(known, said[host]["addresses"]) if is_loopback(address) else address
+        for host, address in zip(used, known, strict=True)
+    ]
+    if count == 1:
+        addresses = ["127.0.0.1"]
+    if "" in addresses:
+        alone = used[addresses.index("")]
+        raise CannotStart(f"{alone}: no address that the other nodes could reach", USER_ERROR_EXIT_CODE)
+    pairs = zip(used, addresses, strict=True)
+    interfaces = [interface_of(address, said[host]["addresses"]) for host, address in pairs]
+    return Rendezvous([nodes.found[host] for host in used], addresses, interfaces, said[used[0]]["port"], has_gpus)

@@ -1,0 +1,93 @@
+"""The hosts of a multi-node run, read strictly: DeepSpeed reads `slots=4abc` as 4, takes `slots=0`, and runs
+`-oProxyCommand=...` as a command.
+
+    python -m launch.hostfile hostfile.txt --nodes 4 --slots 8
+
+Each line is `name slots=N`; blank lines and comments (#) are allowed. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from training.data.small_files import read_small_text
+from training.errors import USER_ERROR_EXIT_CODE, UserError
+
+HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
+LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>[1-9][0-9]{0,3})")
+
+
+def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
+    """Read a hostfile and check that its first hosts suffice.
+
+    Args:
+        path: the file.
+        nodes: number of hosts the run takes, from the top of the file.
+        slots: GPUs the run takes on each of them.
+
+    Returns:
+        Slots by host name for all hosts of the file, in its order.
+
+    Raises:
+        UserError: naming file and line, for a file that cannot be read, a malformed line, a host given twice,
+            or too few hosts or slots.
+    """
+    try:
+        lines = read_small_text(path).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise UserError(f"hostfile {str(path)!r}: {reason}. See hostfile_example.txt for one.") from None
+    found: dict[str, tuple[int, int]] = {}
+    for number, raw in enumerate(lines, start=1):
+        line = raw.partition("#")[0].strip()
+        if not line:
+            continue
+        where = f"hostfile {str(path)!r}, line {number}"
+        match = LINE.fullmatch(line)
+        if not match:
+            raise UserError(f"{where}: {line!r} is not 'name slots=N' with N from 1 to 9999.")
+        host = match["host"]
+        try:
+            check_host_name(host)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        if host in found:
+            raise UserError(f"{where}: host {host!r} stands in line {found[host][1]} already.")
+        found[host] = (int(match["slots"]), number)
+    if len(found) < nodes:
+        raise UserError(f"hostfile {str(path)!r}: {nodes} nodes asked for, {len(found)} listed.")
+    for host, (host_slots, number) in list(found.items())[:nodes]:
+        if host_slots < slots:
+            where = f"hostfile {str(path)!r}, line {number}"
+            raise UserError(f"{where}: {slots} GPUs per node asked for, {host} has slots={host_slots}.")
+    return {host: host_slots for host, (host_slots, _) in found.items()}
+
+
+def check_host_name(host: str) -> str:
+    """Return a host's name that no program can read as anything else; raise a UserError for any other."""
+    if not HOST_NAME.fullmatch(host):
+        raise UserError(f"{host!r} is no host name (letters, digits, '.' and '-').")
+    return host
+
+
+def main(arguments: list[str]) -> int:
+    """Check a hostfile, print the hosts that a run takes, with commas, and return the exit code."""
+    parser = argparse.ArgumentParser(description="Check a hostfile, print the hosts of a run.", allow_abbrev=False)
+    parser.add_argument("file", type=Path, help="lines of 'name slots=N'")
+    parser.add_argument("--nodes", type=int, default=1, help="hosts the run takes")
+    parser.add_argument("--slots", type=int, default=1, help="GPUs the run takes on each host")
+    given = parser.parse_args(arguments)
+    try:
+        hosts = read_hostfile(given.file, given.nodes, given.slots)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    print(",".join(list(hosts)[: given.nodes]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,220 @@
+"""Watches the ranks of a launch on one machine: which of them died, which hangs, and where in the Python code."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+
+import psutil
+
+from launch.process_tree import POLL_SECONDS, Launch, code_of_zombie, is_alive, send
+from training.errors import CANNOT_SAVE_EXIT_CODE, DIVERGED_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE
+from training.observe.heartbeat import ENDED, Heartbeat, HeartbeatFolder
+
+SEARCH_SECONDS = 0.5  # between two looks at all processes of the machine, until every rank has been found
+NO_BEAT = "start"  # the phase of a rank that has not reported yet
+SUSPECT_SHARE = 0.5  # of the time allowed: one that was silent for so long when another is overdue hangs with it
+STACK_SECONDS = 2.0
+STACK_LINES = 15
+INNERMOST_LINES = 7
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+STOP_CODES = frozenset(128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))
+# The ranks agree on these among themselves: where one ends so, the others need no help.
+AGREED_CODES = STOP_CODES | {TOO_MANY_BAD_STEPS_EXIT_CODE, CANNOT_SAVE_EXIT_CODE, DIVERGED_EXIT_CODE}
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a rank ended.
+
+    Attributes:
+        rank: the rank's number.
+        place: its host and process, for messages.
+        code: as Popen gives it, -n for signal n; None where nobody could tell.
+        noted: whether the rank itself had noted that it ends.
+        seconds: when it was noticed, on the monotonic clock.
+    """
+
+    rank: int
+    place: str
+    code: int | None
+    noted: bool
+    seconds: float
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the other ranks may now wait for this one for ever: it neither finished nor agreed to end."""
+        return self.code not in AGREED_CODES and not (self.noted and self.code == 0)
+
+    def describe(self, launcher_code: int) -> str:
+        """Return one phrase for messages; `launcher_code` (Popen's convention) helps where the rank's is not known."""
+        code = launcher_code if self.code is None and launcher_code else self.code
+        return f"rank {self.rank} ({self.place}) {how_it_ended(code)}"
+
+
+class RankMonitor:
+    """What is known of the ranks since they were last started."""
+
+    def __init__(self, launch: Launch, folder: HeartbeatFolder) -> None:
+        self.beats: dict[int, Heartbeat] = {}
+        self.deaths: list[Death] = []
+        self.run_name = ""
+        self._launch = launch
+        self._folder = folder
+        self._started = self._last_look = self._awake_since = self._last_search = time.monotonic()
+        self._searched_for: set[int] = set()  # ranks with a beat, after which all processes were looked at
+        launch.forget_ranks()
+
+    def look(self) -> None:
+        """Read the beats and notice the ranks that have ended since the last look."""
+        now = time.monotonic()
+        if now - self._last_look > 2 * STACK_SECONDS:
+            self._awake_since = now  # this process itself stood still, and the ranks perhaps with it
+        self._last_look = now
+        self.beats |= self._folder.beats()
+        self.run_name = self.run_name or self._folder.run_name()
+        pids = self._pids(now)
+        dead = {death.rank for death in self.deaths}
+        ended = {rank: pid for rank, pid in pids.items() if rank not in dead and not self._lives(rank)}
+        if ended:
+            codes = {rank: code_of_zombie(pid) for rank, pid in ended.items()}  # before their launcher reaps them
+            self.beats |= self._folder.beats()  # their last beats, written before they ended
+            deaths = [self._death(rank, pid, codes[rank], now) for rank, pid in ended.items()]
+            self.deaths += sorted(deaths, key=_cause_first)
+
+    def _pids(self, now: float) -> dict[int, int]:
+        """Return the process of every rank known so far; a look at all processes costs milliseconds, so it is rare."""
+        pids = {rank: beat.pid for rank, beat in self.beats.items()}
+        known = self._launch.known
+        is_new = not pids.keys() <= self._searched_for
+        incomplete = not known or len(known) < self._launch.local_size
+        if is_new or (incomplete and now - self._last_search > SEARCH_SECONDS):
+            self._launch.processes()
+            self._last_search = now
+            self._searched_for |= pids.keys()
+        return pids | {rank: process.pid for rank, process in known.items()}
+
+    def _lives(self, rank: int) -> bool:
+        """Whether a rank's process runs; one that reported and was never found has ended before anybody looked."""
+        process = self._launch.known.get(rank)
+        return process is not None and is_alive(process)
+
+    def first_failure(self) -> Death | None:
+        """Return the first death for which the other ranks may wait, if there is any."""
+        return next((death for death in self.deaths if death.is_failure), None)
+
+    def all_ended(self, code: int | None = None) -> bool:
+        """Return whether every rank has ended, and if a code is given, whether each has noted that one."""
+        ended = [death for death in self.deaths if code is None or (death.noted and death.code == code)]
+        return 0 < self._launch.local_size == len(ended)
+
+    def hung(self) -> list[Heartbeat]:
+        """Return the last beats of the live ranks that are silent or stopped, once the next one of any is overdue.
+
+        Empty as long as none is overdue. The most suspicious comes first: a stopped process, then the lowest step,
+        then the oldest beat.
+        """
+        now = time.monotonic()
+        beats = [self._beat_or_start(rank) for rank, one in self._launch.known.items() if is_alive(one)]
+        spent = {one.rank: (now - max(one.monotonic, self._awake_since)) / one.allowed_s for one in beats}
+        if max(spent.values(), default=0.0) <= 1.0:
+            return []
+        silent = {rank for rank, share in spent.items() if share > SUSPECT_SHARE}
+        stopped = {one.rank for one in beats if self.is_stopped(one.rank)}
+        suspects = [one for one in beats if one.rank in silent | stopped or one.phase == NO_BEAT]
+        return sorted(suspects, key=lambda one: (one.rank not in stopped, one.step, one.monotonic))
+
+    def report_hang(self, hung: list[Heartbeat]) -> None:
+        """Say on stderr which ranks hang, since when, and where in the Python code their main threads are."""
+        now = time.monotonic()
+        states = {beat.rank: self._state(beat.rank) for beat in hung}
+        stacks = self._stacks(hung)
+        for beat in hung:
+            step = f", step {beat.step}" if beat.step >= 0 else ""
+            waits = "" if beat is hung[0] else f"; it probably waits for rank {hung[0].rank}"
+            print(
+                f"rank {beat.rank} ({place_of(beat)}) hangs: no sign of life for {now - beat.monotonic:.0f} s "
+                f"({beat.allowed_s:g} s allowed) in phase '{beat.phase}'{step}; process {states[beat.rank]}{waits}",
+                file=sys.stderr,
+            )
+            print("\n".join(main_thread(stacks[beat.rank])) or "  (it gave no Python stack)", file=sys.stderr)
+
+    def _stacks(self, hung: list[Heartbeat]) -> dict[int, str]:
+        """Ask the ranks for their stacks and return what they have written within `STACK_SECONDS`."""
+        before = {beat.rank: self._folder.stack(beat.rank) for beat in hung}
+        asked = [rank for rank, text in before.items() if text is not None]  # SIGUSR2 would end the others
+        for rank in asked:
+            send(self._launch.known[rank], signal.SIGUSR2)
+            send(self._launch.known[rank], signal.SIGCONT)  # a stopped process gets its signals when it goes on
+        deadline = time.monotonic() + STACK_SECONDS
+        stacks: dict[int, str] = {}
+        while time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            earlier, stacks = stacks, {rank: (self._folder.stack(rank) or "") for rank in asked}
+            if earlier == stacks and all(stacks[rank] != before[rank] for rank in asked):
+                break  # all have answered, and none is still writing
+        return {beat.rank: stacks.get(beat.rank, "")[len(before[beat.rank] or "") :] for beat in hung}
+
+    def _beat_or_start(self, rank: int) -> Heartbeat:
+        """Return the rank's last beat; one of the launch's start, for which any time is allowed, where it has none."""
+        pid, host = self._launch.known[rank].pid, socket.gethostname()
+        return self.beats.get(rank) or Heartbeat(rank, host, pid, NO_BEAT, -1, 0.0, self._started, math.inf)
+
+    def is_stopped(self, rank: int) -> bool:
+        """Return whether somebody has stopped the rank's process."""
+        return self._state(rank) in STOPPED
+
+    def _state(self, rank: int) -> str:
+        with contextlib.suppress(psutil.Error):
+            return self._launch.known[rank].status()
+        return "gone"
+
+    def _death(self, rank: int, pid: int, code: int | None, now: float) -> Death:
+        beat = self.beats.get(rank)
+        noted = beat is not None and beat.phase == ENDED
+        place = place_of(beat) if beat else f"pid {pid}"
+        return Death(rank, place, beat.exit_code if beat and noted else code, noted, now)
+
+
+def place_of(beat: Heartbeat) -> str:
+    """Return a rank's host and process for messages."""
+    return f"{beat.host}, pid {beat.pid}"
+
+
+def how_it_ended(code: int | None) -> str:
+    """Return in words what a process ended with, in Popen's convention or as deepspeed and the shell pass it on."""
+    if code is None:
+        return "is gone"
+    number = -code if code < 0 else 256 - code if code > 256 - 32 else code - 128
+    if number > 0:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(number).name}"
+    return f"ended with exit code {code}"
+
+
+def main_thread(dump: str) -> list[str]:
+    """Return at most `STACK_LINES` lines of a dump of faulthandler: the main thread, most recent call first.
+
+    Faulthandler begins with the youngest thread, so the main thread is its last. Where its stack is deep, the frames
+    of installed libraries beyond the innermost `INNERMOST_LINES` are left out.
+    """
+    blocks: list[list[str]] = []
+    for line in dump.splitlines():
+        if "(most recent call first)" in line:
+            blocks.append([])
+        elif blocks and line.startswith("  "):
+            blocks[-1].append(line)
+    stack = blocks[-1] if blocks else []
+    if len(stack) > STACK_LINES:
+        stack = stack[:INNERMOST_LINES] + [line for line in stack[INNERMOST_LINES:] if "/site-packages/" not in line]
+    return stack[:STACK_LINES]
+
+
+def _cause_first(death: Death) -> tuple[bool, bool]:
+    """Order deaths seen together: a signal ended the first, and SIGTERM is what a launcher ends the others with."""
+    return death.code == -signal.SIGTERM, death.code is None or death.code >= 0

@@ -1,0 +1,1 @@
+"""Trainings inside Slurm jobs."""

@@ -1,0 +1,141 @@
+"""The weights that a run leaves: one safetensors file that says what it is, and loads in plain PyTorch.
+
+The file's metadata (safetensors keeps text only) holds one JSON object with `description` (enough to rebuild the
+network), `class_names`, `preprocessing` and `extra`. Tensor names are the network's own, so that timm loads a
+`timm:` model too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from models import rebuild_model
+from models.build import tensor_mismatch
+from models.image_size import forward_failure
+from models.weights_file import check_finite
+from models.weights_metadata import METADATA_KEY, METADATA_KEYS, WrongMetadata, open_weights, read_facts
+from training.checkpoint.atomic_write import replacing, sync_to_disk
+from training.data.augment import evaluation_transform
+from training.data.reading.images import to_rgb
+from training.errors import UserError
+
+
+def save_weights(
+    path: str | os.PathLike[str],
+    state_dict: dict[str, torch.Tensor],
+    *,
+    description: dict[str, Any],
+    class_names: list[str],
+    preprocessing: dict[str, Any],
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Write weights and what they are into one safetensors file; a crash leaves the old file or the new one.
+
+    Args:
+        path: the file; its folder must exist.
+        state_dict: the full tensors on any device; each keeps its dtype.
+        description: `BuiltModel.description`.
+        class_names: the class of each logit, in order.
+        preprocessing: image_size and resize_size (pixels; resize_size null for no crop), mean and std (3 numbers
+            each, for pixels in 0..1), interpolation (bilinear, bicubic or nearest); see `preprocess`.
+        extra: anything else that JSON can hold.
+    """
+    values = (description, class_names, preprocessing, extra or {})
+    metadata = {METADATA_KEY: json.dumps(dict(zip(METADATA_KEYS, values, strict=True)))}
+    # Copies: a view into a strategy's flat buffer would be refused as shared memory.
+    tensors = {
+        name: torch.clone(tensor.detach().cpu(), memory_format=torch.contiguous_format)
+        for name, tensor in state_dict.items()
+    }
+    path = Path(path)
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata=metadata)
+        temporary.chmod(path.parent.stat().st_mode & 0o666)  # safetensors writes for the owner alone
+        sync_to_disk(temporary)
+    sync_to_disk(path.parent)
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return a file's description, class_names, preprocessing and extra; the tensors are not read.
+
+    Raises:
+        UserError: for a file that is missing or that `save_weights` did not write.
+    """
+    if not Path(path).is_file():
+        raise UserError(f"weights file '{path}' does not exist or is no file")
+    try:
+        with open_weights(path) as reader:
+            facts = read_facts(reader)
+    except WrongMetadata as error:
+        raise UserError(f"weights file '{path}' {error}") from None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"weights file '{path}' cannot be read as safetensors: {error}") from error
+    if not facts:
+        raise UserError(f"weights file '{path}' has no metadata: it is not the model.safetensors of a run")
+    return facts
+
+
+def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]:
+    """Rebuild the network of a file and load its weights: float32, on the CPU, in evaluation mode.
+
+    Returns:
+        The network (images `[B, 3, H, W]` to logits `[B, classes]`) and the metadata of `read_metadata`.
+
+    Raises:
+        UserError: for a file that is missing, broken or contradicts itself, or holds NaN or infinity.
+    """
+    metadata = read_metadata(path)
+    try:
+        module = _empty_network(path, metadata)
+    except UserError as error:
+        raise UserError(f"weights file '{path}' does not fit its own description: {error}") from error
+    tensors = load_file(path)
+    check_finite(path, tensors)
+    module.load_state_dict(tensors)
+    return module.eval(), metadata
+
+
+def _empty_network(path: str | os.PathLike[str], metadata: dict[str, Any]) -> nn.Module:
+    """Build the network that a file's tensors fill, and check that it works with its images.
+
+    Raises:
+        UserError: where description, tensors and image size do not go together.
+    """
+    description, image_size = metadata["description"], metadata["preprocessing"]["image_size"]
+    with open_weights(path) as reader:
+        shapes = {name: reader.get_slice(name).get_shape() for name in reader.keys()}  # noqa: SIM118 - no mapping
+    mismatch = tensor_mismatch(description, shapes)
+    if mismatch is None:
+        module = rebuild_model(description)
+        mismatch = forward_failure(module, image_size, batch_size=2)
+    if mismatch is not None:
+        raise UserError(mismatch)
+    return module
+
+
+def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor]:
+    """Return the function that turns a PIL image into the network's input, float32 `[3, H, W]`.
+
+    The image is turned upright (EXIF), made RGB, resized (the shorter side to resize_size, then a center crop of
+    image_size; or straight to image_size where resize_size is null), and normalized with mean and std.
+
+    Args:
+        metadata: what `read_metadata` or `load_model` returned.
+    """
+    transform = evaluation_transform(metadata["preprocessing"])
+
+    def to_input(image: Image.Image) -> torch.Tensor:
+        return transform(pil_to_tensor(to_rgb(ImageOps.exif_transpose(image))))
+
+    return to_input

@@ -1,0 +1,1 @@
+"""Reads images from files: decoders, caches, sources."""

@@ -1,0 +1,185 @@
+"""Opens an image file of unknown origin and returns 8-bit RGB, or says in one line why it cannot.
+
+Pillow's own defaults are not enough for training data: they clip 16-bit values, ignore the EXIF orientation, show the
+first frame of an animation without a word, only warn at a decompression bomb, and `verify()` passes truncated files. So
+every file is really decoded here, and `read_file` is the one place where the bytes of image files are read.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+
+import numpy as np
+from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+
+from training.data.reading.image_notes import in_one_line, noting
+from training.errors import UserError
+
+MAX_PIXELS = 50_000_000
+MAX_FILE_BYTES = 500_000_000  # more than MAX_PIXELS take without compression, at 4 channels of 16 bits
+IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+
+# Only these decoders may look at a file: others, such as EPS, start external programs.
+_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+# A phone's "multi-picture" JPEG holds the photo first, then previews and depth maps: no animation.
+_FORMATS_WITH_EXTRA_PICTURES = ("MPO",)
+
+# of TIFF 6.0
+_BITS_PER_SAMPLE, _PHOTOMETRIC_INTERPRETATION, _WHITE_IS_ZERO = 258, 262, 0
+
+
+class ImageError(UserError):
+    """An image that cannot be used; names the file and the reason.
+
+    Attributes:
+        path: The file, or where the image stands in a data set that is no folder of files.
+        reason: Why, in one line.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
+        self.path = os.fspath(path)
+        self.reason = " ".join(reason.split())
+        super().__init__(
+            f"cannot use image {self.path!r}: {self.reason}. Repair or remove it, or add --bad-images skip."
+        )
+
+
+def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Return the content of a regular file; a FIFO is not waited for, a device not opened for long.
+
+    Raises:
+        ImageError: The file is missing, not a regular one, or larger than `max_bytes`.
+    """
+    try:
+        # without O_NONBLOCK, opening a FIFO that nobody writes to takes for ever
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if stat.S_ISDIR(status.st_mode):
+                raise ImageError(path, "a directory, not a file")
+            if not stat.S_ISREG(status.st_mode):
+                raise ImageError(path, "not a regular file, but a device, a FIFO or a socket")
+            if status.st_size > max_bytes:
+                raise ImageError(path, f"{status.st_size / 1e6:.0f} MB, more than the {max_bytes / 1e6:g} MB allowed")
+            data = file.read(status.st_size + 1)
+    except OSError as error:
+        raise ImageError(path, error.strerror or str(error)) from None
+    except ValueError as error:  # a null character in the name
+        raise ImageError(path, str(error)) from None
+    if len(data) > status.st_size:  # such as files below /proc, whose size is given as 0
+        raise ImageError(path, f"holds more than the {status.st_size} bytes that the file system gives as its size")
+    return data
+
+
+def open_image(path: str | os.PathLike[str], max_pixels: int = MAX_PIXELS, data: bytes | None = None) -> Image.Image:
+    """Decode the image at `path` completely; what is odd about it is left as a note, see `image_notes`.
+
+    The EXIF orientation is applied. Grey, palette, CMYK and other 8-bit modes become RGB; grey of 12 or 16 bits is
+    scaled from its full range; floats are taken as 0..1; transparent pixels are laid on white. Of several frames or
+    pages the first is taken.
+
+    Args:
+        path: A file of one of the formats of `IMAGE_EXTENSIONS`, judged by its content, not by its name.
+        max_pixels: Most pixels (width x height) that the header may announce; checked before decoding.
+        data: The content of the file, if it has been read already.
+
+    Returns:
+        A Pillow image of mode "RGB".
+
+    Raises:
+        ImageError: Not an image, truncated, more than `max_pixels`, or values of unknown scale.
+    """
+    content = read_file(path) if data is None else data
+    with noting(path) as notes:
+        try:
+            with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+                _check_header(image, max_pixels)
+                if getattr(image, "is_animated", False) and image.format not in _FORMATS_WITH_EXTRA_PICTURES:
+                    notes.append("several frames or pages, the first is used")
+                _scale_transparent_colour(image)
+                image.load()
+                ImageOps.exif_transpose(image, in_place=True)
+                return to_rgb(image)
+        except Image.UnidentifiedImageError:
+            raise ImageError(path, "not an image of a known format") from None
+        except Image.DecompressionBombError:
+            raise ImageError(path, f"more than {max_pixels / 1e6:g} megapixels (a decompression bomb?)") from None
+        # Pillow's decoders raise nearly every exception type on damaged files; each means the same here.
+        except Exception as error:
+            found = f"; {in_one_line(notes)}" if notes else ""
+            raise ImageError(path, f"{str(error) or type(error).__name__}{found}") from None
+
+
+def _check_header(image: Image.Image, max_pixels: int) -> None:
+    if image.width * image.height > max_pixels:
+        raise ValueError(f"{image.width}x{image.height} pixels, more than the {max_pixels / 1e6:g} megapixels allowed")
+
+
+# From what a PNG stores to the 8 bits that Pillow makes of it, for the raw modes in which it leaves the transparent
+# colour as it is stored.
+_SCALED_TO_8_BITS = {
+    "L;2": lambda level: level * 85,
+    "L;4": lambda level: level * 17,
+    "RGB;16B": lambda colour: tuple(level >> 8 for level in colour),
+}
+
+
+def _scale_transparent_colour(image: Image.Image) -> None:
+    """Bring the transparent colour of a PNG to the depth that its pixels will have; before they are loaded."""
+    transparent = image.info.get("transparency")
+    if isinstance(image, PngImageFile) and transparent is not None and image.tile:
+        scale = _SCALED_TO_8_BITS.get(str(image.tile[0].args), lambda colour: colour)
+        image.info["transparency"] = scale(transparent)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Make an image 8-bit RGB: 12-bit, 16-bit and float grey scaled, transparency laid on white.
+
+    Raises:
+        ValueError: The scale of its pixels cannot be known.
+    """
+    if image.mode == "F" or image.mode.startswith("I"):
+        image = _deep_grey(image)
+    if image.has_transparency_data:
+        layers = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), layers).convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _deep_grey(image: Image.Image) -> Image.Image:
+    """Bring grey of more than 8 bits to mode L, or LA if one of its levels is transparent.
+
+    Raises:
+        ValueError: The scale of its pixels cannot be known.
+    """
+    values, white, is_inverted = np.asarray(image), 65535, False
+    if isinstance(image, TiffImageFile) and image.mode.startswith("I;16"):
+        white = 2 ** image.tag_v2.get(_BITS_PER_SAMPLE, (16,))[0] - 1  # 12 bits come in a container of 16
+        is_inverted = image.tag_v2.get(_PHOTOMETRIC_INTERPRETATION) == _WHITE_IS_ZERO
+    grey = Image.fromarray(_to_8_bit(white - values if is_inverted else values, image.mode, white))
+    transparent = image.info.get("transparency")
+    if transparent is not None:
+        grey.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    return grey
+
+
+def _to_8_bit(values: np.ndarray, mode: str, white: int) -> np.ndarray:
+    """Scale grey values [H, W] of more than 8 bits to uint8; raise ValueError if the scale cannot be known.
+
+    Args:
+        values: the pixels.
+        mode: Pillow's name of their type.
+        white: the integer that becomes 255.
+    """
+    low, high = values.min(), values.max()
+    if mode == "F":
+        if not (low >= 0 and high <= 1):  # also false for NaN
+            raise ValueError(f"float pixels from {low:g} to {high:g}, only 0 to 1 has a known scale")
+        return np.rint(values * 255).astype(np.uint8)
+    if low < 0 or high > white:
+        raise ValueError(f"integer pixels from {low} to {high}, only 0 to {white} has a known scale")
+    return np.rint(values / (white / 255)).astype(np.uint8)

@@ -1,0 +1,1 @@
+"""What a training reports: logs, measurements, heartbeats, the files of a run."""

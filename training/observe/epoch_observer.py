@@ -1,0 +1,137 @@
+"""Everything that happens around the steps of an epoch: measuring, logging, guarding, saving and stopping."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from training.data.reader import Batch
+from training.observe.step_metrics import StepMetrics
+from training.observe.timing import SpanClock
+from training.parallel.engine import Engine, StepResult
+from training.state import TrainContext, TrainState
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """Measurements of one epoch of training; `stop_signal` is 0 unless a signal ended it."""
+
+    seconds: float
+    images_per_second: float
+    data_wait_share: float
+    stop_signal: int
+
+
+class TimedEngine:
+    """The three calls of a step on an engine, each a span of the clock."""
+
+    def __init__(self, engine: Engine, clock: SpanClock) -> None:
+        self._engine, self._clock = engine, clock
+
+    @property
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """See `Engine.parameter_groups`."""
+        return self._engine.parameter_groups
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """See `Engine.forward`."""
+        with self._clock.forward:
+            return self._engine.forward(images)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """See `Engine.backward`."""
+        with self._clock.backward:
+            self._engine.backward(loss)
+
+    def step(self) -> StepResult | None:
+        """See `Engine.step`."""
+        with self._clock.optimizer:
+            return self._engine.step()
+
+
+class EpochObserver:
+    """Observes the steps of one epoch on this rank, and decides with the other ranks when to save and to stop."""
+
+    def __init__(self, state: TrainState, context: TrainContext) -> None:
+        """Observe from `state.progress.step` on."""
+        self._state, self._context, self._guard = state, context, context.guard
+        self._clock, self._profiler = context.timing.clock, context.timing.profiler
+        self.timed_engine = TimedEngine(state.engine, self._clock)
+        self._metrics = StepMetrics(context, state.progress.epoch, state.sums)
+        self._first_step = state.progress.step
+        self._sums_before = state.sums.state()
+        self._stop_signal = 0
+        if self._profiler is not None:
+            self._profiler.begin_epoch(context.plan.steps_per_epoch - self._first_step)
+
+    def before_step(self) -> int:
+        """Keep what a skipped step must not change, and return how many steps of the run precede this one."""
+        self._guard.before_step()
+        self._sums_before = self._state.sums.state()
+        return self._context.plan.position(self._state.progress)
+
+    def after_micro_step(self, batch: Batch, losses: torch.Tensor) -> None:
+        """Note a micro-batch and its losses [B]."""
+        self._guard.note(batch, losses)
+
+    def after_step(self, result: StepResult | None, *, has_failed: bool) -> bool:
+        """Count, log and save; return whether all ranks stop here. A collective.
+
+        Args:
+            result: what the engine returned after the last micro-step.
+            has_failed: whether this rank cannot go on.
+
+        Raises:
+            RunEnded: on all ranks, if the run cannot go on.
+        """
+        state, context = self._state, self._context
+        position = context.plan.position(state.progress)
+        state.sums.keep_if(self._guard.after_step(result, position + 1), self._sums_before)
+        state.progress = dataclasses.replace(state.progress, step=state.progress.step + 1)
+        with self._clock.logging:
+            self._metrics.after_step(position, result)
+            context.heartbeat.beat("step", position + 1)
+        if self._profiler is not None:
+            self._profiler.after_step()
+        is_due = context.saver is not None and context.saver.is_due_by_time()
+        verdict = context.stop.poll(context.world, failed=has_failed, save_due=is_due)
+        self._stop_signal = verdict.stop_signal
+        if self._stop_signal and self._profiler is not None:
+            self._profiler.end_epoch()
+        is_last = state.progress.step == context.plan.steps_per_epoch
+        if not (self._stop_signal or is_last):
+            self._save_if_due(position + 1, is_due_by_time=verdict.save_due)
+        return bool(self._stop_signal)
+
+    def finish(self) -> EpochResult:
+        """Settle what is still on the device and return what was measured; a collective.
+
+        Raises:
+            RunEnded: on all ranks, if the run cannot go on.
+        """
+        if self._profiler is not None:
+            self._profiler.end_epoch()
+        self._settle()
+        seconds = self._metrics.elapsed_seconds()
+        images = (self._state.progress.step - self._first_step) * self._context.plan.global_batch
+        return EpochResult(seconds, images / seconds, self._metrics.data_wait_share, self._stop_signal)
+
+    def _save_if_due(self, position: int, *, is_due_by_time: bool) -> None:
+        saver = self._context.saver
+        if saver is None:
+            return
+        with self._clock.saving:
+            saver.note_outcome()
+            if is_due_by_time or saver.is_due_by_steps(position):
+                self._settle()
+                saver.save()
+
+    def _settle(self) -> None:
+        """Read the pending verdicts on the last steps, and take their counts into the progress; a sync."""
+        self._guard.settle()
+        self._state.progress = dataclasses.replace(
+            self._state.progress, skipped_steps=self._guard.skipped, bad_steps_in_row=self._guard.in_row
+        )

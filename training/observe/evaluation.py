@@ -1,0 +1,171 @@
+"""What an evaluation says of a model, as one object that JSON can hold; every number follows from `SampleScores`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from training.checkpoint.atomic_write import replacing_folder, write_json
+from training.errors import UserError
+from training.observe.run_folder import SCORES
+from training.observe.scores import SampleScores, Scores
+
+CALIBRATION_BINS = 15
+WORST_SAMPLES = 24
+AVERAGED = ("precision", "recall", "f1")
+
+
+def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callable[[int], str]) -> dict[str, Any]:
+    """Return everything that is told of an evaluation.
+
+    Args:
+        scores: of `SampleRecorder.gather`, with details.
+        class_names: the name of each class, C of them.
+        name_of: from a sample's position to its path, or to where it stands.
+
+    Returns:
+        samples, loss (nats), top1, top5, ece; `macro` and `weighted`, each with precision, recall and f1; `classes`,
+        see `class_scores`; `calibration`, see `calibration_bins`; `confusion`, a list of [true class, predicted
+        class, samples] without zeros; `worst`, see `worst_samples`. Shares lie in 0..1.
+    """
+    details = scores.details
+    if details is None:
+        raise ValueError("these scores have no details: take those of an evaluation")
+    confusion = confusion_cells(details, len(class_names))
+    classes = class_scores(confusion, class_names)
+    bins = calibration_bins(details)
+    return {
+        "samples": scores.samples,
+        "loss": scores.loss,
+        "top1": scores.top1,
+        "top5": scores.top5,
+        "ece": expected_calibration_error(bins),
+        "macro": _average(classes, [1] * len(classes)),
+        "weighted": _average(classes, [one["support"] for one in classes]),
+        "classes": classes,
+        "calibration": bins,
+        "confusion": confusion,
+        "worst": worst_samples(details, name_of),
+    }
+
+
+def read_scores(folder: Path) -> dict[str, Any] | None:
+    """Return what `write_scores` wrote into a folder, None if it wrote nothing there."""
+    path = folder / SCORES
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def write_scores(folder: Path, facts: dict[str, Any]) -> None:
+    """Write scores.json alone; it replaces every file that an earlier evaluation left in the folder."""
+    check_replaceable(folder)
+    with replacing_folder(folder) as new:
+        write_json(new / SCORES, facts)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Refuse a folder that holds something else than an evaluation, which would be lost.
+
+    Raises:
+        UserError: for such a folder, and for a file.
+    """
+    if folder.exists() and not (folder / SCORES).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"'{folder}' exists and holds no evaluation: give --output a new folder.")
+
+
+def confusion_cells(details: SampleScores, num_classes: int) -> list[list[int]]:
+    """Return [true class, predicted class, samples] of every pair that occurs, in order."""
+    cells, counts = torch.unique(details.labels * num_classes + details.predictions, return_counts=True)
+    return [[*divmod(cell, num_classes), count] for cell, count in zip(cells.tolist(), counts.tolist(), strict=True)]
+
+
+def dense_confusion(cells: Sequence[Sequence[int]], num_classes: int) -> torch.Tensor:
+    """Return `confusion_cells` as int64 [true classes, predicted classes]."""
+    confusion = torch.zeros(num_classes, num_classes, dtype=torch.int64)
+    for true, predicted, count in cells:
+        confusion[true, predicted] = count
+    return confusion
+
+
+def class_scores(confusion: Sequence[Sequence[int]], class_names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return name, support (samples), predicted (samples), precision, recall and f1 of each class.
+
+    Precision is the share of the samples called so that are so, recall the share of those that are so which were
+    called so, and f1 = 2 right / (support + predicted); 0 where there is nothing to divide by, as in scikit-learn
+    with zero_division=0.
+    """
+    right, support, predicted = (np.zeros(len(class_names), dtype=np.int64) for _ in range(3))
+    for true, said, count in confusion:
+        support[true] += count
+        predicted[said] += count
+        right[true] += count if true == said else 0
+    ratios = (_divide(right, predicted), _divide(right, support), _divide(2 * right, support + predicted))
+    columns = (class_names, support.tolist(), predicted.tolist(), *(ratio.tolist() for ratio in ratios))
+    names = ("name", "support", "predicted", "precision", "recall", "f1")
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def calibration_bins(details: SampleScores) -> list[dict[str, Any]]:
+    """Return lower, upper, samples, confidence (mean) and accuracy of each of the 15 equal bins of confidence.
+
+    Bin m of M holds the confidences in ((m - 1) / M, m / M], as in Guo et al. 2017 (arXiv:1706.04599), section 2.
+    An empty bin has None for both means.
+    """
+    confidences, is_right = details.confidences.numpy(), details.is_right.numpy()
+    edges = np.linspace(0, 1, CALIBRATION_BINS + 1)
+    bin_of = np.digitize(confidences, edges[1:-1], right=True)
+    bins = []
+    for number in range(CALIBRATION_BINS):
+        inside = bin_of == number
+        count = int(inside.sum())
+        bins.append(
+            {
+                "lower": float(edges[number]),
+                "upper": float(edges[number + 1]),
+                "samples": count,
+                "confidence": float(confidences[inside].mean()) if count else None,
+                "accuracy": float(is_right[inside].mean()) if count else None,
+            }
+        )
+    return bins
+
+
+def expected_calibration_error(bins: Sequence[dict[str, Any]]) -> float:
+    """Return ECE: the mean distance of accuracy and confidence over the bins, weighted by their samples.
+
+    Source: Guo et al. 2017 (arXiv:1706.04599), equation 3.
+    """
+    filled = [one for one in bins if one["samples"]]
+    gaps = sum(one["samples"] * abs(one["accuracy"] - one["confidence"]) for one in filled)
+    return float(gaps / max(sum(one["samples"] for one in filled), 1))
+
+
+def worst_samples(details: SampleScores, name_of: Callable[[int], str]) -> list[dict[str, Any]]:
+    """Return at most 24 samples, the wrong ones first, by falling loss: index, name, label, prediction, both scores."""
+    order = np.lexsort((-details.losses.numpy(), details.is_right.numpy()))[:WORST_SAMPLES]
+    return [
+        {
+            "index": int(details.indices[place]),
+            "name": name_of(int(details.indices[place])),
+            "label": int(details.labels[place]),
+            "prediction": int(details.predictions[place]),
+            "confidence": float(details.confidences[place]),
+            "loss": float(details.losses[place]),
+        }
+        for place in order.tolist()
+    ]
+
+
+def _average(classes: Sequence[dict[str, Any]], weights: Sequence[int]) -> dict[str, float]:
+    return {
+        key: float(np.average([one[key] for one in classes], weights=weights)) for key in ("precision", "recall", "f1")
+    }
+
+
+def _divide(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    """Divide counts elementwise, giving 0 where the denominator is 0."""
+    return np.divide(numerator, denominator, out=np.zeros(len(numerator)), where=denominator > 0)

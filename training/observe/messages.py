@@ -1,0 +1,124 @@
+"""What a run says about itself at its start and at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from training.checkpoint.best_weights import epoch_of
+from training.data.bad_images import bad_image_lines
+from training.data.reading.images import ImageError
+from training.observe.loggers import RunPoint
+from training.observe.run_folder import shown_path
+from training.recipe.schedule import schedule_notes
+from training.state import Progress
+
+if TYPE_CHECKING:
+    from training.run import RunContext
+
+AUGMENTED_IMAGES_SHOWN = 16
+
+
+def announce_start(context: RunContext) -> None:
+    """Log what is about to be trained, on what, and what the user may not expect."""
+    config, world, plan, say = context.config, context.world, context.plan, context.loggers.message
+    say(f"run {context.folder.name}: {config.model_type}, {config.strategy}, {context.precision}, {world.describe()}")
+    unit = "GPU" if world.device.type == "cuda" else "CPU rank"
+    say(
+        f"global batch {plan.global_batch} = {config.batch_size} per {unit} x {world.size} {unit}s x "
+        f"{config.gradient_accumulation_steps} accumulation step(s); {plan.steps_per_epoch} steps per epoch; "
+        f"peak learning rate {context.schedule.peak:.3g}"
+    )
+    data = context.data
+    say(
+        f"data {config.data}: {len(data.train)} training and {len(data.val)} validation images, "
+        f"{len(data.class_names)} classes, {data.preprocessing['image_size']} pixels, augmentation {data.augmentation}"
+    )
+    for note in [*data.notes, *context.built.notes, *_warnings(context)]:
+        say(f"note: {note}")
+    if world.is_main and config.tensorboard and context.state.progress == Progress():
+        images = _augmented_sample(context)
+        if len(images):
+            context.loggers.images(images)
+
+
+def announce_end(context: RunContext, stop_signal: int, point: RunPoint) -> None:
+    """Log the result, where the time went and where everything lies; a collective."""
+    progress, say = context.state.progress, context.loggers.message
+    for line in bad_image_lines([context.train_loader, context.val_loader], context.world):
+        say(line)
+    if stop_signal:
+        name, again = signal.Signals(stop_signal).name, f"--run-name {context.folder.name} --resume auto"
+        if context.position == 0:
+            say(f"stopped by {name} before the first step; start with {again}")
+        else:
+            done = f"in epoch {progress.epoch + 1} after {progress.step} steps"
+            say(f"stopped by {name} {done}, checkpoint saved; go on with {again}")
+    if context.world.is_main:
+        for line in _result(context):
+            say(line)
+    if point.images_per_second:
+        context.loggers.end(point)
+    say(f"run folder   {shown_path(context.folder.path)}")
+    say(f"TensorBoard  tensorboard --logdir {shown_path(context.folder.tensorboard.parent)}")
+    say(f"log          {shown_path(context.folder.text_log)}")
+
+
+def _result(context: RunContext) -> list[str]:
+    """Return what came out: that the training has diverged, the best epoch, and its weights if they are there."""
+    progress, lines = context.state.progress, []
+    if progress.diverged_epochs_in_row:
+        first = progress.epoch - progress.diverged_epochs_in_row + 1
+        lines.append(
+            f"the training has diverged in epoch {first}: start a new run with a lower --learning-rate, and with "
+            "--gradient-clipping 1 if it was changed"
+        )
+    if not progress.best_epoch:
+        return [*lines, "no weights are saved: no epoch was sound"] if lines else []
+    top1 = (
+        f"top-1 {progress.best_top1:.4f} on {len(context.data.val)} held-out images (best epoch: {progress.best_epoch}"
+    )
+    if epoch_of(context.folder.weights) == progress.best_epoch:
+        return [*lines, f"{top1}; its weights are saved)", f"weights      {shown_path(context.folder.weights)}"]
+    return [*lines, f"{top1}; its weights are not in this run's folder)"]
+
+
+def _warnings(context: RunContext) -> list[str]:
+    config, plan = context.config, context.plan
+    warnings = []
+    if config.gradient_accumulation_steps > 1 and any(
+        isinstance(m, _BatchNorm) for m in context.state.engine.module.modules()
+    ):
+        warnings.append(
+            f"BatchNorm sees micro-batches of {config.batch_size}, not the global batch of {plan.global_batch}"
+        )
+    padding = plan.steps_per_epoch * plan.global_batch - plan.num_samples
+    if padding:
+        warnings.append(
+            f"the last step of an epoch has {plan.global_batch - padding} samples, "
+            f"filled up to {plan.global_batch} with images of weight 0"
+        )
+    if config.deterministic:
+        warnings.append(
+            "--deterministic repeats a run on the same hardware, number of ranks and versions only; an operation "
+            "without a deterministic version runs all the same, and warns by its name"
+        )
+    warnings += schedule_notes(context.schedule)
+    if context.head_epochs:
+        warnings.append(f"only the head learns for the first {context.head_epochs} epoch(s)")
+    return warnings
+
+
+def _augmented_sample(context: RunContext) -> torch.Tensor:
+    """Return the first training images of epoch 0 as the model sees them, float32 [N, 3, S, S] in 0..1."""
+    images = []
+    for index in context.plan.permutation(0)[:AUGMENTED_IMAGES_SHOWN]:
+        # An unreadable image is the loader's to report, on all ranks; this runs on rank 0 alone.
+        with contextlib.suppress(ImageError):
+            images.append(context.data.train[(0, int(index))][0])
+    mean, std = (torch.tensor(context.data.preprocessing[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
+    return (torch.stack(images) * std + mean).clamp(0, 1) if images else torch.empty(0)

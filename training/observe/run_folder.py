@@ -1,0 +1,140 @@
+"""Where a run's files lie: logs/training.log, logs/tensorboard/<run>/ and logs/runs/<run>/."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from training.checkpoint.atomic_write import remove_leftovers
+from training.config import REPO_ROOT, TrainConfig
+from training.errors import UserError
+from training.observe.run_lock import LOCK, Origin, hold_run
+
+# What lies in a run's own folder.
+CONFIG = "config.json"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+WEIGHTS = "model.safetensors"
+EVALUATION = "evaluation"
+REPORT = "report.html"
+CARD = "README.md"
+# And in its evaluation.
+SCORES = "scores.json"
+WORST = "worst"  # folder of the samples told worst, one picture each
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run."""
+
+    log_dir: Path
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """The run's own folder."""
+        return self.log_dir / "runs" / self.name
+
+    @property
+    def text_log(self) -> Path:
+        """The text log that all runs share."""
+        return self.log_dir / "training.log"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The run's TensorBoard event files."""
+        return self.log_dir / "tensorboard" / self.name
+
+    @property
+    def config(self) -> Path:
+        """All settings."""
+        return self.path / CONFIG
+
+    @property
+    def environment(self) -> Path:
+        """Command, versions, hardware, data."""
+        return self.path / ENVIRONMENT
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per logging point and epoch."""
+        return self.path / METRICS
+
+    @property
+    def weights(self) -> Path:
+        """The trained model: the best epoch's weights."""
+        return self.path / WEIGHTS
+
+    @property
+    def evaluation(self) -> Path:
+        """The scores of these weights, sample by sample where they are worst."""
+        return self.path / EVALUATION
+
+    @property
+    def report(self) -> Path:
+        """The whole run on one page."""
+        return self.path / REPORT
+
+    @property
+    def checkpoints(self) -> Path:
+        """What resume reads."""
+        return self.path / "checkpoints"
+
+
+def name_run(config: TrainConfig) -> str:
+    """Return the run's name: the one given, or date, model and strategy."""
+    if config.run_name:
+        return config.run_name
+    model = config.model_type.replace(":", "-").replace("/", "-")
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.strategy}"
+
+
+def create_run_folder(config: TrainConfig, name: str, origin: Origin) -> tuple[RunFolder, IO[bytes]]:
+    """Create the folders of a run, and take hold of it; called on rank 0 alone.
+
+    Args:
+        config: the configuration.
+        name: the run's name.
+        origin: what started the training; one that the launcher started again goes on in its own folder.
+
+    Returns:
+        The paths, and the file whose lock keeps other trainings away until it is closed.
+
+    Raises:
+        UserError: where a folder cannot be written, or a run of that name exists and is not resumed, or is being
+            trained.
+    """
+    log_dir = Path(config.log_dir).expanduser().resolve() if config.log_dir else REPO_ROOT / "logs"
+    folder = RunFolder(log_dir, name)
+
+    def refuse_another_run() -> None:
+        if config.resume == "never" and not origin.restarts and folder.metrics.exists():
+            raise UserError(
+                f"--run-name {name}: {folder.path} holds a run already. Give another name, or --resume auto to go on."
+            )
+
+    try:
+        for path in (folder.path, folder.tensorboard, folder.checkpoints):
+            path.mkdir(parents=True, exist_ok=True)
+        refuse_another_run()
+        lock = hold_run(folder.path / LOCK, origin)
+        refuse_another_run()  # one that was being trained until now
+        remove_leftovers(folder.path, ours=(WEIGHTS,))
+        with folder.text_log.open("a", encoding="utf-8"), folder.metrics.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--log-dir {log_dir}: cannot be written ({error.strerror}: {error.filename}). "
+            "Give a folder that you may write to."
+        ) from None
+    return folder, lock
+
+
+def shown_path(path: Path) -> str:
+    """Write a path as short as a reader in the current folder can use it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,151 @@
+"""Exact scores: of training as sums over all ranks, of evaluation sample by sample; padding has no weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from training.data.transfer import to_device
+from training.parallel.world import World, gather_rows, sum_over_ranks
+
+TOP_K = 5
+
+
+@dataclass(frozen=True)
+class SampleScores:
+    """What became of each sample of an evaluation: on the CPU, in the order of their indices.
+
+    Attributes:
+        indices: int64 [N], positions in the data set.
+        labels: int64 [N], the true classes.
+        predictions: int64 [N], the classes with the highest logit.
+        in_top5: bool [N], whether the true class is among the five highest.
+        losses: float64 [N], cross entropies in nats.
+        confidences: float64 [N], the probabilities of the predicted classes.
+    """
+
+    indices: torch.Tensor
+    labels: torch.Tensor
+    predictions: torch.Tensor
+    in_top5: torch.Tensor
+    losses: torch.Tensor
+    confidences: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def is_right(self) -> torch.Tensor:
+        """Whether the predicted class is the true one: bool [N]."""
+        return self.predictions == self.labels
+
+    def confusion(self, num_classes: int) -> torch.Tensor:
+        """Count the samples of each true class (row) by predicted class (column): int64 [classes, classes]."""
+        cells = self.labels * num_classes + self.predictions
+        return torch.bincount(cells, minlength=num_classes**2).view(num_classes, num_classes)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Averages over the samples that count."""
+
+    loss: float
+    top1: float
+    top5: float
+    samples: int
+    details: SampleScores | None = None
+
+
+class ScoreSums:
+    """Sums over batches, kept on the device; nothing is read back before `reduce`."""
+
+    def __init__(self, num_classes: int, device: torch.device) -> None:
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
+        self._top_k = min(TOP_K, num_classes)
+
+    def add(self, losses: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> None:
+        """Add one batch.
+
+        Args:
+            losses: [B], each sample's loss.
+            logits: [B, classes].
+            labels: [B] int64.
+            weights: [B], 1 for samples that count, 0 for padding.
+        """
+        with torch.no_grad():
+            counted = weights > 0
+            best = logits.topk(self._top_k, dim=1).indices
+            hits = (best == labels[:, None]) & counted[:, None]
+            # A padded sample may have an infinite loss: it is selected away, since 0 * inf is nan.
+            kept = torch.where(counted, losses.detach().double(), 0.0)
+            self._sums += torch.stack([kept.sum(), hits[:, 0].sum(), hits.sum(), counted.sum()])
+
+    def state(self) -> torch.Tensor:
+        """Return a copy of the sums: loss, top-1, top-5, samples; float64 [4]."""
+        return self._sums.clone()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._sums.zero_()
+
+    def restore(self, state: torch.Tensor) -> None:
+        """Take back what `state` gave."""
+        self._sums.copy_(state)
+
+    def keep_if(self, applied: bool | torch.Tensor, state: torch.Tensor) -> None:
+        """Take back what `state` gave unless the step was applied; nothing is read from the device."""
+        if applied is True:
+            return
+        self._sums.copy_(state if applied is False else torch.where(applied, self._sums, state))
+
+    def reduce(self, world: World) -> Scores:
+        """Return the averages over all ranks' samples; a collective, and a sync with the device."""
+        loss, top1, top5, count = sum_over_ranks(self._sums, world).tolist()
+        divisor = max(count, 1.0)
+        return Scores(loss / divisor, top1 / divisor, top5 / divisor, int(count))
+
+
+class SampleRecorder:
+    """Keeps what an evaluation finds, sample by sample, on the device; nothing is read back before `gather`."""
+
+    def __init__(self, num_classes: int) -> None:
+        self._batches: list[torch.Tensor] = []
+        self._top_k = min(TOP_K, num_classes)
+
+    def add(
+        self,
+        losses: torch.Tensor,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+        indices: torch.Tensor,
+    ) -> None:
+        """Add one batch: as `ScoreSums.add`, with the positions of the samples in the data set, int64 [B]."""
+        best = logits.topk(self._top_k, dim=1).indices
+        confidences = logits.float().softmax(dim=1).gather(1, best[:, :1])[:, 0]
+        in_top5 = (best == labels[:, None]).any(dim=1)
+        columns = (weights, to_device(indices, logits.device), labels, best[:, 0], in_top5, losses, confidences)
+        # float64 holds every position below 2**53 exactly.
+        self._batches.append(torch.stack([column.double() for column in columns], dim=1))
+
+    def gather(self, world: World) -> Scores:
+        """Return the averages and every sample's scores, the same on every rank; a collective, and a sync.
+
+        The samples are summed in the order of their indices, so that the number of ranks changes no digit.
+        """
+        own = torch.cat(self._batches)
+        rows = gather_rows(own.reshape(-1), world).view(-1, own.shape[1]).cpu()
+        rows = rows[rows[:, 0] > 0]
+        rows = rows[rows[:, 1].argsort()]
+        _, indices, labels, predictions, in_top5, losses, confidences = (column.contiguous() for column in rows.T)
+        details = SampleScores(indices.long(), labels.long(), predictions.long(), in_top5.bool(), losses, confidences)
+        divisor = max(len(details), 1)
+        top1, top5 = (int(hits.sum()) / divisor for hits in (details.is_right, details.in_top5))
+        return Scores(float(losses.sum()) / divisor, top1, top5, len(details), details)
+
+
+def sample_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    """Return each sample's cross entropy [B] in float32."""
+    return F.cross_entropy(logits.float(), labels, label_smoothing=label_smoothing, reduction="none")

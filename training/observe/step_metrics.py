@@ -1,0 +1,251 @@
+"""What is known at a logging point: the sums, the time and the memory since the last one."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from training.observe.flops import TrainingFlops, tflops_per_second
+from training.observe.loggers import DeviceLoad, Loggers, MemoryUse, RunPoint, StepPoint
+from training.observe.machines import peak_tflops
+from training.observe.scores import ScoreSums
+from training.observe.slow_links import SlowLinkWatch
+from training.observe.slow_ranks import SlowRankWatch, work_seconds
+from training.observe.timing import SPANS, SpanClock, shares, start_clock
+from training.parallel.engine import StepResult
+from training.parallel.exchange import number, row_of, text, whole_number
+from training.parallel.world import World, gather_objects, gather_rows
+
+if TYPE_CHECKING:
+    from training.observe.profiler import StepProfiler
+    from training.state import TrainContext
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What measures a run's time on this rank.
+
+    Attributes:
+        clock: spans of the loop.
+        slow_ranks: looks for a rank that holds up the others.
+        slow_links: looks for a host whose exchange holds up all.
+        hosts: name of each rank's machine, by rank.
+        flops: counts the model's operations, None where they are not wanted.
+        profiler: `--profile`, None on ranks other than 0.
+    """
+
+    clock: SpanClock = field(default_factory=SpanClock)
+    slow_ranks: SlowRankWatch = field(default_factory=SlowRankWatch)
+    slow_links: SlowLinkWatch = field(default_factory=lambda: SlowLinkWatch(()))
+    hosts: tuple[str, ...] = ()
+    flops: TrainingFlops | None = None
+    profiler: StepProfiler | None = None
+
+
+class StepMetrics:
+    """Reads one epoch's sums and the clock at logging points, and logs what came in between."""
+
+    def __init__(
+        self,
+        context: TrainContext,
+        epoch: int,
+        sums: ScoreSums,
+    ) -> None:
+        self._context, self._epoch, self._sums, self._guard = context, epoch, sums, context.guard
+        self._world, self._loggers, self._timing = context.world, context.loggers, context.timing
+        self._start = self._last_time = time.perf_counter()
+        self._steps = 0
+        self._last_skipped = self._guard.skipped
+        self._last_sums = sums.state()
+        self._last_spans = self._timing.clock.seconds()
+        self._epoch_spans = [dict.fromkeys(SPANS, 0.0) for _ in range(self._world.size)]
+
+    def after_step(self, position: int, result: StepResult | None) -> None:
+        """Count an optimizer step; at a logging point gather over the ranks and log. A collective."""
+        context = self._context
+        self._steps += 1
+        step_of_epoch = position % context.plan.steps_per_epoch + 1
+        if step_of_epoch % context.log_every_steps and step_of_epoch != context.plan.steps_per_epoch:
+            return
+        (loss_sum, _, _, count), spans = self._gather()  # the sync
+        self._guard.settle()
+        now = time.perf_counter()
+        seconds = max(now - self._last_time, 1e-9)
+        images_per_second = self._steps * context.plan.global_batch / seconds
+        gradient_norm = result.gradient_norm if result else None
+        time_shares = _mean_shares(spans)
+        self._loggers.steps(
+            StepPoint(
+                epoch=self._epoch + 1,
+                step=position + 1,
+                steps_per_epoch=context.plan.steps_per_epoch,
+                total_steps=context.total_steps,
+                loss=loss_sum / count if count else float("nan"),
+                learning_rate=context.schedule.learning_rate(position),
+                images_per_second=images_per_second,
+                data_wait_share=time_shares["data"],
+                seconds_left=(context.total_steps - position - 1) * seconds / self._steps,
+                gradient_norm=float("nan") if gradient_norm is None else float(gradient_norm),
+                skipped_steps=self._guard.skipped - self._last_skipped,
+                time_shares=time_shares,
+                memory=memory_use(self._world.device),
+                load=device_load(images_per_second, self._timing.flops, self._world),
+            )
+        )
+        self._name_slow_ranks(position + 1, spans)
+        self._name_slow_links(position + 1, spans)
+        self._last_time, self._last_skipped, self._steps = now, self._guard.skipped, 0
+
+    def elapsed_seconds(self) -> float:
+        """Seconds since the epoch began."""
+        return max(time.perf_counter() - self._start, 1e-9)
+
+    @property
+    def data_wait_share(self) -> float:
+        """Share of the epoch's time, up to its last logging point, in which the devices waited for data."""
+        return _mean_shares(self._epoch_spans)["data"]
+
+    def _gather(self) -> tuple[list[float], list[dict[str, float]]]:
+        """Return the score sums over all ranks and each rank's span seconds since the last call; a collective."""
+        sums, spans = self._sums.state(), self._timing.clock.seconds()
+        own = [spans[name] - self._last_spans[name] for name in SPANS]
+        row = torch.cat([sums - self._last_sums, sums.new_tensor(own)])
+        rows = gather_rows(row, self._world).cpu()
+        self._last_sums, self._last_spans = sums, spans
+        scores, times = rows.split([len(sums), len(SPANS)], dim=1)
+        by_rank = [dict(zip(SPANS, rank, strict=True)) for rank in times.tolist()]
+        for total, rank in zip(self._epoch_spans, by_rank, strict=True):
+            total.update({name: total[name] + rank[name] for name in SPANS})
+        return scores.sum(0).tolist(), by_rank
+
+    def _name_slow_ranks(self, step: int, spans: list[dict[str, float]]) -> None:
+        hosts = self._timing.hosts
+        for slow in self._timing.slow_ranks.judge(work_seconds(spans), self._steps):
+            host = f" (host {hosts[slow.rank]})" if hosts else ""
+            self._loggers.message(
+                f"rank {slow.rank}{host} is slow: {1000 * slow.step_seconds:.3g} ms of work a step, "
+                f"the others {1000 * slow.others_step_seconds:.3g} ms (median)"
+            )
+            self._loggers.event(
+                "slow_rank", {"step": step, **slow._asdict(), "host": hosts[slow.rank] if hosts else ""}
+            )
+
+    def _name_slow_links(self, step: int, spans: list[dict[str, float]]) -> None:
+        slow = self._timing.slow_links.judge(spans, self._steps, self._world)
+        if slow is not None:
+            self._loggers.message(slow.describe())
+            self._loggers.event("slow_link", {"step": step, **slow._asdict()})
+
+
+def start_timing(
+    world: World, flops: TrainingFlops | None, profile_steps: int, folder: Path, loggers: Loggers
+) -> Timing:
+    """Start the clock of this rank; a collective.
+
+    Args:
+        world: the ranks.
+        flops: counts the model's operations, on rank 0.
+        profile_steps: steps that rank 0 profiles, 0 for none.
+        folder: of the profile.
+        loggers: of the run.
+    """
+    hosts = name_hosts(world)  # all ranks meet here, so their clocks start together
+    clock = start_clock(world.device)
+    profiler = None
+    if profile_steps and world.is_main:
+        from training.observe.profiler import StepProfiler
+
+        profiler = StepProfiler(profile_steps, folder, clock, loggers)
+    return Timing(clock, slow_links=SlowLinkWatch(hosts), hosts=hosts, flops=flops, profiler=profiler)
+
+
+def run_point(step: int, images: int, timing: Timing, world: World) -> RunPoint:
+    """Return what is known at the end of a run; a collective.
+
+    Args:
+        step: the run's last step.
+        images: images trained by all ranks since the clock was started.
+        timing: what measured.
+        world: the ranks.
+    """
+    own = timing.clock.seconds()
+    rows = gather_objects([own[name] for name in SPANS], row_of(*[number] * len(SPANS)), world)
+    ranks = [dict(zip(SPANS, row, strict=True)) for row in rows]
+    evaluation_seconds = ranks[0]["evaluation"]
+    seconds = sum(ranks[0].values()) - evaluation_seconds
+    images_per_second = images / max(seconds, 1e-9)
+    time_shares = _mean_shares(ranks)
+    return RunPoint(
+        step=step,
+        seconds=seconds,
+        evaluation_seconds=evaluation_seconds,
+        images_per_second=images_per_second,
+        time_shares=time_shares,
+        memory=memory_use(world.device),
+        load=device_load(images_per_second, timing.flops, world),
+        memory_bytes_per_rank=peak_memory_per_rank(world),
+    )
+
+
+def peak_memory_per_rank(world: World) -> list[int]:
+    """Return the peak memory of every rank, see `MemoryUse`, in bytes; a collective."""
+    return gather_objects(memory_use(world.device).memory_bytes, whole_number, world)
+
+
+def name_hosts(world: World) -> tuple[str, ...]:
+    """Return the name of each rank's machine; a collective."""
+    return tuple(gather_objects(socket.gethostname(), text, world))
+
+
+def memory_use(device: torch.device) -> MemoryUse:
+    """Return this process's memory."""
+    if device.type == "cuda":
+        return MemoryUse(
+            torch.cuda.max_memory_allocated(device),
+            torch.cuda.memory_allocated(device),
+            torch.cuda.memory_reserved(device),
+        )
+    import resource
+
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    # The kernel updates the peak now and then only.
+    peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return MemoryUse(peak, resident, None)
+
+
+def device_load(images_per_second: float, flops: TrainingFlops | None, world: World) -> DeviceLoad:
+    """Return how hard the devices work.
+
+    Args:
+        images_per_second: of all ranks together.
+        flops: the model's operations, where they are counted.
+        world: the ranks.
+    """
+    tflops = mfu = utilization = None
+    if flops is not None and flops.per_image is not None:
+        tflops = tflops_per_second(images_per_second, flops.per_image, world.size)
+    if world.device.type == "cuda":
+        peak = peak_tflops(torch.cuda.get_device_name(world.device))
+        mfu = tflops / peak if tflops is not None and peak is not None else None
+        utilization = _gpu_utilization(world.device)
+    return DeviceLoad(tflops, mfu, utilization)
+
+
+def _gpu_utilization(device: torch.device) -> float | None:
+    """Return what NVML says; None where it says nothing: in a container without the right, of a part of a GPU (MIG)."""
+    try:
+        return torch.cuda.utilization(device) / 100
+    except Exception:  # NVML has two dozen errors of its own, and a number is no reason to end a run
+        return None
+
+
+def _mean_shares(ranks: list[dict[str, float]]) -> Mapping[str, float]:
+    """Return the mean over the ranks of each span's share."""
+    by_rank: list[Any] = [shares(seconds) for seconds in ranks]
+    return {name: sum(rank[name] for rank in by_rank) / len(by_rank) for name in by_rank[0]}

@@ -1,0 +1,60 @@
+"""The model of a run on its device, before an engine takes it over."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from models import build_model
+from models.build import BuiltModel
+from training.config import TrainConfig
+from training.data.datasets import DatasetPair
+from training.observe.flops import TrainingFlops
+from training.parallel.activation_checkpointing import enable_activation_checkpointing
+from training.parallel.batchnorm import synchronize_batchnorm
+from training.parallel.world import World, agreed
+
+
+def build_training_model(
+    config: TrainConfig, data: DatasetPair, world: World
+) -> tuple[BuiltModel, TrainingFlops | None]:
+    """Build the configured model, the same on every rank; a collective.
+
+    Args:
+        config: names the model and its starting weights.
+        data: decides the number of classes and the image size.
+        world: the ranks.
+
+    Returns:
+        The model in fp32 on `world.device`, and on rank 0 what counts its operations.
+
+    Raises:
+        UserError: on all ranks, if the model cannot be built.
+    """
+
+    def build() -> BuiltModel:
+        # The same seed on every rank: all start from the same weights.
+        torch.manual_seed(config.seed)
+        return build_model(
+            config.model_type,
+            num_classes=len(data.class_names),
+            image_size=data.preprocessing["image_size"],
+            pretrained=config.pretrained,
+            weights=config.weights or None,
+            members=tuple(config.ensemble_members.split(",")),
+            batch_size=config.batch_size,
+        )
+
+    # One rank of each machine goes first: it downloads hub weights, the others then find them in its cache.
+    built = agreed(lambda: build() if world.local_rank == 0 else None, world)
+    if built is None:
+        built = build()
+    module = built.module.to(world.device)
+    # Before anything is converted for several ranks: rank 0 counts alone.
+    flops = TrainingFlops(module, data.preprocessing["image_size"]) if world.is_main else None
+    if config.activation_checkpointing:
+        enable_activation_checkpointing(module)
+    if config.sync_batchnorm:
+        module = synchronize_batchnorm(module, world)
+    return dataclasses.replace(built, module=module), flops

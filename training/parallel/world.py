@@ -1,0 +1,322 @@
+"""The world of ranks: start, stop, and the few collectives that training needs.
+
+This module alone reads the launchers' environment variables and knows about NCCL and gloo.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from training.errors import AgreedError, UserError
+from training.observe.heartbeat import SECRET_VARIABLE
+from training.parallel import exchange, secure_store
+from training.parallel.exchange import Parser, optional, text
+from training.parallel.network_interfaces import interface_towards
+from training.parallel.precision import use_exact_fp32
+
+Result = TypeVar("Result")
+LOOPBACK = "lo"
+# Launchers that do not give their processes a RANK, and where they say how many there are. Not Slurm's SLURM_NTASKS:
+# it stands in the shell of a job, too, in which one process may be started.
+_OTHER_LAUNCHERS = (
+    ("mpirun", "OMPI_COMM_WORLD_SIZE"),
+    ("mpirun", "MV2_COMM_WORLD_SIZE"),
+    ("srun", "SLURM_STEP_NUM_TASKS"),
+    ("mpirun", "PMI_SIZE"),
+)
+_WAYS = (
+    "Start with scripts/launch_distributed.sh (sbatch scripts/slurm_distributed.sh under Slurm), or with "
+    "torchrun --nproc_per_node=N scripts/train_distributed.py."
+)
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all ranks."""
+
+    rank: int
+    local_rank: int
+    local_size: int
+    size: int
+    device: torch.device
+    signal_group: dist.ProcessGroup | None = None
+    save_group: dist.ProcessGroup | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one rank that writes and speaks."""
+        return self.rank == 0
+
+    def describe(self) -> str:
+        """Say in a few words what the ranks run on."""
+        if self.device.type == "cuda":
+            return f"{self.size} x {torch.cuda.get_device_name(self.device)}{self._network('NCCL_SOCKET_IFNAME')}"
+        ranks = "1 CPU process" if self.size == 1 else f"{self.size} CPU ranks over gloo"
+        return f"{ranks}{self._network('GLOO_SOCKET_IFNAME')}, {torch.get_num_threads()} thread(s) each"
+
+    def _network(self, variable: str) -> str:
+        """Say which interface joins the machines, where there are several."""
+        interface = os.environ.get(variable, "").removeprefix("=")
+        return f" on {interface}" if interface and self.size > self.local_size else ""
+
+
+def launched_world() -> tuple[int, int, int, int]:
+    """Return (rank, local rank, ranks on this machine, all ranks) as the launcher says; (0, 0, 1, 1) without one.
+
+    Raises:
+        UserError: where the variables are incomplete or no numbers, or another launcher has started several processes.
+    """
+    # deepspeed calls the number of ranks on this machine LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE.
+    local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    if not given:
+        _refuse_lonely_ranks()
+        return 0, 0, 1, 1
+    try:
+        rank, local_rank, size = (int(given[name]) for name in names)
+        return rank, local_rank, int(local_size), size
+    except (KeyError, ValueError):
+        said = ", ".join(f"{name}={given.get(name, 'missing')}" for name in names)
+        raise UserError(
+            f"the launcher's environment is incomplete: {said}. Start through deepspeed or torchrun."
+        ) from None
+
+
+def _refuse_lonely_ranks() -> None:
+    """Raise a UserError where several ranks were asked for, and each process would train as if it were alone."""
+    started = next(((who, count) for who, name in _OTHER_LAUNCHERS if (count := _count(name)) > 1), None)
+    if "SLURM_PTY_PORT" in os.environ and started and started[0] == "srun":
+        started = None  # a shell at a terminal, for all that may be typed there
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
+        raise UserError(f"accelerate was asked for several processes and started one on its own. {_WAYS}")
+    if started:
+        raise UserError(f"{started[0]} started {started[1]} processes, and each would train on its own. {_WAYS}")
+
+
+def _count(name: str) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else 0
+
+
+def start_world(*, deterministic: bool = False) -> World:
+    """Join the process group; every rank must call this.
+
+    Without a launcher the process becomes a world of one. NCCL is used where there is a GPU, gloo elsewhere.
+
+    Args:
+        deterministic: whether to use PyTorch's deterministic algorithms; an operation without one warns.
+
+    Raises:
+        UserError: where this machine has fewer GPUs than ranks, or the master port is in use.
+    """
+    rank, local_rank, local_size, size = launched_world()
+    if "RANK" not in os.environ:
+        # For DeepSpeed, which looks for MPI where they are missing; nobody listens there.
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    # MKL's products may else differ in the last bit with where in memory a matrix happens to lie.
+    os.environ.setdefault("MKL_CBWR", "AUTO")
+    # The profiler's library tells each start, and as an error that it finds no GPU.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    use_exact_fp32()
+    torch.backends.cudnn.benchmark = True  # all batches have one size: cuDNN tries its kernels on the first
+    if deterministic:
+        _use_deterministic_algorithms()
+    use_cuda = torch.cuda.is_available()
+    if use_cuda and local_size > torch.cuda.device_count():
+        raise UserError(f"{local_size} GPUs asked for, {torch.cuda.device_count()} present: ask for fewer.")
+    if use_cuda:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        _share_cores(local_size)
+    is_alone = size == local_size
+    _choose_interface(is_alone=is_alone)
+    # Given the device NCCL connects at once: what keeps it from connecting shows here, and barriers know their GPU.
+    bound_to = device if use_cuda else None
+    backend = "nccl" if use_cuda else "gloo"
+    try:
+        meeting = _meet(rank, size, is_alone=is_alone)
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=bound_to, **meeting)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ.get("MASTER_PORT")
+        raise UserError(f"port {port} is in use: give a free one with --master_port.") from None
+    # Small values and questions about stopping go over gloo, from CPU to CPU, and never wait for a GPU's queue.
+    # So do the questions of the thread that writes checkpoints, beside the steps and the stops.
+    signal_group, save_group = (
+        cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if size > 1 else None for _ in range(2)
+    )
+    return World(rank, local_rank, local_size, size, device, signal_group, save_group)
+
+
+def stop_world() -> None:
+    """Leave the process group; every rank must call this."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier(world: World) -> None:
+    """Wait for all ranks; a collective."""
+    if world.size > 1:
+        dist.barrier()
+
+
+def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Return the elementwise sum of a tensor over all ranks; a collective."""
+    total = values.clone()
+    if world.size > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Return every rank's values [n] as [ranks, n] on every rank; a collective."""
+    rows = values.new_empty(world.size, values.numel())
+    if world.size == 1:
+        return rows.copy_(values)
+    dist.all_gather_into_tensor(rows.view(-1), values)
+    return rows
+
+
+def average_over_ranks(tensors: list[torch.Tensor], world: World) -> None:
+    """Replace float tensors by their mean over all ranks, in place and in one message; a collective."""
+    if world.size == 1 or not tensors:
+        return
+    flat = torch.cat([tensor.detach().to(torch.float32).reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat)
+    flat /= world.size
+    _scatter_flat(flat, tensors)
+
+
+def copy_from_main(tensors: list[torch.Tensor], world: World) -> None:
+    """Give tensors of one dtype rank 0's values, in place and in one message; a collective."""
+    if world.size == 1 or not tensors:
+        return
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    dist.broadcast(flat, 0)
+    _scatter_flat(flat, [tensor.detach() for tensor in tensors])
+
+
+def error_on_any_rank(error: str | None, world: World) -> str | None:
+    """Agree on whether any rank failed: return the lowest failing rank's message on every rank; a collective."""
+    if world.size == 1:
+        return error
+    messages = gather_objects(error, optional(text), world)
+    return next((message for message in messages if message is not None), None)
+
+
+def agreed(action: Callable[[], Result], world: World) -> Result:
+    """Run an action on every rank; where it is a user's mistake on any, raise it on all. A collective."""
+    message = None
+    result: Any = None
+    try:
+        result = action()
+    except UserError as error:
+        message = str(error)
+    message = error_on_any_rank(message, world)
+    if message is not None:
+        raise AgreedError(message)
+    return result
+
+
+def gather_objects(
+    value: Any, parse: Parser[Result], world: World, group: dist.ProcessGroup | None = None
+) -> list[Result]:
+    """Return every rank's small value, in rank order, on every rank; a collective of the group.
+
+    Args:
+        value: of this rank, as JSON has it.
+        parse: checks a rank's value and turns it into what is wanted, see `training.parallel.exchange`.
+        world: the ranks.
+        group: other than the one for questions, over gloo.
+
+    Raises:
+        ForeignMessageError: on every rank, where a value is not of this form.
+    """
+    if world.size == 1:
+        return [exchange.as_received(value, parse)]
+    return exchange.gather(value, parse, group or world.signal_group)
+
+
+def broadcast_object(value: Any, parse: Parser[Result], world: World) -> Result:
+    """Return rank 0's small value on every rank; a collective. The arguments and errors are `gather_objects`'s."""
+    if world.size == 1:
+        return exchange.as_received(value, parse)
+    return exchange.broadcast(value, parse, world.signal_group)
+
+
+def _meet(rank: int, size: int, *, is_alone: bool) -> dict[str, Any]:
+    """Return how this process joins the group, as arguments of `init_process_group`: nothing for PyTorch's own way.
+
+    With the run's secret in the environment every rank proves first that it knows it; it is taken out of the
+    environment, so that no process that a rank starts has it.
+
+    Raises:
+        UserError: see `secure_store.open_store`.
+        ConnectionError, TimeoutError: see `secure_store.prove`.
+    """
+    secret = os.environ.pop(SECRET_VARIABLE, "")
+    if size == 1:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # nothing to listen on
+    if not secret:
+        return {}
+    # torchrun's own process holds the store then, and all ranks connect to it.
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_host = rank == 0 and not is_torchruns
+    store = secure_store.open_store(address, port, COLLECTIVE_TIMEOUT, is_host=is_host, is_alone=is_alone)
+    if is_torchruns:  # it lasts over torchrun's restarts
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    proved = secure_store.prove(store, secret, rank, size, COLLECTIVE_TIMEOUT, is_ours=is_host)
+    return {"store": proved, "rank": rank, "world_size": size}
+
+
+def _choose_interface(*, is_alone: bool) -> None:
+    """Tell gloo and NCCL the interface that leads to the master, unless the launcher or the user has.
+
+    By itself gloo offers the address that the host's own name resolves to: 127.0.1.1 on Debian, or one that others
+    reach where nobody else takes part. NCCL reads '=name' as exactly this interface; it takes no loopback.
+    """
+    if is_alone:
+        if any(name == LOOPBACK for _, name in socket.if_nameindex()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        return
+    interface = interface_towards(os.environ.get("MASTER_ADDR", ""))
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def _use_deterministic_algorithms() -> None:
+    """Follow https://docs.pytorch.org/docs/stable/notes/randomness.html; must come before CUDA's first use."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    # Filling fresh memory finds reads of uninitialized tensors, which is a test's work, and costs time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _share_cores(local_size: int) -> None:
+    """Give each CPU rank its share of the cores; 2 ranks with 2 threads each on 2 cores took 15 times as long."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+
+
+def _scatter_flat(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    offset = 0
+    for tensor in tensors:
+        part = flat[offset : offset + tensor.numel()]
+        tensor.copy_(part.view_as(tensor))
+        offset += tensor.numel()

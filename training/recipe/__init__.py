@@ -1,0 +1,1 @@
+"""How weights are updated: optimizers, schedules, freezing, and steps that are not finite."""
