@@ -1,7 +1,7 @@
 # `make help` lists the targets.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev train test test-slow test-cluster chaos pictures bench lint check clean
+.PHONY: help setup setup-dev train test test-slow test-cluster chaos pictures bench lint size check clean
 
 PYTHON ?= python3
 EPOCHS ?= 15
@@ -55,6 +55,9 @@ lint: setup-dev ## Run ruff, mypy, shellcheck and shfmt
 	$(BIN)/mypy
 	$(BIN)/shellcheck -x $(SHELL_FILES)
 	$(BIN)/shfmt -i 4 -d $(SHELL_FILES)
+
+size: ## Print the lines of code per room against their budget (tests/size.py)
+	@$(PYTHON) -m tests.size
 
 check: lint test ## Everything that CI runs: lint and test
 

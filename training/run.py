@@ -37,8 +37,8 @@ from training.loop import evaluate, train_one_epoch
 from training.observe.environment import describe_run
 from training.observe.epoch_observer import EpochResult
 from training.observe.flops import TrainingFlops
-from training.observe.loggers import EpochPoint, Loggers, open_loggers
-from training.observe.messages import announce_end, announce_start
+from training.observe.loggers import Loggers, open_loggers
+from training.observe.messages import announce_end, announce_start, log_epoch
 from training.observe.run_folder import RunFolder
 from training.observe.scores import Scores, ScoreSums
 from training.observe.step_metrics import peak_memory_per_rank, run_point, start_timing
@@ -275,6 +275,7 @@ def _train_and_evaluate(context: RunContext, loop: TrainContext, saver: Saver) -
     else:
         context.freezer.unfreeze()
     only_evaluation_is_left = state.progress.step == context.plan.steps_per_epoch
+    write_weights = None
     result = train_one_epoch(state, context.train_loader.epoch(epoch, state.progress.step), loop)
     check_bad_images(context.train_loader, world)
     stop_signal = result.stop_signal
@@ -287,73 +288,41 @@ def _train_and_evaluate(context: RunContext, loop: TrainContext, saver: Saver) -
             with clock.evaluation:
                 scores = evaluate(engine, context.val_loader, loop, is_interruptible=True)
             if isinstance(scores, Scores):
-                _end_epoch(context, loop, saver, result, scores, time.perf_counter() - evaluation_start)
-                return 0
-            stop_signal = scores
+                seconds = time.perf_counter() - evaluation_start
+                write_weights = _end_epoch(context, loop, result, scores, seconds)
+            else:
+                stop_signal = scores
     with clock.saving:
-        saver.save()
+        saver.save(write_weights)
     return stop_signal
 
 
 def _end_epoch(
-    context: RunContext,
-    loop: TrainContext,
-    saver: Saver,
-    result: EpochResult,
-    scores: Scores,
-    evaluation_seconds: float,
-) -> None:
-    """Log an epoch, save its checkpoint and, if it is the best so far, its weights; a collective."""
+    context: RunContext, loop: TrainContext, result: EpochResult, scores: Scores, evaluation_seconds: float
+) -> Callable[[], None] | None:
+    """Log an epoch and count it; if it is the best so far, return what writes its weights. A collective."""
     state, world, clock = context.state, context.world, loop.timing.clock
-    before, epoch = state.progress, state.progress.epoch + 1
-    step = epoch * context.plan.steps_per_epoch
     train_scores = state.sums.reduce(world)
     state.sums.reset()
-    diverged = find_divergence(train_scores.loss, scores.loss, len(context.data.class_names))
+    diverged = find_divergence(train_scores.loss, scores.loss, loop.num_classes)
     write_weights = None
-    if diverged is None and scores.top1 > before.best_top1:
+    if diverged is None and scores.top1 > state.progress.best_top1:
         with clock.saving:
             weights = gather_weights(state.engine, world)
             broken = error_on_any_rank(not_finite(weights), world)
         if broken is None:
+            epoch = state.progress.epoch + 1
             write_weights = write_best(
                 context.folder, weights, context.built, context.data, context.config.data, epoch, scores
             )
         else:
             diverged = f"the weights hold NaN or infinity, first in {broken}"
     is_best = write_weights is not None
-    state.progress = dataclasses.replace(
-        before,
-        epoch=epoch,
-        step=0,
-        best_top1=scores.top1 if is_best else before.best_top1,
-        best_epoch=epoch if is_best else before.best_epoch,
-        epochs_without_better=0 if is_best else before.epochs_without_better + 1,
-        diverged_epochs_in_row=before.diverged_epochs_in_row + 1 if diverged else 0,
-    )
-    point = EpochPoint(
-        epoch=epoch,
-        step=step,
-        epochs=context.config.epochs,
-        train_loss=train_scores.loss,
-        train_top1=train_scores.top1,
-        validation=scores,
-        images_per_second=result.images_per_second,
-        data_wait_share=result.data_wait_share,
-        seconds=result.seconds,
-        evaluation_seconds=evaluation_seconds,
-        memory_bytes_per_rank=peak_memory_per_rank(world),
-        is_best=is_best,
-        diverged=diverged,
-        class_names=context.data.class_names,
-    )
+    state.progress = state.progress.after_epoch(scores.top1, is_best=is_best, has_diverged=diverged is not None)
+    memory = peak_memory_per_rank(world)
     with clock.logging:
-        context.loggers.epoch(point)
-        if diverged:
-            context.loggers.event("diverged", {"step": step, "epoch": epoch, "reason": diverged})
-            context.loggers.message(f"epoch {epoch} has diverged: {diverged}")
-    with clock.saving:
-        saver.save(write_weights)
+        log_epoch(context, result, train_scores, scores, evaluation_seconds, memory, is_best=is_best, diverged=diverged)
+    return write_weights
 
 
 def _resume(context: RunContext, start: RunStart) -> None:

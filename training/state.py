@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,18 @@ class Progress:
     skipped_steps: int = 0
     bad_steps_in_row: int = 0
     diverged_epochs_in_row: int = 0
+
+    def after_epoch(self, top1: float, *, is_best: bool, has_diverged: bool) -> Progress:
+        """Return the position at the start of the next epoch, given the validation top-1 of this one."""
+        return dataclasses.replace(
+            self,
+            epoch=self.epoch + 1,
+            step=0,
+            best_top1=top1 if is_best else self.best_top1,
+            best_epoch=self.epoch + 1 if is_best else self.best_epoch,
+            epochs_without_better=0 if is_best else self.epochs_without_better + 1,
+            diverged_epochs_in_row=self.diverged_epochs_in_row + 1 if has_diverged else 0,
+        )
 
 
 @dataclass

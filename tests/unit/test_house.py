@@ -64,6 +64,12 @@ def test_scripts_are_entries_that_nothing_imports():
     assert importers == set()
 
 
+def test_the_training_step_fits_on_a_screen():
+    tree = ast.parse((ROOT / "training/loop.py").read_text())
+    (step,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "train_one_epoch")
+    assert step.end_lineno - step.lineno < 45
+
+
 @pytest.mark.parametrize("library", OWNERS)
 def test_a_library_has_one_owner(library):
     users = {

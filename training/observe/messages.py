@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,12 +13,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from training.checkpoint.best_weights import epoch_of
 from training.data.bad_images import bad_image_lines
 from training.data.reading.images import ImageError
-from training.observe.loggers import RunPoint
+from training.observe.loggers import EpochPoint, RunPoint
 from training.observe.run_folder import shown_path
 from training.recipe.schedule import schedule_notes
 from training.state import Progress
 
 if TYPE_CHECKING:
+    from training.observe.epoch_observer import EpochResult
+    from training.observe.scores import Scores
     from training.run import RunContext
 
 AUGMENTED_IMAGES_SHOWN = 16
@@ -44,6 +47,41 @@ def announce_start(context: RunContext) -> None:
         images = _augmented_sample(context)
         if len(images):
             context.loggers.images(images)
+
+
+def log_epoch(
+    context: RunContext,
+    result: EpochResult,
+    train_scores: Scores,
+    validation: Scores,
+    evaluation_seconds: float,
+    memory_bytes_per_rank: Sequence[int],
+    *,
+    is_best: bool,
+    diverged: str | None,
+) -> None:
+    """Log an epoch that is counted in `context.state.progress`; arguments as in `EpochPoint`."""
+    epoch, step = context.state.progress.epoch, context.position
+    point = EpochPoint(
+        epoch=epoch,
+        step=step,
+        epochs=context.config.epochs,
+        train_loss=train_scores.loss,
+        train_top1=train_scores.top1,
+        validation=validation,
+        images_per_second=result.images_per_second,
+        data_wait_share=result.data_wait_share,
+        seconds=result.seconds,
+        evaluation_seconds=evaluation_seconds,
+        memory_bytes_per_rank=memory_bytes_per_rank,
+        is_best=is_best,
+        diverged=diverged,
+        class_names=context.data.class_names,
+    )
+    context.loggers.epoch(point)
+    if diverged:
+        context.loggers.event("diverged", {"step": step, "epoch": epoch, "reason": diverged})
+        context.loggers.message(f"epoch {epoch} has diverged: {diverged}")
 
 
 def announce_end(context: RunContext, stop_signal: int, point: RunPoint) -> None:
