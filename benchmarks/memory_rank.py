@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.our_engine import make_engine, training_step
 from models import build_model
-from training.parallel.world import World, barrier, start_world, stop_world
+from training.parallel.collectives import barrier
+from training.parallel.world import World, start_world, stop_world
 
 SAMPLE_SECONDS = 0.01
 STEPS = 3  # the first creates the optimizer's state

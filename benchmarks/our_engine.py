@@ -10,8 +10,8 @@ from torch import nn
 
 from training.config import TrainConfig
 from training.observe.scores import sample_losses
+from training.parallel.build_engine import build_engine, resolve_engine
 from training.parallel.engine import Engine
-from training.parallel.engines import build_engine, resolve_engine
 from training.parallel.strategies import engine_config, read_strategy_json
 from training.parallel.world import World
 from training.recipe.optimizer import build_optimizer

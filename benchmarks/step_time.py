@@ -28,9 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.our_engine import Step, make_engine, training_step
 from models import build_model
 from training.config import TrainConfig
-from training.parallel.engines import ENGINES
+from training.parallel.build_engine import ENGINES
+from training.parallel.collectives import barrier
 from training.parallel.strategies import STRATEGIES
-from training.parallel.world import World, barrier, start_world, stop_world
+from training.parallel.world import World, start_world, stop_world
 
 CLASSES = 10
 BASELINE = "bare DDP"

@@ -14,8 +14,9 @@ from training.data.bad_images import bad_image_lines, check_bad_images
 from training.data.loader import EvaluationLoader, automatic_workers
 from training.data.sampler import EvaluationPlan
 from training.observe.scores import SampleRecorder, Scores, sample_losses
+from training.parallel.collectives import agreed
 from training.parallel.precision import under_autocast
-from training.parallel.world import World, agreed
+from training.parallel.world import World
 
 
 def judge(

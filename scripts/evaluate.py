@@ -57,8 +57,8 @@ def _judge_and_write(
     from delivery.evaluation_data import EvaluationChoice, load_evaluation_data
     from delivery.evaluation_files import check_replaceable
     from training.observe.evaluation import describe_scores
+    from training.parallel.collectives import agreed
     from training.parallel.precision import resolve_precision
-    from training.parallel.world import agreed
 
     choice = EvaluationChoice(given.data, given.split, given.data_root, given.bad_images, given.allow_missing_classes)
     config = agreed(model.config, world)

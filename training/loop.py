@@ -13,8 +13,9 @@ from training.errors import AgreedError, UserError
 from training.observe.epoch_observer import EpochObserver, EpochResult
 from training.observe.scores import SampleRecorder, Scores, sample_losses
 from training.observe.timing import SpanClock
+from training.parallel.collectives import error_on_any_rank
 from training.parallel.engine import Engine
-from training.parallel.world import World, error_on_any_rank
+from training.parallel.world import World
 from training.state import TrainContext, TrainState
 
 

@@ -44,14 +44,15 @@ from training.observe.scores import Scores, ScoreSums
 from training.observe.step_metrics import peak_memory_per_rank, run_point, start_timing
 from training.observe.timing import measured_communication
 from training.parallel.batchnorm import average_buffers
+from training.parallel.build_engine import build_engine, resolve_engine
+from training.parallel.collectives import agreed, error_on_any_rank
 from training.parallel.compilation import compile_mode, resolve_compile
 from training.parallel.engine import gather_weights
-from training.parallel.engines import build_engine, resolve_engine
 from training.parallel.model import build_training_model
 from training.parallel.precision import resolve_precision
 from training.parallel.signals import StopRequest, exit_code_of
 from training.parallel.strategies import engine_config, read_strategy_json
-from training.parallel.world import World, agreed, error_on_any_rank, start_world, stop_world
+from training.parallel.world import World, start_world, stop_world
 from training.recipe.divergence import find_divergence
 from training.recipe.freezing import BackboneFreezer
 from training.recipe.nonfinite_steps import NonFiniteGuard

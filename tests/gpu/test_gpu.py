@@ -15,7 +15,7 @@ from ranks import Ranks, run_ranks
 from safetensors.torch import load_file
 
 from tests.gpu.gpu_ranks import TRAINABLE_MODELS
-from training.parallel.engines import ENGINES
+from training.parallel.build_engine import ENGINES
 from training.parallel.strategies import STRATEGIES
 
 pytestmark = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from training.parallel.engines import ENGINES
+from training.parallel.build_engine import ENGINES
 from training.parallel.strategies import STRATEGIES
 
 pytestmark = [

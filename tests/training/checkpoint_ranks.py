@@ -34,11 +34,12 @@ from training.observe.loggers import Loggers, StepPoint
 from training.observe.scores import ScoreSums
 from training.observe.step_metrics import Timing
 from training.parallel.batchnorm import average_buffers
+from training.parallel.collectives import barrier, broadcast_object, gather_objects
 from training.parallel.engine import FlatShard
 from training.parallel.exchange import text
 from training.parallel.signals import StopRequest
 from training.parallel.strategies import STRATEGIES
-from training.parallel.world import World, barrier, broadcast_object, gather_objects
+from training.parallel.world import World
 from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.recipe.schedule import Schedule
 from training.state import Progress, TrainContext, TrainState

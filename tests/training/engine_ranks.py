@@ -19,8 +19,8 @@ from training.observe.scores import ScoreSums, sample_losses
 from training.observe.step_metrics import Timing
 from training.parallel import flat_buffers
 from training.parallel.batchnorm import average_buffers, synchronize_batchnorm
+from training.parallel.build_engine import build_engine
 from training.parallel.engine import Engine, FlatShard
-from training.parallel.engines import build_engine
 from training.parallel.signals import StopRequest
 from training.parallel.strategies import engine_config, read_strategy_json
 from training.parallel.world import World

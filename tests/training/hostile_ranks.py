@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from training.parallel import exchange
+from training.parallel.collectives import agreed, broadcast_object, gather_objects
 from training.parallel.exchange import ForeignMessageError, list_of, number, text
-from training.parallel.world import World, agreed, broadcast_object, gather_objects
+from training.parallel.world import World
 
 KINDS = {
     "no JSON": b"{",

@@ -10,7 +10,7 @@ import torch
 
 from tests.training.checkpoint_ranks import DropoutNet
 from training.errors import CANNOT_SAVE_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE
-from training.parallel.engines import ENGINES
+from training.parallel.build_engine import ENGINES
 from training.parallel.strategies import STRATEGIES
 
 RANKS = "tests.training.checkpoint_ranks"

@@ -9,7 +9,7 @@ import pytest
 import scipy.special
 from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, top_k_accuracy_score
 
-from training.parallel.engines import ENGINES
+from training.parallel.build_engine import ENGINES
 from training.parallel.strategies import STRATEGIES
 
 VARIANTS = [*product(STRATEGIES, ENGINES)]

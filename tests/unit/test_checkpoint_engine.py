@@ -24,8 +24,8 @@ from training.checkpoint.store import FoundCheckpoint, commit, read_manifest, te
 from training.config import TrainConfig
 from training.errors import UserError
 from training.observe.scores import ScoreSums
+from training.parallel.build_engine import build_engine
 from training.parallel.engine import Engine
-from training.parallel.engines import build_engine
 from training.parallel.strategies import engine_config, read_strategy_json
 from training.recipe.optimizer import build_optimizer
 from training.state import Progress, TrainState

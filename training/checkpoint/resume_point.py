@@ -12,8 +12,9 @@ from training.errors import AgreedError
 from training.observe.heartbeat import HeartbeatWriter
 from training.observe.run_folder import RunFolder, create_run_folder, name_run
 from training.observe.run_lock import Origin
+from training.parallel.collectives import agreed, broadcast_object
 from training.parallel.exchange import row_of, text
-from training.parallel.world import World, agreed, broadcast_object
+from training.parallel.world import World
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from training.checkpoint.store import checkpoint_name, commit, discard, temporar
 from training.errors import CANNOT_SAVE_EXIT_CODE, RunEnded, one_line
 from training.observe.heartbeat import HeartbeatWriter
 from training.observe.loggers import Loggers
+from training.parallel.collectives import gather_objects
 from training.parallel.exchange import flag, optional, row_of, text, whole_number
-from training.parallel.world import World, gather_objects
+from training.parallel.world import World
 from training.state import TrainState
 
 

@@ -23,8 +23,9 @@ from training.checkpoint.manifest import (
 )
 from training.checkpoint.shards import verify_shard
 from training.errors import UserError
+from training.parallel.collectives import broadcast_object, error_on_any_rank
 from training.parallel.exchange import list_of, text
-from training.parallel.world import World, broadcast_object, error_on_any_rank
+from training.parallel.world import World
 
 LAST, BEST = "last", "best"
 NAME_PATTERN = re.compile(r"step-(\d{5,9})-(\d{7,12})")

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from training.data.loader import EvaluationLoader, TrainLoader
 from training.errors import AgreedError, UserError
+from training.parallel.collectives import gather_objects
 from training.parallel.exchange import list_of, row_of, text, whole_number
-from training.parallel.world import World, gather_objects
+from training.parallel.world import World
 
 MAX_FILES_LISTED = 20
 FILES_PER_MESSAGE = 500  # paths may be of 4,096 bytes, and messages are bounded

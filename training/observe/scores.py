@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from training.data.transfer import to_device
-from training.parallel.world import World, gather_rows, sum_over_ranks
+from training.parallel.collectives import gather_rows, sum_over_ranks
+from training.parallel.world import World
 
 TOP_K = 5
 

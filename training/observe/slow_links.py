@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from training.parallel.world import World, gather_rows
+from training.parallel.collectives import gather_rows
+from training.parallel.world import World
 
 LARGE_SHARE = 0.3  # of a step
 POINTS_IN_ROW = 2

@@ -18,9 +18,10 @@ from training.observe.scores import ScoreSums
 from training.observe.slow_links import SlowLinkWatch
 from training.observe.slow_ranks import SlowRankWatch, work_seconds
 from training.observe.timing import SPANS, SpanClock, shares, start_clock
+from training.parallel.collectives import gather_objects, gather_rows
 from training.parallel.engine import StepResult
 from training.parallel.exchange import number, row_of, text, whole_number
-from training.parallel.world import World, gather_objects, gather_rows
+from training.parallel.world import World
 
 if TYPE_CHECKING:
     from training.observe.profiler import StepProfiler

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.parallel.world import World, average_over_ranks
+from training.parallel.collectives import average_over_ranks
+from training.parallel.world import World
 
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

@@ -18,8 +18,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from training.parallel.collectives import barrier, broadcast_object, error_on_any_rank
 from training.parallel.exchange import text
-from training.parallel.world import World, barrier, broadcast_object, error_on_any_rank
+from training.parallel.world import World
 
 SHARED_MEMORY = Path("/dev/shm")
 LARGEST_SHARE = 0.5  # of what is free there: the data loaders' workers need some too

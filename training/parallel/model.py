@@ -13,7 +13,8 @@ from training.data.datasets import DatasetPair
 from training.observe.flops import TrainingFlops
 from training.parallel.activation_checkpointing import enable_activation_checkpointing
 from training.parallel.batchnorm import synchronize_batchnorm
-from training.parallel.world import World, agreed
+from training.parallel.collectives import agreed
+from training.parallel.world import World
 
 
 def build_training_model(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from training.parallel.collectives import sum_over_ranks
 from training.parallel.engine import (
     CONVOLUTION_DIMENSIONS,
     FlatShard,
@@ -28,7 +29,7 @@ from training.parallel.engine import (
 )
 from training.parallel.flat_buffers import FlatBuffers, make_buffers
 from training.parallel.precision import DynamicLossScale
-from training.parallel.world import World, sum_over_ranks
+from training.parallel.world import World
 from training.recipe.lamb import FlatLayout, Fragment
 from training.recipe.optimizer import create_state, moment_kinds, set_applied_steps
 

@@ -1,4 +1,4 @@
-"""The world of ranks: start, stop, and the few collectives that training needs.
+"""The world of ranks: what the launcher says about it, joining and leaving it.
 
 This module alone reads the launchers' environment variables and knows about NCCL and gloo.
 """
@@ -8,21 +8,18 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from training.errors import AgreedError, UserError
+from training.errors import UserError
 from training.observe.heartbeat import SECRET_VARIABLE
-from training.parallel import exchange, secure_store
-from training.parallel.exchange import Parser, optional, text
+from training.parallel import secure_store
 from training.parallel.network_interfaces import interface_towards
 from training.parallel.precision import use_exact_fp32
 
-Result = TypeVar("Result")
 LOOPBACK = "lo"
 # Launchers that do not give their processes a RANK, and where they say how many there are. Not Slurm's SLURM_NTASKS:
 # it stands in the shell of a job, too, in which one process may be started.
@@ -167,96 +164,6 @@ def stop_world() -> None:
         dist.destroy_process_group()
 
 
-def barrier(world: World) -> None:
-    """Wait for all ranks; a collective."""
-    if world.size > 1:
-        dist.barrier()
-
-
-def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
-    """Return the elementwise sum of a tensor over all ranks; a collective."""
-    total = values.clone()
-    if world.size > 1:
-        dist.all_reduce(total)
-    return total
-
-
-def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
-    """Return every rank's values [n] as [ranks, n] on every rank; a collective."""
-    rows = values.new_empty(world.size, values.numel())
-    if world.size == 1:
-        return rows.copy_(values)
-    dist.all_gather_into_tensor(rows.view(-1), values)
-    return rows
-
-
-def average_over_ranks(tensors: list[torch.Tensor], world: World) -> None:
-    """Replace float tensors by their mean over all ranks, in place and in one message; a collective."""
-    if world.size == 1 or not tensors:
-        return
-    flat = torch.cat([tensor.detach().to(torch.float32).reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat)
-    flat /= world.size
-    _scatter_flat(flat, tensors)
-
-
-def copy_from_main(tensors: list[torch.Tensor], world: World) -> None:
-    """Give tensors of one dtype rank 0's values, in place and in one message; a collective."""
-    if world.size == 1 or not tensors:
-        return
-    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    dist.broadcast(flat, 0)
-    _scatter_flat(flat, [tensor.detach() for tensor in tensors])
-
-
-def error_on_any_rank(error: str | None, world: World) -> str | None:
-    """Agree on whether any rank failed: return the lowest failing rank's message on every rank; a collective."""
-    if world.size == 1:
-        return error
-    messages = gather_objects(error, optional(text), world)
-    return next((message for message in messages if message is not None), None)
-
-
-def agreed(action: Callable[[], Result], world: World) -> Result:
-    """Run an action on every rank; where it is a user's mistake on any, raise it on all. A collective."""
-    message = None
-    result: Any = None
-    try:
-        result = action()
-    except UserError as error:
-        message = str(error)
-    message = error_on_any_rank(message, world)
-    if message is not None:
-        raise AgreedError(message)
-    return result
-
-
-def gather_objects(
-    value: Any, parse: Parser[Result], world: World, group: dist.ProcessGroup | None = None
-) -> list[Result]:
-    """Return every rank's small value, in rank order, on every rank; a collective of the group.
-
-    Args:
-        value: of this rank, as JSON has it.
-        parse: checks a rank's value and turns it into what is wanted, see `training.parallel.exchange`.
-        world: the ranks.
-        group: other than the one for questions, over gloo.
-
-    Raises:
-        ForeignMessageError: on every rank, where a value is not of this form.
-    """
-    if world.size == 1:
-        return [exchange.as_received(value, parse)]
-    return exchange.gather(value, parse, group or world.signal_group)
-
-
-def broadcast_object(value: Any, parse: Parser[Result], world: World) -> Result:
-    """Return rank 0's small value on every rank; a collective. The arguments and errors are `gather_objects`'s."""
-    if world.size == 1:
-        return exchange.as_received(value, parse)
-    return exchange.broadcast(value, parse, world.signal_group)
-
-
 def _meet(rank: int, size: int, *, is_alone: bool) -> dict[str, Any]:
     """Return how this process joins the group, as arguments of `init_process_group`: nothing for PyTorch's own way.
 
@@ -312,11 +219,3 @@ def _share_cores(local_size: int) -> None:
     """Give each CPU rank its share of the cores; 2 ranks with 2 threads each on 2 cores took 15 times as long."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
-
-
-def _scatter_flat(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    offset = 0
-    for tensor in tensors:
-        part = flat[offset : offset + tensor.numel()]
-        tensor.copy_(part.view_as(tensor))
-        offset += tensor.numel()

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from timm.optim import Lamb
 
-from training.parallel.world import World, sum_over_ranks
+from training.parallel.collectives import sum_over_ranks
+from training.parallel.world import World
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from training.data.reader import Batch
 from training.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
 from training.observe.loggers import Loggers
 from training.parallel.batchnorm import ModelBuffers
+from training.parallel.collectives import gather_objects
 from training.parallel.engine import Engine, StepResult
 from training.parallel.exchange import flag, list_of, row_of, text
 from training.parallel.precision import DynamicLossScale
-from training.parallel.world import World, gather_objects
+from training.parallel.world import World
 
 NAMES_IN_MESSAGE = 4
 

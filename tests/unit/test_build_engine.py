@@ -11,8 +11,8 @@ from small_checkpoints import ALONE
 from torch import nn
 
 from training.errors import UserError
+from training.parallel.build_engine import build_engine, resolve_engine
 from training.parallel.compilation import FASTER_ON, compile_mode, resolve_compile
-from training.parallel.engines import build_engine, resolve_engine
 from training.parallel.native_engine import sum_of_squares
 from training.parallel.strategies import STRATEGIES, engine_config, read_strategy_json
 

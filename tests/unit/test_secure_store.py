@@ -163,7 +163,8 @@ def test_every_start_has_a_secret_of_its_own_which_no_file_shows(tmp_path):
 
 RANK = """
 import sys
-from training.parallel.world import start_world, gather_objects, stop_world
+from training.parallel.collectives import gather_objects
+from training.parallel.world import start_world, stop_world
 from training.parallel.exchange import text
 world = start_world()
 print("ranks", gather_objects(sys.argv[1], text, world), flush=True)

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from training.errors import UserError
+from training.parallel.collectives import copy_from_main
 from training.parallel.engine import Engine, frozen_parameters
 from training.parallel.precision import DynamicLossScale, under_autocast
-from training.parallel.world import World, copy_from_main
+from training.parallel.world import World
 from training.recipe.lamb import ShardedLamb
 
 ENGINES = {

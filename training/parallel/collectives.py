@@ -1,0 +1,114 @@
+"""The few collectives that training needs, over tensors and over small values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from training.errors import AgreedError, UserError
+from training.parallel import exchange
+from training.parallel.exchange import Parser, optional, text
+from training.parallel.world import World
+
+Result = TypeVar("Result")
+
+
+def barrier(world: World) -> None:
+    """Wait for all ranks; a collective."""
+    if world.size > 1:
+        dist.barrier()
+
+
+def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Return the elementwise sum of a tensor over all ranks; a collective."""
+    total = values.clone()
+    if world.size > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Return every rank's values [n] as [ranks, n] on every rank; a collective."""
+    rows = values.new_empty(world.size, values.numel())
+    if world.size == 1:
+        return rows.copy_(values)
+    dist.all_gather_into_tensor(rows.view(-1), values)
+    return rows
+
+
+def average_over_ranks(tensors: list[torch.Tensor], world: World) -> None:
+    """Replace float tensors by their mean over all ranks, in place and in one message; a collective."""
+    if world.size == 1 or not tensors:
+        return
+    flat = torch.cat([tensor.detach().to(torch.float32).reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat)
+    flat /= world.size
+    _scatter_flat(flat, tensors)
+
+
+def copy_from_main(tensors: list[torch.Tensor], world: World) -> None:
+    """Give tensors of one dtype rank 0's values, in place and in one message; a collective."""
+    if world.size == 1 or not tensors:
+        return
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    dist.broadcast(flat, 0)
+    _scatter_flat(flat, [tensor.detach() for tensor in tensors])
+
+
+def error_on_any_rank(error: str | None, world: World) -> str | None:
+    """Agree on whether any rank failed: return the lowest failing rank's message on every rank; a collective."""
+    if world.size == 1:
+        return error
+    messages = gather_objects(error, optional(text), world)
+    return next((message for message in messages if message is not None), None)
+
+
+def agreed(action: Callable[[], Result], world: World) -> Result:
+    """Run an action on every rank; where it is a user's mistake on any, raise it on all. A collective."""
+    message = None
+    result: Any = None
+    try:
+        result = action()
+    except UserError as error:
+        message = str(error)
+    message = error_on_any_rank(message, world)
+    if message is not None:
+        raise AgreedError(message)
+    return result
+
+
+def gather_objects(
+    value: Any, parse: Parser[Result], world: World, group: dist.ProcessGroup | None = None
+) -> list[Result]:
+    """Return every rank's small value, in rank order, on every rank; a collective of the group.
+
+    Args:
+        value: of this rank, as JSON has it.
+        parse: checks a rank's value and turns it into what is wanted, see `training.parallel.exchange`.
+        world: the ranks.
+        group: other than the one for questions, over gloo.
+
+    Raises:
+        ForeignMessageError: on every rank, where a value is not of this form.
+    """
+    if world.size == 1:
+        return [exchange.as_received(value, parse)]
+    return exchange.gather(value, parse, group or world.signal_group)
+
+
+def broadcast_object(value: Any, parse: Parser[Result], world: World) -> Result:
+    """Return rank 0's small value on every rank; a collective. The arguments and errors are `gather_objects`'s."""
+    if world.size == 1:
+        return exchange.as_received(value, parse)
+    return exchange.broadcast(value, parse, world.signal_group)
+
+
+def _scatter_flat(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    offset = 0
+    for tensor in tensors:
+        part = flat[offset : offset + tensor.numel()]
+        tensor.copy_(part.view_as(tensor))
+        offset += tensor.numel()
