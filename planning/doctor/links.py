@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planning.doctor.table import Row, amount, duration, some_of
+from planning.doctor.table import Row, some_of
+from training.observe.units import format_bytes, format_duration
 
 SLOW_SHARE = 1 / 3  # of what the other hosts reach
 PROMISED_SHARE = 1 / 10  # of what the interface says; one stream over TCP reaches a part of it only
@@ -53,7 +54,7 @@ def judge_network(answers: Answers, interfaces: Mapping[str, str]) -> list[Row]:
     latency_ms = report["small_seconds"] * 1e3
     found = (
         f"{report['ranks']} ranks, {backend} {_way(answers, interfaces)}: "
-        f"{latency_ms:.2f} ms for a small message, {amount(size)} at {amount(speed)}/s"
+        f"{latency_ms:.2f} ms for a small message, {format_bytes(size)} at {format_bytes(speed)}/s"
     )
     rows = [Row("all-reduce", "ok", found)]
     if len(answers) > 1:
@@ -93,15 +94,15 @@ def judge_links(links: Sequence[Sequence[Any]], promised: Mapping[str, float]) -
     for host, speed in best.items():
         others = statistics.median(other for name, other in best.items() if name != host)
         if speed < SLOW_SHARE * others:
-            found = f"{amount(speed)}/s at best, the others reach {amount(others)}/s"
+            found = f"{format_bytes(speed)}/s at best, the others reach {format_bytes(others)}/s"
             rows.append(Row("links", "warning", found, _link_cure(host), host))
     slowest = min(links, key=lambda link: link[2])
     pair, speed = f"{slowest[0]} - {slowest[1]}", slowest[2]
     lowest = min((promised.get(host, 0.0) for host in slowest[:2]), default=0.0)
     if not rows and speed < PROMISED_SHARE * lowest:
-        found = f"{pair}: {amount(speed)}/s, the interface promises {amount(lowest)}/s"
+        found = f"{pair}: {format_bytes(speed)}/s, the interface promises {format_bytes(lowest)}/s"
         rows.append(Row("links", "warning", found, _link_cure(f"{slowest[0]} or {slowest[1]}"), pair))
-    return rows or [Row("links", "ok", f"slowest {pair}, {amount(speed)}/s")]
+    return rows or [Row("links", "ok", f"slowest {pair}, {format_bytes(speed)}/s")]
 
 
 def _link_cure(host: str) -> str:
@@ -118,5 +119,6 @@ def judge_step(report: Mapping[str, Any], name: str, parameters: int, zero_stage
     volume = VOLUME_PER_PARAMETER[zero_stage]
     gradients = FLOAT32_BYTES * parameters
     step = volume / VOLUME_OF_ALL_REDUCE * (gradients / size * seconds + report["small_seconds"])
-    found = f"{name}: {amount(volume * gradients)} a rank and step, about {duration(step)} where nothing hides it"
+    moved = format_bytes(volume * gradients)
+    found = f"{name}: {moved} a rank and step, about {format_duration(step)} if nothing hides it"
     return Row("communication", "ok", found)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from planning.doctor.table import Row, amount
+from planning.doctor.table import Row
+from training.observe.units import format_bytes
 
 MIB, GIB = 2**20, 2**30
 # What one rank may take there: DeepSpeed's buffer of a CPU rank, deepspeed_allreduce_buffer_*, has 66 MiB.
@@ -138,10 +139,10 @@ def judge_gpu_health(facts: Facts, need: Need) -> Row | None:
 def judge_memory(facts: Facts, need: Need) -> Row:
     """CPU memory that is free for the ranks."""
     free, ranks = facts["memory_free_bytes"], max(need.ranks, 1)
-    found = f"{amount(free)} of {amount(facts['memory_bytes'])} free"
+    found = f"{format_bytes(free)} of {format_bytes(facts['memory_bytes'])} free"
     if free < ranks * MEMORY_BYTES_PER_RANK:
         cure = "end what else runs there, or take fewer ranks"
-        return Row("memory", "warning", f"{found}, a rank needs about {amount(MEMORY_BYTES_PER_RANK)}", cure)
+        return Row("memory", "warning", f"{found}, a rank needs about {format_bytes(MEMORY_BYTES_PER_RANK)}", cure)
     return Row("memory", "ok", found)
 
 
@@ -152,14 +153,14 @@ def judge_shared_memory(facts: Facts, need: Need) -> Row:
     gradients there where half of it suffices (`training.parallel.flat_buffers`), and are slower where not.
     """
     free, ranks = facts["shm_free_bytes"], max(need.ranks, 1)
-    found = f"{amount(free)} of {amount(facts['shm_bytes'])} free"
+    found = f"{format_bytes(free)} of {format_bytes(facts['shm_bytes'])} free"
     needed = ranks * SHARED_BYTES_PER_RANK
     cure = "mount -o remount,size=8g /dev/shm (in a container: --shm-size=8g), or remove what was left there"
     if free < needed:
-        return Row("/dev/shm", "wrong", f"{found}, {ranks} rank(s) need {amount(needed)}", cure)
+        return Row("/dev/shm", "wrong", f"{found}, {ranks} rank(s) need {format_bytes(needed)}", cure)
     shared = 2 * FLOAT32_BYTES * (need.parameters or 0) * (ranks + 1)
     if not need.cluster_has_gpus and ranks == need.all_ranks > 1 and free < shared:
-        return Row("/dev/shm", "warning", f"{found}, sharing weights and gradients needs {amount(shared)}", cure)
+        return Row("/dev/shm", "warning", f"{found}, sharing weights and gradients needs {format_bytes(shared)}", cure)
     return Row("/dev/shm", "ok", found)
 
 
@@ -181,12 +182,12 @@ def judge_log_folder(facts: Facts, need: Need) -> Row:
         return Row("log folder", "wrong", f"{path} cannot be written to: {folder['problem']}", cure)
     one = max(CHECKPOINT_BYTES_PER_PARAMETER * (need.parameters or 0), LOG_BYTES)
     all_kept = one * (need.keep_last + BESIDE_KEPT_CHECKPOINTS)
-    found = f"{path}: {amount(free)} free"
+    found = f"{path}: {format_bytes(free)} free"
     cure = "free space there, name another --log-dir, or keep fewer checkpoints (--keep-last)"
     if free < one:
-        return Row("log folder", "wrong", f"{found}, one checkpoint takes {amount(one)}", cure)
+        return Row("log folder", "wrong", f"{found}, one checkpoint takes {format_bytes(one)}", cure)
     if need.parameters and free < all_kept:
-        return Row("log folder", "warning", f"{found}, the checkpoints will take {amount(all_kept)}", cure)
+        return Row("log folder", "warning", f"{found}, the checkpoints will take {format_bytes(all_kept)}", cure)
     return Row("log folder", "ok", found)
 
 

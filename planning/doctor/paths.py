@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from planning.doctor.table import Row, amount, some_of
+from planning.doctor.table import Row, some_of
+from training.observe.units import format_bytes
 
 SMALL_BYTES, LARGE_BYTES = 16, 1 << 20  # the large one fills many packets of any MTU
 CONNECT_SECONDS, ECHO_SECONDS = 3.0, 5.0
@@ -103,7 +104,8 @@ def judge_paths(failed: Sequence[FailedPath]) -> list[Row]:
 def _row(guilty: str, others: list[str], paths: Sequence[FailedPath], suspects: str) -> Row:
     """Return what is wrong with a host of which these paths failed."""
     if all(path.lacks == LARGE_MESSAGES for path in paths):
-        found = f"messages of {amount(LARGE_BYTES)} are lost between {guilty} and {some_of(others)}, small ones arrive"
+        size = format_bytes(LARGE_BYTES)
+        found = f"messages of {size} are lost between {guilty} and {some_of(others)}, small ones arrive"
         cure = f"a smaller MTU on the way: compare ip link on both and on the switch, ping -M do -s 1472 {guilty}"
         return Row("all-reduce", "wrong", found, cure, suspects)
     sources = sorted({path.source for path in paths if path.target == guilty})

@@ -50,17 +50,3 @@ def some_of(names: list[str]) -> str:
     """Write the first names, and how many more there are."""
     more = len(names) - HOSTS_NAMED
     return ", ".join(names[:HOSTS_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def amount(size_bytes: float) -> str:
-    """Write a number of bytes in the unit that suits it, powers of 1000 as disks are sold."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if abs(size_bytes) < 1000:
-            return f"{size_bytes:.0f} {unit}" if unit == "bytes" else f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.3g} TB"
-
-
-def duration(seconds: float) -> str:
-    """Write a time in the unit that suits it."""
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"

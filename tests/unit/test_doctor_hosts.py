@@ -14,7 +14,7 @@ from planning.doctor.collect import Findings, _lose_others
 from planning.doctor.connect import MOST_PATIENCE, Probe, Unreachable, ask_all, explain, stuck_at
 from planning.doctor.network import measure_network, rounds_of_pairs
 from planning.doctor.probe import slowdown
-from planning.doctor.table import Row, amount, join_hosts, some_of
+from planning.doctor.table import Row, join_hosts, some_of
 
 COMPLAINTS = {
     "ssh: Could not resolve hostname node09: Name or service not known": "no such host name",
@@ -271,7 +271,7 @@ def test_rows_of_several_hosts_are_joined() -> None:
         Row("GPUs", "wrong", "no GPU", "add one", "c, d, e, f and 2 more"),
         Row("memory", "ok", "1 GB", "", "a"),
     ]
-    assert (some_of(["a"]), amount(999), amount(12_340_000)) == ("a", "999 bytes", "12.3 MB")
+    assert some_of(["a"]) == "a"
 
 
 def test_a_host_with_another_doctor_is_put_aside() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from training.errors import printable
+from training.observe.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     import torch
@@ -256,23 +257,23 @@ def step_line(point: StepPoint) -> str:
         f"epoch {point.epoch}  step {point.step % point.steps_per_epoch or point.steps_per_epoch}"
         f"/{point.steps_per_epoch}  loss {point.loss:.4f}  lr {point.learning_rate:.3g}  "
         f"{point.images_per_second:.0f} images/s  data wait {point.data_wait_share:.1%}  "
-        f"left {duration(point.seconds_left)}{skipped}"
+        f"left {format_duration(point.seconds_left)}{skipped}"
     )
 
 
 def run_lines(point: RunPoint) -> list[str]:
     """Return the lines of a run's end: its time, its speed and its memory."""
     shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in point.time_shares.items())
-    speed = f"{point.images_per_second:.0f} images/s in {duration(point.seconds)}"
-    speed += f", evaluation {duration(point.evaluation_seconds)} apart"
+    speed = f"{point.images_per_second:.0f} images/s in {format_duration(point.seconds)}"
+    speed += f", evaluation {format_duration(point.evaluation_seconds)} apart"
     if point.load.tflops_per_second is not None:
         speed += f", {point.load.tflops_per_second:.3g} TFLOP/s per rank"
     if point.load.mfu is not None:
         speed += f", MFU {100 * point.load.mfu:.1f} %"
     peak, now, reserved = point.memory
-    memory = f"peak {_gigabytes(peak)}, now {_gigabytes(now)}"
+    memory = f"peak {format_bytes(peak)}, now {format_bytes(now)}"
     if reserved is not None:
-        memory += f", reserved {_gigabytes(reserved)}"
+        memory += f", reserved {format_bytes(reserved)}"
     return [
         f"time         {shares}",
         f"speed        {speed}; memory of rank 0: {memory}",
@@ -283,17 +284,3 @@ def flat(point: StepPoint | RunPoint) -> dict[str, Any]:
     """Return a point's numbers by name, those of memory and load among them."""
     values = {name: value for name, value in vars(point).items() if name not in ("memory", "load")}
     return values | point.memory._asdict() | point.load._asdict()
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.2f} GB"
-
-
-def duration(seconds: float) -> str:
-    """Write a time span for people: 45s, 3m20s, 2h05m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

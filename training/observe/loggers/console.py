@@ -9,7 +9,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from training.observe.loggers import EpochPoint, RunPoint, StepPoint, duration, epoch_line, run_lines, step_line
+from training.observe.loggers import EpochPoint, RunPoint, StepPoint, epoch_line, run_lines, step_line
+from training.observe.units import format_duration
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -54,7 +55,7 @@ class ConsoleLogger:
             rate=point.learning_rate,
             speed=point.images_per_second,
             wait=point.data_wait_share,
-            left=duration(point.seconds_left),
+            left=format_duration(point.seconds_left),
         )
 
     def on_epoch(self, point: EpochPoint) -> None:

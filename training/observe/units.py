@@ -1,0 +1,26 @@
+"""Durations and sizes as people read them, for the console, the logs, the doctor and the report."""
+
+from __future__ import annotations
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration in seconds: 320 ms, 7.31 s, 3 min 20 s, 2 h 05 min, 3 d 04 h."""
+    if 0 < seconds < 0.9995:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 59.95:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600:02d} h"
+
+
+def format_bytes(count: float) -> str:
+    """Format a number of bytes with three digits and a prefix of powers of 1000: 999 B, 12.3 MB, 1.05 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
