@@ -36,10 +36,10 @@ def judge(
         UserError: on all ranks, if an image on any rank cannot be read, or more of them than may be skipped.
     """
     network = under_autocast(module.to(world.device), precision, world.device)
-    dataset = data.bundle.val
+    dataset = data.datasets.val
     plan = EvaluationPlan(len(dataset), batch_size, world.size)
     workers = automatic_workers(dataset, world.device, world.local_size)
-    loader = EvaluationLoader(data.bundle, plan, world.rank, workers=workers, device=world.device)
+    loader = EvaluationLoader(data.datasets, plan, world.rank, workers=workers, device=world.device)
     label_map = data.label_map.to(world.device)
     recorder, console = SampleRecorder(num_classes), Console(stderr=True)
 

@@ -24,13 +24,13 @@ class EvaluationData:
     """What a model is judged on.
 
     Attributes:
-        bundle: the images are its `val`.
+        datasets: the images to evaluate are its `val`.
         data: what was asked for, such as "digits" or a folder.
         split: "val", "train" or "all".
         label_map: int64 [classes of the data], the model's number of each class.
     """
 
-    bundle: DatasetPair
+    datasets: DatasetPair
     data: str
     split: str
     label_map: torch.Tensor
@@ -74,11 +74,11 @@ def load_evaluation_data(
     data = choice.data or trained_on
     split = _resolve_split(choice.split, data, trained_on)
     options = _data_options(metadata["preprocessing"], config, choice, data)
-    bundle = load_whole(options) if split == "all" else load_data(options)
-    source = bundle.train.source if split == "train" else bundle.val.source
+    datasets = load_whole(options) if split == "all" else load_data(options)
+    source = datasets.train.source if split == "train" else datasets.val.source
     seen_as = ImageDataset(source, metadata["preprocessing"], STEPS["none"], options.seed)
-    label_map = _label_map(bundle.class_names, metadata["class_names"], choice.allow_missing_classes)
-    return EvaluationData(dataclasses.replace(bundle, val=seen_as), data, split, label_map)
+    label_map = _label_map(datasets.class_names, metadata["class_names"], choice.allow_missing_classes)
+    return EvaluationData(dataclasses.replace(datasets, val=seen_as), data, split, label_map)
 
 
 def _resolve_split(split: str, data: str, trained_on: str) -> str:

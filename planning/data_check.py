@@ -67,20 +67,20 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
         UserError: What keeps the data set from being loaded at all, see `load_data`.
     """
     # every pixel, and each time anew
-    return check_bundle(load_data(replace(options, decode="exact", cache="off")), workers)
+    return check_datasets(load_data(replace(options, decode="exact", cache="off")), workers)
 
 
-def check_bundle(bundle: DatasetPair, workers: int | None = None, most: int | None = None) -> DataReport:
+def check_datasets(datasets: DatasetPair, workers: int | None = None, most: int | None = None) -> DataReport:
     """As `check_data`, of a loaded data set, and of at most `most` images of each part, evenly spread."""
-    labels = torch.cat([bundle.train.source.labels, bundle.val.source.labels])
+    labels = torch.cat([datasets.train.source.labels, datasets.val.source.labels])
     report = DataReport(
-        class_names=bundle.class_names,
-        train_counts=bundle.train_counts,
-        val_counts=bundle.val_counts,
+        class_names=datasets.class_names,
+        train_counts=datasets.train_counts,
+        val_counts=datasets.val_counts,
         label_range=(int(labels.min()), int(labels.max())),
-        notes=bundle.notes,
+        notes=datasets.notes,
     )
-    for dataset in (bundle.train, bundle.val):
+    for dataset in (datasets.train, datasets.val):
         chosen = np.unique(np.linspace(0, len(dataset) - 1, min(len(dataset), most or len(dataset))).astype(int))
         is_worth_it = len(chosen) >= IMAGES_WORTH_A_WORKER and not dataset.source.in_memory
         automatic = most_workers() if is_worth_it else 0

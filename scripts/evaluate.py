@@ -69,7 +69,7 @@ def _judge_and_write(
     class_names = metadata["class_names"]
     scores = judge(module, data, world, num_classes=len(class_names), batch_size=given.batch_size, precision=precision)
     facts = {"epoch": metadata["extra"].get("epoch"), "data": data.data, "split": data.split, "precision": precision}
-    facts |= describe_scores(scores, class_names, data.bundle.val.source.name)
+    facts |= describe_scores(scores, class_names, data.datasets.val.source.name)
     agreed(lambda: _write(folder, facts, data) if world.is_main else None, world)
     if world.is_main:
         _show(facts, folder)
@@ -79,7 +79,7 @@ def _write(folder: Path, facts: dict[str, Any], data: EvaluationData) -> None:
     from delivery.evaluation_files import write_evaluation
 
     try:
-        write_evaluation(folder, facts, data.bundle.val.source.read)
+        write_evaluation(folder, facts, data.datasets.val.source.read)
     except OSError as error:
         raise UserError(f"cannot write into '{folder}': {error.strerror or error}.") from None
 

@@ -30,9 +30,9 @@ def load_check_images(data: EvaluationData, module: nn.Module, *, most: int, bat
     Raises:
         UserError: where an image cannot be read, or none is left.
     """
-    dataset = data.bundle.val
-    bytes_per_image = 4 * 3 * dataset.finish.size**2
-    images, indices = _read(dataset, most or max(MAX_BYTES // bytes_per_image, 1), bool(data.bundle.bad_image_share))
+    dataset = data.datasets.val
+    bytes_per_image = 4 * 3 * dataset.batch_transforms.size**2
+    images, indices = _read(dataset, most or max(MAX_BYTES // bytes_per_image, 1), bool(data.datasets.bad_image_share))
     labels = data.label_map[dataset.source.labels[indices]]
     logits = run_in_batches(module, images, batch_size)
     return CheckImages(images, labels, logits, f"{data.data}, {data.split}")
@@ -44,9 +44,9 @@ def load_calibration_images(data: EvaluationData, count: int) -> torch.Tensor:
     Raises:
         UserError: as `load_check_images`.
     """
-    source, preprocessing = data.bundle.train.source, data.bundle.val.preprocessing
-    dataset = ImageDataset(source, preprocessing, STEPS["none"], data.bundle.train.seed)
-    return _read(dataset, count, bool(data.bundle.bad_image_share))[0]
+    source, preprocessing = data.datasets.train.source, data.datasets.val.preprocessing
+    dataset = ImageDataset(source, preprocessing, STEPS["none"], data.datasets.train.seed)
+    return _read(dataset, count, bool(data.datasets.bad_image_share))[0]
 
 
 def _read(dataset: ImageDataset, most: int, skip_bad_images: bool) -> tuple[torch.Tensor, Sequence[int]]:

@@ -31,20 +31,20 @@ def examine_data(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: what keeps the data set from being loaded.
     """
-    from planning.data_check import check_bundle
+    from planning.data_check import check_datasets
 
-    bundle = load_data(replace(DataOptions(**options), cache="off", download=False))
-    report = check_bundle(bundle, workers=0, most=SAMPLE)
+    datasets = load_data(replace(DataOptions(**options), cache="off", download=False))
+    report = check_datasets(datasets, workers=0, most=SAMPLE)
     return {
         "classes": len(report.class_names),
         "train": sum(report.train_counts),
         "val": sum(report.val_counts),
         "smallest_class": min(report.train_counts),
-        "image_size": bundle.preprocessing["image_size"],
+        "image_size": datasets.preprocessing["image_size"],
         "decoded": report.decoded,
         "unreadable": [f"{path} ({reason})" for path, reason in report.unreadable],
-        "in_memory": bundle.train.source.in_memory,
-        "images_per_second": None if report.unreadable else _read_rate(bundle.train),
+        "in_memory": datasets.train.source.in_memory,
+        "images_per_second": None if report.unreadable else _read_rate(datasets.train),
     }
 
 
@@ -77,8 +77,8 @@ def cheap_fingerprint(options: Mapping[str, Any]) -> dict[str, Any]:
     given = replace(DataOptions(**options), cache="off", download=False)
     entry = find_dataset(given.data)
     if entry.takes_name:
-        bundle = load_data(given)
-        return {"hash": bundle.fingerprint, "covers": f"{len(bundle.train) + len(bundle.val)} images"}
+        datasets = load_data(given)
+        return {"hash": datasets.fingerprint, "covers": f"{len(datasets.train) + len(datasets.val)} images"}
     if entry is not DATASETS["folder"]:
         return {"hash": "", "covers": "part of the packages"}
     root, digest, seen = Path(given.data).expanduser().resolve(), hashlib.sha256(), 0

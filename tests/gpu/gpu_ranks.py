@@ -195,8 +195,8 @@ def peak_of_an_epoch(world: World, accumulation: int) -> int:
     """Train one epoch of 64 x 64 images in micro-batches of 64; return the bytes it took beyond what was there."""
     pixels = torch.zeros(64 * accumulation, 3, 64, 64, dtype=torch.uint8)
     source = ArraySource(pixels, torch.arange(len(pixels)) % CLASSES)
-    habits = DatasetDefaults(64, "none", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
-    data = make_dataset_pair(source, source, list("abcde"), habits, DataOptions(), "fingerprint")
+    defaults = DatasetDefaults(64, "none", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
+    data = make_dataset_pair(source, source, list("abcde"), defaults, DataOptions(), "fingerprint")
     plan = BatchPlan(len(pixels), 64, accumulation, 1, 0)
     config = engine_ranks.configuration(gradient_accumulation_steps=accumulation, engine="native")
     engine = engine_ranks.make_engine(world, engine_ranks.make_model(False).to(world.device), config, "bf16")

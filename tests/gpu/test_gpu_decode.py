@@ -49,8 +49,8 @@ def damage(path: Path) -> None:
 
 
 def batches(folder: Path, **options) -> tuple[TrainLoader, list]:
-    bundle = load_data(DataOptions(str(folder), image_size=64, augmentation="none", **options))
-    loader = TrainLoader(bundle, BatchPlan(2 * COUNT, 4, 1, 1, 0), 0, device=GPU)
+    pair = load_data(DataOptions(str(folder), image_size=64, augmentation="none", **options))
+    loader = TrainLoader(pair, BatchPlan(2 * COUNT, 4, 1, 1, 0), 0, device=GPU)
     return loader, list(loader.epoch(0))
 
 

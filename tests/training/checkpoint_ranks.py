@@ -107,12 +107,12 @@ def make_data(broken_sample: int = -1) -> DatasetPair:
     generator = torch.Generator().manual_seed(5)
     pixels = torch.randint(256, (SAMPLES, 1, 8, 8), generator=generator, dtype=torch.uint8)
     source = ArraySource(pixels, torch.arange(SAMPLES) % CLASSES)
-    habits = DatasetDefaults(8, "shift", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
+    defaults = DatasetDefaults(8, "shift", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
     names = [f"class-{number}" for number in range(CLASSES)]
-    bundle = make_dataset_pair(source, source, names, habits, DataOptions(), "fingerprint")
+    pair = make_dataset_pair(source, source, names, defaults, DataOptions(), "fingerprint")
     if broken_sample >= 0:
-        bundle.train.finish = _NanInOne(bundle.train, broken_sample)
-    return bundle
+        pair.train.batch_transforms = _NanInOne(pair.train, broken_sample)
+    return pair
 
 
 class _NanInOne(BatchTransforms):

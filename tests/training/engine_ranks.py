@@ -327,7 +327,7 @@ EPOCH_SAMPLES = 37  # 2 ranks x 2 micro-steps x 8 images: a full step, and one o
 
 
 def make_small_data():
-    """37 grey images with labels, as a bundle without augmentation."""
+    """37 grey images with labels, as a data set without augmentation."""
     from training.data import DataOptions
     from training.data.datasets import DatasetDefaults, make_dataset_pair
     from training.data.reading.sources import ArraySource
@@ -335,9 +335,9 @@ def make_small_data():
     generator = torch.Generator().manual_seed(5)
     pixels = torch.randint(256, (EPOCH_SAMPLES, 1, 8, 8), generator=generator, dtype=torch.uint8)
     source = ArraySource(pixels, torch.arange(EPOCH_SAMPLES) % CLASSES)
-    habits = DatasetDefaults(8, "none", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
+    defaults = DatasetDefaults(8, "none", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
     names = [f"class-{number}" for number in range(CLASSES)]
-    return make_dataset_pair(source, source, names, habits, DataOptions(), "fingerprint")
+    return make_dataset_pair(source, source, names, defaults, DataOptions(), "fingerprint")
 
 
 def loop_context(world: World, engine: Engine, plan: BatchPlan, image_size: int = 8, **changes: Any) -> TrainContext:

@@ -142,15 +142,15 @@ def test_unreadable_image_in_the_middle_of_an_epoch_ends_all_ranks(tmp_path):
 def test_the_share_of_skipped_images_holds_for_all_ranks_together(tmp_path):
     """One image of each of two ranks is bad, where one in all is allowed: no rank alone has too many."""
     root = make_folder(tmp_path / "images", count=40)
-    bundle = load_data(DataOptions(str(root), image_size=32))
-    plan = BatchPlan(len(bundle.train), 2, 1, 2, seed=0)
+    pair = load_data(DataOptions(str(root), image_size=32))
+    plan = BatchPlan(len(pair.train), 2, 1, 2, seed=0)
     firsts = [int(next(iter(plan.epoch_keys(0, rank, 0))).indices[0]) for rank in range(2)]
-    paths = [bundle.train.source.name(index) for index in firsts]
+    paths = [pair.train.source.name(index) for index in firsts]
     for path in paths:
         truncate(Path(path))
     flags = ["--data", str(root), "--image-size", "32", "--log-dir", str(tmp_path / "logs"), "--bad-images"]
     result = launch("basic_cnn", "ddp", "2", "2", "1", *flags, "skip")
-    assert_user_error(result, f"more than 1 of {len(bundle.train)} images", "--bad-images skip:0.05")
+    assert_user_error(result, f"more than 1 of {len(pair.train)} images", "--bad-images skip:0.05")
     allowed = launch("basic_cnn", "fsdp_stage3", "2", "2", "1", *flags, "skip:0.05")
     assert allowed.returncode == 0, allowed.stdout + allowed.stderr
     assert "2 unreadable image(s) passed over" in allowed.stdout

@@ -22,7 +22,7 @@ from training.data import DataOptions, load_data
 from training.data.loader import EvaluationLoader, TrainLoader
 from training.data.reading import cache_folders
 from training.data.reading.cache import INDEX, PIXELS, ImageCache
-from training.data.reading.cache_folders import Place, open_cache
+from training.data.reading.cache_folders import CacheLocation, open_cache
 from training.data.sampler import BatchPlan, EvaluationPlan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -49,9 +49,9 @@ def options(photos: Path, cache: str = "disk", **values) -> DataOptions:
 
 def batches(given: DataOptions, workers: int = 0, epochs: int = 2) -> list[torch.Tensor]:
     """Images of all batches of training and evaluation, over some epochs."""
-    bundle = load_data(given)
-    train = TrainLoader(bundle, BatchPlan(IMAGES, 8, 1, 1, 0), 0, workers=workers)
-    val = EvaluationLoader(bundle, EvaluationPlan(IMAGES, 8, 1), 0, workers=workers)
+    pair = load_data(given)
+    train = TrainLoader(pair, BatchPlan(IMAGES, 8, 1, 1, 0), 0, workers=workers)
+    val = EvaluationLoader(pair, EvaluationPlan(IMAGES, 8, 1), 0, workers=workers)
     images = [batch.images for epoch in range(epochs) for loader in (train.epoch(epoch), val) for batch in loader]
     train.close()
     val.close()
@@ -231,8 +231,8 @@ def test_a_worker_that_starts_after_the_cache_was_removed_goes_without(tmp_path)
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """One place of caches, with room for 1,000 bytes."""
-    found = Place("ram", tmp_path / "ram", 1000)
-    monkeypatch.setattr(cache_folders, "_places", lambda given: [found])
+    found = CacheLocation("ram", tmp_path / "ram", 1000)
+    monkeypatch.setattr(cache_folders, "_locations", lambda given: [found])
     return found
 
 
@@ -261,8 +261,8 @@ def test_the_longest_unused_goes_first_and_none_in_use(place):
 
 
 def test_auto_takes_memory_then_disk_then_none(tmp_path, monkeypatch):
-    places = [Place("ram", tmp_path / "ram", 1000), Place("disk", tmp_path / "disk", 5000)]
-    monkeypatch.setattr(cache_folders, "_places", lambda given: places)
+    places = [CacheLocation("ram", tmp_path / "ram", 1000), CacheLocation("disk", tmp_path / "disk", 5000)]
+    monkeypatch.setattr(cache_folders, "_locations", lambda given: places)
     automatic = DataOptions(cache="auto")
     for expected_bytes, name in ((900, "ram"), (4000, "disk")):
         cache, note = open_cache(automatic, f"key-{name}", expected_bytes)
@@ -278,8 +278,8 @@ def test_auto_takes_memory_then_disk_then_none(tmp_path, monkeypatch):
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make what belongs to another user")
 @pytest.mark.parametrize("planted", ["folder", "link", "link that leads nowhere"])
 def test_what_another_user_planted_is_not_used(tmp_path, monkeypatch, planted):
-    places = [Place("ram", tmp_path / "ram", 1000), Place("disk", tmp_path / "disk", 1000)]
-    monkeypatch.setattr(cache_folders, "_places", lambda given: places)
+    places = [CacheLocation("ram", tmp_path / "ram", 1000), CacheLocation("disk", tmp_path / "disk", 1000)]
+    monkeypatch.setattr(cache_folders, "_locations", lambda given: places)
     target = tmp_path / "target"
     if planted == "folder":
         places[0].root.mkdir()
@@ -299,7 +299,9 @@ def test_what_another_user_planted_is_not_used(tmp_path, monkeypatch, planted):
 
 def test_a_folder_that_cannot_be_used_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(cache_folders, "_places", lambda given: [Place("ram", tmp_path / "file" / "ram", 1000)])
+    monkeypatch.setattr(
+        cache_folders, "_locations", lambda given: [CacheLocation("ram", tmp_path / "file" / "ram", 1000)]
+    )
     cache, note = open_cache(DataOptions(cache="ram"), "key", 10)
     assert cache is None
     assert "Not a directory" in note

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from planning.data_check import check_bundle, check_data
+from planning.data_check import check_data, check_datasets
 from scripts import doctor
 from training.data import DataOptions, load_data
 
@@ -64,9 +64,9 @@ def test_images_in_memory():
 
 
 def test_a_sample_is_spread_over_both_parts(folder):
-    bundle = load_data(DataOptions(data=str(folder)))
+    pair = load_data(DataOptions(data=str(folder)))
     (folder / "a" / "0.png").write_bytes(b"")
-    whole, sample = check_bundle(bundle), check_bundle(bundle, most=1)
+    whole, sample = check_datasets(pair), check_datasets(pair, most=1)
     assert (whole.decoded, len(whole.unreadable)) == (5, 1)
     assert (sample.decoded, sample.images) == (2, 5)
 

@@ -229,8 +229,8 @@ def test_batches_of_files_decoded_on_the_device_are_those_of_exact(tmp_path, aug
         _write_kinds(folder)
     loaders = []
     for decode in ("exact", "gpu"):
-        bundle = load_data(DataOptions(str(tmp_path), image_size=24, augmentation=augmentation, decode=decode))
-        loaders.append(TrainLoader(bundle, BatchPlan(len(bundle.train), 6, 1, 1, 0), 0))
+        pair = load_data(DataOptions(str(tmp_path), image_size=24, augmentation=augmentation, decode=decode))
+        loaders.append(TrainLoader(pair, BatchPlan(len(pair.train), 6, 1, 1, 0), 0))
     for exact, gpu in zip(*(loader.epoch(1) for loader in loaders), strict=True):
         assert torch.equal(exact.labels, gpu.labels)
         assert (exact.images - gpu.images).abs().max() < 2 / 255 / 0.22  # one level and its rounding
@@ -244,12 +244,12 @@ def test_a_file_that_no_decoder_reads_is_named_by_the_device_too(tmp_path):
     broken = tmp_path / "train" / "b" / "0.jpg"
     data = broken.read_bytes()
     broken.write_bytes(data[: data.index(b"\xff\xda") + 4] + b"\xff\xd9")  # a header, a scan without content
-    bundle = load_data(DataOptions(str(tmp_path), image_size=24, decode="gpu"))
+    pair = load_data(DataOptions(str(tmp_path), image_size=24, decode="gpu"))
     with pytest.raises(UserError, match="cannot use image") as caught:
-        list(TrainLoader(bundle, BatchPlan(2, 2, 1, 1, 0), 0).epoch(0))
+        list(TrainLoader(pair, BatchPlan(2, 2, 1, 1, 0), 0).epoch(0))
     assert str(broken) in str(caught.value)
-    bundle = load_data(DataOptions(str(tmp_path), image_size=24, decode="gpu", bad_images="skip", augmentation="none"))
-    loader = TrainLoader(bundle, BatchPlan(2, 2, 1, 1, 0), 0)
+    pair = load_data(DataOptions(str(tmp_path), image_size=24, decode="gpu", bad_images="skip", augmentation="none"))
+    loader = TrainLoader(pair, BatchPlan(2, 2, 1, 1, 0), 0)
     (batch,) = loader.epoch(0)
     bad = batch.indices == 1
     assert torch.equal(batch.weights, (~bad).float())
@@ -275,8 +275,8 @@ def test_a_file_that_the_device_refuses_is_decoded_by_the_cpu(tmp_path, monkeypa
     monkeypatch.setattr("training.data.reading.gpu_decode.decode_jpeg", picky)
     batches = {}
     for decode in ("exact", "gpu"):
-        bundle = load_data(DataOptions(str(tmp_path), image_size=24, decode=decode))
-        loader = TrainLoader(bundle, BatchPlan(4, 4, 1, 1, 0), 0)
+        pair = load_data(DataOptions(str(tmp_path), image_size=24, decode=decode))
+        loader = TrainLoader(pair, BatchPlan(4, 4, 1, 1, 0), 0)
         (batches[decode],) = loader.epoch(1)
     assert batches["gpu"].weights.tolist() == [1] * 4
     assert (batches["exact"].images - batches["gpu"].images).abs().max() < 2 / 255 / 0.22
@@ -294,6 +294,6 @@ def test_a_device_that_decodes_nothing_ends_the_run(tmp_path, monkeypatch):
         raise RuntimeError("no\nnvJPEG")
 
     monkeypatch.setattr("training.data.reading.gpu_decode.decode_jpeg", broken)
-    bundle = load_data(DataOptions(str(tmp_path), image_size=24, decode="gpu", bad_images="skip"))
+    pair = load_data(DataOptions(str(tmp_path), image_size=24, decode="gpu", bad_images="skip"))
     with pytest.raises(UserError, match=r"^--decode gpu: no nvJPEG\. Train with --decode cpu\.$"):
-        list(TrainLoader(bundle, BatchPlan(2, 2, 1, 1, 0), 0).epoch(0))
+        list(TrainLoader(pair, BatchPlan(2, 2, 1, 1, 0), 0).epoch(0))

@@ -42,10 +42,10 @@ def files_of(dataset) -> list[str]:
 def test_train_and_val_folders_are_read_as_torchvision_reads_them(tmp_path):
     for part, count in (("train", 4), ("val", 2)):
         make_images(tmp_path / part, {"cat": count, "ant": count + 1, "dog": 1})
-    bundle = load(tmp_path)
-    for part, dataset, counts in (("train", bundle.train, bundle.train_counts), ("val", bundle.val, bundle.val_counts)):
+    pair = load(tmp_path)
+    for part, dataset, counts in (("train", pair.train, pair.train_counts), ("val", pair.val, pair.val_counts)):
         oracle = ImageFolder(str(tmp_path / part))
-        assert bundle.class_names == oracle.classes == ["ant", "cat", "dog"]
+        assert pair.class_names == oracle.classes == ["ant", "cat", "dog"]
         assert list(zip(files_of(dataset), dataset.source.labels.tolist(), strict=True)) == oracle.samples
         assert counts == np.bincount(oracle.targets).tolist()
         np.testing.assert_array_equal(dataset.source.read(0).permute(1, 2, 0), np.asarray(oracle[0][0]))
@@ -54,10 +54,10 @@ def test_train_and_val_folders_are_read_as_torchvision_reads_them(tmp_path):
 def test_evaluation_image_is_resize_centre_crop_normalise(tmp_path):
     make_images(tmp_path / "train", {"a": 1, "b": 1})
     make_images(tmp_path / "val", {"a": 1, "b": 1}, size=(400, 300))
-    bundle = load_data(DataOptions(data=str(tmp_path)))
-    assert bundle.preprocessing["image_size"] == 224
-    assert bundle.preprocessing["resize_size"] == 256
-    image, label = bundle.val[0, 1]
+    pair = load_data(DataOptions(data=str(tmp_path)))
+    assert pair.preprocessing["image_size"] == 224
+    assert pair.preprocessing["resize_size"] == 256
+    image, label = pair.val[0, 1]
     oracle = v2.Compose(
         [
             v2.PILToTensor(),
@@ -78,22 +78,22 @@ def test_names_of_any_case_nested_folders_and_hidden_files(tmp_path):
     (tmp_path / "b" / "._001.png").write_text("what macOS leaves behind")
     (tmp_path / "b" / "readme.txt").write_text("about b")
     (tmp_path / ".cache").mkdir()
-    bundle = load(tmp_path)
-    names = {os.path.relpath(name, tmp_path) for name in files_of(bundle.train) + files_of(bundle.val)}
+    pair = load(tmp_path)
+    names = {os.path.relpath(name, tmp_path) for name in files_of(pair.train) + files_of(pair.val)}
     expected = {"a/000.png", "a/001.png", "a/002.png", "a/deeper/000.JPEG", "b/ÄÖ 1.PNG", "b/001.png", "b/002.png"}
     assert names == expected
-    assert bundle.class_names == ["a", "b"]
-    assert len(bundle.notes) == 1
-    assert "1 .txt" in bundle.notes[0]
+    assert pair.class_names == ["a", "b"]
+    assert len(pair.notes) == 1
+    assert "1 .txt" in pair.notes[0]
 
 
 def test_split_is_disjoint_complete_and_of_about_the_wanted_size(tmp_path):
     make_images(tmp_path, {"a": 300, "b": 100}, size=(1, 1))
-    bundle = load(tmp_path, val_fraction=0.25)
-    train, val = set(files_of(bundle.train)), set(files_of(bundle.val))
+    pair = load(tmp_path, val_fraction=0.25)
+    train, val = set(files_of(pair.train)), set(files_of(pair.val))
     assert not train & val
     assert len(train | val) == 400
-    for total, held_out in zip((300, 100), bundle.val_counts, strict=True):
+    for total, held_out in zip((300, 100), pair.val_counts, strict=True):
         assert abs(held_out - total / 4) < 4 * (total * 0.25 * 0.75) ** 0.5  # four standard deviations
 
 
@@ -119,10 +119,10 @@ def test_split_changes_with_neither_the_seed_nor_the_place(tmp_path):
 @pytest.mark.parametrize("val_fraction", [1e-9, 1 - 1e-9])
 def test_both_parts_of_a_class_have_an_image(tmp_path, val_fraction):
     make_images(tmp_path, {"a": 2, "b": 5, "single": 1}, size=(1, 1))
-    bundle = load(tmp_path, val_fraction=val_fraction)
-    assert (bundle.train_counts[2], bundle.val_counts[2]) == (1, 0)
-    assert min(bundle.train_counts[:2] + bundle.val_counts[:2]) == 1
-    assert "'single'" in bundle.notes[0]
+    pair = load(tmp_path, val_fraction=val_fraction)
+    assert (pair.train_counts[2], pair.val_counts[2]) == (1, 0)
+    assert min(pair.train_counts[:2] + pair.val_counts[:2]) == 1
+    assert "'single'" in pair.notes[0]
 
 
 def test_fingerprint_follows_the_files_and_not_the_place(tmp_path):
@@ -250,9 +250,9 @@ def test_an_unreadable_image_is_named(tmp_path):
     make_images(tmp_path, {"a": 2, "b": 2})
     for path in tmp_path.glob("*/*.png"):
         path.write_text("text")
-    bundle = load(tmp_path)
+    pair = load(tmp_path)
     with pytest.raises(UserError, match=r"/a/00.\.png': not an image"):
-        bundle.train[0, 0]
+        pair.train[0, 0]
 
 
 @pytest.mark.parametrize(

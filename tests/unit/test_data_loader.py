@@ -51,12 +51,12 @@ def damage(root: Path, *names: str) -> list[str]:
     return [str(root / name) for name in names]
 
 
-def epoch_bytes(bundle, world, accumulation, workers, epoch=1) -> dict[tuple[int, int, int], tuple[bytes, ...]]:
+def epoch_bytes(pair, world, accumulation, workers, epoch=1) -> dict[tuple[int, int, int], tuple[bytes, ...]]:
     """Every micro-batch of an epoch by (step, place in the global batch): images, labels, weights, indices."""
-    plan = BatchPlan(len(bundle.train), 16 // (world * accumulation), accumulation, world, seed=0)
+    plan = BatchPlan(len(pair.train), 16 // (world * accumulation), accumulation, world, seed=0)
     found = defaultdict(list)
     for rank in range(world):
-        loader = TrainLoader(bundle, plan, rank, workers=workers)
+        loader = TrainLoader(pair, plan, rank, workers=workers)
         for number, batch in enumerate(loader.epoch(epoch)):
             step, micro_step = divmod(number, accumulation)
             for sample in range(len(batch.labels)):
@@ -69,17 +69,17 @@ def epoch_bytes(bundle, world, accumulation, workers, epoch=1) -> dict[tuple[int
 
 @pytest.mark.parametrize("augmentation", ["crop_flip", "randaugment"])
 def test_same_bytes_for_any_ranks_accumulation_and_workers(folder, augmentation):
-    bundle = load_folder(folder, augmentation=augmentation)
-    expected = epoch_bytes(bundle, world=1, accumulation=1, workers=0)
+    pair = load_folder(folder, augmentation=augmentation)
+    expected = epoch_bytes(pair, world=1, accumulation=1, workers=0)
     assert len(expected) == 64  # 60 images and 4 of padding
     for world, accumulation, workers in ((2, 1, 0), (8, 1, 0), (1, 2, 0), (1, 1, 2)):
-        assert epoch_bytes(bundle, world, accumulation, workers) == expected
-    assert epoch_bytes(bundle, 1, 1, 0, epoch=2) != expected
+        assert epoch_bytes(pair, world, accumulation, workers) == expected
+    assert epoch_bytes(pair, 1, 1, 0, epoch=2) != expected
 
 
 def test_shapes_and_types():
-    bundle = load_data(DataOptions())
-    batch = next(TrainLoader(bundle, BatchPlan(1437, 5, 1, 1, 0), 0).epoch(0))
+    pair = load_data(DataOptions())
+    batch = next(TrainLoader(pair, BatchPlan(1437, 5, 1, 1, 0), 0).epoch(0))
     assert [(t.shape, t.dtype) for t in (batch.images, batch.labels, batch.weights, batch.indices)] == [
         ((5, 3, 32, 32), torch.float32),
         ((5,), torch.int64),
@@ -91,9 +91,9 @@ def test_shapes_and_types():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_at_a_step_gives_the_rest_of_the_epoch(folder, workers):
-    bundle = load_folder(folder)
-    plan = BatchPlan(len(bundle.train), 4, 2, 1, seed=3)
-    loader = TrainLoader(bundle, plan, 0, workers=workers)
+    pair = load_folder(folder)
+    plan = BatchPlan(len(pair.train), 4, 2, 1, seed=3)
+    loader = TrainLoader(pair, plan, 0, workers=workers)
     whole = list(loader.epoch(2))
     abandoned = loader.epoch(2)
     next(abandoned)  # workers have read ahead by now; what they hold must not leak into the next epoch
@@ -106,12 +106,12 @@ def test_resuming_at_a_step_gives_the_rest_of_the_epoch(folder, workers):
 
 
 def test_the_dropout_stream_is_not_disturbed(folder):
-    bundle = load_folder(folder)
+    pair = load_folder(folder)
     torch.manual_seed(0)
     expected = torch.rand(8)
     for workers in (0, 1):
         torch.manual_seed(0)
-        loader = TrainLoader(bundle, BatchPlan(60, 20, 1, 1, 0), 0, workers=workers)
+        loader = TrainLoader(pair, BatchPlan(60, 20, 1, 1, 0), 0, workers=workers)
         drawn = torch.cat([torch.rand(4) for epoch in range(2) for _ in [len(list(loader.epoch(epoch)))]])
         loader.close()
         assert torch.equal(drawn, expected)
@@ -119,25 +119,25 @@ def test_the_dropout_stream_is_not_disturbed(folder):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_evaluation_counts_every_image_once(world):
-    bundle = load_data(DataOptions())
-    plan = EvaluationPlan(len(bundle.val), 32, world)
+    pair = load_data(DataOptions())
+    plan = EvaluationPlan(len(pair.val), 32, world)
     counts, labels = torch.zeros(360), torch.full((360,), -1)
     for rank in range(world):
-        loader = EvaluationLoader(bundle, plan, rank)
+        loader = EvaluationLoader(pair, plan, rank)
         batches = list(loader)
         assert len(batches) == len(loader) == plan.batches_per_rank
         for batch in batches:
             counts.index_add_(0, batch.indices, batch.weights)
             labels[batch.indices] = batch.labels
     assert torch.equal(counts, torch.ones(360))
-    assert torch.equal(labels, bundle.val.source.labels)
+    assert torch.equal(labels, pair.val.source.labels)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_bad_image_is_one_line_in_the_main_process(folder, workers):
     (path,) = damage(folder, "train/b/07.png")
-    bundle = load_folder(folder)
-    loader = TrainLoader(bundle, BatchPlan(60, 4, 1, 1, 0), 0, workers=workers)
+    pair = load_folder(folder)
+    loader = TrainLoader(pair, BatchPlan(60, 4, 1, 1, 0), 0, workers=workers)
     with pytest.raises(UserError, match="not an image") as caught:
         list(loader.epoch(0))
     assert path in str(caught.value)
@@ -148,9 +148,9 @@ def test_a_bad_image_is_one_line_in_the_main_process(folder, workers):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_skipped_image_weighs_nothing_and_is_listed_once(folder, workers):
     (path,) = damage(folder, "train/b/07.png")
-    bundle = load_folder(folder, bad_images="skip", augmentation="none")
-    loader = TrainLoader(bundle, BatchPlan(60, 6, 1, 1, 0), 0, workers=workers)
-    bad_index, following = IMAGES_PER_CLASS + 7, bundle.train[0, IMAGES_PER_CLASS + 8][0]
+    pair = load_folder(folder, bad_images="skip", augmentation="none")
+    loader = TrainLoader(pair, BatchPlan(60, 6, 1, 1, 0), 0, workers=workers)
+    bad_index, following = IMAGES_PER_CLASS + 7, pair.train[0, IMAGES_PER_CLASS + 8][0]
     for epoch in range(2):
         weights, listed = torch.zeros(60), {}
         for batch in loader.epoch(epoch):
@@ -176,11 +176,11 @@ def test_a_skipped_image_weighs_nothing_and_is_listed_once(folder, workers):
 )
 def test_more_bad_images_than_the_share_end_the_run_and_no_fewer(folder, mode, names):
     paths = damage(folder, *names)
-    bundle = load_folder(folder, bad_images=mode)
+    pair = load_folder(folder, bad_images=mode)
     with pytest.raises(UserError, match=f"more than {len(names) - 1} of 60 images"):
-        list(TrainLoader(bundle, BatchPlan(60, 4, 1, 1, 0), 0).epoch(0))
+        list(TrainLoader(pair, BatchPlan(60, 4, 1, 1, 0), 0).epoch(0))
     shutil.copy(folder / "train" / "b" / "00.png", paths[-1])
-    loader = TrainLoader(bundle, BatchPlan(60, 4, 1, 1, 0), 0)
+    loader = TrainLoader(pair, BatchPlan(60, 4, 1, 1, 0), 0)
     weights = sum(float(batch.weights.sum()) for epoch in range(2) for batch in loader.epoch(epoch))
     assert weights == 2 * (60 - len(names) + 1)
     assert set(loader.bad_images) == set(paths[:-1])
@@ -259,8 +259,8 @@ def main():
     received = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: received.append(number))
-    bundle = load_data(DataOptions(data=sys.argv[1], image_size=16))
-    loader = TrainLoader(bundle, BatchPlan(60, 2, 1, 1, 0), 0, workers=2)
+    pair = load_data(DataOptions(data=sys.argv[1], image_size=16))
+    loader = TrainLoader(pair, BatchPlan(60, 2, 1, 1, 0), 0, workers=2)
     batches = loader.epoch(0)
     next(batches)
     print("ready", flush=True)

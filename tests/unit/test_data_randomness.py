@@ -74,13 +74,13 @@ def test_crops_have_the_distribution_of_torchvision(size):
 
 def test_shifts_and_mirrors_have_the_distribution_of_torchvision():
     """`RandomCrop` with padding takes each of the 7 x 7 places as often, `RandomHorizontalFlip` mirrors half."""
-    bundle = load_data(DataOptions(augmentation="shift_flip", mean=(0, 0, 0), std=(1, 1, 1)))
-    raw = bundle.train.source.images[0].expand(3, -1, -1)
+    pair = load_data(DataOptions(augmentation="shift_flip", mean=(0, 0, 0), std=(1, 1, 1)))
+    raw = pair.train.source.images[0].expand(3, -1, -1)
     padded = torch.nn.functional.pad(raw, [3] * 4)
     windows = [padded[:, y : y + 32, x : x + 32] for y in range(7) for x in range(7)]
     counts = {image.numpy().tobytes(): 0 for window in windows for image in (window, window.flip(2))}
     assert len(counts) == 2 * 7 * 7
-    finished = bundle.train.finish(raw.expand(SAMPLES, -1, -1, -1), 0, np.arange(SAMPLES))
+    finished = pair.train.batch_transforms(raw.expand(SAMPLES, -1, -1, -1), 0, np.arange(SAMPLES))
     for image in (finished * 255).round().to(torch.uint8):
         counts[image.contiguous().numpy().tobytes()] += 1
     assert stats.chisquare(list(counts.values())).pvalue > LEAST_P
@@ -89,11 +89,11 @@ def test_shifts_and_mirrors_have_the_distribution_of_torchvision():
 @pytest.mark.parametrize("augmentation", ["none", "shift", "shift_flip", "crop_flip"])
 @pytest.mark.parametrize(("data", "image_size"), [("digits", 0), ("fake", 0), ("fake", 24)])
 def test_a_batch_in_memory_is_its_samples_one_by_one(data, image_size, augmentation):
-    bundle = load_data(DataOptions(data=data, image_size=image_size, augmentation=augmentation, seed=2))
-    loader = TrainLoader(bundle, BatchPlan(len(bundle.train), 32, 1, 1, 0), 0)
+    pair = load_data(DataOptions(data=data, image_size=image_size, augmentation=augmentation, seed=2))
+    loader = TrainLoader(pair, BatchPlan(len(pair.train), 32, 1, 1, 0), 0)
     batch = next(loader.epoch(3))
     for place, index in enumerate(batch.indices.tolist()):
-        image, label = bundle.train[3, index]
+        image, label = pair.train[3, index]
         assert torch.equal(batch.images[place], image)
         assert batch.labels[place] == label
     assert batch.images.dtype == torch.float32
@@ -101,11 +101,11 @@ def test_a_batch_in_memory_is_its_samples_one_by_one(data, image_size, augmentat
 
 
 def test_a_set_too_large_for_the_memory_is_read_image_by_image(monkeypatch):
-    bundle = load_data(DataOptions(data="fake", augmentation="shift_flip"))
-    plan = BatchPlan(len(bundle.train), 16, 1, 1, 0)
-    in_memory = TrainLoader(bundle, plan, 0)
+    pair = load_data(DataOptions(data="fake", augmentation="shift_flip"))
+    plan = BatchPlan(len(pair.train), 16, 1, 1, 0)
+    in_memory = TrainLoader(pair, plan, 0)
     monkeypatch.setattr("training.data.in_memory.MAX_BYTES", 1000 * 3 * 38 * 38 - 1)
-    too_large = TrainLoader(bundle, plan, 0)
+    too_large = TrainLoader(pair, plan, 0)
     assert in_memory._fetcher._in_memory is not None
     assert too_large._fetcher._in_memory is None
     for first, second in zip(in_memory.epoch(0), too_large.epoch(0), strict=True):

@@ -38,27 +38,27 @@ def test_tables_are_read_without_loading_torch():
 
 
 def test_digits_are_the_stratified_split_of_seed_0():
-    bundle = load_data(DataOptions(seed=9))
+    pair = load_data(DataOptions(seed=9))
     digits = load_digits()
     train, val, train_labels, val_labels = train_test_split(
         digits.images, digits.target, test_size=360, stratify=digits.target, random_state=0
     )
-    assert (len(bundle.train), len(bundle.val)) == (len(train), len(val)) == (1437, 360)
-    assert bundle.train_counts == np.bincount(train_labels).tolist()
-    np.testing.assert_array_equal(bundle.val.source.labels, val_labels)
+    assert (len(pair.train), len(pair.val)) == (len(train), len(val)) == (1437, 360)
+    assert pair.train_counts == np.bincount(train_labels).tolist()
+    np.testing.assert_array_equal(pair.val.source.labels, val_labels)
     for index in (0, 17, 359):
         raw = Image.fromarray(np.rint(val[index] * 255 / 16).astype(np.uint8)).convert("RGB")
         from_file, label = (
-            evaluation_transform(bundle.preprocessing)(v2.functional.pil_to_tensor(raw)),
+            evaluation_transform(pair.preprocessing)(v2.functional.pil_to_tensor(raw)),
             val_labels[index],
         )
-        torch.testing.assert_close(bundle.val[0, index][0], from_file, rtol=0, atol=1e-6)
-        assert bundle.val[0, index][1] == label
+        torch.testing.assert_close(pair.val[0, index][0], from_file, rtol=0, atol=1e-6)
+        assert pair.val[0, index][1] == label
 
 
 def test_digits_normalisation_and_sizes():
-    bundle = load_data(DataOptions(augmentation="none"))
-    images = torch.stack([bundle.train[0, index][0] for index in range(len(bundle.train))])
+    pair = load_data(DataOptions(augmentation="none"))
+    images = torch.stack([pair.train[0, index][0] for index in range(len(pair.train))])
     assert images.shape == (1437, 3, 32, 32)
     assert images.dtype == torch.float32
     assert images.mean().abs() < 1e-3
@@ -68,12 +68,12 @@ def test_digits_normalisation_and_sizes():
 
 
 def test_fake_can_be_learnt_and_resized():
-    bundle = load_data(DataOptions(data="fake"))
-    colours = [part.source.images.float().mean((2, 3)).numpy() for part in (bundle.train, bundle.val)]
-    model = LogisticRegression(max_iter=1000).fit(colours[0], bundle.train.source.labels)
-    assert model.score(colours[1], bundle.val.source.labels) > 0.9
+    pair = load_data(DataOptions(data="fake"))
+    colours = [part.source.images.float().mean((2, 3)).numpy() for part in (pair.train, pair.val)]
+    model = LogisticRegression(max_iter=1000).fit(colours[0], pair.train.source.labels)
+    assert model.score(colours[1], pair.val.source.labels) > 0.9
     again = load_data(DataOptions(data="fake", seed=1, image_size=48))
-    assert again.fingerprint == bundle.fingerprint != load_data(DataOptions()).fingerprint
+    assert again.fingerprint == pair.fingerprint != load_data(DataOptions()).fingerprint
     assert again.train[0, 0][0].shape == (3, 48, 48)
 
 
@@ -93,34 +93,34 @@ def test_every_augmentation_has_a_builder_and_gives_the_evaluation_shape():
 
 
 def test_shift_moves_up_to_three_pixels_and_fills_with_zeros():
-    bundle = load_data(DataOptions(mean=(0, 0, 0), std=(1, 1, 1)))
-    raw = bundle.train.source.read(0).numpy()
+    pair = load_data(DataOptions(mean=(0, 0, 0), std=(1, 1, 1)))
+    raw = pair.train.source.read(0).numpy()
     padded = np.pad(raw, ((0, 0), (3, 3), (3, 3)))
     windows = {(y, x): padded[:, y : y + 32, x : x + 32] for y, x in product(range(7), range(7))}
     seen = set()
     for epoch in range(300):
-        image = np.rint(bundle.train[epoch, 0][0].numpy() * 255)
+        image = np.rint(pair.train[epoch, 0][0].numpy() * 255)
         seen |= {place for place, window in windows.items() if np.array_equal(image, window)}
     assert {y for y, _ in seen} == {x for _, x in seen} == set(range(7))
 
 
 @pytest.mark.parametrize("augmentation", ["shift", "shift_flip", "crop_flip", "randaugment"])
 def test_augmentation_is_a_function_of_seed_epoch_and_index(augmentation):
-    bundle, other = (load_data(DataOptions(augmentation=augmentation, seed=seed)) for seed in (0, 1))
+    pair, other = (load_data(DataOptions(augmentation=augmentation, seed=seed)) for seed in (0, 1))
     keys = [(epoch, index) for epoch in range(2) for index in range(4)]
-    first = {key: bundle.train[key][0] for key in keys}
+    first = {key: pair.train[key][0] for key in keys}
     random.seed(5)
     np.random.seed(5)
     torch.manual_seed(5)
     for key in reversed(keys):
-        assert torch.equal(bundle.train[key][0], first[key])
-    for changed in (bundle.train[9, 0][0], other.train[0, 0][0]):
+        assert torch.equal(pair.train[key][0], first[key])
+    for changed in (pair.train[9, 0][0], other.train[0, 0][0]):
         assert not torch.equal(changed, first[0, 0])
 
 
 @pytest.mark.parametrize("augmentation", ["shift", "randaugment"])
 def test_reading_a_sample_leaves_the_random_generators_as_they_were(augmentation):
-    bundle = load_data(DataOptions(augmentation=augmentation))
+    pair = load_data(DataOptions(augmentation=augmentation))
 
     def draw():
         return random.random(), np.random.rand(), torch.rand(1).item()
@@ -130,7 +130,7 @@ def test_reading_a_sample_leaves_the_random_generators_as_they_were(augmentation
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
-    bundle.train[3, 7]
+    pair.train[3, 7]
     assert draw() == expected
 
 
@@ -152,12 +152,12 @@ def test_torchvision_mnist(tmp_path):
     labels = np.arange(30, dtype=np.uint8) % 10
     write_mnist(tmp_path, images[:20], labels[:20], "train")
     write_mnist(tmp_path, images[20:], labels[20:], "t10k")
-    bundle = load_data(DataOptions(data="torchvision:MNIST", data_root=str(tmp_path), mean=(0,) * 3, std=(1,) * 3))
-    assert (len(bundle.train), len(bundle.val), bundle.augmentation) == (20, 10, "shift")
-    assert bundle.preprocessing["image_size"] == 28
-    assert bundle.class_names == datasets.MNIST.classes
+    pair = load_data(DataOptions(data="torchvision:MNIST", data_root=str(tmp_path), mean=(0,) * 3, std=(1,) * 3))
+    assert (len(pair.train), len(pair.val), pair.augmentation) == (20, 10, "shift")
+    assert pair.preprocessing["image_size"] == 28
+    assert pair.class_names == datasets.MNIST.classes
     for index in range(10):
-        image, label = bundle.val[0, index]
+        image, label = pair.val[0, index]
         np.testing.assert_allclose(image, np.repeat(images[20 + index][None] / 255, 3, axis=0), rtol=1e-6)
         assert label == labels[20 + index]
 
@@ -181,13 +181,13 @@ def test_torchvision_cifar10(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.CIFAR10, "train_list", parts[:1])
     monkeypatch.setattr(datasets.CIFAR10, "test_list", parts[1:])
     monkeypatch.setattr(datasets.CIFAR10, "meta", {"filename": meta[0], "key": "label_names", "md5": meta[1]})
-    bundle = load_data(DataOptions(data="torchvision:CIFAR10", data_root=str(tmp_path)))
-    assert (bundle.class_names, bundle.augmentation) == (names, "shift_flip")
-    assert bundle.preprocessing["image_size"] == 32
+    pair = load_data(DataOptions(data="torchvision:CIFAR10", data_root=str(tmp_path)))
+    assert (pair.class_names, pair.augmentation) == (names, "shift_flip")
+    assert pair.preprocessing["image_size"] == 32
     values = images[:10] / 255
-    np.testing.assert_allclose(bundle.preprocessing["mean"], values.mean((0, 2, 3)), atol=6e-5)
-    np.testing.assert_allclose(bundle.preprocessing["std"], values.std((0, 2, 3)), atol=6e-5)
-    np.testing.assert_array_equal(bundle.val.source.read(4), images[14])
+    np.testing.assert_allclose(pair.preprocessing["mean"], values.mean((0, 2, 3)), atol=6e-5)
+    np.testing.assert_allclose(pair.preprocessing["std"], values.std((0, 2, 3)), atol=6e-5)
+    np.testing.assert_array_equal(pair.val.source.read(4), images[14])
     assert (
         load_data(DataOptions(data="torchvision:CIFAR10", data_root=str(tmp_path), image_size=64)).val[0, 0][0].shape[1]
         == 64
@@ -206,11 +206,11 @@ def test_torchvision_set_of_files(tmp_path):
             )
             lines.append(f"{name}/{part}.png\n")
         (base / "labels" / f"{part}1.txt").write_text("".join(lines))
-    bundle = load_data(DataOptions(data="torchvision:DTD", data_root=str(tmp_path), image_size=16))
-    assert (bundle.class_names, bundle.train_counts, bundle.val_counts) == (["banded", "dotted"], [1, 1], [1, 1])
-    assert (bundle.augmentation, bundle.preprocessing["resize_size"]) == ("crop_flip", 18)
+    pair = load_data(DataOptions(data="torchvision:DTD", data_root=str(tmp_path), image_size=16))
+    assert (pair.class_names, pair.train_counts, pair.val_counts) == (["banded", "dotted"], [1, 1], [1, 1])
+    assert (pair.augmentation, pair.preprocessing["resize_size"]) == ("crop_flip", 18)
     oracle = datasets.DTD(str(tmp_path), split="val")
-    np.testing.assert_array_equal(bundle.val.source.read(1).permute(1, 2, 0), np.asarray(oracle[1][0]))
+    np.testing.assert_array_equal(pair.val.source.read(1).permute(1, 2, 0), np.asarray(oracle[1][0]))
 
 
 @pytest.mark.parametrize("name", TORCHVISION_SETS)

@@ -39,7 +39,7 @@ class ImageDataset(Dataset):
 
     def __init__(self, source: Source, preprocessing: dict[str, Any], steps: Steps, seed: int) -> None:
         self.source, self.preprocessing, self.steps, self.seed = source, preprocessing, steps, seed
-        self.finish = BatchTransforms(preprocessing, steps, seed)
+        self.batch_transforms = BatchTransforms(preprocessing, steps, seed)
         self.whole = evaluation_geometry(preprocessing)
         self._policy = randaugment(preprocessing) if steps.randaugment else None
 
@@ -56,7 +56,7 @@ class ImageDataset(Dataset):
         indices = np.array([index])
         with preserved_generators():
             image = self.read(epoch, index, self.draws(epoch, indices)[0])
-        return self.finish(image[None], epoch, indices)[0], int(self.source.labels[index])
+        return self.batch_transforms(image[None], epoch, indices)[0], int(self.source.labels[index])
 
     def draws(self, epoch: int, indices: np.ndarray) -> list[list[float]]:
         """Return what `read` needs for each sample of `indices` (int64 [B]): all at once, because that is faster."""
@@ -85,7 +85,7 @@ class ImageDataset(Dataset):
         _, height, width = pixels.shape
         box = random_box(height, width, draws)
         filter_mode = InterpolationMode(self.preprocessing["interpolation"])
-        return functional.resized_crop(pixels, *box, [self.finish.size] * 2, filter_mode, antialias=True)
+        return functional.resized_crop(pixels, *box, [self.batch_transforms.size] * 2, filter_mode, antialias=True)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def make_dataset_pair(
     train: Source,
     val: Source,
     class_names: list[str],
-    habits: DatasetDefaults,
+    defaults: DatasetDefaults,
     options: DataOptions,
     fingerprint: str,
     notes: Iterable[str] = (),
@@ -153,15 +153,15 @@ def make_dataset_pair(
     Raises:
         UserError: A set is empty, there is only one class, or a label is out of range.
     """
-    size = options.image_size or habits.image_size
+    size = options.image_size or defaults.image_size
     preprocessing = {
         "image_size": size,
-        "resize_size": round(size * CROP_RATIO) if habits.centre_crop else None,
-        "mean": list(options.mean or habits.mean),
-        "std": list(options.std or habits.std),
+        "resize_size": round(size * CROP_RATIO) if defaults.centre_crop else None,
+        "mean": list(options.mean or defaults.mean),
+        "std": list(options.std or defaults.std),
         "interpolation": options.interpolation,
     }
-    augmentation = habits.augmentation if options.augmentation == "auto" else options.augmentation
+    augmentation = defaults.augmentation if options.augmentation == "auto" else options.augmentation
     return DatasetPair(
         train=ImageDataset(train, preprocessing, STEPS[augmentation], options.seed),
         val=ImageDataset(val, preprocessing, STEPS["none"], options.seed),

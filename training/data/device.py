@@ -37,7 +37,10 @@ def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: t
 def _finished(batch: Batch, dataset: ImageDataset, device: torch.device) -> Batch:
     images, labels, weights = (to_device(tensor, device) for tensor in (batch.images, batch.labels, batch.weights))
     return dataclasses.replace(
-        batch, images=dataset.finish(images, batch.epoch, batch.indices.numpy()), labels=labels, weights=weights
+        batch,
+        images=dataset.batch_transforms(images, batch.epoch, batch.indices.numpy()),
+        labels=labels,
+        weights=weights,
     )
 
 

@@ -32,5 +32,5 @@ def load(options: DataOptions) -> DatasetPair:
     train, val = (ArraySource(images[indices], labels[indices]) for indices in (train_indices, val_indices))
     class_names = [str(name) for name in digits.target_names]
     mean, std = pixel_statistics(train.images)
-    habits = DatasetDefaults(IMAGE_SIZE, "shift", centre_crop=False, mean=mean, std=std)
-    return make_dataset_pair(train, val, class_names, habits, options, fingerprint_arrays(class_names, train, val))
+    defaults = DatasetDefaults(IMAGE_SIZE, "shift", centre_crop=False, mean=mean, std=std)
+    return make_dataset_pair(train, val, class_names, defaults, options, fingerprint_arrays(class_names, train, val))

@@ -22,8 +22,8 @@ def load(options: DataOptions) -> DatasetPair:
     train, val = make_source(TRAIN_IMAGES, stream=0), make_source(VAL_IMAGES, stream=1)
     class_names = [f"wave-{label}" for label in range(CLASSES)]
     mean, std = pixel_statistics(train.images)
-    habits = DatasetDefaults(IMAGE_SIZE, "shift", centre_crop=False, mean=mean, std=std)
-    return make_dataset_pair(train, val, class_names, habits, options, fingerprint_arrays(class_names, train, val))
+    defaults = DatasetDefaults(IMAGE_SIZE, "shift", centre_crop=False, mean=mean, std=std)
+    return make_dataset_pair(train, val, class_names, defaults, options, fingerprint_arrays(class_names, train, val))
 
 
 def make_source(num_images: int, stream: int) -> ArraySource:

@@ -58,7 +58,7 @@ def load(options: DataOptions) -> DatasetPair:
 def load_whole(options: DataOptions) -> DatasetPair:
     """Load one folder of classes without splitting it: for judging a model on images that it was not trained on.
 
-    Both sets of the bundle are the whole folder.
+    Both sets of the pair are the whole folder.
 
     Raises:
         UserError: as `load`.

@@ -26,12 +26,12 @@ class InMemoryImages:
     def __init__(self, dataset: ImageDataset, images: torch.Tensor, device: torch.device) -> None:
         self._dataset = dataset
         images = _at_final_size(dataset, images)
-        bordered = dataset.finish.with_border(images.permute(0, 2, 3, 1).contiguous())
+        bordered = dataset.batch_transforms.with_border(images.permute(0, 2, 3, 1).contiguous())
         self._bordered = bordered.to(device)
 
     def batch(self, key: BatchKey) -> Batch:
         """Return the batch of a key: images float32 [B, 3, S, S] on the device, all else on the CPU."""
-        images = self._dataset.finish.from_set(self._bordered, key.indices, key.epoch, key.indices)
+        images = self._dataset.batch_transforms.from_set(self._bordered, key.indices, key.epoch, key.indices)
         indices = torch.from_numpy(key.indices)
         labels = self._dataset.source.labels[indices]
         return Batch(images, labels, torch.from_numpy(key.weights), indices, epoch=key.epoch)
@@ -39,7 +39,7 @@ class InMemoryImages:
 
 def _at_final_size(dataset: ImageDataset, stored: torch.Tensor) -> torch.Tensor:
     """Return uint8 [N, 1 or 3, S, S], each image resized as `ImageDataset.read` does it: not one bit may differ."""
-    size = dataset.finish.size
+    size = dataset.batch_transforms.size
     if stored.shape[2:] == (size, size):
         return stored
     return torch.stack([dataset.read(0, index, [])[: stored.shape[1]] for index in range(len(dataset))])
@@ -50,7 +50,7 @@ def images_on_device(dataset: ImageDataset, device: torch.device) -> InMemoryIma
     source = dataset.source
     if not isinstance(source, ArraySource) or not dataset.steps.in_batches:
         return None
-    side = dataset.finish.size + 2 * dataset.finish.border
+    side = dataset.batch_transforms.size + 2 * dataset.batch_transforms.border
     bound = MAX_BYTES
     if device.type == "cuda":
         bound = min(bound, int(MAX_SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0]))

@@ -40,8 +40,8 @@ class _Loader:
         notes: Path and note of the odd images that this rank has decoded so far.
     """
 
-    def __init__(self, dataset: ImageDataset, bundle: DatasetPair, workers: int, device: torch.device) -> None:
-        self.most_bad = bad_image_budget(bundle.bad_image_share, len(dataset))
+    def __init__(self, dataset: ImageDataset, datasets: DatasetPair, workers: int, device: torch.device) -> None:
+        self.most_bad = bad_image_budget(datasets.bad_image_share, len(dataset))
         self.bad_images: dict[str, str] = {}
         self.notes: dict[str, str] = {}
         self._dataset, self._device = dataset, device
@@ -73,7 +73,7 @@ class TrainLoader(_Loader):
     """The training batches of one rank; worker processes live from the first epoch to `close`.
 
     Args:
-        bundle: The data.
+        datasets: The data.
         plan: Which samples belong to which step.
         rank: This rank, 0 to `plan.world_size` - 1.
         workers: Worker processes, 0 reads in this process; see `automatic_workers`.
@@ -81,10 +81,10 @@ class TrainLoader(_Loader):
     """
 
     def __init__(
-        self, bundle: DatasetPair, plan: BatchPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
+        self, datasets: DatasetPair, plan: BatchPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
     ) -> None:
         self._plan, self._rank = plan, rank
-        super().__init__(bundle.train, bundle, workers, device)
+        super().__init__(datasets.train, datasets, workers, device)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield the micro-batches of optimizer steps `first_step`, `first_step` + 1, ... of `epoch`.
@@ -99,7 +99,7 @@ class EvaluationLoader(_Loader):
     """The validation batches of one rank, as many on every rank; iterate as often as needed.
 
     Args:
-        bundle: The data.
+        datasets: The data.
         plan: Which samples belong to which rank.
         rank: This rank, 0 to `plan.world_size` - 1.
         workers: As for `TrainLoader`.
@@ -107,10 +107,10 @@ class EvaluationLoader(_Loader):
     """
 
     def __init__(
-        self, bundle: DatasetPair, plan: EvaluationPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
+        self, datasets: DatasetPair, plan: EvaluationPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
     ) -> None:
         self._plan, self._rank = plan, rank
-        super().__init__(bundle.val, bundle, workers, device)
+        super().__init__(datasets.val, datasets, workers, device)
 
     def __len__(self) -> int:
         return self._plan.batches_per_rank

@@ -87,9 +87,9 @@ def load(options: DataOptions) -> DatasetPair:
         )
     train_arrays, val_arrays = _array_source(train), _array_source(val)
     mean, std = pixel_statistics(train_arrays.images)
-    habits = DatasetDefaults(train_arrays.images.shape[-1], entry.augmentation, centre_crop=False, mean=mean, std=std)
+    defaults = DatasetDefaults(train_arrays.images.shape[-1], entry.augmentation, centre_crop=False, mean=mean, std=std)
     fingerprint = fingerprint_arrays(class_names, train_arrays, val_arrays)
-    return make_dataset_pair(train_arrays, val_arrays, class_names, habits, options, fingerprint, notes)
+    return make_dataset_pair(train_arrays, val_arrays, class_names, defaults, options, fingerprint, notes)
 
 
 def _open(name: str, arguments: Mapping[str, Any], options: DataOptions) -> Any:

@@ -21,7 +21,7 @@ _MEMORY_LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
-class Place:
+class CacheLocation:
     """A folder of caches.
 
     Attributes:
@@ -48,7 +48,7 @@ def open_cache(options: DataOptions, key: str, expected_bytes: int) -> tuple[Ima
     """
     if options.cache == "off":
         return None, ""
-    places = _places(options)
+    places = _locations(options)
     if options.cache == "auto":
         places = [place for place in places if (place.root / key).is_dir()] or places
         candidates = [place for place in places if expected_bytes <= _room(place, key)]
@@ -67,11 +67,11 @@ def open_cache(options: DataOptions, key: str, expected_bytes: int) -> tuple[Ima
     return None, f"no cache of decoded images: {'; '.join(refused) or too_large}"
 
 
-def _places(options: DataOptions) -> list[Place]:
+def _locations(options: DataOptions) -> list[CacheLocation]:
     given = int(options.cache_gb * 1e9)
     # others may write to /dev/shm too: a folder of our own keeps their files apart from ours
-    ram = Place("ram", Path(f"/dev/shm/zerovision-{os.getuid()}"), given or int(RAM_SHARE * _memory_bytes()))
-    return [ram, Place("disk", dataset_root(options) / "images", given or DISK_BYTES)]
+    ram = CacheLocation("ram", Path(f"/dev/shm/zerovision-{os.getuid()}"), given or int(RAM_SHARE * _memory_bytes()))
+    return [ram, CacheLocation("disk", dataset_root(options) / "images", given or DISK_BYTES)]
 
 
 def _memory_bytes() -> int:
@@ -82,14 +82,14 @@ def _memory_bytes() -> int:
         return total
 
 
-def _room(place: Place, key: str) -> int:
+def _room(place: CacheLocation, key: str) -> int:
     """Return the bytes that a cache may take: within the bound, and free or held by caches that may have to go."""
     existing = next((folder for folder in (place.root, *place.root.parents) if folder.is_dir()), Path("/"))
     free = shutil.disk_usage(existing).free
     return min(place.max_bytes, free + sum(_size(folder) for folder in _caches(place.root)))
 
 
-def _open_in(place: Place, key: str, expected_bytes: int) -> ImageCache:
+def _open_in(place: CacheLocation, key: str, expected_bytes: int) -> ImageCache:
     """Open a cache in `place`; remove others, the longest unused first, where they leave too little room."""
     place.root.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Also a link in its place. Once the folder is ours nobody else can put another there: /dev/shm is sticky.
