@@ -30,7 +30,8 @@ from training.data.sampler import BatchPlan
 from training.errors import RunEnded
 from training.loop import train_one_epoch
 from training.observe.heartbeat import HeartbeatWriter
-from training.observe.loggers import Loggers, StepPoint
+from training.observe.loggers import Loggers
+from training.observe.loggers.points import StepPoint
 from training.observe.scores import ScoreSums
 from training.observe.step_metrics import Timing
 from training.parallel.batchnorm import average_buffers
@@ -86,18 +87,18 @@ class Recorder:
         self.events: list[dict[str, Any]] = []
         self.messages: list[str] = []
 
-    def on_message(self, message: str) -> None:
+    def message(self, message: str) -> None:
         self.messages.append(message)
 
-    def on_event(self, kind: str, values: dict[str, Any]) -> None:
+    def event(self, kind: str, values: dict[str, Any]) -> None:
         self.events.append({"kind": kind} | values)
 
-    def on_images(self, images: torch.Tensor) -> None: ...
+    def images(self, images: torch.Tensor) -> None: ...
 
-    def on_steps(self, point: StepPoint) -> None:
+    def steps(self, point: StepPoint) -> None:
         self.points.append(point)
 
-    def on_epoch(self, point: Any) -> None: ...
+    def epoch(self, point: Any) -> None: ...
 
     def close(self) -> None: ...
 

@@ -85,13 +85,13 @@ class Heard:
     def __init__(self) -> None:
         self.messages, self.events, self.points = [], [], []
 
-    def on_message(self, message):
+    def message(self, message):
         self.messages.append(message)
 
-    def on_event(self, kind, values):
+    def event(self, kind, values):
         self.events.append([kind, values])
 
-    def on_steps(self, point):
+    def steps(self, point):
         self.points.append(dict(point.time_shares))
 
 

@@ -51,10 +51,10 @@ class Training:
 
         return refuse_or_write
 
-    def on_message(self, text: str) -> None:
+    def message(self, text: str) -> None:
         self.messages.append(text)
 
-    def on_event(self, kind, values) -> None:
+    def event(self, kind, values) -> None:
         pass
 
     def sleep(self, seconds: float) -> None:

@@ -25,7 +25,7 @@ from training.command_line import parse_args, read_config_file
 from training.config import FLAG_OF
 from training.data import AUGMENTATIONS, DATASETS
 from training.errors import UserError
-from training.observe.loggers import DeviceLoad, EpochPoint, MemoryUse, RunPoint, StepPoint
+from training.observe.loggers.points import DeviceUse, EpochPoint, RunPoint, StepPoint
 from training.observe.timing import SPANS
 from training.parallel.deepspeed_schema import check_deepspeed_json
 from training.parallel.strategies import STRATEGIES
@@ -289,9 +289,9 @@ def test_tables_are_complete() -> None:
 
 def test_logged_fields_are_documented() -> None:
     fields = {field.name for point in (StepPoint, EpochPoint, RunPoint) for field in dataclasses.fields(point)}
-    fields |= {*MemoryUse._fields, *DeviceLoad._fields}
-    # The last two are written with the names of their own fields.
-    assert named_in(DOCS / "runs.md") >= fields - {"validation", "class_names", "memory", "load"}
+    fields |= {*DeviceUse._fields}
+    # The last is written with the names of its own fields.
+    assert named_in(DOCS / "runs.md") >= fields - {"validation", "class_names", "device"}
     tags = set(re.findall(r'"((?:train|speed|memory|epoch)/\w+)"', sources()))
     assert named_in(DOCS / "runs.md") >= set(SPANS)
     assert tags

@@ -48,6 +48,6 @@ def test_what_a_terminal_would_obey_is_escaped_in_mistakes_and_in_the_log():
     assert str(UserError(f"class '{name}'")) == f"class '{shown}'"
     assert str(RunEnded(name, 65, 3)) == shown
     lines = []
-    logger = SimpleNamespace(on_message=lines.append)
+    logger = SimpleNamespace(message=lines.append)
     Loggers([logger]).message(f"note: {name}")
     assert lines == [f"note: {shown}"]

@@ -15,21 +15,18 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from training.config import TrainConfig
-from training.observe.loggers import (
-    DeviceLoad,
+from training.observe.loggers import Loggers, build_loggers
+from training.observe.loggers.confusion import confusion_picture
+from training.observe.loggers.points import (
+    DeviceUse,
     EpochPoint,
-    Loggers,
-    MemoryUse,
     RunPoint,
     StepPoint,
-    build_loggers,
     epoch_line,
     run_lines,
 )
-from training.observe.loggers.confusion import confusion_picture
-from training.observe.loggers.console import ConsoleLogger
 from training.observe.loggers.tensorboard import TensorBoardLogger
-from training.observe.loggers.text_files import JsonLinesLogger, TextLogger
+from training.observe.loggers.text import ConsoleLogger, JsonLinesLogger, TextLogger
 from training.observe.run_folder import RunFolder
 from training.observe.scores import SampleScores, Scores
 
@@ -47,8 +44,7 @@ STEP = StepPoint(
     gradient_norm=1.5,
     skipped_steps=0,
     time_shares=SHARES,
-    memory=MemoryUse(3_000_000_000, 2_000_000_000, None),
-    load=DeviceLoad(0.05, None, None),
+    device=DeviceUse(3_000_000_000, 2_000_000_000, None, 0.05, None, None),
 )
 RUN = RunPoint(
     step=50,
@@ -56,8 +52,7 @@ RUN = RunPoint(
     evaluation_seconds=12.0,
     images_per_second=310.0,
     time_shares=SHARES,
-    memory=MemoryUse(3_000_000_000, 2_000_000_000, 2_500_000_000),
-    load=DeviceLoad(123.4, 0.1247, 0.97),
+    device=DeviceUse(3_000_000_000, 2_000_000_000, 2_500_000_000, 123.4, 0.1247, 0.97),
     memory_bytes_per_rank=[3_000_000_000, 2_900_000_000],
 )
 INDICES = torch.arange(2)
@@ -87,8 +82,8 @@ def console_output(mode, is_terminal):
     stream = io.StringIO()
     logger._console = Console(file=stream, force_terminal=is_terminal, width=140, highlight=False)
     logger._use_bar = is_terminal and mode != "lines"
-    logger.on_steps(STEP)
-    logger.on_epoch(EPOCH)
+    logger.steps(STEP)
+    logger.epoch(EPOCH)
     logger.close()
     return stream.getvalue()
 
@@ -140,10 +135,10 @@ def run_folder(path, name="run"):
 def test_files_hold_the_numbers(tmp_path):
     folder = run_folder(tmp_path)
     for logger in (TextLogger(folder), JsonLinesLogger(folder)):
-        logger.on_message("hello")
-        logger.on_steps(STEP)
-        logger.on_epoch(EPOCH)
-        logger.on_end(RUN)
+        logger.message("hello")
+        logger.steps(STEP)
+        logger.epoch(EPOCH)
+        logger.end(RUN)
         logger.close()
     text = folder.text_log.read_text()
     assert text.count("\n") == 5
@@ -167,8 +162,8 @@ def test_a_run_ends_with_its_time_speed_and_memory():
 def test_tensorboard_gets_the_scalars_of_a_point(tmp_path):
     folder = run_folder(tmp_path)
     logger = TensorBoardLogger(folder, {}, {}, 0)
-    logger.on_steps(STEP)
-    logger.on_end(RUN)
+    logger.steps(STEP)
+    logger.end(RUN)
     logger.close()
     read = EventAccumulator(str(folder.tensorboard)).Reload()
     expected = {"train/loss": 0.5, "time/forward": 0.35, "speed/tflops_per_second": 0.05, "run/speed/mfu": 0.1247}
@@ -198,7 +193,7 @@ def test_a_half_line_of_a_killed_run_is_cut(tmp_path, whole, half):
     folder.metrics.write_text(whole + half)
     logger = JsonLinesLogger(folder)
     assert folder.metrics.read_text() == whole
-    logger.on_event("resume", {"step": 1})
+    logger.event("resume", {"step": 1})
     logger.close()
     lines = folder.metrics.read_text().splitlines(keepends=True)
     assert "".join(lines[:-1]) == whole
@@ -281,7 +276,7 @@ def test_the_confusion_matrix_is_drawn_at_the_first_and_the_last_epoch(tmp_path)
     folder = run_folder(tmp_path)
     logger = TensorBoardLogger(folder, {}, {}, 0)
     for epoch in (1, 2, 3):
-        logger.on_epoch(dataclasses.replace(EPOCH, epoch=epoch, epochs=3))
+        logger.epoch(dataclasses.replace(EPOCH, epoch=epoch, epochs=3))
     logger.close()
     read = EventAccumulator(str(folder.tensorboard)).Reload()
     assert [event.step for event in read.Images("confusion matrix")] == [1, 3]

@@ -32,10 +32,10 @@ class Recorder:
     def __init__(self):
         self.messages, self.events = [], []
 
-    def on_message(self, message):
+    def message(self, message):
         self.messages.append(message)
 
-    def on_event(self, kind, values):
+    def event(self, kind, values):
         self.events.append((kind, values))
 
 

@@ -28,7 +28,7 @@ from training.observe.profiler import StepProfiler, costliest_operators
 from training.observe.scores import ScoreSums
 from training.observe.slow_links import SlowLink, SlowLinkWatch, exchange_share, judge_ring
 from training.observe.slow_ranks import SlowRankWatch, work_seconds
-from training.observe.step_metrics import Timing, device_load
+from training.observe.step_metrics import Timing, device_use
 from training.observe.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
 from training.parallel.engine import StepResult
 from training.parallel.world import World
@@ -168,7 +168,7 @@ class Points:
     def __init__(self):
         self.points = []
 
-    def on_steps(self, point):
+    def steps(self, point):
         self.points.append(point)
 
 
@@ -218,7 +218,7 @@ def test_the_utilization_is_nvmls_or_none(monkeypatch, answer, utilization):
     monkeypatch.setattr(torch.cuda, "utilization", ask)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
     world = World(0, 0, 1, 1, torch.device("cuda", 0))
-    assert device_load(100.0, None, world) == (None, None, utilization)
+    assert device_use(100.0, None, world)[3:] == (None, None, utilization)
     ask.assert_called_once_with(world.device)
 
 
@@ -458,7 +458,7 @@ class Messages:
     def __init__(self):
         self.lines = []
 
-    def on_message(self, line):
+    def message(self, line):
         self.lines.append(line)
 
 

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from training.checkpoint.best_weights import epoch_of
 from training.data.bad_images import bad_image_lines
 from training.data.reading.images import ImageError
-from training.observe.loggers import EpochPoint, RunPoint
+from training.observe.loggers.points import EpochPoint, RunPoint
 from training.observe.run_folder import shown_path
 from training.recipe.schedule import schedule_notes
 from training.state import Progress

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from training.observe.flops import TrainingFlops, tflops_per_second
-from training.observe.loggers import DeviceLoad, Loggers, MemoryUse, RunPoint, StepPoint
+from training.observe.loggers import Loggers
+from training.observe.loggers.points import DeviceUse, RunPoint, StepPoint
 from training.observe.machines import peak_tflops
 from training.observe.scores import ScoreSums
 from training.observe.slow_links import SlowLinkWatch
@@ -30,14 +33,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Timing:
-    """What measures a run's time on this rank.
+    """What measures time on this rank.
 
     Attributes:
         clock: spans of the loop.
-        slow_ranks: looks for a rank that holds up the others.
-        slow_links: looks for a host whose exchange holds up all.
+        slow_ranks: detects a rank that holds up the others.
+        slow_links: detects a host whose exchange holds up all.
         hosts: name of each rank's machine, by rank.
-        flops: counts the model's operations, None where they are not wanted.
+        flops: counts the model's operations, None if they are not wanted.
         profiler: `--profile`, None on ranks other than 0.
     """
 
@@ -52,12 +55,7 @@ class Timing:
 class StepMetrics:
     """Reads one epoch's sums and the clock at logging points, and logs what came in between."""
 
-    def __init__(
-        self,
-        context: TrainContext,
-        epoch: int,
-        sums: ScoreSums,
-    ) -> None:
+    def __init__(self, context: TrainContext, epoch: int, sums: ScoreSums) -> None:
         self._context, self._epoch, self._sums, self._guard = context, epoch, sums, context.guard
         self._world, self._loggers, self._timing = context.world, context.loggers, context.timing
         self._start = self._last_time = time.perf_counter()
@@ -95,12 +93,11 @@ class StepMetrics:
                 gradient_norm=float("nan") if gradient_norm is None else float(gradient_norm),
                 skipped_steps=self._guard.skipped - self._last_skipped,
                 time_shares=time_shares,
-                memory=memory_use(self._world.device),
-                load=device_load(images_per_second, self._timing.flops, self._world),
+                device=device_use(images_per_second, self._timing.flops, self._world),
             )
         )
-        self._name_slow_ranks(position + 1, spans)
-        self._name_slow_links(position + 1, spans)
+        self._log_slow_ranks(position + 1, spans)
+        self._log_slow_links(position + 1, spans)
         self._last_time, self._last_skipped, self._steps = now, self._guard.skipped, 0
 
     def elapsed_seconds(self) -> float:
@@ -125,7 +122,7 @@ class StepMetrics:
             total.update({name: total[name] + rank[name] for name in SPANS})
         return scores.sum(0).tolist(), by_rank
 
-    def _name_slow_ranks(self, step: int, spans: list[dict[str, float]]) -> None:
+    def _log_slow_ranks(self, step: int, spans: list[dict[str, float]]) -> None:
         hosts = self._timing.hosts
         for slow in self._timing.slow_ranks.judge(work_seconds(spans), self._steps):
             host = f" (host {hosts[slow.rank]})" if hosts else ""
@@ -137,7 +134,7 @@ class StepMetrics:
                 "slow_rank", {"step": step, **slow._asdict(), "host": hosts[slow.rank] if hosts else ""}
             )
 
-    def _name_slow_links(self, step: int, spans: list[dict[str, float]]) -> None:
+    def _log_slow_links(self, step: int, spans: list[dict[str, float]]) -> None:
         slow = self._timing.slow_links.judge(spans, self._steps, self._world)
         if slow is not None:
             self._loggers.message(slow.describe())
@@ -181,22 +178,20 @@ def run_point(step: int, images: int, timing: Timing, world: World) -> RunPoint:
     evaluation_seconds = ranks[0]["evaluation"]
     seconds = sum(ranks[0].values()) - evaluation_seconds
     images_per_second = images / max(seconds, 1e-9)
-    time_shares = _mean_shares(ranks)
     return RunPoint(
         step=step,
         seconds=seconds,
         evaluation_seconds=evaluation_seconds,
         images_per_second=images_per_second,
-        time_shares=time_shares,
-        memory=memory_use(world.device),
-        load=device_load(images_per_second, timing.flops, world),
+        time_shares=_mean_shares(ranks),
+        device=device_use(images_per_second, timing.flops, world),
         memory_bytes_per_rank=peak_memory_per_rank(world),
     )
 
 
 def peak_memory_per_rank(world: World) -> list[int]:
-    """Return the peak memory of every rank, see `MemoryUse`, in bytes; a collective."""
-    return gather_objects(memory_use(world.device).memory_bytes, whole_number, world)
+    """Return the peak memory of every rank, see `DeviceUse`, in bytes; a collective."""
+    return gather_objects(_memory(world.device)[0], whole_number, world)
 
 
 def name_hosts(world: World) -> tuple[str, ...]:
@@ -204,28 +199,12 @@ def name_hosts(world: World) -> tuple[str, ...]:
     return tuple(gather_objects(socket.gethostname(), text, world))
 
 
-def memory_use(device: torch.device) -> MemoryUse:
-    """Return this process's memory."""
-    if device.type == "cuda":
-        return MemoryUse(
-            torch.cuda.max_memory_allocated(device),
-            torch.cuda.memory_allocated(device),
-            torch.cuda.memory_reserved(device),
-        )
-    import resource
-
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    # The kernel updates the peak now and then only.
-    peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    return MemoryUse(peak, resident, None)
-
-
-def device_load(images_per_second: float, flops: TrainingFlops | None, world: World) -> DeviceLoad:
-    """Return how hard the devices work.
+def device_use(images_per_second: float, flops: TrainingFlops | None, world: World) -> DeviceUse:
+    """Return this process's memory and how hard the devices work.
 
     Args:
         images_per_second: of all ranks together.
-        flops: the model's operations, where they are counted.
+        flops: the model's operations, None if they are not counted.
         world: the ranks.
     """
     tflops = mfu = utilization = None
@@ -234,19 +213,23 @@ def device_load(images_per_second: float, flops: TrainingFlops | None, world: Wo
     if world.device.type == "cuda":
         peak = peak_tflops(torch.cuda.get_device_name(world.device))
         mfu = tflops / peak if tflops is not None and peak is not None else None
-        utilization = _gpu_utilization(world.device)
-    return DeviceLoad(tflops, mfu, utilization)
+        # NVML, and its two dozen errors: in a container without the right, of a part of a GPU (MIG).
+        with contextlib.suppress(Exception):
+            utilization = torch.cuda.utilization(world.device) / 100
+    return DeviceUse(*_memory(world.device), tflops, mfu, utilization)
 
 
-def _gpu_utilization(device: torch.device) -> float | None:
-    """Return what NVML says; None where it says nothing: in a container without the right, of a part of a GPU (MIG)."""
-    try:
-        return torch.cuda.utilization(device) / 100
-    except Exception:  # NVML has two dozen errors of its own, and a number is no reason to end a run
-        return None
+def _memory(device: torch.device) -> tuple[int, int, int | None]:
+    """Return the first three fields of `DeviceUse`."""
+    if device.type == "cuda":
+        cuda = torch.cuda
+        return cuda.max_memory_allocated(device), cuda.memory_allocated(device), cuda.memory_reserved(device)
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    # The kernel updates the peak now and then only.
+    return max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024), resident, None
 
 
 def _mean_shares(ranks: list[dict[str, float]]) -> Mapping[str, float]:
     """Return the mean over the ranks of each span's share."""
-    by_rank: list[Any] = [shares(seconds) for seconds in ranks]
+    by_rank = [shares(seconds) for seconds in ranks]
     return {name: sum(rank[name] for rank in by_rank) / len(by_rank) for name in by_rank[0]}

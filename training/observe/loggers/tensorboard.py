@@ -11,15 +11,16 @@ import torch
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from training.observe.loggers import EpochPoint, RunPoint, StepPoint
+from training.observe.loggers import RunLogger
 from training.observe.loggers.confusion import confusion_picture
+from training.observe.loggers.points import EpochPoint, RunPoint, StepPoint
 from training.observe.run_folder import RunFolder
 
-LARGEST_PICTURE = 200
+LARGEST_PICTURE = 200  # classes
 SECONDS_BETWEEN_PICTURES = 30.0  # drawing one takes as long as a step
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(RunLogger):
     """Writes event files into logs/tensorboard/<run>/."""
 
     def __init__(self, folder: RunFolder, config: dict[str, Any], facts: dict[str, Any], first_step: int) -> None:
@@ -30,31 +31,23 @@ class TensorBoardLogger:
         self._writer.add_text("configuration", _as_code(config))
         self._writer.add_text("environment", _as_code(facts))
 
-    def on_message(self, message: str) -> None:
-        """Text goes to training.log."""
-
-    def on_event(self, kind: str, values: dict[str, Any]) -> None:
-        """Events are in metrics.jsonl."""
-
-    def on_images(self, images: torch.Tensor) -> None:
-        """Show the sample as one grid."""
+    def images(self, images: torch.Tensor) -> None:
         self._writer.add_images("augmented training images", images, global_step=0)
 
-    def on_steps(self, point: StepPoint) -> None:
-        """Write the scalars of a logging point."""
+    def steps(self, point: StepPoint) -> None:
         scalars = {
             "train/loss": point.loss,
             "train/learning_rate": point.learning_rate,
             "train/gradient_norm": point.gradient_norm,
             "speed/images_per_second": point.images_per_second,
             "speed/data_wait_share": point.data_wait_share,
-            "memory/bytes_per_rank": point.memory.memory_bytes,
-            "memory/allocated_bytes_per_rank": point.memory.memory_allocated_bytes,
-            "memory/reserved_bytes_per_rank": point.memory.memory_reserved_bytes,
+            "memory/bytes_per_rank": point.device.memory_bytes,
+            "memory/allocated_bytes_per_rank": point.device.memory_allocated_bytes,
+            "memory/reserved_bytes_per_rank": point.device.memory_reserved_bytes,
         }
         self._write_scalars(scalars | _time_and_speed(point), point.step)
 
-    def on_epoch(self, point: EpochPoint) -> None:
+    def epoch(self, point: EpochPoint) -> None:
         """Write the scalars of an epoch, and the confusion matrix of the first, the last, and some between."""
         scalars = {
             "epoch/train_loss": point.train_loss,
@@ -71,13 +64,12 @@ class TensorBoardLogger:
             picture = confusion_picture(details.confusion(classes), point.class_names)
             self._writer.add_image("confusion matrix", picture, point.epoch, dataformats="HWC")
 
-    def on_end(self, point: RunPoint) -> None:
+    def end(self, point: RunPoint) -> None:
         """Write the whole run's numbers, one point each."""
         scalars = {"speed/images_per_second": point.images_per_second} | _time_and_speed(point)
         self._write_scalars({f"run/{tag}": value for tag, value in scalars.items()}, point.step)
 
     def close(self) -> None:
-        """Flush and close the event file."""
         self._writer.close()
 
     def _write_scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
@@ -88,9 +80,9 @@ class TensorBoardLogger:
 
 def _time_and_speed(point: StepPoint | RunPoint) -> dict[str, float | None]:
     return {f"time/{name}": share for name, share in point.time_shares.items()} | {
-        "speed/tflops_per_second": point.load.tflops_per_second,
-        "speed/mfu": point.load.mfu,
-        "speed/gpu_utilization": point.load.gpu_utilization,
+        "speed/tflops_per_second": point.device.tflops_per_second,
+        "speed/mfu": point.device.mfu,
+        "speed/gpu_utilization": point.device.gpu_utilization,
     }
 
 
