@@ -8,25 +8,26 @@ import socket
 import pytest
 from ranks import run_ranks
 
-CASES = [
-    (1, "forward", "python"),
-    (0, "data", "python"),
-    (1, "forward", "ddp"),
-    (0, "data", "ddp"),
-    (0, "logging", "ddp"),
+OURS = [
+    (1, "forward", "native ddp"),
+    (0, "data", "native ddp"),
+    (1, "forward", "deepspeed fsdp_stage2"),
+    (0, "data", "deepspeed fsdp_stage3"),
 ]
+DDP = [(1, "forward", "ddp"), (0, "data", "ddp"), (0, "logging", "ddp")]
+CASES = OURS + DDP
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """{(slow rank, where it sleeps, what carries the gradients): [report of each rank]}."""
+    """{(slow rank, where it sleeps, what reduces the gradients): [report of each rank]}."""
     cases = [{"slow_rank": rank, "sleeps_in": span, "reduces": how} for rank, span, how in CASES]
     function = "tests.training.timing_ranks:epoch_with_a_slow_rank"
     results = run_ranks(function, 2, tmp_path_factory.mktemp("slow"), cases)
     return {case: [rank[number] for rank in results] for number, case in enumerate(CASES)}
 
 
-@pytest.mark.parametrize(("slow_rank", "span", "reduces"), CASES[:4])
+@pytest.mark.parametrize(("slow_rank", "span", "reduces"), CASES[:-1])
 def test_the_rank_that_sleeps_is_named_once(slow_rank, span, reduces, reports):
     first, _ = reports[slow_rank, span, reduces]
     (message,) = first["messages"]
@@ -43,18 +44,19 @@ def test_the_rank_that_sleeps_is_named_once(slow_rank, span, reduces, reports):
 
 def test_whoever_waits_where_no_clock_looks_is_not_called_slow(reports):
     """Rank 0 is late with its logs, which is no work of all ranks; rank 1 waits for it inside DDP's backward."""
-    first, second = reports[CASES[4]]
+    first, second = reports[CASES[-1]]
     assert second["shares"]["backward"] > 0.25, "the wait is there"
     assert first["messages"] == []
 
 
-@pytest.mark.parametrize(("slow_rank", "span"), [case[:2] for case in CASES[:2]])
-def test_the_time_is_in_the_right_spans(slow_rank, span, reports):
-    slow, waiting = (reports[slow_rank, span, "python"][rank]["shares"] for rank in (slow_rank, 1 - slow_rank))
+@pytest.mark.parametrize(("slow_rank", "span", "reduces"), OURS)
+def test_the_time_is_in_the_right_spans(slow_rank, span, reduces, reports):
+    ranks = reports[slow_rank, span, reduces]
+    slow, waiting = (ranks[rank]["shares"] for rank in (slow_rank, 1 - slow_rank))
     assert slow[span] == max(slow.values())
     assert waiting["communication"] == max(waiting.values())
-    for told in (slow, waiting, *reports[slow_rank, span, "python"][0]["points"]):
+    for told in (slow, waiting, *ranks[0]["points"]):
         assert sum(told.values()) == pytest.approx(1.0)
-    mean = reports[slow_rank, span, "python"][0]["points"][1]
+    mean = ranks[0]["points"][1]
     assert mean["communication"] > 0.25
     assert mean[span] > 0.25

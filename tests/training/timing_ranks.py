@@ -1,15 +1,21 @@
-"""What a rank of tests/training/test_slow_rank.py runs: our loop over a plain engine, one rank asleep."""
+"""What a rank of tests/training/test_slow_rank.py runs: our loop, one rank asleep."""
 
 from __future__ import annotations
 
 import time
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.training.engine_ranks import CLASSES, loop_context, make_small_data
+from tests.training.engine_ranks import (
+    CLASSES,
+    configuration,
+    loop_context,
+    make_engine,
+    make_model,
+    make_small_data,
+)
 from training.data.loader import TrainLoader
 from training.data.sampler import BatchPlan
 from training.loop import train_one_epoch
@@ -26,50 +32,43 @@ from training.state import Progress, TrainState
 STEPS, BATCH_SIZE, SLEEP_SECONDS = 18, 1, 0.03
 
 
-class PlainEngine:
-    """Plain PyTorch behind our verbs: the gradients are reduced inside backward, as DeepSpeed does."""
+class DdpEngine:
+    """DDP behind our verbs: the gradients are reduced from C++, inside backward, past every clock."""
 
     loss_scale = None
 
-    def __init__(self, world: World, sleeps: bool) -> None:
+    def __init__(self, world: World) -> None:
         self.module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, CLASSES))
         self.rule = torch.optim.SGD([{"params": list(self.module.parameters()), "rate_scale": 1.0}], lr=0.1)
         self.parameter_groups = self.rule.param_groups
-        self.world, self.sleeps = world, sleeps
-
-    def forward(self, images):
-        if self.sleeps:
-            time.sleep(SLEEP_SECONDS)
-        return self.module(images)
+        self.forward = DistributedDataParallel(self.module)
 
     def backward(self, loss):
         loss.backward()
-        for parameter in self.module.parameters():
-            dist.all_reduce(parameter.grad, async_op=True).wait()
 
     def step(self):
         self.rule.step()
         self.rule.zero_grad()
         return StepResult(True, None)
 
-
-class DdpEngine(PlainEngine):
-    """The gradients are reduced by DDP: from C++, past the methods of Python's ProcessGroup."""
-
-    def __init__(self, world: World, sleeps: bool) -> None:
-        super().__init__(world, sleeps)
-        self.parallel = DistributedDataParallel(self.module)
-
-    def forward(self, images):
-        if self.sleeps:
-            time.sleep(SLEEP_SECONDS)
-        return self.parallel(images)
-
-    def backward(self, loss):
-        loss.backward()
+    def close(self):
+        pass
 
 
-ENGINES = {"python": PlainEngine, "ddp": DdpEngine}
+def sleeping_forward(forward):
+    def forward_after_sleep(images):
+        time.sleep(SLEEP_SECONDS)
+        return forward(images)
+
+    return forward_after_sleep
+
+
+def build(world: World, kind: str):
+    """Return the engine 'ddp', or ours of a kind such as 'native fsdp_stage2'."""
+    if kind == "ddp":
+        return DdpEngine(world)
+    engine, strategy = kind.split()
+    return make_engine(world, make_model(True), configuration(engine=engine, strategy=strategy))
 
 
 class SleepingReport(HeartbeatWriter):
@@ -106,8 +105,9 @@ def epoch_with_a_slow_rank(world: World, slow_rank: int, sleeps_in: str, reduces
 
     If it is in its logging, both sleep in forward as well: some work, beside which this machine's noise is small.
     """
-    sleeps = world.rank == slow_rank
-    engine = ENGINES[reduces](world, (sleeps and sleeps_in == "forward") or sleeps_in == "logging")
+    sleeps, engine = world.rank == slow_rank, build(world, reduces)
+    if (sleeps and sleeps_in == "forward") or sleeps_in == "logging":
+        engine.forward = sleeping_forward(engine.forward)
     plan = BatchPlan(37, BATCH_SIZE, 1, world.size, 0)
     hosts, heard, clock = name_hosts(world), Heard(), SpanClock()
     loggers = Loggers([heard] if world.is_main else [])
@@ -123,6 +123,7 @@ def epoch_with_a_slow_rank(world: World, slow_rank: int, sleeps_in: str, reduces
     with measured_communication(clock):
         train_one_epoch(state, batches, context)
         context.stop.close()
+    engine.close()
     return {
         "messages": heard.messages,
         "events": heard.events,

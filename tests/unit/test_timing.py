@@ -30,7 +30,19 @@ from training.observe.slow_links import SlowLink, SlowLinkWatch, exchange_share,
 from training.observe.slow_ranks import SlowRankWatch, work_seconds
 from training.observe.step_metrics import Timing, device_use
 from training.observe.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
+from training.parallel.batchnorm import _SumOverRanks
+from training.parallel.collectives import (
+    average_over_ranks,
+    barrier,
+    broadcast_object,
+    copy_from_main,
+    gather_objects,
+    sum_over_ranks,
+)
+from training.parallel.deepspeed_engine import TimedBackend
 from training.parallel.engine import StepResult
+from training.parallel.exchange import text
+from training.parallel.signals import StopRequest
 from training.parallel.world import World
 from training.state import Progress, TrainState
 
@@ -131,35 +143,49 @@ def test_a_stream_is_read_when_asked_and_its_events_are_used_again():
     assert Event.made < 1000
 
 
-def test_collectives_count_as_communication_and_the_functions_come_back(monkeypatch):
-    before = {name: getattr(dist.ProcessGroup, name, None) for name in ("allreduce", "broadcast")}
-    wait = dist.Work.wait
-    clock = SpanClock()
+@pytest.fixture
+def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with measured_communication(clock):
-            inner = clock.communication
-            entered = []
-            monkeypatch.setattr(clock, "enter", lambda name: entered.append(name))
-            monkeypatch.setattr(clock, "leave", lambda: None)
-            dist.all_reduce(torch.zeros(3))
-            work = dist.all_reduce(torch.zeros(3), async_op=True)
-            number_started = len(entered)
-            work.wait()
-            assert len(entered) == number_started + 1
-            dist.all_gather_into_tensor(torch.zeros(2), torch.zeros(2))
-            dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(2))
-            assert set(entered) == {inner._name} == {"communication"}
-            assert len(entered) >= 7, "each is started and waited for"
-            thread = threading.Thread(target=lambda: dist.all_reduce(torch.zeros(3)))
-            number = len(entered)
-            thread.start()
-            thread.join()
-            assert len(entered) == number, "another thread's time is not ours"
-    finally:
-        dist.destroy_process_group()
-    assert {name: getattr(dist.ProcessGroup, name, None) for name in before} == before
-    assert dist.Work.wait is wait
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def deepspeed_backend():
+    return TimedBackend(mock.Mock(wraps=dist, spec=TimedBackend.COLLECTIVES))
+
+
+# Each with the number of collectives that it starts or waits for.
+CALLS = {
+    "barrier": (lambda world: barrier(world), 1),
+    "sum": (lambda world: sum_over_ranks(torch.ones(2), world), 1),
+    "mean": (lambda world: average_over_ranks([torch.ones(2)], world), 1),
+    "copy": (lambda world: copy_from_main([torch.ones(2)], world), 1),
+    "gather values": (lambda world: gather_objects("a", text, world), 2),
+    "broadcast a value": (lambda world: broadcast_object("a", text, world), 2),
+    "stop": (lambda world: StopRequest().poll_now(world), 3),
+    "statistics": (lambda world: _SumOverRanks.apply(torch.ones(2)), 1),
+    "DeepSpeed's": (lambda world: deepspeed_backend().all_reduce(torch.ones(2)), 1),
+    "DeepSpeed's handle": (lambda world: deepspeed_backend().all_reduce(torch.ones(2), async_op=True).wait(), 2),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_collectives_count_as_communication_of_a_run_on_its_thread(call, group, monkeypatch):
+    function, number = CALLS[call]
+    world = World(0, 0, 2, 2, torch.device("cpu"), group, group)  # "2 ranks": one alone skips its collectives
+    clock, entered = SpanClock(), []
+    monkeypatch.setattr(clock, "enter", lambda name: entered.append(name))
+    monkeypatch.setattr(clock, "leave", lambda: None)
+    function(world)
+    with measured_communication(clock):
+        thread = threading.Thread(target=function, args=[world])
+        thread.start()
+        thread.join()
+        assert entered == [], "neither before the run nor on another thread"
+        function(world)
+    assert entered == ["communication"] * number
+    function(world)
+    assert len(entered) == number
 
 
 class Points:

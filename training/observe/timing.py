@@ -7,28 +7,19 @@ into the stream at each change of span, and read at logging points only, so the 
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 SPANS = ("data", "forward", "backward", "communication", "optimizer", "logging", "saving", "other", "evaluation")
 ABSORBING = ("saving", "evaluation")  # what happens inside them counts as theirs
 MOST_PENDING_EVENTS = 4096
-
-# Every collective of torch.distributed comes through one of these, whoever calls it; names differ between versions.
-COLLECTIVES = (
-    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "gather", "scatter", "reduce_scatter"),
-    *("allgather", "allgather_coalesced", "_allgather_base", "all_gather_single", "all_gather_single_coalesced"),
-    *("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
-    *("reduce_scatter_single", "reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
-)
+_clocks: list[SpanClock] = []  # of the runs that this process is in, the innermost last
 
 
 class Marks(Protocol):
@@ -155,7 +146,7 @@ class SpanClock:
             self._records.pop().__exit__(None, None, None)
 
 
-class Span:
+class Span(AbstractContextManager[None]):
     """A named part of the time, to be entered again and again."""
 
     __slots__ = ("_clock", "_name")
@@ -179,20 +170,22 @@ def start_clock(device: torch.device) -> SpanClock:
 
 @contextmanager
 def measured_communication(clock: SpanClock) -> Iterator[None]:
-    """Count as communication what the training thread spends in collectives, inside the block.
-
-    On a CPU that is starting them and waiting for them. On a GPU it is how long the compute stream stands still for
-    them: a collective that runs beside the computation on a stream of its own is hidden, and does not count.
-    """
-    places = [(dist.ProcessGroup, name) for name in COLLECTIVES] + [(dist.Work, "wait")]
-    originals = [(owner, name, vars(owner)[name]) for owner, name in places if name in vars(owner)]
+    """Make this the clock of `communication` inside the block."""
+    _clocks.append(clock)
     try:
-        for owner, name, function in originals:
-            setattr(owner, name, _measured(function, clock))
         yield
     finally:
-        for owner, name, function in originals:
-            setattr(owner, name, function)
+        _clocks.pop()
+
+
+def communication() -> AbstractContextManager[None]:
+    """Return the span to start a collective in, and to wait for it in; it measures nothing outside of a run.
+
+    On a CPU that is the host's time. On a GPU it is how long the compute stream stands still: a collective that runs
+    beside the computation on a stream of its own is hidden, and does not count.
+    """
+    clock = _clocks[-1] if _clocks else None
+    return clock.communication if clock is not None and clock.belongs_here() else nullcontext()
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -200,16 +193,3 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
     training = {name: value for name, value in seconds.items() if name != "evaluation"}
     total = max(sum(training.values()), 1e-9)
     return {name: value / total for name, value in training.items()}
-
-
-def _measured(function: Callable[..., Any], clock: SpanClock) -> Callable[..., Any]:
-    span = clock.communication
-
-    @functools.wraps(function)
-    def measured(*arguments: Any, **named: Any) -> Any:
-        if not clock.belongs_here():
-            return function(*arguments, **named)
-        with span:
-            return function(*arguments, **named)
-
-    return measured

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from training.observe.timing import communication
 from training.parallel.collectives import average_over_ranks
 from training.parallel.world import World
 
@@ -121,15 +122,18 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(_context: Any, values: torch.Tensor) -> torch.Tensor:
-        total = values.clone()
-        dist.all_reduce(total)
-        return total
+        return _sum_over_ranks(values)
 
     @staticmethod
     def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.contiguous().clone()
+        return _sum_over_ranks(gradient.contiguous())
+
+
+def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    total = values.clone()
+    with communication():
         dist.all_reduce(total)
-        return total
+    return total
 
 
 _SYNCHRONIZED: dict[type, type] = {}

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from training.errors import AgreedError, UserError
+from training.observe.timing import communication
 from training.parallel import exchange
 from training.parallel.exchange import Parser, optional, text
 from training.parallel.world import World
@@ -19,14 +20,16 @@ Result = TypeVar("Result")
 def barrier(world: World) -> None:
     """Wait for all ranks; a collective."""
     if world.size > 1:
-        dist.barrier()
+        with communication():
+            dist.barrier()
 
 
 def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
     """Return the elementwise sum of a tensor over all ranks; a collective."""
     total = values.clone()
     if world.size > 1:
-        dist.all_reduce(total)
+        with communication():
+            dist.all_reduce(total)
     return total
 
 
@@ -35,7 +38,8 @@ def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
     rows = values.new_empty(world.size, values.numel())
     if world.size == 1:
         return rows.copy_(values)
-    dist.all_gather_into_tensor(rows.view(-1), values)
+    with communication():
+        dist.all_gather_into_tensor(rows.view(-1), values)
     return rows
 
 
@@ -44,7 +48,8 @@ def average_over_ranks(tensors: list[torch.Tensor], world: World) -> None:
     if world.size == 1 or not tensors:
         return
     flat = torch.cat([tensor.detach().to(torch.float32).reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat)
+    with communication():
+        dist.all_reduce(flat)
     flat /= world.size
     _scatter_flat(flat, tensors)
 
@@ -54,7 +59,8 @@ def copy_from_main(tensors: list[torch.Tensor], world: World) -> None:
     if world.size == 1 or not tensors:
         return
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    dist.broadcast(flat, 0)
+    with communication():
+        dist.broadcast(flat, 0)
     _scatter_flat(flat, [tensor.detach() for tensor in tensors])
 
 

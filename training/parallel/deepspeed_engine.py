@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from training.observe.timing import communication
 from training.parallel.engine import FlatShard, Piece, StepResult, fill_shard, frozen_parameters, frozen_shards
 from training.parallel.precision import DynamicLossScale
 from training.parallel.world import World
@@ -53,6 +55,8 @@ class DeepSpeedEngine:
         )
         self.module, self.loss_scale, self._world = module, loss_scale, world
         self._applied_steps = 0
+        self._backend = deepspeed.comm.comm.cdb
+        deepspeed.comm.comm.cdb = TimedBackend(self._backend)
         create_state(self._engine.optimizer.optimizer, self._flat_partitions())
         _clear_filling(self.flat_shards())
 
@@ -185,7 +189,47 @@ class DeepSpeedEngine:
 
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers; without it a process may abort at its exit (findings, row 17)."""
+        import deepspeed
+
+        deepspeed.comm.comm.cdb = self._backend
         self._engine.destroy()
+
+
+class TimedBackend:
+    """DeepSpeed's communication backend (`deepspeed.comm.comm.cdb`), whose collectives count as communication."""
+
+    COLLECTIVES = (
+        *("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "broadcast"),
+        *("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "all_to_all_single", "barrier"),
+    )
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        for name in self.COLLECTIVES:
+            setattr(self, name, functools.partial(_timed, getattr(backend, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+class TimedWork:
+    """A collective under way, the wait for which counts as communication."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, *arguments: Any) -> Any:
+        with communication():
+            return self._work.wait(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _timed(collective: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    with communication():
+        work = collective(*arguments, **named)
+    return work if work is None else TimedWork(work)
 
 
 def _clear_filling(shards: list[FlatShard]) -> None:

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from training.observe.timing import communication
+
 Value = TypeVar("Value")
 Parser = Callable[[Any], Value]
 
@@ -42,12 +44,14 @@ def gather(
     message = _encode(value)
     size = dist.get_world_size(group)
     lengths = torch.empty(size, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(lengths, torch.tensor([len(message)], device=device), group=group)
+    with communication():
+        dist.all_gather_into_tensor(lengths, torch.tensor([len(message)], device=device), group=group)
     sizes = [_checked_length(length, rank) for rank, length in enumerate(lengths.tolist())]
     own = torch.zeros(max(sizes), dtype=torch.uint8)
     own[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
     rows = torch.empty(size * max(sizes), dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(rows, own.to(device), group=group)
+    with communication():
+        dist.all_gather_into_tensor(rows, own.to(device), group=group)
     received = rows.view(size, -1).cpu().numpy()
     return [_decode(received[rank, :length].tobytes(), parse, rank) for rank, length in enumerate(sizes)]
 
@@ -65,11 +69,13 @@ def broadcast(value: Any, parse: Parser[Value], group: dist.ProcessGroup | None)
     """
     message = _encode(value if dist.get_rank() == 0 else None)
     length = torch.tensor([len(message)])
-    dist.broadcast(length, 0, group=group)
+    with communication():
+        dist.broadcast(length, 0, group=group)
     content = torch.zeros(_checked_length(int(length), 0), dtype=torch.uint8)
     if dist.get_rank() == 0:
         content.copy_(torch.frombuffer(message, dtype=torch.uint8))
-    dist.broadcast(content, 0, group=group)
+    with communication():
+        dist.broadcast(content, 0, group=group)
     return _decode(content.numpy().tobytes(), parse, 0)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from training.observe.timing import communication
 from training.parallel.world import World
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -53,7 +54,8 @@ class StopRequest:
             return Verdict(number, save_due)
         agreed = self._finish()
         flags = torch.tensor([number, save_due], dtype=torch.int32)
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=world.signal_group, async_op=True)
+        with communication():
+            work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=world.signal_group, async_op=True)
         self._pending = (work, flags)
         return agreed
 
@@ -70,7 +72,8 @@ class StopRequest:
         if self._pending is None:
             return Verdict(0, False)
         work, flags = self._pending
-        work.wait()
+        with communication():
+            work.wait()
         self._pending = None
         stop_signal, save_due = flags.tolist()  # on the CPU: no device sync
         return Verdict(stop_signal, bool(save_due))
