@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Section, save, show, versions
 from delivery.export import ExportRefused
-from delivery.export.export_model import LATENCY_BATCHES, Exported, ExportRequest, export_model
-from delivery.export.latency import processor_name
+from delivery.export.comparison import processor_name
+from delivery.export.export_model import LATENCY_BATCHES, Exported, export_model
+from delivery.export.job import ExportSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 # Flags beside --model-type: enough for a decent accuracy in minutes on 2 cores, no more.
@@ -56,13 +57,11 @@ def train(model: str, log_dir: Path) -> Path:
 
 def row(model: str, exported: Exported) -> tuple[str, ...]:
     """Return one line of the table."""
-    found, comparison, written = exported.agreement, exported.comparison, exported.written
-    assert comparison is not None
-    sizes = comparison.sizes
+    found, sizes, written = exported.agreement, exported.sizes, exported.written
     figures = [f"{found.model_top1:.2%}", f"{found.file_top1:.2%}", f"{found.points_lost:+.2f}"]
     figures += [*(f"{sizes[name] / 1e6:.2f}" for name in ("fp32", "int8")), f"{sizes['int8'] / sizes['fp32']:.3f}"]
     for batch in LATENCY_BATCHES:
-        before, after = (comparison.latencies[name, batch] for name in ("fp32", "int8"))
+        before, after = (exported.latencies[name, batch] for name in ("fp32", "int8"))
         figures += [f"{before:.3f}", f"{after:.3f}", f"{before / after:.2f}"]
     left = ", ".join(written.left_in_fp32) or "none"
     stored = " (weights stored in int8)" if written.all_stored else ""
@@ -82,9 +81,9 @@ def main() -> None:
     rows = []
     for model in given.models.split(","):
         run = train(model, given.log_dir.resolve())
-        request = ExportRequest(str(run), "onnx", "int8", threads=given.threads)
+        settings = ExportSettings(str(run), "onnx", "int8", threads=given.threads)
         try:
-            rows.append(row(model, export_model(request, lambda line: print("  ", line, flush=True))))
+            rows.append(row(model, export_model(settings, lambda line: print("  ", line, flush=True))))
         except ExportRefused as refusal:
             rows.append((model, *[""] * 14, str(refusal)))
         print(*rows[-1], flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +84,11 @@ def read_run_config(run: Path) -> TrainConfig:
         UserError: where config.json is missing or damaged.
     """
     return TrainConfig(**read_config_file(run / CONFIG))
+
+
+def slug(name: str) -> str:
+    """Return a name as part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")
 
 
 def _is_run(folder: Path) -> bool:

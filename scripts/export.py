@@ -1,7 +1,7 @@
-"""Turns a trained model into a file that other programs run, and proves that it does what the model does.
+"""Exports a trained model to a file that other programs run, and checks that it computes what the model computes.
 
 python scripts/export.py digits --format onnx                      # a run's name; for onnxruntime
-python scripts/export.py digits --format onnx --precision int8     # quantized; says what that costs and gains
+python scripts/export.py digits --format onnx --precision int8     # quantized; prints what that costs and gains
 python scripts/export.py logs/runs/digits --format torch-export    # for PyTorch without zerovision
 python scripts/export.py model.safetensors --format safetensors --precision bf16 --data digits --output ~/models
 
@@ -12,19 +12,13 @@ Exit code: 0 exported, 1 refused because the file differs by too much, 2 the arg
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from delivery.command_line import OneLineParser, add_image_flags, batch_size_type, positive_type, run_script
 from delivery.export import FORMATS, PRECISIONS, ExportRefused, check_choice
-from training.errors import printable
-
-if TYPE_CHECKING:
-    from delivery.export.export_model import Exported
 
 REFUSED_EXIT_CODE = 1
 MOST_IMAGES, MOST_THREADS = 10**6, 256
@@ -34,14 +28,14 @@ def export(given: argparse.Namespace) -> int:
     """Export the model that the command line names."""
     check_choice(given.format, given.precision)  # before the slow imports
     from delivery.evaluation_data import EvaluationChoice
-    from delivery.export.export_model import ExportRequest, export_model
+    from delivery.export.export_model import export_model, show_export
+    from delivery.export.job import ExportSettings
 
-    request = ExportRequest(
+    settings = ExportSettings(
         given.model,
         given.format,
         given.precision,
         given.output,
-        # The part that the model was not trained on; calibration takes the other one.
         EvaluationChoice(given.data, "val", given.data_root, given.bad_images, given.allow_missing_classes),
         given.check_images,
         given.calibration_images,
@@ -50,54 +44,12 @@ def export(given: argparse.Namespace) -> int:
         given.threads,
     )
     try:
-        exported = export_model(request, lambda line: print(line, flush=True))
+        exported = export_model(settings, lambda line: print(line, flush=True))
     except ExportRefused as refusal:
         print(f"export: {refusal}", file=sys.stderr)
         return REFUSED_EXIT_CODE
-    _show(exported, given.precision, given.threads)
+    show_export(exported, settings)
     return 0
-
-
-def _show(exported: Exported, precision: str, threads: int) -> None:
-    found = exported.agreement
-    sizes = ", ".join(map(str, found.batch_sizes))
-    print(f"compared with PyTorch on {found.images} images ({printable(exported.images)}), in batches of {sizes}")
-    print(f"  largest difference of a logit  {found.difference:.3g}  (largest logit {found.scale:.3g})")
-    print(f"  root mean square difference    {found.rms_share:.2%} of the logits")
-    print(f"  between batch sizes            {found.batch_difference:.3g}")
-    print(f"  equal top-1                    {found.equal_top1:.2%}")
-    print(f"  top-1                          {found.model_top1:.4f} -> {found.file_top1:.4f}")
-    if exported.comparison is not None:
-        _show_comparison(exported, precision, threads)
-    for file in exported.files:
-        print(f"file  {printable(str(file))} ({os.path.getsize(file):,} bytes)")
-
-
-def _show_comparison(exported: Exported, precision: str, threads: int) -> None:
-    """Print accuracy, size and time per image, fp32 and the smaller precision side by side."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from delivery.export.export_model import LATENCY_BATCHES
-    from delivery.export.latency import processor_name
-
-    comparison, found = exported.comparison, exported.agreement
-    assert comparison is not None
-    times = [f"ms/image, batch {size}" for size in LATENCY_BATCHES]
-    table = Table("", "top-1", "bytes", "size", *times, box=None, header_style="bold")
-    for name, top1 in (("fp32", found.model_top1), (precision, found.file_top1)):
-        share = comparison.sizes[name] / comparison.sizes["fp32"]
-        shown = [f"{comparison.latencies[name, size]:.3f}" for size in LATENCY_BATCHES]
-        table.add_row(name, f"{top1:.4f}", f"{comparison.sizes[name]:,}", f"{share:.3f}", *shown)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    written = exported.written
-    stored = " (weights stored in int8)" if written.all_stored else ""
-    left = f" layers{stored}: {', '.join(written.left_in_fp32)}" if written.left_in_fp32 else " layers"
-    console = Console(highlight=False)
-    console.print(table)
-    print(f"  {written.calibration} ranges; computed in fp32: {len(written.left_in_fp32)} of {written.layers}{left}")
-    print(f"  onnxruntime with {threads} thread(s) on {processor_name()}; medians over shuffled rounds")
 
 
 def _percent_type(word: str) -> float:

@@ -1,4 +1,4 @@
-"""Turns a trained model into a file that other programs run: one table of formats, each with the precisions it holds.
+"""Turns a trained model into a file that other programs run: the table of formats, each with its precisions.
 
 Importing this package loads neither torch nor onnx, so that `--help` can print the table at once. A new format is one
 module with `write(job, path)` and `open_exported(path, threads)`, and one line in `FORMATS`.
@@ -18,7 +18,7 @@ class ExportFormat:
     Attributes:
         module: the module that writes and opens such files.
         extension: of the file's name.
-        precisions: the precisions that it can hold.
+        precisions: names of `PRECISIONS` that it can store.
         summary: one phrase for `--help`.
     """
 
@@ -51,14 +51,14 @@ PRECISIONS: dict[str, str] = {
 
 
 class ExportRefused(Exception):
-    """The exported file does not do what the model does: the message is the single line that is shown."""
+    """The exported file does not compute what the model computes; the message is one line."""
 
 
 def check_choice(format_name: str, precision: str) -> ExportFormat:
-    """Return the format of a name, if it can hold the precision.
+    """Return the format of a name.
 
     Raises:
-        UserError: for a name that is in no table, or a pair that does not go together.
+        UserError: for a name that is in no table, or a precision that the format cannot store.
     """
     if format_name not in FORMATS:
         raise unknown_name("format", format_name, FORMATS)

@@ -1,21 +1,29 @@
-"""Whether an exported file does what the trained model does: it is run on real images, at several batch sizes."""
+"""Compares an exported file with the trained model: logits and accuracy on real images, and time per image."""
 
 from __future__ import annotations
 
+import platform
+import random
+import statistics
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from delivery.export import ExportRefused
-from delivery.export.job import CheckImages, Run, run_in_batches
+from delivery.export.job import CheckImages, Forward, run_in_batches
 
 SMALL_BATCHES = (1, 2)
 ROUNDING = 1e-9  # points: 1.0 - 0.99 is a little more than 0.01
+ROUNDS, FEWEST_ROUNDS = 40, 5  # of timing
+SECONDS = 20.0  # after which no further round begins
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far logits may be off from the PyTorch module's in fp32; None where accuracy alone decides.
+    """How far logits may be off from the PyTorch module's in fp32; None if accuracy alone decides.
 
     Attributes:
         largest: largest difference, as a share of the largest logit.
@@ -34,7 +42,7 @@ class Tolerance:
 # add like the root of the number of layers: 2^-9 x 0.6 x 10 is 1 % after a hundred layers; 0.05 to 2.2 % was found, and
 # 2^-4 is 6 %. A single logit may move by ten times that, so the largest difference has a wider bound: up to 11 % was
 # found. Arithmetic stays in fp32, and with it the bound for other batch sizes.
-# int8 is judged by its accuracy. Other batches take other kernels, a last bit of which may move a value to the
+# For int8 accuracy decides. Other batches take other kernels, a last bit of which may move a value to the
 # neighbouring of 256 levels.
 TOLERANCES = {
     "fp32": Tolerance(largest=1e-4, rms=1e-4, batches=1e-4),
@@ -45,7 +53,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the comparison found.
+    """Result of a comparison.
 
     Attributes:
         difference: largest absolute difference of a logit from the PyTorch module's.
@@ -75,16 +83,16 @@ class Agreement:
         return 100 * (self.model_top1 - self.file_top1)
 
 
-def compare(run: Run, check: CheckImages, batch_size: int) -> Agreement:
+def compare(forward: Forward, check: CheckImages, batch_size: int) -> Agreement:
     """Run a file on all images in full batches, and on the first ones in small batches."""
-    logits = run_in_batches(run, check.images, batch_size)
+    logits = run_in_batches(forward, check.images, batch_size)
     batch_difference, first = 0.0, 0
     for size in SMALL_BATCHES:
         few = slice(first, first + size)
         first += size
         if len(check.images[few]):
-            found = run_in_batches(run, check.images[few], size)
-            batch_difference = max(batch_difference, _largest(found - logits[few]))
+            difference = run_in_batches(forward, check.images[few], size) - logits[few]
+            batch_difference = max(batch_difference, _largest(difference))
     return Agreement(
         _largest(logits - check.logits),
         float((logits - check.logits).square().mean().sqrt() / check.logits.square().mean().sqrt()),
@@ -126,6 +134,43 @@ def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: flo
             f"({agreement.model_top1:.4f} -> {agreement.file_top1:.4f}), allowed are {max_accuracy_loss:g}. "
             "Nothing was written."
         )
+
+
+def measure_latency(
+    runs: Mapping[str, Forward], images: torch.Tensor, batch_sizes: tuple[int, ...]
+) -> dict[tuple[str, int], float]:
+    """Return milliseconds per image of each file and batch size: medians over rounds in shuffled order.
+
+    Args:
+        runs: the files by name.
+        images: float32 [N, 3, S, S], repeated if a batch needs more.
+        batch_sizes: images of one forward pass.
+    """
+    largest = max(batch_sizes)
+    images = images.repeat(-(-largest // len(images)), 1, 1, 1)[:largest]
+    cases = [(name, size) for name in runs for size in batch_sizes]
+    seconds: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
+    order, started = random.Random(0), time.perf_counter()
+    for name, size in cases:
+        runs[name](images[:size])  # the first run allocates
+    for number in range(ROUNDS):
+        if number >= FEWEST_ROUNDS and time.perf_counter() - started > SECONDS:
+            break
+        for name, size in order.sample(cases, len(cases)):
+            start = time.perf_counter()
+            runs[name](images[:size])
+            seconds[name, size].append(time.perf_counter() - start)
+    return {(name, size): 1e3 * statistics.median(values) / size for (name, size), values in seconds.items()}
+
+
+def processor_name() -> str:
+    """Return the processor's name from /proc/cpuinfo, else the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _largest(values: torch.Tensor) -> float:

@@ -6,7 +6,6 @@ import hashlib
 import importlib
 import importlib.metadata
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,141 +13,122 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
-from delivery.evaluation_data import EvaluationChoice, load_evaluation_data
+from delivery.evaluation_data import load_evaluation_data
 from delivery.export import check_choice
-from delivery.export.calibration_images import load_calibration_images, load_check_images
-from delivery.export.comparison import Agreement, check_agreement, compare
-from delivery.export.job import ExportJob, Written
-from delivery.export.latency import measure_latency
-from delivery.export.sidecar import SIDECAR, check_sidecar, write_sidecar
-from delivery.export.staging import Stage
-from delivery.trained_model import TrainedModel, find_model
+from delivery.export.comparison import Agreement, check_agreement, compare, measure_latency, processor_name
+from delivery.export.job import (
+    ExportJob,
+    ExportSettings,
+    Written,
+    load_calibration_images,
+    load_check_images,
+)
+from delivery.export.output_folder import PREPROCESSING, check_output, unfinished_files, write_preprocessing
+from delivery.trained_model import TrainedModel, find_model, slug
 from training.checkpoint.weights import load_model
-from training.errors import UserError
+from training.errors import printable
 
 LATENCY_BATCHES = (1, 16)
-HELD_OUT = EvaluationChoice(split="val")
-
-
-@dataclass(frozen=True)
-class ExportRequest:
-    """What a user asks for; see the flags of scripts/export.py.
-
-    Attributes:
-        model: a run's name or folder, or a safetensors file.
-        format: a name of `FORMATS`.
-        precision: a name of `PRECISIONS`.
-        output: folder of the files, empty for the default.
-        choice: the images that the file is checked on.
-        check_images: at most so many, 0 for as many as fit into memory.
-        calibration_images: of the training split, for int8.
-        batch_size: images of one run.
-        max_accuracy_loss: points of top-1, 0 to 100.
-        threads: of onnxruntime.
-    """
-
-    model: str
-    format: str
-    precision: str = "fp32"
-    output: str = ""
-    choice: EvaluationChoice = HELD_OUT
-    check_images: int = 0
-    calibration_images: int = 256
-    batch_size: int = 64
-    max_accuracy_loss: float = 1.0
-    threads: int = 1
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two files of one model in fp32 and in the precision that was asked for.
-
-    Attributes:
-        sizes: bytes of each file, by precision.
-        latencies: milliseconds per image, by precision and batch size.
-    """
-
-    sizes: dict[str, int]
-    latencies: dict[tuple[str, int], float]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export left.
+    """Result of an export.
 
     Attributes:
         files: the model's file first.
-        agreement: what the comparison with PyTorch found.
-        images: what it was made on.
+        agreement: with the PyTorch module.
+        images: what it was measured on.
         written: the writer's choices.
-        comparison: size and speed against fp32, where the writer left a file for that.
+        sizes: bytes of the file and of its counterpart in fp32, by precision; empty unless the writer left one.
+        latencies: milliseconds per image of both, by precision and batch size.
     """
 
     files: list[Path]
     agreement: Agreement
     images: str
     written: Written
-    comparison: Comparison | None
+    sizes: dict[str, int]
+    latencies: dict[tuple[str, int], float]
 
 
-def export_model(request: ExportRequest, tell: Callable[[str], None]) -> Exported:
+def export_model(settings: ExportSettings, log: Callable[[str], None]) -> Exported:
     """Export a model; files appear under their names only after the check.
 
     Args:
-        request: what is asked for.
-        tell: takes one line on what is going on.
+        settings: what is asked for.
+        log: takes one line about progress.
 
     Raises:
-        UserError: for a mistake in the request, and where the disk refuses.
-        ExportRefused: where the file does not do what the model does.
+        UserError: for a mistake in the settings, and for errors of the disk.
+        ExportRefused: if the file does not compute what the model computes.
     """
-    chosen = check_choice(request.format, request.precision)
-    model = find_model(request.model)
-    job = prepare(request, model, tell)
-    output = Path(request.output).expanduser() if request.output else _default_output(model)
-    if output.exists() and not output.is_dir():
-        raise UserError(f"--output '{output}' is a file: give a folder.")
-    check_sidecar(output, job.metadata)
+    chosen = check_choice(settings.format, settings.precision)
+    model = find_model(settings.model)
+    job = _prepare(settings, model, log)
+    default = model.run / "export" if model.run else model.weights.parent
+    output = Path(settings.output).expanduser() if settings.output else default
+    check_output(output, job.metadata)
     writer = importlib.import_module(chosen.module)
-    stage = Stage(output)
-    with stage as folder:
-        file, sidecar = folder / f"model{chosen.extension}", folder / SIDECAR
+    with unfinished_files(output) as (folder, publish):
+        file, preprocessing = folder / f"model{chosen.extension}", folder / PREPROCESSING
         written = writer.write(job, file)
-        write_sidecar(sidecar, job.metadata)
-        run = writer.open_exported(file, request.threads)
-        agreement = compare(run, job.check, request.batch_size)
-        check_agreement(agreement, request.precision, request.max_accuracy_loss)
-        comparison = _compare_with_fp32(writer, written, file, job)
-        name = f"{_slug(job.metadata['description']['model_type'])}-{request.precision}{chosen.extension}"
-        files = stage.publish({sidecar: SIDECAR, file: name})
-    return Exported(files[::-1], agreement, job.check.name, written, comparison)
+        write_preprocessing(preprocessing, job.metadata)
+        agreement = compare(writer.open_exported(file, settings.threads), job.check, settings.batch_size)
+        check_agreement(agreement, settings.precision, settings.max_accuracy_loss)
+        sizes, latencies = _compare_with_fp32(writer, written, file, job)
+        name = f"{slug(job.metadata['description']['model_type'])}-{settings.precision}{chosen.extension}"
+        files = publish({preprocessing: PREPROCESSING, file: name})
+    return Exported(files[::-1], agreement, job.check.name, written, sizes, latencies)
 
 
-def prepare(request: ExportRequest, model: TrainedModel, tell: Callable[[str], None]) -> ExportJob:
-    """Load the model and the images.
+def show_export(exported: Exported, settings: ExportSettings) -> None:
+    """Print the comparison with PyTorch, that with fp32 if there is one, and the files."""
+    found = exported.agreement
+    sizes = ", ".join(map(str, found.batch_sizes))
+    print(f"compared with PyTorch on {found.images} images ({printable(exported.images)}), in batches of {sizes}")
+    print(f"  largest difference of a logit  {found.difference:.3g}  (largest logit {found.scale:.3g})")
+    print(f"  root mean square difference    {found.rms_share:.2%} of the logits")
+    print(f"  between batch sizes            {found.batch_difference:.3g}")
+    print(f"  equal top-1                    {found.equal_top1:.2%}")
+    print(f"  top-1                          {found.model_top1:.4f} -> {found.file_top1:.4f}")
+    if exported.sizes:
+        _show_against_fp32(exported, settings)
+    for file in exported.files:
+        print(f"file  {printable(str(file))} ({os.path.getsize(file):,} bytes)")
 
-    Raises:
-        UserError: where one of them is not there or does not fit the other.
-    """
+
+def _show_against_fp32(exported: Exported, settings: ExportSettings) -> None:
+    """Print accuracy, size and time per image, fp32 and the smaller precision side by side."""
+    found, sizes, written = exported.agreement, exported.sizes, exported.written
+    times = [f"ms/image, batch {size}" for size in LATENCY_BATCHES]
+    table = Table("", "top-1", "bytes", "size", *times, box=None, header_style="bold")
+    for name, top1 in (("fp32", found.model_top1), (settings.precision, found.file_top1)):
+        shown = [f"{exported.latencies[name, size]:.3f}" for size in LATENCY_BATCHES]
+        table.add_row(name, f"{top1:.4f}", f"{sizes[name]:,}", f"{sizes[name] / sizes['fp32']:.3f}", *shown)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    Console(highlight=False).print(table)
+    stored = " (weights stored in int8)" if written.all_stored else ""
+    left = f" layers{stored}: {', '.join(written.left_in_fp32)}" if written.left_in_fp32 else " layers"
+    print(f"  {written.calibration} ranges; computed in fp32: {len(written.left_in_fp32)} of {written.layers}{left}")
+    print(f"  onnxruntime with {settings.threads} thread(s) on {processor_name()}; medians over shuffled rounds")
+
+
+def _prepare(settings: ExportSettings, model: TrainedModel, log: Callable[[str], None]) -> ExportJob:
+    """Load the model and the images."""
     module, metadata = load_model(model.weights)
-    data = load_evaluation_data(metadata, model.config(), request.choice)
-    needs_calibration = request.precision == "int8"
-    return ExportJob(
-        module=module,
-        metadata=metadata,
-        origin=describe_origin(model, metadata, request.precision),
-        precision=request.precision,
-        check=load_check_images(data, module, most=request.check_images, batch_size=request.batch_size),
-        calibration=load_calibration_images(data, request.calibration_images) if needs_calibration else None,
-        batch_size=request.batch_size,
-        max_accuracy_loss=request.max_accuracy_loss,
-        threads=request.threads,
-        tell=tell,
-    )
+    data = load_evaluation_data(metadata, model.config(), settings.choice)
+    check = load_check_images(data, module, settings)
+    calibration = load_calibration_images(data, settings.calibration_images) if settings.precision == "int8" else None
+    origin = _describe_origin(model, metadata, settings.precision)
+    return ExportJob(settings, module, metadata, origin, check, calibration, log)
 
 
-def describe_origin(model: TrainedModel, metadata: dict[str, Any], precision: str) -> dict[str, Any]:
+def _describe_origin(model: TrainedModel, metadata: dict[str, Any], precision: str) -> dict[str, Any]:
     """Return where an exported file comes from, without paths of this machine."""
     extra = metadata["extra"]
     with model.weights.open("rb") as stream:
@@ -165,19 +145,14 @@ def describe_origin(model: TrainedModel, metadata: dict[str, Any], precision: st
     }
 
 
-def _compare_with_fp32(writer: ModuleType, written: Written, file: Path, job: ExportJob) -> Comparison | None:
+def _compare_with_fp32(
+    writer: ModuleType, written: Written, file: Path, job: ExportJob
+) -> tuple[dict[str, int], dict[tuple[str, int], float]]:
+    """Return sizes and latencies, see `Exported`."""
     if written.fp32 is None:
-        return None
-    files = {"fp32": written.fp32, job.precision: file}
-    runs = {name: writer.open_exported(path, job.threads) for name, path in files.items()}
+        return {}, {}
+    files = {"fp32": written.fp32, job.settings.precision: file}
+    opened = {name: writer.open_exported(path, job.settings.threads) for name, path in files.items()}
     with torch.inference_mode():
-        latencies = measure_latency(runs, job.check.images, LATENCY_BATCHES)
-    return Comparison({name: os.path.getsize(path) for name, path in files.items()}, latencies)
-
-
-def _default_output(model: TrainedModel) -> Path:
-    return model.run / "export" if model.run else model.weights.parent
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-")
+        latencies = measure_latency(opened, job.check.images, LATENCY_BATCHES)
+    return {name: os.path.getsize(path) for name, path in files.items()}, latencies

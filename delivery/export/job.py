@@ -1,28 +1,69 @@
-"""What is exported, and what the export is checked with."""
+"""One export: what was asked for, the network, the images that its file is compared on, and what a writer returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from delivery.evaluation_data import EvaluationChoice, EvaluationData
+from training.data.augment import STEPS
+from training.data.datasets import ImageDataset
+from training.data.reading.images import ImageError
+from training.errors import UserError
+
 # From images float32 [B, 3, S, S] to logits float32 [B, classes], both on the CPU; B is free.
-Run = Callable[[torch.Tensor], torch.Tensor]
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+HELD_OUT = EvaluationChoice(split="val")
+MAX_BYTES = 2 * 10**9  # of the images that are kept in memory, float32
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """What a user asks for; see the flags of scripts/export.py.
+
+    Attributes:
+        model: a run's name or folder, or a safetensors file.
+        format: a name of `FORMATS`.
+        precision: a name of `PRECISIONS`.
+        output: folder of the files, empty for the default.
+        choice: the images that the file is compared on; calibration takes those of the training split.
+        check_images: at most so many, 0 for as many as fit into memory.
+        calibration_images: of the training split, for int8.
+        batch_size: images of one forward pass.
+        max_accuracy_loss: points of top-1, 0 to 100, that the file may lose.
+        threads: of onnxruntime.
+    """
+
+    model: str
+    format: str
+    precision: str = "fp32"
+    output: str = ""
+    choice: EvaluationChoice = HELD_OUT
+    check_images: int = 0
+    calibration_images: int = 256
+    batch_size: int = 64
+    max_accuracy_loss: float = 1.0
+    threads: int = 1
 
 
 @dataclass(frozen=True)
 class CheckImages:
-    """Real images with known classes, and what the trained model says of them.
+    """Real images of known classes, and the trained model's logits for them.
 
     Attributes:
         images: float32 [N, 3, S, S], prepared as the model was trained.
         labels: int64 [N], classes of the model.
         logits: float32 [N, classes], of the PyTorch module in fp32.
-        name: what they are, such as "digits, val".
+        name: of the data, such as "digits, val".
     """
 
     images: torch.Tensor
@@ -40,31 +81,25 @@ class CheckImages:
 
 @dataclass(frozen=True)
 class ExportJob:
-    """One export.
+    """What a format's writer gets.
 
     Attributes:
+        settings: what the user asks for.
         module: the network, float32 on the CPU in evaluation mode; writers leave it as it is.
         metadata: what `training.checkpoint.weights.load_model` returned with it.
         origin: where it came from, as JSON can hold it.
-        precision: a name of `PRECISIONS`.
-        check: images that the file is judged on.
-        calibration: float32 [M, 3, S, S] from the training split, None where the precision needs none.
-        batch_size: images of one run of the file.
-        max_accuracy_loss: points of top-1, 0 to 100, that the file may lose.
-        threads: of onnxruntime.
-        tell: takes one line on what is going on.
+        check: images that the file is compared on.
+        calibration: float32 [M, 3, S, S] from the training split, None if the precision needs none.
+        log: takes one line about progress.
     """
 
+    settings: ExportSettings
     module: nn.Module
     metadata: dict[str, Any]
     origin: dict[str, Any]
-    precision: str
     check: CheckImages
     calibration: torch.Tensor | None
-    batch_size: int
-    max_accuracy_loss: float
-    threads: int
-    tell: Callable[[str], None]
+    log: Callable[[str], None]
 
     def example(self) -> torch.Tensor:
         """Return images [2, 3, S, S] to trace the network with: a batch of 1 would be taken for a constant."""
@@ -74,7 +109,7 @@ class ExportJob:
 
 @dataclass(frozen=True)
 class Written:
-    """What a writer did; all of it empty where the precision has no choices to make.
+    """What a writer did; empty if the precision has no choices to make.
 
     Attributes:
         fp32: the same model in fp32 in the same format, to compare with.
@@ -91,7 +126,62 @@ class Written:
     all_stored: bool = False
 
 
-def run_in_batches(run: Run, images: torch.Tensor, batch_size: int) -> torch.Tensor:
+def run_in_batches(forward: Forward, images: torch.Tensor, batch_size: int) -> torch.Tensor:
     """Return the logits, float32 [N, classes], of images [N, 3, S, S]."""
     with torch.inference_mode():
-        return torch.cat([run(batch).float() for batch in images.split(batch_size)])
+        return torch.cat([forward(batch).float() for batch in images.split(batch_size)])
+
+
+def load_check_images(data: EvaluationData, module: nn.Module, settings: ExportSettings) -> CheckImages:
+    """Read validation images, evenly spaced over the set if not all are taken, and run the network on them.
+
+    Raises:
+        UserError: if an image cannot be read, or none is left.
+    """
+    dataset = data.datasets.val
+    bytes_per_image = 4 * 3 * dataset.preprocessing["image_size"] ** 2
+    images, indices = _read(data, dataset, settings.check_images or max(MAX_BYTES // bytes_per_image, 1))
+    labels = data.label_map[dataset.source.labels[indices]]
+    logits = run_in_batches(module, images, settings.batch_size)
+    return CheckImages(images, labels, logits, f"{data.data}, {data.split}")
+
+
+def load_calibration_images(data: EvaluationData, count: int) -> torch.Tensor:
+    """Read images of the training split, evenly spaced and not augmented: float32 [count or fewer, 3, S, S].
+
+    Raises:
+        UserError: as `load_check_images`.
+    """
+    train = data.datasets.train
+    return _read(data, ImageDataset(train.source, data.datasets.val.preprocessing, STEPS["none"], train.seed), count)[0]
+
+
+def _read(data: EvaluationData, dataset: ImageDataset, most: int) -> tuple[torch.Tensor, Sequence[int]]:
+    chosen = np.linspace(0, len(dataset) - 1, min(most, len(dataset))).round().astype(int).tolist()
+    images, indices = [], []
+    for index in chosen:
+        try:
+            images.append(dataset[0, index][0])
+            indices.append(index)
+        except ImageError:
+            if not data.datasets.bad_image_share:
+                raise
+    if not images:
+        raise UserError(f"none of {len(chosen)} images could be read: an export needs some to be checked on.")
+    return torch.stack(images), indices
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Trace a network within this block: without gradients and PyTorch's warnings.
+
+    Raises:
+        UserError: in place of whatever the tracer raises.
+    """
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # PyTorch's own deprecations
+        try:
+            yield
+        except Exception as error:  # torch.export and torch.onnx raise dozens of types with no common base
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise UserError(f"PyTorch cannot trace this network: {reason}. Give --format safetensors.") from error

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from delivery.export.job import ExportJob, Run, Written
+from delivery.export.job import ExportJob, Forward, Written
 from training.checkpoint.weights import load_model, save_weights
 
 STORED_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -15,14 +15,14 @@ STORED_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def write(job: ExportJob, path: Path) -> Written:
     """Write the file; biases and norms keep fp32, see `is_large`."""
-    dtype = STORED_DTYPES[job.precision]
+    dtype = STORED_DTYPES[job.settings.precision]
     tensors = {
         name: tensor.to(dtype) if is_large(tensor) else tensor for name, tensor in job.module.state_dict().items()
     }
     facts = {**job.metadata, "extra": {**job.metadata["extra"], "exported": job.origin}}
     try:
         save_weights(path, tensors, **facts)
-    except SafetensorError as error:  # what its writer makes of the system's errors
+    except SafetensorError as error:  # which its writer raises in place of the system's errors
         raise OSError(str(error)) from error
     return Written()
 
@@ -32,6 +32,6 @@ def is_large(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.ndim > 1
 
 
-def open_exported(path: Path, threads: int) -> Run:
+def open_exported(path: Path, threads: int) -> Forward:
     """Load the file as any user of it would: into a network in fp32."""
     return load_model(path)[0]

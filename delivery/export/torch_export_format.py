@@ -10,16 +10,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from delivery.export.job import ExportJob, Run, Written
+from delivery.export.job import ExportJob, Forward, Written, tracing
+from delivery.export.output_folder import describe_use
 from delivery.export.safetensors_format import is_large
-from delivery.export.sidecar import describe_use
-from delivery.export.tracing import tracing
 
 FACTS = "zerovision.json"  # beside the graph, inside the file
 
 
 class StoredInBf16(nn.Module):
-    """A network whose large weights lie in bf16 and are widened to fp32 for use."""
+    """A network whose large weights are stored in bf16 and widened to fp32 for use."""
 
     def __init__(self, module: nn.Module) -> None:
         """Take a copy of the network."""
@@ -42,12 +41,12 @@ def write(job: ExportJob, path: Path) -> Written:
     """Trace the network with a free batch dimension and write it.
 
     Raises:
-        UserError: where PyTorch cannot trace it.
+        UserError: if PyTorch cannot trace it.
     """
     batch = torch.export.Dim("batch")
     with tracing():
         program = torch.export.export(
-            STORED_AS[job.precision](job.module), (job.example(),), dynamic_shapes=({0: batch},)
+            STORED_AS[job.settings.precision](job.module), (job.example(),), dynamic_shapes=({0: batch},)
         )
     facts = {**describe_use(job.metadata), "origin": job.origin}
     stream = io.BytesIO()  # on a full disk a file object raises OSError, torch's own writer anything
@@ -56,6 +55,6 @@ def write(job: ExportJob, path: Path) -> Written:
     return Written()
 
 
-def open_exported(path: Path, threads: int) -> Run:
+def open_exported(path: Path, threads: int) -> Forward:
     """Load the file as any user of it would."""
     return torch.export.load(path).module()

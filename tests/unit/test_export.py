@@ -20,10 +20,9 @@ from exports import IMAGE_SIZE, ROOT, held_out, run_export, save_run, train_on_d
 from PIL import Image
 from safetensors.torch import load_file
 
-from delivery.export import ExportRefused, onnx_graph, safetensors_format
+from delivery.export import ExportRefused, onnx_format, safetensors_format
 from delivery.export.comparison import check_agreement, compare
-from delivery.export.job import CheckImages
-from delivery.export.tracing import tracing
+from delivery.export.job import CheckImages, tracing
 from models import build_model
 from training.checkpoint.weights import load_model, preprocess, read_metadata
 from training.errors import UserError
@@ -313,7 +312,7 @@ def test_a_refused_file_leaves_nothing_and_the_old_one_stays(run_folder, monkeyp
 def test_a_network_that_cannot_be_traced_or_is_too_large_is_one_line(run_folder, monkeypatch, capsys, tmp_path):
     with pytest.raises(UserError, match="cannot trace this network: no such thing"), tracing():
         raise RuntimeError("no such thing\nand a page of it")
-    monkeypatch.setattr(onnx_graph, "MAX_BYTES", 10**6)
+    monkeypatch.setattr(onnx_format, "MAX_BYTES", 10**6)
     assert run_export(monkeypatch, run_folder, "--format", "onnx", "--output", tmp_path / "out") == 2
     assert "an ONNX file holds" in capsys.readouterr().err
     assert os.listdir(tmp_path) == []

@@ -14,8 +14,8 @@ import torch
 from exports import IMAGE_SIZE, held_out, run_export, save_run, train_on_digits
 from onnx import numpy_helper
 
+from delivery.export.comparison import measure_latency
 from delivery.export.int8 import fewest
-from delivery.export.latency import measure_latency
 from models import build_model
 
 WORDS = ("--format", "onnx", "--precision", "int8")

@@ -15,9 +15,9 @@ OWNERS = {
     "pickle": {"models/weights_file.py"},  # the name of an error alone
     "deepspeed": {"training/parallel/deepspeed_engine.py"},
     "torch.utils.tensorboard": {"training/observe/loggers/tensorboard.py"},
-    "onnx": {f"delivery/export/{name}.py" for name in ("int8", "onnx_format", "onnx_graph", "quantizer")},
-    "onnxruntime": {f"delivery/export/{name}.py" for name in ("onnx_session", "quantizer")},
-    "onnxscript": {"delivery/export/onnx_graph.py"},
+    "onnx": {f"delivery/export/{name}.py" for name in ("int8", "onnx_format")},
+    "onnxruntime": {f"delivery/export/{name}.py" for name in ("int8", "onnx_format")},
+    "onnxscript": {"delivery/export/onnx_format.py"},
 }
 
 

@@ -24,10 +24,14 @@ REPO_ROOT = Path(__file__).resolve().parents[2]
 PREPARE = """
 import os, signal, sys
 from pathlib import Path
-from delivery.export.staging import Stage
+from delivery.export.output_folder import unfinished_files
 from training.checkpoint.atomic_write import replacing_folder, replacing
 folder = Path(sys.argv[1])
-with replacing(folder / "model.safetensors") as weights, replacing_folder(folder / "evaluation") as new, Stage(folder):
+with (
+    replacing(folder / "model.safetensors") as weights,
+    replacing_folder(folder / "evaluation") as new,
+    unfinished_files(folder),
+):
     weights.touch()
     if len(sys.argv) > 2:  # killed between the two renames that replace a folder
         os.replace(folder / "evaluation", str(new)[:-3] + "old")

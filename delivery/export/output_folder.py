@@ -1,19 +1,62 @@
-"""preprocessing.json: all that a program without zerovision needs to feed an exported model and read its answer."""
+"""The output folder of an export: preprocessing.json, and files that get their names once they are checked."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from training.checkpoint.atomic_write import remove_leftovers, sync_to_disk, unfinished
 from training.errors import UserError
 
-SIDECAR = "preprocessing.json"
+PREPROCESSING = "preprocessing.json"
 INPUT_NAME, OUTPUT_NAME = "images", "logits"
+
+Publish = Callable[[dict[Path, str]], list[Path]]
+
+
+@contextmanager
+def unfinished_files(output: Path) -> Iterator[tuple[Path, Publish]]:
+    """Yield a hidden folder inside the output folder, and the function that gives its files their names there.
+
+    That function takes the name of each file, in order, and returns their new paths. Leaving the block removes the
+    hidden folder, and after an error the folders that were made for it.
+
+    Raises:
+        UserError: in place of an OSError, such as that of a full disk.
+    """
+    folder = unfinished(output / "export", "tmp")
+    made = [parent for parent in (output, *output.parents) if not parent.exists()]
+
+    def publish(names: dict[Path, str]) -> list[Path]:
+        for file, name in names.items():
+            sync_to_disk(file)
+            os.replace(file, output / name)
+        sync_to_disk(output)
+        return [output / name for name in names.values()]
+
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(output)
+        folder.mkdir()
+        yield folder, publish
+        made = []
+    except OSError as error:
+        raise UserError(f"cannot write into '{output}': {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in made:  # the innermost first; one that is not empty stays
+            with contextlib.suppress(OSError):
+                parent.rmdir()
 
 
 def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return what preprocessing.json holds.
+    """Return the content of preprocessing.json.
 
     Args:
         metadata: what `training.checkpoint.weights.read_metadata` returned.
@@ -55,18 +98,20 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_sidecar(path: Path, metadata: dict[str, Any]) -> None:
+def write_preprocessing(path: Path, metadata: dict[str, Any]) -> None:
     """Write preprocessing.json."""
     path.write_text(_text(metadata), encoding="utf-8")
 
 
-def check_sidecar(output: Path, metadata: dict[str, Any]) -> None:
-    """Refuse a folder whose preprocessing.json is that of another model, which would be lost.
+def check_output(output: Path, metadata: dict[str, Any]) -> None:
+    """Check that the output is a folder, and that no preprocessing.json of another model would be overwritten.
 
     Raises:
-        UserError: for such a folder.
+        UserError: if not.
     """
-    path = output / SIDECAR
+    if output.exists() and not output.is_dir():
+        raise UserError(f"--output '{output}' is a file: give a folder.")
+    path = output / PREPROCESSING
     try:
         present = path.read_text(encoding="utf-8") if path.is_file() else None
     except (OSError, ValueError) as error:
@@ -77,4 +122,4 @@ def check_sidecar(output: Path, metadata: dict[str, Any]) -> None:
 
 def _text(metadata: dict[str, Any]) -> str:
     text = json.dumps(describe_use(metadata), indent=1, ensure_ascii=False) + "\n"
-    return text.encode("utf-8", "backslashreplace").decode()  # the names of folders may hold bytes that are no text
+    return text.encode("utf-8", "backslashreplace").decode()  # names of folders may contain bytes that are no text
