@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.command_line import read_config_file
 from training.config import REPO_ROOT, TrainConfig
+from training.config_file import read_config_file
 from training.errors import UserError, nearest
 from training.observe.run_folder import CONFIG, WEIGHTS
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from delivery.command_line import run_script
+from training.command_line import OneLineParser, parse_args, run_script
 from training.data import DATASETS, DataOptions
 from training.errors import UserError
 
@@ -61,9 +61,7 @@ def _split_and_parse(words: list[str]) -> argparse.Namespace:
 
 def _parse(words: list[str]) -> argparse.Namespace:
     names = "; ".join(f"{entry.usage}: {entry.summary}" for entry in DATASETS.values())
-    parser = argparse.ArgumentParser(
-        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("doctor", __doc__)
     parser.add_argument(
         "--check-data",
         metavar="DATA",
@@ -73,19 +71,19 @@ def _parse(words: list[str]) -> argparse.Namespace:
     machines.add_argument("--hostfile", type=Path, help="examine these machines: lines of 'name slots=N'")
     machines.add_argument("--hosts", metavar="A,B", help="examine these machines")
     machines.add_argument("--here", action="store_true", help="examine this machine alone, inside a Slurm job too")
-    parser.add_argument("--nodes", type=_positive, metavar="N", help="machines to take, from the top (default: all)")
-    parser.add_argument("--gpus-per-node", type=_positive, metavar="G", help="GPUs (or CPU ranks) to take on each")
-    parser.add_argument("--port", type=_port, default=0, help="where the ranks are to meet (default: any that is free)")
+    parser.add_number("--nodes", 1, 1024, metavar="N", help="machines to take, from the top (default: all)")
+    parser.add_number("--gpus-per-node", 1, 1024, metavar="G", help="GPUs (or CPU ranks) to take on each")
+    parser.add_number("--port", 0, 65535, default=0, help="where the ranks are to meet (default: any that is free)")
     parser.add_argument("--data", help="look at this data set too: as for training")
     parser.add_argument("--model-type", help="reckon with this model: as for training")
     parser.add_argument("--strategy", help="with --model-type: how its state is sharded (default: ddp)")
     parser.add_argument("--batch-size", help="with --model-type: images per GPU (default: 16)")
     parser.add_argument("--log-dir", help="folder of all logs (default: logs/ beside scripts/)")
-    parser.add_argument("--val-fraction", type=float, help="share held out where one folder is split (default: 0.2)")
+    parser.add_value("--val-fraction", float, "a number", help="share of one folder held out (default: 0.2)")
     parser.add_argument("--data-root", help="where torchvision data sets are kept (default: ~/.cache/zerovision)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(words)
+    return parser.parse(words)
 
 
 def _examine(given: argparse.Namespace, training_words: list[str]) -> int:
@@ -109,7 +107,6 @@ def _request(given: argparse.Namespace, training_words: list[str]) -> Request:
     """Put together what is to be examined; flags of the doctor win over the training's words."""
     from planning.doctor.collect import HERE, Request
     from planning.doctor.connect import here, over_srun, over_ssh
-    from training.command_line import parse_args
 
     flags = {name: getattr(given, name) for name in TRAINING_FLAGS if getattr(given, name) is not None}
     words = [*training_words, *(f"--{name.replace('_', '-')}={value}" for name, value in flags.items())]
@@ -158,20 +155,6 @@ def _hosts_of_job(node_list: str) -> list[str]:
         return host_names(node_list)
     except UserError as error:
         raise UserError(f"{error} Name the machines with --hosts.") from None
-
-
-def _positive(text: str) -> int:
-    return _whole_number(text, 1024)
-
-
-def _port(text: str) -> int:
-    return _whole_number(text, 65535, smallest=0)
-
-
-def _whole_number(text: str, largest: int, smallest: int = 1) -> int:
-    if not (text.isascii() and text.isdecimal()) or not smallest <= int(text) <= largest:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from {smallest} to {largest}")
-    return int(text)
 
 
 def _data_options(given: argparse.Namespace) -> DataOptions:

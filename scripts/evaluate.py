@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from delivery.command_line import OneLineParser, add_image_flags, batch_size_type, run_script
+from delivery.image_flags import add_image_flags
+from training.command_line import OneLineParser, run_script
+from training.config import LARGEST_BATCH
 from training.errors import UserError, printable
 from training.observe.run_folder import EVALUATION
 
@@ -126,18 +128,17 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = OneLineParser("evaluate", __doc__)
     parser.add_argument("model", metavar="RUN_OR_WEIGHTS", help="A run's name or folder, or a safetensors file.")
     add_image_flags(parser, "judge")
-    parser.add_argument(
+    parser.add_choice(
         "--split",
-        choices=("auto", "val", "train", "all"),
+        ("auto", "val", "train", "all"),
         default="auto",
         help="Part of the data; auto: what the run held out, or all of a folder that it was not trained on.",
     )
-    parser.add_argument("--batch-size", type=batch_size_type, default=64, help="Images per rank and forward pass.")
-    parser.add_argument("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="As in training.")
+    parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images per rank and forward pass.")
+    parser.add_choice("--precision", ("auto", "bf16", "fp16", "fp32"), default="auto", help="As in training.")
     parser.add_argument("--output", default="", help="Folder of the files; default: in the run's folder.")
-    # The deepspeed launcher adds this to every rank's command line; the environment says the same.
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    return parser.parse_args(words)
+    parser.add_local_rank()
+    return parser.parse(words)
 
 
 def main() -> int:

@@ -17,8 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from delivery.command_line import OneLineParser, add_image_flags, batch_size_type, positive_type, run_script
 from delivery.export import FORMATS, PRECISIONS, ExportRefused, check_choice
+from delivery.image_flags import add_image_flags
+from training.command_line import OneLineParser, run_script
+from training.config import LARGEST_BATCH
 
 REFUSED_EXIT_CODE = 1
 MOST_IMAGES, MOST_THREADS = 10**6, 256
@@ -52,22 +54,11 @@ def export(given: argparse.Namespace) -> int:
     return 0
 
 
-def _percent_type(word: str) -> float:
-    try:
-        value = float(word)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{word!r}: expected points of top-1 from 0 to 100")
-    return value
-
-
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = OneLineParser("export", __doc__)
     formats = "; ".join(f"{name}: {entry.summary}" for name, entry in FORMATS.items())
     precisions = "; ".join(f"{name}: {text}" for name, text in PRECISIONS.items())
-    count = positive_type(MOST_IMAGES)
     parser.add_argument("model", metavar="RUN_OR_WEIGHTS", help="A run's name or folder, or a safetensors file.")
     parser.add_argument("--format", required=True, metavar="|".join(FORMATS), help=f"{formats}.")
     parser.add_argument("--precision", default="fp32", metavar="|".join(PRECISIONS), help=f"{precisions} (onnx only).")
@@ -75,18 +66,15 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--output", default="", help="Folder of the files; default: export/ in the run's folder, or beside the weights."
     )
     add_image_flags(parser, "check")
-    parser.add_argument(
-        "--check-images", type=count, default=0, help="Most validation images to check on; default: all that fit 2 GB."
-    )
-    parser.add_argument(
-        "--calibration-images", type=count, default=256, help="int8: training images that show the activations' ranges."
-    )
-    parser.add_argument(
-        "--max-accuracy-loss", type=_percent_type, default=1.0, help="Points of top-1 that the file may lose."
-    )
-    parser.add_argument("--batch-size", type=batch_size_type, default=64, help="Images of one run, at most.")
-    parser.add_argument("--threads", type=positive_type(MOST_THREADS), default=1, help="Threads of onnxruntime.")
-    return parser.parse_args(words)
+    images = "Most validation images to check on; default: all that fit 2 GB."
+    parser.add_number("--check-images", 1, MOST_IMAGES, default=0, help=images)
+    images = "int8: training images that show the activations' ranges."
+    parser.add_number("--calibration-images", 1, MOST_IMAGES, default=256, help=images)
+    points = "Points of top-1 that the file may lose."
+    parser.add_number("--max-accuracy-loss", 0.0, 100.0, default=1.0, help=points)
+    parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images of one run, at most.")
+    parser.add_number("--threads", 1, MOST_THREADS, default=1, help="Threads of onnxruntime.")
+    return parser.parse(words)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from delivery.command_line import OneLineParser, batch_size_type, positive_type, run_script
+from training.command_line import OneLineParser, run_script
+from training.config import LARGEST_BATCH
 from training.errors import UserError, printable
 
 SOME_UNREADABLE_EXIT_CODE = 1
@@ -75,16 +76,16 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "images", nargs="+", metavar="IMAGE", help="Files, folders, or -: one image, or paths, on standard input."
     )
-    parser.add_argument("--top-k", type=positive_type(LARGEST_TOP_K), default=3, help="Classes named for each image.")
-    parser.add_argument("--format", choices=("table", "csv", "json"), default="table", help="json: one object a line.")
+    parser.add_number("--top-k", 1, LARGEST_TOP_K, default=3, help="Classes named for each image.")
+    parser.add_choice("--format", ("table", "csv", "json"), default="table", help="json: one object a line.")
     parser.add_argument("--output", default="", help="File to write in place of standard output.")
     parser.add_argument("--flip", action="store_true", help="Ask the mirrored image too, and take the mean of both.")
-    parser.add_argument("--batch-size", type=batch_size_type, default=64, help="Images of one forward pass.")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="", help="Default: a GPU where there is one.")
-    parser.add_argument(
-        "--decode", choices=("cpu", "exact"), default="cpu", help="As in training: JPEG files shrunk, or in full."
+    parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images of one forward pass.")
+    parser.add_choice("--device", ("cpu", "cuda"), help="Default: a GPU where there is one.")
+    parser.add_choice(
+        "--decode", ("cpu", "exact"), default="cpu", help="As in training: JPEG files shrunk, or in full."
     )
-    return parser.parse_args(words)
+    return parser.parse(words)
 
 
 def main() -> int:

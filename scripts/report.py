@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from delivery.command_line import OneLineParser, run_script
+from training.command_line import OneLineParser, run_script
 from training.observe.run_folder import REPORT
 
 
@@ -44,7 +44,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--output", default="", help="File to write; default: report.html in the run's folder, or here for several."
     )
     parser.add_argument("--watch", action="store_true", help="Write it again as the run goes on, until its end.")
-    return parser.parse_args(words)
+    return parser.parse(words)
 
 
 if __name__ == "__main__":

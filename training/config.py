@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -16,10 +17,13 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from models import LARGEST_IMAGE_SIZE, MODELS, MOST_MEMBERS, check_model_name
 from training.data import AUGMENTATIONS, BAD_IMAGES_USAGE, DATASETS, DECODERS, bad_image_share
-from training.errors import UserError, unknown_name
+from training.errors import UserError, shown, unknown_name
 from training.parallel.strategies import STRATEGIES
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
+LARGEST_BATCH = 65_536  # images of one forward pass
+# The words that YAML 1.1 reads as booleans.
+BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
@@ -46,7 +50,7 @@ class TrainConfig:
     model_type: str = option("mobilenet", f"Model: one of {', '.join(MODELS)}, or timm:<name> for any timm model.")
     strategy: str = option("ddp", f"How training state is sharded: {', '.join(STRATEGIES)}.")
     epochs: int = option(30, "Passes over the training data.", low=1, high=100_000)
-    batch_size: int = option(16, "Images per GPU (or CPU rank) and micro-step.", low=1, high=65_536)
+    batch_size: int = option(16, "Images per GPU (or CPU rank) and micro-step.", low=1, high=LARGEST_BATCH)
     gradient_accumulation_steps: int = option(
         1, "Micro-steps per optimizer step; BatchNorm still sees single micro-batches.", low=1, high=4096
     )
@@ -202,7 +206,7 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     for name, field in FIELDS.items():
         value = getattr(config, name)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and not _is_in_range(value, field):
-            raise UserError(f"{label_of[name]} {value}: expected {expected(field)}.")
+            raise UserError(f"{label_of[name]} {shown(value)}: expected {allowed_values(field)}.")
     check_model_name(config.model_type)
     if config.strategy not in STRATEGIES:
         raise unknown_name("strategy", config.strategy, STRATEGIES)
@@ -234,23 +238,56 @@ def field_types() -> dict[str, Any]:
     return get_type_hints(TrainConfig)
 
 
+def number_type(field: dataclasses.Field) -> type | None:
+    """Return int or float for a field that takes a number, None for any other."""
+    annotation = field_types()[field.name]
+    return next((kind for kind in (int, float) if kind in (annotation, *get_args(annotation))), None)
+
+
+def allowed_names(field: dataclasses.Field) -> list[str]:
+    """Return the names that a field takes: of a `Literal`, or beside a number."""
+    annotation = field_types()[field.name]
+    parts = [annotation, *get_args(annotation)]
+    return [name for part in parts for name in get_args(part) if isinstance(name, str)]
+
+
+def read_value(field: dataclasses.Field, value: Any) -> Any:
+    """Convert a word of the command line, or a value of a file, to the field's type; ranges are checked later.
+
+    Raises:
+        ValueError: it cannot be one of the field's values.
+    """
+    kind, number, names = field_types()[field.name], number_type(field), allowed_names(field)
+    if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        text = str(value)  # YAML reads `workers: 2` as a number
+        os.fsencode(text)  # raises a ValueError for half a character
+        if "\0" in text:
+            raise ValueError
+        return text
+    if isinstance(value, bool):
+        value = "on" if value else "off"  # as YAML reads `compile: on`
+    if value in names:
+        return value
+    if kind is bool and isinstance(value, str) and value.lower() in BOOLEANS:
+        return BOOLEANS[value.lower()]
+    is_read_exactly = isinstance(value, str) or (isinstance(value, int) and abs(value) < 2**63)
+    if number and (is_read_exactly or (number is float and isinstance(value, float))):
+        return number(value)
+    raise ValueError
+
+
 def _is_in_range(value: float, field: dataclasses.Field) -> bool:
     low, high, above = (field.metadata[key] for key in ("low", "high", "above"))
     # Written so that nan is in no range.
     return (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
 
 
-def expected(field: dataclasses.Field) -> str:
-    """Say in words which values a field takes."""
-    annotation = field_types()[field.name]
-    if annotation is bool:
-        return "true or false"
-    if annotation is str:
-        return "text"
-    is_number = {int, float} & {annotation, *get_args(annotation)}
-    if not is_number:
-        return " | ".join(get_args(annotation))
-    texts = {"above": "above {}", "low": "from {}", "high": "up to {}"}
-    bounds = [text.format(field.metadata[key]) for key, text in texts.items() if field.metadata[key] is not None]
-    or_auto = "" if annotation in (int, float) else ", or auto"
-    return " ".join(["a whole number" if annotation is int else "a number", *bounds]) + or_auto
+def allowed_values(field: dataclasses.Field) -> str:
+    """Return the values that a field takes, for a message."""
+    kind, number, names = field_types()[field.name], number_type(field), allowed_names(field)
+    if number:
+        texts = {"above": "above {}", "low": "from {}", "high": "up to {}"}
+        bounds = [text.format(field.metadata[key]) for key, text in texts.items() if field.metadata[key] is not None]
+        or_names = "".join(f", or {name}" for name in names)
+        return " ".join(["a whole number" if number is int else "a number", *bounds]) + or_names
+    return " | ".join(names) if names else {bool: "true or false", str: "text"}[kind]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from delivery.command_line import run_script
 from models import build_model
 from scripts.export import export, parse
 from training.checkpoint.weights import save_weights
+from training.command_line import run_script
 from training.data import DataOptions, load_data
 
 IMAGE_SIZE = 16

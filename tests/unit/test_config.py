@@ -12,8 +12,9 @@ from typing import get_args
 
 import pytest
 
-from training.command_line import parse_args, read_config_file
+from training.command_line import parse_args
 from training.config import FIELDS, FLAG_OF, TrainConfig, check_config, field_types, save_config
+from training.config_file import read_config_file
 from training.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

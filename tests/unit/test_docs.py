@@ -21,8 +21,9 @@ import pytest
 
 from launch.slurm.slurm_arguments import training_arguments
 from models import MODELS
-from training.command_line import parse_args, read_config_file
+from training.command_line import parse_args
 from training.config import FLAG_OF
+from training.config_file import read_config_file
 from training.data import AUGMENTATIONS, DATASETS
 from training.errors import UserError
 from training.observe.loggers.points import DeviceUse, EpochPoint, RunPoint, StepPoint
@@ -269,7 +270,7 @@ from training.checkpoint.weights import load_weights
     found = problems(page, tmp_path)
     expected = ["link to missing.md", "link to #no-heading", "path training/missing.py", "path launch.sh"]
     expected += ["flag --batchsize", "launch_distributed.sh mobilnet", "--epochs 0", "trian", "doctor.py --check DIR"]
-    expected += ["invalid choice: 'xml'", "'zero_optimisation'", "'epoch'"]
+    expected += ["--format 'xml'", "'zero_optimisation'", "'epoch'"]
     expected += ["import of load_weights", "message nothing ever"]
     assert len(found) == len(expected), found
     for problem, part in zip(found, expected, strict=True):

@@ -310,7 +310,7 @@ def test_only_safetensors_are_read(call, tmp_path, script, content, message):
         (predict, ["{run}", "-"], "standard input is empty"),
         (predict, ["{run}"], "the following arguments are required: IMAGE"),
         (predict, ["{run}", "a.png", "--top-k", "0"], "expected a whole number from 1 to 1000"),
-        (predict, ["{run}", "a.png", "--format", "xml"], "invalid choice: 'xml'"),
+        (predict, ["{run}", "a.png", "--format", "xml"], "--format 'xml': expected table | csv | json"),
         (predict, ["{run}", "a.png", "--output", "{empty}/no/such"], "cannot be written (No such file or directory)"),
     ],
 )

@@ -107,7 +107,7 @@ def test_the_environment_is_read_where_it_belongs():
     allowed = {
         *("training/parallel/world.py", "training/parallel/deepspeed_engine.py", "scripts/train_distributed.py"),
         *("launch/supervisor.py", "launch/local_ranks.py"),  # which hand it on
-        "delivery/command_line.py",  # rank 0 speaks for all
+        "training/command_line.py",  # rank 0 prints for all
         *(f"launch/cluster/{name}.py" for name in ("agent", "cluster_plan", "remote_shell")),  # the same
         *("launch/slurm/job.py", "scripts/doctor.py", "planning/doctor/network.py"),  # Slurm's and ssh's
     }
