@@ -11,7 +11,7 @@ from delivery.model_card import write_model_card
 from delivery.report.page import write_report
 from training.checkpoint.weights import read_metadata
 from training.observe.evaluation import read_scores
-from training.observe.run_folder import RunFolder, shown_path
+from training.observe.run_folder import EVALUATION, REPORT, RunFolder, shown_path
 
 
 def leave_files(
@@ -28,7 +28,7 @@ def leave_files(
     Returns:
         One line for each thing that could not be written, and where the report lies.
     """
-    report = folder.report
+    report = folder.path / REPORT
     steps: dict[str, Callable[[], object]] = {"evaluation": lambda: _write_evaluation(folder, read_image)}
     if with_card:
         steps["model card"] = lambda: write_model_card(folder.path)
@@ -44,7 +44,7 @@ def leave_files(
 
 
 def _write_evaluation(folder: RunFolder, read_image: Callable[[int], torch.Tensor]) -> None:
-    facts = read_scores(folder.evaluation)
+    facts = read_scores(folder.path / EVALUATION)
     # A run that was killed between the two files has the scores of an older epoch.
     if facts is not None and facts["epoch"] == read_metadata(folder.weights)["extra"].get("epoch"):
-        write_evaluation(folder.evaluation, facts, read_image)
+        write_evaluation(folder.path / EVALUATION, facts, read_image)

@@ -38,7 +38,7 @@ def main() -> int:
             return 0
         report = report_to_launcher(config)
         # Imported late: `--help` and the launchers' check need none of it.
-        from training.checkpoint.resume_point import RunStart
+        from training.checkpoint.resume import RunStart
         from training.observe.run_lock import Origin
         from training.run import run
 

@@ -14,8 +14,15 @@ from models import model_spec
 from models.build import BuiltModel
 from models.weights_file import not_finite
 from training.checkpoint.best_weights import bring_along, write_best
-from training.checkpoint.resume import check_fit, keep_global_batch, restore
-from training.checkpoint.resume_point import FIRST_START, RunStart, create_folder, find_checkpoint
+from training.checkpoint.resume import (
+    FIRST_START,
+    RunStart,
+    check_fit,
+    create_folder,
+    find_checkpoint,
+    keep_global_batch,
+    restore,
+)
 from training.checkpoint.saver import Saver, SaveSettings
 from training.checkpoint.store import FoundCheckpoint
 from training.config import TrainConfig
@@ -334,11 +341,11 @@ def _resume(context: RunContext, start: RunStart) -> None:
     if found is None:
         return
     agreed(lambda: restore(found, state, context.world), context.world)
-    progress = state.progress
+    progress, restarts = state.progress, start.origin.restarts
     loggers.message(f"resuming from {found.path}: epoch {progress.epoch + 1}, step {progress.step + 1}")
     if context.world.is_main and (line := bring_along(found.path, context.folder, progress.best_epoch)):
         loggers.message(line)
-    loggers.event("resume", {"step": context.position, "checkpoint": found.path.name, "restarts": start.restarts})
+    loggers.event("resume", {"step": context.position, "checkpoint": found.path.name, "restarts": restarts})
 
 
 def _train_context(context: RunContext, stop: StopRequest, start: RunStart) -> TrainContext:

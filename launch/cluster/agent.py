@@ -38,9 +38,9 @@ from launch.node_run import PASSED_ON, NodeRun
 from launch.process_tree import MARK, Launch, remove_stale_build_locks
 from launch.supervisor import RANK_VARIABLES, guard
 from launch.temporary_folder import make_temporary_folder, private_variables
+from training.observe.environment import software
 from training.observe.heartbeat import FOLDER_VARIABLE, HeartbeatFolder
 from training.observe.shared_folder import leave_mark, sees_mark
-from training.observe.versions import software
 from training.parallel.network_interfaces import free_port, own_addresses, route_towards
 
 BEAT_SECONDS = 1.0

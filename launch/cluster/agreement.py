@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from launch.cluster.channel import Message
 from launch.cluster.nodes import POLL_SECONDS, Nodes
-from training.observe.versions import usual_value
+from training.observe.environment import usual_value
 
 HERE = "this machine"
 SHOWN = 12  # letters of a hash
@@ -19,7 +19,7 @@ def differences(software: Mapping[str, Mapping[str, str]], decisive: Mapping[str
     """Return what differs, for each machine that has another version or other code than most.
 
     Args:
-        software: `training.observe.versions.software` by machine.
+        software: `training.observe.environment.software` by machine.
         decisive: whose value counts as usual if there are as many of two.
     """
     found: dict[str, list[str]] = {}

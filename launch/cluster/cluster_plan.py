@@ -40,7 +40,7 @@ class Plan:
         stop_timeout_s: seconds the ranks have to save and leave after a signal.
         start_timeout_s: seconds within which enough nodes must answer.
         log_dir: folder of all logs, which all nodes share.
-        software: of the machine that launches, see `training.observe.versions.software`.
+        software: of the machine that launches, see `training.observe.environment.software`.
         allow_differences: whether nodes with other software may take part.
     """
 

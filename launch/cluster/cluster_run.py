@@ -30,7 +30,7 @@ from launch.restart_policy import RestartPolicy, Started, start_until_done
 from training.command_line import parse_args
 from training.config import REPO_ROOT
 from training.errors import USER_ERROR_EXIT_CODE, UserError
-from training.observe.versions import software
+from training.observe.environment import software
 
 
 def main() -> int:

@@ -18,8 +18,8 @@ import psutil
 from launch.process_tree import unheld_build_locks
 from planning.doctor.nvidia import ask_nvidia_smi
 from training.config import REPO_ROOT
+from training.observe.environment import LIBRARIES, code_fingerprint, git, package_version
 from training.observe.shared_folder import existing_part
-from training.observe.versions import LIBRARIES, code_fingerprint, git, package_version
 from training.parallel.network_interfaces import free_port, own_addresses, port_if_free
 
 SHARED_MEMORY = Path("/dev/shm")

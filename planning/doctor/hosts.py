@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from planning.doctor.table import Row, Verdict, some_of
-from training.observe.versions import usual_value
+from training.observe.environment import usual_value
 from training.parallel.network_interfaces import is_loopback
 
 CLOCK_WARNING_SECONDS, CLOCK_WRONG_SECONDS = 1.0, 60.0

@@ -168,7 +168,7 @@ def test_run_name_is_not_used_twice(trained):
     result = train_alone("--run-name", "digits", "--log-dir", str(trained[0]), "--epochs", "1")
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
-    assert "holds a run already" in result.stderr
+    assert "already contains a run" in result.stderr
 
 
 def test_tensorboard_serves_the_scalars(trained, run_folder):

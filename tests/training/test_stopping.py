@@ -15,7 +15,7 @@ import pytest
 from commands import ROOT, assert_user_error, environment, launch, read_metrics, train_alone
 
 from training.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, UserError
-from training.observe.run_lock import LOCK, Origin, hold_run
+from training.observe.run_lock import LOCK, Origin, lock_run
 
 MODEL = "basic_cnn"  # BatchNorm and dropout
 WORDS = (MODEL, "fsdp_stage2", "2", "16", "2")
@@ -129,7 +129,7 @@ def test_ctrl_c_and_on_with_one_rank_under_another_strategy(tmp_path):
     process = start(tmp_path, "moved", LAUNCHER="direct")
     wait_until(lambda: has_reached(folder, STEPS_PER_EPOCH + 2), process)
     with pytest.raises(UserError, match=rf"is being trained by pid {rank_0_of('moved').pid} on"):
-        hold_run(folder / LOCK, Origin(), wait_s=0)
+        lock_run(folder / LOCK, Origin(), wait_s=0)
     process.send_signal(signal.SIGINT)
     assert_left_a_report(assert_stopped(process, signal.SIGINT, "moved"), folder)
     assert (folder / "evaluation" / "worst.png").exists()

@@ -11,7 +11,7 @@ import pytest
 from planning.doctor import machine, nvidia
 from planning.doctor.host_facts import collect_facts, log_folder_facts
 from planning.doctor.machine import GIB, MIB, Need
-from training.observe.versions import code_fingerprint
+from training.observe.environment import code_fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
 WELL_GPU = "NVIDIA H100 80GB HBM3, 81559, 4, 550.54.15, 34, 700.00, 700.00, 0, 0x0000000000000001"

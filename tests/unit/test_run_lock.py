@@ -17,14 +17,14 @@ import pytest
 from training.config import TrainConfig
 from training.errors import UserError
 from training.observe.run_folder import create_run_folder
-from training.observe.run_lock import LOCK, Origin, hold_run
+from training.observe.run_lock import LOCK, Origin, lock_run
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import os, sys
 from pathlib import Path
-from training.observe.run_lock import Origin, hold_run
-held = hold_run(Path(sys.argv[1]), Origin.of(os.environ), wait_s=0)
+from training.observe.run_lock import Origin, lock_run
+held = lock_run(Path(sys.argv[1]), Origin.of(os.environ), wait_s=0)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -66,7 +66,7 @@ def test_a_second_training_is_told_who_holds_the_run_and_touches_nothing(run: Pa
     holder = hold()
     before = (run / LOCK).read_bytes()
     with pytest.raises(UserError) as refusal:
-        hold_run(run / LOCK, Origin(), wait_s=0.3)
+        lock_run(run / LOCK, Origin(), wait_s=0.3)
     text = str(refusal.value)
     assert text.startswith(f"run 'digits' is being trained by pid {holder.pid} on {socket.gethostname()} since 20")
     assert text.endswith(f"If that machine is lost, remove {run / LOCK}.")
@@ -80,7 +80,7 @@ def test_kill_9_gives_the_run_back_and_one_that_is_leaving_is_waited_for(run: Pa
     killed.wait()
     leaving = hold()
     threading.Timer(0.5, leaving.stdin.close).start()
-    with hold_run(run / LOCK, Origin(), wait_s=60.0):
+    with lock_run(run / LOCK, Origin(), wait_s=60.0):
         assert f'"pid": {os.getpid()},' in (run / LOCK).read_text()
     assert f"is held by pid {leaving.pid} on" in capfd.readouterr().err
     hold()
@@ -108,9 +108,9 @@ def test_a_later_start_of_the_same_launch_or_job_goes_on_without_a_lost_one(
     origin = Origin.of(dict(zip(VARIABLES, later, strict=True)))
     if not is_taken:
         with pytest.raises(UserError, match="is being trained by pid"):
-            hold_run(run / LOCK, origin, wait_s=0)
+            lock_run(run / LOCK, origin, wait_s=0)
         return
-    with hold_run(run / LOCK, origin, wait_s=0), pytest.raises(AssertionError):  # a third one is kept out by us
+    with lock_run(run / LOCK, origin, wait_s=0), pytest.raises(AssertionError):  # a third one is kept out by us
         hold()
     hold()
 
@@ -120,7 +120,7 @@ def test_a_lock_file_that_says_nothing_of_use(run: Path, hold: Hold, content: st
     hold()
     (run / LOCK).write_text(content)
     with pytest.raises(UserError, match=r"^run 'digits' is being trained by another process\. "):
-        hold_run(run / LOCK, Origin(), wait_s=0)
+        lock_run(run / LOCK, Origin(), wait_s=0)
 
 
 def test_a_file_system_without_locks_costs_a_note(run: Path, monkeypatch, capfd):
@@ -128,14 +128,14 @@ def test_a_file_system_without_locks_costs_a_note(run: Path, monkeypatch, capfd)
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    hold_run(run / LOCK, Origin(), wait_s=0).close()
+    lock_run(run / LOCK, Origin(), wait_s=0).close()
     assert "no locks there (No locks available)" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_the_folder_of_a_run_is_held_until_the_lock_is_closed(tmp_path: Path, run: Path, hold: Hold, resume: str):
     config = TrainConfig(run_name="digits", log_dir=str(tmp_path), resume=resume)
-    folder, lock = create_run_folder(config, "digits", Origin())
+    folder, lock = create_run_folder(config, Origin())
     assert folder.path == run
     with pytest.raises(AssertionError):
         hold()

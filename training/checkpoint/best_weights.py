@@ -57,7 +57,7 @@ def write_best(
             extra={"epoch": epoch, "top1": scores.top1, "top5": scores.top5, "loss": scores.loss},
         )
         facts = describe_scores(scores, data.class_names, data.val.source.name)
-        write_scores(folder.evaluation, {"epoch": epoch, "data": data_name, "split": "val"} | facts)
+        write_scores(folder.path / EVALUATION, {"epoch": epoch, "data": data_name, "split": "val"} | facts)
 
     return write
 
@@ -88,7 +88,7 @@ def bring_along(checkpoint: Path, folder: RunFolder, best_epoch: int) -> str | N
         sync_to_disk(folder.path)
         scores = read_scores(run / EVALUATION)
         if scores is not None and scores["epoch"] == best_epoch:
-            write_scores(folder.evaluation, scores)
+            write_scores(folder.path / EVALUATION, scores)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"note: the best weights so far could not be copied from {run} ({type(error).__name__}: {error})"
     return f"the weights of the best epoch so far, epoch {best_epoch}, come along from {weights}"

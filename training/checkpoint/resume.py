@@ -1,56 +1,107 @@
-"""Going on from a checkpoint: which one, whether it fits this run, and filling the engine from it."""
+"""Where a run begins: its folder, the checkpoint it resumes from, whether that fits, and restoring the state."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError
 
 from training.checkpoint.manifest import MOST_SHARDS, DamagedCheckpoint, Manifest
 from training.checkpoint.shards import CheckpointReader
-from training.checkpoint.store import FoundCheckpoint
+from training.checkpoint.store import FoundCheckpoint, choose, find_candidates, set_aside
 from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
-from training.errors import UserError, one_line, shown
+from training.errors import AgreedError, UserError, one_line, shown
+from training.observe.heartbeat import HeartbeatWriter
+from training.observe.run_folder import RunFolder, create_run_folder
+from training.observe.run_lock import Origin
 from training.observe.scores import ScoreSums
+from training.parallel.collectives import agreed, broadcast_object
 from training.parallel.engine import Engine, frozen_parameters
+from training.parallel.exchange import row_of, text
 from training.parallel.world import World
 from training.state import TrainState
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """A start of a run: what started it and how often it was restarted, and signs of life for the launcher."""
+
+    origin: Origin
+    heartbeat: HeartbeatWriter
+
+
+FIRST_START = RunStart(Origin(), HeartbeatWriter(None, 0, 0.0))
+
+
+def create_folder(config: TrainConfig, start: RunStart, world: World) -> tuple[RunFolder, IO[bytes] | None]:
+    """Create the run's folders on rank 0, see `create_run_folder`; a collective.
+
+    Returns:
+        The folders, and on rank 0 the file that locks the run as long as it is open.
+    """
+    created, lock = agreed(lambda: create_run_folder(config, start.origin) if world.is_main else (None, None), world)
+    paths = [str(created.log_dir), created.name] if created else None
+    log_dir, name = broadcast_object(paths, row_of(text, text), world)
+    if world.is_main:
+        start.heartbeat.run_name(name)
+    return RunFolder(Path(log_dir), name), lock
+
+
+def find_checkpoint(
+    config: TrainConfig, folder: RunFolder, start: RunStart, world: World
+) -> tuple[FoundCheckpoint | None, list[str]]:
+    """Return the checkpoint to resume from, None for a fresh start, and notes for the log; a collective.
+
+    Raises:
+        UserError: on all ranks, if the user asked for a checkpoint and there is no good one.
+    """
+    is_restart = start.origin.restarts > 0
+    candidates, notes = agreed(lambda: find_candidates(config.resume, folder.checkpoints, is_restart=is_restart), world)
+    found, refused = choose(candidates, world)
+    if refused and found is None:
+        if config.resume not in ("auto", "never"):
+            raise AgreedError(f"--resume {config.resume}: no good checkpoint. {next(iter(refused.values()))}")
+        notes.append("no good checkpoint is left: starting from the beginning")
+    if world.is_main:
+        set_aside(folder.checkpoints, refused)
+    return found, notes + [f"checkpoint {path} is passed over: {reason}" for path, reason in refused.items()]
 
 
 def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> TrainConfig:
     """Return the configuration with the accumulation steps that keep the checkpoint's global batch.
 
     Raises:
-        UserError: where the ranks and the batch size do not divide it, with what does.
+        UserError: if the ranks and the batch size do not divide it; the message has values that do.
     """
     if found is None:
         return config
     global_batch = found.manifest.identity.get("global batch")
     if type(global_batch) is not int or not 0 < global_batch < 2**63:
         raise UserError(f"checkpoint {found.path}: its global batch {shown(global_batch)} is no whole number.")
-    per_step = config.batch_size * world.size
-    if global_batch % per_step == 0:
-        accumulation_steps, most = global_batch // per_step, FIELDS["gradient_accumulation_steps"].metadata["high"]
-        if accumulation_steps > most:
-            raise UserError(
-                f"--batch-size {config.batch_size} x {world.size} ranks takes {accumulation_steps} accumulation steps "
-                f"for the checkpoint's global batch of {global_batch}, {most} are allowed: use a larger --batch-size."
-            )
-        return dataclasses.replace(config, gradient_accumulation_steps=accumulation_steps)
     if global_batch % world.size:
-        sizes = _divisors(global_batch, MOST_SHARDS)
         raise UserError(
             f"{world.size} ranks cannot share the checkpoint's global batch of {global_batch} evenly: "
-            f"use {one_line(_choice(sizes))} ranks."
+            f"use {_divisors(global_batch, MOST_SHARDS)} ranks."
         )
-    sizes = _divisors(global_batch // world.size, FIELDS["batch_size"].metadata["high"])
-    raise UserError(
-        f"--batch-size {config.batch_size} x {world.size} ranks does not divide the checkpoint's global batch of "
-        f"{global_batch}: use --batch-size {one_line(_choice(sizes))}."
-    )
+    per_rank, batch_size = global_batch // world.size, config.batch_size
+    ranks = f"--batch-size {batch_size} x {world.size} ranks"
+    if per_rank % batch_size:
+        raise UserError(
+            f"{ranks} does not divide the checkpoint's global batch of {global_batch}: "
+            f"use --batch-size {_divisors(per_rank, FIELDS['batch_size'].metadata['high'])}."
+        )
+    accumulation_steps, most = per_rank // batch_size, FIELDS["gradient_accumulation_steps"].metadata["high"]
+    if accumulation_steps > most:
+        raise UserError(
+            f"{ranks} takes {accumulation_steps} accumulation steps for the checkpoint's global batch of "
+            f"{global_batch}, {most} are allowed: use a larger --batch-size."
+        )
+    return dataclasses.replace(config, gradient_accumulation_steps=accumulation_steps)
 
 
 def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, Any], steps_per_epoch: int) -> None:
@@ -63,7 +114,7 @@ def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, A
         steps_per_epoch: optimizer steps of one epoch of this run.
 
     Raises:
-        UserError: naming the first difference.
+        UserError: with the first difference.
     """
     manifest = found.manifest
     for key, value in identity.items():
@@ -93,7 +144,7 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
     """Fill a fresh state from a verified checkpoint; a collective.
 
     Raises:
-        UserError: where its content is not what this model has.
+        UserError: if its content does not fit this model.
     """
     manifest, engine, sums = found.manifest, state.engine, state.sums
     try:
@@ -136,7 +187,7 @@ def _check_moments(engine: Engine, manifest: Manifest, reader: CheckpointReader)
 
 
 def _check_sums(found: torch.Tensor, sums: ScoreSums) -> None:
-    """Refuse sums that no epoch has: every later average of it would be wrong, or not a number."""
+    """Refuse sums that no epoch has: every later average would be wrong, or not a number."""
     own = sums.state()
     if (found.shape, found.dtype) != (own.shape, own.dtype):
         raise DamagedCheckpoint("its sums of the epoch have another shape or dtype")
@@ -146,7 +197,7 @@ def _check_sums(found: torch.Tensor, sums: ScoreSums) -> None:
 
 
 def _difference(saved: Any, given: Any) -> str:
-    """Say in which entry two values differ, or show both."""
+    """Return the first entry in which two values differ, or both values."""
     if isinstance(saved, dict) and isinstance(given, dict):
         for key in sorted({*saved, *given}, key=str):
             if saved.get(key) != given.get(key):
@@ -159,9 +210,7 @@ def _difference(saved: Any, given: Any) -> str:
     return f"{shown(saved)}, this run has {shown(given)}"
 
 
-def _divisors(number: int, most: int) -> list[int]:
-    return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
-
-
-def _choice(values: list[int]) -> str:
-    return ", ".join(map(str, values[:-1])) + f" or {values[-1]}" if len(values) > 1 else str(values[0])
+def _divisors(number: int, most: int) -> str:
+    """Return the divisors of a number up to `most`, in words."""
+    values = [str(divisor) for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
+    return one_line(", ".join(values[:-1]) + f" or {values[-1]}" if len(values) > 1 else values[0])

@@ -1,36 +1,38 @@
-"""What a run was made with: versions, code, hardware, command."""
+"""What a run is made with: versions, code, hardware, command. Launchers and the doctor use it: no import of torch."""
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import shlex
+import subprocess
 import sys
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import psutil
-import torch
+from training.config import REPO_ROOT
 
-from models.build import BuiltModel
-from training.data.datasets import DatasetPair
-from training.observe.versions import git, package_version
-from training.parallel.world import World
+if TYPE_CHECKING:
+    from models.build import BuiltModel
+    from training.data.datasets import DatasetPair
+    from training.parallel.world import World
 
-PACKAGES = ("torch", "torchvision", "deepspeed", "timm", "tensorboard", "numpy", "pillow", "safetensors")
+LIBRARIES = ("torch", "torchvision", "deepspeed", "timm")  # that all machines of a training need in the same version
+PACKAGES = (*LIBRARIES, "tensorboard", "numpy", "pillow", "safetensors")
+CODE = ("models", "training", "planning", "delivery", "launch", "scripts", "deepspeed_configs")
+CODE_SUFFIXES = (".py", ".sh", ".json", ".c")
+
+T = TypeVar("T")
 
 
 def describe_run(world: World, precision: str, data: DatasetPair, built: BuiltModel) -> dict[str, Any]:
-    """Return the environment of a run with its data and its model, ready for JSON."""
-    return describe_environment(world) | {
-        "precision": precision,
-        "data_fingerprint": data.fingerprint,
-        "training_images": len(data.train),
-        "validation_images": len(data.val),
-        "model": built.description,
-    }
+    """Return what distinguishes a run from others, ready for JSON."""
+    import psutil
+    import torch
 
-
-def describe_environment(world: World) -> dict[str, Any]:
-    """Return what is needed to tell two runs apart, ready for JSON."""
     return {
         "command": shlex.join(sys.argv),
         "host": platform.node(),
@@ -45,4 +47,47 @@ def describe_environment(world: World) -> dict[str, Any]:
         "cuda": torch.version.cuda if world.device.type == "cuda" else None,
         "cpu_cores": psutil.cpu_count(logical=True),
         "memory_bytes": psutil.virtual_memory().total,
+        "precision": precision,
+        "data_fingerprint": data.fingerprint,
+        "training_images": len(data.train),
+        "validation_images": len(data.val),
+        "model": built.description,
     }
+
+
+def software() -> dict[str, str]:
+    """Return what all machines of a training must have in common: Python, the libraries, and our code (a hash)."""
+    libraries = {name: package_version(name) or "none" for name in LIBRARIES}
+    return {"Python": platform.python_version(), **libraries, "code": code_fingerprint(REPO_ROOT)}
+
+
+def code_fingerprint(root: Path) -> str:
+    """Return a sha256 over names and content of the code that a training runs, changed files included."""
+    digest = hashlib.sha256()
+    for folder in CODE:
+        for path in sorted(path for path in (root / folder).rglob("*") if path.suffix in CODE_SUFFIXES):
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def usual_value(values: Sequence[T], decisive: T) -> T:
+    """Return the most frequent value; `decisive` if that is one of several."""
+    counts = Counter(values)
+    return max(counts, key=lambda value: (counts[value], value == decisive))
+
+
+def package_version(name: str) -> str | None:
+    """Return an installed package's version, None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def git(*arguments: str) -> str | None:
+    """Return git's answer for this repository, whoever owns its files; None without git or if it fails."""
+    command = ["git", "-c", "safe.directory=*", "-C", str(REPO_ROOT), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

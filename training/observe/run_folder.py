@@ -10,9 +10,9 @@ from typing import IO
 from training.checkpoint.atomic_write import remove_leftovers
 from training.config import REPO_ROOT, TrainConfig
 from training.errors import UserError
-from training.observe.run_lock import LOCK, Origin, hold_run
+from training.observe.run_lock import LOCK, Origin, lock_run
 
-# What lies in a run's own folder.
+# In a run's own folder.
 CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
@@ -20,14 +20,14 @@ WEIGHTS = "model.safetensors"
 EVALUATION = "evaluation"
 REPORT = "report.html"
 CARD = "README.md"
-# And in its evaluation.
+# In its evaluation folder.
 SCORES = "scores.json"
-WORST = "worst"  # folder of the samples told worst, one picture each
+WORST = "worst"  # folder of the worst samples, one picture each
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of one run."""
+    """The paths of one run; its other files are `path / CONFIG` and so on."""
 
     log_dir: Path
     name: str
@@ -48,16 +48,6 @@ class RunFolder:
         return self.log_dir / "tensorboard" / self.name
 
     @property
-    def config(self) -> Path:
-        """All settings."""
-        return self.path / CONFIG
-
-    @property
-    def environment(self) -> Path:
-        """Command, versions, hardware, data."""
-        return self.path / ENVIRONMENT
-
-    @property
     def metrics(self) -> Path:
         """One JSON object per logging point and epoch."""
         return self.path / METRICS
@@ -68,58 +58,41 @@ class RunFolder:
         return self.path / WEIGHTS
 
     @property
-    def evaluation(self) -> Path:
-        """The scores of these weights, sample by sample where they are worst."""
-        return self.path / EVALUATION
-
-    @property
-    def report(self) -> Path:
-        """The whole run on one page."""
-        return self.path / REPORT
-
-    @property
     def checkpoints(self) -> Path:
         """What resume reads."""
         return self.path / "checkpoints"
 
 
-def name_run(config: TrainConfig) -> str:
-    """Return the run's name: the one given, or date, model and strategy."""
-    if config.run_name:
-        return config.run_name
-    model = config.model_type.replace(":", "-").replace("/", "-")
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.strategy}"
-
-
-def create_run_folder(config: TrainConfig, name: str, origin: Origin) -> tuple[RunFolder, IO[bytes]]:
-    """Create the folders of a run, and take hold of it; called on rank 0 alone.
+def create_run_folder(config: TrainConfig, origin: Origin) -> tuple[RunFolder, IO[bytes]]:
+    """Create the folders of a run and lock it; called on rank 0 alone.
 
     Args:
         config: the configuration.
-        name: the run's name.
-        origin: what started the training; one that the launcher started again goes on in its own folder.
+        origin: what started the training; one that the launcher started again continues in its own folder.
 
     Returns:
         The paths, and the file whose lock keeps other trainings away until it is closed.
 
     Raises:
-        UserError: where a folder cannot be written, or a run of that name exists and is not resumed, or is being
-            trained.
+        UserError: if a folder cannot be written, or a run of that name exists and is not resumed, or is being trained.
     """
     log_dir = Path(config.log_dir).expanduser().resolve() if config.log_dir else REPO_ROOT / "logs"
+    model = config.model_type.replace(":", "-").replace("/", "-")
+    name = config.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.strategy}"
     folder = RunFolder(log_dir, name)
 
     def refuse_another_run() -> None:
         if config.resume == "never" and not origin.restarts and folder.metrics.exists():
             raise UserError(
-                f"--run-name {name}: {folder.path} holds a run already. Give another name, or --resume auto to go on."
+                f"--run-name {name}: {folder.path} already contains a run. Give another name, or --resume auto to "
+                "continue it."
             )
 
     try:
         for path in (folder.path, folder.tensorboard, folder.checkpoints):
             path.mkdir(parents=True, exist_ok=True)
         refuse_another_run()
-        lock = hold_run(folder.path / LOCK, origin)
+        lock = lock_run(folder.path / LOCK, origin)
         refuse_another_run()  # one that was being trained until now
         remove_leftovers(folder.path, ours=(WEIGHTS,))
         with folder.text_log.open("a", encoding="utf-8"), folder.metrics.open("a", encoding="utf-8"):
@@ -133,7 +106,7 @@ def create_run_folder(config: TrainConfig, name: str, origin: Origin) -> tuple[R
 
 
 def shown_path(path: Path) -> str:
-    """Write a path as short as a reader in the current folder can use it."""
+    """Return a path relative to the current folder if it lies there."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

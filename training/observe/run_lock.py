@@ -1,8 +1,8 @@
-"""One training at a time in a run's folder: rank 0 holds a lock that the kernel drops when the process dies.
+"""One training at a time in a run's folder: rank 0 holds a lock that the kernel releases when the process dies.
 
-It is a byte-range lock (`fcntl.lockf`): over NFS the server keeps it, and so it holds among machines too, which
-`flock` does not do everywhere. A process loses such a lock as soon as it closes *any* descriptor of the file, so
-nothing else in a training may open it.
+It is a byte-range lock (`fcntl.lockf`): over NFS the server keeps it, so it works across machines too, which `flock`
+does not do everywhere. A process loses such a lock as soon as it closes *any* descriptor of the file, so nothing else
+in a training may open it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Origin:
 
     Attributes:
         launch: the launch's mark, '' without our launcher.
-        restarts: how often that launch has started it again.
-        job: Slurm's number of the job, '' without one.
-        requeues: how often Slurm has started the job again.
+        restarts: how often that launch has restarted it.
+        job: Slurm's job number, '' without one.
+        requeues: how often Slurm has requeued the job.
     """
 
     launch: str = ""
@@ -49,7 +49,7 @@ class Origin:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Origin:
-        """Read what launcher and Slurm have put into the environment of their processes."""
+        """Read the environment variables of the launcher and of Slurm."""
 
         def number(name: str) -> int:
             text = environment.get(name, "")
@@ -74,7 +74,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a run, as it wrote into the lock file: host, rank 0's process, local time of its start."""
+    """The process that holds a lock, as written into the file: host, rank 0's process, local time of its start."""
 
     host: str
     pid: int
@@ -82,24 +82,24 @@ class Holder:
     origin: Origin
 
     def describe(self) -> str:
-        """Name the process in a few words."""
+        """Return the process in a few words."""
         return one_line(f"pid {self.pid} on {self.host} since {self.since}")
 
 
-def hold_run(path: Path, origin: Origin, wait_s: float = WAIT_SECONDS) -> IO[bytes]:
-    """Take the lock of a run; closing the returned file, or the end of this process, gives it back.
+def lock_run(path: Path, origin: Origin, wait_s: float = WAIT_SECONDS) -> IO[bytes]:
+    """Take the lock of a run; closing the returned file, or the end of this process, releases it.
 
-    A lock that outlives its process, because its machine was lost and the file server waits for it, is left to the
-    lost one: a later start of the same launch or job makes a new file.
+    If a lock outlives its process, because its machine was lost and the file server waits for it, a later start of
+    the same launch or job makes a new file.
 
     Args:
-        path: the lock file; it stays when the lock is given back.
+        path: the lock file; it stays when the lock is released.
         origin: what started this training.
         wait_s: seconds to wait for a training that is leaving.
 
     Raises:
         UserError: if another training holds it.
-        OSError: if the file cannot be made.
+        OSError: if the file cannot be created.
     """
     own = Holder(socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"), origin)
     deadline = time.monotonic() + wait_s
@@ -107,10 +107,10 @@ def hold_run(path: Path, origin: Origin, wait_s: float = WAIT_SECONDS) -> IO[byt
     while True:
         file = path.open("a+b", buffering=0)
         if _lock(file):
-            if not _is_at(path, file):  # a later start has put it away
+            if not _is_at(path, file):  # a later start has replaced it
                 file.close()
                 continue
-            with contextlib.suppress(OSError):  # a full disk: held all the same, by nobody knows whom
+            with contextlib.suppress(OSError):  # a full disk: locked all the same, without a name
                 file.truncate(0)
                 file.write(json.dumps(dataclasses.asdict(own)).encode())
             return file
@@ -123,7 +123,7 @@ def hold_run(path: Path, origin: Origin, wait_s: float = WAIT_SECONDS) -> IO[byt
                     f"run '{path.parent.name}' is being trained by {who}. Wait for its end or give another --run-name. "
                     f"If that machine is lost, remove {path}."
                 )
-            print(f"{who}, of an earlier start, is lost: going on without it", file=sys.stderr, flush=True)
+            print(f"{who}, of an earlier start, is lost: continuing without it", file=sys.stderr, flush=True)
             path.unlink(missing_ok=True)
         elif not is_waiting:
             is_waiting = True
@@ -152,7 +152,7 @@ def _is_at(path: Path, file: IO[bytes]) -> bool:
 
 
 def _read(file: IO[bytes]) -> Holder | None:
-    """Return what the file says, None if that is not what `hold_run` writes."""
+    """Return the content of a lock file, None if `lock_run` did not write it."""
     try:
         file.seek(0)
         content = json.loads(file.read(LARGEST))

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from training.checkpoint.atomic_write import write_json
+from training.config import TrainConfig, save_config
 from training.errors import printable
 from training.observe.loggers.points import EpochPoint, RunPoint, StepPoint
+from training.observe.run_folder import CONFIG, ENVIRONMENT, RunFolder
 
 if TYPE_CHECKING:
     import torch
-
-    from training.config import TrainConfig
-    from training.observe.run_folder import RunFolder
 
 
 class RunLogger:
@@ -100,12 +99,10 @@ def open_loggers(
         sharding: DeepSpeed's configuration of the run.
         first_step: see `build_loggers`.
     """
-    from training.config import save_config
-
     loggers = build_loggers(config, folder, facts, first_step)
     try:
-        save_config(config, folder.config)
-        write_json(folder.environment, facts)
+        save_config(config, folder.path / CONFIG)
+        write_json(folder.path / ENVIRONMENT, facts)
         write_json(folder.path / "deepspeed_config.json", sharding)
     except OSError as error:
         loggers.message(f"note: the run's description cannot be written: {error}")
