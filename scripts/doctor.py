@@ -37,7 +37,7 @@ TRAINING_FLAGS = ("data", "model_type", "strategy", "batch_size", "log_dir", "da
 
 def main() -> int:
     """Do what the command line says and return the exit code."""
-    return run_script("doctor", _split_and_parse, _check)
+    return run_script("doctor", parse, _check)
 
 
 def _check(given: argparse.Namespace) -> int:
@@ -52,14 +52,15 @@ def _check(given: argparse.Namespace) -> int:
     return _examine(given, given.training_words)
 
 
-def _split_and_parse(words: list[str]) -> argparse.Namespace:
+def parse(words: list[str]) -> argparse.Namespace:
+    """Read the command line: the doctor's flags, and after -- the training's arguments."""
     end = words.index("--") if "--" in words else len(words)
-    given = _parse(words[:end])
+    given = _flags(words[:end])
     given.training_words = words[end + 1 :]
     return given
 
 
-def _parse(words: list[str]) -> argparse.Namespace:
+def _flags(words: list[str]) -> argparse.Namespace:
     names = "; ".join(f"{entry.usage}: {entry.summary}" for entry in DATASETS.values())
     parser = OneLineParser("doctor", __doc__)
     parser.add_argument(

@@ -70,8 +70,15 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_number("--check-images", 1, MOST_IMAGES, default=0, help=images)
     images = "int8: training images that show the activations' ranges."
     parser.add_number("--calibration-images", 1, MOST_IMAGES, default=256, help=images)
-    points = "Points of top-1 that the file may lose."
-    parser.add_number("--max-accuracy-loss", 0.0, 100.0, default=1.0, help=points)
+    points = "points of top-1"
+    parser.add_number(
+        "--max-accuracy-loss",
+        0.0,
+        100.0,
+        kind=points,
+        default=1.0,
+        help=f"{points.capitalize()} that the file may lose.",
+    )
     parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images of one run, at most.")
     parser.add_number("--threads", 1, MOST_THREADS, default=1, help="Threads of onnxruntime.")
     return parser.parse(words)

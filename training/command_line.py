@@ -40,7 +40,7 @@ class OneLineParser(argparse.ArgumentParser):
             allow_abbrev=False,
             exit_on_error=False,
         )
-        self._expected: dict[str, str] = {}
+        self.expected: dict[str, str] = {}  # by flag: the allowed values, for messages
 
     def add_value(
         self, flag: str, read: Callable[[str], Any], expected: str, names: Sequence[str] = (), **options: Any
@@ -61,11 +61,11 @@ class OneLineParser(argparse.ArgumentParser):
             except ValueError:
                 raise wrong_value(flag, word, expected, names) from None
 
-        self._expected[flag] = expected
+        self.expected[flag] = expected
         self.add_argument(flag, type=convert, **options)
 
-    def add_number(self, flag: str, low: float, high: float, **options: Any) -> None:
-        """Add a flag that takes a number from `low` to `high`: a whole number if `low` is one."""
+    def add_number(self, flag: str, low: float, high: float, *, kind: str = "", **options: Any) -> None:
+        """Add a flag that takes a number (`kind` in messages) from `low` to `high`: a whole number if `low` is one."""
         number = type(low)
 
         def read(word: str) -> float:
@@ -74,8 +74,8 @@ class OneLineParser(argparse.ArgumentParser):
                 raise ValueError
             return value
 
-        kind = "a whole number" if number is int else "a number"
-        self.add_value(flag, read, f"{kind} from {low:g} to {high:g}", **options)
+        kind = kind or ("a whole number" if number is int else "a number")
+        self.add_value(flag, read, f"{kind} from {low:.9g} to {high:.9g}", **options)
 
     def add_choice(self, flag: str, names: Sequence[str], **options: Any) -> None:
         """Add a flag that takes one of `names`."""
@@ -99,12 +99,12 @@ class OneLineParser(argparse.ArgumentParser):
             given, unknown = self.parse_known_args(words)
         except argparse.ArgumentError as error:
             flag = error.argument_name
-            if flag not in self._expected:
+            if flag not in self.expected:
                 self.error(str(error))
             # `convert` raises an error of its own: argparse's can only be that there is no value.
             following = words[words.index(flag) + 1 :][:1] if flag in words else ()
             value = "".join(f" {shown(word)}" for word in following)
-            raise UserError(f"{flag}{value}: expected {self._expected[flag]}.") from None
+            raise UserError(f"{flag}{value}: expected {self.expected[flag]}.") from None
         if unknown:
             word = unknown[0].partition("=")[0]
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]

@@ -1,0 +1,77 @@
+"""Every flag of every script, with its values and its default, is a line of tests/references/flags.txt.
+
+A change of the command line is a decision: after it, write the file anew and read its diff.
+
+    .venv/bin/python -m tests.unit.test_flags > tests/references/flags.txt
+"""
+
+from __future__ import annotations
+
+import importlib
+from argparse import Action
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from training.command_line import OneLineParser, training_parser
+from training.config import FIELDS
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = ROOT / "tests" / "references" / "flags.txt"
+UPDATE = ".venv/bin/python -m tests.unit.test_flags > tests/references/flags.txt"
+
+
+class _Built(Exception):
+    """Carries the parser that a script has built."""
+
+
+def parser_of(script: str) -> OneLineParser:
+    """Return the parser of a script, as it is when the script begins to parse."""
+    if script == "train_distributed":
+        return training_parser()
+
+    def parse(parser: OneLineParser, _words: list[str]) -> None:
+        raise _Built(parser)
+
+    with mock.patch.object(OneLineParser, "parse", parse):
+        try:
+            importlib.import_module(f"scripts.{script}").parse([])
+        except _Built as built:
+            return built.args[0]
+    raise AssertionError(f"scripts/{script}.py does not parse with OneLineParser")
+
+
+def describe(script: str, parser: OneLineParser, action: Action) -> str:
+    """Return the line of one flag or positional argument: its values and its default."""
+    name = ", ".join(action.option_strings) or str(action.metavar)
+    values = "no value" if action.nargs == 0 else parser.expected.get(name, "text")
+    default = FIELDS[action.dest].default if script == "train_distributed" and action.dest in FIELDS else action.default
+    needed = "required" if action.required else f"default {default!r}"
+    several = {"?": ", or no value", "+": ", one or more"}.get(str(action.nargs), "")
+    return f"{script} {name}: {values}{several}; {needed}"
+
+
+def lines() -> Iterator[str]:
+    for script in sorted(path.stem for path in (ROOT / "scripts").glob("*.py")):
+        parser = parser_of(script)
+        yield from (describe(script, parser, action) for action in parser._actions if action.dest != "help")
+
+
+def test_every_flag_is_as_the_reference_has_it() -> None:
+    found, expected = list(lines()), REFERENCE.read_text(encoding="utf-8").splitlines()
+    new, gone = sorted({*found} - {*expected}), sorted({*expected} - {*found})
+    assert found == expected, f"the command line changed; if that is meant: {UPDATE}\nnew: {new}\ngone: {gone}"
+
+
+def test_a_changed_default_is_found() -> None:
+    """The check can fail: another default, or another range, is another line."""
+    one, other = OneLineParser("a", None), OneLineParser("a", None)
+    one.add_number("--top-k", 1, 9, default=3)
+    other.add_number("--top-k", 1, 9, default=4)
+    (first, second) = (describe("a", parser, parser._actions[-1]) for parser in (one, other))
+    assert first == "a --top-k: a whole number from 1 to 9; default 3"
+    assert first != second
+
+
+if __name__ == "__main__":
+    print("\n".join(lines()))
