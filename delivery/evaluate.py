@@ -1,50 +1,125 @@
-"""Runs a finished model over the images that it is judged on, on one process or on all ranks."""
+"""Evaluates a trained model: exact scores of every image, and the files of them; on one process or on all ranks."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 from torch import nn
 
-from delivery.evaluation_data import EvaluationData
+from delivery.evaluation_data import EvaluationChoice, EvaluationData, load_evaluation_data
+from delivery.evaluation_files import write_evaluation
+from delivery.trained_model import TrainedModel, find_model, slug
+from training.checkpoint.weights import load_model
+from training.config import FLAG_OF, TrainConfig, check_config
 from training.data.bad_images import bad_image_lines, check_bad_images
 from training.data.loader import EvaluationLoader, automatic_workers
 from training.data.sampler import EvaluationPlan
+from training.errors import UserError, printable
+from training.observe.evaluation import check_replaceable, describe_scores
+from training.observe.run_folder import EVALUATION
 from training.observe.scores import SampleRecorder, Scores, sample_losses
 from training.parallel.collectives import agreed
-from training.parallel.precision import under_autocast
-from training.parallel.world import World
+from training.parallel.precision import resolve_precision, under_autocast
+from training.parallel.preserved_process import preserved_process
+from training.parallel.world import World, start_world, stop_world
+
+CLASSES_SHOWN = 20
 
 
-def judge(
-    module: nn.Module, data: EvaluationData, world: World, *, num_classes: int, batch_size: int, precision: str
+def evaluate(
+    model: str | Path,
+    data: str | Path = "",
+    *,
+    split: str = "auto",
+    data_root: str = "",
+    bad_images: str = "",
+    allow_missing_classes: bool = False,
+    batch_size: int = 64,
+    precision: str = "auto",
+    output: str | Path | None = "",
+    verbose: bool = False,
+) -> dict[str, Any]:
+    """Evaluate a trained model, write the files of the evaluation, and return what scores.json contains.
+
+    Started by a launcher this is a collective, whose result every rank returns. Otherwise one process evaluates, and
+    its signal handlers, environment, random generators and PyTorch's settings are left as they were.
+
+    Args:
+        model: a run's name or folder, or a safetensors file.
+        data: images to evaluate on, as `--data` of the training; default: the run's own.
+        split: "val", "train", "all", or "auto": what the run held out, or all of a folder that it was not trained on.
+        data_root: folder of torchvision's data sets; default: the run's own.
+        bad_images: "stop" or "skip", as in training; default: the run's own.
+        allow_missing_classes: whether the data may lack some of the model's classes.
+        batch_size: images per rank and forward pass.
+        precision: "auto", "bf16", "fp16" or "fp32", as in training.
+        output: folder of the files; default: in the run's folder; None: no files are written.
+        verbose: whether to print scores and progress.
+
+    Returns:
+        The keys of `training.observe.evaluation.describe_scores`, and epoch, data, split and precision.
+
+    Raises:
+        UserError: for a mistake in the arguments, and for files that cannot be used; on all ranks.
+    """
+    check_config(TrainConfig(batch_size=batch_size, precision=precision), FLAG_OF)  # type: ignore[arg-type]
+    choice = EvaluationChoice(str(data), split, data_root, bad_images, allow_missing_classes)
+    found = find_model(model)
+    module, metadata = load_model(found.weights)
+    with preserved_process():
+        world = start_world()
+        try:
+            config = agreed(found.config, world)
+            evaluated = agreed(lambda: load_evaluation_data(metadata, config, choice), world)
+            used_precision = agreed(lambda: resolve_precision(precision, world.device), world)
+            folder = _output_folder(output, found, config, evaluated)
+            if folder is not None:
+                agreed(lambda: check_replaceable(folder), world)
+            network = under_autocast(module.to(world.device), used_precision, world.device)
+            result = score(network, evaluated, world, len(metadata["class_names"]), batch_size, verbose=verbose)
+            scores = {"epoch": metadata["extra"].get("epoch"), "data": evaluated.data, "split": evaluated.split}
+            scores |= {"precision": used_precision}
+            scores |= describe_scores(result, metadata["class_names"], evaluated.datasets.val.source.name)
+            if folder is not None:
+                agreed(lambda: _write(folder, scores, evaluated) if world.is_main else None, world)
+        finally:
+            stop_world()
+    if verbose and world.is_main:
+        _show(scores, folder)
+    return scores
+
+
+def score(
+    network: nn.Module, data: EvaluationData, world: World, num_classes: int, batch_size: int, *, verbose: bool = False
 ) -> Scores:
     """Return the exact scores of every image, each counted once; a collective.
 
     Args:
-        module: images float32 [B, 3, S, S] to logits [B, classes], in evaluation mode; it is moved to the device.
+        network: images float32 [B, 3, S, S] to logits [B, classes], in evaluation mode, on the rank's device.
         data: the images and the model's number of each of their classes.
         world: the ranks, which share the images.
         num_classes: classes of the model.
         batch_size: images of one forward pass of one rank.
-        precision: "fp32", "bf16" or "fp16", as `training.parallel.precision`.
+        verbose: whether to show a progress bar on a terminal.
 
     Raises:
         UserError: on all ranks, if an image on any rank cannot be read, or more of them than may be skipped.
     """
-    network = under_autocast(module.to(world.device), precision, world.device)
     dataset = data.datasets.val
     plan = EvaluationPlan(len(dataset), batch_size, world.size)
     workers = automatic_workers(dataset, world.device, world.local_size)
     loader = EvaluationLoader(data.datasets, plan, world.rank, workers=workers, device=world.device)
     label_map = data.label_map.to(world.device)
     recorder, console = SampleRecorder(num_classes), Console(stderr=True)
+    is_silent = not (verbose and world.is_main and console.is_terminal)
 
     def all_batches() -> None:
-        is_silent = not (world.is_main and console.is_terminal)
         with torch.inference_mode():
             for batch in track(loader, "evaluating", len(loader), console=console, transient=True, disable=is_silent):
                 logits, labels = network(batch.images), label_map[batch.labels]
@@ -59,3 +134,49 @@ def judge(
         if world.is_main:
             print(line, file=sys.stderr)
     return recorder.gather(world)
+
+
+def _output_folder(
+    output: str | Path | None, model: TrainedModel, config: TrainConfig | None, data: EvaluationData
+) -> Path | None:
+    """Return the folder of the files; by default the run's own evaluation, or another one beside it."""
+    if output is None:
+        return None
+    if str(output):
+        return Path(output).expanduser()
+    if model.run is None or config is None:
+        return model.weights.with_name(f"{model.weights.stem}-{EVALUATION}")
+    if (data.data, data.split) == (config.data, "val"):
+        return model.run / EVALUATION
+    return model.run / f"{EVALUATION}-{slug(Path(data.data).name)}-{data.split}"
+
+
+def _write(folder: Path, scores: dict[str, Any], data: EvaluationData) -> None:
+    try:
+        write_evaluation(folder, scores, data.datasets.val.source.read)
+    except OSError as error:
+        raise UserError(f"cannot write into '{folder}': {error.strerror or error}.") from None
+
+
+def _show(scores: dict[str, Any], folder: Path | None) -> None:
+    """Print the scores and the classes, of many those with the lowest F1."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.print(
+        f"top-1 {scores['top1']:.4f}  top-5 {scores['top5']:.4f}  loss {scores['loss']:.4f}  ECE {scores['ece']:.4f}  "
+        f"macro F1 {scores['macro']['f1']:.4f}  on {scores['samples']} images ({printable(scores['data'])}, "
+        f"{scores['split']})",
+        soft_wrap=True,
+    )
+    classes, title = scores["classes"], None
+    if len(classes) > CLASSES_SHOWN:
+        title = f"the {CLASSES_SHOWN} classes with the lowest F1, of {len(classes)}"
+        classes = sorted(classes, key=lambda one: one["f1"])[:CLASSES_SHOWN]
+    table = Table("class", "images", "precision", "recall", "F1", title=title, box=None, header_style="bold")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for one in classes:
+        ratios = (f"{one[key]:.4f}" for key in ("precision", "recall", "f1"))
+        table.add_row(printable(one["name"]), str(one["support"]), *ratios)
+    console.print(table)
+    if folder is not None:
+        console.print(f"files  {printable(str(folder))}", soft_wrap=True)

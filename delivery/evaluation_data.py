@@ -1,4 +1,4 @@
-"""The images that a finished model is judged on, prepared as the model was trained, with labels that are its own."""
+"""The images that a trained model is evaluated on, prepared as in its training, with the model's own labels."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from training.data import DATASETS, DataOptions, find_dataset, load_data
 from training.data.augment import STEPS
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.folder import has_parts, load_whole
-from training.errors import UserError
+from training.errors import UserError, unknown_name
 
+SPLITS = ("auto", "val", "train", "all")
 NAMES_IN_MESSAGE = 5
 
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """What a model is judged on.
+    """What a model is evaluated on.
 
     Attributes:
         datasets: the images to evaluate are its `val`.
@@ -38,11 +39,11 @@ class EvaluationData:
 
 @dataclass(frozen=True)
 class EvaluationChoice:
-    """What the user asks to be judged on; empty values mean what the run was trained with.
+    """The images that a user chooses; empty values mean those of the run.
 
     Attributes:
         data: a name of `DATASETS` or a folder.
-        split: "auto", "val", "train" or "all".
+        split: a name of `SPLITS`.
         data_root: as `DataOptions.data_root`.
         bad_images: as `DataOptions.bad_images`.
         allow_missing_classes: whether the data may lack classes that the model knows.
@@ -62,18 +63,20 @@ def load_evaluation_data(
 
     Args:
         metadata: what `training.checkpoint.weights.load_model` returned.
-        config: the run's configuration, None where it is not known.
+        config: the run's configuration, None if it is not known.
         choice: what the user asks for.
 
     Raises:
-        UserError: where there is no such data, or its classes are not the model's.
+        UserError: if there is no such data, or its classes are not the model's.
     """
+    if choice.split not in SPLITS:
+        raise unknown_name("split", choice.split, SPLITS)
     if not choice.data and config is None:
         raise UserError("these weights lie outside a run, so their data is not known: give --data.")
     trained_on = config.data if config else ""
     data = choice.data or trained_on
     split = _resolve_split(choice.split, data, trained_on)
-    options = _data_options(metadata["preprocessing"], config, choice, data)
+    options = _data_options(metadata["preprocessing"], config or TrainConfig(), choice, data)
     datasets = load_whole(options) if split == "all" else load_data(options)
     source = datasets.train.source if split == "train" else datasets.val.source
     seen_as = ImageDataset(source, metadata["preprocessing"], STEPS["none"], options.seed)
@@ -85,7 +88,7 @@ def _resolve_split(split: str, data: str, trained_on: str) -> str:
     """Return what "auto" means: all images of a folder that was not trained on and has no val/, else what was held out.
 
     Raises:
-        UserError: where the data has no such part.
+        UserError: if the data has no such part.
     """
     is_folder = find_dataset(data) is DATASETS["folder"]
     is_undivided = is_folder and not has_parts(data)
@@ -93,18 +96,14 @@ def _resolve_split(split: str, data: str, trained_on: str) -> str:
         raise UserError(f"--split all is for one folder of classes; '{data}' has parts: give val or train.")
     if split != "auto":
         return split
-    is_known = bool(trained_on) and (data == trained_on or (is_folder and _same_folder(data, trained_on)))
+    first, second = (Path(name).expanduser().resolve() for name in (data, trained_on))
+    is_known = bool(trained_on) and (data == trained_on or (is_folder and first == second))
     return "all" if is_undivided and not is_known else "val"
 
 
-def _same_folder(first: str, second: str) -> bool:
-    return Path(first).expanduser().resolve() == Path(second).expanduser().resolve()
-
-
 def _data_options(
-    preprocessing: dict[str, Any], config: TrainConfig | None, choice: EvaluationChoice, data: str
+    preprocessing: dict[str, Any], config: TrainConfig, choice: EvaluationChoice, data: str
 ) -> DataOptions:
-    config = config or TrainConfig()
     return DataOptions(
         data=data,
         val_fraction=config.val_fraction,
@@ -124,7 +123,7 @@ def _label_map(data_classes: list[str], model_classes: list[str], allow_missing:
     """Return the model's number of each class of the data.
 
     Raises:
-        UserError: where the data has a class that the model does not know, or lacks one (unless allowed).
+        UserError: if the data has a class that the model does not know, or lacks one (unless allowed).
     """
     unknown = [name for name in data_classes if name not in set(model_classes)]
     missing = [name for name in model_classes if name not in set(data_classes)]

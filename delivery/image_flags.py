@@ -12,7 +12,7 @@ def add_image_flags(parser: argparse.ArgumentParser, verb: str) -> None:
 
     Args:
         parser: of a script that takes a finished model.
-        verb: what is done with the images, such as "judge".
+        verb: what is done with the images, such as "evaluate".
     """
     usages = ", ".join(entry.usage for entry in DATASETS.values())
     parser.add_argument("--data", default="", help=f"Images to {verb} it on: {usages}; default: the run's own.")

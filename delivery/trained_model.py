@@ -37,7 +37,7 @@ class TrainedModel:
         return read_run_config(self.run)
 
 
-def find_model(given: str) -> TrainedModel:
+def find_model(given: str | Path) -> TrainedModel:
     """Return the model that a user's word names.
 
     Args:
@@ -57,7 +57,7 @@ def find_model(given: str) -> TrainedModel:
     return TrainedModel(weights, run)
 
 
-def find_run(given: str) -> Path:
+def find_run(given: str | Path) -> Path:
     """Return the folder of the run that a user's word names: a folder, or a name in logs/runs.
 
     Raises:
@@ -72,7 +72,7 @@ def find_run(given: str) -> Path:
             return folder.resolve()
     names = sorted(folder.name for folder in runs.iterdir() if _is_run(folder)) if runs.is_dir() else []
     raise UserError(
-        f"'{given}' is neither a file, nor a folder, nor a run in {runs}.{nearest(given, names)} "
+        f"'{given}' is neither a file, nor a folder, nor a run in {runs}.{nearest(str(given), names)} "
         f"{'Runs: ' + ', '.join(names[-8:]) + '.' if names else 'No run is there yet.'}"
     )
 

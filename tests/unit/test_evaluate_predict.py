@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 from sklearn.metrics import classification_report
 
-from delivery.prediction import Prediction
-from delivery.prediction_output import OUTPUTS
+from delivery.predict import Prediction
+from delivery.prediction_output import FORMATS
 from models import build_model
 from scripts import evaluate, predict
 from training.checkpoint.weights import load_model, save_weights
@@ -231,7 +231,7 @@ def test_odd_files_below_a_folder_are_named_and_never_waited_for(call, run, pict
 
 
 def test_standard_input_without_an_end_is_refused(call, run, monkeypatch):
-    for module in ("training.data.reading.images", "delivery.prediction"):
+    for module in ("training.data.reading.images", "delivery.predict"):
         monkeypatch.setattr(f"{module}.MAX_FILE_BYTES", 1000)
     code, out, err = call(predict, run, "-", stdin=bytes(2000))
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -394,7 +394,7 @@ def test_names_from_outside_are_exact_in_files_and_harmless_to_look_at(call, hos
 
 def test_csv_on_a_terminal_is_escaped():
     terminal = Terminal()
-    OUTPUTS["csv"](terminal, 1).write(Prediction("=a.png", ["\x1b[2J"], [0.5]))
+    FORMATS["csv"](iter([Prediction("=a.png", ["\x1b[2J"], [0.5])]), terminal, 1)
     assert terminal.getvalue().splitlines()[1] == r"'=a.png,\x1b[2J,0.5"
 
 

@@ -105,7 +105,8 @@ def test_names_become_behaviour_in_tables_only():
 
 def test_the_environment_is_read_where_it_belongs():
     allowed = {
-        *("training/parallel/world.py", "training/parallel/deepspeed_engine.py", "scripts/train_distributed.py"),
+        *(f"training/parallel/{name}.py" for name in ("world", "preserved_process", "deepspeed_engine")),
+        "scripts/train_distributed.py",
         *("launch/supervisor.py", "launch/local_ranks.py"),  # which hand it on
         "training/command_line.py",  # rank 0 prints for all
         *(f"launch/cluster/{name}.py" for name in ("agent", "cluster_plan", "remote_shell")),  # the same

@@ -1,0 +1,185 @@
+"""Predicts the classes of images: files of any size, whole folders, or standard input."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import nn
+
+from delivery.trained_model import find_model
+from training.checkpoint.weights import load_model
+from training.config import FLAG_OF, TrainConfig, check_config
+from training.data.augment import evaluation_transform
+from training.data.reading.file_sources import make_decoder
+from training.data.reading.image_notes import collected_notes, noting
+from training.data.reading.images import IMAGE_EXTENSIONS, MAX_FILE_BYTES, ImageError, open_image
+from training.errors import UserError
+from training.parallel.precision import use_exact_fp32
+from training.parallel.preserved_process import preserved_torch_settings
+
+STDIN = "-"
+STDIN_NAME = "standard input"
+LARGEST_TOP_K = 1000
+
+# The path of an image, and its content if that came over standard input.
+Entry = tuple[str, bytes | None]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most probable classes of one image.
+
+    Attributes:
+        image: the path as it was given.
+        labels: names of classes, the most probable one first; empty for an image that cannot be read.
+        probabilities: theirs, in 0..1.
+        note: what is odd about the image, in one line; usually empty.
+        error: why the image cannot be read, in one line; empty if it can.
+    """
+
+    image: str
+    labels: list[str]
+    probabilities: list[float]
+    note: str = ""
+    error: str = ""
+
+
+def predict(
+    model: str | Path,
+    images: Iterable[str | Path],
+    *,
+    top_k: int = 3,
+    flip: bool = False,
+    batch_size: int = 64,
+    device: str = "",
+    decode: str = "cpu",
+) -> Iterator[Prediction]:
+    """Load a trained model, and return an iterator over the predictions of all images, in order.
+
+    Args:
+        model: a run's name or folder, or a safetensors file.
+        images: files, folders (searched to any depth, in order of their names; hidden files are left out), or "-" for
+            standard input: one image, or paths, one a line.
+        top_k: how many classes each prediction names, at most as many as there are.
+        flip: whether to predict the mirrored image too, and to average both probabilities.
+        batch_size: images of one forward pass.
+        device: "cpu" or "cuda"; default: a GPU if there is one.
+        decode: "cpu" or "exact", as in training.
+
+    Raises:
+        UserError: for a mistake in the arguments, and weights that cannot be used. While iterating: a folder contains
+            no image, or standard input is empty or has more than `MAX_FILE_BYTES`.
+    """
+    check_config(TrainConfig(batch_size=batch_size, decode=decode), FLAG_OF)  # type: ignore[arg-type]
+    if not 1 <= top_k <= LARGEST_TOP_K:
+        raise UserError(f"--top-k {top_k}: expected a whole number from 1 to {LARGEST_TOP_K}.")
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise UserError("--device cuda: PyTorch finds no GPU here; leave it out, or give --device cpu.")
+    module, metadata = load_model(find_model(model).weights)
+    module.to(device or ("cuda" if has_gpu else "cpu"))
+    return _predictions(_list_images(images), module, metadata, top_k, flip, batch_size, decode)
+
+
+def _predictions(
+    entries: Iterator[Entry],
+    module: nn.Module,
+    metadata: dict[str, Any],
+    top_k: int,
+    flip: bool,
+    batch_size: int,
+    decode: str,
+) -> Iterator[Prediction]:
+    """Yield the predictions of `predict`."""
+    preprocessing, class_names = metadata["preprocessing"], metadata["class_names"]
+    decoder = make_decoder(decode, preprocessing["image_size"])
+    transform = evaluation_transform(preprocessing)
+
+    def read(entry: Entry) -> tuple[torch.Tensor, str] | ImageError:
+        path, content = entry
+        try:
+            with collected_notes() as notes:
+                pixels = decoder.read(path) if content is None else np.array(open_image(path, data=content))
+        except ImageError as error:
+            return error
+        return transform(torch.from_numpy(pixels).permute(2, 0, 1)), notes.get(path, "")
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        while batch := list(islice(entries, batch_size)):
+            images = list(pool.map(read, batch))
+            readable = [image[0] for image in images if not isinstance(image, ImageError)]
+            best = iter(_top_classes(module, torch.stack(readable), top_k, flip) if readable else [])
+            for (path, _), image in zip(batch, images, strict=True):
+                if isinstance(image, ImageError):
+                    yield Prediction(path, [], [], error=image.reason)
+                else:
+                    probabilities, classes = next(best)
+                    yield Prediction(path, [class_names[number] for number in classes], probabilities, image[1])
+
+
+@torch.inference_mode()
+def _top_classes(
+    module: nn.Module, images: torch.Tensor, top_k: int, flip: bool
+) -> list[tuple[list[float], list[int]]]:
+    """Return the highest probabilities of each image, and the numbers of their classes."""
+    images = images.to(next(module.parameters()).device)
+    with preserved_torch_settings():
+        use_exact_fp32()
+        probabilities = module(images).float().softmax(1)
+        if flip:
+            probabilities = (probabilities + module(images.flip(3)).float().softmax(1)) / 2
+    best = probabilities.topk(min(top_k, probabilities.shape[1]), dim=1)
+    return list(zip(best.values.tolist(), best.indices.tolist(), strict=True))
+
+
+def _list_images(given: Iterable[str | Path]) -> Iterator[Entry]:
+    for word in map(str, given):
+        if word == STDIN:
+            yield from _from_stdin(sys.stdin.buffer.read(MAX_FILE_BYTES + 1))
+        elif os.path.isdir(word):
+            yield from ((path, None) for path in _below(word))
+        else:
+            yield word, None
+
+
+def _from_stdin(content: bytes) -> Iterator[Entry]:
+    if len(content) > MAX_FILE_BYTES:
+        raise UserError(f"standard input holds more than {MAX_FILE_BYTES / 1e6:g} MB: '-' reads one image, or paths.")
+    try:
+        with noting(STDIN_NAME), Image.open(io.BytesIO(content)):
+            is_image = True
+    except UnidentifiedImageError:
+        is_image = False
+    except Exception:  # Pillow's readers raise nearly anything on what only begins like an image
+        is_image = True
+    if is_image:
+        yield STDIN_NAME, content
+        return
+    paths = [line for line in os.fsdecode(content).splitlines() if line]
+    if not paths:
+        raise UserError("standard input is empty: '-' reads one image, or paths, one a line.")
+    yield from ((path, None) for path in paths)
+
+
+def _below(folder: str) -> Iterator[str]:
+    """Yield the images below a folder."""
+    found = False
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            if not name.startswith(".") and Path(name).suffix.lower() in IMAGE_EXTENSIONS:
+                found = True
+                yield os.path.join(parent, name)
+    if not found:
+        raise UserError(f"no image in the folder '{folder}': expected files with one of {', '.join(IMAGE_EXTENSIONS)}.")

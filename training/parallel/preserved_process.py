@@ -1,0 +1,70 @@
+"""Training and evaluating inside somebody's Python process, such as a notebook, without changing that process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from training.data.randomness import preserved_generators
+from training.errors import UserError
+from training.parallel.signals import STOP_SIGNALS
+from training.parallel.world import stop_world
+
+FLAGS = (
+    (torch.backends.cudnn, "benchmark"),
+    (torch.backends.cudnn, "allow_tf32"),
+    (torch.backends.cuda.matmul, "allow_tf32"),
+    (torch.utils.deterministic, "fill_uninitialized_memory"),
+)
+
+
+@contextmanager
+def preserved_process() -> Iterator[None]:
+    """Restore what a run changes in its process, unless a launcher started it; a decorator, too.
+
+    Restored are signal handlers, the environment, the CPU's random generators and PyTorch's global settings; the
+    process group is destroyed. The process of a launched rank belongs to the run: a signal that comes after its end
+    must still find the run's handlers.
+
+    Raises:
+        UserError: if the process has a process group already.
+    """
+    if "RANK" in os.environ:
+        yield
+        return
+    if dist.is_initialized():
+        raise UserError("this process has a process group: call torch.distributed.destroy_process_group() first.")
+    environment = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        with preserved_generators(), preserved_torch_settings():
+            yield
+    finally:
+        stop_world()
+        for number, handler in handlers.items():
+            with contextlib.suppress(ValueError, TypeError):  # not in the main thread, or no handler of Python's
+                signal.signal(number, handler)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@contextmanager
+def preserved_torch_settings() -> Iterator[None]:
+    """Restore PyTorch's global settings when the block ends."""
+    flags = [(owner, name, getattr(owner, name)) for owner, name in FLAGS]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        for owner, name, value in flags:
+            setattr(owner, name, value)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_num_threads(threads)
