@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from training.parallel.exchange import gather, list_of, number, row_of, text
-from training.parallel.secure_store import open_store, prove
+from training.parallel.secure_store import authenticate, open_store
 
 SMALL_BYTES, SMALL_REPEATS, LARGE_REPEATS = 1024, 20, 3
 FIRST_BYTES, LARGEST_BYTES = 1 << 16, {"cpu": 1 << 26, "cuda": 1 << 28}
@@ -145,7 +145,7 @@ def _rank_main(pipe: Connection, place: Place, use_gpu: bool, join_seconds: floa
         is_host, is_alone = rank == 0, len(place.hosts) == 1
         store = open_store(place.address, place.port, patience, is_host=is_host, is_alone=is_alone)
         pipe.send(("phase", "join"))
-        store = prove(store, place.secret, rank, size, patience, is_ours=is_host)
+        store = authenticate(store, place.secret, rank, size, patience, is_ours=is_host)
         device = torch.device("cuda", place.local_rank) if use_gpu else torch.device("cpu")
         if use_gpu:
             torch.cuda.set_device(device)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.training.ranks import ROOT, free_port
 from training.errors import UserError
 from training.observe.heartbeat import SECRET_VARIABLE
-from training.parallel.secure_store import _answer, _listen, open_store, prove
+from training.parallel.secure_store import _answer, _listen, authenticate, open_store
 from training.parallel.world import launched_world
 
 PATIENCE = datetime.timedelta(seconds=30)
@@ -48,7 +48,7 @@ class Proving(threading.Thread):
 
     def run(self):
         try:
-            self.store = prove(*self.call, PATIENCE, is_ours=True)
+            self.store = authenticate(*self.call, PATIENCE, is_ours=True)
         except (ConnectionError, TimeoutError) as error:
             self.error = error
 

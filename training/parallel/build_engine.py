@@ -1,4 +1,4 @@
-"""The table of engines, and which one a run gets."""
+"""The table of engines, the choice of one, and its construction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENGINES = {
     "native": ("training.parallel.native_engine", "NativeEngine"),
 }
 
-# The keys of the configuration that the native engine follows, or that mean something to DeepSpeed alone.
+# The keys of the configuration that the native engine follows, or that concern only DeepSpeed.
 _NATIVE_KEYS = frozenset(
     {
         *("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
@@ -40,7 +40,7 @@ _ZERO_KEYS_FOR_DEEPSPEED = frozenset(
 def resolve_engine(engine: str, config: Mapping[str, Any], module: nn.Module, device: torch.device) -> str:
     """Return the engine of a run, a key of `ENGINES`.
 
-    'auto' takes the native one where it was measured faster: on CPU ranks, for models that fit one bucket
+    'auto' is the native one if that was measured to be faster: on CPU ranks, for models that fit one bucket
     (`reduce_bucket_size` of the strategy's JSON; any model under ddp, whose gradients are whole on every rank).
 
     Args:
@@ -50,7 +50,7 @@ def resolve_engine(engine: str, config: Mapping[str, Any], module: nn.Module, de
         device: this rank's device.
 
     Raises:
-        UserError: where the native engine is asked for what only DeepSpeed does.
+        UserError: if the native engine is asked for something that only DeepSpeed does.
     """
     zero = config["zero_optimization"]
     needs_deepspeed = sorted({*config} - _NATIVE_KEYS | _ZERO_KEYS_FOR_DEEPSPEED & {*zero})
@@ -88,9 +88,9 @@ def build_engine(
     network = under_autocast(module, precision, world.device)
     loss_scale = DynamicLossScale() if precision == "fp16" else None
     module_name, class_name = ENGINES[resolve_engine(engine, config, module, world.device)]
-    # Imported here: DeepSpeed takes seconds, and a run that does not use it should not wait for it.
+    # Imported here: DeepSpeed takes seconds to import, and native runs do not need it.
     engine_class = getattr(importlib.import_module(module_name), class_name)
     built = engine_class(module, network, optimizer, config, loss_scale, world)
     if isinstance(optimizer, ShardedLamb):
-        optimizer.bind_shards(built.shard_layouts(), world)
+        optimizer.bind_shards(built.flat_shards(), world)
     return built

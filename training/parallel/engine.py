@@ -1,7 +1,6 @@
-"""What an engine is: a model with its optimizer, sharded over the ranks, behind five verbs.
+"""The interface of the two engines, DeepSpeed ZeRO and our own flat buffers, and the description of a rank's shard.
 
-The verbs are forward, backward, step, read and write. Two engines have them: DeepSpeed ZeRO, and our own flat buffers
-for models that fit. Nothing outside the engines' own modules knows which one it is.
+An engine is a model with its optimizer, sharded over the ranks. Only the engines' own modules know which one it is.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from torch import nn
 
 from training.parallel.precision import DynamicLossScale
 from training.parallel.world import World
-from training.recipe.lamb import FlatLayout
 
 CONVOLUTION_DIMENSIONS = 4  # of its weights: outputs, inputs, height, width
 
@@ -25,9 +23,9 @@ class StepResult:
     """What an optimizer step did.
 
     Attributes:
-        applied: whether the weights were updated; they are not where the gradient is not finite. A bool, or a bool
-            tensor [] on the device that nobody has waited for.
-        gradient_norm: global L2 norm before clipping, None where it was not computed.
+        applied: whether the weights were updated; they are not if the gradient is not finite. A bool, or a bool
+            tensor [] on the device that has not been synchronized.
+        gradient_norm: global L2 norm before clipping, None if it was not computed.
     """
 
     applied: bool | torch.Tensor
@@ -35,7 +33,7 @@ class StepResult:
 
 
 class Piece(NamedTuple):
-    """`length` elements of the parameter `name`, from element `offset` on, lie in a flat tensor from `start` on."""
+    """`length` elements of the flattened parameter `name`, from `offset` on, at `start` in a flat tensor."""
 
     name: str
     offset: int
@@ -50,13 +48,15 @@ class FlatShard:
     Attributes:
         weights: fp32 [n].
         moments: kind -> fp32 [n]; none of frozen parameters.
-        pieces: what lies where; elements in no piece fill up.
-        channels_last: names of the parameters whose elements lie, and are counted, in the order of `channels_last`.
+        pieces: which part of which parameter lies where; elements in no piece are padding.
+        names: of all parameters of the group, in the same order on all ranks; none of frozen parameters.
+        channels_last: names of the parameters whose elements are in the order of `channels_last`, offsets included.
     """
 
     weights: torch.Tensor
     moments: dict[str, torch.Tensor]
     pieces: tuple[Piece, ...]
+    names: tuple[str, ...] = ()
     channels_last: frozenset[str] = frozenset()
 
 
@@ -64,22 +64,19 @@ class Engine(Protocol):
     """A sharded model with its optimizer.
 
     Attributes:
-        module: the model; where parameters are sharded, they may be empty outside forward and backward.
+        module: the model; at ZeRO 3 its parameters may be empty outside forward and backward.
         loss_scale: of fp16, else None.
     """
 
+    module: nn.Module
     loss_scale: DynamicLossScale | None
-
-    @property
-    def module(self) -> nn.Module:
-        """The model."""
 
     @property
     def parameter_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups, whose 'lr' the schedule sets before each step."""
 
     def compile(self, mode: str | None) -> None:
-        """Let `torch.compile` translate the model at its first forward; mode as of `torch.compile`."""
+        """Compile the model at its first forward; mode as of `torch.compile`."""
 
     def train(self, mode: bool = True) -> None:
         """Set training or evaluation mode of the model."""
@@ -88,7 +85,7 @@ class Engine(Protocol):
         """Return logits [B, classes] in float32 for images [B, 3, H, W]; a collective at ZeRO 3."""
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of a scalar loss, and reduce it over the ranks where it is due; a collective."""
+        """Accumulate the gradient of a scalar loss; a collective, because an engine may reduce it here."""
 
     def step(self) -> StepResult | None:
         """Count a micro-step, and update the weights after the last one of an accumulation; a collective.
@@ -101,12 +98,12 @@ class Engine(Protocol):
         """Yield every parameter in full and in fp32, and every buffer, as CPU tensors; a collective."""
 
     def applied_steps(self) -> int:
-        """Return how many updates the optimizer has applied, which Adam's bias correction needs; may wait for a GPU."""
+        """Return how many updates the optimizer has applied, for Adam's bias correction; may synchronize a GPU."""
 
     def write_state(
         self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]], applied_steps: int
     ) -> None:
-        """Fill a fresh engine with the state of another, under whatever strategy it was; a collective.
+        """Load the state of another engine, of any strategy, into a new one; a collective.
 
         Args:
             weights: parameters by name, read one at a time.
@@ -115,25 +112,22 @@ class Engine(Protocol):
         """
 
     def parameter_shapes(self) -> dict[str, list[int]]:
-        """Return the full shape of every parameter, also where it is sharded."""
+        """Return the full shape of every parameter, also if it is sharded."""
 
     def flat_shards(self) -> list[FlatShard]:
-        """Return this rank's part of weights and moments as it lies in memory, the frozen ones last; no collective."""
-
-    def shard_layouts(self) -> dict[int, FlatLayout]:
-        """Say, for each of this rank's flat fp32 pieces (by `id`), which part of which parameter lies where."""
+        """Return this rank's part of weights and moments as live tensors, frozen parameters last; no collective."""
 
     def close(self) -> None:
         """Release hooks and buffers."""
 
 
 def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return, by name, the parameters that the optimizer has nothing to do with, but a checkpoint has."""
+    """Return by name the parameters that the optimizer does not update; a checkpoint contains them."""
     return {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 
 def frozen_shards(module: nn.Module, world: World) -> list[FlatShard]:
-    """Return the frozen parameters as rank 0's part of the state: they are whole, and the same, on all ranks."""
+    """Return the frozen parameters as shards of rank 0: they are whole, and the same, on all ranks."""
     if not world.is_main:
         return []
     return [
@@ -145,7 +139,7 @@ def frozen_shards(module: nn.Module, world: World) -> list[FlatShard]:
 def fill_shard(
     shard: FlatShard, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
-    """Copy what belongs there to a shard, from whole tensors; arguments as of `Engine.write_state`."""
+    """Copy a shard's elements from whole tensors; arguments as of `Engine.write_state`."""
     pairs = [(shard.weights, weights)]
     if moments:
         pairs += [(flat, moments[kind]) for kind, flat in shard.moments.items()]

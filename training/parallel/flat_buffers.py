@@ -1,8 +1,8 @@
-"""Flat buffers that ranks exchange: sums of gradients, and weights of which each rank has updated a part.
+"""Flat buffers of all ranks: sums of gradients, and weights of which each rank updates one part.
 
 A buffer is cut into one equal part per rank. CPU ranks of one machine share memory: a rank reads the others' gradients
-where they lie, and the weights are one copy for all. Elsewhere collectives carry them. Both add in the order of the
-ranks, so the way makes no difference to a bit.
+in place, and there is one copy of the weights. Otherwise collectives transfer them. Both add in the order of the ranks,
+so the results are equal to the bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from training.parallel.exchange import text
 from training.parallel.world import World
 
 SHARED_MEMORY = Path("/dev/shm")
-LARGEST_SHARE = 0.5  # of what is free there: the data loaders' workers need some too
+LARGEST_SHARE = 0.5  # of its free space: the data loaders' workers need some too
 BYTES = 4  # of a float32
 
 
@@ -44,21 +44,21 @@ class FlatBuffers(Protocol):
     def sum_own_part(self) -> torch.Tensor:
         """Return this rank's part of the gradients summed over all ranks, [n / ranks]; a collective.
 
-        The same memory each time. The caller sees to it that no rank writes gradients again before all have returned.
+        The memory is the same each time. No rank may write gradients again before all have returned from this call.
         """
 
     def start_from_main(self) -> None:
-        """Bring the weights that rank 0 has written to all ranks; a collective."""
+        """Copy the weights that rank 0 has written to all ranks; a collective."""
 
     def gather_weights(self) -> None:
         """Fill `weights` with every rank's part; a collective."""
 
     def release_weights(self) -> None:
-        """Give back the memory of the other ranks' parts, if they take any."""
+        """Free the memory of the other ranks' parts, if they have any of their own."""
 
 
-class OneRankBuffers:
-    """A world of one: nothing to exchange."""
+class OneRankBuffers(FlatBuffers):
+    """Buffers of a single rank: there is nothing to transfer."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.weights = torch.zeros(size, device=device)
@@ -66,32 +66,28 @@ class OneRankBuffers:
         self.part = self.weights
 
     def sum_own_part(self) -> torch.Tensor:
-        """Return the gradients."""
         return self.gradients
 
-    def start_from_main(self) -> None:
-        """They are here."""
+    def start_from_main(self) -> None: ...
 
-    def gather_weights(self) -> None:
-        """All weights are here."""
+    def gather_weights(self) -> None: ...
 
-    def release_weights(self) -> None:
-        """There are no others' parts."""
+    def release_weights(self) -> None: ...
 
 
-class SharedMemoryBuffers:
+class SharedMemoryBuffers(FlatBuffers):
     """Buffers of CPU ranks on one machine, in memory that all of them map.
 
     Args:
         size: n, a multiple of the number of ranks.
         world: the ranks.
-        memory: what all ranks map, float32 [n x (ranks + 1)].
-        meets: whether summing and gathering wait for the other ranks. All groups are summed, and gathered, one right
-            after the other, so the first group's wait serves all.
+        memory: the mapping, float32 [n x (ranks + 1)].
+        synchronizes: whether summing and gathering wait for the other ranks. All groups are summed, and gathered, one
+            right after the other, so the first group's wait is enough for all.
     """
 
-    def __init__(self, size: int, world: World, memory: torch.Tensor, *, meets: bool) -> None:
-        self._world, self._meets = world, meets
+    def __init__(self, size: int, world: World, memory: torch.Tensor, *, synchronizes: bool) -> None:
+        self._world, self._synchronizes = world, synchronizes
         self.weights = memory[:size]
         self._all_gradients = memory[size:].view(world.size, size)
         self.gradients = self._all_gradients[world.rank]
@@ -100,31 +96,27 @@ class SharedMemoryBuffers:
         self._sum = torch.zeros_like(self.part)
 
     def sum_own_part(self) -> torch.Tensor:
-        """Read the others' gradients where they lie."""
-        if self._meets:
+        if self._synchronizes:
             barrier(self._world)
         return _sum_rows(self._all_gradients[:, self._part], self._sum)
 
     def start_from_main(self) -> None:
-        """Wait until rank 0 has written."""
         barrier(self._world)
 
     def gather_weights(self) -> None:
-        """Wait until all ranks have written: there is one copy for all."""
-        if self._meets:
+        if self._synchronizes:
             barrier(self._world)
 
-    def release_weights(self) -> None:
-        """There is one copy for all."""
+    def release_weights(self) -> None: ...
 
 
-class CollectiveBuffers:
-    """Buffers that NCCL or gloo carries.
+class CollectiveBuffers(FlatBuffers):
+    """Buffers that NCCL or gloo transfers.
 
     Args:
         size: n, a multiple of the number of ranks.
         world: the ranks.
-        releasable: whether this rank's part of the weights lies apart, so that the others' can be given back.
+        releasable: whether this rank's part of the weights has memory of its own, so that the others' can be freed.
     """
 
     def __init__(self, size: int, world: World, *, releasable: bool) -> None:
@@ -137,19 +129,17 @@ class CollectiveBuffers:
         self._sum = torch.zeros_like(self.part)
 
     def sum_own_part(self) -> torch.Tensor:
-        """Send each rank its part: half of what an all-reduce moves."""
+        # Half of the bytes of an all-reduce.
         received = torch.empty_like(self.gradients)
         with communication():
             dist.all_to_all_single(received, self.gradients)
         return _sum_rows(received.view(self._world.size, -1), self._sum)
 
     def start_from_main(self) -> None:
-        """Broadcast rank 0's."""
         dist.broadcast(self.weights, 0)
         self.part.copy_(self.weights[self._part])
 
     def gather_weights(self) -> None:
-        """Gather the parts, in place where they lie in the whole."""
         storage = self.weights.untyped_storage()
         if self._releasable:
             storage.resize_(self.weights.numel() * BYTES)
@@ -165,41 +155,34 @@ class CollectiveBuffers:
                 dist.broadcast(part, rank)
 
     def release_weights(self) -> None:
-        """Keep this rank's part alone."""
         if self._releasable:
             self.weights.untyped_storage().resize_(0)
 
 
 def make_buffers(size: int, world: World, *, is_first: bool, releasable: bool) -> FlatBuffers:
-    """Make the buffers of one parameter group as they suit the ranks; a collective.
+    """Create the buffers of one parameter group, of the kind that suits the ranks; a collective.
 
     Args:
         size: n, a multiple of the number of ranks.
         world: the ranks.
         is_first: whether the group is summed and gathered before the others, which follow at once.
-        releasable: whether the others' parts of the weights should take no memory between the steps.
+        releasable: whether the other ranks' parts of the weights shall take no memory between the steps.
     """
     if world.size == 1:
         return OneRankBuffers(size, world.device)
     if world.device.type == "cpu" and world.local_size == world.size:
         memory = _map_shared_memory(size * (world.size + 1), world)
         if memory is not None:
-            return SharedMemoryBuffers(size, world, memory, meets=is_first)
+            return SharedMemoryBuffers(size, world, memory, synchronizes=is_first)
     return CollectiveBuffers(size, world, releasable=releasable)
 
 
 def _sum_rows(rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Add the rows [ranks, k] in their order into `out` [k]; `torch.sum` may take another order."""
+    """Add the rows [ranks, k] in their order into `out` [k]; the order of `torch.sum` is not defined."""
     torch.add(rows[0], rows[1], out=out)
     for row in rows[2:]:
         out.add_(row)
     return out
-
-
-def _drawn_name(value: Any) -> str:
-    if not re.fullmatch(r"[0-9a-f]{16}", text(value)):
-        raise ValueError("no drawn name")
-    return value
 
 
 def _part(size: int, world: World) -> slice:
@@ -207,36 +190,45 @@ def _part(size: int, world: World) -> slice:
     return slice(world.rank * length, (world.rank + 1) * length)
 
 
-def _map_shared_memory(numel: int, world: World) -> torch.Tensor | None:
-    """Map zeroed memory, float32 [numel], that all ranks share; None where there is not enough. A collective.
+def _random_name(value: Any) -> str:
+    if not re.fullmatch(r"[0-9a-f]{16}", text(value)):
+        raise ValueError("not a random name")
+    return value
 
-    The file's name is gone before this returns: however the ranks end, the memory ends with them.
+
+def _map_shared_memory(numel: int, world: World) -> torch.Tensor | None:
+    """Map zeroed memory, float32 [numel], that all ranks share; None if there is not enough. A collective.
+
+    The file is unlinked before this returns: however the ranks end, the memory is freed.
     """
-    # A name drawn by rank 0 and never a path: a false rank 0 could have the others write into any file of the user's.
-    drawn = broadcast_object(secrets.token_hex(8), _drawn_name, world)
-    path, problem = SHARED_MEMORY / f"zerovision-{drawn}", None
-    if world.is_main:
+    # A random name from rank 0 and never a path: a false rank 0 could make the others write to any file of the user's.
+    path = SHARED_MEMORY / f"zerovision-{broadcast_object(secrets.token_hex(8), _random_name, world)}"
+
+    def create() -> None:
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        if numel * BYTES > LARGEST_SHARE * free:
+            raise OSError(f"{free} bytes free")
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
-            free = shutil.disk_usage(SHARED_MEMORY).free
-            if numel * BYTES > LARGEST_SHARE * free:
-                raise OSError(f"{free} bytes free")
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            try:
-                # Reserved now: writing to memory that is not there later on would end in SIGBUS.
-                os.posix_fallocate(descriptor, 0, numel * BYTES)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            problem = str(error)
+            # Reserved now: a write to memory that is not available later would end in SIGBUS.
+            os.posix_fallocate(descriptor, 0, numel * BYTES)
+        finally:
+            os.close(descriptor)
+
+    problem, memory = None, None
+    try:
+        if world.is_main:
+            create()
+    except OSError as error:
+        problem = str(error)
     problem = error_on_any_rank(problem, world)
-    memory = None
-    if problem is None:
-        try:
+    try:
+        if problem is None:
             memory = torch.from_file(str(path), shared=True, size=numel, dtype=torch.float32)
-        except RuntimeError as error:
-            problem = str(error)
+    except RuntimeError as error:
+        problem = str(error)
     problem = error_on_any_rank(problem, world)
     if world.is_main:
-        with contextlib.suppress(OSError):  # on a read-only file system there is nothing to remove
+        with contextlib.suppress(OSError):  # nothing to remove on a read-only file system
             path.unlink(missing_ok=True)
     return None if problem else memory

@@ -1,9 +1,9 @@
-"""Where the ranks find each other: a store that rank 0 opens on one address, and the proof that each is of this run.
+"""The ranks' store, opened by rank 0 on one address, and the proof that each process is a rank of this run.
 
-PyTorch's rendezvous takes whoever comes first for a rank. Here every rank and rank 0 prove to each other that they
-know the secret of the run, before the first collective: HMAC-SHA256 (RFC 2104) over numbers that both draw, so that no
-message can be used a second time, and none shows the secret. What this cannot do: the store's keys, and the
-connections that gloo and NCCL open then, are neither encrypted nor authenticated (docs/cluster.md).
+PyTorch's rendezvous accepts any process as a rank. Here every rank and rank 0 prove to each other that they know the
+secret of the run, before the first collective: HMAC-SHA256 (RFC 2104) over nonces of both, so that no message can be
+replayed and none reveals the secret. Not covered: the store's keys, and the connections that gloo and NCCL open
+afterwards, are neither encrypted nor authenticated (docs/cluster.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from training.errors import UserError
 from training.parallel.network_interfaces import is_loopback
 
 NONCE_DIGITS = 64  # hexadecimal: 256 bits
-LOOK_SECONDS = 0.01
+POLL_SECONDS = 0.01
 CHALLENGE = "zerovision/challenge"
 BACKLOG = 4096
 
@@ -32,9 +32,9 @@ def open_store(address: str, port: int, timeout: datetime.timedelta, *, is_host:
     """Open the ranks' store, or connect to it.
 
     Args:
-        address: that the ranks meet on, of the host of rank 0.
-        port: there.
-        timeout: how long to wait for the others, now and in every question to the store.
+        address: of the store, on the host of rank 0.
+        port: of the store.
+        timeout: how long to wait for the others, now and in every request to the store.
         is_host: whether this is rank 0, which opens it: on this one address, not on all of its host's as PyTorch does.
         is_alone: whether all ranks run on one host.
 
@@ -45,7 +45,7 @@ def open_store(address: str, port: int, timeout: datetime.timedelta, *, is_host:
     return dist.TCPStore(address, port, None, is_host, timeout, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-def prove(
+def authenticate(
     store: dist.Store, secret: str, rank: int, size: int, timeout: datetime.timedelta, *, is_ours: bool
 ) -> dist.Store:
     """Prove to rank 0, or as rank 0 to all others, that this is a rank of the run; a collective over the store.
@@ -56,24 +56,24 @@ def prove(
         rank: of this process.
         size: number of ranks.
         timeout: how long rank 0 waits for all.
-        is_ours: whether only the ranks of this run write to the store, so that rank 0 sees that somebody else has.
+        is_ours: whether only the ranks of this run write to the store, so that rank 0 can detect other processes.
 
     Returns:
-        The part of the store for the ranks' further meeting, under a name that only they know.
+        The store under a prefix that only the ranks know, for the process group.
 
     Raises:
-        ConnectionError: what the ranks found as rank 0 cannot prove it.
+        ConnectionError: the process that acts as rank 0 has not proved itself.
         TimeoutError: a rank did not come.
     """
     key = secret.encode()
     if rank == 0:
-        challenge = _draw()
+        challenge = _nonce()
         store.set(CHALLENGE, challenge.decode())
         nonces = _admit(store, key, challenge, size, timeout, is_ours=is_ours)
         for other, nonce in nonces.items():
             store.set(_welcome(other), _proof(key, "rank 0", other, size, challenge, nonce).decode())
     else:
-        challenge, nonce = store.get(CHALLENGE), _draw()
+        challenge, nonce = store.get(CHALLENGE), _nonce()
         store.set(_answer(rank), (nonce + _proof(key, "rank", rank, size, challenge, nonce)).decode())
         if not hmac.compare_digest(store.get(_welcome(rank)), _proof(key, "rank 0", rank, size, challenge, nonce)):
             raise ConnectionError("the process that the ranks found as rank 0 is none of this run")
@@ -83,40 +83,39 @@ def prove(
 def _admit(
     store: dist.Store, key: bytes, challenge: bytes, size: int, timeout: datetime.timedelta, *, is_ours: bool
 ) -> dict[int, bytes]:
-    """Wait until every rank has proved itself, and return what each has drawn; say once that somebody else tried."""
+    """Wait until every rank has proved itself, and return the nonce of each; warn once if another process tries."""
     nonces: dict[int, bytes] = {}
-    has_told, deadline = False, time.monotonic() + timeout.total_seconds()
+    has_warned, deadline = False, time.monotonic() + timeout.total_seconds()
     while True:
+        # The ranks' own keys are the challenge and one answer each; they write no other before they are welcome.
+        is_stranger_here = is_ours and store.num_keys() > size
         for rank in sorted({*range(1, size)} - nonces.keys()):
             answer = store.get(_answer(rank)) if store.check([_answer(rank)]) else b""
             nonce, proof = answer[:NONCE_DIGITS], answer[NONCE_DIGITS:]
             if hmac.compare_digest(proof, _proof(key, "rank", rank, size, challenge, nonce)):
                 nonces[rank] = nonce
-            elif answer and not has_told:  # the true rank writes over it
-                has_told = _tell_of_stranger()
-        # The ranks' own keys are the challenge and an answer of each; they write no other before they are welcome.
-        if is_ours and not has_told and store.num_keys() > size:
-            has_told = _tell_of_stranger()
+            elif answer:  # the true rank will overwrite it
+                is_stranger_here = True
+        if is_stranger_here and not has_warned:
+            has_warned = True
+            print(
+                "note: a process without the run's secret tried to join the ranks; it was not let in", file=sys.stderr
+            )
         if len(nonces) == size - 1:
             return nonces
         if time.monotonic() > deadline:
             missing = min({*range(1, size)} - nonces.keys())
             raise TimeoutError(f"rank {missing} of {size} did not come within {timeout}")
-        time.sleep(LOOK_SECONDS)
-
-
-def _tell_of_stranger() -> bool:
-    print("note: a process without the run's secret tried to join the ranks; it was not let in", file=sys.stderr)
-    return True
+        time.sleep(POLL_SECONDS)
 
 
 def _proof(key: bytes, role: str, rank: int, size: int, challenge: bytes, nonce: bytes) -> bytes:
-    """Return what only a process with the key can say of these numbers."""
+    """Return the HMAC of these values, which only a process with the key can compute."""
     message = f"{role}/{rank}/{size}/{challenge.hex()}/{nonce.hex()}"
     return hmac.new(key, message.encode(), hashlib.sha256).hexdigest().encode()
 
 
-def _draw() -> bytes:
+def _nonce() -> bytes:
     return secrets.token_hex(NONCE_DIGITS // 2).encode()
 
 
@@ -129,14 +128,14 @@ def _welcome(rank: int) -> str:
 
 
 def _listen(address: str, port: int, *, is_alone: bool) -> int:
-    """Return a socket that listens on the address alone; on all of this host's if that is not for others to reach."""
+    """Return a socket that listens on this address only, or on all of this host's if others cannot reach it."""
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, endpoint = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
         raise UserError(f"the address that the ranks meet on, {address}: {error.strerror}.") from None
-    if is_loopback(str(place[0])) and not is_alone:  # Debian's 127.0.1.1 for a host's own name
-        place = ("", port)
-    for one in (place, ("", port)):
+    if is_loopback(str(endpoint[0])) and not is_alone:  # Debian's 127.0.1.1 for a host's own name
+        endpoint = ("", port)
+    for one in (endpoint, ("", port)):
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,6 +1,6 @@
-"""The world of ranks: what the launcher says about it, joining and leaving it.
+"""The process group: which ranks the launcher started, joining and leaving.
 
-This module alone reads the launchers' environment variables and knows about NCCL and gloo.
+Only this module reads the launchers' environment variables and chooses between NCCL and gloo.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from training.parallel.network_interfaces import interface_towards
 from training.parallel.precision import use_exact_fp32
 
 LOOPBACK = "lo"
-# Launchers that do not give their processes a RANK, and where they say how many there are. Not Slurm's SLURM_NTASKS:
-# it stands in the shell of a job, too, in which one process may be started.
+# Launchers that set no RANK, and their variables for the number of processes. Not Slurm's SLURM_NTASKS, which is also
+# set in the shell of a job, in which a single process may be started.
 _OTHER_LAUNCHERS = (
     ("mpirun", "OMPI_COMM_WORLD_SIZE"),
     ("mpirun", "MV2_COMM_WORLD_SIZE"),
@@ -38,7 +38,17 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class World:
-    """This process among all ranks."""
+    """This process among all ranks.
+
+    Attributes:
+        rank: of this process, from 0.
+        local_rank: among the ranks of this machine.
+        local_size: ranks on this machine.
+        size: ranks on all machines.
+        device: of this rank.
+        signal_group: gloo group for small values and for stopping, None for a single rank.
+        save_group: gloo group for the thread that writes checkpoints, None for a single rank.
+    """
 
     rank: int
     local_rank: int
@@ -50,34 +60,32 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one rank that writes and speaks."""
+        """Whether this is rank 0, the only rank that writes files and logs."""
         return self.rank == 0
 
     def describe(self) -> str:
-        """Say in a few words what the ranks run on."""
-        if self.device.type == "cuda":
-            return f"{self.size} x {torch.cuda.get_device_name(self.device)}{self._network('NCCL_SOCKET_IFNAME')}"
+        """Return a short description of the ranks' hardware and, on several machines, of their network interface."""
+        is_gpu = self.device.type == "cuda"
+        interface = os.environ.get("NCCL_SOCKET_IFNAME" if is_gpu else "GLOO_SOCKET_IFNAME", "").removeprefix("=")
+        network = f" on {interface}" if interface and self.size > self.local_size else ""
+        if is_gpu:
+            return f"{self.size} x {torch.cuda.get_device_name(self.device)}{network}"
         ranks = "1 CPU process" if self.size == 1 else f"{self.size} CPU ranks over gloo"
-        return f"{ranks}{self._network('GLOO_SOCKET_IFNAME')}, {torch.get_num_threads()} thread(s) each"
-
-    def _network(self, variable: str) -> str:
-        """Say which interface joins the machines, where there are several."""
-        interface = os.environ.get(variable, "").removeprefix("=")
-        return f" on {interface}" if interface and self.size > self.local_size else ""
+        return f"{ranks}{network}, {torch.get_num_threads()} thread(s) each"
 
 
 def launched_world() -> tuple[int, int, int, int]:
-    """Return (rank, local rank, ranks on this machine, all ranks) as the launcher says; (0, 0, 1, 1) without one.
+    """Return (rank, local rank, ranks on this machine, all ranks) from the environment; (0, 0, 1, 1) by default.
 
     Raises:
-        UserError: where the variables are incomplete or no numbers, or another launcher has started several processes.
+        UserError: if the variables are incomplete or not numbers, or another launcher has started several processes.
     """
-    # deepspeed calls the number of ranks on this machine LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE.
+    # LOCAL_SIZE is deepspeed's variable, LOCAL_WORLD_SIZE torchrun's.
     local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     given = {name: os.environ[name] for name in names if name in os.environ}
     if not given:
-        _refuse_lonely_ranks()
+        _refuse_unconnected_ranks()
         return 0, 0, 1, 1
     try:
         rank, local_rank, size = (int(given[name]) for name in names)
@@ -89,11 +97,11 @@ def launched_world() -> tuple[int, int, int, int]:
         ) from None
 
 
-def _refuse_lonely_ranks() -> None:
-    """Raise a UserError where several ranks were asked for, and each process would train as if it were alone."""
+def _refuse_unconnected_ranks() -> None:
+    """Raise a UserError if several ranks were requested, but each process would train on its own."""
     started = next(((who, count) for who, name in _OTHER_LAUNCHERS if (count := _count(name)) > 1), None)
     if "SLURM_PTY_PORT" in os.environ and started and started[0] == "srun":
-        started = None  # a shell at a terminal, for all that may be typed there
+        started = None  # an interactive shell
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
         raise UserError(f"accelerate was asked for several processes and started one on its own. {_WAYS}")
     if started:
@@ -106,23 +114,21 @@ def _count(name: str) -> int:
 
 
 def start_world(*, deterministic: bool = False) -> World:
-    """Join the process group; every rank must call this.
-
-    Without a launcher the process becomes a world of one. NCCL is used where there is a GPU, gloo elsewhere.
+    """Join the process group, over NCCL on GPUs and gloo on CPUs; every rank must call this.
 
     Args:
         deterministic: whether to use PyTorch's deterministic algorithms; an operation without one warns.
 
     Raises:
-        UserError: where this machine has fewer GPUs than ranks, or the master port is in use.
+        UserError: if this machine has fewer GPUs than ranks, or the master port is in use.
     """
     rank, local_rank, local_size, size = launched_world()
     if "RANK" not in os.environ:
-        # For DeepSpeed, which looks for MPI where they are missing; nobody listens there.
+        # For DeepSpeed, which looks for MPI if they are missing; nothing listens on this port.
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    # MKL's products may else differ in the last bit with where in memory a matrix happens to lie.
+    # Otherwise the last bit of MKL's products may depend on a matrix's address.
     os.environ.setdefault("MKL_CBWR", "AUTO")
-    # The profiler's library tells each start, and as an error that it finds no GPU.
+    # Otherwise the profiler's library logs every start, and an error if there is no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     use_exact_fp32()
     torch.backends.cudnn.benchmark = True  # all batches have one size: cuDNN tries its kernels on the first
@@ -139,19 +145,19 @@ def start_world(*, deterministic: bool = False) -> World:
         _share_cores(local_size)
     is_alone = size == local_size
     _choose_interface(is_alone=is_alone)
-    # Given the device NCCL connects at once: what keeps it from connecting shows here, and barriers know their GPU.
+    # With the device given, NCCL connects at once, so that failures to connect show here; barriers use this GPU.
     bound_to = device if use_cuda else None
     backend = "nccl" if use_cuda else "gloo"
     try:
-        meeting = _meet(rank, size, is_alone=is_alone)
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=bound_to, **meeting)
+        rendezvous = _rendezvous(rank, size, is_alone=is_alone)
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=bound_to, **rendezvous)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
         port = os.environ.get("MASTER_PORT")
         raise UserError(f"port {port} is in use: give a free one with --master_port.") from None
-    # Small values and questions about stopping go over gloo, from CPU to CPU, and never wait for a GPU's queue.
-    # So do the questions of the thread that writes checkpoints, beside the steps and the stops.
+    # Over gloo, from CPU to CPU, small values and stop requests never wait for a GPU's queue. The thread that writes
+    # checkpoints has a group of its own, because it runs beside them.
     signal_group, save_group = (
         cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if size > 1 else None for _ in range(2)
     )
@@ -164,37 +170,37 @@ def stop_world() -> None:
         dist.destroy_process_group()
 
 
-def _meet(rank: int, size: int, *, is_alone: bool) -> dict[str, Any]:
-    """Return how this process joins the group, as arguments of `init_process_group`: nothing for PyTorch's own way.
+def _rendezvous(rank: int, size: int, *, is_alone: bool) -> dict[str, Any]:
+    """Return the arguments of `init_process_group` for joining the group; none for PyTorch's own rendezvous.
 
-    With the run's secret in the environment every rank proves first that it knows it; it is taken out of the
-    environment, so that no process that a rank starts has it.
+    If the environment contains the run's secret, every rank proves first that it knows it. The secret is removed from
+    the environment, so that the processes that a rank starts do not inherit it.
 
     Raises:
         UserError: see `secure_store.open_store`.
-        ConnectionError, TimeoutError: see `secure_store.prove`.
+        ConnectionError, TimeoutError: see `secure_store.authenticate`.
     """
     secret = os.environ.pop(SECRET_VARIABLE, "")
     if size == 1:
-        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # nothing to listen on
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # opens no port
     if not secret:
         return {}
-    # torchrun's own process holds the store then, and all ranks connect to it.
+    # Under torchrun its own process hosts the store, and all ranks connect to it.
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_host = rank == 0 and not is_torchruns
     store = secure_store.open_store(address, port, COLLECTIVE_TIMEOUT, is_host=is_host, is_alone=is_alone)
-    if is_torchruns:  # it lasts over torchrun's restarts
+    if is_torchruns:  # the store outlives torchrun's restarts
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    proved = secure_store.prove(store, secret, rank, size, COLLECTIVE_TIMEOUT, is_ours=is_host)
-    return {"store": proved, "rank": rank, "world_size": size}
+    store = secure_store.authenticate(store, secret, rank, size, COLLECTIVE_TIMEOUT, is_ours=is_host)
+    return {"store": store, "rank": rank, "world_size": size}
 
 
 def _choose_interface(*, is_alone: bool) -> None:
-    """Tell gloo and NCCL the interface that leads to the master, unless the launcher or the user has.
+    """Set gloo's and NCCL's interface to the one on the route to the master, unless the launcher or the user has.
 
-    By itself gloo offers the address that the host's own name resolves to: 127.0.1.1 on Debian, or one that others
-    reach where nobody else takes part. NCCL reads '=name' as exactly this interface; it takes no loopback.
+    By default gloo uses the address that the host's own name resolves to: 127.0.1.1 on Debian, or one in a network
+    without the other machines. NCCL reads '=name' as exactly this interface; it does not use loopback.
     """
     if is_alone:
         if any(name == LOOPBACK for _, name in socket.if_nameindex()):
@@ -211,7 +217,7 @@ def _use_deterministic_algorithms() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
-    # Filling fresh memory finds reads of uninitialized tensors, which is a test's work, and costs time.
+    # Filling new memory would only help to debug reads of uninitialized tensors, and costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
