@@ -368,7 +368,7 @@ def _train_context(context: RunContext, stop: StopRequest, start: RunStart) -> T
         config.max_bad_steps,
         context.data.train.source.name,
         skipped=state.progress.skipped_steps,
-        in_row=state.progress.bad_steps_in_row,
+        consecutive=state.progress.bad_steps_in_row,
     )
     return TrainContext(
         world=world,

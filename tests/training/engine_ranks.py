@@ -347,7 +347,7 @@ def loop_context(world: World, engine: Engine, plan: BatchPlan, image_size: int 
         "schedule": Schedule(0.01, total_steps=1, warmup_steps=0, final_scale=1.0),
         "loggers": loggers,
         "stop": StopRequest(),
-        "guard": NonFiniteGuard(engine, world, loggers, most_in_row=0, name_of=str),
+        "guard": NonFiniteGuard(engine, world, loggers, most_consecutive=0, name_of=str),
         "heartbeat": HeartbeatWriter(None, 0, 0.0),
         "timing": Timing(),
     } | changes

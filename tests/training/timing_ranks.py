@@ -106,13 +106,16 @@ def epoch_with_a_slow_rank(world: World, slow_rank: int, sleeps_in: str, reduces
     If it is in its logging, both sleep in forward as well: some work, beside which this machine's noise is small.
     """
     sleeps, engine = world.rank == slow_rank, build(world, reduces)
+    for _ in range(3):  # the first steps take long, on any rank
+        engine.backward(engine.forward(torch.ones(BATCH_SIZE, 3, 8, 8)).sum())
+        engine.step()
     if (sleeps and sleeps_in == "forward") or sleeps_in == "logging":
         engine.forward = sleeping_forward(engine.forward)
     plan = BatchPlan(37, BATCH_SIZE, 1, world.size, 0)
     hosts, heard, clock = name_hosts(world), Heard(), SpanClock()
     loggers = Loggers([heard] if world.is_main else [])
     timing = Timing(clock, hosts=hosts)
-    guard = NonFiniteGuard(engine, world, loggers, most_in_row=0, name_of=str)
+    guard = NonFiniteGuard(engine, world, loggers, most_consecutive=0, name_of=str)
     heartbeat = (SleepingReport if sleeps and sleeps_in == "logging" else HeartbeatWriter)(None, 0, 0.0)
     values = {"loggers": loggers, "guard": guard, "heartbeat": heartbeat, "timing": timing, "log_every_steps": 6}
     context = loop_context(world, engine, plan, **values)

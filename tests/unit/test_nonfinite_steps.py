@@ -52,10 +52,12 @@ def batch_of(indices, seed=0):
 class Run:
     """A step guard over a real model, of which only the engine's decision to skip is played."""
 
-    def __init__(self, most_in_row=0, loss_scale=None, **counts):
+    def __init__(self, most_consecutive=0, loss_scale=None, **counts):
         self.model, self.log = small_model(), Recorder()
         engine = SimpleNamespace(module=self.model, loss_scale=loss_scale)
-        self.guard = NonFiniteGuard(engine, ALONE, Loggers([self.log]), most_in_row, "photo-{}.png".format, **counts)
+        self.guard = NonFiniteGuard(
+            engine, ALONE, Loggers([self.log]), most_consecutive, "photo-{}.png".format, **counts
+        )
         self.step_number = 0
 
     def step(self, result, *batches, spoil=lambda losses: losses):
@@ -119,19 +121,19 @@ def test_an_applied_step_keeps_its_statistics():
 
 
 def test_a_micro_step_without_an_update_counts_as_good():
-    run = Run(in_row=3, skipped=3)
+    run = Run(consecutive=3, skipped=3)
     assert run.step(None)
-    assert (run.guard.skipped, run.guard.in_row) == (3, 0)
+    assert (run.guard.skipped, run.guard.consecutive) == (3, 0)
 
 
 def test_counts_go_on_after_a_resume_and_begin_anew_after_a_good_step():
-    run = Run(most_in_row=4, skipped=7, in_row=2)
+    run = Run(most_consecutive=4, skipped=7, consecutive=2)
     run.step(SKIPPED)
-    assert (run.guard.skipped, run.guard.in_row) == (8, 3)
+    assert (run.guard.skipped, run.guard.consecutive) == (8, 3)
     run.step(APPLIED)
-    for in_row in (1, 2, 3):
+    for count in (1, 2, 3):
         run.step(SKIPPED)
-        assert (run.guard.skipped, run.guard.in_row) == (8 + in_row, in_row)
+        assert (run.guard.skipped, run.guard.consecutive) == (8 + count, count)
     before = run.state()
     with pytest.raises(RunEnded, match="4 steps in a row") as caught:
         run.step(SKIPPED)
@@ -141,10 +143,10 @@ def test_counts_go_on_after_a_resume_and_begin_anew_after_a_good_step():
 
 
 def test_no_limit_is_no_limit():
-    run = Run(most_in_row=0)
+    run = Run(most_consecutive=0)
     for _ in range(30):
         assert not run.step(SKIPPED)
-    assert run.guard.in_row == 30
+    assert run.guard.consecutive == 30
 
 
 def with_broken_image(value):
@@ -189,18 +191,18 @@ def test_micro_batches_of_an_earlier_step_are_forgotten():
 
 
 def test_a_search_of_fp16s_loss_scale_is_no_bad_step():
-    run = Run(most_in_row=1, loss_scale=DynamicLossScale(2.0**10))
+    run = Run(most_consecutive=1, loss_scale=DynamicLossScale(2.0**10))
     before = run.state()
     for _ in range(5):
         assert not run.step(SKIPPED)
-    assert (run.guard.skipped, run.guard.in_row, run.log.events) == (5, 0, [])
+    assert (run.guard.skipped, run.guard.consecutive, run.log.events) == (5, 0, [])
     assert_same(run.state(), before)
 
 
 @pytest.mark.parametrize("spoiled", [False, True])
 def test_with_fp16_a_broken_loss_or_the_smallest_scale_is_one(spoiled):
     scale = DynamicLossScale(2.0**10 if spoiled else DynamicLossScale.MINIMUM)
-    run = Run(most_in_row=2, loss_scale=scale)
+    run = Run(most_consecutive=2, loss_scale=scale)
     batch = with_broken_image(torch.nan) if spoiled else batch_of([1, 2])
     run.step(SKIPPED, batch)
     with pytest.raises(RunEnded):
@@ -339,19 +341,19 @@ def test_a_verdict_on_the_device_undoes_the_step_at_once_and_is_told_when_it_is_
     assert run.guard.skipped == 0
     assert run.log.messages == []
     run.guard.settle()
-    assert (run.guard.skipped, run.guard.in_row) == (1, 1)
+    assert (run.guard.skipped, run.guard.consecutive) == (1, 1)
     assert "step 3 skipped on all ranks (1 in a row): the loss is not finite on rank 0, samples photo-2.png" in (
         run.log.messages
     )
     run.step(on_the_device(True))
     run.guard.settle()
-    assert (run.guard.skipped, run.guard.in_row) == (1, 0)
+    assert (run.guard.skipped, run.guard.consecutive) == (1, 0)
     run.guard.settle()
     assert len(run.log.messages) == 1
 
 
 def test_too_many_bad_steps_end_the_run_when_the_verdicts_are_read():
-    run = Run(most_in_row=3)
+    run = Run(most_consecutive=3)
     for applied in (False, False, True, False, False, False):
         run.step(on_the_device(applied))
     with pytest.raises(RunEnded, match="3 steps in a row"):

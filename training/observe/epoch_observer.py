@@ -133,5 +133,5 @@ class EpochObserver:
         """Read the pending verdicts on the last steps, and take their counts into the progress; a sync."""
         self._guard.settle()
         self._state.progress = dataclasses.replace(
-            self._state.progress, skipped_steps=self._guard.skipped, bad_steps_in_row=self._guard.in_row
+            self._state.progress, skipped_steps=self._guard.skipped, bad_steps_in_row=self._guard.consecutive
         )

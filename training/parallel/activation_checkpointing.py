@@ -1,4 +1,4 @@
-"""Activation checkpointing: the repeated parts of a network recompute their activations in the backward pass."""
+"""Activation checkpointing: the repeated blocks of a network recompute their activations in the backward pass."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ POOLING = (nn.MaxPool2d, nn.AvgPool2d)
 
 
 def enable_activation_checkpointing(module: nn.Module) -> int:
-    """Let the network's repeated parts keep only their inputs, and compute their activations again in backward.
+    """Keep only the inputs of the network's repeated blocks, and recompute their activations in backward.
 
-    Parts are the stages or blocks below the network's top level (timm's blocks, stages, layers), a flat stack of
-    layers (VGG) up to each pooling, and the same in every member of an ensemble. Loss, gradients and BatchNorm
-    statistics are those of the network without it; names and shapes in the state dict do not change.
+    Blocks are the children of the network's top-level containers (timm's blocks, stages, layers), in a flat stack of
+    layers (VGG) everything up to each pooling layer, and the same in every member of an ensemble. Loss, gradients and
+    BatchNorm statistics do not change, nor do names and shapes in the state dict.
 
     Args:
         module: the network; changed in place.
 
     Returns:
-        The number of parts that are recomputed.
+        The number of blocks that are recomputed.
     """
     if isinstance(module, Ensemble):
         return sum(enable_activation_checkpointing(member) for member in module.members)
-    parts = 0
+    count = 0
     for child in module.children():
         if _is_flat_stack(child):
-            parts += _checkpoint_pooling_stages(child)
+            count += _checkpoint_pooling_stages(child)
             continue
         repeated = list(child.children()) if isinstance(child, nn.Sequential | nn.ModuleList) else [child]
-        for part in repeated:
-            if any(True for _ in part.children()):  # one layer alone (an LSTM, a linear head) has nothing to drop
-                _checkpoint_part(part)
-                parts += 1
-    return parts
+        for block in repeated:
+            if any(True for _ in block.children()):  # a single layer (an LSTM, a linear head) has nothing to recompute
+                # Its forward is replaced, not the block: a wrapper would change the names in the state dict. Partials
+                # and bound methods, no closure: copy.deepcopy then binds them to the copied block.
+                block.forward = functools.partial(_recomputed, block.forward, [block])
+                count += 1
+    return count
 
 
 def _is_flat_stack(module: nn.Module) -> bool:
@@ -49,14 +51,8 @@ def _is_flat_stack(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and bool(layers) and not any(list(layer.children()) for layer in layers)
 
 
-def _checkpoint_part(part: nn.Module) -> None:
-    """Replace the part's forward, not the part: a wrapping module would change the names in the state dict."""
-    # Partials and bound methods, no closure: copy.deepcopy then binds them to the copied part.
-    part.forward = functools.partial(_recomputed, part.forward, [part])
-
-
 def _checkpoint_pooling_stages(stack: nn.Module) -> int:
-    """Recompute a flat stack of layers stage by stage, a stage ending with a pooling layer."""
+    """Recompute a flat stack of layers in stages that end with a pooling layer; return their number."""
     stages: list[list[nn.Module]] = [[]]
     for layer in stack.children():
         stages[-1].append(layer)
@@ -80,21 +76,21 @@ def _run_stages(stages: list[list[nn.Module]], features: torch.Tensor) -> torch.
 
 
 def _recomputed(forward: Callable[..., Any], modules: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    """Run `forward` (made of `modules`), keeping its inputs for the backward pass instead of its activations."""
+    """Run `forward`, which consists of `modules`, and keep its inputs for backward instead of its activations."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
 
     def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        return contextlib.nullcontext(), _statistics_aside(modules)
+        return contextlib.nullcontext(), _kept_statistics(modules)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 @contextlib.contextmanager
-def _statistics_aside(modules: list[nn.Module]) -> Iterator[None]:
-    """Give BatchNorm layers copies of their running statistics, so that the second run does not count again.
+def _kept_statistics(modules: list[nn.Module]) -> Iterator[None]:
+    """Replace BatchNorm layers' running statistics by copies, so that the recomputation does not update them again.
 
-    Copies rather than None: the recomputation must save as many tensors as the first run did.
+    Copies rather than None: the recomputation must save as many tensors as the first pass did.
     """
     norms = [m for module in modules for m in module.modules() if getattr(m, "running_mean", None) is not None]
     originals = [dict(norm._buffers) for norm in norms]

@@ -1,8 +1,7 @@
-"""BatchNorm over ranks: one set of statistics for evaluation and saving, and synchronized BatchNorm on any device.
+"""BatchNorm over ranks: averaged running statistics, and synchronized BatchNorm on any device.
 
-DeepSpeed neither broadcasts nor averages the buffers (findings, row 2): each rank's running statistics follow its
-own samples. Before every evaluation and every save they are averaged, so that the accuracy reported is that of
-the file saved.
+DeepSpeed neither broadcasts nor averages buffers: each rank's running statistics follow its own samples. They are
+averaged before every evaluation and every save, so that the reported accuracy is that of the saved file.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 class ModelBuffers:
     """Copies and restores all buffers of a model (BatchNorm's statistics) in one operation for each dtype.
 
-    The buffers become views of one flat tensor per dtype: a copy of mobilenet's 138 one by one takes as long as the
-    optimizer. They keep their names, and the modules go on updating them in place.
+    The buffers become views of one flat tensor per dtype: copying mobilenet's 138 buffers one by one takes as long as
+    the optimizer. They keep their names, and the modules still update them in place.
     """
 
-    ALIGNMENT = 32  # elements; each buffer begins where a tensor of its own could
+    ALIGNMENT = 32  # elements: that of a tensor of its own
 
     def __init__(self, module: nn.Module) -> None:
         self._flat: list[torch.Tensor] = []
@@ -45,16 +44,16 @@ class ModelBuffers:
             self._flat.append(flat)
 
     def copy(self) -> list[torch.Tensor]:
-        """Return the buffers of now, for `restore`."""
+        """Return copies of all buffers, for `restore`."""
         return [flat.clone() for flat in self._flat]
 
     def restore(self, copies: list[torch.Tensor]) -> None:
-        """Set all buffers back to what `copy` returned."""
+        """Set all buffers to what `copy` returned."""
         for flat, kept in zip(self._flat, copies, strict=True):
             flat.copy_(kept)
 
     def restore_unless(self, applied: torch.Tensor, copies: list[torch.Tensor]) -> None:
-        """As `restore`, where the bool `applied` [], which stays on the device, is false."""
+        """As `restore` if the bool tensor `applied` [] is false, without a synchronization."""
         for flat, kept in zip(self._flat, copies, strict=True):
             flat.copy_(torch.where(applied, flat, kept))
 
@@ -65,26 +64,26 @@ def average_buffers(module: nn.Module, world: World) -> None:
 
 
 def synchronize_batchnorm(module: nn.Module, world: World) -> nn.Module:
-    """Make every BatchNorm take its training statistics over all ranks' samples.
+    """Convert every BatchNorm to take its training statistics over all ranks' samples.
 
-    On GPUs PyTorch's own SyncBatchNorm does it; it refuses CPU tensors, so CPU ranks get `CpuSyncBatchNorm2d`.
+    On GPUs that is PyTorch's SyncBatchNorm; it refuses CPU tensors, so CPU ranks get `CpuSyncBatchNorm2d`.
     """
     if world.size == 1:
         return module
     if world.device.type == "cuda":
-        # timm's converter keeps the activation inside its BatchNormAct2d, which PyTorch's would drop.
+        # timm's converter keeps the activation of its BatchNormAct2d, which PyTorch's would drop.
         from timm.layers import convert_sync_batchnorm
 
         return convert_sync_batchnorm(module)
     for child in module.modules():
         if isinstance(child, nn.BatchNorm2d):
-            # Changing the class keeps subclasses' own state (timm's BatchNormAct2d holds an activation).
+            # Changing the class keeps subclasses' own state, such as the activation of timm's BatchNormAct2d.
             child.__class__ = _synchronized_class(type(child))
     return module
 
 
 def freeze_statistics(module: nn.Module) -> None:
-    """Put every BatchNorm into evaluation mode: it normalizes with its running statistics and leaves them alone."""
+    """Set every BatchNorm to evaluation mode: it normalizes with its running statistics and does not update them."""
     for child in module.modules():
         if isinstance(child, BATCHNORMS):
             child.eval()
@@ -101,7 +100,7 @@ def synchronized_batch_norm(images: torch.Tensor, norm: nn.BatchNorm2d) -> torch
     sums = _SumOverRanks.apply(local)
     total = sums[-1].detach()
     mean = sums[:channels] / total
-    # A second pass over the centred values: E[x^2] - E[x]^2 would cancel where the mean is large.
+    # A second pass over the centred values: E[x^2] - E[x]^2 would cancel if the mean is large.
     centred = images - mean.view(1, -1, 1, 1)
     variance = _SumOverRanks.apply(centred.square().sum((0, 2, 3))) / total
     with torch.no_grad():
@@ -150,12 +149,8 @@ def _synchronized_class(original: type) -> type:
                 output = synchronized_batch_norm(images.float(), self)
                 # timm's BatchNormAct2d applies its dropout and activation after the norm.
                 for after in ("drop", "act"):
-                    output = getattr(self, after, _identity)(output)
+                    output = getattr(self, after, nn.Identity())(output)
                 return output
 
         _SYNCHRONIZED[original] = CpuSyncBatchNorm2d
     return _SYNCHRONIZED[original]
-
-
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -1,4 +1,4 @@
-"""The few collectives that training needs, over tensors and over small values."""
+"""Collectives of tensors, of small values, and of errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def average_over_ranks(tensors: list[torch.Tensor], world: World) -> None:
-    """Replace float tensors by their mean over all ranks, in place and in one message; a collective."""
+    """Replace float tensors by their mean over all ranks, in place, by one all-reduce; a collective."""
     if world.size == 1 or not tensors:
         return
     flat = torch.cat([tensor.detach().to(torch.float32).reshape(-1) for tensor in tensors])
@@ -55,7 +55,7 @@ def average_over_ranks(tensors: list[torch.Tensor], world: World) -> None:
 
 
 def copy_from_main(tensors: list[torch.Tensor], world: World) -> None:
-    """Give tensors of one dtype rank 0's values, in place and in one message; a collective."""
+    """Replace tensors of one dtype by rank 0's, in place, by one broadcast; a collective."""
     if world.size == 1 or not tensors:
         return
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
@@ -65,7 +65,7 @@ def copy_from_main(tensors: list[torch.Tensor], world: World) -> None:
 
 
 def error_on_any_rank(error: str | None, world: World) -> str | None:
-    """Agree on whether any rank failed: return the lowest failing rank's message on every rank; a collective."""
+    """Return the error message of the lowest rank that has one, on every rank; a collective."""
     if world.size == 1:
         return error
     messages = gather_objects(error, optional(text), world)
@@ -73,7 +73,7 @@ def error_on_any_rank(error: str | None, world: World) -> str | None:
 
 
 def agreed(action: Callable[[], Result], world: World) -> Result:
-    """Run an action on every rank; where it is a user's mistake on any, raise it on all. A collective."""
+    """Run an action on every rank; if any raises a `UserError`, raise it on all. A collective."""
     message = None
     result: Any = None
     try:
@@ -92,13 +92,13 @@ def gather_objects(
     """Return every rank's small value, in rank order, on every rank; a collective of the group.
 
     Args:
-        value: of this rank, as JSON has it.
-        parse: checks a rank's value and turns it into what is wanted, see `training.parallel.exchange`.
+        value: of this rank, representable in JSON.
+        parse: checks and converts a received value, see `training.parallel.exchange`.
         world: the ranks.
-        group: other than the one for questions, over gloo.
+        group: a gloo group; None for `world.signal_group`.
 
     Raises:
-        ForeignMessageError: on every rank, where a value is not of this form.
+        ForeignMessageError: on every rank, if a value is not of this form.
     """
     if world.size == 1:
         return [exchange.as_received(value, parse)]
@@ -106,7 +106,7 @@ def gather_objects(
 
 
 def broadcast_object(value: Any, parse: Parser[Result], world: World) -> Result:
-    """Return rank 0's small value on every rank; a collective. The arguments and errors are `gather_objects`'s."""
+    """Return rank 0's small value on every rank; a collective. Arguments and errors as of `gather_objects`."""
     if world.size == 1:
         return exchange.as_received(value, parse)
     return exchange.broadcast(value, parse, world.signal_group)

@@ -1,4 +1,4 @@
-"""Whether and how `torch.compile` translates the model."""
+"""Whether and how `torch.compile` compiles the model."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 from training.errors import UserError
 
-# Where `auto` compiles: where a table shows that it pays. On a CPU a step takes 0.90 of its time (docs/performance.md)
-# after a minute or two of translation, which only a long run earns back.
+# Devices on which `auto` compiles: those for which a measurement shows that it pays. On a CPU a step takes 0.90 of its
+# time (docs/performance.md) after one or two minutes of compilation, which pays only in a long run.
 FASTER_ON: frozenset[str] = frozenset()
 COMPILERS = ("g++", "clang++", "c++")
-# Below this the launches of kernels bound a GPU, not their arithmetic, and CUDA graphs take the launches away.
+# Up to this a GPU is bound by kernel launches, not by arithmetic, and CUDA graphs remove the launches.
 LARGEST_BATCH_FOR_CUDA_GRAPHS = 32
 
 
 def resolve_compile(choice: str, device: torch.device) -> bool:
-    """Say whether to compile for 'auto', 'on' or 'off'.
+    """Return whether to compile for 'auto', 'on' or 'off'.
 
     Raises:
-        UserError: where 'on' has no C++ compiler to work with.
+        UserError: for 'on' without a C++ compiler.
     """
     if choice == "auto":
         return device.type in FASTER_ON
@@ -34,7 +34,7 @@ def resolve_compile(choice: str, device: torch.device) -> bool:
 def compile_mode(device: torch.device, batch_size_per_rank: int, zero_stage: int) -> str | None:
     """Return the mode of `torch.compile`: CUDA graphs if batches are small, else its default.
 
-    A graph reads the weights from where they lay when it was recorded; at ZeRO 3 they lie elsewhere in each step.
+    A graph reads the weights at the addresses of its recording; at ZeRO 3 the addresses change with each step.
     """
     are_launches_the_limit = device.type == "cuda" and batch_size_per_rank <= LARGEST_BATCH_FOR_CUDA_GRAPHS
     if are_launches_the_limit and zero_stage < 3:

@@ -1,8 +1,7 @@
-"""Small values between ranks: JSON in tensors, whose form the receiver checks. Nothing received is ever unpickled.
+"""Collectives of small values: JSON in tensors, whose form the receiver checks. Nothing received is ever unpickled.
 
-`torch.distributed.all_gather_object` unpickles what the other ranks send, and to unpickle is to run code: whoever
-takes a rank's place would run code on every other machine. Here the worst that a false rank can send is a message that
-is refused.
+`torch.distributed.all_gather_object` unpickles what the other ranks send, and unpickling can run code: a process that
+impersonates a rank could run code on every other machine. Here the worst it can send is a message that is refused.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from training.observe.timing import communication
 Value = TypeVar("Value")
 Parser = Callable[[Any], Value]
 
-LARGEST_BYTES = 16 << 20  # of one message; a receiver reserves no more for it
+LARGEST_BYTES = 16 << 20  # of one message; a receiver allocates no more
 CPU = torch.device("cpu")
 
 
 class ForeignMessageError(Exception):
-    """What arrived is not what the ranks of a run send each other."""
+    """A received message is not of the form that the ranks of a run send."""
 
 
 def gather(
@@ -33,13 +32,13 @@ def gather(
     """Return every rank's value, in rank order, on every rank; a collective of the group.
 
     Args:
-        value: of this rank, as JSON has it; floats keep their bits.
-        parse: checks a received value and turns it into what is wanted; one of those below, or made of them.
+        value: of this rank, representable in JSON; floats keep their bits.
+        parse: checks and converts a received value; one of the parsers below, or composed of them.
         group: the ranks; None for all.
-        device: where the group's messages lie.
+        device: of the group's messages.
 
     Raises:
-        ForeignMessageError: on every rank, for a message that is too long, no JSON, or not of this form.
+        ForeignMessageError: on every rank, for a message that is too long, not JSON, or not of this form.
     """
     message = _encode(value)
     size = dist.get_world_size(group)
@@ -57,15 +56,9 @@ def gather(
 
 
 def broadcast(value: Any, parse: Parser[Value], group: dist.ProcessGroup | None) -> Value:
-    """Return rank 0's value on every rank, rank 0 included; the other ranks' is ignored. A collective of the group.
+    """Return rank 0's value on every rank; the other ranks' are ignored. A collective of a group of all ranks on CPUs.
 
-    Args:
-        value: of rank 0, as JSON has it.
-        parse: see `gather`.
-        group: all ranks, with messages on the CPU.
-
-    Raises:
-        ForeignMessageError: see `gather`.
+    The other arguments and errors are those of `gather`.
     """
     message = _encode(value if dist.get_rank() == 0 else None)
     length = torch.tensor([len(message)])
@@ -80,7 +73,7 @@ def broadcast(value: Any, parse: Parser[Value], group: dist.ProcessGroup | None)
 
 
 def as_received(value: Any, parse: Parser[Value]) -> Value:
-    """Return a value as another rank would receive it, tuples as lists; for a rank that is alone."""
+    """Return a value as another rank would receive it, tuples as lists; for a single rank."""
     return _decode(bytes(_encode(value)), parse, 0)
 
 
@@ -95,7 +88,7 @@ def whole_number(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    """Return a float, which may be infinite or no number; raise TypeError for anything else."""
+    """Return a float, which may be infinite or NaN; raise TypeError for anything else."""
     return _of_type(value, float)
 
 
@@ -110,23 +103,23 @@ def optional(parse: Parser[Value]) -> Parser[Value | None]:
 
 
 def list_of(parse: Parser[Value]) -> Parser[list[Value]]:
-    """Return the parser of a list, of any length, of such values."""
+    """Return the parser of a list of any length."""
     return lambda value: [parse(one) for one in _of_type(value, list)]
 
 
 def row_of(*parsers: Parser[Any]) -> Parser[tuple[Any, ...]]:
-    """Return the parser of a list with one value for each of the parsers; it raises ValueError for another length."""
+    """Return the parser of a list with one value per parser; it raises ValueError for another length."""
     return lambda value: tuple(parse(one) for parse, one in zip(parsers, _of_type(value, list), strict=True))
 
 
 def _of_type(value: Any, kind: type[Value]) -> Value:
-    if type(value) is not kind:  # a bool is no whole number
+    if type(value) is not kind:  # not isinstance: a bool is not a whole number
         raise TypeError(f"{kind.__name__} expected, {type(value).__name__} found")
     return value
 
 
 def _encode(value: Any) -> bytearray:
-    message = bytearray(json.dumps(value), "ascii")  # repr of a float, from which the same bits are read
+    message = bytearray(json.dumps(value), "ascii")  # floats as their repr, which restores the same bits
     if len(message) > LARGEST_BYTES:
         raise ValueError(f"a message of {len(message)} bytes to the other ranks: at most {LARGEST_BYTES}")
     return message

@@ -1,4 +1,4 @@
-"""The model of a run on its device, before an engine takes it over."""
+"""The model of a run on its device, before an engine shards it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def build_training_model(
     """Build the configured model, the same on every rank; a collective.
 
     Args:
-        config: names the model and its starting weights.
-        data: decides the number of classes and the image size.
+        config: with the model and its initial weights.
+        data: with the number of classes and the image size.
         world: the ranks.
 
     Returns:
-        The model in fp32 on `world.device`, and on rank 0 what counts its operations.
+        The model in fp32 on `world.device`, and on rank 0 the counter of its FLOPs.
 
     Raises:
         UserError: on all ranks, if the model cannot be built.
     """
 
     def build() -> BuiltModel:
-        # The same seed on every rank: all start from the same weights.
+        # The same seed on every rank: all have the same initial weights.
         torch.manual_seed(config.seed)
         return build_model(
             config.model_type,
@@ -47,12 +47,12 @@ def build_training_model(
             batch_size=config.batch_size,
         )
 
-    # One rank of each machine goes first: it downloads hub weights, the others then find them in its cache.
+    # One rank per machine goes first and downloads hub weights; the others then find them in the cache.
     built = agreed(lambda: build() if world.local_rank == 0 else None, world)
     if built is None:
         built = build()
     module = built.module.to(world.device)
-    # Before anything is converted for several ranks: rank 0 counts alone.
+    # Before the conversion for several ranks: only rank 0 counts.
     flops = TrainingFlops(module, data.preprocessing["image_size"]) if world.is_main else None
     if config.activation_checkpointing:
         enable_activation_checkpointing(module)

@@ -1,4 +1,4 @@
-"""Which of a machine's addresses the others reach it by, on which network interface it lies, and its free ports."""
+"""A machine's addresses and network interfaces, the one by which others reach it, and free ports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 
 def own_addresses() -> list[tuple[str, str, str]]:
-    """Return (interface, IPv4 address, netmask) for every interface that is up, loopback left out."""
+    """Return (interface, IPv4 address, netmask) for every interface that is up, without loopback."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     return [
         (name, entry.address, entry.netmask or "255.255.255.255")
@@ -22,7 +22,7 @@ def own_addresses() -> list[tuple[str, str, str]]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether no other machine can use this address: 127.0.0.1, Debian's 127.0.1.1, ::1, or no address."""
+    """Return whether other machines cannot use this address: 127.0.0.1, Debian's 127.0.1.1, ::1, or not an address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -30,16 +30,16 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_of(address: str, addresses: Sequence[Sequence[str]]) -> str:
-    """Return the interface that has the address, '' where none has."""
+    """Return the interface that has the address, '' if none has."""
     return next((name for name, own, _ in addresses if own == address), "")
 
 
 def address_towards(others: Sequence[str], addresses: Sequence[Sequence[str]]) -> str:
-    """Return the address whose network holds one of the other machines', else the first one, '' where there is none.
+    """Return the address in one network with any of the other machines', else the first one, '' if there is none.
 
     Args:
         others: addresses of other machines.
-        addresses: this machine's, as `own_addresses` gives them.
+        addresses: this machine's, from `own_addresses`.
     """
     for _, own, netmask in addresses:
         network = ipaddress.ip_network(f"{own}/{netmask}", strict=False)
@@ -49,7 +49,7 @@ def address_towards(others: Sequence[str], addresses: Sequence[Sequence[str]]) -
 
 
 def route_towards(host: str) -> str:
-    """Return this machine's address on the way to a host, '' where there is none; nothing is sent."""
+    """Return this machine's address on the route to a host, '' without a route; nothing is sent."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return probe.getsockname()[0]
@@ -57,11 +57,11 @@ def route_towards(host: str) -> str:
 
 
 def interface_towards(host: str) -> str:
-    """Return the interface by which other machines reach this one, judged by the way to one of them; '' if unclear.
+    """Return the interface by which other machines reach this one, from the route to one of them; '' if unclear.
 
     Args:
-        host: name or address of a machine that all know. Where it is this one, and its name resolves to a loopback
-            address, the way out of the local network (an address of RFC 5737, which nobody has) stands in for it.
+        host: name or address of a machine that all know. If it is this one, and its name resolves to a loopback
+            address, the route out of the local network is used (to an unassigned address of RFC 5737).
     """
     address = route_towards(host)
     if is_loopback(address):
@@ -73,10 +73,10 @@ def interface_towards(host: str) -> str:
 
 
 def free_port(wanted: int = 0) -> int:
-    """Return the wanted port (0: any) if a process could listen there now, on all addresses as torch's store does.
+    """Return the wanted port (0: any) if a process could listen on it now, on all addresses as torch's store does.
 
     Raises:
-        OSError: it is taken.
+        OSError: if it is in use.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -86,7 +86,7 @@ def free_port(wanted: int = 0) -> int:
 
 
 def port_if_free(wanted: int) -> int:
-    """Return the wanted port if a process could listen there now, else 0."""
+    """Return the wanted port if it is free, else 0."""
     try:
         return free_port(wanted)
     except OSError:

@@ -1,9 +1,9 @@
-"""Precision: which arithmetic a run uses, autocast around the model, and the dynamic loss scale of fp16.
+"""Precision: the choice of a dtype, autocast around the model, and the dynamic loss scale of fp16.
 
 Weights, gradients, optimizer state and BatchNorm (weights and statistics) stay in fp32 under every precision;
-autocast picks bf16 or fp16 for the operations that gain from it. DeepSpeed's `bf16.enabled` would cast the
-weights and leave BatchNorm's buffers behind (findings, row 1), and its `torch_autocast` in fp16 steps each shard
-on its own overflow check; so DeepSpeed is given an fp32 model inside of a module that runs it under `torch.autocast`.
+autocast uses bf16 or fp16 for the operations that gain from it. DeepSpeed's `bf16.enabled` would cast the weights but
+not BatchNorm's buffers, and its `torch_autocast` in fp16 checks each shard for overflow on its own; so DeepSpeed gets
+an fp32 model inside a module that runs it under `torch.autocast`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ AMPERE = (8, 0)
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Return 'bf16', 'fp16' or 'fp32' for what was asked, where 'auto' follows the hardware.
+    """Return 'bf16', 'fp16' or 'fp32'; 'auto' is resolved by the hardware.
 
     Args:
         precision: 'auto', 'bf16', 'fp16' or 'fp32'.
         device: this rank's device.
 
     Raises:
-        UserError: for bf16 on a GPU older than Ampere, and for fp16 on a CPU, where it is hundreds of times slower than
+        UserError: for bf16 on a GPU older than Ampere, and for fp16 on a CPU, which is hundreds of times slower than
             fp32.
     """
     if precision == "fp16" and device.type == "cpu":
@@ -41,26 +41,26 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def use_exact_fp32() -> None:
-    """Have a GPU compute fp32 in fp32, never in TF32; no effect on a CPU.
+    """Disable TF32, so that GPUs compute fp32 in fp32; no effect on a CPU.
 
-    TF32 keeps 10 of the 23 bits of mantissa (https://docs.pytorch.org/docs/stable/notes/cuda.html), and cuDNN takes it
-    unless told otherwise. Under autocast nearly every operation that it speeds up runs in 16 bits anyway. These are
-    PyTorch's older switches: torch.compile in 2.11 reads them, and they raise once the newer ones (`fp32_precision`)
-    have been set apart from them, while setting them sets the newer ones too.
+    TF32 keeps 10 of the 23 bits of mantissa (https://docs.pytorch.org/docs/stable/notes/cuda.html), and cuDNN uses it
+    by default. Under autocast nearly every operation that it speeds up runs in 16 bits anyway. These are PyTorch's
+    older switches: torch.compile in 2.11 reads them, and they raise once the newer ones (`fp32_precision`) differ from
+    them, while setting them sets the newer ones too.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
 
 
 def under_autocast(module: nn.Module, precision: str, device: torch.device) -> nn.Module:
-    """Return what runs the module in a precision and returns fp32: the module itself, or a wrapper around it."""
+    """Return a module that runs `module` in a precision and returns fp32: itself for fp32, else a wrapper."""
     return module if precision == "fp32" else UnderAutocast(module, DTYPES[precision], device)
 
 
 class UnderAutocast(nn.Module):
-    """Runs a model under autocast and returns fp32; the model itself, its copies and its names stay as they are.
+    """Runs a model under autocast and returns fp32; the model itself and its parameters' names do not change.
 
-    Not a context around the engine's call: DeepSpeed switches off an autocast that it finds on a GPU.
+    Not a context around the engine's call: DeepSpeed disables an enclosing autocast on GPUs.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -76,10 +76,10 @@ class UnderAutocast(nn.Module):
 
 
 class DynamicLossScale:
-    """The loss scale of fp16: halved after an overflow, doubled after a run of good steps.
+    """The loss scale of fp16: halved after an overflow, doubled after many finite steps.
 
-    The rule is that of NVIDIA's mixed-precision guide and `torch.amp.GradScaler`, with its default numbers. The
-    same decisions fall on all ranks, because whether a step was applied is agreed on by all.
+    The rule and its defaults are those of `torch.amp.GradScaler`. All ranks decide the same, because they agree on
+    whether a step was applied.
     """
 
     GROWTH_INTERVAL_STEPS = 2000
@@ -91,7 +91,7 @@ class DynamicLossScale:
         self.good_steps = 0
 
     def update(self, step_applied: bool) -> None:
-        """Note whether the last optimizer step was applied (finite gradients) or skipped."""
+        """Adapt to whether the last optimizer step was applied (finite gradients) or skipped."""
         if not step_applied:
             self.value = max(self.value / 2, self.MINIMUM)
             self.good_steps = 0
@@ -105,5 +105,5 @@ class DynamicLossScale:
         return {"value": self.value, "good_steps": self.good_steps}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Take back what `state` gave."""
+        """Load what `state` returned."""
         self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

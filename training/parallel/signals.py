@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM, SIGUSR1: a handler that only sets a flag, and the ranks' agreement on when to stop or save."""
+"""SIGINT, SIGTERM and SIGUSR1: a handler that only sets a flag, and the agreement of all ranks to stop or to save."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from training.observe.timing import communication
 from training.parallel.world import World
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-FAILED = 1000  # no signal's number: a rank cannot go on, and the others shall stop with it
+FAILED = 1000  # not a signal's number: a rank cannot continue, and the others stop with it
 
 
-class Verdict(NamedTuple):
-    """What all ranks agreed on: the signal to stop by (0 for none, `FAILED`), and whether to save a checkpoint."""
+class Decision(NamedTuple):
+    """What all ranks do next: the signal to stop by (0 for none, `FAILED`), and whether to save a checkpoint."""
 
     stop_signal: int
     save_due: bool
 
 
 class StopRequest:
-    """Collects stop signals on every rank, and tells all ranks of it at the same poll.
+    """Collects stop signals on every rank, and returns them on all ranks at the same poll.
 
-    The agreement travels one poll behind: each poll starts a tiny all-reduce and reads the one that the previous
-    poll started, so it costs no waiting.
+    The agreement is one poll late: each poll starts a small all-reduce and reads the result of the one that the
+    previous poll started, so nothing waits for it.
     """
 
     def __init__(self) -> None:
@@ -35,23 +35,21 @@ class StopRequest:
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def install(self) -> None:
-        """Take over the stop signals for this process."""
+        """Handle the stop signals in this process."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._remember)
 
-    def poll(self, world: World, *, failed: bool = False, save_due: bool = False) -> Verdict:
-        """Return what any rank had received, or asked for, by the previous poll.
-
-        A collective: every rank calls it the same number of times, and all get the same answer.
+    def poll(self, world: World, *, failed: bool = False, save_due: bool = False) -> Decision:
+        """Return what any rank had received or requested by the previous poll, the same on all ranks; a collective.
 
         Args:
             world: the ranks.
-            failed: whether this rank cannot go on.
-            save_due: whether this rank wants a checkpoint.
+            failed: whether this rank cannot continue.
+            save_due: whether this rank requests a checkpoint.
         """
         number = FAILED if failed else self._signal_number
         if world.signal_group is None:
-            return Verdict(number, save_due)
+            return Decision(number, save_due)
         agreed = self._finish()
         flags = torch.tensor([number, save_due], dtype=torch.int32)
         with communication():
@@ -60,28 +58,28 @@ class StopRequest:
         return agreed
 
     def poll_now(self, world: World) -> int:
-        """Return the signal that any rank has received by now, and wait for the answer; a collective."""
+        """Return the signal that any rank has received so far; a collective that waits for the result."""
         earlier = self.poll(world).stop_signal
         return earlier or self.poll(world).stop_signal
 
     def close(self) -> None:
-        """Finish the all-reduce still under way; a collective."""
+        """Finish the pending all-reduce; a collective."""
         self._finish()
 
-    def _finish(self) -> Verdict:
+    def _finish(self) -> Decision:
         if self._pending is None:
-            return Verdict(0, False)
+            return Decision(0, False)
         work, flags = self._pending
         with communication():
             work.wait()
         self._pending = None
         stop_signal, save_due = flags.tolist()  # on the CPU: no device sync
-        return Verdict(stop_signal, bool(save_due))
+        return Decision(stop_signal, bool(save_due))
 
     def _remember(self, signal_number: int, _frame: FrameType | None) -> None:
         self._signal_number = self._signal_number or signal_number
 
 
 def exit_code_of(signal_number: int) -> int:
-    """The shell's convention for an end by signal: 130 for SIGINT, 138 for SIGUSR1, 143 for SIGTERM."""
+    """Return the shell's exit code for a signal: 130 for SIGINT, 138 for SIGUSR1, 143 for SIGTERM."""
     return 128 + signal_number

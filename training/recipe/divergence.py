@@ -1,16 +1,16 @@
-"""When an epoch counts as diverged: its losses are not finite, or far beyond what guessing gives."""
+"""Divergence: an epoch whose losses are not finite, or far above that of guessing."""
 
 from __future__ import annotations
 
 import math
 
-# Times the loss of a uniform guess, which is log(classes): the true class then has a probability of classes ** -10 in
-# the geometric mean. Sound trainings stay far below, also while BatchNorm's running statistics lag behind at the start.
+# Times the loss of a uniform guess, log(classes): the geometric mean of the true class's probability is then
+# classes ** -10. Good trainings stay far below, also while BatchNorm's running statistics lag behind at the start.
 GUESSES_ALLOWED = 10
 
 
 def find_divergence(train_loss: float, val_loss: float, num_classes: int) -> str | None:
-    """Return why an epoch with these mean losses (nats) counts as diverged, in words; None if it does not."""
+    """Return the reason why an epoch with these mean losses (nats) has diverged, None if it has not."""
     guess = math.log(max(num_classes, 2))
     for name, loss in (("validation loss", val_loss), ("training loss", train_loss)):
         if not math.isfinite(loss):

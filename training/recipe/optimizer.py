@@ -1,4 +1,4 @@
-"""Parameter groups and the optimizer's update rules."""
+"""Parameter groups, the optimizer, and its state as both engines see it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from training.config import TrainConfig
 def build_optimizer(
     module: nn.Module, config: TrainConfig, head_parameter_names: Collection[str], *, discriminative: bool
 ) -> torch.optim.Optimizer:
-    """Build the optimizer, through timm, over groups that tell decayed from undecayed and head from backbone.
+    """Build the optimizer with timm, with separate groups for weight decay or none, and for head and backbone.
 
-    Each group carries 'rate_scale', the factor on the schedule's learning rate.
+    Each group has 'rate_scale', the factor on the schedule's learning rate.
 
     Args:
         module: the model.
         config: the run's configuration.
         head_parameter_names: names of the classifier's parameters.
-        discriminative: whether the backbone learns at `backbone_learning_rate_scale` times the head's rate.
+        discriminative: whether the backbone's learning rate is `backbone_learning_rate_scale` times the head's.
     """
     from timm.optim import create_optimizer_v2
 
@@ -44,19 +44,19 @@ def build_optimizer(
         return ShardedLamb(param_groups, lr=config.learning_rate, weight_decay=config.weight_decay)
     # "momentum" is timm's name of SGD without Nesterov's rule, which refuses a momentum of 0.
     is_plain_sgd = config.optimizer == "sgd" and config.momentum == 0
-    # timm hands the momentum to the rules that have one, and only to them.
+    # timm passes the momentum only to the optimizers that have one.
     return create_optimizer_v2(
         param_groups,
         opt="momentum" if is_plain_sgd else config.optimizer,
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
         momentum=config.momentum,
-        fused=True,  # one pass over each flat tensor: 0.87 of the time of a step that PyTorch's default takes
+        fused=True,  # one pass over each flat tensor: 0.87 of the step time of PyTorch's default
     )
 
 
 def moment_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return what the rule keeps of each weight, in the names of its own state; SGD without momentum keeps nothing."""
+    """Return the names of the optimizer's state tensors per weight; SGD without momentum has none."""
     group = optimizer.param_groups[0]
     if "betas" in group:
         return ("exp_avg", "exp_avg_sq")
@@ -64,22 +64,22 @@ def moment_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def create_state(optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tensor]) -> None:
-    """Create the rule's state of these weights, all zeros, as its first step would.
+    """Create the optimizer's state of these weights, all zeros, as its first step would.
 
-    So there is no engine without moments, and a first step that a fused rule is told to skip does no harm: SGD's would
-    take the uninitialized memory for its momentum.
+    So every engine has moments to save, and a fused optimizer can skip its first step: SGD would otherwise use
+    uninitialized memory as its momentum.
     """
     group, kinds = optimizer.param_groups[0], moment_kinds(optimizer)
     for weight in weights:
         optimizer.state[weight] = {kind: torch.zeros_like(weight) for kind in kinds}
         if "betas" in group:
-            # The fused kernels read the count beside the weights, the other rules keep it on the CPU.
+            # The fused kernels read the count on the weights' device, the others keep it on the CPU.
             place = weight.device if group.get("fused") else "cpu"
             optimizer.state[weight]["step"] = torch.zeros((), device=place)
 
 
 def set_applied_steps(optimizer: torch.optim.Optimizer, applied_steps: int) -> None:
-    """Set the count of updates that Adam's bias correction needs; the other rules have none."""
+    """Set the number of updates for Adam's bias correction; other optimizers do not count."""
     for state in optimizer.state.values():
         if "step" in state:
             state["step"].fill_(applied_steps)

@@ -33,9 +33,9 @@ class Schedule:
         return self.peak * (self.final_scale + (1 - self.final_scale) * cosine)
 
     def group_learning_rate(self, step: int, group_scale: float) -> float:
-        """Return a parameter group's learning rate: the backbone's is 0 while only the head learns."""
-        is_backbone_at_rest = step < self.head_steps and group_scale != 1.0
-        return 0.0 if is_backbone_at_rest else self.learning_rate(step) * group_scale
+        """Return a parameter group's learning rate: 0 for the backbone while only the head is trained."""
+        is_frozen = step < self.head_steps and group_scale != 1.0
+        return 0.0 if is_frozen else self.learning_rate(step) * group_scale
 
     def set_learning_rates(self, groups: Iterable[dict[str, Any]], step: int) -> None:
         """Set the learning rate of every parameter group for optimizer step `step`."""
@@ -50,7 +50,7 @@ def build_schedule(config: TrainConfig, steps_per_epoch: int, global_batch: int,
         config: the run's configuration.
         steps_per_epoch: optimizer steps per epoch.
         global_batch: images per optimizer step over all ranks and micro-steps.
-        head_epochs: epochs in which only the new head learns; 0 where all layers do from the start.
+        head_epochs: epochs in which only the new head is trained; 0 to train all layers from the start.
     """
     scale = global_batch / config.base_batch_size if config.base_batch_size else 1.0
     return Schedule(
@@ -69,7 +69,7 @@ def _warmup_steps(config: TrainConfig, steps_per_epoch: int) -> int:
 
 
 def schedule_notes(schedule: Schedule) -> list[str]:
-    """Return what the user may not expect of a schedule."""
+    """Return a note for the log if most of the run is warm-up."""
     if 2 * schedule.warmup_steps <= schedule.total_steps:
         return []
     return [
