@@ -26,7 +26,7 @@ import torch
 from benchmarks.launch import torchrun
 from benchmarks.our_engine import engine_of
 from benchmarks.report import Section, save, show, versions
-from models import build_model
+from models.build import build_model
 from planning.memory import MemoryPlan, activation_bytes, bucket_elements, model_sizes, plan_memory
 from training.parallel.strategies import STRATEGIES, read_strategy_json
 

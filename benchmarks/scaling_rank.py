@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.our_engine import Step, make_engine, training_step
-from models import build_model
+from models.build import build_model
 from training.parallel.collectives import barrier
 from training.parallel.world import World, start_world, stop_world
 

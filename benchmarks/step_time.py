@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.our_engine import Step, make_engine, training_step
-from models import build_model
+from models.build import build_model
 from training.config import TrainConfig
 from training.parallel.build_engine import ENGINES
 from training.parallel.collectives import barrier

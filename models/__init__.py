@@ -1,20 +1,13 @@
-"""The table of networks that can be trained, and the two functions that build one.
+"""The table of networks that can be trained; `models.build` builds one.
 
 Importing this module loads neither torch nor timm: the command line reads the table for its `--help`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from models.errors import unknown_name
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from models.build import BuiltModel
 
 TIMM_PREFIX = "timm:"
 LARGEST_IMAGE_SIZE = 4096  # pixels
@@ -27,12 +20,12 @@ class ModelSpec:
     """One line of the table of models."""
 
     module: str
-    """The module whose `create(num_classes, image_size, timm_name, pretrained)` makes the network (an ensemble is put
-    together by `models.build`, from its members)."""
+    """The module whose `create(num_classes, image_size, timm_name, pretrained)` makes the network; `models.build` makes
+    an ensemble from its members."""
     summary: str
     """One phrase for `--help` and the guide."""
     timm_name: str | None = None
-    """The network's name in timm, where timm makes it."""
+    """The network's name in timm, if timm makes it."""
     always_pretrained: bool = False
     """Whether the model is refused without pretrained weights, from the hub or from `--weights FILE`."""
     takes_members: bool = False
@@ -74,34 +67,3 @@ def model_spec(name: str) -> ModelSpec:
         return MODELS[name]
     timm_name = name.removeprefix(TIMM_PREFIX)
     return ModelSpec("models.timm_models", f"timm's {timm_name}", timm_name=timm_name)
-
-
-def build_model(
-    model_type: str,
-    *,
-    num_classes: int,
-    image_size: int,
-    pretrained: bool = False,
-    weights: str | None = None,
-    members: Sequence[str] = DEFAULT_MEMBERS,
-    batch_size: int = 2,
-) -> BuiltModel:
-    """Build the network that is to be trained, in float32 on the CPU; see `models.build.build_model`."""
-    from models import build
-
-    return build.build_model(
-        model_type,
-        num_classes=num_classes,
-        image_size=image_size,
-        pretrained=pretrained,
-        weights=weights,
-        members=members,
-        batch_size=batch_size,
-    )
-
-
-def rebuild_model(description: dict[str, Any]) -> nn.Module:
-    """Build the network of a `BuiltModel.description` again, with random weights and without a network connection."""
-    from models import build
-
-    return build.rebuild_model(description)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from models import MODELS, MOST_MEMBERS, model_spec
+from models import DEFAULT_MEMBERS, MODELS, MOST_MEMBERS, model_spec
 from models.ensemble import Ensemble
 from models.errors import UserError, one_line
 from models.image_size import StrideChanges, as_names, fit_to_image_size, set_strides, size_error
@@ -41,10 +41,10 @@ def build_model(
     *,
     num_classes: int,
     image_size: int,
-    pretrained: bool,
-    weights: str | None,
-    members: Sequence[str],
-    batch_size: int,
+    pretrained: bool = False,
+    weights: str | None = None,
+    members: Sequence[str] = DEFAULT_MEMBERS,
+    batch_size: int = 2,
 ) -> BuiltModel:
     """Build the network that is to be trained, in float32 on the CPU.
 

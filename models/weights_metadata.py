@@ -1,24 +1,28 @@
-"""What a weights file says about itself: read at this one place, and checked before anything is made of it.
+"""The metadata of a weights file: read in this one place, and checked before anything is built from it.
 
-A file may come from anywhere, and say anything. What `read_facts` returns has the right types, is bounded, and holds
-no more than what is asked for; whether it fits the file's tensors is checked by `models.build.tensor_mismatch`.
+A file may come from anywhere and contain anything. What `read_facts` returns has the right types, is bounded, and has
+no other keys than those asked for; `models.build.tensor_mismatch` checks whether it fits the file's tensors.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from models import LARGEST_IMAGE_SIZE, MOST_MEMBERS
+from models import DEFAULT_MEMBERS, LARGEST_IMAGE_SIZE, MOST_MEMBERS, model_spec
 from models.errors import shown
 
-# All facts stand under one key: safetensors writes several keys in an order that changes from run to run, and equal
-# runs are to give equal files.
+# One key for everything: safetensors writes several keys in an order that changes from run to run, and equal runs
+# shall write equal files.
 METADATA_KEY = "zerovision"
 METADATA_KEYS = ("description", "class_names", "preprocessing", "extra")
+DESCRIPTION_KEYS = ("model_type", "timm_name", "num_classes", "image_size", "members", "stem_stride_changed")
+PREPROCESSING_KEYS = ("image_size", "resize_size", "mean", "std", "interpolation")
 
 LARGEST_HEADER = 16 * 2**20  # bytes; the names of the 21,841 classes of the whole ImageNet take half a million
 LONGEST_NAME = 1000  # characters
@@ -28,17 +32,19 @@ LARGEST_RESIZE = 2 * LARGEST_IMAGE_SIZE
 LARGEST_MEAN, SMALLEST_STD, LARGEST_STD = 1e6, 1e-6, 1e6  # of pixels in 0..1
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
 
+Normalization = tuple[tuple[float, ...], tuple[float, ...]]
+
 
 class WrongMetadata(ValueError):
-    """Metadata that cannot be used; the message goes on from "weights file '...'"."""
+    """Metadata that cannot be used; the message continues "weights file '...'"."""
 
 
 def open_weights(path: str | os.PathLike[str]) -> safe_open:
-    """Open a safetensors file; one of 100 MB that is all names of empty tensors would take gigabytes and a minute.
+    """Open a safetensors file, unless its header is too large: 100 MB of names take gigabytes and a minute to read.
 
     Raises:
-        WrongMetadata: where what stands before the tensors is too large.
-        SafetensorError, OSError: where it cannot be read.
+        WrongMetadata: if the header is too large.
+        SafetensorError, OSError: if the file cannot be read.
     """
     with open(path, "rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
@@ -51,106 +57,115 @@ def read_facts(reader: safe_open) -> dict[str, Any]:
     """Return description, class_names, preprocessing and extra of an open file; {} of one that is not ours.
 
     Raises:
-        WrongMetadata: where they are not what `training.checkpoint.weights.save_weights` writes of a trained model.
+        WrongMetadata: if they are not what `training.checkpoint.weights.save_weights` writes.
     """
     text = (reader.metadata() or {}).get(METADATA_KEY)
     if text is None:
         return {}
     try:
-        facts = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise WrongMetadata(f"has metadata that is no JSON: {error}") from None
-    if not isinstance(facts, dict):
-        raise WrongMetadata(f"has metadata that is no JSON object: {shown(facts)}")
-    class_names = _class_names(_entry(facts, "class_names"))
-    return {
-        "description": _description(_entry(facts, "description"), len(class_names)),
-        "class_names": class_names,
-        "preprocessing": _preprocessing(_entry(facts, "preprocessing")),
-        "extra": _extra(_entry(facts, "extra")),
-    }
+    if not isinstance(content, dict):
+        raise WrongMetadata(f"has metadata that is no JSON object: {shown(content)}")
+    facts = _entries(content, METADATA_KEYS)
+    class_names = facts["class_names"]
+    _check(isinstance(class_names, list) and len(class_names) > 0, "class_names", class_names, "a list of names")
+    _check_names("class_names", class_names)
+    facts["description"] = _checked_description(facts["description"], len(class_names))
+    facts["preprocessing"] = _checked_preprocessing(facts["preprocessing"])
+    _check_extra(facts["extra"])
+    return facts
 
 
-def _description(value: Any, named: int) -> dict[str, Any]:
-    """Check a `BuiltModel.description` of a model with as many classes as are named."""
-    _is(isinstance(value, dict), "description", value, "an object")
-    classes = _entry(value, "num_classes")
-    _is(type(classes) is int, "num_classes", classes, "a whole number")
+def starting_normalization(model_type: str, *, pretrained: bool, weights: str) -> Normalization | None:
+    """Return (mean, std) per channel, for pixels in 0..1, that the starting weights expect; None for random weights.
+
+    Args:
+        model_type: a name of `MODELS`, or `timm:<name>`.
+        pretrained: whether the hub's weights are loaded.
+        weights: the local file that is loaded, or ''; a file of one of our own runs contains its normalization.
+    """
+    if weights:
+        return _normalization_of_file(weights) or _normalization_of_timm(model_type)
+    if pretrained or model_spec(model_type).always_pretrained:
+        return _normalization_of_timm(model_type)
+    return None
+
+
+def _normalization_of_file(path: str) -> Normalization | None:
+    if not Path(path).is_file():
+        return None
+    try:
+        with open_weights(path) as reader:
+            preprocessing = read_facts(reader)["preprocessing"]
+        return tuple(preprocessing["mean"]), tuple(preprocessing["std"])
+    except (SafetensorError, OSError, ValueError, KeyError):  # not ours; a broken one `models.weights_file` reports
+        return None
+
+
+def _normalization_of_timm(model_type: str) -> Normalization | None:
+    from timm.models import get_pretrained_cfg
+
+    spec = model_spec(model_type)
+    # The default members of an ensemble were all trained with the same numbers.
+    timm_name = model_spec(DEFAULT_MEMBERS[0]).timm_name if spec.takes_members else spec.timm_name
+    config = get_pretrained_cfg(timm_name) if timm_name else None
+    return (tuple(config.mean), tuple(config.std)) if config is not None else None
+
+
+def _entries(section: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    for key in keys:
+        if key not in section:
+            raise WrongMetadata(f"lacks the metadata '{key}': it is not the model.safetensors of a run")
+    return {key: section[key] for key in keys}
+
+
+def _checked_description(value: Any, named: int) -> dict[str, Any]:
+    """Return a `BuiltModel.description` of a model with as many classes as are named."""
+    _check(isinstance(value, dict), "description", value, "an object")
+    found = _entries(value, DESCRIPTION_KEYS)
+    classes, members, strides = found["num_classes"], found["members"], found["stem_stride_changed"]
+    _check(type(classes) is int, "num_classes", classes, "a whole number")
     if classes != named:
         raise WrongMetadata(f"contradicts itself: {named} class names, but {shown(classes)} classes")
-    members = _entry(value, "members")
-    _is(isinstance(members, list) and len(members) <= MOST_MEMBERS, "members", members, f"at most {MOST_MEMBERS} names")
-    timm_name, strides = _entry(value, "timm_name"), _entry(value, "stem_stride_changed")
-    _is(isinstance(strides, dict), "stem_stride_changed", strides, "an object")
-    return {
-        "model_type": _name(_entry(value, "model_type"), "model_type"),
-        "timm_name": None if timm_name is None else _name(timm_name, "timm_name"),
-        "num_classes": classes,
-        "image_size": _whole(_entry(value, "image_size"), "image_size", LARGEST_IMAGE_SIZE),
-        "members": [_name(member, "members") for member in members],
-        "stem_stride_changed": {_name(layer, "stem_stride_changed"): _strides(pair) for layer, pair in strides.items()},
-    }
+    _check(
+        isinstance(members, list) and len(members) <= MOST_MEMBERS, "members", members, f"at most {MOST_MEMBERS} names"
+    )
+    _check(isinstance(strides, dict), "stem_stride_changed", strides, "an object")
+    _check_names("members", members)
+    _check_names("stem_stride_changed", strides)
+    _check_names("model_type", [found["model_type"]])
+    _check_names("timm_name", [] if found["timm_name"] is None else [found["timm_name"]])
+    _check_whole("image_size", found["image_size"], LARGEST_IMAGE_SIZE)
+    for pair in strides.values():
+        _check(isinstance(pair, list) and len(pair) == 2, "stem_stride_changed", pair, "[old, new]")
+        for stride in pair:
+            _check_whole("stem_stride_changed", stride, LARGEST_STRIDE)
+    return found
 
 
-def _class_names(value: Any) -> list[str]:
-    _is(isinstance(value, list) and len(value) > 0, "class_names", value, "a list of names")
-    return [_name(name, "class_names") for name in value]
+def _checked_preprocessing(value: Any) -> dict[str, Any]:
+    _check(isinstance(value, dict), "preprocessing", value, "an object")
+    found = _entries(value, PREPROCESSING_KEYS)
+    _check(found["interpolation"] in INTERPOLATIONS, "interpolation", found["interpolation"], ", ".join(INTERPOLATIONS))
+    _check_whole("image_size", found["image_size"], LARGEST_IMAGE_SIZE)
+    if found["resize_size"] is not None:
+        _check_whole("resize_size", found["resize_size"], LARGEST_RESIZE)
+    for name, low, high in (("mean", -LARGEST_MEAN, LARGEST_MEAN), ("std", SMALLEST_STD, LARGEST_STD)):
+        channels = found[name] if isinstance(found[name], list) else []
+        # nan is in no range
+        is_right = [type(x) in (int, float) and low <= x <= high for x in channels] == [True] * 3
+        _check(is_right, name, found[name], f"three numbers from {low:g} to {high:g}")
+    return found
 
 
-def _preprocessing(value: Any) -> dict[str, Any]:
-    _is(isinstance(value, dict), "preprocessing", value, "an object")
-    resize_size, interpolation = _entry(value, "resize_size"), _entry(value, "interpolation")
-    _is(interpolation in INTERPOLATIONS, "interpolation", interpolation, ", ".join(INTERPOLATIONS))
-    return {
-        "image_size": _whole(_entry(value, "image_size"), "image_size", LARGEST_IMAGE_SIZE),
-        "resize_size": None if resize_size is None else _whole(resize_size, "resize_size", LARGEST_RESIZE),
-        "mean": _channels(_entry(value, "mean"), "mean", -LARGEST_MEAN, LARGEST_MEAN),
-        "std": _channels(_entry(value, "std"), "std", SMALLEST_STD, LARGEST_STD),
-        "interpolation": interpolation,
-    }
-
-
-def _extra(value: Any) -> dict[str, Any]:
-    _is(isinstance(value, dict), "extra", value, "an object")
+def _check_extra(value: Any) -> None:
+    _check(isinstance(value, dict), "extra", value, "an object")
     if _is_deeper(value, DEEPEST_EXTRA):
         raise WrongMetadata(f"has the metadata 'extra' with more than {DEEPEST_EXTRA} levels")
-    epoch = value.get("epoch")
-    if epoch is not None:
-        _whole(epoch, "epoch", 2**53)
-    return value
-
-
-def _entry(values: dict[str, Any], key: str) -> Any:
-    if key not in values:
-        raise WrongMetadata(f"lacks the metadata '{key}': it is not the model.safetensors of a run")
-    return values[key]
-
-
-def _whole(value: Any, name: str, largest: int) -> int:
-    _is(type(value) is int and 1 <= value <= largest, name, value, f"a whole number from 1 to {largest}")
-    return int(value)
-
-
-def _strides(value: Any) -> list[int]:
-    _is(isinstance(value, list) and len(value) == 2, "stem_stride_changed", value, "[old, new]")
-    return [_whole(stride, "stem_stride_changed", LARGEST_STRIDE) for stride in value]
-
-
-def _channels(value: Any, name: str, low: float, high: float) -> list[float]:
-    # nan is in no range
-    is_right = isinstance(value, list) and [type(x) in (int, float) and low <= x <= high for x in value] == [True] * 3
-    _is(is_right, name, value, f"three numbers from {low:g} to {high:g}")
-    return list(value)
-
-
-def _name(value: Any, where: str) -> str:
-    """Check text that can be printed and written: of bounded length, without halves of characters."""
-    _is(isinstance(value, str) and len(value) <= LONGEST_NAME, where, value, f"text of at most {LONGEST_NAME} letters")
-    try:
-        os.fsencode(value)  # names of folders may hold bytes that are no text
-    except UnicodeEncodeError:
-        _is(False, where, value, "text")
-    return str(value)
+    if value.get("epoch") is not None:
+        _check_whole("epoch", value["epoch"], 2**53)
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
@@ -158,6 +173,21 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return levels < 0 or any(_is_deeper(child, levels - 1) for child in children)
 
 
-def _is(right: bool, name: str, value: Any, expected: str) -> None:
+def _check_whole(name: str, value: Any, largest: int) -> None:
+    _check(type(value) is int and 1 <= value <= largest, name, value, f"a whole number from 1 to {largest}")
+
+
+def _check_names(name: str, values: Iterable[Any]) -> None:
+    """Check texts that can be printed and written: of bounded length, without halves of characters."""
+    for value in values:
+        is_text = isinstance(value, str) and len(value) <= LONGEST_NAME
+        _check(is_text, name, value, f"text of at most {LONGEST_NAME} letters")
+        try:
+            os.fsencode(value)  # names of folders may contain bytes that are no text
+        except UnicodeEncodeError:
+            _check(False, name, value, "text")
+
+
+def _check(right: bool, name: str, value: Any, expected: str) -> None:
     if not right:
         raise WrongMetadata(f"has the metadata {name} {shown(value)}: expected {expected}")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.our_engine import Step, make_engine, training_step
-from models import build_model
+from models.build import build_model
 from training.config import TrainConfig
 from training.parallel.world import World
 

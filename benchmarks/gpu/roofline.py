@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from models import build_model
+from models.build import build_model
 from training.observe.flops import convolution_backward_flops
 from training.observe.machines import peak_tflops
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from models import model_spec, rebuild_model
+from models import model_spec
+from models.build import rebuild_model
 from planning.memory import model_sizes
 from training.parallel.precision import DTYPES, resolve_precision
 

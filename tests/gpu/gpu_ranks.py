@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from benchmarks.our_engine import make_engine
-from models import MODELS, build_model
+from models import MODELS
+from models.build import build_model
 from tests.training import engine_ranks
 from training.data import DataOptions, load_data
 from training.data.datasets import DatasetDefaults, make_dataset_pair

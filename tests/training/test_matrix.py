@@ -12,7 +12,8 @@ from PIL import Image
 from ranks import free_port
 from safetensors.torch import load_file
 
-from models import MODELS, build_model
+from models import MODELS
+from models.build import build_model
 from training.checkpoint.weights import load_model, save_weights
 from training.data import DataOptions, load_data
 from training.parallel.strategies import STRATEGIES

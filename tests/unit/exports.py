@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from models import build_model
+from models.build import build_model
 from scripts.export import export, parse
 from training.checkpoint.weights import save_weights
 from training.command_line import run_script

@@ -16,7 +16,7 @@ from benchmarks.gpu.roofline import Peak, StepCosts, step_costs
 from benchmarks.jpegs import make_folder
 from benchmarks.peers.job import Job
 from benchmarks.peers.ours import spoil_cache
-from models import build_model
+from models.build import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from models import build_model
+from models.build import build_model
 from training.checkpoint.best_weights import bring_along, epoch_of
 from training.checkpoint.weights import save_weights
 from training.observe.evaluation import read_scores, write_scores

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from models import build_model
+from models.build import build_model
 from planning.doctor.collect import HERE, Request
 from planning.doctor.connect import here, over_srun
 from planning.doctor.data import cheap_fingerprint, examine_data, judge_data

@@ -18,7 +18,7 @@ from sklearn.metrics import classification_report
 
 from delivery.predict import Prediction
 from delivery.prediction_output import FORMATS
-from models import build_model
+from models.build import build_model
 from scripts import evaluate, predict
 from training.checkpoint.weights import load_model, save_weights
 from training.config import TrainConfig, save_config

@@ -11,7 +11,7 @@ import pytest
 import torch
 from exports import IMAGE_SIZE, ROOT, run_export, save_run
 
-from models import build_model
+from models.build import build_model
 from training.checkpoint.weights import load_model, save_weights
 from training.data import DataOptions, load_data
 

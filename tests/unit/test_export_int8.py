@@ -16,7 +16,7 @@ from onnx import numpy_helper
 
 from delivery.export.comparison import measure_latency
 from delivery.export.int8 import fewest
-from models import build_model
+from models.build import build_model
 
 WORDS = ("--format", "onnx", "--precision", "int8")
 

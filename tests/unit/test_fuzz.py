@@ -14,7 +14,7 @@ from PIL import Image
 
 from launch.cluster.remote_shell import ssh_command
 from launch.hostfile import read_hostfile
-from models import build_model
+from models.build import build_model
 from tests.unit.launcher_fuzz import CANARY, cases, check_dry_run, fuzz_settings, hostfile_text, value
 from tests.unit.launching import WORDS
 from training.checkpoint.weights import load_model, preprocess, save_weights

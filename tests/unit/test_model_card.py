@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from delivery.model_card import write_model_card
 from delivery.reproduce_command import reproduce_command
-from models import build_model
+from models.build import build_model
 from training.checkpoint.weights import save_weights
 from training.command_line import parse_args
 from training.config import TrainConfig, save_config

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
-from models import MODELS, build_model, check_model_name, rebuild_model
-from models.build import BuiltModel
+from models import MODELS, check_model_name
+from models.build import BuiltModel, build_model, rebuild_model
 from models.ensemble import Ensemble
 from models.image_size import forward_failure
 from models.weights_metadata import METADATA_KEY
@@ -339,7 +339,9 @@ def write_bad_file(kind: str, file: Path) -> None:
         "narrow head": lambda: save_file({**state, "classifier.weight": torch.zeros(5, 9)}, file),
         "one missing": lambda: save_file({k: v for k, v in state.items() if k != "bn1.weight"}, file),
         "class names": lambda: save_file(state, file, metadata={METADATA_KEY: json.dumps(OF_TWO_CLASSES)}),
-        "class names no list": lambda: save_file(state, file, metadata={METADATA_KEY: '{"class_names": 7}'}),
+        "class names no list": lambda: save_file(
+            state, file, metadata={METADATA_KEY: json.dumps(OF_TWO_CLASSES | {"class_names": 7})}
+        ),
     }
     writers[kind]()
 
@@ -397,9 +399,8 @@ def test_contradicting_sources_of_weights():
 
 BUILD_FINETUNED = """
     import time, torch
-    from models import build_model
+    from models.build import build_model
     from training.errors import UserError
-    import models.build
     started = time.perf_counter()
     try:
         built = build_model("mobilenet_finetuned", num_classes=5, image_size=32)

@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 import training.checkpoint.weights
-from models import build_model, rebuild_model
-from models.build import tensor_mismatch
+from models.build import build_model, rebuild_model, tensor_mismatch
 from training.checkpoint.weights import load_model, preprocess, read_metadata, save_weights
 from training.data.augment import evaluation_transform
 from training.errors import UserError

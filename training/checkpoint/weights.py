@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from models import rebuild_model
-from models.build import tensor_mismatch
+from models.build import rebuild_model, tensor_mismatch
 from models.image_size import forward_failure
 from models.weights_file import check_finite
 from models.weights_metadata import METADATA_KEY, METADATA_KEYS, WrongMetadata, open_weights, read_facts

@@ -120,7 +120,7 @@ class DataOptions:
 
 def data_options(config: TrainConfig) -> DataOptions:
     """Return the options of the data set that a configuration names."""
-    from models.normalization import starting_normalization
+    from models.weights_metadata import starting_normalization
 
     normalization = starting_normalization(config.model_type, pretrained=config.pretrained, weights=config.weights)
     mean, std = normalization or (None, None)

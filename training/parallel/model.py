@@ -6,8 +6,7 @@ import dataclasses
 
 import torch
 
-from models import build_model
-from models.build import BuiltModel
+from models.build import BuiltModel, build_model
 from training.config import TrainConfig
 from training.data.datasets import DatasetPair
 from training.observe.flops import TrainingFlops
