@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -31,11 +32,10 @@ from rich.table import Table
 from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from torchvision.transforms import v2
 
-from training.data.augment import resize
-from training.data.crops import CROP_DRAWS, random_box
+from training.data.augment import CROP_DRAWS, BoxChooser, random_box, resize
 from training.data.reading import native
 from training.data.reading.cache import ImageCache
-from training.data.reading.decode import Decoder, FullDecoder, ShrinkingDecoder, cut
+from training.data.reading.decode import Decoder, crop, decode_exact, make_decoder
 
 BASELINE = "torchvision, Pillow"
 ReadCrop = Callable[[str], torch.Tensor]
@@ -59,50 +59,45 @@ def peers(image_size: int) -> dict[str, ReadCrop]:
     return {BASELINE: pillow, "torchvision, Pillow with draft": pillow_draft, "torchvision.io, tensors": tensors}
 
 
-def ours(decoder: Decoder, image_size: int, draws: random.Random) -> ReadCrop:
+def ours(decode: Decoder, image_size: int, draws: random.Random) -> ReadCrop:
     """Return our way: draw the crop, decode, resize."""
     preprocessing = {"image_size": image_size, "interpolation": "bilinear"}
 
     def read(path: str) -> torch.Tensor:
         numbers = [draws.random() for _ in range(CROP_DRAWS)]
-        part = decoder.read_part(path, lambda height, width: random_box(height, width, numbers))
+        part = decode(path, partial(random_box, draws=numbers))
         return resize(torch.from_numpy(part).permute(2, 0, 1), preprocessing)
 
     return read
 
 
-class WithoutCompiledCode(ShrinkingDecoder):
-    """Decodes whole images at a scale with simplejpeg."""
-
-    def read_part(self, path: str, choose: Callable) -> np.ndarray:
-        """Return a part of the shrunk image."""
-        return cut(self.read(path), choose)
+def without_compiled_code(decode: Decoder) -> Decoder:
+    """Return the decoder of whole images at a scale with simplejpeg."""
+    return lambda path, choose=None: crop(decode(path), choose)
 
 
-class FromCache(ShrinkingDecoder):
-    """Takes shrunk images from a cache that has been filled."""
+def from_cache(decode: Decoder, paths: list[str], folder: Path) -> Decoder:
+    """Return what takes shrunk images from a cache that has been filled."""
+    folder.mkdir()
+    cache, positions = ImageCache(folder, 10**9), {path: position for position, path in enumerate(paths)}
+    for path, position in positions.items():
+        cache.put(position, decode(path))
 
-    def __init__(self, image_size: int, paths: list[str], folder: Path) -> None:
-        super().__init__(image_size)
-        folder.mkdir()
-        self._cache, self._places = ImageCache(folder, 10**9), {path: place for place, path in enumerate(paths)}
-        for path, place in self._places.items():
-            self._cache.put(place, self.read(path))
-
-    def read_part(self, path: str, choose: Callable) -> np.ndarray:
-        """Return a part of the shrunk image."""
-        pixels = self._cache.get(self._places[path])
+    def read(path: str, choose: BoxChooser | None = None) -> np.ndarray:
+        pixels = cache.get(positions[path])
         assert pixels is not None
-        return cut(pixels, choose)
+        return crop(pixels, choose)
+
+    return read
 
 
-def grey_levels(paths: list[str], read: Callable[[str], np.ndarray], image_size: int) -> float:
+def grey_levels(paths: list[str], decode: Decoder, image_size: int) -> float:
     """Return the mean absolute difference to a full decode, both resized to S x S."""
     differences = []
     for path in paths:
         images = [
             v2.functional.resize(torch.from_numpy(pixels).permute(2, 0, 1), [image_size] * 2, antialias=True).float()
-            for pixels in (read(path), FullDecoder().read(path))
+            for pixels in (decode(path), decode_exact(path))
         ]
         differences.append(float((images[0] - images[1]).abs().mean()))
     return statistics.mean(differences)
@@ -111,13 +106,14 @@ def grey_levels(paths: list[str], read: Callable[[str], np.ndarray], image_size:
 def measure(paths: list[str], image_size: int, rounds: int, folder: Path) -> Table:
     """Time all variants and return the table."""
     draws = random.Random(0)
+    shrunk = make_decoder("cpu", image_size)
     decoders: dict[str, Decoder] = {
-        "--decode exact": FullDecoder(),
-        "--decode cpu without compiled code": WithoutCompiledCode(image_size),
-        "--decode cpu": ShrinkingDecoder(image_size),
-        "--decode cpu, from the cache": FromCache(image_size, paths, folder),
+        "--decode exact": decode_exact,
+        "--decode cpu without compiled code": without_compiled_code(shrunk),
+        "--decode cpu": shrunk,
+        "--decode cpu, from the cache": from_cache(shrunk, paths, folder),
     }
-    variants = peers(image_size) | {name: ours(decoder, image_size, draws) for name, decoder in decoders.items()}
+    variants = peers(image_size) | {name: ours(decode, image_size, draws) for name, decode in decoders.items()}
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds + 1):
         for name in draws.sample(list(variants), len(variants)):
@@ -130,7 +126,7 @@ def measure(paths: list[str], image_size: int, rounds: int, folder: Path) -> Tab
         ratios = [base / own for base, own in zip(seconds[BASELINE][1:], seconds[name][1:], strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
         median = statistics.median(seconds[name][1:])
-        difference = f"{grey_levels(paths, decoders[name].read, image_size):.2f}" if name in decoders else ""
+        difference = f"{grey_levels(paths, decoders[name], image_size):.2f}" if name in decoders else ""
         row = (f"{statistics.median(ratios):.2f}", f"{low:.2f}-{high:.2f}", f"{1e3 * median:.3f}", f"{1 / median:.0f}")
         table.add_row(name, *row, difference)
     return table

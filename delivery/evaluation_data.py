@@ -11,7 +11,6 @@ import torch
 
 from training.config import TrainConfig
 from training.data import DATASETS, DataOptions, find_dataset, load_data
-from training.data.augment import STEPS
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.folder import has_parts, load_whole
 from training.errors import UserError, unknown_name
@@ -78,8 +77,8 @@ def load_evaluation_data(
     split = _resolve_split(choice.split, data, trained_on)
     options = _data_options(metadata["preprocessing"], config or TrainConfig(), choice, data)
     datasets = load_whole(options) if split == "all" else load_data(options)
-    source = datasets.train.source if split == "train" else datasets.val.source
-    seen_as = ImageDataset(source, metadata["preprocessing"], STEPS["none"], options.seed)
+    part = datasets.train if split == "train" else datasets.val
+    seen_as = ImageDataset(part.source, metadata["preprocessing"], most_bad=part.most_bad)
     label_map = _label_map(datasets.class_names, metadata["class_names"], choice.allow_missing_classes)
     return EvaluationData(dataclasses.replace(datasets, val=seen_as), data, split, label_map)
 

@@ -21,7 +21,7 @@ from delivery.trained_model import find_model
 from training.checkpoint.weights import load_model
 from training.config import FLAG_OF, TrainConfig, check_config
 from training.data.augment import evaluation_transform
-from training.data.reading.file_sources import make_decoder
+from training.data.reading.decode import make_decoder
 from training.data.reading.image_notes import collected_notes, noting
 from training.data.reading.images import IMAGE_EXTENSIONS, MAX_FILE_BYTES, ImageError, open_image
 from training.errors import UserError
@@ -103,14 +103,14 @@ def _predictions(
 ) -> Iterator[Prediction]:
     """Yield the predictions of `predict`."""
     preprocessing, class_names = metadata["preprocessing"], metadata["class_names"]
-    decoder = make_decoder(decode, preprocessing["image_size"])
+    decode_file = make_decoder(decode, preprocessing["image_size"])
     transform = evaluation_transform(preprocessing)
 
     def read(entry: Entry) -> tuple[torch.Tensor, str] | ImageError:
         path, content = entry
         try:
             with collected_notes() as notes:
-                pixels = decoder.read(path) if content is None else np.array(open_image(path, data=content))
+                pixels = decode_file(path) if content is None else np.array(open_image(path, data=content))
         except ImageError as error:
             return error
         return transform(torch.from_numpy(pixels).permute(2, 0, 1)), notes.get(path, "")

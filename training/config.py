@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from models import LARGEST_IMAGE_SIZE, MODELS, MOST_MEMBERS, check_model_name
-from training.data import AUGMENTATIONS, BAD_IMAGES_USAGE, DATASETS, DECODERS, bad_image_share
+from training.data import AUGMENTATION_NAMES, BAD_IMAGES_USAGE, DATASETS, DECODERS, bad_image_share
 from training.errors import UserError, shown, unknown_name
 from training.parallel.strategies import STRATEGIES
 
@@ -124,7 +124,7 @@ class TrainConfig:
     image_size: int = option(
         0, "Side of the square images, in pixels; 0: the data set's own.", low=0, high=LARGEST_IMAGE_SIZE
     )
-    augmentation: str = option("auto", f"Training augmentation: {', '.join(AUGMENTATIONS)}.")
+    augmentation: str = option("auto", f"Training augmentation: {', '.join(AUGMENTATION_NAMES)}.")
     decode: Literal["cpu", "exact", "gpu"] = option(
         "cpu", f"How image files are decoded: {'; '.join(f'{name}: {text}' for name, text in DECODERS.items())}."
     )
@@ -210,8 +210,8 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     check_model_name(config.model_type)
     if config.strategy not in STRATEGIES:
         raise unknown_name("strategy", config.strategy, STRATEGIES)
-    if config.augmentation not in AUGMENTATIONS:
-        raise unknown_name("augmentation", config.augmentation, AUGMENTATIONS)
+    if config.augmentation not in AUGMENTATION_NAMES:
+        raise unknown_name("augmentation", config.augmentation, AUGMENTATION_NAMES)
     bad_image_share(config.bad_images)
     if config.workers != "auto" and not re.fullmatch(r"[0-9]{1,3}", config.workers):
         raise UserError(f"{label_of['workers']} {config.workers!r}: expected a whole number from 0 to 999, or auto.")

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from delivery.evaluation_data import EvaluationChoice, EvaluationData
-from training.data.augment import STEPS
 from training.data.datasets import ImageDataset
 from training.data.reading.images import ImageError
 from training.errors import UserError
@@ -140,7 +139,7 @@ def load_check_images(data: EvaluationData, module: nn.Module, settings: ExportS
     """
     dataset = data.datasets.val
     bytes_per_image = 4 * 3 * dataset.preprocessing["image_size"] ** 2
-    images, indices = _read(data, dataset, settings.check_images or max(MAX_BYTES // bytes_per_image, 1))
+    images, indices = _read(dataset, settings.check_images or max(MAX_BYTES // bytes_per_image, 1))
     labels = data.label_map[dataset.source.labels[indices]]
     logits = run_in_batches(module, images, settings.batch_size)
     return CheckImages(images, labels, logits, f"{data.data}, {data.split}")
@@ -153,10 +152,10 @@ def load_calibration_images(data: EvaluationData, count: int) -> torch.Tensor:
         UserError: as `load_check_images`.
     """
     train = data.datasets.train
-    return _read(data, ImageDataset(train.source, data.datasets.val.preprocessing, STEPS["none"], train.seed), count)[0]
+    return _read(ImageDataset(train.source, data.datasets.val.preprocessing, most_bad=train.most_bad), count)[0]
 
 
-def _read(data: EvaluationData, dataset: ImageDataset, most: int) -> tuple[torch.Tensor, Sequence[int]]:
+def _read(dataset: ImageDataset, most: int) -> tuple[torch.Tensor, Sequence[int]]:
     chosen = np.linspace(0, len(dataset) - 1, min(most, len(dataset))).round().astype(int).tolist()
     images, indices = [], []
     for index in chosen:
@@ -164,7 +163,7 @@ def _read(data: EvaluationData, dataset: ImageDataset, most: int) -> tuple[torch
             images.append(dataset[0, index][0])
             indices.append(index)
         except ImageError:
-            if not data.datasets.bad_image_share:
+            if not dataset.most_bad:
                 raise
     if not images:
         raise UserError(f"none of {len(chosen)} images could be read: an export needs some to be checked on.")

@@ -55,7 +55,8 @@ def _read_rate(dataset: Any) -> float:
     from training.data.reader import BatchReader
     from training.data.sampler import BatchKey
 
-    reader, read = BatchReader(dataset, most_bad=len(dataset) - 1), 0
+    dataset.most_bad = len(dataset) - 1
+    reader, read = BatchReader(dataset), 0
     order = np.random.default_rng(0).permutation(len(dataset))
     start = time.perf_counter()
     while time.perf_counter() - start < DECODE_SECONDS:

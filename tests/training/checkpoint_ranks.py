@@ -120,7 +120,7 @@ class _NanInOne(BatchTransforms):
     """Finishes batches, and makes one image of the set NaN."""
 
     def __init__(self, dataset: ImageDataset, broken_sample: int) -> None:
-        super().__init__(dataset.preprocessing, dataset.steps, dataset.seed)
+        super().__init__(dataset.preprocessing, dataset.augmentation, dataset.seed)
         self._broken_sample = broken_sample
 
     def from_set(self, bordered: torch.Tensor, places: np.ndarray, epoch: int, indices: np.ndarray) -> torch.Tensor:

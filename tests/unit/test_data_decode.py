@@ -21,10 +21,10 @@ from torchvision.io import decode_jpeg
 from torchvision.transforms.v2.functional import resize
 
 from training.data import DataOptions, load_data
-from training.data.crops import Box
+from training.data.augment import Box
 from training.data.loader import TrainLoader
 from training.data.reading import native
-from training.data.reading.decode import FullDecoder, ShrinkingDecoder, cut, jpeg_header, scale_denominator
+from training.data.reading.decode import crop, decode_exact, jpeg_header, make_decoder, scale_numerator, shrunk_bytes
 from training.data.reading.images import ImageError, open_image
 from training.data.sampler import BatchPlan
 from training.errors import UserError
@@ -77,20 +77,20 @@ def test_a_part_decoded_alone_has_the_pixels_of_the_whole(compiled, subsampling,
     rng = random.Random(0)
     for height, width in ((1, 1), (17, 31), (64, 48), (199, 133)):
         data = jpeg(picture(height, width), subsampling, progressive=progressive)
-        for eighths in (8, 4, 2, 1):
-            size = -(-height * eighths // 8), -(-width * eighths // 8)
-            whole = np.asarray(_scaled_by_pillow(data, eighths))
+        for numerator in (8, 4, 2, 1):
+            size = -(-height * numerator // 8), -(-width * numerator // 8)
+            whole = np.asarray(_scaled_by_pillow(data, numerator))
             assert whole.shape[:2] == size
             for _ in range(8):
                 box = random_part(*size, rng)
-                part = native.crop_jpeg(data, eighths, box)
-                np.testing.assert_array_equal(part, cut(whole, lambda *_, box=box: box))
+                part = native.crop_jpeg(data, numerator, box)
+                np.testing.assert_array_equal(part, crop(whole, lambda *_, box=box: box))
 
 
-def _scaled_by_pillow(data: bytes, eighths: int) -> Image.Image:
+def _scaled_by_pillow(data: bytes, numerator: int) -> Image.Image:
     """Decode at a scale by a third libjpeg, Pillow's own."""
     image = Image.open(io.BytesIO(data))
-    image.draft(None, (max(1, image.width * eighths // 8), max(1, image.height * eighths // 8)))
+    image.draft(None, (max(1, image.width * numerator // 8), max(1, image.height * numerator // 8)))
     return image.convert("RGB")
 
 
@@ -111,9 +111,9 @@ def test_parts_outside_of_the_image_are_left_alone(compiled):
 def test_the_scale_is_the_smallest_that_leaves_twice_the_image_size():
     for image_size in (32, 64, 224):
         for shorter in range(1, 4000, 7):
-            eighths = scale_denominator(shorter, 2 * shorter, image_size)
-            assert eighths == 8 or np.ceil(shorter * eighths / 8) >= 2 * image_size
-            assert eighths == 1 or np.ceil(shorter * eighths / 16) < 2 * image_size
+            numerator = scale_numerator(shorter, 2 * shorter, image_size)
+            assert numerator == 8 or np.ceil(shorter * numerator / 8) >= 2 * image_size
+            assert numerator == 1 or np.ceil(shorter * numerator / 16) < 2 * image_size
 
 
 def _write_kinds(folder: Path) -> list[Path]:
@@ -144,15 +144,15 @@ def test_a_part_of_a_file_is_a_part_of_what_is_read(tmp_path, request, monkeypat
     rng = random.Random(1)
     for path in _write_kinds(folder):
         for image_size in (16, 200):
-            decoder = ShrinkingDecoder(image_size)
-            whole = decoder.read(str(path))
-            assert whole.shape[:2] == decoder.shrunk_size(str(path))
+            decode = make_decoder("cpu", image_size)
+            whole = decode(str(path))
+            assert whole.nbytes == shrunk_bytes(str(path), image_size)
             for _ in range(5):
                 box = random_part(*whole.shape[:2], rng)
-                part = decoder.read_part(str(path), lambda *_, box=box: box)
-                np.testing.assert_array_equal(part, cut(whole, lambda *_, box=box: box), err_msg=path.name)
+                part = decode(str(path), lambda *_, box=box: box)
+                np.testing.assert_array_equal(part, crop(whole, lambda *_, box=box: box), err_msg=path.name)
         # nothing is shrunk at 200 pixels: what Pillow decodes, within what two versions of libjpeg may differ by
-        full = FullDecoder().read(str(path)).astype(int)
+        full = decode_exact(str(path)).astype(int)
         assert np.abs(full - whole).max() <= 1, path.name
 
 
@@ -163,19 +163,19 @@ def test_shrunk_photographs_are_upright(tmp_path, orientation):
     data = jpeg(picture(100, 130), exif=exif)
     (tmp_path / "image.jpg").write_bytes(data)
     as_stored = simplejpeg.decode_jpeg(data, min_height=50, min_width=65)
-    shrunk = ShrinkingDecoder(20).read(str(tmp_path / "image.jpg"))
+    shrunk = make_decoder("cpu", 20)(str(tmp_path / "image.jpg"))
     np.testing.assert_array_equal(shrunk, UPRIGHT[orientation](as_stored))
 
 
 def test_every_truncation_is_found_by_both_ways(tmp_path):
     data = jpeg(picture(60, 80))
     path = tmp_path / "cut.jpg"
-    decoder = ShrinkingDecoder(16)
+    decode = make_decoder("cpu", 16)
     for length in range(2, len(data) - 2, 97):
         path.write_bytes(data[:length])
         with pytest.raises(ImageError):
             open_image(path)
-        for read in (decoder.read, lambda name: decoder.read_part(name, lambda *_: Box(0, 0, 5, 5))):
+        for read in (decode, lambda name: decode(name, lambda *_: Box(0, 0, 5, 5))):
             with pytest.raises(ImageError):
                 read(str(path))
 
@@ -183,13 +183,13 @@ def test_every_truncation_is_found_by_both_ways(tmp_path):
 def test_damaged_files_give_an_image_or_an_image_error(tmp_path):
     rng = random.Random(2)
     path = tmp_path / "damaged.jpg"
-    decoder = ShrinkingDecoder(16)
+    decode = make_decoder("cpu", 16)
     for _ in range(150):
         data = bytearray(jpeg(picture(48, 64), rng.choice([*SUBSAMPLINGS, "grey"]), progressive=rng.random() < 0.5))
         for _ in range(rng.randint(1, 4)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         path.write_bytes(data)
-        for read in (decoder.read, lambda name: decoder.read_part(name, lambda h, w: Box(h // 2, 0, h - h // 2, w))):
+        for read in (decode, lambda name: decode(name, lambda h, w: Box(h // 2, 0, h - h // 2, w))):
             with contextlib.suppress(ImageError):
                 pixels = read(str(path))
                 assert pixels.dtype == np.uint8
@@ -198,7 +198,7 @@ def test_damaged_files_give_an_image_or_an_image_error(tmp_path):
 
 def test_headers_that_are_not_plain_are_left_to_pillow():
     data = jpeg(picture(20, 30))
-    assert jpeg_header(data) == (20, 30, 1)
+    assert jpeg_header(data) == (20, 30, 1, True)
     assert jpeg_header(data, max_pixels=599) is None
     for damaged in (b"", data[:3], data[:100], b"GIF89a" + data):
         assert jpeg_header(damaged) is None
@@ -213,8 +213,8 @@ def test_shrunk_photographs_look_as_if_decoded_whole(tmp_path, image_size):
         path = tmp_path / f"{number}.jpg"
         Image.fromarray(photograph).save(path, quality=90)
         images = [
-            resize(torch.from_numpy(decoder.read(str(path))).permute(2, 0, 1), [image_size] * 2, antialias=True).int()
-            for decoder in (FullDecoder(), ShrinkingDecoder(image_size))
+            resize(torch.from_numpy(decode(str(path))).permute(2, 0, 1), [image_size] * 2, antialias=True).int()
+            for decode in (decode_exact, make_decoder("cpu", image_size))
         ]
         assert float((images[0] - images[1]).abs().float().mean()) < 1.5
 

@@ -15,7 +15,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from training.data import DataOptions, load_data
-from training.data.reading.decode import FullDecoder
+from training.data.reading.decode import decode_exact
 from training.data.reading.sources import FileSource, ImageFile
 from training.errors import UserError
 
@@ -283,7 +283,7 @@ def test_the_list_of_files_takes_less_than_100_bytes_an_image():
             ImageFile(f"train/n{number % 50:08}/n{number % 50:08}_{number}.JPEG", 100_000, number % 50)
             for number in range(count)
         ]
-        source = FileSource(Path("/data"), files, FullDecoder())
+        source = FileSource(Path("/data"), files, decode_exact)
         tensors = [value for value in vars(source).values() if isinstance(value, torch.Tensor)]
         folders = sum(map(sys.getsizeof, source._folders))
         assert (sum(tensor.nbytes for tensor in tensors) + folders) / count < 100

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from training.data.crops import Box
-from training.data.reading.decode import ShrinkingDecoder
+from training.data.augment import Box
+from training.data.reading.decode import make_decoder
 from training.data.reading.image_notes import collected_notes
 from training.data.reading.images import MAX_FILE_BYTES, ImageError, open_image
 from training.errors import UserError
@@ -210,8 +210,8 @@ def test_of_several_frames_the_first_is_taken_and_noted(tmp_path, suffix):
     frames = [Image.new("RGB", (20, 10), colour) for colour in ("red", "lime", "blue")]
     path = str(tmp_path / f"a.{suffix}")
     frames[0].save(path, save_all=True, append_images=frames[1:])
-    decoder = ShrinkingDecoder(16)
-    for read in (pixels, decoder.read, lambda path: decoder.read_part(path, lambda *_: Box(0, 0, 10, 20))):
+    decode = make_decoder("cpu", 16)
+    for read in (pixels, decode, lambda path: decode(path, lambda *_: Box(0, 0, 10, 20))):
         with collected_notes() as notes:
             result = read(path)
         assert notes == {path: "several frames or pages, the first is used"}
@@ -343,8 +343,8 @@ def _huge_file(path):
 )
 def test_a_bad_file_is_refused_in_one_line_with_its_name(tmp_path, name, make, reason, recwarn):
     make(tmp_path / name)
-    decoder = ShrinkingDecoder(16)
-    for read in (open_image, decoder.read, lambda path: decoder.read_part(path, lambda *_: Box(0, 0, 1, 1))):
+    decode = make_decoder("cpu", 16)
+    for read in (open_image, decode, lambda path: decode(path, lambda *_: Box(0, 0, 1, 1))):
         with pytest.raises(ImageError, match=reason) as caught:
             read(str(tmp_path / name))
         assert isinstance(caught.value, UserError)

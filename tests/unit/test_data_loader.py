@@ -20,7 +20,6 @@ from PIL import Image
 
 from training.data import DataOptions, bad_image_share, bad_images, load_data
 from training.data.loader import EvaluationLoader, TrainLoader, automatic_workers
-from training.data.reader import bad_image_budget
 from training.data.sampler import BatchPlan, EvaluationPlan
 from training.errors import UserError
 from training.parallel.world import World
@@ -197,7 +196,7 @@ def test_more_bad_images_than_the_share_end_the_run_and_no_fewer(folder, mode, n
     ],
 )
 def test_the_share_is_rounded_down_to_one_image_or_more(mode, total, most):
-    assert bad_image_budget(bad_image_share(mode), total) == most
+    assert bad_images.bad_image_budget(bad_image_share(mode), total) == most
 
 
 @pytest.mark.parametrize(

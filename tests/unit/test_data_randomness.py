@@ -9,7 +9,7 @@ from scipy import stats
 from torchvision.transforms import v2
 
 from training.data import DataOptions, load_data
-from training.data.crops import CROP_DRAWS, random_box
+from training.data.augment import CROP_DRAWS, random_box
 from training.data.loader import TrainLoader
 from training.data.randomness import _mix, uniform_draws
 from training.data.sampler import BatchPlan
@@ -104,10 +104,10 @@ def test_a_set_too_large_for_the_memory_is_read_image_by_image(monkeypatch):
     pair = load_data(DataOptions(data="fake", augmentation="shift_flip"))
     plan = BatchPlan(len(pair.train), 16, 1, 1, 0)
     in_memory = TrainLoader(pair, plan, 0)
-    monkeypatch.setattr("training.data.in_memory.MAX_BYTES", 1000 * 3 * 38 * 38 - 1)
+    monkeypatch.setattr("training.data.device.MAX_BYTES", 1000 * 3 * 38 * 38 - 1)
     too_large = TrainLoader(pair, plan, 0)
-    assert in_memory._fetcher._in_memory is not None
-    assert too_large._fetcher._in_memory is None
+    assert in_memory._images_on_device is not None
+    assert too_large._images_on_device is None
     for first, second in zip(in_memory.epoch(0), too_large.epoch(0), strict=True):
         assert torch.equal(first.images, second.images)
         assert torch.equal(first.labels, second.labels)

@@ -21,8 +21,8 @@ from sklearn.model_selection import train_test_split
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from training.data import AUGMENTATIONS, DATASETS, DataOptions, load_data
-from training.data.augment import STEPS, evaluation_transform
+from training.data import AUGMENTATION_NAMES, AUGMENTATIONS, DATASETS, DataOptions, load_data
+from training.data.augment import evaluation_transform
 from training.data.datasets import ImageDataset
 from training.data.reading.sources import ArraySource
 from training.data.torchvision_sets import TORCHVISION_SETS
@@ -86,9 +86,9 @@ def test_every_augmentation_has_a_builder_and_gives_the_evaluation_shape():
         "interpolation": "bilinear",
     }
     images = torch.from_numpy(GENERATOR.integers(0, 256, (1, 3, 50, 40), dtype=np.uint8))
-    assert STEPS.keys() == AUGMENTATIONS.keys() - {"auto"}
-    for steps in STEPS.values():
-        result, _ = ImageDataset(ArraySource(images, torch.zeros(1)), preprocessing, steps, seed=0)[0, 0]
+    assert {"auto", *AUGMENTATIONS} == set(AUGMENTATION_NAMES)
+    for augmentation in AUGMENTATIONS.values():
+        result, _ = ImageDataset(ArraySource(images, torch.zeros(1)), preprocessing, augmentation, seed=0)[0, 0]
         assert (result.shape, result.dtype) == ((3, 24, 24), torch.float32)
 
 
@@ -216,12 +216,13 @@ def test_torchvision_set_of_files(tmp_path):
 @pytest.mark.parametrize("name", TORCHVISION_SETS)
 def test_table_fits_the_signatures_of_torchvision(name):
     entry, maker = TORCHVISION_SETS[name], getattr(datasets, name)
-    for arguments in (entry.train, entry.val):
+    parts = [entry.arguments(is_train=is_train) for is_train in (True, False)]
+    for arguments in parts:
         bound = inspect.signature(maker).bind("root", download=True, **arguments)
         splits = getattr(maker, "_SPLITS", None) or getattr(maker, "splits", None)
         if "split" in bound.arguments and splits:
             assert arguments["split"] in splits
-    assert entry.train != entry.val
+    assert parts[0] != parts[1]
 
 
 @pytest.mark.parametrize("name", TORCHVISION_SETS)

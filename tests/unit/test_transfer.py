@@ -10,10 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from training.data.augment import STEPS
-from training.data.batch_transforms import BatchTransforms
+from training.data import AUGMENTATIONS
+from training.data.batch_transforms import BatchTransforms, to_device
 from training.data.reading import gpu_decode
-from training.data.transfer import to_device
 from training.observe.scores import SampleRecorder
 
 BATCH, SIZE = 4, 8
@@ -52,17 +51,16 @@ def copies(monkeypatch):
         yield noted
 
 
-@pytest.mark.parametrize("augmentation", STEPS)
-@pytest.mark.parametrize("lies_there", [True, False], ids=["set on the GPU", "batch from the loader"])
-def test_a_batch_is_finished_without_a_wait(copies, augmentation, lies_there):
-    steps = STEPS[augmentation]
-    finish = BatchTransforms({"image_size": SIZE, "mean": [0.5] * 3, "std": [0.5] * 3}, steps, seed=0)
+@pytest.mark.parametrize("augmentation", AUGMENTATIONS.values(), ids=AUGMENTATIONS)
+@pytest.mark.parametrize("is_there", [True, False], ids=["set on the GPU", "batch from the loader"])
+def test_a_batch_is_finished_without_a_wait(copies, augmentation, is_there):
+    transforms = BatchTransforms({"image_size": SIZE, "mean": [0.5] * 3, "std": [0.5] * 3}, augmentation, seed=0)
     images = torch.empty(BATCH, 3, SIZE, SIZE, dtype=torch.uint8, device=GPU, memory_format=torch.channels_last)
-    if lies_there and steps.in_batches:
-        bordered = finish.with_border(images.permute(0, 2, 3, 1))
-        finished = finish.from_set(bordered, np.arange(BATCH), 0, np.arange(BATCH))
+    if is_there and augmentation.in_batches:
+        bordered = transforms.with_border(images.permute(0, 2, 3, 1))
+        finished = transforms.from_set(bordered, np.arange(BATCH), 0, np.arange(BATCH))
     else:
-        finished = finish(images, 0, np.arange(BATCH))
+        finished = transforms(images, 0, np.arange(BATCH))
     assert (finished.device, finished.shape) == (GPU, (BATCH, 3, SIZE, SIZE))
     assert len(copies.can_run_beside) >= 2, "the factors of the normalisation at least"
     assert all(copies.can_run_beside)

@@ -30,10 +30,10 @@ def test_workers_are_as_many_as_shared_memory_has_room_for(monkeypatch, free, ma
     """4 images of 32 pixels are 12,288 bytes, three batches of them 36,864."""
     monkeypatch.setattr(os, "access", lambda *_: may_write)
     monkeypatch.setattr(workers.shutil, "disk_usage", lambda _: Usage(free))
-    assert fit(8, True, 4, 32, world.local_size, is_main=True) == expected
-    assert fit(expected, False, 4, 32, world.local_size, is_main=True) == expected
+    assert fit(8, True, 12288, world.local_size, is_main=True) == expected
+    assert fit(expected, False, 12288, world.local_size, is_main=True) == expected
     with pytest.raises(UserError, match=rf"^--workers 8: /dev/shm has room .* Give --workers {expected}, or"):
-        fit(8, False, 4, 32, world.local_size, is_main=True)
+        fit(8, False, 12288, world.local_size, is_main=True)
 
 
 def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one():

@@ -1,14 +1,14 @@
-"""What the trainer learns from: one table of data sets, one of augmentations, and `load_data`.
+"""Training data: the tables of data sets, augmentations and decoders, and `load_data`.
 
-Importing this module loads neither torch nor Pillow, so that `--help` can print the tables at once; the module of a
-data set is imported when it is asked for. A new data set is one module with `load(options)` and one line in `DATASETS`.
+Importing this module imports neither torch nor Pillow, so that `--help` prints the tables at once; the module of a data
+set is imported on demand. A new data set is one module with `load(options)` and one line in `DATASETS`.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,10 +25,10 @@ class DatasetEntry:
     """One line of `DATASETS`.
 
     Attributes:
-        usage: What to type after `--data`.
-        summary: What it is, in one sentence.
+        usage: The value of `--data`.
+        summary: One sentence for `--help`.
         module: The module whose `load(options)` returns the `DatasetPair`.
-        takes_name: Whether a name follows after a colon.
+        takes_name: Whether a colon and a name follow.
     """
 
     usage: str
@@ -59,14 +59,37 @@ DATASETS: dict[str, DatasetEntry] = {
     ),
 }
 
-AUGMENTATIONS: dict[str, str] = {
-    "auto": "what suits the data set: shift for digits, shift_flip for CIFAR and its like, crop_flip for folders",
-    "none": "the evaluation transform, unchanged",
-    "shift": "shift by up to 10 % of the size (3 pixels at 32), zeros move in",
-    "shift_flip": "shift, and mirror left-right half of the time",
-    "crop_flip": "a random crop of 8-100 % of the area, resized, mirrored half of the time",
-    "randaugment": "crop_flip, then timm's RandAugment (rand-m9-mstd0.5)",
+
+@dataclass(frozen=True)
+class Augmentation:
+    """One line of `AUGMENTATIONS`.
+
+    Attributes:
+        crop: Whether a random part of 8-100 % of the area is resized, instead of the whole image.
+        randaugment: Whether timm's RandAugment follows.
+        shift: Whether the image is shifted by up to 10 % of its size (3 pixels at 32), padded with zeros.
+        mirror: Whether it is mirrored left to right half of the time.
+    """
+
+    crop: bool = False
+    randaugment: bool = False
+    shift: bool = False
+    mirror: bool = False
+
+    @property
+    def in_batches(self) -> bool:
+        """Whether all of it can be done on whole batches of images of one size."""
+        return not (self.crop or self.randaugment)
+
+
+AUGMENTATIONS: dict[str, Augmentation] = {
+    "none": Augmentation(),
+    "shift": Augmentation(shift=True),
+    "shift_flip": Augmentation(shift=True, mirror=True),
+    "crop_flip": Augmentation(crop=True, mirror=True),
+    "randaugment": Augmentation(crop=True, randaugment=True, mirror=True),
 }
+AUGMENTATION_NAMES = ("auto", *AUGMENTATIONS)  # auto: the data set's own
 
 DECODERS: dict[str, str] = {
     "cpu": "JPEG files shrunk while decoding, never below twice --image-size",
@@ -83,19 +106,19 @@ MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 8, 4096
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What to load and how to prepare it.
+    """What to load and how to prepare it; the fields named as in `TrainConfig` have its meaning.
 
     Attributes:
         data: A name from `DATASETS` or the path of a folder.
-        val_fraction: Share of the images held out where one folder is split; above 0, below 1.
-        image_size: Side of the square that the model sees, in pixels; 0 takes the data set's own.
-        augmentation: A name from `AUGMENTATIONS`.
-        bad_images: As `bad_image_share` reads it.
-        download: Whether a torchvision data set may be fetched.
-        seed: Decides the augmentation.
+        val_fraction: Share of the images held out if one folder is split; above 0, below 1.
+        image_size: Side of the square that the model sees, in pixels; 0 for the data set's own.
+        augmentation: A name from `AUGMENTATION_NAMES`.
+        bad_images: As `bad_image_share` parses it.
+        download: Whether a torchvision data set may be downloaded.
+        seed: Seed of the augmentation.
         interpolation: Filter of every resize, one of `INTERPOLATIONS`.
-        data_root: Where torchvision data sets are kept; a leading `~` is expanded.
-        mean: Per channel, of pixels in 0..1; None takes the data set's own (a pretrained backbone brings its own).
+        data_root: Folder of downloaded data sets; a leading `~` is expanded.
+        mean: Per channel, of pixels in 0..1; None for the data set's own.
         std: As `mean`.
         decode: A name from `DECODERS`.
         cache: Where shrunk images of files are kept, one of `CACHES`.
@@ -117,60 +140,52 @@ class DataOptions:
     cache: str = "off"
     cache_gb: float = 0.0
 
+    @property
+    def root(self) -> Path:
+        """The folder of downloaded data sets."""
+        return Path(self.data_root).expanduser()
+
 
 def data_options(config: TrainConfig) -> DataOptions:
-    """Return the options of the data set that a configuration names."""
+    """Return the options of the data set that a configuration names; a pretrained backbone brings its normalization."""
     from models.weights_metadata import starting_normalization
 
     normalization = starting_normalization(config.model_type, pretrained=config.pretrained, weights=config.weights)
     mean, std = normalization or (None, None)
-    return DataOptions(
-        mean=mean,
-        std=std,
-        data=config.data,
-        val_fraction=config.val_fraction,
-        image_size=config.image_size,
-        augmentation=config.augmentation,
-        bad_images=config.bad_images,
-        download=config.download,
-        data_root=config.data_root,
-        seed=config.seed,
-        decode=config.decode,
-        cache=config.cache,
-        cache_gb=config.cache_gb,
-    )
+    shared = [field.name for field in fields(DataOptions) if hasattr(config, field.name)]
+    return DataOptions(mean=mean, std=std, **{name: getattr(config, name) for name in shared})
 
 
 def load_data(options: DataOptions) -> DatasetPair:
-    """Load the training and validation set that `options` names; every rank gets the same.
+    """Load the training and validation set that `options` names; the same on every rank.
 
     Raises:
-        UserError: An option or the data is wrong; see the module of the data set.
+        UserError: An option or the data is invalid; see the module of the data set.
     """
     _check_options(options)
     entry = find_dataset(options.data)
     return importlib.import_module(entry.module).load(options)
 
 
-def bad_image_share(word: str) -> Fraction:
+def bad_image_share(value: str) -> Fraction:
     """Return the share of a set's images that may be unreadable: 0 for "error", 0.001 for "skip", S for "skip:S".
 
     Raises:
-        UserError: The word is another, or the share not a decimal number above 0 and below 1.
+        UserError: Another value, or a share that is not a decimal number above 0 and below 1.
     """
-    if word in ("error", "skip"):
-        return DEFAULT_BAD_IMAGE_SHARE if word == "skip" else Fraction(0)
-    mode, _, share = word.partition(":")
+    if value in ("error", "skip"):
+        return DEFAULT_BAD_IMAGE_SHARE if value == "skip" else Fraction(0)
+    mode, _, share = value.partition(":")
     if mode != "skip" or not re.fullmatch(r"0?\.[0-9]{1,9}", share) or not Fraction(share):
         raise UserError(
-            f"--bad-images {word!r}: expected {BAD_IMAGES_USAGE}, such as skip:0.01 for 1 % of the images; "
+            f"--bad-images {value!r}: expected {BAD_IMAGES_USAGE}, such as skip:0.01 for 1 % of the images; "
             "the share is above 0 and below 1."
         )
     return Fraction(share)
 
 
 def find_dataset(data: str) -> DatasetEntry:
-    """Return the entry that a `--data` value means: a name of the table, else a folder."""
+    """Return the entry of a `--data` value: a name from the table, else a folder."""
     name, colon, _ = data.partition(":")
     entry = DATASETS.get(name)
     return entry if entry and entry.takes_name == bool(colon) else DATASETS["folder"]
@@ -178,7 +193,7 @@ def find_dataset(data: str) -> DatasetEntry:
 
 def _check_options(options: DataOptions) -> None:
     tables = (
-        ("augmentation", options.augmentation, AUGMENTATIONS),
+        ("augmentation", options.augmentation, AUGMENTATION_NAMES),
         ("interpolation", options.interpolation, INTERPOLATIONS),
         ("decoder", options.decode, DECODERS),
         ("cache", options.cache, CACHES),
@@ -196,8 +211,3 @@ def _check_options(options: DataOptions) -> None:
             f"the image size is {options.image_size}: give {MIN_IMAGE_SIZE} to {MAX_IMAGE_SIZE} pixels, "
             "or 0 for the data set's own."
         )
-
-
-def dataset_root(options: DataOptions) -> Path:
-    """Return the folder that holds downloaded data sets."""
-    return Path(options.data_root).expanduser()

@@ -1,61 +1,75 @@
-"""What happens to an image before it is stacked into a batch: cut, resized, or left to timm's RandAugment.
+"""What happens to an image before it is stacked into a batch: cropped, resized, or changed by timm's RandAugment.
 
-Training and evaluation give uint8 [3, S, S]; moving, mirroring and normalising follow on the device, a batch at a time
-(`training.data.device`). `evaluation_transform` is the whole of it for one image, for whoever uses a trained model.
+Training and evaluation return uint8 [3, S, S]; shifting, mirroring and normalising follow on the device, a batch at a
+time (`batch_transforms`). `evaluation_transform` is all of it for one image, for users of a trained model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torchvision.transforms import InterpolationMode, v2
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
-SHIFT_FRACTION = 0.1
+# of random crops, as in torchvision's `RandomResizedCrop`
+SCALE = (0.08, 1.0)
+RATIO = (3 / 4, 4 / 3)
+TRIES = 10
+CROP_DRAWS = 2 * TRIES + 2
+
 RANDAUGMENT = "rand-m9-mstd0.5"
 
 
-@dataclass(frozen=True)
-class Steps:
-    """What an augmentation is made of.
+class Box(NamedTuple):
+    """A part of an image, in whole pixels."""
 
-    Attributes:
-        crop: Whether a random part is resized, in place of the whole image.
-        randaugment: Whether timm's RandAugment follows.
-        shift: Whether the image is moved by up to `SHIFT_FRACTION` of its size.
-        mirror: Whether it is mirrored left to right half of the time.
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+BoxChooser = Callable[[int, int], Box]  # from height and width of an image to a part of it
+
+
+def random_box(height: int, width: int, draws: Sequence[float]) -> Box:
+    """Choose a part of 8 to 100 % of the area, of sides 3:4 to 4:3, anywhere in the image.
+
+    Area and shape (uniform in its logarithm) are drawn until they fit, at most 10 times; then the largest central part
+    of an allowed shape is taken. The same distribution as torchvision's `RandomResizedCrop.make_params`.
+
+    Args:
+        height: Height of the image in pixels.
+        width: Width of the image in pixels.
+        draws: `CROP_DRAWS` numbers, uniform in [0, 1).
     """
+    across, down = draws[0], draws[1]
+    log_ratio = (math.log(RATIO[0]), math.log(RATIO[1]))
+    for attempt in range(1, TRIES + 1):
+        area = height * width * _between(*SCALE, draws[2 * attempt])
+        ratio = math.exp(_between(*log_ratio, draws[2 * attempt + 1]))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return Box(int(down * (height - h + 1)), int(across * (width - w + 1)), h, w)
+    w = min(width, round(height * RATIO[1]))
+    h = min(height, round(width / RATIO[0]))
+    return Box((height - h) // 2, (width - w) // 2, h, w)
 
-    crop: bool = False
-    randaugment: bool = False
-    shift: bool = False
-    mirror: bool = False
 
-    @property
-    def in_batches(self) -> bool:
-        """Whether all of it can be done on whole batches of images of one size."""
-        return not (self.crop or self.randaugment)
-
-
-STEPS: dict[str, Steps] = {
-    "none": Steps(),
-    "shift": Steps(shift=True),
-    "shift_flip": Steps(shift=True, mirror=True),
-    "crop_flip": Steps(crop=True, mirror=True),
-    "randaugment": Steps(crop=True, randaugment=True, mirror=True),
-}
+def _between(low: float, high: float, share: float) -> float:
+    return low + (high - low) * share
 
 
 def evaluation_transform(preprocessing: dict[str, Any]) -> Transform:
     """Build the transform that `DatasetPair.preprocessing` describes.
 
     Args:
-        preprocessing: `image_size` S in pixels; `resize_size`: the shorter side is resized to it and the centre is cut
-            out, or None: the image is resized to S x S at once; `mean` and `std` per channel of values in 0..1;
+        preprocessing: `image_size` S in pixels; `resize_size`: the shorter side is resized to it and the centre
+            cropped, or None: the image is resized to S x S; `mean` and `std` per channel of values in 0..1;
             `interpolation`, a name of torchvision's `InterpolationMode`.
 
     Returns:
@@ -75,10 +89,12 @@ def evaluation_geometry(preprocessing: dict[str, Any]) -> Transform:
 
 
 def resize(image: torch.Tensor, preprocessing: dict[str, Any]) -> torch.Tensor:
-    """Resize uint8 [3, h, w] to [3, S, S] with antialiasing; fastest where the channels lie innermost in memory."""
-    size = preprocessing["image_size"]
-    mode = preprocessing["interpolation"]
-    # the new dimension is put before the height, else torch does not see that the channels lie innermost
+    """Resize uint8 [3, h, w] to [3, S, S] with antialiasing: torchvision's `resize`, which would copy a cropped view.
+
+    The fastest if the channels are innermost in memory.
+    """
+    size, mode = preprocessing["image_size"], preprocessing["interpolation"]
+    # the new dimension is put before the height, else torch does not see that the channels are innermost
     batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
     return torch.nn.functional.interpolate(batch, (size, size), mode=mode, antialias=True)[0]
 

@@ -1,8 +1,8 @@
-"""From uint8 images to what the model sees, a batch at a time: moved, mirrored, normalised.
+"""From uint8 images to the model's input, a batch at a time on the device: shifted, mirrored, normalised.
 
-A batch travels as uint8, a quarter of the bytes of float32. What is drawn is drawn on the CPU as a function of (seed,
-epoch, index), and applied to whole pixels: a GPU gives the same bits as a CPU. The result is in channels_last order,
-which convolutions are fastest with.
+A batch is transferred as uint8, a quarter of the bytes of float32. Random numbers are drawn on the CPU as a function of
+(seed, epoch, index), and whole pixels are moved: a GPU gives the same bits as a CPU. The result is in channels_last
+order, with which convolutions are fastest.
 """
 
 from __future__ import annotations
@@ -13,12 +13,23 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from training.data.augment import SHIFT_FRACTION, Steps
+from training.data import Augmentation
 from training.data.randomness import uniform_draws
-from training.data.transfer import to_device
 
+SHIFT_FRACTION = 0.1
 SMALLEST_STD = 1e-4  # of a set whose images are all of one colour
-BATCH_DRAWS = 3  # mirrored or not, rows and columns to move by
+BATCH_DRAWS = 3  # mirrored or not, rows and columns to shift by
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor to a device; from the host to a GPU without waiting for the GPU's pending work.
+
+    A copy is asynchronous from page-locked memory only. PyTorch reuses such memory only after the copies from it are
+    done, so the source may be dropped at once.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class BatchTransforms:
@@ -26,14 +37,14 @@ class BatchTransforms:
 
     Args:
         preprocessing: As `DatasetPair.preprocessing`.
-        steps: The augmentation, of which `shift` and `mirror` happen here.
+        augmentation: Its `shift` and `mirror` happen here.
         seed: Seed of the augmentation.
     """
 
-    def __init__(self, preprocessing: dict[str, Any], steps: Steps, seed: int) -> None:
+    def __init__(self, preprocessing: dict[str, Any], augmentation: Augmentation, seed: int) -> None:
         size = preprocessing["image_size"]
-        self.steps, self.seed, self.size = steps, seed, size
-        self.border = int(SHIFT_FRACTION * size) if steps.shift else 0
+        self.augmentation, self.seed, self.size = augmentation, seed, size
+        self.border = int(SHIFT_FRACTION * size) if augmentation.shift else 0
         mean, std = (np.array(preprocessing[key], dtype=np.float64) for key in ("mean", "std"))
         std = np.maximum(std, SMALLEST_STD)
         # (x / 255 - mean) / std is x * scale + offset; repeated for each pixel of a row, because the arithmetic on
@@ -42,10 +53,10 @@ class BatchTransforms:
         self._factors_on: dict[torch.device, list[torch.Tensor]] = {}
 
     def __call__(self, images: torch.Tensor, epoch: int, indices: np.ndarray) -> torch.Tensor:
-        """Finish a batch.
+        """Transform a batch.
 
         Args:
-            images: uint8 [B, 1 or 3, S, S] on any device; floating-point images are returned as they are.
+            images: uint8 [B, 1 or 3, S, S] on any device; floating-point images are returned unchanged.
             epoch: Decides the augmentation.
             indices: int64 [B], positions in the data set.
 
@@ -55,9 +66,9 @@ class BatchTransforms:
         if images.is_floating_point():
             return images
         images = images.permute(0, 2, 3, 1)
-        if self.steps.shift:
+        if self.augmentation.shift:
             return self.from_set(self.with_border(images), np.arange(len(indices)), epoch, indices)
-        if self.steps.mirror:
+        if self.augmentation.mirror:
             mirrored = self._draws(epoch, indices)[:, 0] < 0.5
             chosen = torch.from_numpy(np.arange(len(indices)) + len(indices) * mirrored)
             # choosing from both is four times as fast as `torch.where` on bytes
@@ -65,37 +76,37 @@ class BatchTransforms:
         return self._normalise(images)
 
     def with_border(self, images: torch.Tensor) -> torch.Tensor:
-        """Lay zeros around images [N, S, S, C], wide enough for the farthest shift."""
+        """Pad images [N, S, S, C] with zeros, wide enough for the farthest shift."""
         return pad(images, [0, 0] + [self.border] * 4)
 
-    def from_set(self, bordered: torch.Tensor, places: np.ndarray, epoch: int, indices: np.ndarray) -> torch.Tensor:
-        """Take images out of a set that has been through `with_border`, and finish them.
+    def from_set(self, bordered: torch.Tensor, positions: np.ndarray, epoch: int, indices: np.ndarray) -> torch.Tensor:
+        """Take images out of a set that `with_border` has padded, and transform them.
 
         Args:
             bordered: uint8 [N, S + 2 * border, S + 2 * border, 1 or 3].
-            places: int64 [B], where the images are in `bordered`.
+            positions: int64 [B], of the images in `bordered`.
             epoch: Decides the augmentation.
             indices: int64 [B], positions in the data set.
         """
-        if not (self.steps.shift or self.steps.mirror):
-            return self._normalise(bordered.index_select(0, to_device(torch.from_numpy(places), bordered.device)))
+        if not (self.augmentation.shift or self.augmentation.mirror):
+            return self._normalise(bordered.index_select(0, to_device(torch.from_numpy(positions), bordered.device)))
         draws = self._draws(epoch, indices)
         tops, lefts = (draws[:, 1:] * (2 * self.border + 1)).astype(np.int64).T
-        # few numbers travel; the place of every pixel follows from them on the device
-        chosen = np.stack([places, tops, lefts, (draws[:, 0] < 0.5) & self.steps.mirror])
+        # few numbers are copied; the position of every pixel follows from them on the device
+        chosen = np.stack([positions, tops, lefts, (draws[:, 0] < 0.5) & self.augmentation.mirror])
         images, top, left, mirrored = to_device(torch.from_numpy(chosen), bordered.device).unsqueeze(2)
         along = torch.arange(self.size, device=bordered.device)
         rows = images * bordered.shape[1] + top + along
         columns = left + torch.where(mirrored > 0, self.size - 1 - along, along)
         pixels = (rows[:, :, None] * bordered.shape[2] + columns[:, None, :]).view(-1)
         flat = bordered.view(-1, bordered.shape[3])
-        return self._normalise(flat.index_select(0, pixels).view(len(places), self.size, self.size, -1))
+        return self._normalise(flat.index_select(0, pixels).view(len(positions), self.size, self.size, -1))
 
     def _draws(self, epoch: int, indices: np.ndarray) -> np.ndarray:
         return uniform_draws(self.seed, epoch, indices, BATCH_DRAWS)
 
     def _normalise(self, images: torch.Tensor) -> torch.Tensor:
-        """Bring uint8 [B, S, S, 1 or 3] to float32 [B, 3, S, S]."""
+        """Convert uint8 [B, S, S, 1 or 3] to float32 [B, 3, S, S]."""
         if images.device not in self._factors_on:
             self._factors_on[images.device] = [to_device(factors, images.device) for factors in self._factors]
         scale, offset = self._factors_on[images.device]
@@ -104,4 +115,4 @@ class BatchTransforms:
         return torch.addcmul(offset, rows, scale).view(-1, size, size, 3).permute(0, 3, 1, 2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_factors_on": {}}  # what lies on a GPU is not for worker processes
+        return self.__dict__ | {"_factors_on": {}}  # tensors on a GPU are not sent to worker processes

@@ -1,10 +1,11 @@
-"""A loaded data set: the samples, and everything that a run has to record about them."""
+"""A loaded data set: the samples, and everything that a run records about them."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,15 @@ from torch.utils.data import Dataset
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from training.data import DataOptions, bad_image_share
-from training.data.augment import STEPS, Steps, evaluation_geometry, randaugment, resize
+from training.data import AUGMENTATIONS, Augmentation, DataOptions, bad_image_share
+from training.data.augment import CROP_DRAWS, evaluation_geometry, randaugment, random_box, resize
+from training.data.bad_images import bad_image_budget
 from training.data.batch_transforms import BATCH_DRAWS, BatchTransforms
-from training.data.crops import CROP_DRAWS, random_box
 from training.data.randomness import preserved_generators, seed_generators, uniform_draws
-from training.data.reading.sources import Source
+from training.data.reading.sources import ArraySource, Source
 from training.errors import UserError
 
-CROP_RATIO = 256 / 224  # photographs are resized to this multiple of the image size, then cut to their centre
+CROP_RATIO = 256 / 224  # photographs are resized to this multiple of the image size, then cropped to their centre
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -31,23 +32,31 @@ class ImageDataset(Dataset):
     Attributes:
         source: The raw images.
         preprocessing: As `DatasetPair.preprocessing`.
-        steps: The augmentation.
+        augmentation: The augmentation; by default none.
         seed: Seed of the augmentation.
-        finish: What follows after `read`, on the device and for a whole batch.
-        whole: From a whole image, uint8 [C, H, W] of any size, to uint8 [C, S, S].
+        most_bad: Images that may be unreadable and get weight 0; with 0 the first is an error.
+        batch_transforms: Applied after `read`, on the device and to a whole batch.
     """
 
-    def __init__(self, source: Source, preprocessing: dict[str, Any], steps: Steps, seed: int) -> None:
-        self.source, self.preprocessing, self.steps, self.seed = source, preprocessing, steps, seed
-        self.batch_transforms = BatchTransforms(preprocessing, steps, seed)
-        self.whole = evaluation_geometry(preprocessing)
-        self._policy = randaugment(preprocessing) if steps.randaugment else None
+    def __init__(
+        self,
+        source: Source,
+        preprocessing: dict[str, Any],
+        augmentation: Augmentation = AUGMENTATIONS["none"],
+        seed: int = 0,
+        most_bad: int = 0,
+    ) -> None:
+        self.source, self.preprocessing, self.augmentation, self.seed = source, preprocessing, augmentation, seed
+        self.most_bad = most_bad
+        self.batch_transforms = BatchTransforms(preprocessing, augmentation, seed)
+        self._geometry = evaluation_geometry(preprocessing)
+        self._policy = randaugment(preprocessing) if augmentation.randaugment else None
 
     def __len__(self) -> int:
         return len(self.source.labels)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
-        """Return one sample as it is in one epoch; leaves the global random generators as they were.
+        """Return one sample as it is in one epoch; leaves the global random generators unchanged.
 
         Raises:
             ImageError: The image cannot be read.
@@ -63,16 +72,15 @@ class ImageDataset(Dataset):
         return uniform_draws(self.seed, epoch, indices, BATCH_DRAWS + CROP_DRAWS)[:, BATCH_DRAWS:].tolist()
 
     def read(self, epoch: int, index: int, draws: list[float]) -> torch.Tensor:
-        """Return the image as uint8 [3, S, S], before `finish`; may leave the global generators seeded.
+        """Return the image as uint8 [3, S, S], before `batch_transforms`; may leave the global generators seeded.
 
         Raises:
             ImageError: The image cannot be read.
         """
-        if self.steps.crop:
-            part = self.source.read_part(index, lambda height, width: random_box(height, width, draws))
-            image = resize(part, self.preprocessing)
+        if self.augmentation.crop:
+            image = resize(self.source.read(index, partial(random_box, draws=draws)), self.preprocessing)
         else:
-            image = self.whole(self.source.read(index))
+            image = self._geometry(self.source.read(index))
         if self._policy is None:
             return image
         seed_generators(self.seed, epoch, index)
@@ -80,28 +88,27 @@ class ImageDataset(Dataset):
 
     def from_pixels(self, pixels: torch.Tensor, draws: list[float]) -> torch.Tensor:
         """As `read` without RandAugment, from the whole image, uint8 [3, H, W] on any device."""
-        if not self.steps.crop:
-            return self.whole(pixels)
+        if not self.augmentation.crop:
+            return self._geometry(pixels)
         _, height, width = pixels.shape
+        size, filter_mode = self.preprocessing["image_size"], InterpolationMode(self.preprocessing["interpolation"])
         box = random_box(height, width, draws)
-        filter_mode = InterpolationMode(self.preprocessing["interpolation"])
-        return functional.resized_crop(pixels, *box, [self.batch_transforms.size] * 2, filter_mode, antialias=True)
+        return functional.resized_crop(pixels, *box, [size, size], filter_mode, antialias=True)
 
 
 @dataclass(frozen=True)
 class DatasetPair:
-    """What `load_data` returns; the same on every rank.
+    """The training and validation set that `load_data` returns; the same on every rank.
 
     Attributes:
         train: Training samples, augmented by (seed, epoch, index).
         val: Validation samples, never augmented; the epoch of their key is ignored.
         class_names: Name of each label.
-        preprocessing: The evaluation transform as JSON can hold it, see `transforms.evaluation_transform`.
+        preprocessing: The evaluation transform as JSON values, see `augment.evaluation_transform`.
         augmentation: The augmentation in use, never "auto".
         train_counts: Training images of each class.
         val_counts: Validation images of each class.
         fingerprint: sha256 that changes with the classes, the files (path, size, label) or the pixels in memory.
-        bad_image_share: Share of each set's images that may be unreadable and weigh 0; with 0 the first ends the run.
         notes: One-line messages for the user.
     """
 
@@ -113,18 +120,17 @@ class DatasetPair:
     train_counts: list[int]
     val_counts: list[int]
     fingerprint: str
-    bad_image_share: Fraction = Fraction(0)
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class DatasetDefaults:
-    """What a data set suggests where the user did not choose.
+    """Settings of a data set that apply if the user did not choose.
 
     Attributes:
         image_size: Side in pixels.
-        augmentation: What "auto" means.
-        centre_crop: Whether evaluation cuts out the centre (photographs) or resizes the whole image.
+        augmentation: The meaning of "auto".
+        centre_crop: Whether evaluation crops the centre (photographs) or resizes the whole image.
         mean: Per channel, of values in 0..1.
         std: As `mean`.
     """
@@ -162,18 +168,53 @@ def make_dataset_pair(
         "interpolation": options.interpolation,
     }
     augmentation = defaults.augmentation if options.augmentation == "auto" else options.augmentation
+    train_bad, val_bad = (
+        bad_image_budget(bad_image_share(options.bad_images), len(set_.labels)) for set_ in (train, val)
+    )
     return DatasetPair(
-        train=ImageDataset(train, preprocessing, STEPS[augmentation], options.seed),
-        val=ImageDataset(val, preprocessing, STEPS["none"], options.seed),
+        train=ImageDataset(train, preprocessing, AUGMENTATIONS[augmentation], options.seed, train_bad),
+        val=ImageDataset(val, preprocessing, most_bad=val_bad),
         class_names=class_names,
         preprocessing=preprocessing,
         augmentation=augmentation,
         train_counts=_count_labels(train.labels, class_names, "training"),
         val_counts=_count_labels(val.labels, class_names, "validation"),
         fingerprint=fingerprint,
-        bad_image_share=bad_image_share(options.bad_images),
         notes=list(notes),
     )
+
+
+def make_array_datasets(
+    train: ArraySource,
+    val: ArraySource,
+    class_names: list[str],
+    options: DataOptions,
+    *,
+    image_size: int,
+    augmentation: str = "shift",
+    notes: Iterable[str] = (),
+) -> DatasetPair:
+    """As `make_dataset_pair`, with mean and standard deviation of the training images as the defaults."""
+    mean, std = _pixel_statistics(train.images)
+    defaults = DatasetDefaults(image_size, augmentation, centre_crop=False, mean=mean, std=std)
+    digest = hashlib.sha256("\0".join(class_names).encode())
+    for source in (train, val):
+        digest.update(source.images.contiguous().numpy().data)
+        digest.update(source.labels.numpy().data)
+    return make_dataset_pair(train, val, class_names, defaults, options, digest.hexdigest(), notes)
+
+
+def _pixel_statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation per channel of uint8 [N, C, H, W] as values in 0..1, 4 decimals, 3 entries."""
+    means, stds = [], []
+    levels = np.arange(256) / 255
+    for channel in images.unbind(1):
+        shares = np.bincount(channel.reshape(-1).numpy(), minlength=256) / channel.numel()
+        mean = float(shares @ levels)
+        means.append(round(mean, 4))
+        stds.append(round(float(shares @ (levels - mean) ** 2) ** 0.5, 4))
+    repeats = 3 // len(means)
+    return means * repeats, stds * repeats
 
 
 def _count_labels(labels: torch.Tensor, class_names: list[str], what: str) -> list[int]:

@@ -1,24 +1,30 @@
-"""Brings batches to the device, on a GPU beside the computation."""
+"""Brings batches to the device: on a GPU beside the computation; a small set is kept there as a whole."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 
+from training.data.batch_transforms import to_device
 from training.data.datasets import ImageDataset
 from training.data.reader import Batch
-from training.data.transfer import to_device
+from training.data.reading.sources import ArraySource
+from training.data.sampler import BatchKey
+
+MAX_BYTES = 2 * 10**9
+MAX_SHARE_OF_GPU = 0.25  # of the memory that is free before the model is there
 
 
 def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: torch.device) -> Iterator[Batch]:
-    """Yield the batches with images, labels and weights on `device`, images finished; indices stay on the CPU.
+    """Yield the batches with transformed images, labels and weights on `device`; indices stay on the CPU.
 
-    On a GPU copying and finishing run on a stream of their own, one batch ahead of the one that is computed.
+    On a GPU copies and transforms run on a stream of their own, one batch ahead of the computation.
     """
     if device.type != "cuda":
-        yield from (_finished(batch, dataset, device) for batch in batches)
+        yield from (_transformed(batch, dataset, device) for batch in batches)
         return
     stream = torch.cuda.Stream(device)
     ahead: tuple[Batch, torch.cuda.Event] | None = None
@@ -26,27 +32,61 @@ def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: t
     while True:
         with torch.cuda.stream(stream):
             batch = next(remaining, None)
-            following = (_finished(batch, dataset, device), stream.record_event()) if batch is not None else None
+            following = (_transformed(batch, dataset, device), stream.record_event()) if batch is not None else None
         if ahead is not None:
-            yield _handed_over(*ahead, device)
+            yield _ready(*ahead, device)
         if following is None:
             return
         ahead = following
 
 
-def _finished(batch: Batch, dataset: ImageDataset, device: torch.device) -> Batch:
+def _transformed(batch: Batch, dataset: ImageDataset, device: torch.device) -> Batch:
     images, labels, weights = (to_device(tensor, device) for tensor in (batch.images, batch.labels, batch.weights))
-    return dataclasses.replace(
-        batch,
-        images=dataset.batch_transforms(images, batch.epoch, batch.indices.numpy()),
-        labels=labels,
-        weights=weights,
-    )
+    images = dataset.batch_transforms(images, batch.epoch, batch.indices.numpy())
+    return dataclasses.replace(batch, images=images, labels=labels, weights=weights)
 
 
-def _handed_over(batch: Batch, ready: torch.cuda.Event, device: torch.device) -> Batch:
+def _ready(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
     current = torch.cuda.current_stream(device)
-    current.wait_event(ready)
+    current.wait_event(copied)
     for tensor in (batch.images, batch.labels, batch.weights):
-        tensor.record_stream(current)  # its memory must not be given to the other stream while this one reads it
+        tensor.record_stream(current)  # its memory must not be reused by the other stream while this one reads it
     return batch
+
+
+class ImagesOnDevice:
+    """All images of a set in one tensor on the device, and its batches, transformed: a batch is an index into it.
+
+    Args:
+        dataset: A set of arrays with an augmentation that works on batches.
+        images: Its images, uint8 [N, 1 or 3, H, W].
+        device: Where the images are kept.
+    """
+
+    def __init__(self, dataset: ImageDataset, images: torch.Tensor, device: torch.device) -> None:
+        self._dataset = dataset
+        size = dataset.preprocessing["image_size"]
+        if images.shape[2:] != (size, size):  # each resized as `ImageDataset.read` does it: not one bit may differ
+            images = torch.stack([dataset.read(0, index, [])[: images.shape[1]] for index in range(len(dataset))])
+        bordered = dataset.batch_transforms.with_border(images.permute(0, 2, 3, 1).contiguous())
+        self._bordered = bordered.to(device)
+
+    def batch(self, key: BatchKey) -> Batch:
+        """Return the batch of a key: images float32 [B, 3, S, S] on the device, the other tensors on the CPU."""
+        images = self._dataset.batch_transforms.from_set(self._bordered, key.indices, key.epoch, key.indices)
+        indices = torch.from_numpy(key.indices)
+        labels = self._dataset.source.labels[indices]
+        return Batch(images, labels, torch.from_numpy(key.weights), indices, epoch=key.epoch)
+
+
+def images_on_device(dataset: ImageDataset, device: torch.device) -> ImagesOnDevice | None:
+    """Copy a set to `device`, if it is one of arrays, small enough, and augmented in batches."""
+    source = dataset.source
+    if not isinstance(source, ArraySource) or not dataset.augmentation.in_batches:
+        return None
+    side = dataset.preprocessing["image_size"] + 2 * dataset.batch_transforms.border
+    bound = MAX_BYTES
+    if device.type == "cuda":
+        bound = min(bound, int(MAX_SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0]))
+    fits = int(np.prod([*source.images.shape[:2], side, side])) <= bound
+    return ImagesOnDevice(dataset, source.images, device) if fits else None

@@ -10,8 +10,8 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 from training.data import DataOptions
-from training.data.datasets import DatasetDefaults, DatasetPair, make_dataset_pair
-from training.data.reading.sources import ArraySource, fingerprint_arrays, pixel_statistics
+from training.data.datasets import DatasetPair, make_array_datasets
+from training.data.reading.sources import ArraySource
 
 IMAGE_SIZE = 32
 VAL_IMAGES = 360
@@ -21,7 +21,7 @@ MAX_VALUE = 16  # the 8x8 cells count ink from 0 to 16
 def load(options: DataOptions) -> DatasetPair:
     """Load 1,437 training and 360 validation digits; the split is stratified and the same for every seed."""
     digits = load_digits()
-    train_indices, val_indices = train_test_split(
+    parts = train_test_split(
         np.arange(len(digits.target)), test_size=VAL_IMAGES, stratify=digits.target, random_state=0
     )
     size = options.image_size or IMAGE_SIZE
@@ -29,8 +29,5 @@ def load(options: DataOptions) -> DatasetPair:
     # resized once here: 1,797 grey images take 2 MB at 32 pixels
     images = functional.resize(raw, [size, size], InterpolationMode(options.interpolation), antialias=True)
     labels = torch.from_numpy(digits.target).long()
-    train, val = (ArraySource(images[indices], labels[indices]) for indices in (train_indices, val_indices))
-    class_names = [str(name) for name in digits.target_names]
-    mean, std = pixel_statistics(train.images)
-    defaults = DatasetDefaults(IMAGE_SIZE, "shift", centre_crop=False, mean=mean, std=std)
-    return make_dataset_pair(train, val, class_names, defaults, options, fingerprint_arrays(class_names, train, val))
+    train, val = (ArraySource(images[indices], labels[indices]) for indices in parts)
+    return make_array_datasets(train, val, [str(name) for name in digits.target_names], options, image_size=IMAGE_SIZE)

@@ -1,4 +1,4 @@
-"""Images that are made up: waves whose direction and colour tell the class, under noise."""
+"""Generated images: waves whose direction and colour depend on the class, with noise."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from training.data import DataOptions
-from training.data.datasets import DatasetDefaults, DatasetPair, make_dataset_pair
-from training.data.reading.sources import ArraySource, fingerprint_arrays, pixel_statistics
+from training.data.datasets import DatasetPair, make_array_datasets
+from training.data.reading.sources import ArraySource
 
 CLASSES = 10
 TRAIN_IMAGES, VAL_IMAGES = 1000, 200
@@ -18,16 +18,14 @@ NOISE_LEVELS = 40
 
 
 def load(options: DataOptions) -> DatasetPair:
-    """Make the images: the same for every seed, kept at 32 pixels and resized when another size is asked for."""
-    train, val = make_source(TRAIN_IMAGES, stream=0), make_source(VAL_IMAGES, stream=1)
+    """Generate the images: the same for every seed, of 32 pixels; another size resizes them when they are read."""
+    train, val = _make_source(TRAIN_IMAGES, stream=0), _make_source(VAL_IMAGES, stream=1)
     class_names = [f"wave-{label}" for label in range(CLASSES)]
-    mean, std = pixel_statistics(train.images)
-    defaults = DatasetDefaults(IMAGE_SIZE, "shift", centre_crop=False, mean=mean, std=std)
-    return make_dataset_pair(train, val, class_names, defaults, options, fingerprint_arrays(class_names, train, val))
+    return make_array_datasets(train, val, class_names, options, image_size=IMAGE_SIZE)
 
 
-def make_source(num_images: int, stream: int) -> ArraySource:
-    """Make `num_images` with labels 0, 1, ... in turn; another `stream` gives other noise and phases."""
+def _make_source(num_images: int, stream: int) -> ArraySource:
+    """Generate `num_images` with labels 0, 1, ... in turn; noise and phases depend on `stream`."""
     generator = np.random.Generator(np.random.PCG64(stream))
     labels = np.arange(num_images) % CLASSES
     rows, columns = np.mgrid[0:IMAGE_SIZE, 0:IMAGE_SIZE] * (2 * math.pi * 3 / IMAGE_SIZE)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from training.data import DATASETS, DataOptions
-from training.data.datasets import PHOTOGRAPHS, DatasetPair, make_dataset_pair
-from training.data.reading.file_sources import file_source, file_sources
+from training.data.datasets import DatasetPair
+from training.data.reading.file_sources import make_file_datasets
 from training.data.reading.images import IMAGE_EXTENSIONS
-from training.data.reading.sources import ImageFile, fingerprint_files
+from training.data.reading.sources import ImageFile
 from training.errors import UserError, nearest
 
 PARTS = ("train", "val")
@@ -31,60 +32,61 @@ def load(options: DataOptions) -> DatasetPair:
     """
     root = _resolve_root(options.data)
     ignored: Counter[str] = Counter()
-    parts = [root / name for name in PARTS]
     if has_parts(options.data):
-        for part in parts:
-            _require_part(part, root)
-        train, val = (_scan_classes(part, root, ignored) for part in parts)
+        for name in PARTS:
+            _require_part(root / name, root)
+        train, val = (_scan_classes(root / name, root, ignored) for name in PARTS)
         _compare_classes(train, val)
     else:
-        train, val = split_classes(_scan_classes(root, root, ignored), options.val_fraction)
-    class_names = sorted(train)
-    train_files, val_files = (_with_labels(part, class_names) for part in (train, val))
-    if not val_files:
+        train, val = _split_classes(_scan_classes(root, root, ignored), options.val_fraction)
+    if not any(val.values()):
         raise UserError(f"{str(root)!r} has one image per class, none is left to validate with: add images or val/.")
-    train_source, val_source, cache_notes = file_sources(root, train_files, val_files, options)
-    return make_dataset_pair(
-        train_source,
-        val_source,
-        class_names,
-        PHOTOGRAPHS,
-        options,
-        fingerprint_files(class_names, train_files, val_files),
-        [*_notes(val, ignored), *cache_notes],
-    )
+    return _make_datasets(root, [train, val], options, ignored)
 
 
 def load_whole(options: DataOptions) -> DatasetPair:
-    """Load one folder of classes without splitting it: for judging a model on images that it was not trained on.
+    """Load one folder of classes without splitting it: to evaluate a model on images that it was not trained on.
 
-    Both sets of the pair are the whole folder.
+    Both sets of the pair are the whole folder; nothing is cached.
 
     Raises:
-        UserError: as `load`.
+        UserError: As `load`.
     """
     root = _resolve_root(options.data)
     ignored: Counter[str] = Counter()
-    classes = _scan_classes(root, root, ignored)
-    class_names = sorted(classes)
-    files = _with_labels(classes, class_names)
-    source = file_source(root, files, options)
-    fingerprint = fingerprint_files(class_names, files)
-    return make_dataset_pair(source, source, class_names, PHOTOGRAPHS, options, fingerprint, _notes(classes, ignored))
+    return _make_datasets(root, [_scan_classes(root, root, ignored)], replace(options, cache="off"), ignored)
+
+
+def _make_datasets(root: Path, parts: list[Classes], options: DataOptions, ignored: Counter[str]) -> DatasetPair:
+    class_names, notes = sorted(parts[0]), []
+    files = [
+        [
+            ImageFile(path, size, label, changed_ns)
+            for label, name in enumerate(class_names)
+            for path, size, changed_ns in sorted(part[name])
+        ]
+        for part in parts
+    ]
+    if ignored:
+        kinds = ", ".join(f"{count} {extension}" for extension, count in ignored.most_common(NAMES_IN_MESSAGE))
+        notes.append(f"left out {ignored.total()} files that are no images by their kind or extension: {kinds}")
+    if without := [name for name in class_names if not parts[-1][name]]:
+        notes.append(f"no validation image for {_join(without)}: one image only, kept for training")
+    return make_file_datasets(root, files, class_names, options, notes)
 
 
 def has_parts(data: str) -> bool:
-    """Whether a folder is divided into train/ and val/ already."""
+    """Whether a folder is already split into train/ and val/."""
     root = Path(data).expanduser()
     return any((root / name).is_dir() for name in PARTS)
 
 
-def split_classes(classes: Classes, val_fraction: float) -> tuple[Classes, Classes]:
+def _split_classes(classes: Classes, val_fraction: float) -> tuple[Classes, Classes]:
     """Split every class into a training and a validation part.
 
-    A file is held out where the hash of its path falls below `val_fraction`: that depends on no other file, so adding
-    images moves none, and on no seed, so that runs of different seeds are judged on the same images. Only where a
-    class of two or more would be left without one of the parts, the file with the lowest or highest hash fills it.
+    A file is held out if the hash of its path is below `val_fraction`: that depends on no other file, so adding images
+    moves none, and on no seed, so that runs of different seeds are evaluated on the same images. Only if a class of two
+    or more would be left without one of the parts, the file with the lowest or highest hash fills it.
     """
     train: Classes = {}
     val: Classes = {}
@@ -174,7 +176,7 @@ def _files_below(folder: str, root: str) -> Iterator[os.DirEntry[str]]:
 
 
 def _check_link(path: str, root: str) -> None:
-    """Refuse a link that is broken, leads out of `root`, or leads to a folder that holds the link itself."""
+    """Raise UserError if a link is broken, leads out of `root`, or leads to a folder that contains the link."""
     target = os.path.realpath(path)
     if not os.path.exists(target):
         raise UserError(f"the symbolic link {path!r} is broken: remove or repair it.")
@@ -194,24 +196,7 @@ def _compare_classes(train: Classes, val: Classes) -> None:
         raise UserError(f"train/ and val/ must have the same classes; {'; '.join(found)}.")
 
 
-def _with_labels(classes: Classes, class_names: list[str]) -> list[ImageFile]:
-    return [
-        ImageFile(path, size, label, changed_ns)
-        for label, name in enumerate(class_names)
-        for path, size, changed_ns in sorted(classes[name])
-    ]
-
-
-def _notes(val: Classes, ignored: Counter[str]) -> Iterator[str]:
-    if ignored:
-        kinds = ", ".join(f"{count} {extension}" for extension, count in ignored.most_common(NAMES_IN_MESSAGE))
-        yield f"left out {ignored.total()} files that are no images by their kind or extension: {kinds}"
-    without = sorted(name for name, files in val.items() if not files)
-    if without:
-        yield f"no validation image for {_join(without)}: one image only, kept for training"
-
-
-def _join(names: list[str] | Classes) -> str:
+def _join(names: Collection[str]) -> str:
     shown = [repr(name) for name in list(names)[:NAMES_IN_MESSAGE]]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

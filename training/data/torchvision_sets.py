@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,10 @@ import torch
 from filelock import FileLock
 from torchvision import datasets
 
-from training.data import DataOptions, dataset_root
-from training.data.datasets import PHOTOGRAPHS, DatasetDefaults, DatasetPair, make_dataset_pair
-from training.data.reading.file_sources import file_sources
-from training.data.reading.sources import (
-    ArraySource,
-    ImageFile,
-    fingerprint_arrays,
-    fingerprint_files,
-    pixel_statistics,
-)
+from training.data import DataOptions
+from training.data.datasets import DatasetPair, make_array_datasets
+from training.data.reading.file_sources import make_file_datasets
+from training.data.reading.sources import ArraySource, ImageFile
 from training.errors import UserError, unknown_name
 
 
@@ -31,20 +25,20 @@ class TorchvisionEntry:
     """How a data set of torchvision names its parts.
 
     Attributes:
-        train: Arguments that select the training part.
-        val: Arguments that select the part that is held out: the test part, where the authors made no other.
-        augmentation: What "auto" means; mirrored digits would be other digits.
-        files: Name of the attribute that lists the image files; "" where the images are an array in memory.
+        train: `split` of the training part; "" if the argument `train` selects it.
+        val: `split` of the validation part: of the test part, if the authors made no other.
+        augmentation: The meaning of "auto"; mirrored digits would be other digits.
+        files: Name of the attribute that lists the image files; "" if the images are an array in memory.
     """
 
-    train: Mapping[str, Any] = field(default_factory=lambda: {"train": True})
-    val: Mapping[str, Any] = field(default_factory=lambda: {"train": False})
+    train: str = ""
+    val: str = ""
     augmentation: str = "shift_flip"
     files: str = ""
 
-
-def _split(train: str, val: str, **values: Any) -> TorchvisionEntry:
-    return TorchvisionEntry({"split": train}, {"split": val}, **values)
+    def arguments(self, *, is_train: bool) -> dict[str, Any]:
+        """Return the arguments that select a part."""
+        return {"split": self.train if is_train else self.val} if self.train else {"train": is_train}
 
 
 TORCHVISION_SETS: dict[str, TorchvisionEntry] = {
@@ -54,13 +48,13 @@ TORCHVISION_SETS: dict[str, TorchvisionEntry] = {
     "FashionMNIST": TorchvisionEntry(),
     "KMNIST": TorchvisionEntry(augmentation="shift"),
     "USPS": TorchvisionEntry(augmentation="shift"),
-    "SVHN": _split("train", "test", augmentation="shift"),
-    "STL10": _split("train", "test"),
-    "DTD": _split("train", "val", augmentation="crop_flip", files="_image_files"),
-    "FGVCAircraft": _split("train", "val", augmentation="crop_flip", files="_image_files"),
-    "Flowers102": _split("train", "val", augmentation="crop_flip", files="_image_files"),
-    "Food101": _split("train", "test", augmentation="crop_flip", files="_image_files"),
-    "OxfordIIITPet": _split("trainval", "test", augmentation="crop_flip", files="_images"),
+    "SVHN": TorchvisionEntry("train", "test", "shift"),
+    "STL10": TorchvisionEntry("train", "test"),
+    "DTD": TorchvisionEntry("train", "val", "crop_flip", files="_image_files"),
+    "FGVCAircraft": TorchvisionEntry("train", "val", "crop_flip", files="_image_files"),
+    "Flowers102": TorchvisionEntry("train", "val", "crop_flip", files="_image_files"),
+    "Food101": TorchvisionEntry("train", "test", "crop_flip", files="_image_files"),
+    "OxfordIIITPet": TorchvisionEntry("trainval", "test", "crop_flip", files="_images"),
 }
 
 
@@ -74,30 +68,30 @@ def load(options: DataOptions) -> DatasetPair:
     if name not in TORCHVISION_SETS:
         raise unknown_name("torchvision data set", name, TORCHVISION_SETS)
     entry = TORCHVISION_SETS[name]
-    train, val = (_open(name, arguments, options) for arguments in (entry.train, entry.val))
+    train, val = (_open(name, options, entry.arguments(is_train=is_train)) for is_train in (True, False))
     class_names = _class_names(train)
-    notes = [f"the validation images are torchvision's {'test' if entry.val.get('split') != 'val' else 'val'} part"]
+    notes = [f"the validation images are torchvision's {'val' if entry.val == 'val' else 'test'} part"]
     if entry.files:
-        root = dataset_root(options)
-        train_files, val_files = (_list_files(dataset, entry.files, root) for dataset in (train, val))
-        fingerprint = fingerprint_files(class_names, train_files, val_files)
-        train_source, val_source, cache_notes = file_sources(root, train_files, val_files, options)
-        return make_dataset_pair(
-            train_source, val_source, class_names, PHOTOGRAPHS, options, fingerprint, notes + cache_notes
-        )
+        parts = [_list_files(dataset, entry.files, options.root) for dataset in (train, val)]
+        return make_file_datasets(options.root, parts, class_names, options, notes)
     train_arrays, val_arrays = _array_source(train), _array_source(val)
-    mean, std = pixel_statistics(train_arrays.images)
-    defaults = DatasetDefaults(train_arrays.images.shape[-1], entry.augmentation, centre_crop=False, mean=mean, std=std)
-    fingerprint = fingerprint_arrays(class_names, train_arrays, val_arrays)
-    return make_dataset_pair(train_arrays, val_arrays, class_names, defaults, options, fingerprint, notes)
+    return make_array_datasets(
+        train_arrays,
+        val_arrays,
+        class_names,
+        options,
+        image_size=train_arrays.images.shape[-1],
+        augmentation=entry.augmentation,
+        notes=notes,
+    )
 
 
-def _open(name: str, arguments: Mapping[str, Any], options: DataOptions) -> Any:
-    root = dataset_root(options)
-    make = getattr(datasets, name)
+def _open(name: str, options: DataOptions, arguments: dict[str, Any]) -> Any:
+    root = options.root
+    make = partial(getattr(datasets, name), str(root), **arguments)
     if not options.download:
         try:
-            return make(str(root), **arguments)
+            return make()
         except (RuntimeError, OSError):
             raise UserError(
                 f"torchvision:{name} is not (whole) in {str(root)!r}: add --download to fetch it, "
@@ -105,8 +99,10 @@ def _open(name: str, arguments: Mapping[str, Any], options: DataOptions) -> Any:
             ) from None
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / ".download.lock"):  # the ranks of a machine share the folder: one fetches, the others wait
-            return make(str(root), download=True, **arguments)
+        with FileLock(
+            root / ".download.lock"
+        ):  # the ranks of a machine share the folder: one downloads, the others wait
+            return make(download=True)
     except (RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"torchvision:{name} could not be fetched to {str(root)!r}: {reason}.") from None
@@ -126,7 +122,7 @@ def _labels(dataset: Any) -> torch.Tensor:
 
 
 def _array_source(dataset: Any) -> ArraySource:
-    """Bring torchvision's layouts, [N, H, W], [N, H, W, 3] and [N, 3, H, W], to uint8 [N, C, H, W]."""
+    """Convert torchvision's layouts, [N, H, W], [N, H, W, 3] and [N, 3, H, W], to uint8 [N, C, H, W]."""
     images = torch.as_tensor(np.asarray(dataset.data))
     if images.ndim == 3:
         images = images.unsqueeze(1)

@@ -1,9 +1,9 @@
 """Starts worker processes that neither hang at the start nor die of a signal that was meant for the trainer.
 
 They are started with `forkserver`: a plain fork copies the locks of the threads that gloo, NCCL and CUDA run in the
-parent, and can hang for ever. The fork server has torch imported once, so that each worker starts in a moment. Workers
-are deaf to SIGINT and SIGTERM: a launcher sends those to every process, and the trainer still needs its data to finish
-the step and save. They end when the process that started them dies.
+parent, and can hang for ever. The fork server imports torch once, so that each worker starts in a moment. Workers block
+SIGINT and SIGTERM: a launcher sends those to every process, and the trainer still needs its data to finish the step and
+save. They end when the process that started them dies.
 """
 
 from __future__ import annotations
@@ -26,29 +26,22 @@ _SIGNALS_FOR_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signa
 
 SHARED_MEMORY = "/dev/shm"
 BATCHES_OF_A_WORKER = 3  # in shared memory at a time: two that it reads ahead, one that is being used
-MOST_DESCRIPTORS = 65536  # that are asked for; a hard limit may have no end
-
-
-def workers_with_room(batch_bytes: int, ranks_on_machine: int) -> int:
-    """Return for how many workers of each rank the shared memory has room: their batches travel through it.
-
-    Where it is too small, the first batch that does not fit would end the run (Docker gives it 64 MB by default).
-    """
-    if not os.access(SHARED_MEMORY, os.W_OK):  # read-only: not even for the workers' semaphores
-        return 0
-    return shutil.disk_usage(SHARED_MEMORY).free // (batch_bytes * BATCHES_OF_A_WORKER * ranks_on_machine)
+MOST_DESCRIPTORS = 65536  # requested; a hard limit may be infinite
 
 
 def fit_workers_into_memory(
-    workers: int, is_automatic: bool, batch_size: int, image_size: int, ranks_on_machine: int, *, is_main: bool
+    workers: int, is_automatic: bool, batch_bytes: int, ranks_on_machine: int, *, is_main: bool
 ) -> int:
-    """Return as many workers, or of automatic ones as many as there is shared memory for.
+    """Return `workers`, or fewer if they are automatic and the shared memory, through which batches pass, is too small.
+
+    There, the first batch that does not fit would end the run (Docker's default is 64 MB).
 
     Raises:
-        UserError: if as many were asked for as there is no room for.
+        UserError: More were asked for than there is room for.
     """
-    batch_bytes = batch_size * 3 * image_size**2
-    room = workers_with_room(batch_bytes, ranks_on_machine)
+    room = 0
+    if os.access(SHARED_MEMORY, os.W_OK):  # else read-only: not even for the workers' semaphores
+        room = shutil.disk_usage(SHARED_MEMORY).free // (batch_bytes * BATCHES_OF_A_WORKER * ranks_on_machine)
     if workers <= room:
         return workers
     problem = f"{SHARED_MEMORY} has room for the batches of {room} data workers of each rank"
@@ -62,7 +55,7 @@ def fit_workers_into_memory(
 
 
 def worker_context() -> ForkServerContext:
-    """Return the multiprocessing context of all our workers; its fork server starts now, beside what follows here."""
+    """Return the multiprocessing context of all workers; its fork server starts now, in the background."""
     _raise_descriptor_limit()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED_MODULES)
@@ -77,7 +70,7 @@ def worker_context() -> ForkServerContext:
 
 
 def _raise_descriptor_limit() -> None:
-    """Allow this process as many open files as it may have: each batch on its way from a worker is some."""
+    """Raise the soft limit of open files to the hard one: each batch from a worker takes some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -87,8 +80,8 @@ def _raise_descriptor_limit() -> None:
 def end_with_parent(worker_id: int) -> None:
     """Make this worker process end when its parent dies; a `worker_init_fn` of DataLoader.
 
-    DataLoader's own watch compares parent process ids, and the parent of a forked-off worker is the fork server, which
-    waits for its workers: killing the trainer alone would leave all of them behind.
+    DataLoader's own check compares parent process ids, and the parent of a worker is the fork server, which waits for
+    its workers: killing the trainer alone would leave all of them behind.
     """
     threading.Thread(target=_end_after_parent, daemon=True).start()
 

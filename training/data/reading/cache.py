@@ -1,39 +1,47 @@
-"""Decoded images in files that all processes of a machine share, filled as they are first read.
+"""Decoded images in files that all processes of a machine share, added as they are first read.
 
-A cache is a folder of two files. `pixels` is only ever appended to; entry i of `index` says where image i lies in it,
-together with a checksum over the entry, the name of the cache and the pixels. Each reader checks it, each time. So
-nothing that is torn, stale or foreign is ever taken for an image, whatever was killed when: it is decoded again.
+A cache is a folder of two files. `pixels` is only ever appended to; entry i of `index` contains the offset of image i,
+and a checksum over the entry, the name of the cache and the pixels, which is verified on every read. So a torn, stale
+or foreign entry is never taken for an image, whatever was killed when: the image is decoded again.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import shutil
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
+
+from training.data import DataOptions
 
 INDEX, PIXELS = "index", "pixels"
+RAM_SHARE = 0.25  # of this machine's memory, for all caches in it together
+DISK_BYTES = 50 * 10**9
 _ENTRY = struct.Struct("<QII8s")  # offset in bytes, height and width in pixels, checksum
 _WORD = 8
+_MEMORY_LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 
 class ImageCache:
     """The images of one data set by position, as uint8 [H, W, 3]; can be sent to worker processes.
 
-    While a process has it open, `flock` holds a shared lock on its index, so that nobody removes it.
+    While a process has it open, that process has a shared `flock` on its index, so that no other removes it.
 
     Args:
         folder: An existing folder; its name is part of every checksum.
-        max_bytes: Most bytes that `pixels` may take; what does not fit is not kept.
+        max_bytes: Most bytes of `pixels`; images beyond are not kept.
 
     Attributes:
-        is_full: Whether this process has given up adding images.
+        is_full: Whether this process no longer adds images.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -41,7 +49,7 @@ class ImageCache:
         self._open()
 
     def get(self, index: int) -> np.ndarray | None:
-        """Return the image, None where it is not there or not whole."""
+        """Return the image, None if it is missing or damaged."""
         try:
             entry = os.pread(self._index, _ENTRY.size, index * _ENTRY.size)
             if len(entry) < _ENTRY.size:
@@ -60,14 +68,14 @@ class ImageCache:
         return words.view(np.uint8)[:size].reshape(height, width, 3)
 
     def put(self, index: int, pixels: np.ndarray) -> None:
-        """Keep an image, uint8 [H, W, 3], unless the cache or the disk is full."""
+        """Add an image, uint8 [H, W, 3], unless the cache or the disk is full."""
         if self.is_full:
             return
         height, width, _ = pixels.shape
         words = np.zeros(-(-pixels.size // _WORD), dtype=np.uint64)
         words.view(np.uint8)[: pixels.size] = pixels.reshape(-1)
         try:
-            with locked(self._pixels):
+            with _locked(self._pixels):
                 offset = os.fstat(self._pixels).st_size
                 if offset + words.nbytes > self.max_bytes:
                     self.is_full = True
@@ -75,11 +83,11 @@ class ImageCache:
                 _write_all(self._pixels, words.data.cast("B"), offset)
             checksum = self._checksum(index, offset, height, width, words)
             _write_all(self._index, memoryview(_ENTRY.pack(offset, height, width, checksum)), index * _ENTRY.size)
-        except OSError:  # no space left, over quota: training goes on without
+        except OSError:  # no space left, over quota: training continues without
             self.is_full = True
 
     def close(self) -> None:
-        """Let go of the files; others may remove them then."""
+        """Close the files; other processes may remove them then."""
         os.close(self._index)
         os.close(self._pixels)
 
@@ -89,7 +97,7 @@ class ImageCache:
         fcntl.flock(self._index, fcntl.LOCK_SH)
 
     def _checksum(self, index: int, offset: int, height: int, width: int, words: np.ndarray) -> bytes:
-        # A sum shows a missing page or a wrong bit, at a hundredth of the cost of decoding.
+        # A sum detects a missing page or a flipped bit, at a hundredth of the cost of decoding.
         facts = f"{self.folder.name} {index} {offset} {height} {width} {int(words.sum())}"
         return blake2b(facts.encode(), digest_size=8).digest()
 
@@ -100,14 +108,14 @@ class ImageCache:
         self.__dict__.update(state)
         try:
             self._open()
-        except OSError:  # somebody has removed it: a worker that starts now goes without
+        except OSError:  # removed meanwhile: a worker that starts now has no cache
             self._index = self._pixels = -1
             self.is_full = True
 
 
 @contextmanager
-def locked(descriptor: int) -> Iterator[None]:
-    """Hold the exclusive `flock` of an open file; others on this machine wait, and it ends with the process."""
+def _locked(descriptor: int) -> Iterator[None]:
+    """Take the exclusive `flock` of an open file for the block, at most until the process ends."""
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
         yield
@@ -119,3 +127,113 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
+
+
+class CacheLocation(NamedTuple):
+    """A folder of caches, each in a folder named by its key.
+
+    Attributes:
+        name: "ram" or "disk".
+        root: The folder.
+        max_bytes: Most bytes of all caches in it together.
+    """
+
+    name: str
+    root: Path
+    max_bytes: int
+
+
+def open_cache(options: DataOptions, key: str, expected_bytes: int) -> tuple[ImageCache | None, str]:
+    """Open the cache of a data set, or make it.
+
+    Args:
+        options: `cache` is "ram", "disk", or "auto": memory if the whole set fits, else the disk if it fits there.
+        key: A file name that changes with everything that decides the pixels.
+        expected_bytes: Estimated size of the whole set.
+
+    Returns:
+        The cache, None to go without, and one line for the user.
+    """
+    locations = _locations(options)
+    if options.cache == "auto":
+        existing = [location for location in locations if (location.root / key).is_dir()] or locations
+        candidates = [location for location in existing if expected_bytes <= _room(location)]
+    else:
+        candidates = [location for location in locations if location.name == options.cache]
+    refused = []
+    for location in candidates:
+        try:
+            cache = _open_in(location, key, expected_bytes)
+        except OSError as error:
+            refused.append(f"{location.root}: {error.strerror}")
+            continue
+        note = f"cache of decoded images: {location.name}, about {expected_bytes / 1e9:.2f} GB in {cache.folder}"
+        return cache, "; ".join([note, *refused])
+    too_large = f"{expected_bytes / 1e9:.1f} GB fit neither memory nor disk within their bounds (--cache-gb)"
+    return None, f"no cache of decoded images: {'; '.join(refused) or too_large}"
+
+
+def _locations(options: DataOptions) -> list[CacheLocation]:
+    bound, memory = int(options.cache_gb * 1e9), psutil.virtual_memory().total
+    with suppress(OSError, ValueError):  # no container, or "max"
+        memory = min(memory, int(_MEMORY_LIMIT_OF_CONTAINER.read_text()))
+    # others may write to /dev/shm too: a folder of our own keeps their files apart from ours
+    ram = CacheLocation("ram", Path(f"/dev/shm/zerovision-{os.getuid()}"), bound or int(RAM_SHARE * memory))
+    return [ram, CacheLocation("disk", options.root / "images", bound or DISK_BYTES)]
+
+
+def _room(location: CacheLocation) -> int:
+    """Return the bytes that a cache may take: within the bound, and free or used by caches that may be removed."""
+    existing = next((folder for folder in (location.root, *location.root.parents) if folder.is_dir()), Path("/"))
+    return min(location.max_bytes, shutil.disk_usage(existing).free + sum(map(_size, _caches(location.root))))
+
+
+def _open_in(location: CacheLocation, key: str, expected_bytes: int) -> ImageCache:
+    """Open a cache in `location`; remove others, the least recently used first, if they leave too little room."""
+    root, own = location.root, location.root / key
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Also of a link itself. Once the folder is ours nobody else can put another there: /dev/shm is sticky.
+    if {root.lstat().st_uid, root.stat().st_uid} != {os.getuid()}:
+        raise PermissionError(errno.EPERM, "belongs to another user")
+    lock = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        with _locked(lock):  # the ranks of a machine open it at the same time
+            others = [folder for folder in _caches(root) if folder != own]
+            others.sort(key=lambda folder: (folder / INDEX).stat().st_mtime)
+            taken, own_bytes = sum(map(_size, others)), _size(own)
+            for folder in others:
+                free = own_bytes + shutil.disk_usage(root).free
+                if expected_bytes <= min(location.max_bytes - taken, free):
+                    break
+                size = _size(folder)
+                taken -= size if _remove(folder) else 0
+            own.mkdir(mode=0o700, exist_ok=True)
+            cache = ImageCache(own, max_bytes=max(0, location.max_bytes - taken))
+            os.utime(own / INDEX)
+            return cache
+    finally:
+        os.close(lock)
+
+
+def _caches(root: Path) -> Iterator[Path]:
+    return (path.parent for path in root.glob(f"*/{INDEX}"))
+
+
+def _size(folder: Path) -> int:
+    try:
+        return sum((folder / name).stat().st_size for name in (INDEX, PIXELS))
+    except FileNotFoundError:  # not there yet, or removed by now
+        return 0
+
+
+def _remove(folder: Path) -> bool:
+    """Remove a cache unless a process has it open; return whether it is gone."""
+    index = os.open(folder / INDEX, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    except OSError:
+        return False
+    finally:
+        os.close(index)
+    return True

@@ -1,6 +1,6 @@
 """Decoding on the GPU: workers read the bytes of files, nvJPEG decodes a batch of them at once.
 
-Plain JPEG files go to the GPU as they are; all else is decoded in the workers, as by `--decode exact`. Cropping and
+Plain JPEG files go to the GPU as they are; other files are decoded in the workers, as by `--decode exact`. Cropping and
 resizing follow on the device, image by image.
 """
 
@@ -9,22 +9,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from simplejpeg import encode_jpeg
 from torchvision.io import ImageReadMode, decode_jpeg
 
+from training.data.bad_images import read_or_replace
+from training.data.batch_transforms import to_device
 from training.data.datasets import ImageDataset
-from training.data.reader import Batch, read_or_replace
-from training.data.reading.decode import END_OF_IMAGE, jpeg_header
+from training.data.reading.decode import jpeg_header
 from training.data.reading.images import read_file
-from training.data.transfer import to_device
 from training.errors import UserError
+
+if TYPE_CHECKING:
+    from training.data.reader import Batch
 
 
 def read_encoded(dataset: ImageDataset, epoch: int, index: int, draws: list[float]) -> torch.Tensor:
-    """Return the bytes of a plain JPEG file, uint8 [n], else what `ImageDataset.read` gives, uint8 [3, S, S].
+    """Return the bytes of a plain JPEG file, uint8 [n]; of other files what `ImageDataset.read` returns.
 
     Raises:
         ImageError: The file cannot be read.
@@ -32,25 +36,19 @@ def read_encoded(dataset: ImageDataset, epoch: int, index: int, draws: list[floa
     path = dataset.source.name(index)
     data = read_file(path)
     header = jpeg_header(data, path)
-    if header is None or header.orientation != 1 or not data.endswith(END_OF_IMAGE):
+    if header is None or not header.is_plain:
         return dataset.read(epoch, index, draws)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def decode_batch(batch: Batch, dataset: ImageDataset, device: torch.device, most_bad: int) -> Batch:
-    """Decode what `read_encoded` left: `images` becomes uint8 [B, 3, S, S] on `device`.
+def decode_batch(batch: Batch, dataset: ImageDataset, device: torch.device) -> Batch:
+    """Decode the files of `read_encoded`: `images` becomes uint8 [B, 3, S, S] on `device`.
 
     A file that nvJPEG refuses is decoded by the CPU, with a note; if that fails too, it is a bad image as any other.
 
-    Args:
-        batch: of `BatchReader`.
-        dataset: its set.
-        device: where the images are decoded.
-        most_bad: images of the set that may be unreadable, see `read_or_replace`.
-
     Raises:
-        ImageError: Neither decoder reads a file, and none may be bad.
-        UserError: nvJPEG does not work here at all, or too many images in a row cannot be read.
+        ImageError: Neither decoder reads a file, and none may be unreadable.
+        UserError: nvJPEG does not work here at all, or too many consecutive images cannot be read.
     """
     decoded = _decode_files([image for image in batch.encoded if image.ndim == 1], device)
     draws = dataset.draws(batch.epoch, batch.indices.numpy())
@@ -61,8 +59,7 @@ def decode_batch(batch: Batch, dataset: ImageDataset, device: torch.device, most
         if isinstance(pixels, torch.Tensor):
             image = dataset.from_pixels(pixels, draws[slot])
         elif pixels is not None:
-            read = partial(dataset.read, batch.epoch, draws=draws[slot])
-            image, error = read_or_replace(read, index, len(dataset), most_bad)
+            image, error = read_or_replace(partial(dataset.read, batch.epoch, draws=draws[slot]), index, dataset)
             if error is None:
                 notes[dataset.source.name(index)] = f"decoded by the CPU, because the GPU refuses it: {pixels}"
             else:
@@ -76,21 +73,21 @@ def decode_batch(batch: Batch, dataset: ImageDataset, device: torch.device, most
 
 
 def _decode_files(files: list[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor | str]:
-    """Yield the pixels of each file, uint8 [3, H, W], or why the device refuses it.
+    """Yield the pixels of each file, uint8 [3, H, W], or the reason if the device refuses it.
 
     Raises:
-        UserError: It refuses a plain JPEG that was made here, too.
+        UserError: It refuses a plain JPEG that was encoded here, too.
     """
     if not files:
         return
     if device.type == "cuda":
         # nvJPEG writes on a stream of its own, which waits for nothing, into memory that this stream may still be
-        # reading for the batch before: PyTorch hands out again at once what was freed on the same stream.
+        # reading for the batch before: PyTorch reuses at once what was freed on the same stream.
         torch.cuda.current_stream(device).synchronize()
     try:
         yield from decode_jpeg(files, mode=ImageReadMode.RGB, device=device)
         return
-    except RuntimeError as error:  # one refused file fails them all
+    except RuntimeError as error:  # one refused file fails the whole call
         first_error = error
     one_by_one = [_decode_file(file, device) for file in files]
     if all(isinstance(answer, str) for answer in one_by_one):

@@ -1,4 +1,4 @@
-"""Decoding a part of a JPEG, the one thing here that is written in C; all works without it, somewhat slower."""
+"""Decoding a part of a JPEG in C; without the compiled code whole images are decoded, somewhat slower."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from pathlib import Path
 
 import numpy as np
 
-from training.data.crops import Box
+from training.data.augment import Box
 
 API_VERSION = 1
 
 
-def crop_jpeg(data: bytes, eighths: int, box: Box) -> np.ndarray | None:
+def crop_jpeg(data: bytes, scale_numerator: int, box: Box) -> np.ndarray | None:
     """Decode a part of a JPEG of grey or YCbCr pixels.
 
     Args:
         data: The file.
-        eighths: Scale of the image in eighths, 1, 2, 4 or 8.
+        scale_numerator: Scale of the image in eighths, 1, 2, 4 or 8.
         box: The part, in pixels of the scaled image.
 
     Returns:
-        uint8 [h, w, 3], the pixels that decoding the whole image gives there; None where there is no compiled code, or
-        where it leaves the file to others: a damaged one, or unusual colours.
+        uint8 [h, w, 3], the same pixels as of the whole image decoded; None if there is no compiled code, or if it
+        refuses the file: a damaged one, or unusual colours.
     """
     library = load_library()
     if library is None:
         return None
     pixels = np.empty((box.height, box.width, 3), dtype=np.uint8)
-    verdict = library.crop_jpeg(data, len(data), eighths, *box, pixels.ctypes.data)
-    return None if verdict else pixels
+    is_refused = library.crop_jpeg(data, len(data), scale_numerator, *box, pixels.ctypes.data)
+    return None if is_refused else pixels
 
 
 @cache
 def load_library() -> ctypes.CDLL | None:
-    """Return the compiled `crop_jpeg.c`, None where scripts/setup_env.sh could not compile it or made another one."""
+    """Return the compiled `crop_jpeg.c`, None if scripts/setup_env.sh could not compile it or its version differs."""
     try:
         library = ctypes.CDLL(str(library_path()))
         if library.crop_jpeg_version() != API_VERSION:
@@ -49,5 +49,5 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def library_path() -> Path:
-    """Return where scripts/setup_env.sh puts the compiled code: into the environment, not into the repository."""
+    """Return the path of the compiled code, which scripts/setup_env.sh writes into the environment."""
     return Path(sys.prefix) / "lib" / "zerovision" / "crop_jpeg.so"
