@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 import traceback
@@ -23,7 +22,7 @@ from training.checkpoint.resume import (
     keep_global_batch,
     restore,
 )
-from training.checkpoint.saver import Saver, SaveSettings
+from training.checkpoint.saver import Saver
 from training.checkpoint.store import FoundCheckpoint
 from training.config import TrainConfig
 from training.data import data_options, load_data
@@ -351,15 +350,16 @@ def _resume(context: RunContext, start: RunStart) -> None:
 def _train_context(context: RunContext, stop: StopRequest, start: RunStart) -> TrainContext:
     """Build what the loop uses in every step; a collective."""
     config, world, state, loggers = context.config, context.world, context.state, context.loggers
-    settings = SaveSettings(
-        folder=context.folder.checkpoints,
-        identity=context.identity,
-        config=dataclasses.asdict(config),
-        every_steps=config.save_every_steps,
-        every_minutes=config.save_every_minutes,
-        keep_last=config.keep_last,
+    saver = Saver(
+        context.folder.checkpoints,
+        context.identity,
+        config,
+        context.plan,
+        state,
+        world,
+        loggers,
+        start.heartbeat,
         patience_s=SLOW_PHASE * config.hang_timeout,
-        steps_per_epoch=context.plan.steps_per_epoch,
     )
     guard = NonFiniteGuard(
         state.engine,
@@ -384,7 +384,7 @@ def _train_context(context: RunContext, stop: StopRequest, start: RunStart) -> T
         stop=stop,
         guard=guard,
         heartbeat=start.heartbeat,
-        saver=Saver(settings, state, world, loggers, start.heartbeat),
+        saver=saver,
         timing=start_timing(world, context.flops, config.profile, context.folder.path / "profile", loggers),
     )
 

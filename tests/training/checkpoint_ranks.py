@@ -17,10 +17,8 @@ from torch import nn
 
 from tests.training.engine_ranks import CLASSES, configuration, make_engine
 from training.checkpoint.resume import restore
-from training.checkpoint.retries import GIVE_UP_SECONDS
-from training.checkpoint.saver import Saver, SaveSettings
+from training.checkpoint.saver import GIVE_UP_SECONDS, Saver
 from training.checkpoint.store import choose, find_candidates
-from training.config import TrainConfig
 from training.data import DataOptions
 from training.data.batch_transforms import BatchTransforms
 from training.data.datasets import DatasetDefaults, DatasetPair, ImageDataset, make_dataset_pair
@@ -155,6 +153,9 @@ class Job:
             batch_size=MICRO_BATCH,
             gradient_clipping=clipping,
             engine=engine,
+            save_every_steps=every_steps,
+            save_every_minutes=0.0,
+            keep_last=100,
         )
         self.world, self.recorder = world, Recorder()
         loggers = Loggers([self.recorder])
@@ -179,9 +180,9 @@ class Job:
             restore(found, self.state, world)
         report = HeartbeatWriter(None, world.rank, 0.0)
         self.clock_ahead_s = 0.0
-        settings = _save_settings(self.folder, config, every_steps, plan)
         clock = lambda: time.monotonic() + self.clock_ahead_s  # noqa: E731
-        self.saver = Saver(settings, self.state, world, loggers, report, clock)
+        identity = {"global batch": plan.global_batch}
+        self.saver = Saver(self.folder, identity, config, plan, self.state, world, loggers, report, 60.0, clock)
         guard = NonFiniteGuard(self.engine, world, loggers, most_bad_steps, name_of=lambda index: f"sample-{index}")
         self.context = TrainContext(
             world,
@@ -227,19 +228,6 @@ class Job:
     def close(self) -> None:
         self.stop.close()
         self.engine.close()
-
-
-def _save_settings(folder: Path, config: TrainConfig, every_steps: int, plan: BatchPlan) -> SaveSettings:
-    return SaveSettings(
-        folder=folder,
-        identity={"global batch": plan.global_batch},
-        config=dataclasses.asdict(config),
-        every_steps=every_steps,
-        every_minutes=0.0,
-        keep_last=100,
-        patience_s=60.0,
-        steps_per_epoch=plan.steps_per_epoch,
-    )
 
 
 @cache

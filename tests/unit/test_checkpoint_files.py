@@ -12,8 +12,9 @@ import torch
 from safetensors import SafetensorError
 from small_checkpoints import ALONE, MOMENTS, SHAPES, PretendedRank, holds_weights_of, newest, write_checkpoint
 
+from training.checkpoint import atomic_write, store
 from training.checkpoint import manifest as manifest_module
-from training.checkpoint import store
+from training.checkpoint.atomic_write import unfinished
 from training.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -142,7 +143,7 @@ class Killed(BaseException):
 
 
 def dying(patch, at_call):
-    """Let the `at_call`-th of the functions by which a commit changes the disk die; return the calls counted."""
+    """Let the functions by which a commit changes the disk die from the `at_call`-th call on; return the calls."""
     calls = []
 
     def guard(owner, name, before_death=None):
@@ -150,9 +151,9 @@ def dying(patch, at_call):
 
         def guarded(*arguments, **options):
             calls.append(name)
-            if len(calls) == at_call:
-                if before_death:
-                    before_death(*arguments)
+            if len(calls) == at_call and before_death:
+                before_death(*arguments)
+            if len(calls) >= at_call:
                 raise Killed
             return original(*arguments, **options)
 
@@ -166,9 +167,11 @@ def dying(patch, at_call):
             file.unlink()
 
     guard(Path, "rename")
-    guard(Path, "replace")
+    guard(Path, "unlink")
+    guard(os, "replace")
     guard(Path, "write_text", half_of)
     guard(shutil, "rmtree", first_file_of)
+    guard(atomic_write, "sync_to_disk")
     guard(store, "sync_to_disk")
     guard(manifest_module, "sync_to_disk")
     return calls
@@ -197,25 +200,25 @@ def test_a_kill_at_any_step_of_a_commit_leaves_a_whole_checkpoint(tmp_path, olde
         assert holds_weights_of(newest(folder)[0], 10)
         best = {folder.joinpath("best").read_text().strip()} if folder.joinpath("best").exists() else set()
         left = {path.name for path in folder.iterdir()}
-        assert left - {"last", "best", ".last.tmp", ".best.tmp"} == {"step-00002-0000000"} | best
+        assert left - {"last", "best"} == {"step-00002-0000000"} | best
     assert len(calls) < at_call, "the last round had no kill"
     assert outcomes == {True, False}, "kills before and after the new one counts"
 
 
 def test_all_is_on_the_disk_before_its_name_and_that_before_the_pointer(tmp_path, monkeypatch):
     log = []
-    rename, replace = Path.rename, Path.replace
+    rename, replace = Path.rename, os.replace
     monkeypatch.setattr(
         os, "fsync", lambda descriptor: log.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
     )
     monkeypatch.setattr(Path, "rename", lambda a, b: (log.append(("name", str(b))), rename(a, b))[1])
-    monkeypatch.setattr(Path, "replace", lambda a, b: (log.append(("name", str(b))), replace(a, b))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (log.append(("name", str(b))), replace(a, b))[1])
     path = write_checkpoint(tmp_path, NEW, ranks=2, is_best=True)
     temporary = temporary_folder(tmp_path, path.name)
     files = [temporary / name for name in (shard_name(0), shard_name(1), MANIFEST_FILE)]
     expected = [("sync", file) for file in (*files, temporary)] + [("name", path), ("sync", tmp_path)]
     for pointer in ("last", "best"):
-        expected += [("sync", tmp_path / f".{pointer}.tmp"), ("name", tmp_path / pointer), ("sync", tmp_path)]
+        expected += [("sync", unfinished(tmp_path / pointer, "tmp")), ("name", tmp_path / pointer), ("sync", tmp_path)]
     assert log == [(action, str(file)) for action, file in expected]
 
 

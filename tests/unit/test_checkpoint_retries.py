@@ -11,7 +11,9 @@ from small_checkpoints import ALONE, IDENTITY, PretendedRank, holds_weights_of, 
 
 from training.checkpoint import saver as saver_module
 from training.checkpoint import store
-from training.checkpoint.saver import Saver, SaveSettings
+from training.checkpoint.saver import Saver
+from training.config import TrainConfig
+from training.data.sampler import BatchPlan
 from training.errors import CANNOT_SAVE_EXIT_CODE, RunEnded
 from training.observe.heartbeat import HeartbeatWriter
 from training.observe.loggers import Loggers
@@ -31,14 +33,16 @@ class Training:
         self._full = [(self.now + begin, self.now + end) for begin, end in full]
         for name in ("write_shard", "commit"):
             monkeypatch.setattr(saver_module, name, self._refusing(getattr(saver_module, name), name == "write_shard"))
-        settings = SaveSettings(folder, IDENTITY, {}, every_steps, 0.0, 2, 60.0, STEPS_PER_EPOCH)
+        config = TrainConfig(save_every_steps=every_steps, save_every_minutes=0.0, keep_last=2)
+        plan = BatchPlan(STEPS_PER_EPOCH, 1, 1, 1, seed=0)
         self.folder, self.engine = folder, PretendedRank()
         self.engine.applied_steps = lambda: 9
         report = HeartbeatWriter(None, 0, 0.0)
         self.sums = ScoreSums(2, ALONE.device)
         self.sums.restore(self.engine.epoch_sums)
         self.state = TrainState(self.engine, self.sums, Progress())
-        self.saver = Saver(settings, self.state, ALONE, Loggers([self]), report, lambda: self.now, self.sleep)
+        run = (folder, IDENTITY, config, plan, self.state, ALONE, Loggers([self]), report)
+        self.saver = Saver(*run, 60.0, lambda: self.now, self.sleep)
         self.step = 0
 
     def _refusing(self, write, counts):

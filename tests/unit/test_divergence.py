@@ -13,7 +13,7 @@ from training.checkpoint.best_weights import bring_along, epoch_of
 from training.checkpoint.weights import save_weights
 from training.observe.evaluation import read_scores, write_scores
 from training.observe.messages import _result
-from training.observe.run_folder import RunFolder
+from training.observe.run_folder import EVALUATION, RunFolder
 from training.recipe.divergence import find_divergence
 from training.state import Progress
 
@@ -52,7 +52,7 @@ def folders(tmp_path):
     description = build_model("basic_cnn", num_classes=2, image_size=32).description
     facts = {"class_names": ["a", "b"], "preprocessing": PREPROCESSING, "extra": {"epoch": 2}}
     save_weights(old.weights, {"w": torch.ones(3)}, description=description, **facts)
-    write_scores(old.evaluation, {"epoch": 2, "top1": 0.5})
+    write_scores(old.path / EVALUATION, {"epoch": 2, "top1": 0.5})
     return old, new
 
 
@@ -69,7 +69,7 @@ def test_the_best_weights_come_along_to_a_run_that_goes_on_elsewhere(folders):
     said = bring_along(old.checkpoints / "step-00003-0000000", new, best_epoch=2)
     assert said == f"the weights of the best epoch so far, epoch 2, come along from {old.weights}"
     assert new.weights.read_bytes() == old.weights.read_bytes()
-    assert read_scores(new.evaluation) == {"epoch": 2, "top1": 0.5}
+    assert read_scores(new.path / EVALUATION) == {"epoch": 2, "top1": 0.5}
     assert {path.name for path in new.path.iterdir()} == {"checkpoints", "evaluation", "model.safetensors"}
     assert result(new, best_epoch=2) == [
         "top-1 0.5000 on 9 held-out images (best epoch: 2; its weights are saved)",

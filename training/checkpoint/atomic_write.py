@@ -1,4 +1,4 @@
-"""Making sure that a file is whole, and on the disk, before anything relies on it; removing what a kill left of one."""
+"""Files and folders that appear under their names only when they are complete; removing what a kill left of one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 # name, owner, kind: .model.safetensors.node01+4026531836+4711+99887766.tmp
-_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<owner>(?P<place>[^+]+\+\d+)\+(?P<pid>\d+)\+\d+)\.(?P<kind>new|old|tmp)")
+_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<owner>(?P<host>[^+]+\+\d+)\+(?P<pid>\d+)\+\d+)\.(?P<kind>new|old|tmp)")
 SECONDS_OF_OTHERS = 86400.0  # another machine's files count as left behind after so long without a change
 
 
@@ -30,22 +30,30 @@ def sync_to_disk(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a name beside `path` to write to; the file takes the place of `path` where the block ends without error.
+def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Yield a name beside `path` to write to; the file replaces `path` if the block ends without error.
 
     A failure leaves the old file, and nothing beside it.
+
+    Args:
+        path: the file.
+        durable: whether to wait until the new content, and then its name, are on the disk.
     """
     temporary = unfinished(path, "tmp")
     try:
         yield temporary
+        if durable:
+            sync_to_disk(temporary)
         os.replace(temporary, path)
+        if durable:
+            sync_to_disk(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `folder` to fill; it takes the place of `folder` if the block ends without error."""
+    """Yield an empty folder beside `folder` to fill; it replaces `folder` if the block ends without error."""
     remove_leftovers(folder.parent)
     new, old = (unfinished(folder, kind) for kind in ("new", "old"))
     shutil.rmtree(new, ignore_errors=True)
@@ -61,26 +69,26 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file that people read too."""
+    """Write an indented JSON file."""
     path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def unfinished(path: Path, kind: str) -> Path:
     """Return the name beside `path` under which this process prepares it; `kind` is 'new', 'old' or 'tmp'."""
-    return path.with_name(f".{path.name[:100]}.{_place()}+{os.getpid()}+{_start_of('self')}.{kind}")
+    return path.with_name(f".{path.name[:100]}.{_host()}+{os.getpid()}+{_start_of('self')}.{kind}")
 
 
 def remove_leftovers(folder: Path, ours: Collection[str] = ()) -> None:
-    """Remove from a folder what processes that no longer live have left unfinished.
+    """Remove the unfinished files and folders of dead processes from a folder.
 
-    Whether they live can be seen only from their own machine and container. A folder that was taken away to be
-    replaced, and was not, comes back.
+    Whether a process lives is visible only from its own machine and container. A folder that was renamed to be
+    replaced, and was not replaced, gets its name back.
 
     Args:
         folder: the folder.
-        ours: names of files that nobody but this process writes at this time.
+        ours: names of files that no other process writes at this time.
     """
-    with contextlib.suppress(OSError):  # of what cannot be seen or removed, nothing depends on
+    with contextlib.suppress(OSError):  # nothing depends on what cannot be listed or removed
         for path in list(folder.iterdir()):
             found = _UNFINISHED.fullmatch(path.name)
             if not found or (found["name"] not in ours and _may_live(path, found)):
@@ -94,20 +102,20 @@ def remove_leftovers(folder: Path, ours: Collection[str] = ()) -> None:
 
 
 def _may_live(path: Path, found: re.Match[str]) -> bool:
-    if found["place"] == _place():
-        return found["owner"] == f"{_place()}+{found['pid']}+{_start_of(found['pid'])}"
+    if found["host"] == _host():
+        return found["owner"] == f"{_host()}+{found['pid']}+{_start_of(found['pid'])}"
     return time.time() - path.lstat().st_mtime < SECONDS_OF_OTHERS
 
 
 @functools.cache
-def _place() -> str:
-    """Return the machine, and the container on it, in which our process numbers mean what they say."""
+def _host() -> str:
+    """Return the machine, and the container on it, in which our process ids are valid."""
     host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname())[:60] or "host"
     return f"{host}+{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _start_of(pid: str) -> str:
-    """Return when a process started, in clock ticks since the machine did; '' if there is none of that number."""
+    """Return when a process started, in clock ticks since boot; '' if there is none with that id."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from models.build import BuiltModel
-from training.checkpoint.atomic_write import replacing, sync_to_disk
+from training.checkpoint.atomic_write import replacing
 from training.checkpoint.weights import read_metadata, save_weights
 from training.data.datasets import DatasetPair
 from training.errors import UserError
@@ -82,10 +82,8 @@ def bring_along(checkpoint: Path, folder: RunFolder, best_epoch: int) -> str | N
     if epoch_of(weights) != best_epoch:
         return f"note: {weights} does not hold the weights of the best epoch so far, epoch {best_epoch}"
     try:
-        with replacing(folder.weights) as temporary:
+        with replacing(folder.weights, durable=True) as temporary:
             shutil.copyfile(weights, temporary)
-            sync_to_disk(temporary)
-        sync_to_disk(folder.path)
         scores = read_scores(run / EVALUATION)
         if scores is not None and scores["epoch"] == best_epoch:
             write_scores(folder.path / EVALUATION, scores)

@@ -1,7 +1,9 @@
-"""Saving while training goes on: the state is copied at once, and written by a thread beside the steps."""
+"""Saving while training continues: the state is copied at once, and written by a thread beside the steps."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -12,9 +14,10 @@ from typing import Any
 from safetensors import SafetensorError
 
 from training.checkpoint.manifest import Manifest, ShardFacts, shard_name
-from training.checkpoint.retries import GIVE_UP_SECONDS_OF_STOP, FailedSaves
 from training.checkpoint.shards import Snapshot, write_shard
 from training.checkpoint.store import checkpoint_name, commit, discard, temporary_folder
+from training.config import TrainConfig
+from training.data.sampler import BatchPlan
 from training.errors import CANNOT_SAVE_EXIT_CODE, RunEnded, one_line
 from training.observe.heartbeat import HeartbeatWriter
 from training.observe.loggers import Loggers
@@ -23,35 +26,15 @@ from training.parallel.exchange import flag, optional, row_of, text, whole_numbe
 from training.parallel.world import World
 from training.state import TrainState
 
-
-@dataclass(frozen=True)
-class SaveSettings:
-    """What stays the same over all saves of a run.
-
-    Attributes:
-        folder: the run's checkpoints folder.
-        identity: see `Manifest.identity`.
-        config: see `Manifest.config`.
-        every_steps: optimizer steps between two saves, 0 for none.
-        every_minutes: minutes between two saves, 0 for none.
-        keep_last: newest checkpoints to keep.
-        patience_s: seconds that training may wait for a save before the rank counts as hung.
-        steps_per_epoch: optimizer steps of one epoch.
-    """
-
-    folder: Path
-    identity: dict[str, Any]
-    config: dict[str, Any]
-    every_steps: int
-    every_minutes: float
-    keep_last: int
-    patience_s: float
-    steps_per_epoch: int
+SHORTEST_RETRY_SECONDS = 1.0
+LONGEST_RETRY_SECONDS = 120.0
+GIVE_UP_SECONDS = 600.0  # of failed saves: somebody makes room on a disk, or a file server starts again
+GIVE_UP_SECONDS_OF_STOP = 60.0  # whoever asked a run to stop, a person or a scheduler, waits for its end
 
 
 @dataclass
 class _Save:
-    """One save under way, or done; `error` and `is_last_try` are the same on all ranks."""
+    """One save, running or done; `error` and `is_last_try` are the same on all ranks."""
 
     name: str
     position: int
@@ -63,46 +46,64 @@ class _Save:
 
 
 class Saver:
-    """Saves checkpoints of one run; every rank has one and calls it at the same steps."""
+    """Saves checkpoints of one run; every rank has one and calls it at the same steps.
+
+    Args:
+        folder: the run's checkpoints folder.
+        identity: see `Manifest.identity`.
+        config: the run's configuration.
+        plan: counts the run's steps.
+        state: what is saved.
+        world: the ranks.
+        loggers: of the run.
+        heartbeat: signs of life for the launcher.
+        patience_s: seconds that training may wait for a save before the rank counts as hung.
+        clock: returns seconds that never go back.
+        sleep: waits for so many seconds.
+    """
 
     def __init__(
         self,
-        settings: SaveSettings,
+        folder: Path,
+        identity: dict[str, Any],
+        config: TrainConfig,
+        plan: BatchPlan,
         state: TrainState,
         world: World,
         loggers: Loggers,
         heartbeat: HeartbeatWriter,
+        patience_s: float,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._settings, self._state, self._world = settings, state, world
-        self._loggers, self._heartbeat = loggers, heartbeat
-        self._clock, self._sleep = clock, sleep
+        self._folder, self._identity, self._config, self._plan = folder, identity, config, plan
+        self._state, self._world, self._loggers, self._heartbeat = state, world, loggers, heartbeat
+        self._patience_s, self._clock, self._sleep = patience_s, clock, sleep
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._running: _Save | None = None
         self._unsaved_best: Callable[[], None] | None = None
-        self._failures = FailedSaves(clock)
+        self._backoff = Backoff(clock)
         self._has_given_up = False
         self._failed_position = 0
         self._last_start = clock()
 
     def is_due_by_time(self) -> bool:
-        """Return once that the minutes between two saves are over, or that a failed one is to be tried again.
+        """Return True once if the minutes between two saves are over or a failed one is to be tried again.
 
-        By rank 0's clock; the other ranks hear of it from there.
+        By rank 0's clock; the other ranks always get False here and learn it from rank 0.
         """
         if not self._world.is_main:
             return False
-        minutes, now = self._settings.every_minutes, self._clock()
+        minutes, now = self._config.save_every_minutes, self._clock()
         if minutes > 0 and now - self._last_start >= 60 * minutes:
             self._last_start = now
             return True
-        return self._failures.take_retry()
+        return self._backoff.take_retry()
 
     def is_due_by_steps(self, position: int) -> bool:
-        """Say whether a save is due after `position` steps of the run; the same on all ranks."""
-        return self._settings.every_steps > 0 and position % self._settings.every_steps == 0
+        """Return whether a save is due after `position` steps of the run; the same on all ranks."""
+        return self._config.save_every_steps > 0 and position % self._config.save_every_steps == 0
 
     def save(self, write_best: Callable[[], None] | None = None) -> None:
         """Copy the current state and begin to write it; a collective.
@@ -120,139 +121,174 @@ class Saver:
         engine, progress = self._state.engine, self._state.progress
         facts = {
             "progress": progress,
-            "identity": self._settings.identity,
-            "config": self._settings.config,
+            "identity": self._identity,
+            "config": dataclasses.asdict(self._config),
             "applied_steps": engine.applied_steps(),
             "loss_scale": engine.loss_scale.state() if engine.loss_scale else None,
             "parameters": engine.parameter_shapes(),
         }
         # Last: reading the count above may wait for the GPU, and would then wait for the copies, too.
         self._snapshot.take(engine, self._state.sums.state())
-        save = _Save(
+        save = self._running = _Save(
             checkpoint_name(progress),
-            position=progress.epoch * self._settings.steps_per_epoch + progress.step,
+            position=self._plan.position(progress),
             is_best=write_best is not None,
             stall_seconds=self._clock() - start,
         )
-        self._running = save
         self._thread = threading.Thread(target=self._write, args=(save, facts), name="checkpoint", daemon=True)
         self._thread.start()
 
     def note_outcome(self) -> None:
-        """Log a save that has ended since the last call; called at every step, costs nothing while none has."""
+        """Log a save that has ended since the last call; called at every step, free if none has."""
         if self._thread is None or self._thread.is_alive() or self._running is None:
             return
         save, self._thread, self._running = self._running, None, None
-        self._failures.note(failed=save.error is not None)
+        self._backoff.note(failed=save.error is not None)
         self._has_given_up = save.is_last_try
+        values = {"step": save.position, "name": save.name}
         if save.error is None:
             self._unsaved_best = None
-            self._loggers.event(
-                "checkpoint",
-                {
-                    "step": save.position,
-                    "name": save.name,
-                    "stall_seconds": round(save.stall_seconds, 4),
-                    "seconds": round(save.seconds, 3),
-                },
-            )
+            times = {"stall_seconds": round(save.stall_seconds, 4), "seconds": round(save.seconds, 3)}
+            self._loggers.event("checkpoint", values | times)
             if self._world.is_main:
                 self._heartbeat.checkpoint_saved(save.position)
             return
         self._failed_position = save.position
-        self._loggers.event("checkpoint_failed", {"step": save.position, "name": save.name, "error": save.error})
+        self._loggers.event("checkpoint_failed", values | {"error": save.error})
         self._loggers.message(
             f"checkpoint {save.name} could not be saved ({save.error}): the one before it stays"
-            + ("" if save.is_last_try else f", the next try comes within {self._failures.delay_s():.0f} s")
+            + ("" if save.is_last_try else f", the next try comes within {self._backoff.delay_s():.0f} s")
         )
 
     def finish(self, *, is_stop: bool = False) -> None:
-        """Wait for the running save; if it failed, save the current state again and again. A collective.
+        """Wait for the running save; while it fails, save the current state again. A collective.
 
         Args:
-            is_stop: whether the run was asked to stop, and should not let anybody wait for long.
+            is_stop: whether the run was asked to stop, and should not wait for long.
 
         Raises:
             RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS`, or `GIVE_UP_SECONDS_OF_STOP`.
         """
         self._wait()
         if is_stop:
-            self._failures.give_up_s = GIVE_UP_SECONDS_OF_STOP
-        while self._failures:
+            self._backoff.give_up_s = GIVE_UP_SECONDS_OF_STOP
+        while self._backoff.is_failing:
             self.save()
             self._wait()
-            if self._failures:
-                delay_s = self._failures.delay_s()
-                self._heartbeat.beat("save", self._failed_position, self._settings.patience_s + delay_s)
+            if self._backoff.is_failing:
+                delay_s = self._backoff.delay_s()
+                self._heartbeat.beat("save", self._failed_position, self._patience_s + delay_s)
                 self._sleep(delay_s)
 
     def _wait(self) -> None:
-        """Wait for the save under way; raise if saves have failed for too long."""
+        """Wait for the running save; raise `RunEnded` if saves have failed for too long."""
         if self._thread is not None:
-            self._heartbeat.beat("save", self._running.position if self._running else -1, self._settings.patience_s)
+            self._heartbeat.beat("save", self._running.position if self._running else -1, self._patience_s)
             self._thread.join()
         self.note_outcome()
         if self._has_given_up:
-            raise self._cannot_save()
-
-    def _cannot_save(self) -> RunEnded:
-        return RunEnded(
-            f"checkpoints could not be saved in {self._settings.folder} for {self._failures.last_s():.0f} s "
-            "(the log says why); make room there and start again with --resume auto.",
-            CANNOT_SAVE_EXIT_CODE,
-            self._failed_position,
-        )
+            raise RunEnded(
+                f"checkpoints could not be saved in {self._folder} for {self._backoff.failing_s():.0f} s "
+                "(the log says why); make room there and start again with --resume auto.",
+                CANNOT_SAVE_EXIT_CODE,
+                self._failed_position,
+            )
 
     def _write(self, save: _Save, facts: dict[str, Any]) -> None:
         """Write this rank's shard, agree with the other ranks, and commit; the thread's work, a collective of its own.
 
-        Its messages travel over `World.save_group`, so that they never meet those of the training steps.
+        Its messages use `World.save_group`, so that they never mix with those of the training steps.
         """
         start = self._clock()
-        folder = self._settings.folder
         try:
             save.error = self._write_and_commit(save, facts)
             if save.error is not None:
-                self._agree((lambda: discard(folder, save.name)) if self._world.is_main else None)
-                verdicts = gather_objects(self._failures.are_too_many(), flag, self._world, self._world.save_group)
+                self._agree(lambda: discard(self._folder, save.name), only_main=True)
+                verdicts = gather_objects(self._backoff.has_expired(), flag, self._world, self._world.save_group)
                 save.is_last_try = verdicts[0]  # by rank 0's clock
-        except Exception as error:  # a rank that died takes the agreement with it; the steps will notice, too
+        except Exception as error:  # a rank that died breaks the agreement; the steps will notice, too
             save.error = one_line(f"{type(error).__name__}: {error}")
         save.seconds = self._clock() - start
 
     def _write_and_commit(self, save: _Save, facts: dict[str, Any]) -> str | None:
-        folder, name, world = self._settings.folder, save.name, self._world
-        temporary = temporary_folder(folder, name)
-        shard: list[ShardFacts] = []
+        temporary = temporary_folder(self._folder, save.name)
+        own: list[ShardFacts] = []
 
         def prepare() -> None:
-            discard(folder, name)
+            discard(self._folder, save.name)
             temporary.mkdir(parents=True)
 
         def commit_all() -> None:
             # Before the checkpoint: a run that resumes from it takes these weights for written.
             if self._unsaved_best is not None:
                 self._unsaved_best()
-            manifest = Manifest(shards=tuple(shards), **facts)
-            commit(folder, name, manifest, is_best=save.is_best, keep_last=self._settings.keep_last)
+            manifest = Manifest(shards=tuple(ShardFacts(*row) for row in rows), **facts)
+            commit(self._folder, save.name, manifest, is_best=save.is_best, keep_last=self._config.keep_last)
 
-        error = self._agree(prepare if world.is_main else None)
+        error = self._agree(prepare, only_main=True)
         if error is None:
-            error = self._agree(lambda: shard.append(write_shard(temporary / shard_name(world.rank), self._snapshot)))
+            path = temporary / shard_name(self._world.rank)
+            error = self._agree(lambda: own.append(write_shard(path, self._snapshot)))
         if error is None:
-            own = [shard[0].bytes, shard[0].sha256]
-            rows = gather_objects(own, row_of(whole_number, text), world, world.save_group)
-            shards = [ShardFacts(*row) for row in rows]
-            error = self._agree(commit_all if world.is_main else None)
+            row = [own[0].bytes, own[0].sha256]
+            rows = gather_objects(row, row_of(whole_number, text), self._world, self._world.save_group)
+            error = self._agree(commit_all, only_main=True)
         return error
 
-    def _agree(self, action: Callable[[], None] | None) -> str | None:
-        """Do something on some ranks; return the first failing rank's reason on all. A collective of the save group."""
+    def _agree(self, action: Callable[[], None], *, only_main: bool = False) -> str | None:
+        """Run `action`; return the first failing rank's reason on all ranks. A collective of the save group."""
         error = None
         try:
-            if action is not None:
+            if self._world.is_main or not only_main:
                 action()
         except (OSError, SafetensorError) as failure:
             error = f"rank {self._world.rank}: {one_line(failure)}"
         errors = gather_objects(error, optional(text), self._world, self._world.save_group)
         return next((message for message in errors if message is not None), None)
+
+
+class Backoff:
+    """Exponential backoff of failed saves, on one rank's clock.
+
+    The next try comes when the failures have lasted twice as long as at the last one.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since: float | None = None  # of the first failure since the last success
+        self._retry_at = math.inf
+        self.give_up_s = GIVE_UP_SECONDS
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last save failed."""
+        return self._since is not None
+
+    def note(self, *, failed: bool) -> None:
+        """Count a save."""
+        if not failed:
+            self._since, self._retry_at = None, math.inf
+            return
+        if self._since is None:
+            self._since = self._clock()
+        self._retry_at = self._clock() + self.delay_s()
+
+    def failing_s(self) -> float:
+        """Return for how many seconds saves have been failing."""
+        return 0.0 if self._since is None else self._clock() - self._since
+
+    def has_expired(self) -> bool:
+        """Return whether another try is not worth waiting for."""
+        return self.is_failing and self.failing_s() >= self.give_up_s
+
+    def delay_s(self) -> float:
+        """Return the seconds from a failure now to the next try."""
+        left_s = max(self.give_up_s - self.failing_s(), 0.0)
+        return min(max(self.failing_s(), SHORTEST_RETRY_SECONDS), LONGEST_RETRY_SECONDS, left_s)
+
+    def take_retry(self) -> bool:
+        """Return True once after each failure if it is time for the next try."""
+        if self._clock() < self._retry_at:
+            return False
+        self._retry_at = math.inf
+        return True

@@ -106,7 +106,7 @@ def verify_shard(folder: Path, rank: int, facts: ShardFacts) -> None:
         raise DamagedCheckpoint(f"{path.name} cannot be read: {one_line(error)}") from None
 
 
-class _Place(NamedTuple):
+class _StoredPiece(NamedTuple):
     """Where `length` elements of a parameter, from element `offset` on, lie: group and start in a rank's file."""
 
     offset: int
@@ -133,7 +133,7 @@ class CheckpointReader:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.shapes = manifest.parameters
-        self._places: dict[str, list[_Place]] = {name: [] for name in self.shapes}
+        self._pieces: dict[str, list[_StoredPiece]] = {name: [] for name in self.shapes}
         self.frozen: set[str] = set()
         self._channels_last: frozenset[str] = frozenset()
         try:
@@ -145,11 +145,10 @@ class CheckpointReader:
                 self._note_layout(rank, layout)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise DamagedCheckpoint(f"a shard cannot be read: {one_line(error)}") from None
-        for name, places in self._places.items():
-            places.sort()
+        for name, pieces in self._pieces.items():
             end = 0
-            for place in places:
-                end = place.offset + place.length if place.offset == end else -1
+            for piece in sorted(pieces):
+                end = piece.offset + piece.length if piece.offset == end else -1
             if end != math.prod(self.shapes[name]):
                 raise DamagedCheckpoint(f"parameter {one_line(name)} is not complete")
 
@@ -175,7 +174,7 @@ class CheckpointReader:
                 if min(offset, length) < 0 or not end <= start <= size - length:
                     raise ValueError(f"a piece of {name} lies outside of group {group} of rank {rank}, or on another")
                 end = start + length
-                self._places[name].append(_Place(offset, length, rank, group, start))
+                self._pieces[name].append(_StoredPiece(offset, length, rank, group, start))
 
     def _group_size(self, rank: int, group: int, moment_kinds: list[str]) -> int:
         """Return the elements of a rank's part of a group, the same for the weights and all moments."""
@@ -216,9 +215,9 @@ class CheckpointReader:
     def assemble(self, kind: str, name: str) -> torch.Tensor:
         """Return the weights or a moment of one parameter, whole, fp32 on the CPU."""
         whole = torch.empty(math.prod(self.shapes[name]))
-        for place in self._places[name]:
-            stored = self._files[place.rank].get_slice(f"{kind}.{place.group}")
-            whole[place.offset : place.offset + place.length] = stored[place.start : place.start + place.length]
+        for offset, length, rank, group, start in self._pieces[name]:
+            stored = self._files[rank].get_slice(f"{kind}.{group}")
+            whole[offset : offset + length] = stored[start : start + length]
         shape = self.shapes[name]
         if name not in self._channels_last:
             return whole.view(shape)

@@ -1,4 +1,4 @@
-"""The checkpoints folder of a run: a checkpoint appears there whole or not at all, and a damaged one is passed over."""
+"""The checkpoints folder of a run: a checkpoint appears there complete or not at all; damaged ones are skipped."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.checkpoint.atomic_write import sync_to_disk
+from training.checkpoint.atomic_write import remove_leftovers, replacing, sync_to_disk
 from training.checkpoint.manifest import (
     MANIFEST_FILE,
     DamagedCheckpoint,
     Manifest,
-    Progress,
     file_size,
-    one_line,
     read_manifest,
     write_manifest,
 )
 from training.checkpoint.shards import verify_shard
-from training.errors import UserError
+from training.errors import UserError, one_line
 from training.parallel.collectives import broadcast_object, error_on_any_rank
 from training.parallel.exchange import list_of, text
 from training.parallel.world import World
+from training.state import Progress
 
 LAST, BEST = "last", "best"
 NAME_PATTERN = re.compile(r"step-(\d{5,9})-(\d{7,12})")
@@ -33,7 +32,7 @@ NAME_PATTERN = re.compile(r"step-(\d{5,9})-(\d{7,12})")
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint whose files are as they were written."""
+    """A checkpoint whose files are verified."""
 
     path: Path
     manifest: Manifest
@@ -45,17 +44,17 @@ def checkpoint_name(progress: Progress) -> str:
 
 
 def temporary_folder(folder: Path, name: str) -> Path:
-    """Return where a checkpoint is written before it gets its name."""
+    """Return the folder in which a checkpoint is written before it gets its name."""
     return folder / f".{name}.tmp"
 
 
 def commit(folder: Path, name: str, manifest: Manifest, *, is_best: bool, keep_last: int) -> None:
-    """Give a checkpoint whose shards are on the disk its name, then point at it, then remove old ones; on rank 0 alone.
+    """Name a checkpoint whose shards are on the disk, then point at it, then remove old ones; on rank 0 alone.
 
     A kill at any moment leaves the checkpoint before this one, or this one.
 
     Raises:
-        OSError: where the disk does not take it.
+        OSError: if it cannot be written.
     """
     temporary, path = temporary_folder(folder, name), folder / name
     write_manifest(temporary, manifest)
@@ -71,7 +70,7 @@ def commit(folder: Path, name: str, manifest: Manifest, *, is_best: bool, keep_l
 
 
 def discard(folder: Path, name: str) -> None:
-    """Remove what was written of a checkpoint that failed."""
+    """Remove the files of a checkpoint that failed."""
     shutil.rmtree(temporary_folder(folder, name), ignore_errors=True)
 
 
@@ -81,32 +80,28 @@ def find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[lis
     Args:
         resume: 'never', 'auto', 'must' or a folder: a checkpoint, a run's folder or its checkpoints folder.
         folder: this run's checkpoints folder.
-        is_restart: whether the launcher started this run again: what the run has saved itself goes before `resume`.
+        is_restart: whether the launcher restarted this run: its own checkpoints then go before `resume`.
 
     Raises:
-        UserError: for `must`, or a folder, without a checkpoint, and where a folder cannot be read.
+        UserError: for `must`, or a folder, without a checkpoint, or if a folder cannot be read.
     """
     try:
-        return _find_candidates(resume, folder, is_restart=is_restart)
+        own, notes = _newest_first(folder)
+        if own and (is_restart or resume in ("auto", "must")):
+            return own, notes
+        if resume in ("never", "auto"):
+            return [], notes
+        if resume == "must":
+            raise UserError(f"--resume must: no checkpoint in {folder}. Give the --run-name of a run that has one.")
+        path = Path(resume).expanduser()
+        if (path / MANIFEST_FILE).is_file() or (NAME_PATTERN.fullmatch(path.name) and path.is_dir()):
+            return [path], []
+        for parent in (path / "checkpoints", path):
+            candidates, notes = _newest_first(parent)
+            if candidates:
+                return candidates, notes
     except (OSError, RuntimeError) as error:  # RuntimeError: ~ of a user who has no home
         raise UserError(f"--resume {one_line(resume)}: cannot be read: {one_line(error)}.") from None
-
-
-def _find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[list[Path], list[str]]:
-    own, notes = _newest_first(folder)
-    if own and (is_restart or resume in ("auto", "must")):
-        return own, notes
-    if resume in ("never", "auto"):
-        return [], notes
-    if resume == "must":
-        raise UserError(f"--resume must: no checkpoint in {folder}. Give the --run-name of a run that has one.")
-    path = Path(resume).expanduser()
-    if (path / MANIFEST_FILE).is_file() or (NAME_PATTERN.fullmatch(path.name) and path.is_dir()):
-        return [path], []
-    for place in (path / "checkpoints", path):
-        candidates, notes = _newest_first(place)
-        if candidates:
-            return candidates, notes
     raise UserError(
         f"--resume {one_line(resume)}: no checkpoint there (no {MANIFEST_FILE}). "
         "Give never, auto, must or a checkpoint folder."
@@ -114,7 +109,7 @@ def _find_candidates(resume: str, folder: Path, *, is_restart: bool) -> tuple[li
 
 
 def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None, dict[Path, str]]:
-    """Return the first checkpoint whose every file is good, and what is wrong with those before it; a collective.
+    """Return the first checkpoint without damage, and the damage of those before it; a collective.
 
     The ranks share the work of hashing; all must see the same folder.
     """
@@ -136,21 +131,21 @@ def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None
 
 
 def set_aside(folder: Path, damaged: Iterable[Path]) -> None:
-    """Take the names away from a run's own damaged checkpoints, so that none of `--keep-last` is one; on rank 0 alone.
+    """Rename a run's own damaged checkpoints, so that none of `--keep-last` is one; on rank 0 alone.
 
     They stay hidden in the folder until the next checkpoint is complete.
     """
     for path in damaged:
         if path.parent == folder:
-            with contextlib.suppress(OSError):  # where nothing can be renamed, they are merely found again
+            with contextlib.suppress(OSError):  # those that cannot be renamed are merely found again
                 path.rename(path.with_name(f".{path.name}.damaged"))
 
 
 def _newest_first(folder: Path) -> tuple[list[Path], list[str]]:
-    """List the checkpoints from the one that `last` names backwards; all of them where that leaves none."""
+    """List the checkpoints from the one that `last` names backwards; all of them if that leaves none."""
     if not folder.is_dir():
         return [], []
-    names = sorted((path.name for path in folder.iterdir() if NAME_PATTERN.fullmatch(path.name)), key=_position)
+    names = _names(folder)
     pointed, problem = _read_pointer(folder / LAST)
     # Later ones are left from before a resume that went back, or were not pointed at yet.
     kept = [name for name in names if not pointed or _position(name) <= _position(pointed)] or names
@@ -165,7 +160,7 @@ def _newest_first(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _read_pointer(pointer: Path) -> tuple[str, str]:
-    """Return the name in a pointer file, or '' and what is wrong with it."""
+    """Return the name in a pointer file and '', or '' and what is wrong with it."""
     try:
         file_size(pointer)
         with pointer.open("rb") as file:
@@ -184,29 +179,28 @@ def _position(name: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (-1, -1)
 
 
+def _names(folder: Path) -> list[str]:
+    """Return the names of a folder's checkpoints by position."""
+    return sorted((path.name for path in folder.iterdir() if NAME_PATTERN.fullmatch(path.name)), key=_position)
+
+
 def _point(pointer: Path, name: str) -> None:
-    temporary = pointer.with_name(f".{pointer.name}.tmp")
-    temporary.write_text(name + "\n", encoding="utf-8")
-    sync_to_disk(temporary)
-    temporary.replace(pointer)
-    sync_to_disk(pointer.parent)
+    with replacing(pointer, durable=True) as temporary:
+        temporary.write_text(name + "\n", encoding="utf-8")
 
 
 def _remove_old(folder: Path, current: str, keep_last: int) -> None:
-    """Keep the best, and the newest up to the current one; what lies after it is from before a resume."""
-    names = sorted((path.name for path in folder.iterdir() if NAME_PATTERN.fullmatch(path.name)), key=_position)
+    """Keep the best, and the newest up to the current one; later ones are from before a resume."""
+    names = _names(folder)
     up_to_now = [name for name in names if _position(name) <= _position(current)]
     kept = {*up_to_now[-keep_last:], _read_pointer(folder / BEST)[0]}
     for name in names:
         if name not in kept:
-            _remove(folder / name)
+            # Renamed first: a kill while files are removed leaves nothing that looks like a checkpoint.
+            shutil.rmtree(_set_aside(folder / name), ignore_errors=True)
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _remove(path: Path) -> None:
-    """Take a checkpoint's name away first: a kill while files are removed leaves nothing that looks like one."""
-    shutil.rmtree(_set_aside(path), ignore_errors=True)
+    remove_leftovers(folder, ours=(LAST, BEST))
 
 
 def _aside(path: Path) -> Path:
