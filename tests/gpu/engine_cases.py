@@ -1,4 +1,4 @@
-"""What the GPU tests of the engines run inside a rank; on a CPU the same functions run, too."""
+"""What tests/gpu/test_gpu_engines.py runs inside a rank; these functions run on a CPU, too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.training.engine_ranks import configuration, make_batch, make_engine, make_model
+from tests.training.engine_ranks import configuration, make_batch, make_engine, make_model, weights_of
 from training.checkpoint.manifest import Manifest, shard_name
 from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
 from training.data.reader import Batch
@@ -50,10 +50,6 @@ def train(world: World, engine: Engine, steps: range, poison: int = -1) -> list[
     return losses
 
 
-def weights_of(engine: Engine) -> dict[str, list]:
-    return {name: tensor.double().tolist() for name, tensor in engine.weights()}
-
-
 def resume_report(world: World, folder: str, strategy: str, engine: str, optimizer: str, is_frozen: bool):
     """Train 4 steps at once, and 2 + 2 through a checkpoint's files."""
     case: dict[str, Any] = {"strategy": strategy, "engine": engine, "optimizer": optimizer, "is_frozen": is_frozen}
@@ -72,6 +68,7 @@ def resume_report(world: World, folder: str, strategy: str, engine: str, optimiz
     expected = {"losses": losses, "weights": weights_of(whole)}
     whole.close()
     resumed = build(world, 1, **case)
+    train(world, resumed, range(7, 8))  # its earlier state must not matter
     reader = CheckpointReader(path, manifest)
     resumed.write_state(reader.weights, reader.moments, applied)
     for name, buffer in resumed.module.named_buffers():
@@ -98,15 +95,24 @@ def skipped_first_step_report(world: World, strategy: str, engine: str, optimize
     return states
 
 
-def copy_report(world: World, precision: str):
-    """Zero a deep copy's weights; return the largest logits of the model and of the copy."""
-    engine = build(world, 0, engine="native", precision=precision)
+def copy_report(world: World, engine: str, precision: str):
+    """Train a model after it was copied, then zero the copy's weights; return whose logits changed, and the last."""
+    built = build(world, 0, engine=engine, precision=precision)
     images = make_batch(0, 0)[0].to(world.device)
-    copied = copy.deepcopy(engine.module)
+    copied = copy.deepcopy(built.module)
+    before = [copied(images).detach(), built.forward(images).detach()]
+    train(world, built, range(2))
+    after = [copied(images).detach(), built.forward(images).detach()]
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.zero_()
-        return [float(logits.abs().max()) for logits in (engine.forward(images), copied(images))]
+    largest = [float(logits.abs().max()) for logits in (copied(images), built.forward(images))]
+    built.close()
+    return {
+        "changed": [not torch.equal(old, new) for old, new in zip(before, after, strict=True)],
+        "zeroed": largest[0],
+        "trained": largest[1],
+    }
 
 
 def accumulation_report(world: World, micro_steps: int):

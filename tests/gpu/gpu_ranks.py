@@ -1,4 +1,4 @@
-"""What the GPU tests run inside a rank: our engine beside a plain PyTorch loop on the CPU, the oracle."""
+"""What tests/gpu/test_gpu.py runs inside a rank: our engine, and as its oracle a plain PyTorch loop on the CPU."""
 
 from __future__ import annotations
 
@@ -123,73 +123,6 @@ def one_bf16_step(world: World, model_type: str, strategy: str, engine: str) -> 
         "unchanged": [name for name in trained if torch.equal(before[name], after[name])],
         "not_finite": [name for name, value in after.items() if not value.isfinite().all()],
     }
-
-
-def train_on_device(world: World, engine: Engine, steps: range, poisoned: tuple[int, ...] = ()) -> None:
-    """Train a small network; the images of `poisoned` steps hold a NaN."""
-    for step in steps:
-        images, labels = (tensor.to(world.device) for tensor in engine_ranks.make_batch(step, 0))
-        if step in poisoned:
-            images[0, 0, 0, 0] = float("nan")
-        loss = sample_losses(engine.forward(images), labels).mean()
-        engine.backward(loss)
-        engine.step()
-
-
-def small_engine(world: World, frozen: bool = False, precision: str = "fp32", **changes: Any) -> Engine:
-    # Adam makes a whole step of a gradient that is nothing but rounding: runs to compare must round alike.
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
-    module = engine_ranks.make_model(False).to(world.device)
-    if frozen:
-        module.features[0].requires_grad_(False)
-    return engine_ranks.make_engine(world, module, engine_ranks.configuration(**changes), precision)
-
-
-def difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
-    assert first.keys() == second.keys()
-    return max(float((first[name].double() - second[name].double()).abs().max()) for name in first)
-
-
-def resumed_beside_whole(world: World, strategy: str, engine: str, optimizer: str, frozen: bool) -> float:
-    """Train 4 steps at once, and 2 + 2 with the state carried to a fresh engine; return the weights' difference."""
-    chosen = {"strategy": strategy, "engine": engine, "optimizer": optimizer, "frozen": frozen}
-    whole = small_engine(world, **chosen)
-    train_on_device(world, whole, range(4))
-    first = small_engine(world, **chosen)
-    train_on_device(world, first, range(2))
-    state = dict(first.weights()), engine_ranks.moments_of(world, first), first.applied_steps()
-    first.close()
-    second = small_engine(world, **chosen)
-    train_on_device(world, second, range(7, 8))  # what a fresh engine holds must not matter
-    second.write_state(*state)
-    train_on_device(world, second, range(2, 4))
-    result = difference(dict(whole.weights()), dict(second.weights()))
-    whole.close()
-    second.close()
-    return result
-
-
-def first_step_skipped(world: World, strategy: str, engine: str, optimizer: str) -> float:
-    """Skip the first update for a NaN, and take three; return the difference to a run without the first."""
-    weights = []
-    for steps in (range(4), range(1, 4)):
-        built = small_engine(world, strategy=strategy, engine=engine, optimizer=optimizer)
-        train_on_device(world, built, steps, poisoned=(0,))
-        weights.append(dict(built.weights()))
-        built.close()
-    return difference(*weights)
-
-
-def copy_is_independent(world: World, engine: str) -> dict[str, bool]:
-    """Copy a module under bf16, and train the original on."""
-    built = small_engine(world, strategy="ddp", engine=engine, precision="bf16")
-    images = engine_ranks.make_batch(0, 0)[0].to(world.device)
-    copied = copy.deepcopy(built.module)
-    before, trained_before = copied(images).detach(), built.forward(images).detach()
-    train_on_device(world, built, range(2))
-    after, trained_after = copied(images).detach(), built.forward(images).detach()
-    built.close()
-    return {"copy stays": torch.equal(before, after), "original learns": not torch.equal(trained_before, trained_after)}
 
 
 def peak_of_an_epoch(world: World, accumulation: int) -> int:

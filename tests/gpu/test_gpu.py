@@ -73,31 +73,6 @@ def on_gpu(tmp_path_factory):
     ranks.close()
 
 
-def test_state_carried_to_a_fresh_engine_goes_on(on_gpu):
-    """Adam's count of steps lies where the fused kernel reads it; parameters that do not learn are carried, too."""
-    cases = [
-        {"strategy": strategy, "engine": engine, "optimizer": optimizer, "frozen": False}
-        for strategy, engine, optimizer in product(STRATEGIES, ENGINES, ("adamw", "sgd"))
-    ]
-    cases += [{"strategy": "ddp", "engine": engine, "optimizer": "adamw", "frozen": True} for engine in ENGINES]
-    differences = on_gpu("resumed_beside_whole", cases)
-    assert [(case, found) for case, found in zip(cases, differences, strict=True) if not found < 1e-5] == []
-
-
-def test_a_first_step_that_is_skipped_leaves_no_trace(on_gpu):
-    cases = [
-        {"strategy": strategy, "engine": engine, "optimizer": optimizer}
-        for strategy, engine, optimizer in product(STRATEGIES, ENGINES, ("adamw", "sgd"))
-    ]
-    differences = on_gpu("first_step_skipped", cases)
-    assert [(case, found) for case, found in zip(cases, differences, strict=True) if not found < 1e-5] == []
-
-
-def test_a_copy_of_a_model_computes_with_its_own_weights(on_gpu):
-    for found in on_gpu("copy_is_independent", [{"engine": engine} for engine in ENGINES]):
-        assert found == {"copy stays": True, "original learns": True}
-
-
 def test_accumulation_keeps_no_images(on_gpu):
     one, sixteen = on_gpu("peak_of_an_epoch", [{"accumulation": 1}, {"accumulation": 16}])
     bytes_of_a_batch = 64 * 3 * 64 * 64 * 4

@@ -63,9 +63,11 @@ def test_a_first_step_that_is_skipped_leaves_no_trace(tmp_path):
 
 
 def test_a_deep_copy_computes_with_its_own_weights(tmp_path):
-    (reports,) = run_ranks(f"{CASES}:copy_report", 1, tmp_path, [{"precision": name} for name in ("bf16", "fp16")])
-    for model, copied in reports:
-        assert model > 0 == copied
+    cases = [{"engine": engine, "precision": name} for engine, name in product(ENGINES, ("bf16", "fp16"))]
+    (reports,) = run_ranks(f"{CASES}:copy_report", 1, tmp_path, cases)
+    for case, report in zip(cases, reports, strict=True):
+        assert report["changed"] == [False, True], case
+        assert report["trained"] > 0 == report["zeroed"], case
 
 
 def test_no_images_stay_on_the_gpu_over_the_micro_steps(tmp_path):

@@ -1,8 +1,8 @@
-"""Where the time of a run goes: a clock whose every moment belongs to the innermost open span.
+"""Where the time of a run goes: a clock that attributes every moment to the innermost open span.
 
-Spans nest: the time inside a collective is communication, and no longer part of the backward that called it. So the
-shares of all spans add to 1. On a CPU the clock is the host's; on a GPU it is the compute stream's: an event is put
-into the stream at each change of span, and read at logging points only, so the step is never held up.
+Spans nest: the time inside a collective is communication, and not part of the backward that called it. So the shares
+of all spans add to 1. On a CPU the clock is the host's; on a GPU it is the compute stream's: an event is recorded in
+the stream at each change of span, and read at logging points only, so that steps never wait.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any, Protocol
 import torch
 
 SPANS = ("data", "forward", "backward", "communication", "optimizer", "logging", "saving", "other", "evaluation")
-ABSORBING = ("saving", "evaluation")  # what happens inside them counts as theirs
+ABSORBING = ("saving", "evaluation")  # spans inside them count as theirs
 MOST_PENDING_EVENTS = 4096
 _clocks: list[SpanClock] = []  # of the runs that this process is in, the innermost last
 
 
 class Marks(Protocol):
-    """A line of time on which a span ends at each mark."""
+    """A time line on which a span ends at each mark."""
 
     def end(self, span: str) -> None:
-        """Say that the time since the last mark belongs to `span`."""
+        """Attribute the time since the last mark to `span`."""
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each span so far."""
+        """Return the seconds of each span so far; a sync on a GPU."""
 
     def is_capturing(self) -> bool:
-        """Say whether what is called now is only recorded, to run later."""
+        """Return whether calls are only recorded now, into a CUDA graph."""
 
 
-class HostMarks:
+class HostMarks(Marks):
     """The host's own clock."""
 
     def __init__(self) -> None:
@@ -43,30 +43,26 @@ class HostMarks:
         self._last = time.perf_counter()
 
     def end(self, span: str) -> None:
-        """Add the time since the last mark to a span."""
         now = time.perf_counter()
         self._seconds[span] += now - self._last
         self._last = now
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each span so far."""
         return dict(self._seconds)
 
     def is_capturing(self) -> bool:
-        """Say that everything runs when it is called."""
         return False
 
 
-class StreamMarks:
-    """The time line of a GPU stream: events that the stream passes when the work before them is done."""
+class StreamMarks(Marks):
+    """The time line of a GPU stream: events that complete when the work before them is done.
+
+    Args:
+        stream: the stream that computes.
+        new_event: creates an event with timing.
+    """
 
     def __init__(self, stream: Any, new_event: Callable[[], Any]) -> None:
-        """Begin now.
-
-        Args:
-            stream: the stream that computes.
-            new_event: makes an event with timing.
-        """
         self._stream, self._new_event = stream, new_event
         self._seconds = dict.fromkeys(SPANS, 0.0)
         self._spare: list[Any] = []
@@ -75,26 +71,22 @@ class StreamMarks:
         self._last.record(stream)
 
     def end(self, span: str) -> None:
-        """Put an event into the stream; nothing is waited for."""
         event = self._spare.pop() if self._spare else self._new_event()
         event.record(self._stream)
         self._pending.append((span, event))
         if len(self._pending) > MOST_PENDING_EVENTS:
-            self._take_in()
+            self._read_completed()
 
     def seconds(self) -> dict[str, float]:
-        """Wait for the stream, and return the seconds of each span so far: a sync, for logging points."""
         if self._pending:
             self._pending[-1][1].synchronize()
-        self._take_in()
+        self._read_completed()
         return dict(self._seconds)
 
     def is_capturing(self) -> bool:
-        """Say whether a CUDA graph is being recorded."""
         return torch.cuda.is_current_stream_capturing()
 
-    def _take_in(self) -> None:
-        """Read the events that the stream has passed."""
+    def _read_completed(self) -> None:
         while self._pending and self._pending[0][1].query():
             span, event = self._pending.popleft()
             self._seconds[span] += self._last.elapsed_time(event) / 1000
@@ -116,14 +108,14 @@ class SpanClock:
         self.saving, self.evaluation = Span(self, "saving"), Span(self, "evaluation")
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each span since the clock was made; waits for a GPU."""
+        """Return the seconds of each span since the clock was created; a sync on a GPU."""
         self._marks.end(self._open[-1])
         return self._marks.seconds()
 
     def belongs_here(self) -> bool:
-        """Say whether the time of now is this clock's: of the thread that trains, or of autograd's in its backward.
+        """Return whether to measure here: on the thread that trains, or on autograd's in its backward.
 
-        Not that of the thread that writes checkpoints, nor where a CUDA graph records what it will run later.
+        Not on the thread that writes checkpoints, nor while a CUDA graph records what it will run later.
         """
         if threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1:
             return False
@@ -147,7 +139,7 @@ class SpanClock:
 
 
 class Span(AbstractContextManager[None]):
-    """A named part of the time, to be entered again and again."""
+    """A named part of the time; a context manager that can be entered again and again."""
 
     __slots__ = ("_clock", "_name")
 

@@ -50,8 +50,7 @@ def average_over_ranks(tensors: list[torch.Tensor], world: World) -> None:
     flat = torch.cat([tensor.detach().to(torch.float32).reshape(-1) for tensor in tensors])
     with communication():
         dist.all_reduce(flat)
-    flat /= world.size
-    _scatter_flat(flat, tensors)
+    _split_into(tensors, flat.div_(world.size))
 
 
 def copy_from_main(tensors: list[torch.Tensor], world: World) -> None:
@@ -61,7 +60,12 @@ def copy_from_main(tensors: list[torch.Tensor], world: World) -> None:
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     with communication():
         dist.broadcast(flat, 0)
-    _scatter_flat(flat, [tensor.detach() for tensor in tensors])
+    _split_into(tensors, flat)
+
+
+def _split_into(tensors: list[torch.Tensor], flat: torch.Tensor) -> None:
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.detach().copy_(part.view_as(tensor))
 
 
 def error_on_any_rank(error: str | None, world: World) -> str | None:
@@ -89,16 +93,9 @@ def agreed(action: Callable[[], Result], world: World) -> Result:
 def gather_objects(
     value: Any, parse: Parser[Result], world: World, group: dist.ProcessGroup | None = None
 ) -> list[Result]:
-    """Return every rank's small value, in rank order, on every rank; a collective of the group.
+    """Return every rank's small value, in rank order, on every rank; a collective of `world.signal_group` or `group`.
 
-    Args:
-        value: of this rank, representable in JSON.
-        parse: checks and converts a received value, see `training.parallel.exchange`.
-        world: the ranks.
-        group: a gloo group; None for `world.signal_group`.
-
-    Raises:
-        ForeignMessageError: on every rank, if a value is not of this form.
+    The other arguments and the error are those of `training.parallel.exchange.gather`.
     """
     if world.size == 1:
         return [exchange.as_received(value, parse)]
@@ -106,15 +103,7 @@ def gather_objects(
 
 
 def broadcast_object(value: Any, parse: Parser[Result], world: World) -> Result:
-    """Return rank 0's small value on every rank; a collective. Arguments and errors as of `gather_objects`."""
+    """Return rank 0's small value on every rank; a collective. Arguments and error as of `gather_objects`."""
     if world.size == 1:
         return exchange.as_received(value, parse)
     return exchange.broadcast(value, parse, world.signal_group)
-
-
-def _scatter_flat(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    offset = 0
-    for tensor in tensors:
-        part = flat[offset : offset + tensor.numel()]
-        tensor.copy_(part.view_as(tensor))
-        offset += tensor.numel()

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO as an engine; nothing outside this module knows DeepSpeed."""
+"""DeepSpeed ZeRO as an engine; only this module imports DeepSpeed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DeepSpeedEngine(Engine):
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # A CPU-only helper for inference that would be compiled at every first start (20 s) and is never called here.
+        # An operator for inference on CPUs, which would be compiled at the first start (20 s) and is not used here.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self._engine, _, _, _ = deepspeed.initialize(
             model=network, optimizer=optimizer, config=dict(config), dist_init_required=False
