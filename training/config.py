@@ -194,7 +194,7 @@ def save_config(config: TrainConfig, path: Path) -> None:
 
 
 def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfig:
-    """Check what needs neither torch nor the data: ranges, names, and values that exclude each other.
+    """Check what needs neither torch nor the data: types, ranges, names, and values that exclude each other.
 
     Args:
         config: the configuration.
@@ -205,7 +205,7 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     """
     for name, field in FIELDS.items():
         value = getattr(config, name)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not _is_in_range(value, field):
+        if not _is_allowed(value, field):
             raise UserError(f"{label_of[name]} {shown(value)}: expected {allowed_values(field)}.")
     check_model_name(config.model_type)
     if config.strategy not in STRATEGIES:
@@ -276,7 +276,14 @@ def read_value(field: dataclasses.Field, value: Any) -> Any:
     raise ValueError
 
 
-def _is_in_range(value: float, field: dataclasses.Field) -> bool:
+def _is_allowed(value: Any, field: dataclasses.Field) -> bool:
+    try:
+        if read_value(field, value) != value:
+            return False
+    except ValueError:
+        return False
+    if isinstance(value, (str, bool)):
+        return True
     low, high, above = (field.metadata[key] for key in ("low", "high", "above"))
     # Written so that nan is in no range.
     return (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)

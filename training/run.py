@@ -24,7 +24,7 @@ from training.checkpoint.resume import (
 )
 from training.checkpoint.saver import Saver
 from training.checkpoint.store import FoundCheckpoint
-from training.config import TrainConfig
+from training.config import FLAG_OF, TrainConfig, check_config
 from training.data import data_options, load_data
 from training.data.bad_images import check_bad_images
 from training.data.datasets import DatasetPair
@@ -56,6 +56,7 @@ from training.parallel.compilation import compile_mode, resolve_compile
 from training.parallel.engine import gather_weights
 from training.parallel.model import build_training_model
 from training.parallel.precision import resolve_precision
+from training.parallel.preserved_process import preserved_process
 from training.parallel.signals import StopRequest, exit_code_of
 from training.parallel.strategies import engine_config, read_strategy_json
 from training.parallel.world import World, start_world, stop_world
@@ -71,6 +72,7 @@ Deliver = Callable[..., list[str]]
 SLOW_PHASE = 5  # start-up, the first step and saves may take this many hang timeouts
 
 
+@preserved_process()
 def run(config: TrainConfig, start: RunStart = FIRST_START, deliver: Deliver | None = None) -> int:
     """Train as the configuration says; every rank calls this.
 
@@ -83,6 +85,7 @@ def run(config: TrainConfig, start: RunStart = FIRST_START, deliver: Deliver | N
         The process's exit code: 0 after the last epoch; 130, 138 or 143 after SIGINT, SIGUSR1 or SIGTERM; 2 for a
         user's mistake; 65, 74 and 78 as in `training.errors`; 1 for anything else.
     """
+    check_config(config, FLAG_OF)
     start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
     stop = StopRequest()
     stop.install()

@@ -26,6 +26,7 @@ from models.weights_file import check_finite
 from models.weights_metadata import METADATA_KEY, METADATA_KEYS, WrongMetadata, open_weights, read_facts
 from training.checkpoint.atomic_write import replacing
 from training.data.augment import evaluation_transform
+from training.data.randomness import preserved_generators
 from training.data.reading.images import to_rgb
 from training.errors import UserError
 
@@ -94,7 +95,8 @@ def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]
     """
     metadata = read_metadata(path)
     try:
-        module = _empty_network(path, metadata)
+        with preserved_generators():  # the initial weights are random
+            module = _empty_network(path, metadata)
     except UserError as error:
         raise UserError(f"weights file '{path}' does not fit its own description: {error}") from error
     tensors = load_file(path)

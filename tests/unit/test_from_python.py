@@ -1,0 +1,131 @@
+"""Training, evaluating and predicting inside a Python process, by the documentation's own lines."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+
+from delivery.evaluate import evaluate
+from delivery.predict import predict
+from training.config import TrainConfig
+from training.errors import UserError
+from training.parallel.preserved_process import preserved_process
+from training.run import run
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+CHANGES = (
+    'epochs=1, batch_size=64, image_size=16, deterministic=True, log_dir="logs", run_name="{name}", progress="off"'
+)
+
+
+def process_state() -> list[object]:
+    """Return what code from outside may rely on."""
+    return [
+        {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+        dist.is_initialized(),
+        (torch.get_num_threads(), torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32),
+        (torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.allow_tf32),
+        (torch.get_rng_state().tolist(), random.getstate()),
+    ]
+
+
+def code_of(page: str) -> str:
+    section = (DOCS / page).read_text(encoding="utf-8").partition("# From Python\n")[2]
+    return re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a run `digits`, trained by the lines of runs.md, and with images."""
+    folder = tmp_path_factory.mktemp("notebook")
+    (folder / "photos").mkdir()
+    for path in (folder / "photo.png", folder / "photos" / "one.png"):
+        Image.new("RGB", (20, 20), "white").save(path)
+    (folder / "photos" / "two.png").write_bytes(b"no image")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def notebook(folder, monkeypatch):
+    """Work in the folder, in a process that no launcher started, and see that it stays as it was."""
+    monkeypatch.chdir(folder)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    before = process_state()
+    yield
+    assert process_state() == before
+
+
+def train(name: str) -> Path:
+    names: dict = {}
+    code = code_of("runs.md").replace("epochs=1", CHANGES.format(name=name))
+    exec(code, names)
+    assert names["exit_code"] == 0
+    return Path("logs/runs") / name
+
+
+def test_two_trainings_in_one_process_are_the_same():
+    first, second = train("digits"), train("again")
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+    assert {"README.md", "report.html", "evaluation"} <= set(os.listdir(second))
+    shutil.rmtree(second)
+
+
+def test_evaluate_and_predict_by_the_documentations_lines(capsys):
+    exec(code_of("evaluate.md"), names := {})
+    scores = evaluate("logs/runs/digits", output=None, batch_size=256)
+    assert names["scores"] == scores
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == f"{scores['top1']} {scores['macro']['f1']}"
+    assert [line.split()[0] for line in lines] == ["photo.png", "photos/one.png", "photos/two.png"]
+    assert lines[0].split()[1:] == lines[1].split()[1:]
+    assert lines[2].startswith("photos/two.png [] [] ")
+    assert len(lines[2]) > 30, "the reason"
+
+
+def test_without_an_output_nothing_is_written(folder):
+    before = sorted(folder.rglob("*"))
+    evaluate("logs/runs/digits", split="train", output=None)
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: run(TrainConfig(epochs=0)), "--epochs 0: expected a whole number from 1"),
+        (lambda: run(TrainConfig(epochs="1")), "--epochs '1': expected a whole number"),
+        (lambda: run(TrainConfig(precision="fp8")), "--precision 'fp8': expected auto | bf16 | fp16 | fp32"),
+        (lambda: run(TrainConfig(model_type="mobilnet")), "Did you mean 'mobilenet'?"),
+        (lambda: evaluate("logs/runs/digits", split="test"), "unknown split 'test'"),
+        (lambda: evaluate("logs/runs/digits", batch_size=0), "--batch-size 0: expected a whole number from 1"),
+        (lambda: evaluate("logs/runs/digits", precision="fp8"), "--precision 'fp8': expected auto | bf16"),
+        (lambda: evaluate("logs/runs/digits", "digitz"), "Did you mean 'digits'?"),
+        (lambda: predict("logs/runs/digits", ["a.png"], top_k=0), "--top-k 0: expected a whole number from 1 to 1000"),
+        (lambda: predict("logs/runs/digist", []), "is neither a file, nor a folder, nor a run"),
+    ],
+)
+def test_mistakes_raise_the_commands_line(call, message, capsys):
+    with pytest.raises(UserError) as caught:
+        call()
+    assert message in str(caught.value)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_process_group_of_the_users_is_left_alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UserError, match=r"destroy_process_group\(\) first"), preserved_process():
+            pass
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
