@@ -1,4 +1,4 @@
-"""Numbers and names as people read them."""
+"""Numbers and names as text for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONGEST_NAME = 80
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Write a number with so many significant digits, thousands apart; '–' for None."""
+    """Format a number with so many significant digits and thin spaces between thousands; '–' for None."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -24,28 +24,26 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def plain(value: float) -> str:
-    """Write a round number without superfluous zeros."""
+    """Format a round number without superfluous zeros."""
     return f"{value:.10g}" if 1e-4 <= abs(value) < 1e6 or not value else number(value, 3)
 
 
 def percent(share: float | None, decimals: int = 1) -> str:
-    """Write a share of 0..1 in percent; '–' for None."""
+    """Format a share of 0..1 in percent; '–' for None."""
     return "–" if share is None or not math.isfinite(share) else f"{100 * share:.{decimals}f}{THIN}%"
 
 
 def count(value: int) -> str:
-    """Write a whole number, thousands apart."""
+    """Format an integer with thin spaces between thousands."""
     return f"{value:,}".replace(",", THIN)
 
 
-def seconds(value: float | None) -> str:
-    """Write a time span: 0.42 s, 7.3 s, 3 min 20 s, 2 h 05 min, 3 d 04 h."""
-    if value is None or not math.isfinite(value):
+def seconds(value: float) -> str:
+    """Format a duration: 0.42 s, 7.3 s, 3 min 20 s, 2 h 05 min, 3 d 04 h."""
+    if not math.isfinite(value):
         return "–"
-    if value < 1:
-        return f"{value:.2f}{THIN}s"
     if value < 59.95:
-        return f"{value:.1f}{THIN}s"
+        return f"{value:.{2 if value < 1 else 1}f}{THIN}s"
     whole = round(value)
     if whole < 3600:
         return f"{whole // 60}{THIN}min {whole % 60:02d}{THIN}s"
@@ -54,20 +52,16 @@ def seconds(value: float | None) -> str:
     return f"{whole // 86_400}{THIN}d {whole % 86_400 // 3600:02d}{THIN}h"
 
 
-def size(value: float | None) -> str:
-    """Write bytes: 12 kB, 3.4 MB, 1.23 GB."""
-    if value is None:
-        return "–"
+def size(value: float) -> str:
+    """Format bytes: 12 kB, 3.4 MB, 1.23 GB."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= factor:
             return f"{number(value / factor, 3)}{THIN}{unit}"
     return f"{int(value)}{THIN}B"
 
 
-def moment(unix_seconds: float | None) -> str:
-    """Write a moment in this machine's time zone."""
-    if unix_seconds is None:
-        return "–"
+def date_and_time(unix_seconds: float) -> str:
+    """Format a moment in the local time zone."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_seconds))
     except (OverflowError, ValueError, OSError):
@@ -75,20 +69,20 @@ def moment(unix_seconds: float | None) -> str:
 
 
 def plural(value: int, noun: str) -> str:
-    """Write a count and its noun: 1 step, 2 steps, 2 classes."""
+    """Format a count and its noun: 1 step, 2 steps, 2 classes."""
     return f"{count(value)} {noun}{'' if value == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def clip(text: str, longest: int = LONGEST_NAME) -> str:
-    """Cut a text that is too long for a table."""
+    """Shorten a text that is too long for a table."""
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
-def listing(names: Sequence[str]) -> str:
+def join(names: Sequence[str]) -> str:
     """Join names: a; a and b; a, b and c."""
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
 
 
 def isolate(text: str) -> str:
-    """Keep a name that is written from right to left from turning the sentence around it."""
+    """Keep a right-to-left name from reordering the sentence around it."""
     return text if text.isascii() else f"\u2068{text}\u2069"

@@ -1,59 +1,186 @@
-"""Puts the page together, and writes it so that a reader never sees half of it."""
+"""Writes the page, once or again and again while a run trains."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
 from delivery.report import formatting
-from delivery.report.content import PageRun, read_page_runs
-from delivery.report.side_by_side import differences, side_by_side
-from delivery.report.training_curves import overlaid_charts, single_run_charts
+from delivery.report.incidents import find_incidents
+from delivery.report.per_class import MOST_IMAGES, calibration_chart, class_table, confusion, misclassified_images
+from delivery.report.run_facts import (
+    command_of,
+    describe,
+    differences,
+    environment_facts,
+    find_status,
+    key_figures,
+    settings,
+    side_by_side,
+)
+from delivery.report.run_files import RunFiles, read_run
+from delivery.report.time_and_memory import memory_breakdown, time_breakdown
+from delivery.report.training_curves import STYLES, overlaid_charts, single_run_charts
 from training.checkpoint.atomic_write import replacing
 from training.errors import UserError
+from training.observe.run_folder import ENVIRONMENT, EVALUATION, METRICS, SCORES, WORST
 
 TEMPLATE = Path(__file__).resolve().parent / "template"
 RELOAD_SECONDS = 4
+MOST_RUNS = STYLES  # so that no two lines look the same
+MOST_RUNS_WITH_MATRIX = 4
+IMAGES_OF_ALL_RUNS = 48
+POLL_SECONDS = 2.0
+LARGEST_SHARE_OF_TIME = 0.1  # for writing: the training needs the processor too
+# A run writes its evaluation after its last line, so the page is written until nothing has changed for a while.
+POLLS_AFTER_THE_END = 3
+POLLS_WITHOUT_CHANGE = 30  # after which the page is written again: the run may count as crashed now
 
 
 def write_report(folders: Sequence[Path], output: Path, *, is_watched: bool = False) -> bool:
-    """Write the page about one run or several.
+    """Write the page of one run or several.
 
     Args:
         folders: of the runs.
         output: the HTML file; it is replaced in one step.
-        is_watched: whether it will be written again while a run is going on: then the page looks for that.
+        is_watched: whether it will be written again while a run is training: the page then reloads itself.
 
     Returns:
-        Whether a run is still going on.
+        Whether a run is still training.
 
     Raises:
-        UserError: where a run's files are damaged, or the page cannot be written.
+        UserError: if a run's files are damaged, there are too many runs, or the page cannot be written.
     """
-    runs = read_page_runs(folders)
-    is_going_on = any(run.status.is_going_on for run in runs)
-    page = render(runs, is_live=is_watched and is_going_on)
-    _replace(output, page.encode("utf-8", errors="replace"))
-    return is_going_on
+    if len(folders) > MOST_RUNS:
+        raise UserError(f"{len(folders)} runs: a page shows at most {MOST_RUNS}. Give fewer.")
+    names = [folder.name for folder in folders]
+    names = [str(folder) if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)]
+    runs = [
+        _page_run(place, name, read_run(folder), len(folders))
+        for place, (name, folder) in enumerate(zip(names, folders, strict=True))
+    ]
+    is_running = any(run["status"].is_running for run in runs)
+    page = _render(runs, is_live=is_watched and is_running).encode("utf-8", errors="replace")
+    if output.is_dir():
+        raise UserError(f"'{output}' is a folder: give a file, such as {output / 'report.html'}.")
+    try:
+        with replacing(output) as new:
+            new.write_bytes(page)
+    except OSError as error:
+        raise UserError(f"'{output}' cannot be written: {error.strerror}. Give --output another file.") from None
+    return is_running
 
 
-def render(runs: Sequence[PageRun], *, is_live: bool) -> str:
-    """Return the page as HTML.
+def watch(
+    folders: Sequence[Path],
+    output: Path,
+    log: Callable[[str], None],
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Write the page now and whenever the runs' files grow, until all runs have ended or Ctrl-C is pressed.
 
     Args:
-        runs: what is shown of each.
-        is_live: whether the page loads itself again every few seconds.
+        folders: of the runs.
+        output: the HTML file.
+        log: takes a line for the user.
+        sleep: waits so many seconds between two polls of the files.
+
+    Raises:
+        UserError: as `write_report`.
     """
-    histories, names = [run.files.history for run in runs], [run.name for run in runs]
+    seen, unchanged, start = _signature(folders), 0, time.perf_counter()
+    is_running = write_report(folders, output, is_watched=True)
+    if not is_running:
+        return
+    writing_seconds = time.perf_counter() - start
+    log(f"watching, Ctrl-C ends it: open {output}")
+    try:
+        while is_running or unchanged < POLLS_AFTER_THE_END:
+            sleep(max(POLL_SECONDS, writing_seconds / LARGEST_SHARE_OF_TIME))
+            now = _signature(folders)
+            seen, unchanged = now, unchanged + 1 if now == seen else 0
+            if unchanged % POLLS_WITHOUT_CHANGE == 0:
+                start = time.perf_counter()
+                is_running = write_report(folders, output, is_watched=True)
+                writing_seconds = time.perf_counter() - start
+    except KeyboardInterrupt:
+        pass
+    write_report(folders, output)  # without the reload
+
+
+def _signature(folders: Sequence[Path]) -> list[tuple[int, int]]:
+    """Return size and time of the files that a run writes; zeros if there is none."""
+    found = []
+    for folder in folders:
+        for path in (folder / METRICS, folder / EVALUATION / SCORES, folder / EVALUATION / f"{WORST}.csv"):
+            try:
+                status = path.stat()
+                found.append((status.st_size, status.st_mtime_ns))
+            except OSError:
+                found.append((0, 0))
+    return found
+
+
+def _page_run(position: int, name: str, run: RunFiles, runs: int) -> dict[str, Any]:
+    """Return what the template shows of a run, of as many."""
+    key, evaluation = f"run{position}", None
+    with _damage_named(run.folder / EVALUATION / SCORES):
+        figures = key_figures(run)
+        if run.scores is not None:
+            evaluation = {
+                "classes": class_table(run.scores),
+                "calibration": calibration_chart(f"calibration-{key}", run.scores),
+                "confusion": confusion(run.scores, with_matrix=runs <= MOST_RUNS_WITH_MATRIX),
+                "images": misclassified_images(run, min(MOST_IMAGES, IMAGES_OF_ALL_RUNS // runs)),
+            }
+    with _damage_named(run.folder / METRICS):
+        logged = {
+            "status": find_status(run),
+            "incidents": find_incidents(run.history),
+            "time": time_breakdown(run.history),
+            "memory": memory_breakdown(run.history.memory_bytes_per_rank),
+        }
+    with _damage_named(run.folder / ENVIRONMENT):
+        facts = {"description": describe(run), "command": command_of(run), "environment": environment_facts(run)}
+    return {
+        **logged,
+        **facts,
+        "key": key,
+        "name": name,
+        "style": position % STYLES + 1,
+        "folder": str(run.folder),
+        "notes": run.notes,
+        "figures": figures,
+        "evaluation": evaluation,
+        "settings": settings(run),
+        "history": run.history,
+    }
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Raise a UserError that names the file if a value in it is missing or of the wrong type."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UserError(f"'{path}' is damaged ({error!r}). Restore it, or remove it.") from None
+
+
+def _render(runs: Sequence[dict[str, Any]], *, is_live: bool) -> str:
+    """Return the page as HTML; a live one reloads itself every few seconds."""
+    histories, names = [run["history"] for run in runs], [run["name"] for run in runs]
     is_single = len(runs) == 1
     charts = single_run_charts(histories[0]) if is_single else overlaid_charts(histories, names)
-    calibrations = [run.evaluation.calibration for run in runs if run.evaluation]
+    calibrations = [run["evaluation"]["calibration"] for run in runs if run["evaluation"]]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATE),
         autoescape=True,
@@ -63,33 +190,23 @@ def render(runs: Sequence[PageRun], *, is_live: bool) -> str:
     )
     environment.filters |= {"clip": formatting.clip, "count": formatting.count, "percent": formatting.percent}
     script = (TEMPLATE / "page.js").read_text(encoding="utf-8")
+    reload_seconds = RELOAD_SECONDS if is_live else 0
     return environment.get_template("page.html").render(
         runs=runs,
         is_single=is_single,
         title=names[0] if is_single else f"{len(runs)} runs compared",
         charts=charts,
-        figures=side_by_side([run.figures for run in runs]),
-        times=side_by_side([run.time.parts if run.time else [] for run in runs]),
-        setting_differences=differences([run.settings for run in runs]),
-        surrounding_differences=differences([run.surroundings for run in runs]),
+        figures=side_by_side([run["figures"] for run in runs]),
+        times=side_by_side([run["time"].rows if run["time"] else [] for run in runs]),
+        setting_differences=differences([run["settings"] for run in runs]),
+        environment_differences=differences([run["environment"] for run in runs]),
         data={
             "charts": {chart.key: chart.data for chart in [*charts, *calibrations] if chart is not None},
-            "reloadSeconds": RELOAD_SECONDS if is_live else 0,
+            "reloadSeconds": reload_seconds,
         },
-        reload_seconds=RELOAD_SECONDS if is_live else 0,
+        reload_seconds=reload_seconds,
         style=Markup((TEMPLATE / "style.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        written=formatting.moment(time.time()),
+        written=formatting.date_and_time(time.time()),
     )
-
-
-def _replace(output: Path, content: bytes) -> None:
-    """Write a file under another name, and rename it."""
-    try:
-        if output.is_dir():
-            raise UserError(f"'{output}' is a folder: give a file, such as {output / 'report.html'}.")
-        with replacing(output) as new:
-            new.write_bytes(content)
-    except OSError as error:
-        raise UserError(f"'{output}' cannot be written: {error.strerror}. Give --output another file.") from None

@@ -1,156 +1,200 @@
-"""The figures of a run that one looks for first, its settings, and what it was made with."""
+"""The status, the key figures, the settings and the environment of a run, for one run or several side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from delivery.report.formatting import clip, count, number, percent, plural, seconds, size
+from delivery.report.formatting import clip, count, date_and_time, number, percent, plural, seconds, size
 from delivery.report.run_files import RunFiles
 from delivery.reproduce_command import reproduce_command
 from training.config import FIELDS, FLAG_OF, TrainConfig
 
+LONGEST_REASON = 300
+SILENT_SECONDS = 900.0  # without a line in metrics.jsonl a run counts as crashed
 
-@dataclass(frozen=True)
-class Figure:
-    """A key figure: what it is, its value, and a few words about it."""
+
+class Status(NamedTuple):
+    """One of finished, diverged, stopped, gave up, running, crashed and not started, and a sentence about it."""
+
+    word: str
+    sentence: str
+
+    @property
+    def is_running(self) -> bool:
+        """Whether more lines are to be expected."""
+        return self.word in ("running", "not started")
+
+
+class Fact(NamedTuple):
+    """A key figure with a remark, or a setting with its default value."""
 
     name: str
     value: str
     remark: str = ""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A setting of a run, or something that it was made with."""
-
-    name: str
-    value: str
     default: str = ""
     differs: bool = False
 
 
+def find_status(run: RunFiles, now: float | None = None) -> Status:
+    """Return the status of a run.
+
+    Args:
+        run: its files.
+        now: Unix seconds, by default the current time.
+    """
+    history, epochs, best = run.history, run.config.get("epochs"), run.history.best_epoch
+    done, end = max(history.epochs, default=0), history.processes[-1].end
+    progress = f"epoch {done} of {epochs}" if done else "before the end of the first epoch"
+    patience = run.config.get("early_stopping_patience") or 0
+    stopped_early = bool(end is not None and best and 0 < patience <= done - best["epoch"])
+    is_complete = bool(done) and done == epochs
+    if (is_complete or stopped_early) and history.divergence:
+        kept = f"the best epoch that did not diverge is {best['epoch']}" if best else "every epoch diverged"
+        return Status("diverged", f"Diverged: after {progress} {clip(history.divergence, LONGEST_REASON)}; {kept}.")
+    if is_complete:
+        last_step = max(history.last_step, *(epoch["step"] for epoch in history.epochs.values()))
+        return Status("finished", f"Finished: {plural(done, 'epoch')}, {plural(last_step, 'step')}.")
+    if stopped_early:
+        return Status("finished", f"Finished early after {progress}: top-1 no longer improved.")
+    if end is not None:
+        return Status("stopped", f"Stopped at step {count(end['step'])} ({progress}). It can be resumed.")
+    if history.last_kind == "gave_up":
+        line = history.events[-1]
+        reason = clip(str(line.get("reason", "")), LONGEST_REASON)
+        return Status("gave up", f"Gave up at step {count(int(line['step']))} ({progress}): {reason}")
+    if history.last_time is None:
+        return Status("not started", "Not started: nothing has been logged yet.")
+    silence = max((time.time() if now is None else now) - history.last_time, 0.0)
+    if silence <= SILENT_SECONDS:
+        total = f" of {count(history.total_steps)}" if history.total_steps else ""
+        return Status("running", f"Running: step {count(history.last_step)}{total}, {progress}.")
+    return Status(
+        "crashed",
+        f"Crashed or killed: the last line is from {date_and_time(history.last_time)}, {seconds(silence)} before this "
+        f"page was written, at step {count(history.last_step)} ({progress}). metrics.jsonl has no end line.",
+    )
+
+
 def describe(run: RunFiles) -> str:
-    """Return in a line what was trained, on what, and how."""
-    config, environment = run.config, run.environment
-    data, model, strategy = (str(config.get(name, "?")) for name in ("data", "model_type", "strategy"))
-    words = [f"{clip(model)} on {clip(data)}", clip(strategy), _ranks(run), str(environment.get("precision", ""))]
-    return ", ".join(word for word in words if word)
+    """Return in one line what was trained, on what, and how."""
+    model, data, strategy = (clip(str(run.config.get(name, "?"))) for name in ("model_type", "data", "strategy"))
+    facts = [f"{model} on {data}", strategy, _ranks(run), str(run.environment.get("precision", ""))]
+    return ", ".join(fact for fact in facts if fact)
 
 
-def command_to_repeat(run: RunFiles) -> str:
-    """Return the line that trains the run again; as it was started where a setting is of another version."""
-    ranks, started_as = run.environment.get("ranks"), str(run.environment.get("command", ""))
+def command_of(run: RunFiles) -> str:
+    """Return the command that trains the run again; its own command if a setting is of another version."""
+    ranks, started_by = run.environment.get("ranks"), str(run.environment.get("command", ""))
     if not isinstance(ranks, int):
-        return started_as
+        return started_by
     try:
         return reproduce_command(TrainConfig(**run.config), ranks, run.environment.get("ranks_per_machine") or ranks)
     except TypeError:
-        return started_as
+        return started_by
 
 
-def key_figures(run: RunFiles) -> list[Figure]:
-    """Return the figures of the best epoch, of speed and of memory, as far as they are known."""
-    figures = _scores(run)
-    history = run.history
-    training, evaluation = total_seconds(run)
-    if training:
+def key_figures(run: RunFiles) -> list[Fact]:
+    """Return the scores of the best epoch, time, speed and memory, as far as they are known."""
+    figures, history = _scores(run), run.history
+    spans = [process.spans() for process in history.processes]
+    evaluation = sum(one.get("evaluation", 0.0) for one in spans)
+    if training := sum(sum(one.values()) for one in spans) - evaluation:
         remark = f"and {seconds(evaluation)} of evaluation" if evaluation else ""
-        figures.append(Figure("training time", seconds(training), remark))
-    if speed := mean_speed(run):
-        figures.append(Figure("images per second", number(speed, 3), f"on {_ranks(run)}" if _ranks(run) else ""))
+        figures.append(Fact("training time", seconds(training), remark))
+    if speed := _images_per_second(run):
+        figures.append(Fact("images per second", number(speed, 3), f"on {_ranks(run)}" if _ranks(run) else ""))
     if peaks := history.memory_bytes_per_rank:
         remark = "highest of all ranks" if len(peaks) > 1 else "rank 0"
-        figures.append(Figure("peak memory", size(max(peaks)), remark))
-    if run.parameters:
-        figures.append(Figure("weights", _millions(run.parameters), "numbers in model.safetensors"))
+        figures.append(Fact("peak memory", size(max(peaks)), remark))
+    if total := run.parameters:
+        value = f"{number(total / 1e6, 3)} million" if total >= 1e6 else count(total)
+        figures.append(Fact("weights", value, "numbers in model.safetensors"))
     return figures
 
 
-def total_seconds(run: RunFiles) -> tuple[float, float]:
-    """Return the seconds of training, and of evaluation, over all starts of the run."""
-    spans = [process.spans() for process in run.history.processes]
-    evaluation = sum(one.get("evaluation", 0.0) for one in spans)
-    return sum(sum(one.values()) for one in spans) - evaluation, evaluation
+def settings(run: RunFiles) -> list[Fact]:
+    """Return the configuration, what differs from the defaults first."""
+    facts = []
+    for name, value in run.config.items():
+        default = FIELDS[name].default if name in FIELDS else None
+        shown = _show(default) if name in FIELDS else ""
+        facts.append(Fact(FLAG_OF.get(name, name), _show(value), default=shown, differs=value != default))
+    return sorted(facts, key=lambda fact: not fact.differs)
 
 
-def mean_speed(run: RunFiles) -> float | None:
-    """Return images per second: as the run itself says at its end, else over its logged intervals."""
-    history = run.history
-    end = history.processes[-1].end
+def environment_facts(run: RunFiles) -> list[Fact]:
+    """Return hardware, versions and code of a run."""
+    environment = dict(run.environment)
+    if "command" in environment:
+        environment["started as"] = environment.pop("command")
+    if isinstance(environment.get("memory_bytes"), int):
+        environment["memory of the host"] = size(environment.pop("memory_bytes"))
+    if "git_commit" in environment and environment.pop("git_has_changes", False):
+        environment["git_commit"] = f"{environment['git_commit']}, with changes"
+    return _flat(environment)
+
+
+def side_by_side(runs: Sequence[Sequence[Any]]) -> list[tuple[str, list[Any]]]:
+    """Return each name, in order of appearance, with the row of every run that has it; None if a run lacks it."""
+    by_name = [{row.name: row for row in run} for run in runs]
+    names = dict.fromkeys(name for rows in by_name for name in rows)
+    return [(name, [rows.get(name) for rows in by_name]) for name in names]
+
+
+def differences(runs: Sequence[Sequence[Fact]]) -> list[tuple[str, list[str]]]:
+    """Return the names whose values differ, with the value of each run; '–' if a run lacks it."""
+    values = [(name, [row.value if row else "–" for row in rows]) for name, rows in side_by_side(runs)]
+    return [(name, row) for name, row in values if len(set(row)) > 1]
+
+
+def _scores(run: RunFiles) -> list[Fact]:
+    scores, best = run.scores, run.history.best_epoch
+    if scores is not None:
+        correct = sum(samples for label, prediction, samples in scores["confusion"] if label == prediction)
+        images, epoch = f"{count(correct)} of {plural(scores['samples'], 'image')}", scores.get("epoch", "?")
+        top1, top5, loss = (scores[name] for name in ("top1", "top5", "loss"))
+    elif best is not None:
+        images, epoch = plural(int(best.get("val_samples", 0)), "image"), best["epoch"]
+        top1, top5, loss = (best[name] for name in ("val_top1", "val_top5", "val_loss"))
+    else:
+        return []
+    return [
+        Fact("top-1 accuracy", percent(top1, 2), f"{images}, epoch {epoch} of {run.config.get('epochs', '?')}"),
+        Fact("top-5 accuracy", percent(top5, 2)),
+        Fact("validation loss", number(loss), "cross-entropy in nats"),
+        *([Fact("calibration error", percent(scores["ece"], 2), "ECE, 15 bins")] if scores else []),
+    ]
+
+
+def _images_per_second(run: RunFiles) -> float | None:
+    """Return the speed in the `end` line of a run of one start, else that of the logged intervals."""
+    history, end = run.history, run.history.processes[-1].end
     if len(history.processes) == 1 and end is not None and isinstance(end.get("images_per_second"), float):
         return end["images_per_second"]
     return history.logged_images / history.logged_seconds if history.logged_seconds else None
 
 
-def settings(run: RunFiles) -> list[Setting]:
-    """Return the configuration, what differs from the defaults first."""
-    rows = []
-    for name, value in run.config.items():
-        known = name in FIELDS
-        default = FIELDS[name].default if known else None
-        rows.append(Setting(FLAG_OF.get(name, name), show(value), show(default) if known else "", value != default))
-    return sorted(rows, key=lambda row: not row.differs)
-
-
-def surroundings(run: RunFiles) -> list[Setting]:
-    """Return hardware, versions and code of a run."""
-    environment = dict(run.environment)
-    if "command" in environment:
-        environment["started as"] = environment.pop("command")
-    if "memory_bytes" in environment and isinstance(environment["memory_bytes"], int):
-        environment["memory of the host"] = size(environment.pop("memory_bytes"))
-    if "git_commit" in environment and environment.pop("git_has_changes", False):
-        environment["git_commit"] = f"{environment['git_commit']}, with changes"
-    return [Setting(name, value) for name, value in _flat(environment)]
-
-
-def show(value: Any) -> str:
-    """Write a value of JSON for people."""
+def _show(value: Any) -> str:
+    """Format a value of JSON."""
     if isinstance(value, bool):
-        return "true" if value else "false"
+        return str(value).lower()
     if value is None or value in ("", []):
         return "(empty)" if value == "" else "none"
-    return ", ".join(map(show, value)) if isinstance(value, list) else str(value)
+    return ", ".join(map(_show, value)) if isinstance(value, list) else str(value)
 
 
-def _scores(run: RunFiles) -> list[Figure]:
-    scores, best = run.scores, run.history.best_epoch
-    epochs = run.config.get("epochs", "?")
-    if scores is not None:
-        right = sum(cell[2] for cell in scores["confusion"] if cell[0] == cell[1])
-        where = f"{count(right)} of {plural(scores['samples'], 'image')}, epoch {scores.get('epoch', '?')} of {epochs}"
-        return [
-            Figure("top-1 accuracy", percent(scores["top1"], 2), where),
-            Figure("top-5 accuracy", percent(scores["top5"], 2)),
-            Figure("validation loss", number(scores["loss"]), "cross-entropy in nats"),
-            Figure("calibration error", percent(scores["ece"], 2), "ECE, 15 bins"),
-        ]
-    if best is None:
-        return []
-    where = f"{plural(int(best.get('val_samples', 0)), 'image')}, epoch {best['epoch']} of {epochs}"
-    return [
-        Figure("top-1 accuracy", percent(best["val_top1"], 2), where),
-        Figure("top-5 accuracy", percent(best["val_top5"], 2)),
-        Figure("validation loss", number(best["val_loss"]), "cross-entropy in nats"),
-    ]
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
-    """Return a row for each value, named by the path to it; `model_type` of `model` is named once."""
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[Fact]:
+    """Return a row for each value, named by the path to it; the `model` in `model.model_type` is left out."""
     rows = []
     for key, value in values.items():
-        words = str(key).replace("_", " ")
-        name = words if words.startswith(f"{before} ") else f"{before} {words}".strip()
-        rows += _flat(value, name) if isinstance(value, dict) else [(name, show(value))]
+        name = str(key).replace("_", " ")
+        name = name if name.startswith(f"{prefix} ") else f"{prefix} {name}".strip()
+        rows += _flat(value, name) if isinstance(value, dict) else [Fact(name, _show(value))]
     return rows
 
 
 def _ranks(run: RunFiles) -> str:
     ranks = run.environment.get("ranks")
     return plural(ranks, "rank") if isinstance(ranks, int) else ""
-
-
-def _millions(value: int) -> str:
-    return f"{number(value / 1e6, 3)} million" if value >= 1e6 else count(value)

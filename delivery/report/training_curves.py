@@ -1,129 +1,91 @@
-"""The curves of one run, or of several on top of each other."""
+"""The charts of one run, and those of several runs on top of each other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from delivery.report.curves import Chart, Line, draw
-from delivery.report.formatting import number, percent, plural
-from delivery.report.history import History
+import numpy as np
 
-STYLES = 8  # colours, each with a dash of its own
+from delivery.report.charts import Chart, Line, draw
+from delivery.report.formatting import number, percent, plural
+from delivery.report.history import CURVES, History
+
+STYLES = 8  # colours, each with a dash pattern of its own
+_BY_EPOCH: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("val_top1", "Validation top-1", {"is_percent": True}),
+    ("val_loss", "Validation loss", {"may_be_log": True}),
+    ("train_top1", "Training top-1", {"is_percent": True}),
+    ("val_top5", "Validation top-5", {"is_percent": True}),
+)
+_BY_STEP: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("loss", "Training loss", {"may_be_log": True}),
+    ("learning_rate", "Learning rate", {"from_zero": True}),
+    ("images_per_second", "Images per second", {"from_zero": True}),
+    ("gradient_norm", "Gradient norm", {"may_be_log": True}),
+)
 
 
 def single_run_charts(history: History) -> list[Chart]:
-    """Return the charts of one run, those that have points."""
-    marks, best = restart_marks(history), history.best_epoch
-    best_words = f"The best epoch is {best['epoch']}, with a top-1 of {percent(best['val_top1'], 2)}. " if best else ""
-    restarts = f"Dotted verticals mark {plural(len(marks), 'resume')}. " if marks else ""
-    charts = [
-        draw(
-            "loss",
-            "Loss",
-            [
-                Line("training, by step", 8, _step_places(history), history.columns["loss"], "steps", faint=True),
-                _by_epoch(history, "training, by epoch", "train_loss", 1),
-                _by_epoch(history, "validation", "val_loss", 2),
-            ],
-            caption=f"{_fall(history)}{restarts}The training loss includes label smoothing and augmentation, the "
-            "validation loss neither.",
-            marks=marks,
-            may_be_log=True,
-        ),
-        draw(
-            "accuracy",
-            "Accuracy",
-            [
-                _by_epoch(history, "training top-1", "train_top1", 1),
-                _by_epoch(history, "validation top-1", "val_top1", 2),
-                _by_epoch(history, "validation top-5", "val_top5", 3),
-            ],
-            caption=f"{best_words}{restarts}",
-            marks=marks,
-            **_PERCENT,
-        ),
+    """Return the charts of one run that have points."""
+    resumes = [int(line["step"]) for line in history.events if line["kind"] == "resume"]
+    marks = [step / history.steps_per_epoch for step in resumes] if history.steps_per_epoch else []
+    marked = f"Dotted verticals mark {plural(len(marks), 'resume')}. " if marks else ""
+    best = history.best_epoch
+    best_epoch = f"The best epoch is {best['epoch']}, with a top-1 of {percent(best['val_top1'], 2)}. " if best else ""
+    loss = [
+        _line(history, "loss", "training, by step", 8, "steps", faint=True),
+        _line(history, "train_loss", "training, by epoch", 1),
+        _line(history, "val_loss", "validation", 2),
     ]
-    for key, title, options in _BY_STEP:
-        line = Line(title.lower(), 1, _step_places(history), history.columns[key], key)
-        charts.append(draw(key, title, [line], marks=marks, **options))
+    accuracy = [
+        _line(history, "train_top1", "training top-1", 1),
+        _line(history, "val_top1", "validation top-1", 2),
+        _line(history, "val_top5", "validation top-5", 3),
+    ]
+    caption = (
+        f"{_validation_loss(history)}{marked}The training loss includes label smoothing and augmentation, the "
+        "validation loss neither."
+    )
+    charts = [
+        draw("loss", "Loss", loss, caption=caption, marks=marks, may_be_log=True),
+        draw("accuracy", "Accuracy", accuracy, caption=best_epoch + marked, marks=marks, is_percent=True),
+    ]
+    for key, title, options in _BY_STEP[1:]:
+        charts.append(draw(key, title, [_line(history, key, title.lower(), 1)], marks=marks, **options))
     return [chart for chart in charts if chart is not None]
 
 
 def overlaid_charts(histories: Sequence[History], names: Sequence[str]) -> list[Chart]:
-    """Return the charts of several runs, a line for each run in each of them."""
-    pairs = list(zip(histories, names, strict=True))
+    """Return the charts of several runs that have points, with a line for each run."""
     charts = []
-    for key, title, options in _BY_EPOCH:
+    for key, title, options in (*_BY_EPOCH, *_BY_STEP):
         lines = [
-            Line(name, run % STYLES + 1, _epoch_places(history), _epoch_values(history, key), f"run{run}", dotted=True)
-            for run, (history, name) in enumerate(pairs)
-        ]
-        charts.append(draw(key, title, lines, **options))
-    for key, title, options in (("loss", "Training loss", {"may_be_log": True}), *_BY_STEP):
-        lines = [
-            Line(name, run % STYLES + 1, _step_places(history), history.columns[key], f"run{run}")
-            for run, (history, name) in enumerate(pairs)
+            _line(history, key, name, run % STYLES + 1, f"run{run}")
+            for run, (history, name) in enumerate(zip(histories, names, strict=True))
         ]
         charts.append(draw(key, title, lines, **options))
     return [chart for chart in charts if chart is not None]
 
 
-def restart_marks(history: History) -> list[float]:
-    """Return where, in epochs, the run was resumed."""
-    if not history.steps_per_epoch:
-        return []
-    return [int(line["step"]) / history.steps_per_epoch for line in history.events if line["kind"] == "resume"]
+def _line(history: History, column: str, name: str, style: int, switch: str = "", *, faint: bool = False) -> Line:
+    """Return a column of the history as a line over epochs."""
+    switch = switch or column
+    if column in CURVES:
+        x = np.asarray(history.steps) / (history.steps_per_epoch or 1)
+        return Line(name, style, x, np.asarray(history.columns[column]), switch, faint=faint)
+    epochs = sorted(history.epochs)
+    values = np.array([history.epochs[epoch][column] for epoch in epochs])
+    return Line(name, style, np.array(epochs, dtype=np.float64), values, switch, dotted=True)
 
 
-def _by_epoch(history: History, name: str, key: str, style: int) -> Line:
-    return Line(name, style, _epoch_places(history), _epoch_values(history, key), key, dotted=True)
-
-
-def _step_places(history: History) -> list[float]:
-    """Return the logging points in epochs."""
-    return [step / (history.steps_per_epoch or 1) for step in history.steps]
-
-
-def _epoch_places(history: History) -> list[float]:
-    return [float(line["epoch"]) for line in _sorted(history)]
-
-
-def _epoch_values(history: History, key: str) -> list[float]:
-    return [line[key] for line in _sorted(history)]
-
-
-def _sorted(history: History) -> list[dict[str, Any]]:
-    return [history.epochs[number] for number in sorted(history.epochs)]
-
-
-def _fall(history: History) -> str:
-    if not history.epochs:
+def _validation_loss(history: History) -> str:
+    """Return a sentence on the first, last and lowest validation loss."""
+    losses = [(epoch, history.epochs[epoch]["val_loss"]) for epoch in sorted(history.epochs)]
+    if not losses:
         return ""
-    lines = _sorted(history)
-    if len(lines) == 1:
-        return f"{number(lines[0]['val_loss'], 3)} after epoch {lines[0]['epoch']} on the validation images. "
-    lowest = min(lines, key=lambda line: line["val_loss"])
-    return (
-        f"From {number(lines[0]['val_loss'], 3)} after epoch {lines[0]['epoch']} to "
-        f"{number(lines[-1]['val_loss'], 3)} after epoch {lines[-1]['epoch']} on the validation images; "
-        f"lowest in epoch {lowest['epoch']} with {number(lowest['val_loss'], 3)}. "
-    )
-
-
-def _percent_tick(value: float) -> str:
-    return percent(value, 1).replace(".0", "")
-
-
-_PERCENT: dict[str, Any] = {"write": lambda value: percent(value, 2), "write_tick": _percent_tick, "highest": 1.0}
-_BY_STEP: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("learning_rate", "Learning rate", {"from_zero": True}),
-    ("images_per_second", "Images per second", {"from_zero": True, "write": lambda value: number(value, 3)}),
-    ("gradient_norm", "Gradient norm", {"may_be_log": True}),
-)
-_BY_EPOCH: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("val_top1", "Validation top-1", _PERCENT),
-    ("val_loss", "Validation loss", {"may_be_log": True}),
-    ("train_top1", "Training top-1", _PERCENT),
-    ("val_top5", "Validation top-5", _PERCENT),
-)
+    first, last = (f"{number(loss, 3)} after epoch {epoch}" for epoch, loss in (losses[0], losses[-1]))
+    if len(losses) == 1:
+        return f"{first} on the validation images. "
+    epoch, lowest = min(losses, key=lambda pair: pair[1])
+    return f"From {first} to {last} on the validation images; lowest in epoch {epoch} with {number(lowest, 3)}. "

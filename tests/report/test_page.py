@@ -88,8 +88,8 @@ def test_reads_values_by_keyboard_and_pointer(page):
     # The first logging point: step 10 of 20, before any epoch was done.
     assert canvas.get_attribute("aria-valuetext") == "epoch 0.5, training, by step 0.4" == spoken(page)
     page.keyboard.press("ArrowRight")
-    words = "epoch 1, training, by step 0.2, training, by epoch 1, validation 2"
-    assert canvas.get_attribute("aria-valuetext") == words == spoken(page)
+    expected = "epoch 1, training, by step 0.2, training, by epoch 1, validation 2"
+    assert canvas.get_attribute("aria-valuetext") == expected == spoken(page)
     page.keyboard.press("End")
     assert spoken(page) == "epoch 2, training, by step 0.125, training, by epoch 0.5, validation 1"
     page.keyboard.press("ArrowRight")
@@ -97,16 +97,16 @@ def test_reads_values_by_keyboard_and_pointer(page):
     assert spoken(page).startswith("epoch 1.5,")
     box = canvas.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
-    reading = page.locator("#chart-loss .reading")
-    assert reading.is_visible()
-    assert reading.text_content().splitlines() == [
+    readout = page.locator("#chart-loss .readout")
+    assert readout.is_visible()
+    assert readout.text_content().splitlines() == [
         "epoch 1",
         "training, by step 0.2",
         "training, by epoch 1",
         "validation 2",
     ]
     page.keyboard.press("Escape")
-    assert not reading.is_visible()
+    assert not readout.is_visible()
 
 
 def test_a_dot_lies_on_its_line(page):
@@ -171,15 +171,15 @@ def test_sorts_tables(browser, tmp_path):
 
 def test_reads_the_confusion_matrix(page):
     page.locator("#matrix-run0 td[tabindex='0']").focus()
-    reading = page.locator("#matrix-run0-reading")
-    assert reading.text_content() == "True cat, predicted cat: 2 of 3 (66.7 %)"
+    readout = page.locator("#matrix-run0-readout")
+    assert readout.text_content() == "True cat, predicted cat: 2 of 3 (66.7 %)"
     page.keyboard.press("ArrowRight")
-    assert reading.text_content() == "True cat, predicted dog: 1 of 3 (33.3 %)"
+    assert readout.text_content() == "True cat, predicted dog: 1 of 3 (33.3 %)"
     page.keyboard.press("ArrowUp")
     page.keyboard.press("End")
-    assert reading.text_content() == "True cat, predicted cow: 0 of 3 (0.0 %)"
+    assert readout.text_content() == "True cat, predicted cow: 0 of 3 (0.0 %)"
     page.locator("#matrix-run0 tbody tr").nth(2).locator("td").first.hover()
-    assert reading.text_content() == "True cow, predicted cat: 1 of 3 (33.3 %)"
+    assert readout.text_content() == "True cow, predicted cat: 1 of 3 (33.3 %)"
 
 
 def test_remembers_the_theme(page):
@@ -269,12 +269,12 @@ def test_follows_a_run(browser, tmp_path):
         wait_until((run / "report.html").exists)
         with opened(browser, run / "report.html", width=360) as page:
             status, pause = page.locator(".status"), page.locator("#pause")
-            assert "Going on: step 20 of 40" in status.text_content()
+            assert "Running: step 20 of 40" in status.text_content()
             page.locator("#chart-loss-data summary").click()
             page.locator("#chart-loss .canvas").focus()
             page.evaluate("scrollTo({ top: 500, behavior: 'instant' })")
             append(run, lines[2:6])
-            expect(status).to_contain_text("Going on: step 30 of 40, epoch 1 of 2", timeout=15_000)
+            expect(status).to_contain_text("Running: step 30 of 40, epoch 1 of 2", timeout=15_000)
             assert page.locator("#chart-loss-data").get_attribute("open") is not None
             assert page.locator("#settings-other").get_attribute("open") is None
             assert page.evaluate("scrollY") == pytest.approx(500, abs=2)
@@ -282,7 +282,7 @@ def test_follows_a_run(browser, tmp_path):
             append(run, lines[6:])
             wait_until(lambda: "Finished" in (run / "report.html").read_text(encoding="utf-8"))
             page.wait_for_timeout(4500)
-            assert "Going on" in status.text_content()
+            assert "Running" in status.text_content()
             pause.click()
             expect(status).to_contain_text("Finished: 2 epochs, 40 steps.", timeout=15_000)
             assert pause.count() == 0

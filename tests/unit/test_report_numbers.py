@@ -9,17 +9,21 @@ import numpy as np
 import pytest
 from made_runs import GLOBAL_BATCH, RESTARTED, START, end, epoch, event, make_run, step
 
-from delivery.report.curves import Line, draw
+from delivery.report.charts import Line, draw, thin
 from delivery.report.history import History
 from delivery.report.incidents import find_incidents
-from delivery.report.per_class import class_table, confusion
-from delivery.report.points import thin
-from delivery.report.run_facts import command_to_repeat, key_figures, settings, surroundings
+from delivery.report.per_class import class_table, confusion, misclassified_images
+from delivery.report.run_facts import (
+    SILENT_SECONDS,
+    command_of,
+    differences,
+    environment_facts,
+    find_status,
+    key_figures,
+    settings,
+)
 from delivery.report.run_files import read_run
-from delivery.report.samples import wrong_samples
-from delivery.report.side_by_side import differences
-from delivery.report.status import PATIENCE_SECONDS, find_status
-from delivery.report.time_and_memory import spend_memory, spend_time
+from delivery.report.time_and_memory import memory_breakdown, time_breakdown
 from delivery.report.training_curves import single_run_charts
 
 
@@ -50,10 +54,10 @@ def test_all_time_counts_and_the_later_line_of_a_step_holds():
     assert (history.repeated_steps, history.repeated_seconds) == (10, 2.0)
     assert [process.gap_seconds for process in history.processes] == [0.0, 7.0]
     assert history.memory_bytes_per_rank == [3000, 2500]
-    spent = spend_time(history)
-    assert {part.name: part.text for part in spent.parts}["restarting"] == "7.0\u202fs"
-    assert spent.total == "14.8\u202fs"
-    assert sum(part.share_of_all for part in spent.parts) == pytest.approx(1.0)
+    time = time_breakdown(history)
+    assert {row.name: row.text for row in time.rows}["restarting"] == "7.0\u202fs"
+    assert time.total == "14.8\u202fs"
+    assert sum(row.share_of_total for row in time.rows) == pytest.approx(1.0)
 
 
 def test_a_resume_within_an_interval_repeats_a_part_of_it():
@@ -84,8 +88,8 @@ def test_old_lines_without_the_new_fields():
     }
     history = history_of([step(20, 1.0, time_shares={}), old])
     assert history.memory_bytes_per_rank == [1000]
-    assert any("not recorded" in remark for remark in spend_time(history_of([step(20, 1.0), old])).remarks)
-    assert spend_time(history) is None
+    assert any("not recorded" in remark for remark in time_breakdown(history_of([step(20, 1.0), old])).remarks)
+    assert time_breakdown(history) is None
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -96,8 +100,7 @@ def test_thinning_keeps_the_extremes_of_each_column(seed):
     y[random.integers(0, 5000, 200)] = np.nan
     y[2000:2100] = np.nan
     columns = 50
-    kept_x, kept_y = map(np.array, thin(x, y, columns))
-    kept_y = kept_y.astype(float)
+    kept_x, kept_y = thin(x, y, columns)
     assert len(kept_x) <= 2 * columns + 2
     assert (np.diff(kept_x) > 0).all()
     for column in range(columns):
@@ -112,7 +115,9 @@ def test_thinning_keeps_the_extremes_of_each_column(seed):
 
 
 def test_a_few_points_are_all_kept_and_gaps_stay():
-    assert thin([1, 2, 3], [1.0, float("inf"), 3.0], 10) == ([1, 2, 3], [1.0, None, 3.0])
+    x, y = thin([1, 2, 3], [1.0, float("inf"), 3.0], 10)
+    np.testing.assert_array_equal(x, [1, 2, 3])
+    np.testing.assert_array_equal(y, [1.0, np.nan, 3.0])
 
 
 def test_a_line_is_drawn_where_its_values_lie():
@@ -154,12 +159,12 @@ DIVERGED = [
         (DIVERGED, 1e6, {}, "diverged"),
         ([step(20, 1.0), epoch(1, 0.5), end(20, 1.0)], 1e6, {}, "stopped"),
         ([step(20, 1.0), epoch(1, 0.5), epoch(2, 0.25), end(20, 1.0)], 1e6, {"early_stopping_patience": 1}, "finished"),
-        ([step(20, 1.0)], PATIENCE_SECONDS - 1, {}, "going on"),
-        ([step(20, 1.0)], PATIENCE_SECONDS + 1, {}, "broken off"),
-        ([step(20, 1.0), end(20, 1.0), event("resume", 0, 20)], 5, {}, "going on"),
+        ([step(20, 1.0)], SILENT_SECONDS - 1, {}, "running"),
+        ([step(20, 1.0)], SILENT_SECONDS + 1, {}, "crashed"),
+        ([step(20, 1.0), end(20, 1.0), event("resume", 0, 20)], 5, {}, "running"),
         (GAVE_UP, 1e6, {}, "gave up"),
-        ([*GAVE_UP, event("resume", 0, 20)], 5, {}, "going on"),
-        ([], 5, {}, "not begun"),
+        ([*GAVE_UP, event("resume", 0, 20)], 5, {}, "running"),
+        ([], 5, {}, "not started"),
     ],
 )
 def test_status(tmp_path, lines, later, config, word):
@@ -172,9 +177,9 @@ def test_status(tmp_path, lines, later, config, word):
 def test_a_diverged_epoch_is_never_the_best_and_is_an_incident(tmp_path):
     run = read_run(make_run(tmp_path / "run", DIVERGED, class_names=None))
     assert run.history.best_epoch["epoch"] == 1
-    assert find_status(run).sentence == f"Diverged: after epoch 2 of 2 {WHY}; the best sound epoch is 1."
+    assert find_status(run).sentence == f"Diverged: after epoch 2 of 2 {WHY}; the best epoch that did not diverge is 1."
     found = find_incidents(run.history)
-    assert [(row.kind, row.step, row.words) for row in found.rows] == [("diverged", 40, f"epoch 2: {WHY}")]
+    assert [(row.kind, row.step, row.details) for row in found.rows] == [("diverged", 40, f"epoch 2: {WHY}")]
     assert found.summary[0] == "1 diverged epoch."
 
 
@@ -192,18 +197,18 @@ def test_key_figures_and_settings(tmp_path):
         ("--learning-rate", "0.5", "0.001"),
     ]
     assert [row.differs for row in rows] == sorted((row.differs for row in rows), reverse=True)
-    assert command_to_repeat(run) == "bash scripts/launch_distributed.sh mobilenet ddp 2 16 2 --learning-rate 0.5"
+    assert command_of(run) == "bash scripts/launch_distributed.sh mobilenet ddp 2 16 2 --learning-rate 0.5"
     newer = dataclasses.replace(run, config=run.config | {"of_tomorrow": 1})
-    assert command_to_repeat(newer) == "scripts/train_distributed.py --epochs 2"
+    assert command_of(newer) == "scripts/train_distributed.py --epochs 2"
     other = read_run(make_run(tmp_path / "other", learning_rate=0.25))
     assert differences([rows, settings(other)]) == [("--learning-rate", ["0.5", "0.25"])]
-    assert differences([surroundings(run), surroundings(other)]) == []
+    assert differences([environment_facts(run), environment_facts(other)]) == []
 
 
 def test_what_a_run_was_made_with_is_named_once(tmp_path):
     run = read_run(make_run(tmp_path / "run"))
     model = {"model_type": "vgg", "num_classes": 10, "stem_stride_changed": {"conv_stem": [2, 1]}}
-    rows = surroundings(
+    rows = environment_facts(
         dataclasses.replace(run, environment={"model": model, "cpu_cores": 2, "packages": {"a_b": "1"}})
     )
     assert [(row.name, row.value) for row in rows] == [
@@ -233,7 +238,7 @@ def test_without_scores_the_best_epoch_speaks(tmp_path):
 def test_incidents():
     found = find_incidents(history_of(RESTARTED))
     assert [(row.kind, row.step) for row in found.rows] == [("resumed", 20), ("slow rank", 30), ("skipped step", 35)]
-    assert "rank 1 (host node): 400 ms of work a step, the others 200 ms (median)" in found.rows[1].words
+    assert "rank 1 (host node): 400 ms of work per step, the others 200 ms (median)" in found.rows[1].details
     assert [name for name, _ in found.lanes] == ["restarts", "skipped steps", "slow ranks", "checkpoints"]
     assert found.lanes[0][1] == [50.0]
     assert found.summary[0] == "1 resume, 1 skipped step and 1 warning of a slow rank."
@@ -244,8 +249,8 @@ def test_a_slow_link_is_an_incident():
     values = {"hosts": ["node02"], "probe_seconds": 0.8, "others_probe_seconds": 0.001, "communication_share": 0.62}
     found = find_incidents(history_of([*RESTARTED[:2], event("slow_link", 3, 20, **values)]))
     assert [(row.kind, row.step) for row in found.rows] == [("slow link", 20)]
-    words = "the exchange with host node02 takes 62 % of a step; a small message there and back 800 ms"
-    assert found.rows[0].words == words
+    details = "communication with host node02 takes 62 % of a step; the round trip of a small message 800 ms"
+    assert found.rows[0].details == details
     assert ("slow links", [100.0]) in found.lanes
     assert found.summary[0] == "1 warning of a slow link."
 
@@ -254,7 +259,7 @@ def test_classes_and_confusion(tmp_path):
     scores = read_run(make_run(tmp_path / "run")).scores
     found = confusion(scores)
     assert [[cell.samples for cell in row] for row in found.matrix] == [[2, 1, 0], [0, 2, 1], [1, 0, 2]]
-    assert [(cell.shade, cell.is_right) for cell in found.matrix[0]] == [(7, True), (3, False), (0, False)]
+    assert [(cell.shade, cell.is_correct) for cell in found.matrix[0]] == [(7, True), (3, False), (0, False)]
     assert found.pairs[0] == ("cat", "dog", 1, "33.3\u202f%")
     many = read_run(make_run(tmp_path / "many", class_names=[f"c{number}" for number in range(1000)])).scores
     many["classes"][777]["f1"] = 0.0
@@ -264,17 +269,15 @@ def test_classes_and_confusion(tmp_path):
     assert (len(confusion(many).pairs), confusion(many).pairs_left_out) == (20, 980)
 
 
-def test_only_wrong_samples_are_shown(tmp_path):
+def test_only_misclassified_images_are_shown(tmp_path):
     run = read_run(make_run(tmp_path / "run"))
-    (run.worst_pictures / "001.png").write_bytes(b"no picture")
-    shown = wrong_samples(run)
-    assert [(sample.true, sample.predicted) for sample in shown] == [("cat", "dog"), ("dog", "cow")]
-    assert [sample.picture[:16] for sample in shown] == ["data:image/jpeg;", ""]
+    (run.worst_images / "001.png").write_bytes(b"no picture")
+    shown = misclassified_images(run)
+    assert [(sample.label, sample.prediction) for sample in shown] == [("cat", "dog"), ("dog", "cow")]
+    assert [sample.data_uri[:16] for sample in shown] == ["data:image/jpeg;", ""]
 
 
 def test_memory_of_many_ranks():
-    history = History(None)
-    history.memory_bytes_per_rank = [1_000_000 + rank for rank in range(100)]
-    spent = spend_memory(history)
-    assert [part.name for part in spent.parts] == [f"rank {rank}" for rank in range(99, 91, -1)]
-    assert spent.remarks
+    memory = memory_breakdown([1_000_000 + rank for rank in range(100)])
+    assert [row.name for row in memory.rows] == [f"rank {rank}" for rank in range(99, 91, -1)]
+    assert memory.remarks

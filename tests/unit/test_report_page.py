@@ -15,8 +15,7 @@ import pytest
 from made_runs import GLOBAL_BATCH, RESTARTED, event, make_run, step
 
 from delivery.report.history import read_history
-from delivery.report.page import TEMPLATE, write_report
-from delivery.report.watch import watch
+from delivery.report.page import TEMPLATE, watch, write_report
 from training.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -272,7 +271,7 @@ def test_colours_have_contrast(theme):
 
 
 def test_the_report_needs_no_torch():
-    code = "import sys, delivery.report.watch, delivery.trained_model; print('torch' in sys.modules)"
+    code = "import sys, delivery.report.page, delivery.trained_model; print('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
         == "False\n"
