@@ -21,8 +21,7 @@ from training.observe.run_folder import REPORT
 
 def report(given: argparse.Namespace) -> int:
     """Write the page, and with --watch keep it up to date."""
-    from delivery.report.page import write_report
-    from delivery.report.watch import watch
+    from delivery.report.page import watch, write_report
     from delivery.trained_model import find_run
 
     folders = list(dict.fromkeys(find_run(word) for word in given.runs))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from delivery.report.formatting import THIN, isolate, number, percent, plain
 
+Chart = dict[str, Any]  # as `draw` returns it
 POINTS_PER_CHART = 1600  # over all lines; about 25 bytes each in the page
 VIEW = 1000  # side of the SVG's own coordinates, which are stretched to the chart's size
 MOST_DOTS = 60
@@ -21,17 +20,15 @@ LOG_SCALE_FROM = 50  # ratio of the largest to the smallest value
 LABEL_GAP = 8.0  # percent of the chart's height between two labels at its right edge
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One line of a chart.
 
     Attributes:
         name: shown in the legend and in the table.
         style: index of colour and dash pattern, from 1.
-        x, y: the points, float [N], x ascending; a value of y that is not finite leaves a gap.
-        switch: all lines of the page with the same value are toggled together by the legend.
-        dotted: whether the points are marked.
-        faint: whether the line is thin.
+        x, y: the points, float64 [N], x ascending; a value of y that is not finite leaves a gap.
+        switch: lines with the same value are toggled together by the legend, in all charts of the page.
+        is_faint: whether the line is thin, and without dots.
     """
 
     name: str
@@ -39,8 +36,7 @@ class Line:
     x: np.ndarray
     y: np.ndarray
     switch: str
-    dotted: bool = False
-    faint: bool = False
+    is_faint: bool = False
 
 
 class Axis(NamedTuple):
@@ -57,32 +53,6 @@ class Axis(NamedTuple):
         return (scale(values) - scale(self.low)) / (scale(self.high) - scale(self.low))
 
 
-@dataclass(frozen=True)
-class Chart:
-    """A chart as the template takes it.
-
-    Attributes:
-        lines: of each its `Line` fields, the SVG paths of line and dots in a square of side `VIEW`, the last value
-            as text, and label_top, the position of its label in percent of the height.
-        marks: positions of the vertical marks in percent.
-        left_out: the number of rows that are not in the table.
-        data: what page.js reads values from.
-    """
-
-    key: str
-    title: str
-    caption: str
-    x_name: str
-    x_axis: Axis
-    y_axis: Axis
-    lines: list[dict[str, Any]]
-    marks: list[float]
-    table_header: list[str]
-    table: list[list[str]]
-    left_out: int
-    data: dict[str, Any]
-
-
 def draw(
     key: str,
     title: str,
@@ -93,9 +63,8 @@ def draw(
     marks: Sequence[float] = (),
     is_percent: bool = False,
     from_zero: bool = False,
-    may_be_log: bool = False,
 ) -> Chart | None:
-    """Lay out a chart; None if no line has a finite point.
+    """Lay out a chart.
 
     Args:
         key: unique in the page.
@@ -105,43 +74,42 @@ def draw(
         x_name: of the horizontal axis.
         marks: values of x to mark.
         is_percent: whether the values are shares of 0..1, to be written in percent.
-        from_zero: whether the vertical axis begins at 0.
-        may_be_log: whether it is logarithmic if the values span more than a factor of `LOG_SCALE_FROM`.
+        from_zero: whether the vertical axis begins at 0; other axes than this and percent are logarithmic if the values
+            span more than a factor of `LOG_SCALE_FROM`.
+
+    Returns:
+        What the template shows, and `data`, what page.js reads values from; None if no line has a finite point.
     """
     columns = max(POINTS_PER_CHART // (2 * max(len(lines), 1)), 16)
-    thinned = [(line, *thin(line.x, line.y, columns)) for line in lines]
-    lines = [dataclasses.replace(line, x=x, y=y) for line, x, y in thinned if np.isfinite(y).any()]
+    lines = [thin(line, columns) for line in lines if np.isfinite(line.y).any()]
     if not lines:
         return None
+    values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
+    first, low, high = float(values[0]), float(values.min()), float(values.max())
     write: Callable[[float], str] = _percent if is_percent else number
-    values = [value for line in lines for value in line.y[np.isfinite(line.y)].tolist()]
     x_axis = linear_axis(0.0, max(float(line.x[-1]) for line in lines), plain, is_tight=True)
-    if may_be_log and min(values) > 0 and max(values) / min(values) > LOG_SCALE_FROM:
-        y_axis = log_axis(min(values), max(values))
+    if is_percent:
+        y_axis = linear_axis(0.0 if from_zero else low, high, _percent_tick, highest=1.0)
+    elif not from_zero and low > 0 and high / low > LOG_SCALE_FROM:
+        y_axis = log_axis(low, high)
     else:
-        tick, highest = (_percent_tick, 1.0) if is_percent else (plain, math.inf)
-        y_axis = linear_axis(0.0 if from_zero else min(values), max(values), tick, highest=highest)
+        y_axis = linear_axis(0.0 if from_zero else low, high, plain)
     drawn = [_drawn(line, x_axis, y_axis, write) for line in lines]
     _spread_labels(drawn)
     if not caption and len(lines) == 1:
-        caption = (
-            f"From {write(values[0])} to {drawn[0]['last']}; between {write(min(values))} and {write(max(values))}."
-        )
-    rows, left_out = _tabulate(lines, write)
+        caption = f"From {write(first)} to {drawn[0]['last']}; between {write(low)} and {write(high)}."
     in_script = ("name", "switch", "style", "x", "y")
-    return Chart(
-        key=key,
-        title=title,
-        caption=caption or f"Last values: {', '.join(isolate(one['name']) + ' ' + one['last'] for one in drawn)}.",
-        x_name=x_name,
-        x_axis=x_axis,
-        y_axis=y_axis,
-        lines=drawn,
-        marks=[100 * place for place in x_axis.place(np.array(marks)).tolist() if 0 <= place <= 1],
-        table_header=[x_name, *(line.name for line in lines)],
-        table=rows,
-        left_out=left_out,
-        data={
+    return {
+        "key": key,
+        "title": title,
+        "caption": caption or f"Last values: {', '.join(isolate(one['name']) + ' ' + one['last'] for one in drawn)}.",
+        "x_name": x_name,
+        "x_axis": x_axis,
+        "y_axis": y_axis,
+        "lines": drawn,
+        "marks": [100 * place for place in x_axis.place(np.array(marks)).tolist() if 0 <= place <= 1],
+        "table": _tabulate(lines, write),
+        "data": {
             "x": [x_axis.low, x_axis.high],
             "y": [y_axis.low, y_axis.high],
             "log": y_axis.is_log,
@@ -149,28 +117,24 @@ def draw(
             "xName": x_name,
             "lines": [{name: one[name] for name in in_script} for one in drawn],
         },
-    )
+    }
 
 
-def thin(
-    x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray, columns: int
-) -> tuple[np.ndarray, np.ndarray]:
+def thin(line: Line, columns: int) -> Line:
     """Keep the lowest and the highest point of each of so many columns of equal width, and both ends.
 
     Returns:
-        x and y of the points that stay; what is not finite is NaN, and stays if its column has nothing else.
+        The line with NaN for what is not finite; of a column without a finite value one point stays.
     """
-    xs, ys = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    ys = np.where(np.isfinite(ys), ys, np.nan)
-    if len(xs) > 2 * columns:
-        edges = np.searchsorted(xs, np.linspace(xs[0], xs[-1], columns + 1)[1:-1])
-        keep = {0, len(xs) - 1}
-        for inside in np.split(np.arange(len(xs)), edges):
-            finite = inside[np.isfinite(ys[inside])]
-            keep |= {finite[ys[finite].argmin()], finite[ys[finite].argmax()]} if len(finite) else set(inside[:1])
+    x, y = line.x, np.where(np.isfinite(line.y), line.y, np.nan)
+    if len(x) > 2 * columns:
+        keep = {0, len(x) - 1}
+        for inside in np.split(np.arange(len(x)), np.searchsorted(x, np.linspace(x[0], x[-1], columns + 1)[1:-1])):
+            finite = inside[np.isfinite(y[inside])]
+            keep |= {finite[y[finite].argmin()], finite[y[finite].argmax()]} if len(finite) else set(inside[:1])
         order = np.array(sorted(keep))
-        xs, ys = xs[order], ys[order]
-    return xs, ys
+        x, y = x[order], y[order]
+    return line._replace(x=x, y=y)
 
 
 def linear_axis(
@@ -185,9 +149,8 @@ def linear_axis(
     if not is_tight:
         low = math.floor(low / step + 1e-9) * step
         high = min(math.ceil(high / step - 1e-9) * step, highest)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    ticks = [(100 * (place * step - low) / (high - low), write(place * step)) for place in range(first, last + 1)]
-    return Axis(low, high, ticks)
+    multiples = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    return Axis(low, high, [(100 * (one * step - low) / (high - low), write(one * step)) for one in multiples])
 
 
 def log_axis(low: float, high: float) -> Axis:
@@ -199,20 +162,21 @@ def log_axis(low: float, high: float) -> Axis:
 
 
 def _drawn(line: Line, x_axis: Axis, y_axis: Axis, write: Callable[[float], str]) -> dict[str, Any]:
-    """Return a line's fields, paths and texts for the template."""
-    across, down = VIEW * x_axis.place(line.x), VIEW * (1 - y_axis.place(line.y))
+    """Return a line's fields, its paths in a square of side `VIEW`, and its last value with the label's position."""
     finite = np.isfinite(line.y)
-    points = [f"{_coordinate(x)} {_coordinate(y)}" for x, y in zip(across[finite], down[finite], strict=True)]
-    follows = np.concatenate([[False], finite[:-1]])[finite]  # whether the point before is finite too
+    across, down = VIEW * x_axis.place(line.x[finite]), VIEW * (1 - y_axis.place(line.y[finite]))
+    points = [f"{_coordinate(x)} {_coordinate(y)}" for x, y in zip(across, down, strict=True)]
+    follows = np.append(False, finite[:-1])[finite]  # whether the point before is finite too
     path = "".join(f"{'L' if draws else 'M'}{point}" for point, draws in zip(points, follows, strict=True))
-    has_dots = (line.dotted and len(finite) <= MOST_DOTS) or len(finite) == 1
-    return dataclasses.asdict(line) | {
-        "x": _five_digits(line.x),
-        "y": _five_digits(line.y),
+    has_dots = len(finite) == 1 or (len(finite) <= MOST_DOTS and not line.is_faint)
+    return line._asdict() | {
+        # Five digits are what a screen can show; JSON has no NaN.
+        "x": [float(f"{x:.5g}") for x in line.x],
+        "y": [float(f"{y:.5g}") if math.isfinite(y) else None for y in line.y],
         "path": path,
         "dots": "".join(f"M{point}h0" for point in points) if has_dots else "",
         "last": write(float(line.y[finite][-1])),
-        "label_top": float(down[finite][-1]) * 100 / VIEW,
+        "label_top": 100 * float(down[-1]) / VIEW,
     }
 
 
@@ -225,21 +189,20 @@ def _spread_labels(drawn: Sequence[dict[str, Any]]) -> None:
         line["label_top"] = min(line["label_top"], 100 - place * LABEL_GAP)
 
 
-def _tabulate(lines: Sequence[Line], write: Callable[[float], str]) -> tuple[list[list[str]], int]:
-    """Return the rows of a table at the places of the sparsest line, and the number of rows left out.
+def _tabulate(lines: Sequence[Line], write: Callable[[float], str]) -> dict[str, Any]:
+    """Return `rows` of text at the places of the sparsest line, and the number of rows `left_out`.
 
     A line's value at a place is that of its last point up to there.
     """
     candidates = sorted((np.unique(line.x) for line in lines), key=len)
     places = next((found for found in candidates if len(found) > 2), candidates[0])
     chosen = np.unique(np.linspace(0, len(places) - 1, min(len(places), TABLE_ROWS)).round().astype(int))
-    rows = []
-    for place in places[chosen].tolist():
-        last = [int(np.searchsorted(line.x, place, side="right")) - 1 for line in lines]
-        values = [line.y[at] if at >= 0 else math.nan for line, at in zip(lines, last, strict=True)]
-        cells = ["–" if math.isnan(value) else write(value) for value in values]
-        rows.append([number(place) if place % 1 else plain(place), *cells])
-    return rows, len(places) - len(rows)
+    rows = [[number(place) if place % 1 else plain(place)] for place in places[chosen].tolist()]
+    for line in lines:
+        values = np.append(math.nan, line.y)[np.searchsorted(line.x, places[chosen], side="right")]
+        for row, value in zip(rows, values.tolist(), strict=True):
+            row.append("–" if math.isnan(value) else write(value))
+    return {"rows": rows, "left_out": len(places) - len(rows)}
 
 
 def _percent(value: float) -> str:
@@ -252,8 +215,3 @@ def _percent_tick(value: float) -> str:
 
 def _coordinate(value: float) -> str:
     return f"{value:.1f}".rstrip("0").rstrip(".")
-
-
-def _five_digits(values: np.ndarray) -> list[float | None]:
-    """Keep what a screen can show; None for what is not finite, which JSON cannot express."""
-    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values.tolist()]

@@ -38,28 +38,6 @@ def count(value: int) -> str:
     return f"{value:,}".replace(",", THIN)
 
 
-def seconds(value: float) -> str:
-    """Format a duration: 0.42 s, 7.3 s, 3 min 20 s, 2 h 05 min, 3 d 04 h."""
-    if not math.isfinite(value):
-        return "–"
-    if value < 59.95:
-        return f"{value:.{2 if value < 1 else 1}f}{THIN}s"
-    whole = round(value)
-    if whole < 3600:
-        return f"{whole // 60}{THIN}min {whole % 60:02d}{THIN}s"
-    if whole < 86_400:
-        return f"{whole // 3600}{THIN}h {whole % 3600 // 60:02d}{THIN}min"
-    return f"{whole // 86_400}{THIN}d {whole % 86_400 // 3600:02d}{THIN}h"
-
-
-def size(value: float) -> str:
-    """Format bytes: 12 kB, 3.4 MB, 1.23 GB."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= factor:
-            return f"{number(value / factor, 3)}{THIN}{unit}"
-    return f"{int(value)}{THIN}B"
-
-
 def date_and_time(unix_seconds: float) -> str:
     """Format a moment in the local time zone."""
     try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from typing import Any, NamedTuple
+from typing import Any
 
-from delivery.report.formatting import clip, date_and_time, join, number, plural, seconds
+from delivery.report.formatting import clip, date_and_time, join, number, plural
 from delivery.report.history import History
+from training.observe.units import format_duration
 
 MOST_ROWS = 40
 LONGEST_TEXT = 200
@@ -16,44 +18,32 @@ LANES = {
     "slow_rank": "slow ranks",
     "slow_link": "slow links",
     "diverged": "diverged",
+    "checkpoint": "checkpoints",
 }
 MOST_MARKS = 200  # of one kind on the time line
 
 
-class Incident(NamedTuple):
-    """A row of the table: time since the first line, step, kind, and details."""
+def find_incidents(history: History) -> dict[str, Any]:
+    """Return the events in the order in which they were logged.
 
-    after: str
-    step: int
-    kind: str
-    details: str
-
-
-class Incidents(NamedTuple):
-    """A few sentences, the first incidents, the number of the others, and positions in percent for a time line."""
-
-    summary: list[str]
-    rows: list[Incident]
-    left_out: int
-    lanes: list[tuple[str, list[float]]]
-
-
-def find_incidents(history: History) -> Incidents:
-    """Return the events in the order in which they were logged."""
+    Returns:
+        `summary`, a few sentences; `rows` of (time since the first line, step, kind, details); the number of rows that
+        are `left_out`; `lanes` of a time line as (name, positions in percent of the steps).
+    """
     start = history.first_time or 0.0
     rows = [
-        Incident(f"+{seconds(max(float(line['time']) - start, 0.0))}", int(line["step"]), *_describe(line))
+        (f"+{format_duration(max(float(line['time']) - start, 0.0))}", int(line["step"]), *_describe(line))
         for line in history.events[:MOST_ROWS]
     ]
     last = max([history.last_step, 1, *(int(line["step"]) for line in history.events)])
-    lanes = [(name, [line for line in history.events if line["kind"] == kind]) for kind, name in LANES.items()]
-    lanes.append(("checkpoints", history.checkpoints))
-    places = []
-    for name, lines in lanes:
-        every = -(-len(lines) // MOST_MARKS)
+    lanes = []
+    for kind, name in LANES.items():
+        lines = [line for line in (*history.events, *history.checkpoints) if line["kind"] == kind]
         if lines:
-            places.append((name, [round(100 * int(line["step"]) / last, 2) for line in lines[::every]]))
-    return Incidents(_summarize(history), rows, len(history.events) - len(rows), places)
+            every = math.ceil(len(lines) / MOST_MARKS)
+            lanes.append((name, [round(100 * int(line["step"]) / last, 2) for line in lines[::every]]))
+    left_out = len(history.events) - len(rows)
+    return {"summary": _summarize(history), "rows": rows, "left_out": left_out, "lanes": lanes}
 
 
 def _summarize(history: History) -> list[str]:
@@ -74,8 +64,8 @@ def _summarize(history: History) -> list[str]:
         stalls = sum(float(line.get("stall_seconds", 0.0)) for line in history.checkpoints)
         writing = statistics.median(float(line.get("seconds", 0.0)) for line in history.checkpoints)
         sentences.append(
-            f"{plural(len(history.checkpoints), 'checkpoint')}, each written in {seconds(writing)} (median) in the "
-            f"background; training waited {seconds(stalls)} for them in all."
+            f"{plural(len(history.checkpoints), 'checkpoint')}, each written in {format_duration(writing)} (median) in "
+            f"the background; training waited {format_duration(stalls)} for them in all."
         )
     return [*sentences, f"From {date_and_time(history.first_time)} to {date_and_time(history.last_time)}."]
 

@@ -201,7 +201,7 @@ def _render(runs: Sequence[dict[str, Any]], *, is_live: bool) -> str:
         setting_differences=differences([run["settings"] for run in runs]),
         environment_differences=differences([run["environment"] for run in runs]),
         data={
-            "charts": {chart.key: chart.data for chart in [*charts, *calibrations] if chart is not None},
+            "charts": {chart["key"]: chart["data"] for chart in [*charts, *calibrations] if chart is not None},
             "reloadSeconds": reload_seconds,
         },
         reload_seconds=reload_seconds,

@@ -6,10 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from delivery.report.formatting import clip, count, date_and_time, number, percent, plural, seconds, size
+from delivery.report.formatting import clip, count, date_and_time, number, percent, plural
 from delivery.report.run_files import RunFiles
 from delivery.reproduce_command import reproduce_command
 from training.config import FIELDS, FLAG_OF, TrainConfig
+from training.observe.units import format_bytes, format_duration
 
 LONGEST_REASON = 300
 SILENT_SECONDS = 900.0  # without a line in metrics.jsonl a run counts as crashed
@@ -72,8 +73,8 @@ def find_status(run: RunFiles, now: float | None = None) -> Status:
         return Status("running", f"Running: step {count(history.last_step)}{total}, {progress}.")
     return Status(
         "crashed",
-        f"Crashed or killed: the last line is from {date_and_time(history.last_time)}, {seconds(silence)} before this "
-        f"page was written, at step {count(history.last_step)} ({progress}). metrics.jsonl has no end line.",
+        f"Crashed or killed: the last line is from {date_and_time(history.last_time)}, {format_duration(silence)} "
+        f"before this page was written, at step {count(history.last_step)} ({progress}). There is no end line.",
     )
 
 
@@ -101,13 +102,13 @@ def key_figures(run: RunFiles) -> list[Fact]:
     spans = [process.spans() for process in history.processes]
     evaluation = sum(one.get("evaluation", 0.0) for one in spans)
     if training := sum(sum(one.values()) for one in spans) - evaluation:
-        remark = f"and {seconds(evaluation)} of evaluation" if evaluation else ""
-        figures.append(Fact("training time", seconds(training), remark))
+        remark = f"and {format_duration(evaluation)} of evaluation" if evaluation else ""
+        figures.append(Fact("training time", format_duration(training), remark))
     if speed := _images_per_second(run):
         figures.append(Fact("images per second", number(speed, 3), f"on {_ranks(run)}" if _ranks(run) else ""))
     if peaks := history.memory_bytes_per_rank:
         remark = "highest of all ranks" if len(peaks) > 1 else "rank 0"
-        figures.append(Fact("peak memory", size(max(peaks)), remark))
+        figures.append(Fact("peak memory", format_bytes(max(peaks)), remark))
     if total := run.parameters:
         value = f"{number(total / 1e6, 3)} million" if total >= 1e6 else count(total)
         figures.append(Fact("weights", value, "numbers in model.safetensors"))
@@ -130,7 +131,7 @@ def environment_facts(run: RunFiles) -> list[Fact]:
     if "command" in environment:
         environment["started as"] = environment.pop("command")
     if isinstance(environment.get("memory_bytes"), int):
-        environment["memory of the host"] = size(environment.pop("memory_bytes"))
+        environment["memory of the host"] = format_bytes(environment.pop("memory_bytes"))
     if "git_commit" in environment and environment.pop("git_has_changes", False):
         environment["git_commit"] = f"{environment['git_commit']}, with changes"
     return _flat(environment)

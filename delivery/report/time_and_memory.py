@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from delivery.report.formatting import plural, seconds, size
+from delivery.report.formatting import plural
 from delivery.report.history import History
+from training.observe.units import format_bytes, format_duration
 
 SPANS = {
     "data": "waiting for images",
@@ -20,13 +21,13 @@ SPANS = {
     "other": "the rest of the loop",
     "evaluation": "the validation images",
 }
-RESTARTING = "restarting"
+MEANINGS = SPANS | {"restarting": "from the last line to the resume"}
 MOST_RANKS = 64
 RANKS_SHOWN_OF_MANY = 8
 
 
 class Row(NamedTuple):
-    """A span of time or a rank: its share of the total, and of the largest row."""
+    """A span of time, or a rank: its value as text, its shares of the sum and of the largest value."""
 
     name: str
     meaning: str
@@ -49,30 +50,21 @@ def time_breakdown(history: History) -> Breakdown | None:
     for process in history.processes:
         for name, value in process.spans().items():
             spans[name] = spans.get(name, 0.0) + value
-    failed = [process.gap_seconds for process in history.processes if process.follows_failure]
-    if failed:
-        spans[RESTARTING] = sum(failed)
-    total = sum(spans.values())
-    if not total:
-        return None
+    if any(process.follows_failure for process in history.processes):
+        spans["restarting"] = sum(process.gap_seconds for process in history.processes if process.follows_failure)
+    if not spans["evaluation"]:
+        del spans["evaluation"]
     remarks = []
     if history.repeated_steps:
         remarks.append(
-            f"{plural(history.repeated_steps, 'step')} of these, {seconds(history.repeated_seconds)}, were trained "
-            f"again after restarts, as far as they had been logged."
+            f"{plural(history.repeated_steps, 'step')} of these, {format_duration(history.repeated_seconds)}, were "
+            "trained again after restarts, as far as they had been logged."
         )
     if any(process.end is None for process in history.processes):
         remarks.append("A start without an end line counts with its logged intervals, evaluations and saves.")
         if history.epochs and not any("evaluation_seconds" in epoch for epoch in history.epochs.values()):
             remarks.append("The duration of the evaluations was not recorded.")
-    if not spans["evaluation"]:
-        del spans["evaluation"]
-    meanings, largest = SPANS | {RESTARTING: "from the last line to the resume"}, max(spans.values())
-    rows = [
-        Row(name, meanings.get(name, ""), seconds(value), value / total, value / largest)
-        for name, value in spans.items()
-    ]
-    return Breakdown(rows, seconds(total), remarks)
+    return _breakdown(spans, format_duration, remarks) if sum(spans.values()) else None
 
 
 def memory_breakdown(peaks: Sequence[int]) -> Breakdown | None:
@@ -82,13 +74,15 @@ def memory_breakdown(peaks: Sequence[int]) -> Breakdown | None:
     ranks, remarks = list(range(len(peaks))), []
     if len(peaks) > MOST_RANKS:
         ranks = sorted(ranks, key=lambda rank: -peaks[rank])[:RANKS_SHOWN_OF_MANY]
+        low, median, high = map(format_bytes, (min(peaks), statistics.median(peaks), max(peaks)))
         remarks = [
-            f"{len(peaks)} ranks: the lowest peak is {size(min(peaks))}, the median {size(statistics.median(peaks))}, "
-            f"the highest {size(max(peaks))}. The {RANKS_SHOWN_OF_MANY} highest are shown."
+            f"{len(peaks)} ranks: the lowest peak is {low}, the median {median}, the highest {high}. "
+            f"The {RANKS_SHOWN_OF_MANY} highest are shown."
         ]
-    total = sum(peaks)
-    rows = [
-        Row(f"rank {rank}", "", size(peaks[rank]), peaks[rank] / max(total, 1), peaks[rank] / max(*peaks, 1))
-        for rank in ranks
-    ]
-    return Breakdown(rows, size(total), remarks)
+    return _breakdown({f"rank {rank}": peaks[rank] for rank in ranks}, format_bytes, remarks)
+
+
+def _breakdown(values: Mapping[str, float], text: Callable[[float], str], remarks: list[str]) -> Breakdown:
+    total, largest = sum(values.values()) or 1, max(values.values()) or 1
+    rows = [Row(name, MEANINGS.get(name, ""), text(one), one / total, one / largest) for name, one in values.items()]
+    return Breakdown(rows, text(total), remarks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -12,18 +11,18 @@ from delivery.report.formatting import number, percent, plural
 from delivery.report.history import CURVES, History
 
 STYLES = 8  # colours, each with a dash pattern of its own
-_BY_EPOCH: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("val_top1", "Validation top-1", {"is_percent": True}),
-    ("val_loss", "Validation loss", {"may_be_log": True}),
-    ("train_top1", "Training top-1", {"is_percent": True}),
-    ("val_top5", "Validation top-5", {"is_percent": True}),
-)
-_BY_STEP: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("loss", "Training loss", {"may_be_log": True}),
-    ("learning_rate", "Learning rate", {"from_zero": True}),
-    ("images_per_second", "Images per second", {"from_zero": True}),
-    ("gradient_norm", "Gradient norm", {"may_be_log": True}),
-)
+OVERLAID = {
+    "val_top1": "Validation top-1",
+    "val_loss": "Validation loss",
+    "train_top1": "Training top-1",
+    "val_top5": "Validation top-5",
+    "loss": "Training loss",
+    "learning_rate": "Learning rate",
+    "images_per_second": "Images per second",
+    "gradient_norm": "Gradient norm",
+}
+FROM_ZERO = ("learning_rate", "images_per_second")
+SHARES = ("val_top1", "train_top1", "val_top5")
 
 
 def single_run_charts(history: History) -> list[Chart]:
@@ -33,8 +32,9 @@ def single_run_charts(history: History) -> list[Chart]:
     marked = f"Dotted verticals mark {plural(len(marks), 'resume')}. " if marks else ""
     best = history.best_epoch
     best_epoch = f"The best epoch is {best['epoch']}, with a top-1 of {percent(best['val_top1'], 2)}. " if best else ""
+    augmented = "The training loss includes label smoothing and augmentation, the validation loss neither."
     loss = [
-        _line(history, "loss", "training, by step", 8, "steps", faint=True),
+        _line(history, "loss", "training, by step", 8, "steps")._replace(is_faint=True),
         _line(history, "train_loss", "training, by epoch", 1),
         _line(history, "val_loss", "validation", 2),
     ]
@@ -43,44 +43,41 @@ def single_run_charts(history: History) -> list[Chart]:
         _line(history, "val_top1", "validation top-1", 2),
         _line(history, "val_top5", "validation top-5", 3),
     ]
-    caption = (
-        f"{_validation_loss(history)}{marked}The training loss includes label smoothing and augmentation, the "
-        "validation loss neither."
-    )
     charts = [
-        draw("loss", "Loss", loss, caption=caption, marks=marks, may_be_log=True),
+        draw("loss", "Loss", loss, caption=_validation_loss(history) + marked + augmented, marks=marks),
         draw("accuracy", "Accuracy", accuracy, caption=best_epoch + marked, marks=marks, is_percent=True),
     ]
-    for key, title, options in _BY_STEP[1:]:
-        charts.append(draw(key, title, [_line(history, key, title.lower(), 1)], marks=marks, **options))
+    for key in ("learning_rate", "images_per_second", "gradient_norm"):
+        title = OVERLAID[key]
+        line = _line(history, key, title.lower(), 1)
+        charts.append(draw(key, title, [line], marks=marks, from_zero=key in FROM_ZERO))
     return [chart for chart in charts if chart is not None]
 
 
 def overlaid_charts(histories: Sequence[History], names: Sequence[str]) -> list[Chart]:
     """Return the charts of several runs that have points, with a line for each run."""
     charts = []
-    for key, title, options in (*_BY_EPOCH, *_BY_STEP):
+    for key, title in OVERLAID.items():
         lines = [
             _line(history, key, name, run % STYLES + 1, f"run{run}")
             for run, (history, name) in enumerate(zip(histories, names, strict=True))
         ]
-        charts.append(draw(key, title, lines, **options))
+        charts.append(draw(key, title, lines, from_zero=key in FROM_ZERO, is_percent=key in SHARES))
     return [chart for chart in charts if chart is not None]
 
 
-def _line(history: History, column: str, name: str, style: int, switch: str = "", *, faint: bool = False) -> Line:
-    """Return a column of the history as a line over epochs."""
-    switch = switch or column
+def _line(history: History, column: str, name: str, style: int, switch: str = "") -> Line:
+    """Return a column of the logging points or of the epochs as a line over epochs."""
     if column in CURVES:
-        x = np.asarray(history.steps) / (history.steps_per_epoch or 1)
-        return Line(name, style, x, np.asarray(history.columns[column]), switch, faint=faint)
-    epochs = sorted(history.epochs)
-    values = np.array([history.epochs[epoch][column] for epoch in epochs])
-    return Line(name, style, np.array(epochs, dtype=np.float64), values, switch, dotted=True)
+        x, y = np.array(history.steps) / (history.steps_per_epoch or 1), np.array(history.columns[column])
+    else:
+        x = np.array(sorted(history.epochs), dtype=np.float64)
+        y = np.array([history.epochs[epoch][column] for epoch in sorted(history.epochs)])
+    return Line(name, style, x, y, switch or column)
 
 
 def _validation_loss(history: History) -> str:
-    """Return a sentence on the first, last and lowest validation loss."""
+    """Return a sentence on the first, the last and the lowest validation loss."""
     losses = [(epoch, history.epochs[epoch]["val_loss"]) for epoch in sorted(history.epochs)]
     if not losses:
         return ""

@@ -170,6 +170,8 @@ def test_sorts_tables(browser, tmp_path):
 
 
 def test_reads_the_confusion_matrix(page):
+    cells = page.locator("#matrix-run0 tbody tr").first.locator("td")
+    assert [cell.get_attribute("class").split()[0] for cell in cells.all()] == ["r7", "w3", "w0"]
     page.locator("#matrix-run0 td[tabindex='0']").focus()
     readout = page.locator("#matrix-run0-readout")
     assert readout.text_content() == "True cat, predicted cat: 2 of 3 (66.7 %)"
