@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from models import DEFAULT_MEMBERS, MODELS, MOST_MEMBERS, model_spec
 from models.ensemble import Ensemble
 from models.errors import UserError, one_line
-from models.image_size import StrideChanges, as_names, fit_to_image_size, set_strides, size_error
+from models.image_size import as_names, create_for_image_size, set_strides
 from models.weights_file import load_weights_file
 
 MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT = 2**30, 16  # a network's tables of indices are less than the larger of the two
@@ -23,7 +24,7 @@ MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT = 2**30, 16  # a network's tables of indic
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A network that is ready to train, and what must be known about it."""
+    """A network that is ready to train, and its description."""
 
     module: nn.Module
     """Maps images `[B, 3, H, W]` float32 to logits `[B, num_classes]`."""
@@ -63,21 +64,23 @@ def build_model(
     if pretrained and weights:
         raise UserError("--pretrained and --weights both give the starting weights: leave one of them out")
     description = _describe(model_type, num_classes, image_size, members)
-    parts: list[nn.Module] = []
+    modules: list[nn.Module] = []
+    heads: list[str] = []
     notes: list[str] = []
-    for prefix, part in zip(_prefixes(description), _part_descriptions(description), strict=True):
-        module, changes = _fitted(part, batch_size)
+    for prefix, part in _parts(description).items():
+        # Before anything is downloaded for it: the size may not work.
+        module, changes = create_for_image_size(partial(_create, part), part["model_type"], image_size, batch_size)
         if not weights and (pretrained or model_spec(part["model_type"]).always_pretrained):
             module = _create_pretrained(part, notes)
             set_strides(module, {name: new for name, (_, new) in changes.items()})
-        parts.append(module)
+        modules.append(module)
+        heads += [prefix + name for name in as_names(getattr(module, "default_cfg", {}).get("classifier"))]
         for name, (old, new) in changes.items():
             description["stem_stride_changed"][prefix + name] = [old, new]
             notes.append(
                 f"{part['model_type']}: stem stride {old} -> {new}, so that {image_size}-pixel images keep detail"
             )
-    module = _assemble(description, parts)
-    heads = _heads(description, parts)
+    module = _assemble(description, modules)
     if weights:
         notes += load_weights_file(module, weights, model_type=model_type, heads=heads)
     head_names = (name for name, _ in module.named_parameters() for head in heads if name.startswith(f"{head}."))
@@ -88,10 +91,10 @@ def rebuild_model(description: dict[str, Any]) -> nn.Module:
     """Build the network of a `BuiltModel.description` again: random weights, no network connection.
 
     Raises:
-        UserError: for a description that no `build_model` wrote.
+        UserError: for a description that `build_model` did not write.
     """
     with _one_line_for_a_wrong_description():
-        module = _assemble(description, [_create(part) for part in _part_descriptions(description)])
+        module = _assemble(description, [_create(part) for part in _parts(description).values()])
         set_strides(module, {name: int(new) for name, (_, new) in description["stem_stride_changed"].items()})
     return module
 
@@ -99,20 +102,20 @@ def rebuild_model(description: dict[str, Any]) -> nn.Module:
 def tensor_mismatch(description: dict[str, Any], shapes: Mapping[str, Sequence[int]]) -> str | None:
     """Return how a description differs from the tensors that are to fill its network, or None; nothing is allocated.
 
-    The network is made of tensors that have shapes but no data. So a file cannot ask for more memory than what lies in
-    it: a description of few words may stand for any number of parameters, or of indices made from the image size.
+    The network is made of tensors that have shapes but no data, so that a file cannot ask for more memory than its own
+    size: a short description may stand for any number of parameters, or of indices made from the image size.
 
     Args:
         description: a `BuiltModel.description`.
         shapes: of every tensor, by name.
 
     Raises:
-        UserError: for a description that no `build_model` wrote.
+        UserError: for a description that `build_model` did not write.
     """
     left = {name: list(shape) for name, shape in shapes.items()}
     buffer_bytes = 0
     with _one_line_for_a_wrong_description():
-        for prefix, part in zip(_prefixes(description), _part_descriptions(description), strict=True):
+        for prefix, part in _parts(description).items():
             with torch.device("meta"):
                 module = _create(part)
             for name, tensor in module.state_dict().items():
@@ -134,7 +137,7 @@ def _one_line_for_a_wrong_description() -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # a network that is described wrongly may raise anything
+    except Exception as error:  # a wrongly described network may raise anything
         raise UserError(f"this is no description of a model: {one_line(f'{type(error).__name__}: {error}')}") from error
 
 
@@ -147,7 +150,8 @@ def _describe(model_type: str, num_classes: int, image_size: int, members: Seque
         raise UserError(f"an ensemble has at most {MOST_MEMBERS} members, not {len(members)}: leave some out")
     for member in members:
         if model_spec(member).takes_members:
-            raise UserError(f"'{member}' cannot be a member of an ensemble. Allowed: {', '.join(_member_names())}.")
+            allowed = ", ".join(name for name, spec in MODELS.items() if not spec.takes_members)
+            raise UserError(f"'{member}' cannot be a member of an ensemble. Allowed: {allowed}.")
     return {
         "model_type": model_type,
         "timm_name": spec.timm_name,
@@ -158,33 +162,25 @@ def _describe(model_type: str, num_classes: int, image_size: int, members: Seque
     }
 
 
-def _member_names() -> list[str]:
-    return [name for name, spec in MODELS.items() if not spec.takes_members]
-
-
-def _part_descriptions(description: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one description per member, or the description itself where there are none."""
+def _parts(description: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the description of each member by the prefix of its parameters' names; by '' if there are no members."""
     if not description["members"]:
-        return [description]
+        return {"": description}
     shared = {key: description[key] for key in ("num_classes", "image_size")}
-    return [
-        {**shared, "model_type": name, "timm_name": model_spec(name).timm_name, "members": []}
-        for name in description["members"]
-    ]
-
-
-def _prefixes(description: dict[str, Any]) -> list[str]:
-    """Return what stands before each part's parameter names in the whole network."""
-    return [f"members.{i}." for i in range(len(description["members"]))] or [""]
+    return {
+        f"members.{i}.": {**shared, "model_type": name, "timm_name": model_spec(name).timm_name}
+        for i, name in enumerate(description["members"])
+    }
 
 
 def _assemble(description: dict[str, Any], parts: list[nn.Module]) -> nn.Module:
     return Ensemble(parts) if description["members"] else parts[0]
 
 
-def _create(part: dict[str, Any], pretrained: bool = False) -> nn.Module:
+def _create(part: dict[str, Any], image_size: int | None = None, *, pretrained: bool = False) -> nn.Module:
+    """Create a part for the image size of its description, or for another one."""
     family = importlib.import_module(model_spec(part["model_type"]).module)
-    return family.create(part["num_classes"], part["image_size"], part["timm_name"], pretrained)
+    return family.create(part["num_classes"], image_size or part["image_size"], part["timm_name"], pretrained)
 
 
 def _create_pretrained(part: dict[str, Any], notes: list[str]) -> nn.Module:
@@ -203,35 +199,3 @@ def _create_pretrained(part: dict[str, Any], notes: list[str]) -> nn.Module:
     if hub_classes not in (None, part["num_classes"]):
         notes.append(f"{name}: head replaced: {hub_classes} -> {part['num_classes']} classes")
     return module
-
-
-def _fitted(part: dict[str, Any], batch_size: int) -> tuple[nn.Module, StrideChanges]:
-    """Create a part and fit it to its image size, before anything is downloaded for it.
-
-    Raises:
-        UserError: where the size does not work, with the one that does.
-    """
-
-    def attempt(size: int, batch: int) -> tuple[nn.Module, StrideChanges, str | None]:
-        try:
-            module = _create({**part, "image_size": size})
-        except (RuntimeError, ValueError, TypeError, AssertionError) as error:  # a vision transformer's own refusal
-            return nn.Identity(), {}, str(error).partition("\n")[0] or type(error).__name__
-        return module, *fit_to_image_size(module, size, batch)
-
-    module, changes, failure = attempt(part["image_size"], batch_size)
-    if failure is not None:
-        made_for = getattr(module, "default_cfg", {}).get("input_size", (3, part["image_size"]))[-1]
-        raise size_error(
-            part["model_type"], part["image_size"], batch_size, failure, made_for, lambda s, b: attempt(s, b)[2]
-        )
-    return module, changes
-
-
-def _heads(description: dict[str, Any], parts: list[nn.Module]) -> list[str]:
-    """Return the names of the classifier's submodules in the whole network."""
-    return [
-        prefix + name
-        for prefix, part in zip(_prefixes(description), parts, strict=True)
-        for name in as_names(getattr(part, "default_cfg", {}).get("classifier"))
-    ]

@@ -1,7 +1,7 @@
 """Fits a network to the size of its images: the stem's stride, and a check that the size works at all.
 
 The check runs the network on tensors that have shapes but no data: it takes a fraction of a second at any size, and
-leaves weights, BatchNorm statistics and random numbers as they were.
+does not change weights, BatchNorm statistics or the state of random numbers.
 """
 
 from __future__ import annotations
@@ -25,27 +25,62 @@ StrideChanges = dict[str, list[int]]
 """Name of the convolution -> [old stride, new stride]."""
 
 
-def fit_to_image_size(module: nn.Module, image_size: int, batch_size: int) -> tuple[StrideChanges, str | None]:
-    """Lower the stem's stride where images are small, then check one training step's shapes.
+def create_for_image_size(
+    create: Callable[[int], nn.Module], name: str, image_size: int, batch_size: int
+) -> tuple[nn.Module, StrideChanges]:
+    """Create a network, lower its stem's stride if images are small, and check the shapes of one training step.
 
-    A stride of 2 in the first layer of a network made for 224 pixels starves it at 32. Where the network does not
-    fit together with the lower stride (parallel branches in the stem), the usual stride stays.
+    A stride of 2 in the first layer of a network made for 224 pixels starves it at 32. If the network does not work
+    with the lower stride (parallel branches in the stem), the usual stride stays.
 
     Args:
-        module: maps `[B, 3, H, W]` to `[B, num_classes]`; changed in place.
+        create: makes the network for an image size in pixels; it maps `[B, 3, H, W]` to `[B, num_classes]`.
+        name: the model as the user typed it.
         image_size: height and width in pixels.
-        batch_size: images per step.
+        batch_size: images per step and rank.
 
     Returns:
-        The strides that were changed, and why the size does not work (None where it does).
+        The network and the strides that were changed.
+
+    Raises:
+        UserError: if the size does not work, with one that does.
     """
+    module, changes, failure = _create_and_fit(create, image_size, batch_size)
+    if failure is None:
+        return module, changes
+
+    def works(size: int, batch: int) -> bool:
+        return _create_and_fit(create, size, batch)[2] is None
+
+    given = f"model '{name}' does not work with {image_size}-pixel images"
+    if batch_size == 1 and works(image_size, 2):
+        raise UserError(f"{given} in batches of 1, BatchNorm needs more: type --batch-size 2 or more")
+    made_for = getattr(module, "default_cfg", {}).get("input_size", (3, image_size))[-1]
+    sizes = sorted({*SIZES_TO_TRY, made_for})
+    # A larger size first: the user's images have at least as many pixels as were asked for.
+    candidates = [size for size in sizes if size > image_size] + [size for size in reversed(sizes) if size < image_size]
+    working = next((size for size in candidates if works(size, max(batch_size, 2))), None)
+    if working is None:
+        raise UserError(f"model '{name}' works with no image size from {sizes[0]} to {sizes[-1]} pixels ({failure})")
+    relation = "the smallest size above that works is" if working > image_size else "the largest size that works is"
+    raise UserError(f"{given}; {relation} {working}: type --image-size {working}")
+
+
+def _create_and_fit(
+    create: Callable[[int], nn.Module], image_size: int, batch_size: int
+) -> tuple[nn.Module, StrideChanges, str | None]:
+    """Return the network, the strides that were changed, and why the size does not work (None if it does)."""
+    try:
+        module = create(image_size)
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:  # a vision transformer's own refusal
+        return nn.Identity(), {}, str(error).partition("\n")[0] or type(error).__name__
     changes = _stem_strides_to_lower(module) if image_size < SMALL_IMAGE_PIXELS else {}
     set_strides(module, {name: new for name, (_, new) in changes.items()})
     failure = forward_failure(module, image_size, batch_size)
     if failure is not None and changes:
         set_strides(module, {name: old for name, (old, _) in changes.items()})
         changes, failure = {}, forward_failure(module, image_size, batch_size)
-    return changes, failure
+    return module, changes, failure
 
 
 def set_strides(module: nn.Module, strides: dict[str, int]) -> None:
@@ -91,37 +126,6 @@ def _forward_on_fake_tensors(module: nn.Module, shape: tuple[int, ...]) -> objec
     finally:
         for part, before in buffers:
             part._buffers.update(before)
-
-
-def size_error(
-    name: str,
-    image_size: int,
-    batch_size: int,
-    failure: str,
-    default_size: int,
-    failure_at: Callable[[int, int], str | None],
-) -> UserError:
-    """Build the error for a size that does not work: the sizes that would, and what to type.
-
-    Args:
-        name: the model as the user typed it.
-        image_size: the size that was given, pixels.
-        batch_size: images per step and rank.
-        failure: what the network said.
-        default_size: the size that the network was made for, pixels.
-        failure_at: tries (image_size, batch_size) on a new copy of the network.
-    """
-    given = f"model '{name}' does not work with {image_size}-pixel images"
-    if batch_size == 1 and failure_at(image_size, 2) is None:
-        return UserError(f"{given} in batches of 1, BatchNorm needs more: type --batch-size 2 or more")
-    sizes = sorted({*SIZES_TO_TRY, default_size})
-    # A larger size first: the user's images hold at least as much as was asked for.
-    candidates = [size for size in sizes if size > image_size] + [size for size in reversed(sizes) if size < image_size]
-    works = next((size for size in candidates if failure_at(size, max(batch_size, 2)) is None), None)
-    if works is None:
-        return UserError(f"model '{name}' works with no image size from {sizes[0]} to {sizes[-1]} pixels ({failure})")
-    relation = "the smallest size above that works is" if works > image_size else "the largest size that works is"
-    return UserError(f"{given}; {relation} {works}: type --image-size {works}")
 
 
 def _stem_strides_to_lower(module: nn.Module) -> StrideChanges:

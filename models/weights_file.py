@@ -1,4 +1,4 @@
-"""Reads a local file of weights into a network, and says clearly why a file does not fit."""
+"""Loads a local file of weights into a network, with a clear error for a file that does not fit."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def load_weights_file(module: nn.Module, path: str, *, model_type: str, heads: I
 
 
 def check_finite(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse weights with which every answer is NaN, or might be; reads every value.
+    """Check that no weight is NaN or infinite; reads every value.
 
     Raises:
-        UserError: naming the first tensor that holds NaN or infinity.
+        UserError: naming the first tensor that contains NaN or infinity.
     """
     if name := not_finite(tensors):
         raise UserError(
@@ -65,7 +65,7 @@ def check_finite(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tenso
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Return the name of the first tensor that holds NaN or infinity, None if there is none."""
+    """Return the name of the first tensor that contains NaN or infinity, None if there is none."""
     return next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
 
 
@@ -85,7 +85,7 @@ def read_weights_file(path: str) -> tuple[StateDict, dict[str, Any]]:
             with open_weights(path) as reader:
                 return {key: reader.get_tensor(key) for key in reader.keys()}, read_facts(reader)  # noqa: SIM118
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what it thinks of a pickle that it then refuses
+            warnings.simplefilter("ignore")  # about a pickle that is then refused
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(
@@ -107,7 +107,7 @@ def _plain_state_dict(path: str, content: object) -> StateDict:
     tensors = content.items() if isinstance(content, dict) else ()
     if not tensors or not all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in tensors):
         raise UserError(f"weights file '{path}' holds no state_dict: save torch.save(model.state_dict(), FILE)")
-    return clean_state_dict(dict(tensors))  # takes off the prefixes of DDP ("module.") and torch.compile
+    return clean_state_dict(dict(tensors))  # removes the prefixes of DDP ("module.") and torch.compile
 
 
 def _check_class_names(path: str, facts: dict[str, Any], counts: set[int]) -> None:
