@@ -9,8 +9,14 @@ import pytest
 
 from training.config import FLAG_OF
 from training.errors import UserError
-from training.parallel.deepspeed_keys import OWNED_BY_COMMAND_LINE, WITHOUT_EFFECT, installed_keys, why_refused
-from training.parallel.deepspeed_schema import SCHEMA, check_deepspeed_json
+from training.parallel.deepspeed_schema import (
+    OWNED_BY_COMMAND_LINE,
+    SCHEMA,
+    WITHOUT_EFFECT,
+    check_deepspeed_json,
+    installed_keys,
+    why_refused,
+)
 from training.parallel.strategies import STRATEGIES, engine_config, read_strategy_json
 
 VALUES = {"batch_size_per_rank": 16, "accumulation_steps": 4, "gradient_clipping": 0.5}

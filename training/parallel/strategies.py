@@ -49,8 +49,8 @@ def read_strategy_json(strategy: str, override: str = "") -> dict[str, Any]:
         override: another file to read in place of the strategy's own; '' reads the strategy's own.
 
     Raises:
-        UserError: naming file and key, where the file is missing, malformed, or has a key that is unknown, of the
-            wrong type, `auto`, owned by the command line, or another ZeRO stage than the strategy's.
+        UserError: naming file and key, if the file is missing or malformed, or has a key that is unknown, of the wrong
+            type, `auto` or owned by the command line, or another ZeRO stage than the strategy's.
     """
     spec = STRATEGIES[strategy]
     path = Path(override) if override else CONFIG_FOLDER / spec.config_file
@@ -60,8 +60,8 @@ def read_strategy_json(strategy: str, override: str = "") -> dict[str, Any]:
         raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
-    except _DoubleKeyError as error:
-        raise UserError(f"{path}: key '{error}' is given twice.") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     check_deepspeed_json(content, path)
     stage = content.get("zero_optimization", {}).get("stage")
     if stage != spec.zero_stage:
@@ -97,18 +97,14 @@ def engine_config(
     """
     config = json.loads(json.dumps(strategy_json))
     zero = config["zero_optimization"]
-    if offload in ("optimizer", "all"):
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True} | zero.get("offload_optimizer", {})
-    else:
-        zero.pop("offload_optimizer", None)
-    if offload == "all":
-        zero["offload_param"] = {"device": "cpu", "pin_memory": True} | zero.get("offload_param", {})
-    else:
-        zero.pop("offload_param", None)
+    for key, choices in (("offload_optimizer", ("optimizer", "all")), ("offload_param", ("all",))):
+        section = zero.pop(key, {})
+        if offload in choices:
+            zero[key] = {"device": "cpu", "pin_memory": True} | section
     return config | {
         "train_micro_batch_size_per_gpu": batch_size_per_rank,
         "gradient_accumulation_steps": accumulation_steps,
-        # DeepSpeed's own default is 1.0, so it is always said (findings, row 9).
+        # Always given: DeepSpeed's own default is 1.0.
         "gradient_clipping": gradient_clipping,
         # Our optimizers come from timm; DeepSpeed knows only a few by name.
         "zero_allow_untested_optimizer": True,
@@ -116,14 +112,9 @@ def engine_config(
     }
 
 
-class _DoubleKeyError(Exception):
-    pass
-
-
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise _DoubleKeyError(key)
-        result[key] = value
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise UserError(f"key '{next(key for key in keys if keys.count(key) > 1)}' is given twice.")
     return result
