@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from training.data.augment import CROP_DRAWS, evaluation_geometry, randaugment, 
 from training.data.bad_images import bad_image_budget
 from training.data.batch_transforms import BATCH_DRAWS, BatchTransforms
 from training.data.randomness import preserved_generators, seed_generators, uniform_draws
-from training.data.reading.sources import ArraySource, Source
+from training.data.reading.sources import ArraySource, ImageFile, Source, open_files
 from training.errors import UserError
 
 CROP_RATIO = 256 / 224  # photographs are resized to this multiple of the image size, then cropped to their centre
@@ -202,6 +204,20 @@ def make_array_datasets(
         digest.update(source.images.contiguous().numpy().data)
         digest.update(source.labels.numpy().data)
     return make_dataset_pair(train, val, class_names, defaults, options, digest.hexdigest(), notes)
+
+
+def make_file_datasets(
+    root: Path, parts: Sequence[list[ImageFile]], class_names: list[str], options: DataOptions, notes: Iterable[str]
+) -> DatasetPair:
+    """As `make_dataset_pair`, of training and validation files below `root`; one list of files is used as both."""
+    sources, cache_notes = open_files(root, parts, options.image_size or PHOTOGRAPHS.image_size, options)
+    digest = hashlib.sha256("\0".join(class_names).encode("utf-8", "surrogateescape"))
+    for part in parts:
+        digest.update(b"\n\n")
+        for file in sorted(part):
+            digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.label}\n"))
+    all_notes = [*notes, *cache_notes]
+    return make_dataset_pair(sources[0], sources[-1], class_names, PHOTOGRAPHS, options, digest.hexdigest(), all_notes)
 
 
 def _pixel_statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:

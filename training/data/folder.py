@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from training.data import DATASETS, DataOptions
-from training.data.datasets import DatasetPair
-from training.data.reading.file_sources import make_file_datasets
+from training.data.datasets import DatasetPair, make_file_datasets
 from training.data.reading.images import IMAGE_EXTENSIONS
 from training.data.reading.sources import ImageFile
 from training.errors import UserError, nearest

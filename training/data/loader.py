@@ -18,7 +18,7 @@ from training.data.bad_images import check_budget
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.device import batches_on_device, images_on_device
 from training.data.randomness import preserved_generators
-from training.data.reader import Batch, BatchReader, ReadFailure
+from training.data.reader import Batch, BatchReader
 from training.data.reading.gpu_decode import decode_batch
 from training.data.reading.images import ImageError
 from training.data.sampler import BatchKey, BatchPlan, EvaluationPlan
@@ -84,8 +84,8 @@ class _Loader:
     def _read(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
         self._keys.keys = keys
         for result in map(self._reader.__getitem__, keys) if self._workers is None else self._workers:
-            if isinstance(result, ReadFailure):
-                raise UserError(result.message)
+            if isinstance(result, str):
+                raise UserError(result)
             batch = decode_batch(result, self.dataset, self._device) if result.encoded else result
             self.notes |= batch.notes
             if batch.bad_images:

@@ -49,26 +49,19 @@ class Batch:
         return dataclasses.replace(self, **pinned)
 
 
-@dataclass(frozen=True)
-class ReadFailure:
-    """A user's mistake found by a worker: returned, because DataLoader turns exceptions into pages of traceback."""
-
-    message: str
-
-
 class BatchReader(Dataset):
-    """Reads the batch of a key."""
+    """Reads the batch of a key; returns the message of a UserError, which DataLoader would print with its traceback."""
 
     def __init__(self, dataset: ImageDataset) -> None:
         self._dataset = dataset
         self._read_image = partial(read_encoded, dataset) if dataset.source.decodes_later else dataset.read
 
-    def __getitem__(self, key: BatchKey) -> Batch | ReadFailure:
+    def __getitem__(self, key: BatchKey) -> Batch | str:
         try:
             with preserved_generators() if self._dataset.augmentation.randaugment else nullcontext():
                 return self._read(key)
         except UserError as error:
-            return ReadFailure(str(error))
+            return str(error)
 
     def _read(self, key: BatchKey) -> Batch:
         weights = torch.from_numpy(key.weights)

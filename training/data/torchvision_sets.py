@@ -14,8 +14,7 @@ from filelock import FileLock
 from torchvision import datasets
 
 from training.data import DataOptions
-from training.data.datasets import DatasetPair, make_array_datasets
-from training.data.reading.file_sources import make_file_datasets
+from training.data.datasets import DatasetPair, make_array_datasets, make_file_datasets
 from training.data.reading.sources import ArraySource, ImageFile
 from training.errors import UserError, unknown_name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +11,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from training.data import DataOptions
 from training.data.augment import BoxChooser
-from training.data.reading.cache import ImageCache
-from training.data.reading.decode import Decoder, crop
+from training.data.reading.cache import ImageCache, open_cache
+from training.data.reading.decode import Decoder, crop, make_decoder, shrunk_bytes
+from training.data.reading.images import ImageError
+
+CACHE_FORMAT = 2  # increased when the same file gives other pixels, or the files of a cache change their format
+HEADERS_READ = 64
 
 
 class Source(Protocol):
@@ -125,3 +131,37 @@ class FileSource:
         start, end = int(self._ends[index - 1]) if index else 0, int(self._ends[index])
         name = os.fsdecode(self._names[start:end].numpy().tobytes())
         return str(self.root / self._folders[int(self._folder_of[index])] / name)
+
+
+def open_files(
+    root: Path, parts: Sequence[list[ImageFile]], image_size: int, options: DataOptions
+) -> tuple[list[FileSource], list[str]]:
+    """Return the source of each list of files, with the decoder and the cache that the options name, and notes."""
+    files = [file for part in parts for file in part]
+    cache, note = None, ""
+    if options.decode == "cpu" and options.cache != "off":
+        cache, note = open_cache(options, _cache_key(root, files, image_size), _expected_bytes(root, files, image_size))
+    decoder, sources, first = make_decoder(options.decode, image_size), [], 0
+    for part in parts:
+        sources.append(FileSource(root, part, decoder, cache, first, decodes_later=options.decode == "gpu"))
+        first += len(part)
+    return sources, [note] if note else []
+
+
+def _cache_key(root: Path, files: Sequence[ImageFile], image_size: int) -> str:
+    """Return a name that changes with everything that decides the pixels of shrunk images, and their order."""
+    digest = hashlib.sha256(f"{CACHE_FORMAT}\0{image_size}\0{os.fspath(root)}\0".encode("utf-8", "surrogateescape"))
+    for file in files:
+        digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.changed_ns}\n"))
+    return digest.hexdigest()
+
+
+def _expected_bytes(root: Path, files: Sequence[ImageFile], image_size: int) -> int:
+    """Estimate the bytes of all shrunk images from the headers of a few, evenly spread."""
+    sizes = []
+    for position in np.linspace(0, len(files) - 1, min(len(files), HEADERS_READ)).astype(int):
+        try:
+            sizes.append(shrunk_bytes(str(root / files[position].path), image_size))
+        except ImageError:
+            continue
+    return int(np.mean(sizes) * len(files)) if sizes else 0
