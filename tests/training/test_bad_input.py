@@ -153,7 +153,7 @@ def test_the_share_of_skipped_images_holds_for_all_ranks_together(tmp_path):
     assert_user_error(result, f"more than 1 of {len(pair.train)} images", "--bad-images skip:0.05")
     allowed = launch("basic_cnn", "fsdp_stage3", "2", "2", "1", *flags, "skip:0.05")
     assert allowed.returncode == 0, allowed.stdout + allowed.stderr
-    assert "2 unreadable image(s) passed over" in allowed.stdout
+    assert "2 unreadable image(s) skipped" in allowed.stdout
     assert all(path in allowed.stdout for path in paths)
 
 

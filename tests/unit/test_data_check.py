@@ -87,7 +87,7 @@ def test_doctor_names_what_is_unreadable_from_any_folder(folder, tmp_path):
     assert (result.returncode, result.stderr) == (1, "")
     assert f"unreadable: '{folder}/a/text.jpg': not an image" in result.stdout
     assert f"note on '{folder}/a/0.png': several frames" in result.stdout
-    assert "left out 1 files that are no images by their kind or extension: 1 no regular file" in result.stdout
+    assert "skipped 1 files that are not images by type or extension: 1 not a regular file" in result.stdout
     assert "[b]" in result.stdout
 
 
@@ -95,7 +95,7 @@ def test_doctor_names_what_is_unreadable_from_any_folder(folder, tmp_path):
     ("arguments", "message"),
     [
         (("--check-data", "digits", "--nope"), "--nope"),
-        (("--check-data", "no/such/folder"), "'no/such/folder' is no data set"),
+        (("--check-data", "no/such/folder"), "'no/such/folder' is not a data set"),
         (("--check-data", "digits", "--val-fraction", "2"), "the validation fraction is 2.0"),
         (("--check-data", "digits", "--val-fraction", "half"), "invalid float value: 'half'"),
     ],

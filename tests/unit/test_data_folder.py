@@ -259,8 +259,8 @@ def test_an_unreadable_image_is_named(tmp_path):
     ("values", "message"),
     [
         ({"data": "digit"}, "Did you mean 'digits'"),
-        ({"data": ""}, "no data set"),
-        ({"data": "digits:8"}, "no data set"),
+        ({"data": ""}, "not a data set"),
+        ({"data": "digits:8"}, "not a data set"),
         ({"augmentation": "shfit"}, "Did you mean 'shift'"),
         ({"bad_images": "ignore"}, "expected error, skip, skip:SHARE"),
         ({"interpolation": "cubic"}, "Did you mean 'bicubic'"),

@@ -214,7 +214,7 @@ def test_more_finds_than_one_message_holds_are_listed(monkeypatch):
     loader = EvaluationLoader(load_data(DataOptions(bad_images="skip")), EvaluationPlan(360, 8, 1), 0)
     loader.bad_images = dict.fromkeys("edcba", "cut")
     assert list(bad_images.bad_image_lines([loader], world)) == [
-        "5 unreadable image(s) passed over: a (cut), b (cut), c (cut), d (cut), e (cut)"
+        "5 unreadable image(s) skipped: a (cut), b (cut), c (cut), d (cut), e (cut)"
     ]
     with pytest.raises(UserError, match="more than 1 of 360 images"):
         bad_images.check_bad_images(loader, world)

@@ -239,7 +239,7 @@ def test_a_failing_download_is_one_line(tmp_path, monkeypatch, failure):
         raise failure
 
     monkeypatch.setattr("urllib.request.urlopen", fail)
-    with pytest.raises(UserError, match="could not be fetched") as caught:
+    with pytest.raises(UserError, match="could not be downloaded") as caught:
         load_data(DataOptions(data="torchvision:MNIST", data_root=str(tmp_path), download=True))
     assert "\n" not in str(caught.value)
 

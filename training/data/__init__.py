@@ -106,23 +106,12 @@ MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 8, 4096
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What to load and how to prepare it; the fields named as in `TrainConfig` have its meaning.
+    """What to load and how to prepare it; a field of `TrainConfig` by the same name has the same meaning.
 
     Attributes:
-        data: A name from `DATASETS` or the path of a folder.
-        val_fraction: Share of the images held out if one folder is split; above 0, below 1.
-        image_size: Side of the square that the model sees, in pixels; 0 for the data set's own.
-        augmentation: A name from `AUGMENTATION_NAMES`.
-        bad_images: As `bad_image_share` parses it.
-        download: Whether a torchvision data set may be downloaded.
-        seed: Seed of the augmentation.
         interpolation: Filter of every resize, one of `INTERPOLATIONS`.
-        data_root: Folder of downloaded data sets; a leading `~` is expanded.
-        mean: Per channel, of pixels in 0..1; None for the data set's own.
+        mean: Per channel, of pixels in 0..1; None for the data set's own (a pretrained backbone brings its own).
         std: As `mean`.
-        decode: A name from `DECODERS`.
-        cache: Where shrunk images of files are kept, one of `CACHES`.
-        cache_gb: Most gigabytes of all caches in memory, or on disk; 0 for the defaults.
     """
 
     data: str = "digits"

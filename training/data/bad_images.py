@@ -92,7 +92,7 @@ def check_bad_images(loader: TrainLoader | EvaluationLoader, world: World) -> No
 
 def bad_image_lines(loaders: list[TrainLoader | EvaluationLoader], world: World) -> Iterator[str]:
     """Yield a line on the images that were skipped, and one on those that are odd; a collective."""
-    yield from _line("unreadable image(s) passed over", [loader.bad_images for loader in loaders], world)
+    yield from _line("unreadable image(s) skipped", [loader.bad_images for loader in loaders], world)
     yield from _line("image(s) with a note", [loader.notes for loader in loaders], world)
 
 

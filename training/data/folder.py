@@ -23,7 +23,7 @@ Classes = dict[str, list[FoundFile]]
 
 
 def load(options: DataOptions) -> DatasetPair:
-    """Load a folder of classes; hidden files, files without an image's extension, FIFOs and devices are left out.
+    """Load a folder of classes; hidden files, files without an image's extension, FIFOs and devices are skipped.
 
     Raises:
         UserError: The folder is missing or empty; a class has no image; there is one class only; train/ and val/ have
@@ -39,7 +39,7 @@ def load(options: DataOptions) -> DatasetPair:
     else:
         train, val = _split_classes(_scan_classes(root, root, ignored), options.val_fraction)
     if not any(val.values()):
-        raise UserError(f"{str(root)!r} has one image per class, none is left to validate with: add images or val/.")
+        raise UserError(f"{str(root)!r} has one image per class, so none is left for validation: add images or val/.")
     return _make_datasets(root, [train, val], options, ignored)
 
 
@@ -68,7 +68,7 @@ def _make_datasets(root: Path, parts: list[Classes], options: DataOptions, ignor
     ]
     if ignored:
         kinds = ", ".join(f"{count} {extension}" for extension, count in ignored.most_common(NAMES_IN_MESSAGE))
-        notes.append(f"left out {ignored.total()} files that are no images by their kind or extension: {kinds}")
+        notes.append(f"skipped {ignored.total()} files that are not images by type or extension: {kinds}")
     if without := [name for name in class_names if not parts[-1][name]]:
         notes.append(f"no validation image for {_join(without)}: one image only, kept for training")
     return make_file_datasets(root, files, class_names, options, notes)
@@ -107,7 +107,7 @@ def _resolve_root(data: str) -> Path:
     root = Path(data).expanduser()
     if not data or not root.is_dir():
         usages = [entry.usage for entry in DATASETS.values()]
-        problem = "is not a folder" if root.is_file() else "is no data set and no folder of that name exists"
+        problem = "is not a folder" if root.is_file() else "is not a data set, and no folder of that name exists"
         raise UserError(f"{data!r} {problem}.{nearest(data, usages)} Allowed: {', '.join(usages)}.")
     return root.resolve()
 
@@ -134,7 +134,7 @@ def _scan_classes(top: Path, root: Path, ignored: Counter[str]) -> Classes:
         for entry in _files_below(folder.path, str(root)):
             extension = os.path.splitext(entry.name)[1].lower()
             if not entry.is_file():
-                ignored["no regular file"] += 1
+                ignored["not a regular file"] += 1
             elif extension in IMAGE_EXTENSIONS:
                 status = entry.stat()
                 files.append((entry.path[prefix:], status.st_size, status.st_mtime_ns))

@@ -123,12 +123,7 @@ class TrainLoader(_Loader):
 class EvaluationLoader(_Loader):
     """The validation batches of one rank, the same number on every rank; can be iterated repeatedly.
 
-    Args:
-        datasets: The data.
-        plan: Which samples belong to which rank.
-        rank: This rank, 0 to `plan.world_size` - 1.
-        workers: As for `TrainLoader`.
-        device: As for `TrainLoader`.
+    Args: As of `TrainLoader`.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Makes the augmentation of a sample a function of (seed, epoch, index) alone.
 
-Our own draws are hashes, without any state: `uniform_draws`. timm's RandAugment draws from two global generators,
-Python's `random` and NumPy's legacy one; these are seeded before each of its samples, and put back after each batch, so
-that reading data in the main process leaves all else that is random in the training as it was.
+`uniform_draws` are hashes, without state. timm's RandAugment draws from two global generators, Python's `random` and
+NumPy's legacy one; these are seeded before each of its samples, and restored after each batch, so that reading data in
+the main process does not change other random numbers of the training.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Put the global CPU generators of Python, NumPy and torch back when the block ends."""
+    """Restore the global CPU generators of Python, NumPy and torch when the block ends."""
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

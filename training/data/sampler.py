@@ -1,8 +1,8 @@
-"""Which samples a rank reads at a step: pure functions of (seed, epoch, step), independent of how many ranks share it.
+"""The samples that a rank reads at a step: pure functions of (seed, epoch, step), for any number of ranks.
 
-An epoch is one permutation of the samples, cut into whole optimizer steps. The last step is filled up with samples from
-the start of the same permutation that weigh 0, so each sample counts exactly once an epoch and all batches have one
-shape. Any step can be computed without the ones before it: resuming in the middle of an epoch reads nothing in vain.
+An epoch is one permutation of the samples, divided into whole optimizer steps. The last step is padded with samples
+from the start of the same permutation, of weight 0, so each sample counts exactly once per epoch and all batches have
+one shape. Any step can be computed without the ones before it: resuming within an epoch reads nothing unnecessarily.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BatchKey(NamedTuple):
-    """What one batch is made of.
+    """The samples of one batch.
 
     Attributes:
         epoch: Decides the augmentation.
@@ -61,7 +61,7 @@ class BatchPlan:
         return -(-self.num_samples // self.global_batch)
 
     def position(self, progress: Progress) -> int:
-        """Return how many optimizer steps of the run precede the next one."""
+        """Return the number of optimizer steps of the run before the next one."""
         return progress.epoch * self.steps_per_epoch + progress.step
 
     def permutation(self, epoch: int) -> np.ndarray:
@@ -71,7 +71,7 @@ class BatchPlan:
     def micro_batch(self, epoch: int, step: int, micro_step: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the indices (int64 [B]) and weights (float32 [B]) of one forward pass of one rank.
 
-        Within step k, micro-batch a of rank r holds the positions k*G + (a*R + r)*B and the B-1 after it: one rank
+        Within step k, micro-batch a of rank r contains the positions k*G + (a*R + r)*B and the B-1 after it: one rank
         with two accumulation steps sees the same micro-batches as two ranks with one.
         """
         first = step * self.global_batch + (micro_step * self.world_size + rank) * self.batch_size_per_rank
@@ -86,14 +86,14 @@ class BatchPlan:
                 yield BatchKey(epoch, *self.micro_batch(epoch, step, micro_step, rank))
 
     def real_samples(self, step: int) -> int:
-        """Count the samples of optimizer step `step` that are no padding, over all ranks and micro-steps."""
+        """Return the samples of optimizer step `step` without padding, over all ranks and micro-steps."""
         return min(self.global_batch, self.num_samples - step * self.global_batch)
 
     def loss_scale_for(self, step: int) -> float:
         """Return the factor s that makes averages exact: R x A / `real_samples(step)`.
 
-        With `s * sum(weights * losses)` as the loss of a micro-batch, the average over the ranks and micro-steps
-        (which is what data-parallel training takes) is the mean loss over the real samples of the step.
+        With `s * sum(weights * losses)` as the loss of a micro-batch, the average over ranks and micro-steps that
+        data-parallel training computes is the mean loss over the real samples of the step.
         """
         return self.world_size * self.accumulation_steps / self.real_samples(step)
 
@@ -118,17 +118,17 @@ class EvaluationPlan:
         return -(-self.num_samples // (self.batch_size_per_rank * self.world_size))
 
     def keys(self, rank: int) -> Iterator[BatchKey]:
-        """Yield the batches of `rank`: the samples r, r+R, r+2R, ...; what pads the last ones weighs 0."""
+        """Yield the batches of `rank`: the samples r, r+R, r+2R, ...; padding of the last ones has weight 0."""
         for batch in range(self.batches_per_rank):
-            places = batch * self.batch_size_per_rank + np.arange(self.batch_size_per_rank)
-            positions = rank + self.world_size * places
+            samples = batch * self.batch_size_per_rank + np.arange(self.batch_size_per_rank)
+            positions = rank + self.world_size * samples
             yield BatchKey(0, positions % self.num_samples, (positions < self.num_samples).astype(np.float32))
 
 
 @lru_cache(maxsize=2)
 def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    # NumPy keeps the raw bits of a bit generator the same for ever, but not the order that its shuffle makes of them:
-    # sorting raw bits keeps a run resumable under another NumPy. Equal keys (1 in 10^7 at a million) stay in order.
+    # NumPy guarantees the raw bits of a bit generator, but not the order of its shuffle: sorting raw bits keeps a run
+    # resumable under another NumPy. Equal keys (1 in 10^7 at a million) stay in order.
     bits = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(num_samples)
     order = np.argsort(bits, kind="stable")
     order.setflags(write=False)

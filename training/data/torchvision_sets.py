@@ -93,8 +93,8 @@ def _open(name: str, options: DataOptions, arguments: dict[str, Any]) -> Any:
             return make()
         except (RuntimeError, OSError):
             raise UserError(
-                f"torchvision:{name} is not (whole) in {str(root)!r}: add --download to fetch it, "
-                "or give --data-root, the folder where it is."
+                f"torchvision:{name} is missing or incomplete in {str(root)!r}: add --download, "
+                "or give its folder by --data-root."
             ) from None
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def _open(name: str, options: DataOptions, arguments: dict[str, Any]) -> Any:
             return make(download=True)
     except (RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"torchvision:{name} could not be fetched to {str(root)!r}: {reason}.") from None
+        raise UserError(f"torchvision:{name} could not be downloaded to {str(root)!r}: {reason}.") from None
 
 
 def _class_names(dataset: Any) -> list[str]:

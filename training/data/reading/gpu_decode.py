@@ -1,6 +1,6 @@
-"""Decoding on the GPU: workers read the bytes of files, nvJPEG decodes a batch of them at once.
+"""Decoding on the GPU: workers read the bytes of files, nvJPEG decodes a batch of them in one call.
 
-Plain JPEG files go to the GPU as they are; other files are decoded in the workers, as by `--decode exact`. Cropping and
+Only plain JPEG files are decoded there; other files are decoded in the workers, as by `--decode exact`. Cropping and
 resizing follow on the device, image by image.
 """
 

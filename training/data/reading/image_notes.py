@@ -1,7 +1,7 @@
-"""What Pillow and libtiff print while they decode an image, kept as notes that carry the name of the file.
+"""Warnings of Pillow and libtiff while they decode an image, collected as notes by the name of the file.
 
-Pillow calls `warnings.warn` and libtiff writes to stderr, both without saying which of a million files is meant. Notes
-belong to the thread that decodes, so images can be read by several threads at once.
+Pillow calls `warnings.warn` and libtiff writes to stderr, both without the name of the file. Notes are kept per thread,
+so several threads can read images at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Handler = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_voi
 
 
 class _Thread(threading.local):
-    """The notes of the file that this thread decodes, and where notes of finished files go; None for nowhere."""
+    """The notes of the file that this thread decodes, and those of finished files by path; None if not collected."""
 
     current: list[str] | None = None
     collected: dict[str, str] | None = None
@@ -34,7 +34,7 @@ _thread = _Thread()
 
 @contextmanager
 def collected_notes() -> Iterator[dict[str, str]]:
-    """Collect the notes of all images that this thread decodes from now on: path to notes, in one line."""
+    """Collect the notes of all images that this thread decodes in the block: path to notes, in one line."""
     before, _thread.collected = _thread.collected, {}
     try:
         yield _thread.collected
@@ -44,10 +44,10 @@ def collected_notes() -> Iterator[dict[str, str]]:
 
 @contextmanager
 def noting(path: str | os.PathLike[str]) -> Iterator[list[str]]:
-    """Take what is printed in this thread as notes on the image at `path`.
+    """Collect warnings in this thread as notes on the image at `path`.
 
     Yields:
-        The notes so far, to which others may be added. If the block raises, they are not collected.
+        The notes so far, to which others may be added. If the block raises, they are discarded.
     """
     _listen_to_warnings()
     _listen_to_libtiff()
@@ -62,20 +62,20 @@ def noting(path: str | os.PathLike[str]) -> Iterator[list[str]]:
 
 
 def add_note(path: str | os.PathLike[str], note: str) -> None:
-    """Leave a note on the image at `path`, unless this thread collects none."""
+    """Add a note on the image at `path`, if this thread collects notes."""
     if _thread.collected is not None:
         _thread.collected[os.fspath(path)] = note
 
 
 def in_one_line(notes: list[str]) -> str:
-    """Return the first of the notes, which damaged files have by the hundred, and how many more there are."""
+    """Return the first of the notes, of which damaged files have hundreds, and the number of others."""
     more = len(set(notes)) - 1
     first = " ".join(notes[0].split())[:MAX_NOTE]
     return f"{first} (and {more} more notes)" if more else first
 
 
 def _listen_to_warnings() -> None:
-    """Show the warnings of Pillow to `_note_warning` first; again if a `catch_warnings` block has undone it."""
+    """Replace `warnings.showwarning`; again if a `catch_warnings` block has restored it."""
     if getattr(warnings.showwarning, "notes_images", False):
         return
     show = warnings.showwarning
@@ -83,7 +83,7 @@ def _listen_to_warnings() -> None:
     def note_warning(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> None:
         if _thread.current is None:
             show(message, category, *place, **options)
-        elif not issubclass(category, Image.DecompressionBombWarning):  # `open_image` has a limit of its own
+        elif not issubclass(category, Image.DecompressionBombWarning):  # `open_image` has its own limit
             _thread.current.append(f"Pillow: {message}")
 
     note_warning.notes_images = True  # type: ignore[attr-defined]
@@ -93,8 +93,8 @@ def _listen_to_warnings() -> None:
 
 @cache
 def _listen_to_libtiff() -> list[Any]:
-    """Replace the handlers that print to stderr, and return them: they live as long as the process."""
-    pillow = ctypes.CDLL(_imaging.__file__)  # looks names up in the libtiff that Pillow is linked with, too
+    """Replace the handlers that print to stderr, and return them, so that they are never freed."""
+    pillow = ctypes.CDLL(_imaging.__file__)  # finds symbols of the libtiff that Pillow is linked with, too
     handlers = []
     for setter in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):
         set_handler = getattr(pillow, setter, None)
@@ -107,7 +107,7 @@ def _listen_to_libtiff() -> list[Any]:
 
 def _note_libtiff(vsnprintf: Callable[..., int]) -> Callable[[bytes | None, bytes, int], None]:
     def note(module: bytes | None, text_format: bytes, arguments: int) -> None:
-        # A va_list reaches a function as a pointer on x86-64 and on AArch64.
+        # A va_list is passed as a pointer on x86-64 and on AArch64.
         text = ctypes.create_string_buffer(MAX_NOTE)
         vsnprintf(text, ctypes.c_size_t(MAX_NOTE), text_format, ctypes.c_void_p(arguments))
         if _thread.current is not None:

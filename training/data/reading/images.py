@@ -1,8 +1,8 @@
-"""Opens an image file of unknown origin and returns 8-bit RGB, or says in one line why it cannot.
+"""Opens an image file of unknown origin and returns 8-bit RGB, or raises an error of one line.
 
-Pillow's own defaults are not enough for training data: they clip 16-bit values, ignore the EXIF orientation, show the
-first frame of an animation without a word, only warn at a decompression bomb, and `verify()` passes truncated files. So
-every file is really decoded here, and `read_file` is the one place where the bytes of image files are read.
+Pillow's defaults are not enough for training data: they clip 16-bit values, ignore the EXIF orientation, return the
+first frame of an animation silently, only warn of a decompression bomb, and `verify()` passes truncated files. So every
+file is decoded completely here, and `read_file` is the only place where the bytes of image files are read.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MAX_PIXELS = 50_000_000
 MAX_FILE_BYTES = 500_000_000  # more than MAX_PIXELS take without compression, at 4 channels of 16 bits
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
-# Only these decoders may look at a file: others, such as EPS, start external programs.
+# Only these decoders are allowed: others, such as EPS, start external programs.
 _FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
-# A phone's "multi-picture" JPEG holds the photo first, then previews and depth maps: no animation.
+# A phone's "multi-picture" JPEG contains the photo first, then previews and depth maps: no animation.
 _FORMATS_WITH_EXTRA_PICTURES = ("MPO",)
 
 # of TIFF 6.0
@@ -33,11 +33,11 @@ _BITS_PER_SAMPLE, _PHOTOMETRIC_INTERPRETATION, _WHITE_IS_ZERO = 258, 262, 0
 
 
 class ImageError(UserError):
-    """An image that cannot be used; names the file and the reason.
+    """An image that cannot be used.
 
     Attributes:
-        path: The file, or where the image stands in a data set that is no folder of files.
-        reason: Why, in one line.
+        path: The file, or the position of the image in a data set that is no folder of files.
+        reason: One line.
     """
 
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
@@ -49,13 +49,13 @@ class ImageError(UserError):
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Return the content of a regular file; a FIFO is not waited for, a device not opened for long.
+    """Return the content of a regular file, without waiting for a FIFO or reading a device.
 
     Raises:
         ImageError: The file is missing, not a regular one, or larger than `max_bytes`.
     """
     try:
-        # without O_NONBLOCK, opening a FIFO that nobody writes to takes for ever
+        # without O_NONBLOCK, opening a FIFO without a writer blocks for ever
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
@@ -71,21 +71,21 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> 
     except ValueError as error:  # a null character in the name
         raise ImageError(path, str(error)) from None
     if len(data) > status.st_size:  # such as files below /proc, whose size is given as 0
-        raise ImageError(path, f"holds more than the {status.st_size} bytes that the file system gives as its size")
+        raise ImageError(path, f"contains more than the {status.st_size} bytes that the file system gives as its size")
     return data
 
 
 def open_image(path: str | os.PathLike[str], max_pixels: int = MAX_PIXELS, data: bytes | None = None) -> Image.Image:
-    """Decode the image at `path` completely; what is odd about it is left as a note, see `image_notes`.
+    """Decode the image at `path` completely; anything odd about it is added as a note, see `image_notes`.
 
     The EXIF orientation is applied. Grey, palette, CMYK and other 8-bit modes become RGB; grey of 12 or 16 bits is
-    scaled from its full range; floats are taken as 0..1; transparent pixels are laid on white. Of several frames or
-    pages the first is taken.
+    scaled from its full range; floats are expected in 0..1; transparent pixels are composited on white. Of several
+    frames or pages the first is used.
 
     Args:
-        path: A file of one of the formats of `IMAGE_EXTENSIONS`, judged by its content, not by its name.
-        max_pixels: Most pixels (width x height) that the header may announce; checked before decoding.
-        data: The content of the file, if it has been read already.
+        path: A file of one of the formats of `IMAGE_EXTENSIONS`, detected by its content, not by its name.
+        max_pixels: Most pixels (width x height) that the header may declare; checked before decoding.
+        data: The content of the file, if it was read before.
 
     Returns:
         A Pillow image of mode "RGB".
@@ -108,7 +108,7 @@ def open_image(path: str | os.PathLike[str], max_pixels: int = MAX_PIXELS, data:
             raise ImageError(path, "not an image of a known format") from None
         except Image.DecompressionBombError:
             raise ImageError(path, f"more than {max_pixels / 1e6:g} megapixels (a decompression bomb?)") from None
-        # Pillow's decoders raise nearly every exception type on damaged files; each means the same here.
+        # Pillow's decoders raise nearly every exception type on damaged files.
         except Exception as error:
             found = f"; {in_one_line(notes)}" if notes else ""
             raise ImageError(path, f"{str(error) or type(error).__name__}{found}") from None
@@ -119,8 +119,8 @@ def _check_header(image: Image.Image, max_pixels: int) -> None:
         raise ValueError(f"{image.width}x{image.height} pixels, more than the {max_pixels / 1e6:g} megapixels allowed")
 
 
-# From what a PNG stores to the 8 bits that Pillow makes of it, for the raw modes in which it leaves the transparent
-# colour as it is stored.
+# From the values of a PNG to the 8 bits that Pillow converts them to, for the raw modes in which it does not convert
+# the transparent colour.
 _SCALED_TO_8_BITS = {
     "L;2": lambda level: level * 85,
     "L;4": lambda level: level * 17,
@@ -129,7 +129,7 @@ _SCALED_TO_8_BITS = {
 
 
 def _scale_transparent_colour(image: Image.Image) -> None:
-    """Bring the transparent colour of a PNG to the depth that its pixels will have; before they are loaded."""
+    """Convert the transparent colour of a PNG to the depth that its pixels will have; before they are loaded."""
     transparent = image.info.get("transparency")
     if isinstance(image, PngImageFile) and transparent is not None and image.tile:
         scale = _SCALED_TO_8_BITS.get(str(image.tile[0].args), lambda colour: colour)
@@ -137,10 +137,10 @@ def _scale_transparent_colour(image: Image.Image) -> None:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Make an image 8-bit RGB: 12-bit, 16-bit and float grey scaled, transparency laid on white.
+    """Convert an image to 8-bit RGB: 12-bit, 16-bit and float grey scaled, transparency composited on white.
 
     Raises:
-        ValueError: The scale of its pixels cannot be known.
+        ValueError: The scale of its pixels is unknown.
     """
     if image.mode == "F" or image.mode.startswith("I"):
         image = _deep_grey(image)
@@ -151,10 +151,10 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _deep_grey(image: Image.Image) -> Image.Image:
-    """Bring grey of more than 8 bits to mode L, or LA if one of its levels is transparent.
+    """Convert grey of more than 8 bits to mode L, or LA if one of its levels is transparent.
 
     Raises:
-        ValueError: The scale of its pixels cannot be known.
+        ValueError: The scale of its pixels is unknown.
     """
     values, white, is_inverted = np.asarray(image), 65535, False
     if isinstance(image, TiffImageFile) and image.mode.startswith("I;16"):
@@ -168,13 +168,7 @@ def _deep_grey(image: Image.Image) -> Image.Image:
 
 
 def _to_8_bit(values: np.ndarray, mode: str, white: int) -> np.ndarray:
-    """Scale grey values [H, W] of more than 8 bits to uint8; raise ValueError if the scale cannot be known.
-
-    Args:
-        values: the pixels.
-        mode: Pillow's name of their type.
-        white: the integer that becomes 255.
-    """
+    """Scale grey values [H, W] of Pillow's `mode` to uint8, `white` to 255; ValueError if the scale is unknown."""
     low, high = values.min(), values.max()
     if mode == "F":
         if not (low >= 0 and high <= 1):  # also false for NaN
