@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from small_checkpoints import ALONE
 from torch import nn
 
+from models.build import BuiltModel
+from training.config import TrainConfig
 from training.errors import UserError
+from training.parallel import model as model_module
 from training.parallel.build_engine import build_engine, resolve_engine
 from training.parallel.compilation import FASTER_ON, compile_mode, resolve_compile
 from training.parallel.native_engine import sum_of_squares
 from training.parallel.strategies import STRATEGIES, engine_config, read_strategy_json
+from training.parallel.world import World
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SMALL, LARGE = 1000, 60_000_000  # weights; the JSON files' buckets hold 50,000,000
@@ -87,6 +92,19 @@ def test_small_batches_on_a_gpu_take_cuda_graphs_if_the_weights_stay_where_they_
         assert compile_mode(GPU, 16, spec.zero_stage) == expected
         assert compile_mode(GPU, 64, spec.zero_stage) is None
         assert compile_mode(CPU, 16, spec.zero_stage) is None
+
+
+def test_recomputed_stages_have_synchronized_batchnorms_on_gpus(monkeypatch):
+    """PyTorch's SyncBatchNorm replaces the layers that a flat stack such as VGG's recomputes."""
+    stack = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.BatchNorm2d(4))
+    monkeypatch.setattr(model_module, "build_model", lambda *_, **__: BuiltModel(nn.Sequential(stack), {}))
+    monkeypatch.setattr(model_module, "agreed", lambda action, _world: action())
+    monkeypatch.setattr(nn.Module, "to", lambda module, _device: module)
+    config = TrainConfig(activation_checkpointing=True, sync_batchnorm=True)
+    data = SimpleNamespace(class_names=["a", "b"], preprocessing={"image_size": 8})
+    built, _ = model_module.build_training_model(config, data, World(1, 0, 1, 2, GPU))
+    ((first, second),) = built.module[0].forward.args
+    assert [type(layer) for layer in (first[1], second[0])] == [nn.SyncBatchNorm] * 2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

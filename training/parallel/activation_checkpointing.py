@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def enable_activation_checkpointing(module: nn.Module) -> int:
             if any(True for _ in block.children()):  # a single layer (an LSTM, a linear head) has nothing to recompute
                 # Its forward is replaced, not the block: a wrapper would change the names in the state dict. Partials
                 # and bound methods, no closure: copy.deepcopy then binds them to the copied block.
-                block.forward = functools.partial(_recomputed, block.forward, [block])
+                block.forward = functools.partial(_recomputed, block.forward, block)
                 count += 1
     return count
 
@@ -58,41 +58,35 @@ def _checkpoint_pooling_stages(stack: nn.Module) -> int:
         stages[-1].append(layer)
         if isinstance(layer, POOLING):
             stages.append([])
-    stages = [stage for stage in stages if stage]
-    stack.forward = functools.partial(_run_stages, stages)
-    return len(stages)
+    modules = [nn.Sequential(*stage) for stage in stages if stage]
+    stack.forward = functools.partial(_run_stages, modules)
+    return len(modules)
 
 
-def _run_layers(layers: list[nn.Module], features: torch.Tensor) -> torch.Tensor:
-    for layer in layers:
-        features = layer(features)
-    return features
-
-
-def _run_stages(stages: list[list[nn.Module]], features: torch.Tensor) -> torch.Tensor:
+def _run_stages(stages: Sequence[nn.Module], features: torch.Tensor) -> torch.Tensor:
     for stage in stages:
-        features = _recomputed(functools.partial(_run_layers, stage), stage, features)
+        features = _recomputed(stage, stage, features)
     return features
 
 
-def _recomputed(forward: Callable[..., Any], modules: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    """Run `forward`, which consists of `modules`, and keep its inputs for backward instead of its activations."""
+def _recomputed(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a module's `forward`, and keep its inputs for backward instead of its activations."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
 
     def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        return contextlib.nullcontext(), _kept_statistics(modules)
+        return contextlib.nullcontext(), _kept_statistics(module)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 @contextlib.contextmanager
-def _kept_statistics(modules: list[nn.Module]) -> Iterator[None]:
+def _kept_statistics(module: nn.Module) -> Iterator[None]:
     """Replace BatchNorm layers' running statistics by copies, so that the recomputation does not update them again.
 
     Copies rather than None: the recomputation must save as many tensors as the first pass did.
     """
-    norms = [m for module in modules for m in module.modules() if getattr(m, "running_mean", None) is not None]
+    norms = [m for m in module.modules() if getattr(m, "running_mean", None) is not None]
     originals = [dict(norm._buffers) for norm in norms]
     for norm in norms:
         norm._buffers.update({name: b.clone() for name, b in norm._buffers.items() if b is not None})

@@ -77,24 +77,18 @@ def as_received(value: Any, parse: Parser[Value]) -> Value:
     return _decode(bytes(_encode(value)), parse, 0)
 
 
-def text(value: Any) -> str:
-    """Return a string; raise TypeError for anything else."""
-    return _of_type(value, str)
+def exactly(kind: type[Value]) -> Parser[Value]:
+    """Return the parser of values of this type; it raises TypeError for any other, also for a bool if int is wanted."""
+
+    def parse(value: Any) -> Value:
+        if type(value) is not kind:
+            raise TypeError(f"{kind.__name__} expected, {type(value).__name__} found")
+        return value
+
+    return parse
 
 
-def whole_number(value: Any) -> int:
-    """Return an integer; raise TypeError for anything else."""
-    return _of_type(value, int)
-
-
-def number(value: Any) -> float:
-    """Return a float, which may be infinite or NaN; raise TypeError for anything else."""
-    return _of_type(value, float)
-
-
-def flag(value: Any) -> bool:
-    """Return a bool; raise TypeError for anything else."""
-    return _of_type(value, bool)
+text, whole_number, number, flag = exactly(str), exactly(int), exactly(float), exactly(bool)
 
 
 def optional(parse: Parser[Value]) -> Parser[Value | None]:
@@ -104,18 +98,12 @@ def optional(parse: Parser[Value]) -> Parser[Value | None]:
 
 def list_of(parse: Parser[Value]) -> Parser[list[Value]]:
     """Return the parser of a list of any length."""
-    return lambda value: [parse(one) for one in _of_type(value, list)]
+    return lambda value: [parse(one) for one in exactly(list)(value)]
 
 
 def row_of(*parsers: Parser[Any]) -> Parser[tuple[Any, ...]]:
     """Return the parser of a list with one value per parser; it raises ValueError for another length."""
-    return lambda value: tuple(parse(one) for parse, one in zip(parsers, _of_type(value, list), strict=True))
-
-
-def _of_type(value: Any, kind: type[Value]) -> Value:
-    if type(value) is not kind:  # not isinstance: a bool is not a whole number
-        raise TypeError(f"{kind.__name__} expected, {type(value).__name__} found")
-    return value
+    return lambda value: tuple(parse(one) for parse, one in zip(parsers, exactly(list)(value), strict=True))
 
 
 def _encode(value: Any) -> bytearray:

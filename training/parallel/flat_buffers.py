@@ -57,26 +57,8 @@ class FlatBuffers(Protocol):
         """Free the memory of the other ranks' parts, if they have any of their own."""
 
 
-class OneRankBuffers(FlatBuffers):
-    """Buffers of a single rank: there is nothing to transfer."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.weights = torch.zeros(size, device=device)
-        self.gradients = torch.zeros(size, device=device)
-        self.part = self.weights
-
-    def sum_own_part(self) -> torch.Tensor:
-        return self.gradients
-
-    def start_from_main(self) -> None: ...
-
-    def gather_weights(self) -> None: ...
-
-    def release_weights(self) -> None: ...
-
-
 class SharedMemoryBuffers(FlatBuffers):
-    """Buffers of CPU ranks on one machine, in memory that all of them map.
+    """Buffers in memory that all ranks map: of CPU ranks on one machine, or of a single rank on any device.
 
     Args:
         size: n, a multiple of the number of ranks.
@@ -93,7 +75,7 @@ class SharedMemoryBuffers(FlatBuffers):
         self.gradients = self._all_gradients[world.rank]
         self._part = _part(size, world)
         self.part = self.weights[self._part]
-        self._sum = torch.zeros_like(self.part)
+        self._sum = torch.zeros_like(self.part) if world.size > 1 else self.gradients
 
     def sum_own_part(self) -> torch.Tensor:
         if self._synchronizes:
@@ -169,7 +151,7 @@ def make_buffers(size: int, world: World, *, is_first: bool, releasable: bool) -
         releasable: whether the other ranks' parts of the weights shall take no memory between the steps.
     """
     if world.size == 1:
-        return OneRankBuffers(size, world.device)
+        return SharedMemoryBuffers(size, world, torch.zeros(2 * size, device=world.device), synchronizes=False)
     if world.device.type == "cpu" and world.local_size == world.size:
         memory = _map_shared_memory(size * (world.size + 1), world)
         if memory is not None:
@@ -179,7 +161,8 @@ def make_buffers(size: int, world: World, *, is_first: bool, releasable: bool) -
 
 def _sum_rows(rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Add the rows [ranks, k] in their order into `out` [k]; the order of `torch.sum` is not defined."""
-    torch.add(rows[0], rows[1], out=out)
+    if len(rows) > 1:
+        torch.add(rows[0], rows[1], out=out)
     for row in rows[2:]:
         out.add_(row)
     return out

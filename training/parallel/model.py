@@ -53,8 +53,8 @@ def build_training_model(
     module = built.module.to(world.device)
     # Before the conversion for several ranks: only rank 0 counts.
     flops = TrainingFlops(module, data.preprocessing["image_size"]) if world.is_main else None
+    if config.sync_batchnorm:  # before the next, which keeps references to layers that this may replace
+        module = synchronize_batchnorm(module, world)
     if config.activation_checkpointing:
         enable_activation_checkpointing(module)
-    if config.sync_batchnorm:
-        module = synchronize_batchnorm(module, world)
     return dataclasses.replace(built, module=module), flops
