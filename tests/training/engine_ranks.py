@@ -114,24 +114,23 @@ def weights_of(engine: Engine) -> dict[str, list]:
     return {name: tensor.double().tolist() for name, tensor in engine.weights()}
 
 
-def train_with_engine(world: World, steps: int, with_batchnorm: bool = True, accumulation: int = 1, **changes: Any):
+def train_with_engine(
+    world: World,
+    steps: int,
+    with_batchnorm: bool = True,
+    accumulation: int = 1,
+    defers_verdict: bool = False,
+    **changes: Any,
+):
     """Train with our engine; return losses and final weights."""
     config = configuration(gradient_accumulation_steps=accumulation, **changes)
     engine = make_engine(world, make_model(with_batchnorm), config)
+    if defers_verdict:
+        engine.defers_verdict = True  # as on a GPU: the rule itself looks at whether the gradient is finite
     losses = train_steps(world, engine, range(steps), accumulation)
     result = {"losses": losses, "weights": weights_of(engine)}
     engine.close()
     return result
-
-
-def train_with_deferred_verdicts(world: World, steps: int, strategy: str, optimizer: str):
-    """As `train_with_engine`, natively, with the rule itself looking at whether the gradient is finite."""
-    engine = make_engine(
-        world, make_model(True), configuration(strategy=strategy, optimizer=optimizer, engine="native")
-    )
-    engine.defers_verdict = True
-    losses = train_steps(world, engine, range(steps))
-    return {"losses": losses, "weights": weights_of(engine)}
 
 
 def train_over_collectives(world: World, steps: int, strategy: str, optimizer: str):
@@ -153,16 +152,19 @@ def live_weight_bytes(engine: Engine) -> int:
     return sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in engine.module.parameters()}.values())
 
 
+def decayed_and_not(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
 def train_with_plain_pytorch(world: World, steps: int, optimizer: str, with_batchnorm: bool = True):
     """The oracle: DistributedDataParallel, PyTorch's (or timm's) optimizer, clip_grad_norm_."""
     from timm.optim import Lamb
 
-    config = configuration()
-    model = make_model(with_batchnorm)
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+    config, model = configuration(), make_model(with_batchnorm)
+    groups = decayed_and_not(model, config.weight_decay)
     rules = {
         "adamw": lambda: torch.optim.AdamW(groups, lr=config.learning_rate),
         "sgd": lambda: torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, nesterov=True),
@@ -379,11 +381,7 @@ def epoch_with_plain_pytorch(world: World, global_batch: int):
 
     config, data, model = configuration(), make_small_data(), make_model(False)
     order = BatchPlan(EPOCH_SAMPLES, global_batch, 1, 1, 0).permutation(0)
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    rule = torch.optim.AdamW(groups, lr=config.learning_rate)
+    rule = torch.optim.AdamW(decayed_and_not(model, config.weight_decay), lr=config.learning_rate)
     loss_sum = hits = 0.0
     for start in range(0, EPOCH_SAMPLES, global_batch):
         samples = [data.train[0, int(index)] for index in order[start : start + global_batch]]

@@ -157,18 +157,8 @@ def test_a_run_that_gives_up_says_why_in_its_report(tmp_path):
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    flags = [
-        "--data",
-        "fake",
-        "--run-name",
-        "first",
-        "--log-dir",
-        str(tmp_path),
-        "--epochs",
-        "1",
-        "--batch-size",
-        "100",
-    ]
+    flags = ["--data", "fake", "--run-name", "first", "--log-dir", str(tmp_path)]
+    flags += ["--epochs", "1", "--batch-size", "100"]
     assert train_alone(*flags, "--model-type", "basic_cnn").returncode == 0
     other = train_alone(*flags, "--model-type", "mobilenet", "--resume", "auto")
     assert_user_error(other, "was made with another model")

@@ -1,4 +1,4 @@
-"""Learning rates against closed forms and PyTorch's own schedules; parameter groups against their definition."""
+"""Learning rates against closed forms and PyTorch's own schedules, parameter groups, and the state of optimizers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_linear_scaling_only_where_asked_for():
     assert build_schedule(CONFIG, 5, global_batch=1024, head_epochs=0).peak == 0.1
 
 
-def test_backbone_rests_in_the_head_epochs():
+def test_the_backbone_is_frozen_in_the_head_epochs():
     schedule = build_schedule(CONFIG, steps_per_epoch=5, global_batch=32, head_epochs=3)
     assert [schedule.group_learning_rate(step, 0.1) for step in range(15)] == [0.0] * 15
     assert schedule.group_learning_rate(15, 0.1) == pytest.approx(0.1 * schedule.learning_rate(15))

@@ -16,6 +16,8 @@ from training.parallel.precision import DynamicLossScale, under_autocast
 from training.parallel.world import World
 from training.recipe.lamb import ShardedLamb
 
+# Module and class of each. The arguments are the model in fp32, the same or the module that runs it under autocast, the
+# optimizer, the configuration, fp16's loss scale or None, and the ranks; a collective.
 ENGINES = {
     "deepspeed": ("training.parallel.deepspeed_engine", "DeepSpeedEngine"),
     "native": ("training.parallel.native_engine", "NativeEngine"),

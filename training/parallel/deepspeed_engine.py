@@ -21,7 +21,7 @@ from training.recipe.optimizer import create_state, moment_kinds, set_applied_st
 
 
 class DeepSpeedEngine(Engine):
-    """A model whose training state DeepSpeed ZeRO shards; `build_engine` describes the arguments."""
+    """A model whose training state DeepSpeed ZeRO shards; for the arguments see `ENGINES`."""
 
     def __init__(
         self,

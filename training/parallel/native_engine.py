@@ -80,7 +80,7 @@ class FlatGroup:
 
 
 class NativeEngine(Engine):
-    """A model whose training state is sharded over the ranks by flat buffers; `build_engine` describes the arguments.
+    """A model whose training state is sharded over the ranks by flat buffers; for the arguments see `ENGINES`.
 
     The optimizer's groups get this rank's flat parts as their parameters.
     """

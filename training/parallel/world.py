@@ -123,33 +123,14 @@ def start_world(*, deterministic: bool = False) -> World:
         UserError: if this machine has fewer GPUs than ranks, or the master port is in use.
     """
     rank, local_rank, local_size, size = launched_world()
-    if "RANK" not in os.environ:
-        # For DeepSpeed, which looks for MPI if they are missing; nothing listens on this port.
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    # Otherwise the last bit of MKL's products may depend on a matrix's address.
-    os.environ.setdefault("MKL_CBWR", "AUTO")
-    # Otherwise the profiler's library logs every start, and an error if there is no GPU.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    use_exact_fp32()
-    torch.backends.cudnn.benchmark = True  # all batches have one size: cuDNN tries its kernels on the first
-    if deterministic:
-        _use_deterministic_algorithms()
-    use_cuda = torch.cuda.is_available()
-    if use_cuda and local_size > torch.cuda.device_count():
-        raise UserError(f"{local_size} GPUs asked for, {torch.cuda.device_count()} present: ask for fewer.")
-    if use_cuda:
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-        _share_cores(local_size)
+    _configure_libraries(deterministic=deterministic)
+    device = _choose_device(local_rank, local_size)
     is_alone = size == local_size
     _choose_interface(is_alone=is_alone)
-    # With the device given, NCCL connects at once, so that failures to connect show here; barriers use this GPU.
-    bound_to = device if use_cuda else None
-    backend = "nccl" if use_cuda else "gloo"
+    backend, bound_to = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     try:
         rendezvous = _rendezvous(rank, size, is_alone=is_alone)
+        # With the device given, NCCL connects at once, so that failures to connect show here; barriers use this GPU.
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=bound_to, **rendezvous)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
@@ -212,16 +193,36 @@ def _choose_interface(*, is_alone: bool) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
-def _use_deterministic_algorithms() -> None:
-    """Follow https://docs.pytorch.org/docs/stable/notes/randomness.html; must come before CUDA's first use."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.benchmark = False
-    # Filling new memory would only help to debug reads of uninitialized tensors, and costs time.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+def _configure_libraries(*, deterministic: bool) -> None:
+    """Set PyTorch's switches and variables for its libraries; must come before CUDA's first use."""
+    if "RANK" not in os.environ:
+        # For DeepSpeed, which looks for MPI if they are missing; nothing listens on this port.
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    # Otherwise the last bit of MKL's products may depend on a matrix's address.
+    os.environ.setdefault("MKL_CBWR", "AUTO")
+    # Otherwise the profiler's library logs every start, and an error if there is no GPU.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    use_exact_fp32()
+    # All batches have one size: cuDNN times its kernels on the first.
+    torch.backends.cudnn.benchmark = not deterministic
+    if deterministic:  # as in https://docs.pytorch.org/docs/stable/notes/randomness.html
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Filling new memory would only help to debug reads of uninitialized tensors, and costs time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _share_cores(local_size: int) -> None:
-    """Give each CPU rank its share of the cores; 2 ranks with 2 threads each on 2 cores took 15 times as long."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+def _choose_device(local_rank: int, local_size: int) -> torch.device:
+    """Return this rank's GPU; without GPUs the CPU, of which each rank gets its share of the cores.
+
+    2 ranks with 2 threads each on 2 cores took 15 times as long.
+    """
+    if not torch.cuda.is_available():
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+        return torch.device("cpu")
+    if local_size > torch.cuda.device_count():
+        raise UserError(f"{local_size} GPUs asked for, {torch.cuda.device_count()} present: ask for fewer.")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
