@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 
+from planning.doctor.table import cell
 from training.data import DataOptions, load_data
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.loader import most_workers
@@ -16,37 +19,37 @@ from training.data.reading.image_notes import collected_notes
 from training.data.reading.images import ImageError
 from training.data.reading.sources import Source
 from training.data.workers import end_with_parent, worker_context
+from training.errors import printable
 
 IMAGES_PER_MESSAGE = 64
-IMAGES_WORTH_A_WORKER = 1000  # fewer are decoded sooner than a worker has started
+IMAGES_WORTH_A_WORKER = 1000  # fewer are decoded before a worker has started
+CLASSES_SHOWN = 20
 Size = tuple[int, int]  # width, height in pixels
 
 
 @dataclass
 class DataReport:
-    """What `check_data` found.
+    """The result of `check_data`.
 
     Attributes:
         class_names: Name of each label.
         train_counts: Training images of each class.
         val_counts: Validation images of each class.
         label_range: Lowest and highest label that occurs.
-        unreadable: Path and reason of each image that cannot be used.
-        smallest: Width and height in pixels of the image with the fewest pixels; None where none can be read.
-        largest: The same for the most pixels.
         notes: One-line messages from loading.
-        image_notes: Path and note of each image that is odd, but can be used.
-        decoded: Images that were looked at: all, or a sample.
+        sizes: Width and height in pixels of the readable images with the fewest and the most pixels; empty if none is.
+        unreadable: Path and reason of each image that cannot be used.
+        image_notes: Path and note of each image that is odd but can be used.
+        decoded: Images that were decoded: all, or a sample.
     """
 
     class_names: list[str]
     train_counts: list[int]
     val_counts: list[int]
     label_range: tuple[int, int]
+    notes: list[str]
+    sizes: list[Size] = field(default_factory=list)
     unreadable: list[tuple[str, str]] = field(default_factory=list)
-    smallest: Size | None = None
-    largest: Size | None = None
-    notes: list[str] = field(default_factory=list)
     image_notes: list[tuple[str, str]] = field(default_factory=list)
     decoded: int = 0
 
@@ -80,25 +83,44 @@ def check_datasets(datasets: DatasetPair, workers: int | None = None, most: int 
         label_range=(int(labels.min()), int(labels.max())),
         notes=datasets.notes,
     )
-    for dataset in (datasets.train, datasets.val):
-        chosen = np.unique(np.linspace(0, len(dataset) - 1, min(len(dataset), most or len(dataset))).astype(int))
-        is_worth_it = len(chosen) >= IMAGES_WORTH_A_WORKER and not dataset.source.in_memory
+    for part in (datasets.train, datasets.val):
+        chosen = np.unique(np.linspace(0, len(part) - 1, min(len(part), most or len(part))).astype(int))
+        is_worth_it = len(chosen) >= IMAGES_WORTH_A_WORKER and not part.source.in_memory
         automatic = most_workers() if is_worth_it else 0
-        _decode(dataset, chosen, automatic if workers is None else workers, report)
+        _decode(part, chosen, automatic if workers is None else workers, report)
         report.decoded += len(chosen)
     return report
 
 
-class _Found(NamedTuple):
-    """What reading an image gave: its size, or else path and reason; and the notes on it."""
+def print_report(data: str, report: DataReport) -> None:
+    """Print the report on `data`: counts by class, sizes, and each image that cannot be used."""
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table("class", "train", "validation", title=cell(f"{data}: {len(report.class_names)} classes"))
+    rows = list(zip(report.class_names, report.train_counts, report.val_counts, strict=True))
+    for name, train, val in rows[:CLASSES_SHOWN]:
+        table.add_row(cell(name), str(train), str(val))
+    if len(rows) > CLASSES_SHOWN:
+        table.add_row(f"and {len(rows) - CLASSES_SHOWN} more", "", "")
+    table.add_row("all", str(sum(report.train_counts)), str(sum(report.val_counts)))
+    console.print(table)
+    lines = [f"note: {printable(note)}" for note in report.notes]
+    lines.append(f"labels {report.label_range[0]} to {report.label_range[1]}")
+    if report.sizes:
+        smallest, largest = (f"{width}x{height}" for width, height in report.sizes)
+        lines.append(f"smallest image {smallest}, largest {largest} pixels")
+    lines += [f"note on {path!r}: {printable(note)}" for path, note in report.image_notes]
+    lines += [f"unreadable: {path!r}: {printable(reason)}" for path, reason in report.unreadable]
+    lines.append(f"{len(report.unreadable)} of {report.images} images cannot be used")
+    for line in lines:
+        console.print(line, markup=False)
 
-    size: Size | None
-    problem: tuple[str, str] | None
-    notes: list[tuple[str, str]]
+
+# Of an image: its size, or path and reason if it is unreadable; and the notes on it.
+Found = tuple[Size | None, tuple[str, str] | None, list[tuple[str, str]]]
 
 
 class _SizeReader(Dataset):
-    """Reads each image and keeps what was found."""
+    """Decodes each image and returns its size and notes."""
 
     def __init__(self, source: Source, indices: np.ndarray) -> None:
         self._source, self._indices = source, indices
@@ -106,13 +128,13 @@ class _SizeReader(Dataset):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, position: int) -> _Found:
+    def __getitem__(self, position: int) -> Found:
         try:
             with collected_notes() as notes:
                 _, height, width = self._source.read(int(self._indices[position])).shape
         except ImageError as error:
-            return _Found(None, (error.path, error.reason), [])
-        return _Found((width, height), None, list(notes.items()))
+            return None, (error.path, error.reason), []
+        return (width, height), None, list(notes.items())
 
 
 def _decode(dataset: ImageDataset, indices: np.ndarray, workers: int, report: DataReport) -> None:
@@ -120,7 +142,7 @@ def _decode(dataset: ImageDataset, indices: np.ndarray, workers: int, report: Da
         _SizeReader(dataset.source, indices),
         batch_size=IMAGES_PER_MESSAGE,
         num_workers=workers,
-        collate_fn=_unchanged,
+        collate_fn=list,
         worker_init_fn=end_with_parent,
         multiprocessing_context=worker_context() if workers else None,
     )
@@ -128,14 +150,6 @@ def _decode(dataset: ImageDataset, indices: np.ndarray, workers: int, report: Da
         report.image_notes += notes
         if problem:
             report.unreadable.append(problem)
-        elif size:
-            report.smallest = min(report.smallest or size, size, key=_pixels)
-            report.largest = max(report.largest or size, size, key=_pixels)
-
-
-def _pixels(size: Size) -> int:
-    return size[0] * size[1]
-
-
-def _unchanged(results: Any) -> Any:
-    return results
+        if size:
+            sizes = [*report.sizes, size]
+            report.sizes = [min(sizes, key=math.prod), max(sizes, key=math.prod)]

@@ -1,4 +1,4 @@
-"""Reaches machines: starts the doctor's probe there, asks it, and tells apart why one cannot be reached."""
+"""Starts the doctor's probe on machines, asks it, and finds out why a machine cannot be reached."""
 
 from __future__ import annotations
 
@@ -14,35 +14,25 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from launch.cluster.remote_shell import Command, srun_command, ssh_command
+from launch.cluster.remote_shell import Command
 from planning.doctor.probe import RECORD_SEPARATOR, slowdown
 from training.config import REPO_ROOT
 
 START_SECONDS = 20.0  # longer than ssh takes to give up connecting
-MOST_PATIENCE = 8.0  # times the seconds allowed on an idle machine
+MOST_PATIENCE = 8.0
 SSH_BANNER_SECONDS = 3.0
 CLOCK_QUESTIONS = 3
 PROBE = [sys.executable, str(REPO_ROOT / "scripts" / "doctor.py"), "--probe"]
 LEAVE_SECONDS = 2.0
 
 
-def over_ssh(host: str) -> Command:
-    """Return what starts the probe on a host over ssh."""
-    return ssh_command(host, PROBE)
-
-
-def over_srun(host: str) -> Command:
-    """Return what starts the probe on a host of this Slurm job."""
-    return srun_command(host, PROBE)
-
-
-def here(host: str) -> Command:
-    """Return what starts the probe on this machine."""
-    return PROBE, None
+def local_command(host: str, arguments: list[str]) -> Command:
+    """Return the command that runs `arguments` on this machine, as `ssh_command` does on another one."""
+    return arguments, None
 
 
 class Unreachable(Exception):
-    """No answer: the message says what was found, `cure` what to do."""
+    """A machine does not answer: the message says what was found, `cure` what to do."""
 
     def __init__(self, found: str, cure: str) -> None:
         super().__init__(found)
@@ -50,33 +40,33 @@ class Unreachable(Exception):
 
 
 class Probe:
-    """The probe of one machine, started now; a context, which ends it.
+    """The probe of one machine, started now; a context manager that ends it.
 
     Attributes:
         host: the machine.
-        patience: factor on all the seconds that an answer may take: how loaded this machine and the other one are.
+        patience: factor on all time limits, at least 1: how loaded this machine and the other one are.
     """
 
     def __init__(self, host: str, command: Command) -> None:
         self.host = host
         self.patience = min(slowdown(), MOST_PATIENCE)
-        words, environment = command
-        self._is_ssh = words[0] == "ssh"
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  closed with the context
+        arguments, environment = command
+        self._is_ssh = arguments[0] == "ssh"
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed with the context
         self._process = subprocess.Popen(
-            words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._complaints
+            arguments, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr
         )
-        self._received = b""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._stdin, self._stdout, self._received = self._process.stdin, self._process.stdout, b""
 
     def __enter__(self) -> Probe:
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._process.stdin
-        assert self._process.stdout
-        with self._complaints, self._process.stdout:
+        with self._stderr, self._stdout:
             try:
-                self._process.stdin.close()
+                self._stdin.close()
                 self._process.wait(LEAVE_SECONDS)
             except (OSError, subprocess.TimeoutExpired):
                 self._process.kill()
@@ -87,29 +77,35 @@ class Probe:
 
         Args:
             question: a key of `probe.ANSWERS`.
-            seconds: that the answer may take on an idle machine; on a loaded one, `patience` times as many.
-            request: what the answer needs to know.
+            seconds: time limit on an idle machine.
+            request: arguments of the function that answers.
 
         Raises:
             Unreachable: if no answer comes in time, or the connection ends.
         """
-        assert self._process.stdin
         try:
-            self._process.stdin.write(json.dumps({"ask": question, "with": request}).encode() + b"\n")
-            self._process.stdin.flush()
+            self._stdin.write(json.dumps({"ask": question, "with": request}).encode() + b"\n")
+            self._stdin.flush()
         except OSError:
             raise self._why_it_ended() from None
         seconds *= self.patience
         deadline = time.monotonic() + seconds
         while True:
-            line = self._line(deadline, seconds)
-            if line.startswith(RECORD_SEPARATOR):
+            while b"\n" not in self._received:
+                if not select.select([self._stdout], [], [], max(deadline - time.monotonic(), 0))[0]:
+                    self._process.kill()  # or __exit__ would wait for it
+                    raise Unreachable(f"no answer within {seconds:.0f} s", f"log in to {self.host} and look what hangs")
+                if not (received := os.read(self._stdout.fileno(), 65536)):
+                    raise self._why_it_ended()
+                self._received += received
+            line, _, self._received = self._received.partition(b"\n")
+            if line.startswith(RECORD_SEPARATOR.encode()):
                 return json.loads(line[1:])
 
     def clock_offset(self) -> float:
-        """Return by how many seconds the machine's clock is ahead of ours, and learn how loaded the machine is.
+        """Return how many seconds the machine's clock is ahead of ours, and adapt `patience` to its load.
 
-        The answer is taken to lie in the middle between question and receipt, of the quickest of some rounds
+        The answer is taken to lie in the middle between question and receipt, in the quickest of several rounds
         (Cristian 1989, Probabilistic clock synchronization, Distributed Computing 3).
         """
         rounds = []
@@ -122,34 +118,34 @@ class Probe:
                 self.patience = max(self.patience, min(answer["slowdown"], MOST_PATIENCE))
         return min(rounds)[1]
 
-    def _line(self, deadline: float, seconds: float) -> str:
-        assert self._process.stdout
-        while b"\n" not in self._received:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0))
-            if not ready:
-                self._process.kill()  # or its end would have to be waited for
-                raise Unreachable(f"no answer within {seconds:.0f} s", f"log in to {self.host} and look what hangs")
-            received = os.read(self._process.stdout.fileno(), 65536)
-            if not received:
-                raise self._why_it_ended()
-            self._received += received
-        line, _, self._received = self._received.partition(b"\n")
-        return line.decode(errors="replace")
-
     def _why_it_ended(self) -> Unreachable:
         try:
             code = self._process.wait(LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
             code = 0
-        self._complaints.seek(0)
-        complaint = self._complaints.read().decode(errors="replace")
+        self._stderr.seek(0)
+        complaint = self._stderr.read().decode(errors="replace")
         if self._is_ssh and "timed out" in complaint and (stuck := _why_ssh_is_stuck(self.host)):
             return stuck
         return explain(self.host, code, complaint)
 
 
+def ask_all(
+    probes: Sequence[Probe], ask: Callable[[Probe], dict[str, Any]]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Unreachable]]:
+    """Ask all machines at once; return the answers, and why others could not be reached, both by host."""
+    answers, lost = {}, {}
+    with ThreadPoolExecutor(max_workers=max(len(probes), 1)) as pool:
+        for host, answer in [(probe.host, pool.submit(ask, probe)) for probe in probes]:
+            try:
+                answers[host] = answer.result()
+            except Unreachable as error:
+                lost[host] = error
+    return answers, lost
+
+
 def _why_ssh_is_stuck(host: str) -> Unreachable | None:
-    """Return what keeps ssh from a host whose port connects; None if it does not, or is reached in another way."""
+    """Return why ssh times out at a host whose port connects; None if it does not, or ssh uses a proxy."""
     configuration = subprocess.run(["ssh", "-G", "--", host], capture_output=True, text=True)
     settings = dict(line.split(" ", 1) for line in configuration.stdout.splitlines() if " " in line)
     if "hostname" not in settings or "proxycommand" in settings or "proxyjump" in settings:
@@ -172,77 +168,49 @@ def stuck_at(host: str, address: str, port: int) -> Unreachable | None:
         except OSError:
             has_greeted = False
     if not has_greeted:
-        return Unreachable(
-            f"port {port} connects, but the ssh server there says nothing: it hangs, or the machine is overloaded",
-            f"look at {host} from its console",
-        )
+        found = f"port {port} connects, but the ssh server there says nothing: it hangs, or the machine is overloaded"
+        return Unreachable(found, f"look at {host} from its console")
     return Unreachable(
         f"port {port} answers, but ssh gets no further: packets of full size are lost on the way",
         f"a smaller MTU on the way to {host}: compare ip link there and here, ping -M do -s 1472 {host}",
     )
 
 
-# What ssh says on stderr (OpenSSH's messages) -> what was found, and the cure; {host} is filled in. The first line that
-# occurs holds.
-SSH_COMPLAINTS = (
-    (
-        "REMOTE HOST IDENTIFICATION HAS CHANGED",
+# Text on stderr (OpenSSH's messages) -> what was found, and the cure; the first that matches counts.
+SSH_COMPLAINTS = {
+    "REMOTE HOST IDENTIFICATION HAS CHANGED": (
         "its host key is another one than ssh remembers",
         "if the machine was set up anew: ssh-keygen -R {host}, then ssh {host} once",
     ),
-    ("Host key verification failed", "its host key is unknown to ssh", "ssh {host} once and accept the key"),
-    (
-        "Could not resolve hostname",
-        "no such host name",
-        "correct the name, or add it to the DNS or to /etc/hosts",
-    ),
-    ("Permission denied", "ssh wants a password", "ssh-copy-id {host} (the key must be one that ssh takes unasked)"),
-    ("Too many authentication failures", "ssh offers too many keys", "name one key in ~/.ssh/config: IdentityFile"),
-    ("Connection refused", "no ssh server answers (connection refused)", "start sshd on {host}, or correct its port"),
-    ("timed out", "no answer (timed out): the host is down, or a firewall drops", "switch {host} on; open port 22"),
-    (
-        "No route to host",
+    "Host key verification failed": ("its host key is unknown to ssh", "ssh {host} once and accept the key"),
+    "Could not resolve hostname": ("no such host name", "correct the name, or add it to the DNS or to /etc/hosts"),
+    "Permission denied": ("ssh wants a password", "ssh-copy-id {host} (the key must be one that ssh takes unasked)"),
+    "Too many authentication failures": ("ssh offers too many keys", "name one key in ~/.ssh/config: IdentityFile"),
+    "Connection refused": ("no ssh server answers (connection refused)", "start sshd on {host}, or correct its port"),
+    "timed out": ("no answer (timed out): the host is down, or a firewall drops", "switch {host} on; open port 22"),
+    "No route to host": (
         "no route to the host: it is down, or in another network",
         "switch {host} on; check its network",
     ),
-    ("Network is unreachable", "its network cannot be reached from here", "check the routes of this machine"),
-    ("can't open file", "the repository is not there at the same path", "put {root} on {host}, or share its folder"),
-    (
-        "closed by",
+    "Network is unreachable": ("its network cannot be reached from here", "check the routes of this machine"),
+    "can't open file": ("the repository is not there at the same path", "put {root} on {host}, or share its folder"),
+    "closed by": (
         "ssh server closed the connection",
         "look into the log of sshd on {host} (MaxStartups, AllowUsers, hosts.deny)",
     ),
-    ("reset by", "the connection was reset", "look into the log of sshd on {host} (MaxStartups, a firewall)"),
-)
+    "reset by": ("the connection was reset", "look into the log of sshd on {host} (MaxStartups, a firewall)"),
+}
 NOT_FOUND_CODES = (126, 127)  # of a shell: cannot be run, not found
 
 
 def explain(host: str, code: int, complaint: str) -> Unreachable:
-    """Tell why a remote probe ended, from its exit code and what stood on stderr."""
-    for sign, found, cure in SSH_COMPLAINTS:
+    """Return why a remote probe ended, from its exit code and its stderr."""
+    for sign, (found, cure) in SSH_COMPLAINTS.items():
         if sign in complaint:
             return Unreachable(found, cure.format(host=host, root=REPO_ROOT))
     if code in NOT_FOUND_CODES:
-        return Unreachable(
-            f"{sys.executable} is not there", f"make setup in {REPO_ROOT} on {host}, or share the folder"
-        )
-    lines = [line for line in complaint.splitlines() if line.strip()]
-    last = lines[-1].strip() if lines else "nothing on stderr"
+        cure = f"make setup in {REPO_ROOT} on {host}, or share the folder"
+        return Unreachable(f"{sys.executable} is not there", cure)
+    lines = [line.strip() for line in complaint.splitlines() if line.strip()]
+    last = lines[-1] if lines else "nothing on stderr"
     return Unreachable(f"the probe ended with code {code}: {last[:200]}", f"try: ssh {host} {' '.join(PROBE)}")
-
-
-def ask_all(
-    probes: Sequence[Probe], ask: Callable[[Probe], dict[str, Any]]
-) -> tuple[dict[str, dict[str, Any]], dict[str, Unreachable]]:
-    """Ask all machines at once; return the answers, and who could not be reached, both by host."""
-
-    def attempt(probe: Probe) -> dict[str, Any] | Unreachable:
-        try:
-            return ask(probe)
-        except Unreachable as error:
-            return error
-
-    with ThreadPoolExecutor(max_workers=max(len(probes), 1)) as pool:
-        results = dict(zip((probe.host for probe in probes), pool.map(attempt, probes), strict=True))
-    answers = {host: result for host, result in results.items() if not isinstance(result, Unreachable)}
-    return answers, {host: result for host, result in results.items() if isinstance(result, Unreachable)}

@@ -1,42 +1,66 @@
-"""What one machine says of itself. Facts only: what they mean is judged where all machines' facts are."""
+"""What one machine has: hardware, software, limits, folders and GPUs. `assess_machine` says what it means."""
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from launch.process_tree import unheld_build_locks
-from planning.doctor.nvidia import ask_nvidia_smi
 from training.config import REPO_ROOT
 from training.observe.environment import LIBRARIES, code_fingerprint, git, package_version
 from training.observe.shared_folder import existing_part
 from training.parallel.network_interfaces import free_port, own_addresses, port_if_free
 
 SHARED_MEMORY = Path("/dev/shm")
+NVIDIA_SMI_SECONDS = 15.0  # nvidia-smi is slow if a GPU is in trouble
+# Our name -> nvidia-smi's (nvidia-smi --help-query-gpu).
+GPU_QUERY = {
+    "name": "name",
+    "memory_mib": "memory.total",
+    "memory_used_mib": "memory.used",
+    "driver": "driver_version",
+    "temperature_c": "temperature.gpu",
+    "power_limit_w": "power.limit",
+    "power_default_w": "power.default_limit",
+    "ecc_uncorrected": "ecc.errors.uncorrected.volatile.total",
+    "throttle_reasons": "clocks_event_reasons.active",
+}
+GPU_TEXTS = ("name", "driver", "throttle_reasons")  # the others are numbers
+OLD_NAMES = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}  # of drivers before 535
+# Bits that mean trouble (NVML's nvmlClocksEventReasons). Left out: idle, the application's own clocks, and the power
+# cap, which every busy GPU meets.
+THROTTLE_REASONS = {0x8: "hardware slowdown", 0x20: "too hot", 0x40: "too hot (hardware)", 0x80: "power brake"}
+# From the fastest to the slowest, as in the legend of `nvidia-smi topo -m`.
+LINKS = ("NV", "PIX", "PXB", "PHB", "NODE", "SYS")
 
 
-def collect_facts(log_dir: str, port: int, hosts: list[str], with_torch: bool) -> dict[str, Any]:
-    """Return this machine's facts, ready for JSON.
+def collect_host_facts(log_dir: str, port: int, hosts: list[str], with_torch: bool) -> dict[str, Any]:
+    """Return what this machine has, ready for JSON.
 
     Args:
         log_dir: folder of all logs; need not exist yet.
-        port: where the ranks are to meet; whether it is free here.
+        port: where the ranks are to meet; 0 for any that is free.
         hosts: names to look up.
         with_torch: whether to load torch and torchvision's operators, which takes seconds.
     """
     memory = psutil.virtual_memory()
+    shared_memory = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
     return {
-        "host": socket.gethostname(),
         "machine": machine_identity(),
         "python": platform.python_version(),
         "packages": {name: package_version(name) for name in LIBRARIES},
@@ -45,34 +69,34 @@ def collect_facts(log_dir: str, port: int, hosts: list[str], with_torch: bool) -
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": memory.total,
         "memory_free_bytes": memory.available,
-        "shm_bytes": shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0,
-        "shm_free_bytes": shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
+        "shm_bytes": shared_memory.total if shared_memory else 0,
+        "shm_free_bytes": shared_memory.free if shared_memory else 0,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "compilers": [name for name in ("c++", "g++", "cc", "ninja") if find_program(name)],
+        "compilers": [name for name in ("c++", "g++", "cc", "ninja") if _has_program(name)],
         "locks": sorted(map(str, unheld_build_locks(Path(sys.prefix) / "torch_extensions"))),
         "log_folder": log_folder_facts(Path(log_dir)),
         "port": port_if_free(port) if port else 0,
         "spare_port": free_port(),
         "own_addresses": own_addresses(),
-        "addresses": {host: address_of(host) for host in hosts},
+        "addresses": {host: _address_of(host) for host in hosts},
         **ask_nvidia_smi(),
         **(torch_facts() if with_torch else {"import_problem": None, "torch_cuda": None}),
     }
 
 
 def torch_facts() -> dict[str, Any]:
-    """Return whether torch and torchvision fit together, and the CUDA that torch was built for.
+    """Return why torch and torchvision do not fit together (None if they do), and the CUDA that torch was built for.
 
-    An unfit pair fails in loading torchvision's operators; all of torchvision takes as long to load as torch itself.
-    Nothing here may start CUDA: the ranks of the network check are forked from this process.
+    A pair that does not fit fails in loading torchvision's operators; all of torchvision takes as long to load as
+    torch itself. CUDA must not be initialized here: the ranks of the network check are forked from this process.
     """
     try:
         import torch
 
-        operators = [str(path) for path in package_folder("torchvision").glob("_C*.so")]
-        for path in operators:
-            torch.ops.load_library(path)
-        if not operators or not hasattr(torch.ops.torchvision, "nms"):
+        spec = importlib.util.find_spec("torchvision")
+        for path in Path(spec.origin).parent.glob("_C*.so") if spec and spec.origin else ():
+            torch.ops.load_library(str(path))
+        if not hasattr(torch.ops.torchvision, "nms"):
             raise ImportError("torchvision has no operators")
     except Exception as error:
         return {"import_problem": f"{type(error).__name__}: {error}"[:200], "torch_cuda": None}
@@ -80,7 +104,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def machine_identity() -> str:
-    """Return what two names of one machine have in common: its boot, and the network and processes that it sees.
+    """Return what two names of one machine have in common: its boot, and its network and process namespaces.
 
     Containers of one machine differ in the latter two, and may own different GPUs.
     """
@@ -88,23 +112,9 @@ def machine_identity() -> str:
     return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid"))])
 
 
-def package_folder(name: str) -> Path:
-    """Return where a package lies, without importing it."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise ImportError(f"no package {name}")
-    return Path(spec.origin).parent
-
-
-def find_program(name: str) -> str | None:
-    """Return a program's path, where a shell or the environment of this Python has it."""
-    return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
-
-
 def log_folder_facts(folder: Path) -> dict[str, Any]:
-    """Return where the logs will lie: free bytes, and why nothing can be written there (None: it can)."""
-    existing = existing_part(folder)
-    problem = None
+    """Return `path`, `free_bytes`, and as `problem` why nothing can be written there (None if it can)."""
+    existing, problem = existing_part(folder), None
     try:
         with tempfile.TemporaryFile(dir=existing, prefix=".doctor-") as file:
             file.write(b"0" * 4096)
@@ -115,9 +125,90 @@ def log_folder_facts(folder: Path) -> dict[str, Any]:
     return {"path": str(folder), "free_bytes": shutil.disk_usage(existing).free, "problem": problem}
 
 
-def address_of(host: str) -> str | None:
-    """Return the IPv4 or IPv6 address that a name has here; None where it has none."""
+def _has_program(name: str) -> bool:
+    """Return whether a program is in PATH or in this Python's environment."""
+    return any(shutil.which(name, path=path) for path in (None, str(Path(sys.executable).parent)))
+
+
+def _address_of(host: str) -> str | None:
+    """Return the IPv4 or IPv6 address of a name, None if it has none here."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         return None
+
+
+def ask_nvidia_smi() -> dict[str, Any]:
+    """Return `gpus`, `driver_cuda` and `topology` of this machine; `gpus` and `gpu_problem` if nvidia-smi fails."""
+    try:
+        with ThreadPoolExecutor() as pool:  # each takes a second or more on a machine with many GPUs
+            runs = [
+                pool.submit(_query_gpus),
+                pool.submit(_nvidia_smi),
+                pool.submit(_nvidia_smi, "topo", "-m", check=False),
+            ]
+        gpus, header, topology = (run.result() for run in runs)
+        return {
+            "gpus": parse_gpus(gpus),
+            "driver_cuda": parse_cuda_version(header),
+            "topology": parse_topology(topology),
+        }
+    except FileNotFoundError:
+        return {"gpus": []}
+    except (subprocess.SubprocessError, OSError) as error:
+        output = getattr(error, "stdout", "") or getattr(error, "stderr", "") or str(error)
+        return {"gpus": [], "gpu_problem": " ".join(str(output).split())[:200]}
+
+
+def parse_gpus(text: str) -> list[dict[str, Any]]:
+    """Parse `nvidia-smi --query-gpu=... --format=csv,noheader,nounits` with the fields of `GPU_QUERY`.
+
+    Returns:
+        One dictionary per GPU with the keys of `GPU_QUERY`; None for what a GPU does not report ([N/A]).
+    """
+    gpus = []
+    for values in csv.reader(text.splitlines(), skipinitialspace=True):
+        if len(values) != len(GPU_QUERY):
+            continue
+        gpu: dict[str, Any] = dict(zip(GPU_QUERY, (value.strip() for value in values), strict=True))
+        for name in GPU_QUERY.keys() - GPU_TEXTS:
+            gpu[name] = float(gpu[name]) if re.fullmatch(r"[0-9.]+", gpu[name]) else None
+        bits = gpu["throttle_reasons"]
+        bits = int(bits, 16) if re.fullmatch(r"0x[0-9A-Fa-f]+", bits) else 0
+        gpu["throttle_reasons"] = [reason for bit, reason in THROTTLE_REASONS.items() if bits & bit]
+        gpus.append(gpu)
+    return gpus
+
+
+def parse_cuda_version(text: str) -> str | None:
+    """Return the newest CUDA that the driver supports, from the header of `nvidia-smi` ('UMD' from driver 610 on)."""
+    match = re.search(r"CUDA (?:UMD )?Version:\s*([0-9]+\.[0-9]+)", text)
+    return match[1] if match else None
+
+
+def parse_topology(text: str) -> dict[str, int]:
+    """Count the links between pairs of GPUs in the output of `nvidia-smi topo -m`: {"NV18": 28}."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # the header is underlined, even in a pipe
+    rows = [line.split()[1:] for line in plain.splitlines() if re.match(r"GPU\d+\s", line)]
+    return dict(
+        Counter(
+            value for number, row in enumerate(rows) for value in row[number + 1 : len(rows)] if value.startswith(LINKS)
+        )
+    )
+
+
+def _query_gpus() -> str:
+    """Query by today's names of the fields, and by the old ones if the driver does not know one."""
+    names = ",".join(GPU_QUERY.values())
+    try:
+        return _nvidia_smi(f"--query-gpu={names}", "--format=csv,noheader,nounits")
+    except subprocess.CalledProcessError as error:
+        if "not a valid field" not in error.stdout + error.stderr:
+            raise
+        names = ",".join(OLD_NAMES.get(name, name) for name in GPU_QUERY.values())
+        return _nvidia_smi(f"--query-gpu={names}", "--format=csv,noheader,nounits")
+
+
+def _nvidia_smi(*arguments: str, check: bool = True) -> str:
+    command = ["nvidia-smi", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=check).stdout

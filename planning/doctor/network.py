@@ -1,4 +1,4 @@
-"""The network as the ranks see it: real messages between real processes, one for each rank of the training."""
+"""Measures the network between the ranks: real messages between real processes, one for each rank of the training."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -21,60 +21,36 @@ from training.parallel.secure_store import authenticate, open_store
 
 SMALL_BYTES, SMALL_REPEATS, LARGE_REPEATS = 1024, 20, 3
 FIRST_BYTES, LARGEST_BYTES = 1 << 16, {"cpu": 1 << 26, "cuda": 1 << 28}
-LONG_ENOUGH_SECONDS = 0.1  # a message that takes as long is large enough: what comes before it is spread thin
+LONG_ENOUGH_SECONDS = 0.1  # a message that takes as long is large enough: its latency is a small part
 MOST_ROUNDS = 7  # each host measures its link to so many others
 INFINIBAND = Path("/sys/class/infiniband")
 
-
-class Place(NamedTuple):
-    """Where a rank stands among the others: its numbers, all hosts with their ranks, where and by what they meet."""
-
-    rank: int
-    local_rank: int
-    hosts: list[list[Any]]
-    address: str
-    port: int
-    secret: str
-    interface: str
+Ranks = Sequence[tuple[str, int]]  # name and number of ranks of every host, in the order of the ranks
 
 
-def measure_network(
-    first_rank: int,
-    ranks: int,
-    hosts: list[list[Any]],
-    address: str,
-    port: int,
-    secret: str,
-    interface: str,
-    use_gpu: bool,
-    join_seconds: float,
-    seconds: float,
-) -> dict[str, Any]:
-    """Run this machine's ranks of the check; a collective of all machines' probes.
+def measure_network(host: str, common: Mapping[str, Any], interface: str, seconds: float) -> dict[str, Any]:
+    """Run this host's ranks of the check; a collective of all hosts' probes.
 
     Args:
-        first_rank: of this machine.
-        ranks: on this machine.
-        hosts: name and number of ranks of every host, in the order of the ranks.
-        address: of the first of them, where the ranks meet.
-        port: there.
-        secret: that the ranks prove to each other that they know.
-        interface: by which this machine talks to the others; '' leaves the choice to gloo and NCCL.
-        use_gpu: NCCL between GPUs instead of gloo between CPUs.
-        join_seconds: how long ranks wait for each other.
-        seconds: how long all of it may take.
+        host: this host's name in `ranks`.
+        common: the same on all hosts: `ranks`, see `Ranks`; `address` and `port` of the first host, where the ranks
+            meet; the `secret` that they prove to know; `use_gpu` for NCCL between GPUs instead of gloo between CPUs;
+            `join_seconds`, how long ranks wait for each other.
+        interface: by which this host reaches the others; '' leaves the choice to gloo and NCCL.
+        seconds: time limit of all of it.
 
     Returns:
-        `interface_mbit`, `infiniband`; `report` where rank 0 is here, see `_measure`; and `problem` with
-        `phase`, what the ranks were at when they failed: "meet" (reach the first host's port), "join" (reach the
-        other ranks), "send".
+        `interface_mbit`, `infiniband`; `report` if rank 0 is here, see `_measure`; if the check failed, `problem` and
+        its `phase`: "meet" (reach the first host's port), "join" (reach the other ranks), "send".
     """
+    names = [name for name, _ in common["ranks"]]
+    first, count = _first_ranks(common["ranks"])[names.index(host)], dict(common["ranks"])[host]
     context = multiprocessing.get_context("fork")  # torch is imported already
     pipes, processes = [], []
-    for local_rank in range(ranks):
+    for local_rank in range(count):
         ours, theirs = context.Pipe(duplex=False)
-        place = Place(first_rank + local_rank, local_rank, hosts, address, port, secret, interface)
-        process = context.Process(target=_rank_main, args=(theirs, place, use_gpu, join_seconds), daemon=True)
+        rank_of = {"rank": first + local_rank, "local_rank": local_rank, "interface": interface}
+        process = context.Process(target=_run_rank, args=(theirs,), kwargs={**common, **rank_of}, daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -97,7 +73,7 @@ def infiniband_links() -> list[str]:
 
 
 def rounds_of_pairs(hosts: int) -> list[list[tuple[int, int]]]:
-    """Return rounds in which no host stands twice and, over all of them, every pair once (round-robin tournament)."""
+    """Return rounds that have every pair once, and no host twice in a round (round-robin tournament)."""
     seats = [*range(hosts), *([-1] if hosts % 2 else [])]
     rounds = []
     for _ in range(len(seats) - 1):
@@ -109,72 +85,81 @@ def rounds_of_pairs(hosts: int) -> list[list[tuple[int, int]]]:
 
 
 def _collect(pipes: Sequence[Connection], seconds: float) -> dict[str, Any]:
-    """Wait for all ranks' last words; the first problem wins."""
-    open_pipes, phases = list(pipes), {id(pipe): "meet" for pipe in pipes}
+    """Wait until every rank has sent its report, or one a problem."""
+    phases = dict.fromkeys(pipes, "meet")
     answer: dict[str, Any] = {}
     deadline = time.monotonic() + seconds
-    while open_pipes and "problem" not in answer:
-        ready = wait(open_pipes, max(deadline - time.monotonic(), 0))
+    while phases:
+        ready = wait(list(phases), max(deadline - time.monotonic(), 0))
         if not ready:
-            answer |= {"problem": "no end within the time allowed", "phase": phases[id(open_pipes[0])]}
+            return {"problem": "no end within the time allowed", "phase": next(iter(phases.values()))}
         for pipe in ready:
             assert isinstance(pipe, Connection)
             try:
-                word, value = pipe.recv()
+                kind, value = pipe.recv()
             except EOFError:
-                word, value = "problem", "the rank's process died"
-            if word == "phase":
-                phases[id(pipe)] = value
+                kind, value = "problem", "the rank's process died"
+            if kind == "problem":
+                return {"problem": value, "phase": phases[pipe]}
+            if kind == "phase":
+                phases[pipe] = value
                 continue
-            open_pipes.remove(pipe)
-            if word == "problem":
-                answer |= {"problem": value, "phase": phases[id(pipe)]}
-            elif value is not None:
-                answer["report"] = value
+            del phases[pipe]
+            answer |= {"report": value} if value else {}
     return answer
 
 
-def _rank_main(pipe: Connection, place: Place, use_gpu: bool, join_seconds: float) -> None:
-    """Be one rank: say each phase, then the report (rank 0's; the others' is None) or the problem."""
-    if place.interface:
-        os.environ.update(GLOO_SOCKET_IFNAME=place.interface, NCCL_SOCKET_IFNAME=f"={place.interface}")
+def _run_rank(
+    pipe: Connection,
+    *,
+    rank: int,
+    local_rank: int,
+    ranks: Ranks,
+    address: str,
+    port: int,
+    secret: str,
+    interface: str,
+    use_gpu: bool,
+    join_seconds: float,
+) -> None:
+    """Run one rank of the check; sends each phase, then the report (None but on rank 0) or the problem."""
+    if interface:
+        os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=f"={interface}")
     torch.set_num_threads(1)
-    rank, size = place.rank, sum(ranks for _, ranks in place.hosts)
-    patience = datetime.timedelta(seconds=join_seconds)
+    size = sum(count for _, count in ranks)
+    limit = datetime.timedelta(seconds=join_seconds)
+    device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     try:
-        is_host, is_alone = rank == 0, len(place.hosts) == 1
-        store = open_store(place.address, place.port, patience, is_host=is_host, is_alone=is_alone)
+        store = open_store(address, port, limit, is_host=rank == 0, is_alone=len(ranks) == 1)
         pipe.send(("phase", "join"))
-        store = authenticate(store, place.secret, rank, size, patience, is_ours=is_host)
-        device = torch.device("cuda", place.local_rank) if use_gpu else torch.device("cpu")
+        store = authenticate(store, secret, rank, size, limit, is_ours=rank == 0)
         if use_gpu:
             torch.cuda.set_device(device)
-        dist.init_process_group(
-            "nccl" if use_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=patience
-        )
+        dist.init_process_group("nccl" if use_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=limit)
         _time_all_reduce(1, device)
         pipe.send(("phase", "send"))
-        report = _measure(rank, place.hosts, device)
+        report = _measure(rank, ranks, device)
         dist.barrier()
         pipe.send(("report", report if rank == 0 else None))
-        if rank == 0:  # the store ends with it: let the others go first
+        if rank == 0:  # the store ends with this process: let the others end first
             time.sleep(0.2)
     except Exception as error:
         pipe.send(("problem", " ".join(f"{type(error).__name__}: {error}".split())[:300]))
-    os._exit(0)  # without waiting for a peer that is gone
+    os._exit(0)  # does not wait for a peer that is gone
 
 
-def _measure(rank: int, hosts: list[Any], device: torch.device) -> dict[str, Any]:
+def _measure(rank: int, ranks: Ranks, device: torch.device) -> dict[str, Any]:
     """Return `small_seconds`, `large` (bytes, seconds), `links` (two hosts, bytes per second); a collective."""
     small = statistics.median(_time_all_reduce(SMALL_BYTES, device) for _ in range(SMALL_REPEATS))
     size = FIRST_BYTES
     while True:
-        seconds = _slowest(min(_time_all_reduce(size, device) for _ in range(LARGE_REPEATS)), device)
-        if seconds > LONG_ENOUGH_SECONDS or size >= LARGEST_BYTES[device.type]:
+        seconds = min(_time_all_reduce(size, device) for _ in range(LARGE_REPEATS))
+        slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all ranks take the same way
+        if (seconds := slowest.item()) > LONG_ENOUGH_SECONDS or size >= LARGEST_BYTES[device.type]:
             break
         size *= 4
-    link = row_of(text, text, number)
-    links = gather(_measure_links(rank, hosts, device), list_of(link), None, device)
+    links = gather(_measure_links(rank, ranks, device), list_of(row_of(text, text, number)), None, device)
     return {
         "small_seconds": small,
         "large": [size, seconds],
@@ -184,23 +169,22 @@ def _measure(rank: int, hosts: list[Any], device: torch.device) -> dict[str, Any
     }
 
 
-def _measure_links(rank: int, hosts: list[Any], device: torch.device) -> list[list[Any]]:
+def _measure_links(rank: int, ranks: Ranks, device: torch.device) -> list[list[Any]]:
     """Measure the links between the hosts' first ranks, in rounds of disjoint pairs; return those that it led."""
-    starts, links = _starts(hosts), []
-    if rank not in starts or len(hosts) == 1:
+    firsts, links = _first_ranks(ranks), []
+    if rank not in firsts or len(ranks) == 1:
         return []
-    own = starts.index(rank)
-    for pairs in rounds_of_pairs(len(hosts))[:MOST_ROUNDS]:
-        for first, second in pairs:
-            if own == first:
-                links.append([hosts[first][0], hosts[second][0], _lead_link(starts[second], device)])
-            elif own == second:
-                _follow_link(starts[first], device)
+    own = firsts.index(rank)
+    for first, second in (pair for pairs in rounds_of_pairs(len(ranks))[:MOST_ROUNDS] for pair in pairs):
+        if own == first:
+            links.append([ranks[first][0], ranks[second][0], _lead_link(firsts[second], device)])
+        elif own == second:
+            _follow_link(firsts[first], device)
     return links
 
 
 def _lead_link(peer: int, device: torch.device) -> float:
-    """Send messages that grow and come back; return bytes per second, each way, of the last one."""
+    """Send growing messages, which come back; return bytes per second, each way, of the last one."""
     size = FIRST_BYTES
     while True:
         dist.send(torch.tensor([size], device=device), peer)
@@ -208,7 +192,7 @@ def _lead_link(peer: int, device: torch.device) -> float:
         start = time.perf_counter()
         dist.send(message, peer)
         dist.recv(message, peer)
-        _finish(device)
+        _synchronize(device)
         seconds = time.perf_counter() - start
         if seconds > 2 * LONG_ENOUGH_SECONDS or size >= LARGEST_BYTES[device.type]:
             dist.send(torch.tensor([0], device=device), peer)
@@ -217,12 +201,12 @@ def _lead_link(peer: int, device: torch.device) -> float:
 
 
 def _follow_link(peer: int, device: torch.device) -> None:
-    header = torch.zeros(1, dtype=torch.int64, device=device)
+    size = torch.zeros(1, dtype=torch.int64, device=device)
     while True:
-        dist.recv(header, peer)
-        if not (size := int(header.item())):
+        dist.recv(size, peer)
+        if not size.item():
             return
-        message = torch.empty(size, dtype=torch.uint8, device=device)
+        message = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
         dist.recv(message, peer)
         dist.send(message, peer)
 
@@ -231,31 +215,24 @@ def _time_all_reduce(size_bytes: int, device: torch.device) -> float:
     """Return seconds of an all-reduce of float32; a collective."""
     values = torch.zeros(max(size_bytes // 4, 1), device=device)
     dist.barrier()
-    _finish(device)
+    _synchronize(device)
     start = time.perf_counter()
     dist.all_reduce(values)
-    _finish(device)
+    _synchronize(device)
     return time.perf_counter() - start
 
 
-def _slowest(seconds: float, device: torch.device) -> float:
-    """Return the largest over the ranks; a collective."""
-    value = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return float(value.item())
-
-
-def _finish(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _starts(hosts: list[Any]) -> list[int]:
+def _first_ranks(ranks: Ranks) -> list[int]:
     """Return the first rank of each host."""
-    return [sum(ranks for _, ranks in hosts[:number]) for number in range(len(hosts))]
+    return [sum(count for _, count in ranks[:number]) for number in range(len(ranks))]
 
 
 def _mbit(interface: str) -> int:
-    """Return the speed an interface promises in Mbit/s, 0 where it does not say."""
+    """Return the speed that an interface reports in Mbit/s, 0 if unknown."""
     state = psutil.net_if_stats().get(interface)
     return state.speed if state else 0

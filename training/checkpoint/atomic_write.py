@@ -75,7 +75,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def unfinished(path: Path, kind: str) -> Path:
     """Return the name beside `path` under which this process prepares it; `kind` is 'new', 'old' or 'tmp'."""
-    return path.with_name(f".{path.name[:100]}.{_host()}+{os.getpid()}+{_start_of('self')}.{kind}")
+    return path.with_name(f".{path.name[:100]}.{_host()}+{os.getpid()}+{process_start_ticks('self')}.{kind}")
 
 
 def remove_leftovers(folder: Path, ours: Collection[str] = ()) -> None:
@@ -103,7 +103,7 @@ def remove_leftovers(folder: Path, ours: Collection[str] = ()) -> None:
 
 def _may_live(path: Path, found: re.Match[str]) -> bool:
     if found["host"] == _host():
-        return found["owner"] == f"{_host()}+{found['pid']}+{_start_of(found['pid'])}"
+        return found["owner"] == f"{_host()}+{found['pid']}+{process_start_ticks(found['pid'])}"
     return time.time() - path.lstat().st_mtime < SECONDS_OF_OTHERS
 
 
@@ -114,7 +114,7 @@ def _host() -> str:
     return f"{host}+{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def _start_of(pid: str) -> str:
+def process_start_ticks(pid: str) -> str:
     """Return when a process started, in clock ticks since boot; '' if there is none with that id."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

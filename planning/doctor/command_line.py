@@ -1,0 +1,154 @@
+"""The doctor's command line: its flags, what they ask for, and the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.cluster.remote_shell import srun_command, ssh_command
+from launch.hostfile import HOST_NAME, read_hostfile
+from launch.slurm.scontrol import host_names
+from training.command_line import OneLineParser, parse_args
+from training.data import DATASETS
+from training.errors import UserError
+
+if TYPE_CHECKING:
+    from planning.doctor.collect import Request
+
+SOMETHING_WRONG_EXIT_CODE = 1
+# Flags of the training that the doctor has too; the training's parser checks their values.
+TRAINING_FLAGS = {
+    "--data": "examine this data set too",
+    "--model-type": "examine what this model needs",
+    "--strategy": "with --model-type: how its state is sharded (default: ddp)",
+    "--batch-size": "with --model-type: images per GPU (default: 16)",
+    "--log-dir": "folder of all logs (default: logs/ beside scripts/)",
+    "--val-fraction": "share held out if one folder is split (default: 0.2)",
+    "--data-root": "folder of torchvision data sets (default: ~/.cache/zerovision)",
+}
+
+
+def parse(arguments: list[str], description: str | None) -> argparse.Namespace:
+    """Parse the command line; `training_arguments` are those after `--`, then the doctor's own `TRAINING_FLAGS`.
+
+    Raises:
+        UserError: for a mistake.
+        SystemExit: after `--help`.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    datasets = "; ".join(f"{entry.usage}: {entry.summary}" for entry in DATASETS.values()).replace("%", "%%")
+    parser = OneLineParser("doctor", description)
+    only = f"only decode every image of a data set and count its classes ({datasets})"
+    parser.add_argument("--check-data", metavar="DATA", help=only)
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument("--hostfile", type=Path, help="examine these machines: lines of 'name slots=N'")
+    hosts.add_argument("--hosts", metavar="A,B", help="examine these machines")
+    hosts.add_argument("--here", action="store_true", help="examine this machine alone, also inside a Slurm job")
+    parser.add_number("--nodes", 1, 1024, metavar="N", help="machines to take, from the top (default: all)")
+    parser.add_number("--gpus-per-node", 1, 1024, metavar="G", help="GPUs (or CPU ranks) to take on each")
+    parser.add_number("--port", 0, 65535, default=0, help="where the ranks meet (default: any that is free)")
+    for flag, meaning in TRAINING_FLAGS.items():
+        parser.add_argument(flag, help=meaning)
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse(arguments[:end])
+    own = {flag: getattr(given, flag[2:].replace("-", "_")) for flag in TRAINING_FLAGS}
+    given.has_training = end + 1 < len(arguments)
+    given.training_arguments = arguments[end + 1 :]
+    given.training_arguments += [f"{flag}={value}" for flag, value in own.items() if value is not None]
+    return given
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run the check that the command line asks for and return the exit code.
+
+    Raises:
+        UserError: for a mistake in the arguments.
+    """
+    # Imports come late: without the packages, or for --help, none is needed; a probe's first answer must be quick.
+    if given.probe:
+        from planning.doctor.probe import serve
+
+        serve(reached_by=" ".join(os.environ.get("SSH_CONNECTION", "").split()[2:3]))
+        return 0
+    if given.check_data is not None:
+        return _check_data(given)
+    from planning.doctor.assess import assess
+    from planning.doctor.collect import collect
+    from planning.doctor.table import print_rows
+
+    start, request = time.monotonic(), request_of(given)
+    rows = assess(request, collect(request))
+    seconds = time.monotonic() - start
+    if given.json:
+        print(json.dumps({"rows": [dataclasses.asdict(row) for row in rows], "seconds": round(seconds, 1)}, indent=1))
+    else:
+        print_rows(rows, seconds)
+    return SOMETHING_WRONG_EXIT_CODE if any(row.verdict == "wrong" for row in rows) else 0
+
+
+def _check_data(given: argparse.Namespace) -> int:
+    from planning.data_check import check_data, print_report
+    from planning.doctor.collect import dataset_options
+    from training.data import DataOptions
+
+    config, _ = parse_args([*given.training_arguments, f"--data={given.check_data}"])
+    report = check_data(DataOptions(**dataset_options(config)))
+    print_report(given.check_data, report)
+    return SOMETHING_WRONG_EXIT_CODE if report.unreadable else 0
+
+
+def request_of(given: argparse.Namespace) -> Request:
+    """Return what is to be examined.
+
+    Raises:
+        UserError: for a mistake in the training's arguments or the names of the machines.
+    """
+    from planning.doctor.collect import HERE, Request
+    from planning.doctor.connect import local_command
+
+    config, _ = parse_args(given.training_arguments)
+    node_list = "" if given.here else os.environ.get("SLURM_JOB_NODELIST", "")
+    slots: Mapping[str, int]
+    if given.hostfile or given.hosts:
+        slots, command = _named_hosts(given), ssh_command
+    elif node_list:
+        slots, command = _hosts_of_job(node_list), srun_command
+    elif given.nodes and given.nodes > 1:
+        raise UserError(f"--nodes {given.nodes}: name the machines with --hostfile or --hosts.")
+    else:
+        slots, command = {HERE: 0}, local_command
+    return Request(
+        slots={host: given.gpus_per_node or promised for host, promised in list(slots.items())[: given.nodes]},
+        command=command,
+        config=config,
+        with_dataset=given.has_training or given.data is not None,
+        with_model=given.has_training or given.model_type is not None,
+        port=given.port,
+    )
+
+
+def _named_hosts(given: argparse.Namespace) -> Mapping[str, int]:
+    """Return ranks by host, from the hostfile or --hosts; 0 if unknown."""
+    if given.hostfile:
+        return read_hostfile(given.hostfile, given.nodes or 1, given.gpus_per_node or 1)
+    names = given.hosts.split(",")
+    bad = [name for name in names if not HOST_NAME.fullmatch(name) or names.count(name) > 1]
+    if bad:
+        raise UserError(f"--hosts: {bad[0]!r} is no host name, or stands twice: give names as in node01,node02.")
+    if len(names) < (given.nodes or 1):
+        raise UserError(f"--hosts: {given.nodes} nodes asked for, {len(names)} named.")
+    return dict.fromkeys(names, 0)
+
+
+def _hosts_of_job(node_list: str) -> Mapping[str, int]:
+    try:
+        return dict.fromkeys(host_names(node_list), 0)
+    except UserError as error:
+        raise UserError(f"{error} Name the machines with --hosts.") from None
