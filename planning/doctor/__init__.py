@@ -1,5 +1,5 @@
-"""Says what is wrong with machines, data and network before a run starts.
+"""Finds out what is wrong with machines, data and network before a run starts.
 
-Every machine runs `scripts/doctor.py --probe` and answers questions (`probe`) with facts only. What they mean is judged
-in one place, by functions from facts to rows (`machine`, `hosts`, `data`, `network`), which `examination` lists.
+`collect` starts `scripts/doctor.py --probe` on every machine (`connect`) and asks for facts and measurements
+(`probe`, answered by `host_facts`, `workload`, `network`, `tcp_paths`). `assess` turns them into rows of the `table`.
 """

@@ -7,15 +7,15 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.cluster.remote_shell import srun_command, ssh_command
+from launch.cluster.remote_shell import Command, srun_command, ssh_command
 from launch.hostfile import HOST_NAME, read_hostfile
 from launch.slurm.scontrol import host_names
 from training.command_line import OneLineParser, parse_args
-from training.data import DATASETS
+from training.data import DATASETS, data_options
 from training.errors import UserError
 
 if TYPE_CHECKING:
@@ -95,11 +95,9 @@ def run(given: argparse.Namespace) -> int:
 
 def _check_data(given: argparse.Namespace) -> int:
     from planning.data_check import check_data, print_report
-    from planning.doctor.collect import dataset_options
-    from training.data import DataOptions
 
     config, _ = parse_args([*given.training_arguments, f"--data={given.check_data}"])
-    report = check_data(DataOptions(**dataset_options(config)))
+    report = check_data(data_options(config))
     print_report(given.check_data, report)
     return SOMETHING_WRONG_EXIT_CODE if report.unreadable else 0
 
@@ -115,15 +113,14 @@ def request_of(given: argparse.Namespace) -> Request:
 
     config, _ = parse_args(given.training_arguments)
     node_list = "" if given.here else os.environ.get("SLURM_JOB_NODELIST", "")
-    slots: Mapping[str, int]
+    slots: Mapping[str, int] = {HERE: 0}
+    command: Callable[[str, list[str]], Command] = local_command
     if given.hostfile or given.hosts:
         slots, command = _named_hosts(given), ssh_command
     elif node_list:
         slots, command = _hosts_of_job(node_list), srun_command
     elif given.nodes and given.nodes > 1:
         raise UserError(f"--nodes {given.nodes}: name the machines with --hostfile or --hosts.")
-    else:
-        slots, command = {HERE: 0}, local_command
     return Request(
         slots={host: given.gpus_per_node or promised for host, promised in list(slots.items())[: given.nodes]},
         command=command,

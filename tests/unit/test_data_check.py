@@ -51,7 +51,7 @@ def test_every_image_is_decoded_and_measured(folder, workers):
     report = check_data(DataOptions(data=str(folder)), workers=workers)
     assert report.images == sum(report.train_counts) + sum(report.val_counts) == 7
     assert (report.class_names, report.label_range) == (["[b]", "a"], (0, 1))
-    assert (report.smallest, report.largest) == ((8, 8), (50, 40))
+    assert report.sizes == [(8, 8), (50, 40)]
     assert {path for path, _ in report.unreadable} == {str(folder / "a" / "cut.jpg"), str(folder / "[b]" / "text.jpg")}
     assert all(reason for _, reason in report.unreadable)
     assert report.image_notes == [(str(folder / "a" / "0.png"), "several frames or pages, the first is used")]
@@ -60,7 +60,7 @@ def test_every_image_is_decoded_and_measured(folder, workers):
 def test_images_in_memory():
     report = check_data(DataOptions())
     assert (report.images, report.unreadable, report.label_range) == (1797, [], (0, 9))
-    assert report.smallest == report.largest == (32, 32)
+    assert report.sizes == [(32, 32)] * 2
 
 
 def test_a_sample_is_spread_over_both_parts(folder):
@@ -87,7 +87,7 @@ def test_doctor_names_what_is_unreadable_from_any_folder(folder, tmp_path):
     assert (result.returncode, result.stderr) == (1, "")
     assert f"unreadable: '{folder}/a/text.jpg': not an image" in result.stdout
     assert f"note on '{folder}/a/0.png': several frames" in result.stdout
-    assert "skipped 1 files that are not images by type or extension: 1 not a regular file" in result.stdout
+    assert "left out 1 files that are no images by their kind or extension: 1 no regular file" in result.stdout
     assert "[b]" in result.stdout
 
 
@@ -96,8 +96,8 @@ def test_doctor_names_what_is_unreadable_from_any_folder(folder, tmp_path):
     [
         (("--check-data", "digits", "--nope"), "--nope"),
         (("--check-data", "no/such/folder"), "'no/such/folder' is not a data set"),
-        (("--check-data", "digits", "--val-fraction", "2"), "the validation fraction is 2.0"),
-        (("--check-data", "digits", "--val-fraction", "half"), "invalid float value: 'half'"),
+        (("--check-data", "digits", "--val-fraction", "2"), "--val-fraction 2.0: expected a number above 0 up to 0.9"),
+        (("--check-data", "digits", "--val-fraction", "half"), "--val-fraction 'half': expected a number"),
     ],
 )
 def test_doctor_refuses_bad_usage(run_doctor, arguments, message):

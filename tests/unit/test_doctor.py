@@ -14,11 +14,13 @@ import pytest
 import torch
 from PIL import Image
 
+from launch.cluster.remote_shell import srun_command
 from models.build import build_model
-from planning.doctor.collect import HERE, Request
-from planning.doctor.connect import here, over_srun
-from planning.doctor.data import cheap_fingerprint, examine_data, judge_data
-from planning.doctor.model import _gpu_step_seconds, model_facts
+from planning.doctor.assess import assess_dataset
+from planning.doctor.collect import HERE, Request, dataset_options
+from planning.doctor.command_line import parse, request_of
+from planning.doctor.connect import local_command
+from planning.doctor.workload import _gpu_step_seconds, dataset_fingerprint, measure_dataset, measure_model
 from scripts import doctor
 from training.errors import UserError
 
@@ -34,38 +36,37 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def request_of(*words: str) -> Request:
-    end = words.index("--") if "--" in words else len(words)
-    return doctor._request(doctor._parse(list(words[:end])), list(words[end + 1 :]))
+def request(*arguments: str) -> Request:
+    return request_of(parse(list(arguments), None))
 
 
 def test_the_training_s_words_and_the_doctors_flags_become_one_request(photos: Path) -> None:
-    request = request_of(
+    whole = request(
         *("--here", "--gpus-per-node", "3", "--port", "29511", "--data", str(photos)),
         *("--", "--model-type=vgg", "--strategy=fsdp_stage3", "--data", "digits", "--keep-last", "7"),
     )
-    assert (request.slots, request.is_alone, request.port) == ({HERE: 3}, True, 29511)
-    assert (request.config.model_type, request.config.strategy, request.config.keep_last) == ("vgg", "fsdp_stage3", 7)
-    assert request.data_options["data"] == str(photos)
-    assert (request.with_data, request.with_model) == (True, True)
-    bare = request_of()
-    assert (bare.slots, bare.with_data, bare.with_model, bare.command) == ({HERE: 0}, False, False, here)
+    assert (whole.slots, whole.is_alone, whole.port) == ({HERE: 3}, True, 29511)
+    assert (whole.config.model_type, whole.config.strategy, whole.config.keep_last) == ("vgg", "fsdp_stage3", 7)
+    assert dataset_options(whole.config)["data"] == str(photos)
+    assert (whole.with_dataset, whole.with_model) == (True, True)
+    bare = request()
+    assert (bare.slots, bare.with_dataset, bare.with_model, bare.command) == ({HERE: 0}, False, False, local_command)
 
 
 def test_hosts_come_from_a_hostfile_a_list_or_slurms_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hostfile = tmp_path / "hosts.txt"
     hostfile.write_text("a slots=8\nb slots=4\nc slots=8\n")
-    assert request_of("--hostfile", str(hostfile)).slots == {"a": 8, "b": 4, "c": 8}
-    assert request_of("--hostfile", str(hostfile), "--nodes", "2", "--gpus-per-node", "4").slots == {"a": 4, "b": 4}
-    assert request_of("--hosts", "x,y").slots == {"x": 0, "y": 0}
+    assert request("--hostfile", str(hostfile)).slots == {"a": 8, "b": 4, "c": 8}
+    assert request("--hostfile", str(hostfile), "--nodes", "2", "--gpus-per-node", "4").slots == {"a": 4, "b": 4}
+    assert request("--hosts", "x,y").slots == {"x": 0, "y": 0}
     scontrol = tmp_path / "scontrol"
     scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"\n')
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    job = request_of("--gpus-per-node", "8")
-    assert (job.slots, job.command) == ({"n1": 8, "n2": 8}, over_srun)
-    assert request_of("--here").is_alone
+    job = request("--gpus-per-node", "8")
+    assert (job.slots, job.command) == ({"n1": 8, "n2": 8}, srun_command)
+    assert request("--here").is_alone
 
 
 @pytest.mark.parametrize(
@@ -99,17 +100,17 @@ def test_a_mistake_gets_one_line(
 
 
 def test_the_data_set_is_examined(photos: Path) -> None:
-    found = examine_data({"data": str(photos), "image_size": 32})
+    found = measure_dataset({"data": str(photos), "image_size": 32})
     counts = [found[name] for name in ("classes", "decoded", "unreadable", "image_size")]
     assert (found["train"] + found["val"], counts) == (8, [2, 8, [], 32])
     assert found["images_per_second"] > 10
-    assert [row.verdict for row in judge_data("photos", "a", found, {}, 2)] == ["ok", "ok"]
+    assert [row.verdict for row in assess_dataset("photos", found | {"host": "a"}, {}, 2)] == ["ok", "ok"]
     (photos / "a" / "0.png").write_text("text")
-    row = judge_data("photos", "a", examine_data({"data": str(photos)}), {}, 2)[0]
+    row = assess_dataset("photos", measure_dataset({"data": str(photos)}) | {"host": "a"}, {}, 2)[0]
     assert row.verdict == "wrong"
     assert "a/0.png" in row.found
     with pytest.raises(UserError):
-        examine_data({"data": str(photos / "a")})
+        measure_dataset({"data": str(photos / "a")})
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((9, 0), torch.bfloat16)])
@@ -128,27 +129,27 @@ def test_a_gpu_is_timed_in_the_precision_of_a_training(monkeypatch, capability, 
 @pytest.mark.parametrize(("workers_rate", "verdict"), [(600.0, "ok"), (500.0, "warning")])
 def test_gpus_that_wait_for_data_are_foreseen(workers_rate: float, verdict: str) -> None:
     """16 cores for 4 ranks leave 3 workers a rank."""
-    data = {"classes": 2, "train": 6, "val": 2, "decoded": 8, "unreadable": [], "in_memory": False}
+    data = {"host": "a", "classes": 2, "train": 6, "val": 2, "decoded": 8, "unreadable": [], "in_memory": False}
     model = {"images_per_second": 1700.0, "device": "H100", "cores": 16}
-    assert judge_data("photos", "a", data | {"images_per_second": workers_rate}, model, 4)[1].verdict == verdict
+    assert assess_dataset("photos", data | {"images_per_second": workers_rate}, model, 4)[1].verdict == verdict
 
 
 def test_the_cheap_fingerprint_tells_copies_apart(photos: Path, tmp_path: Path) -> None:
     options = {"data": str(photos)}
-    before = cheap_fingerprint(options)
+    before = dataset_fingerprint(options)
     assert before["covers"] == "10 entries"
     (photos / ".hidden").write_text("")
-    assert cheap_fingerprint(options) == before
+    assert dataset_fingerprint(options) == before
     photos.rename(tmp_path / "moved")
-    assert cheap_fingerprint({"data": str(tmp_path / "moved")}) == before
+    assert dataset_fingerprint({"data": str(tmp_path / "moved")}) == before
     (tmp_path / "moved" / "a" / "0.png").write_bytes(b"other")
-    assert cheap_fingerprint({"data": str(tmp_path / "moved")})["hash"] != before["hash"]
+    assert dataset_fingerprint({"data": str(tmp_path / "moved")})["hash"] != before["hash"]
     with pytest.raises(UserError, match="no folder"):
-        cheap_fingerprint(options)
+        dataset_fingerprint(options)
 
 
 def test_the_models_size_is_the_built_models() -> None:
-    found = model_facts("mobilenet", ["mobilenet"], 10, 32, 4)
+    found = measure_model("mobilenet", ["mobilenet"], 10, 32, 4)
     built = build_model("mobilenet", num_classes=10, image_size=32).module
     assert found["parameters"] == sum(parameter.numel() for parameter in built.parameters())
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from planning.doctor import hosts, links, paths
-from planning.doctor.collect import Findings, _lose_others
+from planning.doctor import assess, assess_network, tcp_paths
+from planning.doctor.collect import Findings, _add_host
 from planning.doctor.connect import MOST_PATIENCE, Probe, Unreachable, ask_all, explain, stuck_at
 from planning.doctor.network import measure_network, rounds_of_pairs
 from planning.doctor.probe import slowdown
 from planning.doctor.table import Row, join_hosts, some_of
+from training.parallel.network_interfaces import free_port
 
 COMPLAINTS = {
     "ssh: Could not resolve hostname node09: Name or service not known": "no such host name",
@@ -61,20 +62,20 @@ def test_one_probe_that_fails_does_not_keep_the_others() -> None:
 
 
 def test_the_host_that_differs_is_named_and_a_tie_is_decided_here() -> None:
-    rows = hosts.judge_sameness("code", {"a": "x", "b": "y", "c": "x"}, "x", "cure {host}")
+    rows = assess.assess_sameness("code", {"a": "x", "b": "y", "c": "x"}, "x", "cure {host}")
     assert rows == [Row("code", "wrong", "y, elsewhere x", "cure b", "b")]
-    assert [row.host for row in hosts.judge_sameness("code", {"a": "x"}, "y", "")] == ["a"]
-    assert [row.host for row in hosts.judge_sameness("code", {"a": "x", "b": "x"}, "y", "")] == ["here"]
-    assert hosts.judge_sameness("code", {"a": "x", "b": "x"}, "x", "")[0].verdict == "ok"
+    assert [row.host for row in assess.assess_sameness("code", {"a": "x"}, "y", "")] == ["a"]
+    assert [row.host for row in assess.assess_sameness("code", {"a": "x", "b": "x"}, "y", "")] == ["here"]
+    assert assess.assess_sameness("code", {"a": "x", "b": "x"}, "x", "")[0].verdict == "ok"
 
 
 def test_versions_tell_only_what_differs() -> None:
     well: dict[str, Any] = {"python": "3.11.7", "packages": {"torch": "2.15.0", "timm": "1.0.31"}}
     old = well | {"packages": {"torch": "2.14.0", "timm": "1.0.31"}}
-    rows = hosts.judge_versions({"a": well, "b": old}, well)
+    rows = assess.assess_versions({"a": well, "b": old}, well)
     assert [(row.host, row.found) for row in rows] == [("b", "torch 2.14.0 (elsewhere 2.15.0)")]
-    assert hosts.judge_versions({"b": old}, well) == rows
-    assert [row.host for row in hosts.judge_versions({"b": old, "c": old}, well)] == ["here"]
+    assert assess.assess_versions({"b": old}, well) == rows
+    assert [row.host for row in assess.assess_versions({"b": old, "c": old}, well)] == ["here"]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_versions_tell_only_what_differs() -> None:
     ],
 )
 def test_clocks(offsets: dict[str, float], expected: list[tuple[str, str]]) -> None:
-    assert [(row.verdict, row.host) for row in hosts.judge_clocks(offsets)] == expected
+    assert [(row.verdict, row.host) for row in assess.assess_clocks(offsets)] == expected
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_clocks(offsets: dict[str, float], expected: list[tuple[str, str]]) -> N
     ],
 )
 def test_a_log_folder_that_is_not_shared(sees: dict[str, bool], expected: list[tuple[str, str]]) -> None:
-    rows = hosts.judge_log_sharing("a", sees)
+    rows = assess.assess_log_sharing("a", sees)
     assert [(row.verdict, row.host) for row in rows] == expected
     assert all("--log-dir" in row.cure for row in rows if row.verdict == "wrong")
 
@@ -112,25 +113,25 @@ def test_names_that_lead_elsewhere_are_explained() -> None:
         "b": {"addresses": {"a": None, "b": "10.0.0.2"}},
         "c": {"addresses": {"a": "127.0.0.1", "c": "10.0.0.3"}},
     }
-    rows = hosts.judge_names(found)
+    rows = assess.assess_names(found)
     assert [(row.host, row.verdict) for row in rows] == [("a", "warning"), ("b", "warning"), ("c", "warning")]
     assert "127.0.1.1" in rows[0].found
     well = {host: {"addresses": {"a": "10.0.0.1", "b": "10.0.0.2"}} for host in "ab"}
-    assert [row.verdict for row in hosts.judge_names(well)] == ["ok"]
+    assert [row.verdict for row in assess.assess_names(well)] == ["ok"]
 
 
 def test_the_port_matters_on_the_first_host_only() -> None:
     facts = {"a": {"port": 29500}, "b": {"port": 0}}
-    assert hosts.judge_port(facts, 29500)[0].verdict == "ok"
-    assert hosts.judge_port({"b": {"port": 0}, "a": {"port": 29500}}, 29500)[0].host == "b"
-    assert hosts.judge_port({"b": {"port": 0}}, 0)[0].verdict == "ok"
+    assert assess.assess_port(facts, 29500)[0].verdict == "ok"
+    assert assess.assess_port({"b": {"port": 0}, "a": {"port": 29500}}, 29500)[0].host == "b"
+    assert assess.assess_port({"b": {"port": 0}}, 0)[0].verdict == "ok"
 
 
 def test_data_that_differs_or_is_absent() -> None:
     same = {"hash": "1", "covers": "9 entries"}
-    rows = hosts.judge_fingerprints({"a": same, "b": same, "c": {"problem": "no folder '/data'"}})
+    rows = assess.assess_fingerprints({"a": same, "b": same, "c": {"problem": "no folder '/data'"}})
     assert [(row.host, row.verdict) for row in rows] == [("c", "wrong")]
-    rows = hosts.judge_fingerprints({"a": same, "b": {"hash": "2", "covers": "9 entries"}, "c": same})
+    rows = assess.assess_fingerprints({"a": same, "b": {"hash": "2", "covers": "9 entries"}, "c": same})
     assert [(row.host, row.verdict) for row in rows] == [("b", "wrong")]
 
 
@@ -144,32 +145,32 @@ def test_every_pair_of_hosts_meets_once_and_no_host_twice_in_a_round(count: int)
 
 def test_a_slow_host_is_told_from_its_partners() -> None:
     speeds = [["a", "b", 1e6], ["a", "c", 1e9], ["b", "c", 1.1e6]]
-    rows = links.judge_links(speeds, {})
+    rows = assess_network.assess_links(speeds, {})
     assert [(row.verdict, row.host) for row in rows] == [("warning", "b")]
-    assert links.judge_links([["a", "b", 1e9], ["a", "c", 5e8], ["b", "c", 8e8]], {})[0].verdict == "ok"
+    assert assess_network.assess_links([["a", "b", 1e9], ["a", "c", 5e8], ["b", "c", 8e8]], {})[0].verdict == "ok"
     # two hosts cannot be told apart, but the interface says what to expect: 10 Gbit/s
-    assert links.judge_links([["a", "b", 1e7]], {"a": 1.25e9, "b": 1.25e9})[0].verdict == "warning"
-    assert links.judge_links([["a", "b", 1e7]], {"a": 0, "b": 1.25e9})[0].verdict == "ok"
+    assert assess_network.assess_links([["a", "b", 1e7]], {"a": 1.25e9, "b": 1.25e9})[0].verdict == "warning"
+    assert assess_network.assess_links([["a", "b", 1e7]], {"a": 0, "b": 1.25e9})[0].verdict == "ok"
 
 
 def test_a_steps_communication_follows_the_zero_paper() -> None:
     report = {"large": [4_000_000, 0.01], "small_seconds": 0.001}
     # an all-reduce of 1,000,000 fp32 values takes 10 ms; 3,000,000 parameters: 30 ms, half as much again at stage 3
-    assert "24 MB a rank and step, about 31 ms" in links.judge_step(report, "vgg", 3_000_000, 1).found
-    assert "36 MB a rank and step, about 46.5 ms" in links.judge_step(report, "vgg", 3_000_000, 3).found
-    assert links.bus_bandwidth(4_000_000, 0.01, 4) == pytest.approx(6e8)
+    assert "24 MB a rank and step, about 31 ms" in assess_network.assess_step(report, "vgg", 3_000_000, 1).found
+    assert "36 MB a rank and step, about 46.5 ms" in assess_network.assess_step(report, "vgg", 3_000_000, 3).found
+    assert assess_network.bus_bandwidth(4_000_000, 0.01, 4) == pytest.approx(6e8)
 
 
 def test_hosts_that_did_not_come_as_far_as_the_others_are_blamed() -> None:
     stuck = {"problem": "timeout", "phase": "join"}
     answers = {"a": stuck, "b": {"problem": "timeout", "phase": "meet"}, "c": stuck}
-    rows = links.judge_network(answers, {})
+    rows = assess_network.assess_network(answers, {})
     assert [(row.verdict, row.host) for row in rows] == [("wrong", "b")]
 
 
-def failing(*ends: str, lacks: str = paths.CONNECTION) -> list[paths.FailedPath]:
+def failing(*ends: str, lacks: str = tcp_paths.CONNECTION) -> list[tcp_paths.FailedPath]:
     """'ab' is a path from a to b that fails."""
-    return [paths.FailedPath(source, target, 29500, lacks) for source, target in ends]
+    return [tcp_paths.FailedPath(source, target, 29500, lacks) for source, target in ends]
 
 
 @pytest.mark.parametrize(
@@ -179,29 +180,29 @@ def failing(*ends: str, lacks: str = paths.CONNECTION) -> list[paths.FailedPath]
         (failing("ab", "ac", "ad"), ["a"]),  # a reaches nobody
         (failing("ab"), ["b"]),  # one way: the end that does not answer
         (failing("ab", "ba"), ["a or b"]),  # both ways: nothing tells them apart
-        (failing("ab", "ba", "bc", "cb", lacks=paths.LARGE_MESSAGES), ["b"]),
+        (failing("ab", "ba", "bc", "cb", lacks=tcp_paths.LARGE_MESSAGES), ["b"]),
         (failing("ba", "ca", "da", "ed"), ["a", "d"]),
         ([], []),
     ],
 )
 def test_the_hosts_that_all_failing_paths_have_in_common_are_named(
-    failed: list[paths.FailedPath], guilty: list[str]
+    failed: list[tcp_paths.FailedPath], guilty: list[str]
 ) -> None:
-    rows = paths.judge_paths(failed)
+    rows = assess_network.assess_paths(failed)
     assert [(row.check, row.verdict, row.host) for row in rows] == [("all-reduce", "wrong", host) for host in guilty]
 
 
 def test_paths_to_real_ports() -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        ports = [paths.open_ports("127.0.0.1", 0)["ports"][-1], closed.getsockname()[1], deaf.getsockname()[1]]
-        failed = paths.try_paths("a", [["b", "127.0.0.1", ports]])["failed"]
+        ports = [tcp_paths.open_ports("127.0.0.1", 0)["ports"][-1], closed.getsockname()[1], deaf.getsockname()[1]]
+        failed = tcp_paths.try_paths("a", [["b", "127.0.0.1", ports]])["failed"]
     assert failed == [
-        paths.FailedPath("a", "b", ports[1], paths.CONNECTION),
-        paths.FailedPath("a", "b", ports[2], paths.ANSWER),
+        tcp_paths.FailedPath("a", "b", ports[1], tcp_paths.CONNECTION),
+        tcp_paths.FailedPath("a", "b", ports[2], tcp_paths.ANSWER),
     ]
-    assert paths.targets_of("c", "abcd") == ["a", "d", "b"]
-    assert len(paths.targets_of("c", [str(number) for number in range(99)] + ["c"])) == paths.MOST_TARGETS
+    assert tcp_paths.targets_of("c", "abcd") == ["a", "d", "b"]
+    assert len(tcp_paths.targets_of("c", [str(number) for number in range(99)] + ["c"])) == tcp_paths.MOST_TARGETS
 
 
 def test_ssh_that_times_out_at_a_port_that_connects() -> None:
@@ -232,32 +233,26 @@ def test_a_loaded_machine_has_more_time_to_answer() -> None:
 
 def test_names_of_one_machine_are_told_from_two_machines() -> None:
     facts = {"a": {"machine": "1"}, "b": {"machine": "2"}, "c": {"machine": "1"}}
-    assert [(row.host, row.found[:22]) for row in hosts.judge_identity(facts)] == [("c", "the same machine as a:")]
+    assert [(row.host, row.found[:22]) for row in assess.assess_identity(facts)] == [("c", "the same machine as a:")]
+
+
+def measured(port: int, host: str, *ranks: tuple[str, int], join_seconds: float) -> dict[str, Any]:
+    common = {"ranks": ranks, "address": "127.0.0.1", "port": port, "secret": "s", "use_gpu": False}
+    return measure_network(host, {**common, "join_seconds": join_seconds}, interface="", seconds=20.0)
 
 
 def test_two_real_ranks_measure_their_network() -> None:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    place = {"address": "127.0.0.1", "port": port, "secret": "s", "interface": "", "use_gpu": False, "seconds": 20.0}
-    answer = measure_network(0, 2, [["here", 2]], join_seconds=10.0, **place)
+    answer = measured(free_port(), "here", ("here", 2), join_seconds=10.0)
     report = answer["report"]
     assert (report["ranks"], report["backend"], report["links"]) == (2, "gloo", [])
     assert 0 < report["small_seconds"] < report["large"][1] < 20
-    assert links.judge_network({"here": answer}, {})[0].verdict == "ok"
+    assert assess_network.assess_network({"here": answer}, {})[0].verdict == "ok"
 
 
-def test_a_rank_that_nobody_meets_says_so() -> None:
-    with socket.socket() as taken:  # bound and deaf
+def test_a_rank_that_nobody_meets_reports_its_phase() -> None:
+    with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
-        place = {
-            "address": "127.0.0.1",
-            "port": taken.getsockname()[1],
-            "secret": "s",
-            "interface": "",
-            "use_gpu": False,
-        }
-        answer = measure_network(1, 1, [["a", 1], ["b", 1]], join_seconds=1.0, seconds=5.0, **place)
+        answer = measured(taken.getsockname()[1], "b", ("a", 1), ("b", 1), join_seconds=1.0)
     assert (answer["phase"], bool(answer["problem"])) == ("meet", True)
 
 
@@ -275,6 +270,8 @@ def test_rows_of_several_hosts_are_joined() -> None:
 
 
 def test_a_host_with_another_doctor_is_put_aside() -> None:
-    found = Findings(here={"a": 1, "b": 2}, facts={"x": {"a": 1, "b": 2}, "y": {"a": 1}}, clocks={"x": 0.0, "y": 0.0})
-    _lose_others(found)
-    assert (list(found.facts), list(found.clocks), list(found.lost)) == (["x"], ["x"], ["y"])
+    found = Findings(here={"a": 1, "b": 2})
+    for host, facts in {"x": {"a": 1, "b": 2}, "y": {"a": 1}}.items():
+        _add_host(found, host, {"facts": facts, "offset": 0.0, "fingerprint": {}})
+    assert (list(found.hosts), list(found.clock_offsets), list(found.fingerprints)) == (["x"], ["x"], ["x"])
+    assert list(found.lost) == ["y"]

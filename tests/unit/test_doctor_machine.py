@@ -1,4 +1,4 @@
-"""What the doctor reads out of nvidia-smi, and how it judges one machine's facts."""
+"""The doctor on one machine: parsing nvidia-smi, and what the machine's facts mean."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from planning.doctor import machine, nvidia
-from planning.doctor.host_facts import collect_facts, log_folder_facts
-from planning.doctor.machine import GIB, MIB, Need
+from planning.doctor import assess_machine, host_facts
+from planning.doctor.assess_machine import GIB, MIB, Need
 from training.observe.environment import code_fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +45,7 @@ def facts(*gpus: str, **changes: Any) -> dict[str, Any]:
         "torch_cuda": "12.4",
         "driver_cuda": "12.4",
         "topology": {},
-        "gpus": nvidia.parse_gpus("\n".join(gpus)),
+        "gpus": host_facts.parse_gpus("\n".join(gpus)),
         "cores": 4,
         "memory_bytes": 64 * GIB,
         "memory_free_bytes": 60 * GIB,
@@ -60,15 +59,15 @@ def facts(*gpus: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_nvidia_smi_is_read() -> None:
-    gpu, desktop = nvidia.parse_gpus(f"{WELL_GPU}\n{DESKTOP_GPU}\n")
+    gpu, desktop = host_facts.parse_gpus(f"{WELL_GPU}\n{DESKTOP_GPU}\n")
     assert (gpu["name"], gpu["memory_mib"], gpu["ecc_uncorrected"]) == ("NVIDIA H100 80GB HBM3", 81559, 0)
     assert (desktop["ecc_uncorrected"], desktop["power_limit_w"]) == (None, 350)
-    assert nvidia.parse_gpus("No devices were found\n") == []
-    assert nvidia.parse_cuda_version(HEADER) == "12.4"
+    assert host_facts.parse_gpus("No devices were found\n") == []
+    assert host_facts.parse_cuda_version(HEADER) == "12.4"
     newer = "| NVIDIA-SMI 610.57.04              KMD Version: 610.57.04     CUDA UMD Version: 13.3     |"
-    assert nvidia.parse_cuda_version(newer) == "13.3"
-    assert nvidia.parse_cuda_version("NVIDIA-SMI has failed") is None
-    assert nvidia.parse_topology(TOPOLOGY) == {"NV18": 3, "SYS": 3}
+    assert host_facts.parse_cuda_version(newer) == "13.3"
+    assert host_facts.parse_cuda_version("NVIDIA-SMI has failed") is None
+    assert host_facts.parse_topology(TOPOLOGY) == {"NV18": 3, "SYS": 3}
 
 
 def test_an_nvidia_smi_that_fails_or_is_older_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,10 +75,10 @@ def test_an_nvidia_smi_that_fails_or_is_older_is_understood(tmp_path: Path, monk
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
     tool.chmod(0o755)
-    assert "Driver/library version mismatch" in nvidia.ask_nvidia_smi()["gpu_problem"]
+    assert "Driver/library version mismatch" in host_facts.ask_nvidia_smi()["gpu_problem"]
     old = "case $1 in *clocks_event*) echo 'Field is not a valid field to query.'; exit 2;;"
     tool.write_text(f"#!/bin/sh\n{old}\n--query*) echo '{WELL_GPU}';; *) echo 'CUDA Version: 11.8';; esac\n")
-    answer = nvidia.ask_nvidia_smi()
+    answer = host_facts.ask_nvidia_smi()
     assert (len(answer["gpus"]), answer["driver_cuda"]) == (1, "11.8")
 
 
@@ -103,7 +102,7 @@ ON_CPU = Need(ranks=2, all_ranks=4)
     ],
 )
 def test_gpus_and_cores_against_what_was_promised(given: Any, need: Need, verdict: str, said: str) -> None:
-    row = machine.judge_gpus(given, need)
+    row = assess_machine.assess_gpus(given, need)
     assert row.verdict == verdict
     assert said in row.found
     assert bool(row.cure) == (verdict != "ok")
@@ -119,37 +118,37 @@ def test_gpus_and_cores_against_what_was_promised(given: Any, need: Need, verdic
     ],
 )
 def test_a_gpus_health(gpus: tuple[str, ...], verdict: str, said: str) -> None:
-    row = machine.judge_gpu_health(facts(*gpus), ON_GPUS)
+    row = assess_machine.assess_gpu_health(facts(*gpus), ON_GPUS)
     assert row is not None
     assert row.verdict == verdict
     assert said in row.found
-    assert machine.judge_gpu_health(facts(), ON_CPU) is None
+    assert assess_machine.assess_gpu_health(facts(), ON_CPU) is None
 
 
 VGG = 138_000_000
 
 
 @pytest.mark.parametrize(
-    ("judge", "changes", "need", "verdict"),
+    ("assess", "changes", "need", "verdict"),
     [
-        (machine.judge_memory, {"memory_free_bytes": 3 * GIB}, ON_CPU, "ok"),
-        (machine.judge_memory, {"memory_free_bytes": 1.9 * GIB}, ON_CPU, "warning"),
-        (machine.judge_shared_memory, {"shm_free_bytes": 64 * MIB}, ON_CPU, "wrong"),  # a container's default
-        (machine.judge_shared_memory, {"shm_free_bytes": 133 * MIB}, ON_CPU, "ok"),
+        (assess_machine.assess_memory, {"memory_free_bytes": 3 * GIB}, ON_CPU, "ok"),
+        (assess_machine.assess_memory, {"memory_free_bytes": 1.9 * GIB}, ON_CPU, "warning"),
+        (assess_machine.assess_shared_memory, {"shm_free_bytes": 64 * MIB}, ON_CPU, "wrong"),  # a container's default
+        (assess_machine.assess_shared_memory, {"shm_free_bytes": 133 * MIB}, ON_CPU, "ok"),
         # 2 ranks of one machine share 3 x 552 MB, and take half of what is free at most
-        (machine.judge_shared_memory, {"shm_free_bytes": 3.2e9}, Need(2, 2, parameters=VGG), "warning"),
-        (machine.judge_shared_memory, {"shm_free_bytes": 3.4e9}, Need(2, 2, parameters=VGG), "ok"),
-        (machine.judge_shared_memory, {"shm_free_bytes": 3.2e9}, Need(2, 4, parameters=VGG), "ok"),
-        (machine.judge_open_files, {"open_files": 256}, ON_CPU, "warning"),
-        (machine.judge_open_files, {"open_files": 1024}, Need(8, 512), "warning"),
-        (machine.judge_open_files, {"open_files": 1024}, ON_CPU, "ok"),
-        (machine.judge_compilers, {"compilers": ["cc", "ninja"]}, ON_CPU, "warning"),
-        (machine.judge_compilers, {"compilers": ["g++"]}, ON_CPU, "warning"),
-        (machine.judge_compilers, {"compilers": ["g++", "ninja"]}, ON_CPU, "ok"),
+        (assess_machine.assess_shared_memory, {"shm_free_bytes": 3.2e9}, Need(2, 2, parameters=VGG), "warning"),
+        (assess_machine.assess_shared_memory, {"shm_free_bytes": 3.4e9}, Need(2, 2, parameters=VGG), "ok"),
+        (assess_machine.assess_shared_memory, {"shm_free_bytes": 3.2e9}, Need(2, 4, parameters=VGG), "ok"),
+        (assess_machine.assess_open_files, {"open_files": 256}, ON_CPU, "warning"),
+        (assess_machine.assess_open_files, {"open_files": 1024}, Need(8, 512), "warning"),
+        (assess_machine.assess_open_files, {"open_files": 1024}, ON_CPU, "ok"),
+        (assess_machine.assess_compilers, {"compilers": ["cc", "ninja"]}, ON_CPU, "warning"),
+        (assess_machine.assess_compilers, {"compilers": ["g++"]}, ON_CPU, "warning"),
+        (assess_machine.assess_compilers, {"compilers": ["g++", "ninja"]}, ON_CPU, "ok"),
     ],
 )
-def test_limits(judge: Any, changes: dict[str, Any], need: Need, verdict: str) -> None:
-    assert judge(facts(**changes), need).verdict == verdict
+def test_limits(assess: Any, changes: dict[str, Any], need: Need, verdict: str) -> None:
+    assert assess(facts(**changes), need).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -164,33 +163,35 @@ def test_limits(judge: Any, changes: dict[str, Any], need: Need, verdict: str) -
 )
 def test_room_for_checkpoints(free_bytes: int, problem: str | None, verdict: str) -> None:
     folder = {"path": "/logs", "free_bytes": free_bytes, "problem": problem}
-    row = machine.judge_log_folder(facts(log_folder=folder), Need(2, 2, parameters=VGG, keep_last=3))
+    row = assess_machine.assess_log_folder(facts(log_folder=folder), Need(2, 2, parameters=VGG, keep_last=3))
     assert row.verdict == verdict
     assert "/logs" in row.found
 
 
 def test_packages_against_requirements() -> None:
-    pins = machine.read_pins((ROOT / "requirements.txt").read_text())
+    pins = assess_machine.read_pins((ROOT / "requirements.txt").read_text())
     assert pins["torch"].count(".") == 2
     pins = {"torch": "2.15.0", "torchvision": "0.29.2"}
-    assert machine.judge_packages(facts(), Need(), pins).verdict == "ok"
+    assert assess_machine.assess_packages(facts(), pins).verdict == "ok"
     older = facts(packages={"torch": "2.11.0", "torchvision": "0.29.2"})
-    assert "torch 2.11.0 for 2.15.0" in machine.judge_packages(older, Need(), pins).found
-    assert machine.judge_packages(older, Need(), pins).verdict == "warning"
+    assert "torch 2.11.0 for 2.15.0" in assess_machine.assess_packages(older, pins).found
+    assert assess_machine.assess_packages(older, pins).verdict == "warning"
     unfit = facts(import_problem="RuntimeError: operator torchvision::nms does not exist")
-    assert machine.judge_packages(unfit, Need(), pins).verdict == "wrong"
-    absent = machine.judge_packages(facts(packages={"torch": None, "torchvision": "0.29.2"}), Need(), pins)
+    assert assess_machine.assess_packages(unfit, pins).verdict == "wrong"
+    absent = assess_machine.assess_packages(facts(packages={"torch": None, "torchvision": "0.29.2"}), pins)
     assert (absent.verdict, absent.found) == ("wrong", "not installed: torch")
 
 
 def test_a_lock_is_stale_only_where_no_machine_holds_it() -> None:
-    assert machine.judge_locks([["/x/lock"], ["/x/lock"]]).verdict == "warning"
-    assert machine.judge_locks([["/x/lock"], []]).verdict == "ok"
-    assert machine.judge_locks([]).verdict == "ok"
+    assert assess_machine.assess_locks([["/x/lock"], ["/x/lock"]]).verdict == "warning"
+    assert assess_machine.assess_locks([["/x/lock"], []]).verdict == "ok"
+    assert assess_machine.assess_locks([]).verdict == "ok"
 
 
 def test_facts_of_this_machine_are_this_machines(tmp_path: Path) -> None:
-    found = collect_facts(str(tmp_path / "new" / "logs"), 0, ["localhost", "no.such.host.invalid"], with_torch=False)
+    found = host_facts.collect_host_facts(
+        str(tmp_path / "new" / "logs"), 0, ["localhost", "no.such.host.invalid"], with_torch=False
+    )
     assert found["addresses"] == {"localhost": "127.0.0.1", "no.such.host.invalid": None}
     assert found["log_folder"]["problem"] is None
     assert list(tmp_path.iterdir()) == []
@@ -210,4 +211,4 @@ def test_a_changed_file_changes_the_codes_fingerprint(tmp_path: Path) -> None:
 
 def test_a_log_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("")
-    assert log_folder_facts(tmp_path / "logs")["problem"]
+    assert host_facts.log_folder_facts(tmp_path / "logs")["problem"]

@@ -110,7 +110,7 @@ def test_the_environment_is_read_where_it_belongs():
         *("launch/supervisor.py", "launch/local_ranks.py"),  # which hand it on
         "training/command_line.py",  # rank 0 prints for all
         *(f"launch/cluster/{name}.py" for name in ("agent", "cluster_plan", "remote_shell")),  # the same
-        *("launch/slurm/job.py", "scripts/doctor.py", "planning/doctor/network.py"),  # Slurm's and ssh's
+        *("launch/slurm/job.py", "planning/doctor/command_line.py", "planning/doctor/network.py"),  # Slurm's and ssh's
     }
     readers = {str(path.relative_to(ROOT)) for path in python_files() if "os.environ" in path.read_text()}
     assert readers <= allowed

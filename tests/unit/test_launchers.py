@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.node_run import FINAL_CODES, HANG_CODE
-from scripts.doctor import SOMETHING_WRONG_EXIT_CODE
+from planning.doctor.command_line import SOMETHING_WRONG_EXIT_CODE
 from tests.unit.launching import (
     CORES,
     HOSTFILE,
