@@ -20,14 +20,14 @@ from tests.training.engine_ranks import loop_context
 from training.data.reader import Batch
 from training.data.sampler import BatchPlan
 from training.loop import train_one_epoch
-from training.observe import slow_links
+from training.observe import slow_links, slow_ranks
 from training.observe.flops import TrainingFlops
 from training.observe.loggers import Loggers
 from training.observe.machines import peak_tflops
 from training.observe.profiler import StepProfiler, costliest_operators
 from training.observe.scores import ScoreSums
-from training.observe.slow_links import SlowLink, SlowLinkWatch, exchange_share, judge_ring
-from training.observe.slow_ranks import SlowRankWatch, work_seconds
+from training.observe.slow_links import SlowLink, SlowLinkDetector, exchange_share, find_slow_link
+from training.observe.slow_ranks import SlowRankDetector, work_seconds
 from training.observe.step_metrics import Timing, device_use
 from training.observe.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
 from training.parallel.batchnorm import _SumOverRanks
@@ -251,27 +251,28 @@ def test_the_utilization_is_nvmls_or_none(monkeypatch, answer, utilization):
 # A slow rank.
 
 
-def test_a_rank_is_slow_at_two_points_in_row_and_named_once():
-    watch = SlowRankWatch()
+def test_a_rank_is_slow_at_two_consecutive_points_and_named_once():
+    detector = SlowRankDetector()
     normal, slow = [0.30, 0.29, 0.31, 0.30], [0.30, 0.29, 0.31, 0.41]
-    assert watch.judge(slow, 10) == []
-    assert watch.judge(normal, 10) == []
-    assert watch.judge(slow, 10) == []
-    ((rank, own, others),) = watch.judge(slow, 10)
+    assert detector.update(slow, 10) == []
+    assert detector.update(normal, 10) == []
+    assert detector.update(slow, 10) == []
+    ((rank, own, others),) = detector.update(slow, 10)
     assert (rank, own, others) == (3, pytest.approx(0.041), pytest.approx(0.030))
-    assert [watch.judge(slow, 10) for _ in range(5)] == [[]] * 5
+    assert [detector.update(slow, 10) for _ in range(5)] == [[]] * 5
 
 
-def test_a_slow_rank_is_named_again_after_a_while():
-    watch = SlowRankWatch(told_again_after_s=0.0)
-    assert [len(watch.judge([0.1, 0.2], 10)) for _ in range(4)] == [0, 1, 1, 1]
+def test_a_slow_rank_is_named_again_after_a_while(monkeypatch):
+    monkeypatch.setattr(slow_ranks, "SECONDS_BETWEEN_REPORTS", 0.0)
+    detector = SlowRankDetector()
+    assert [len(detector.update([0.1, 0.2], 10)) for _ in range(4)] == [0, 1, 1, 1]
 
 
 def test_of_two_ranks_the_slower_is_named_and_single_steps_are_put_together():
-    watch = SlowRankWatch()
-    found = [named for _ in range(10) for named in watch.judge([0.03, 0.05], 1)]
+    detector = SlowRankDetector()
+    found = [named for _ in range(10) for named in detector.update([0.03, 0.05], 1)]
     assert [(slow.rank, round(slow.step_seconds, 3)) for slow in found] == [(1, 0.05)]
-    assert SlowRankWatch().judge([1.0], 100) == []
+    assert SlowRankDetector().update([1.0], 100) == []
 
 
 def spans(**seconds):
@@ -328,7 +329,7 @@ FAST, SLOW = 0.001, 0.8
 def test_whose_exchange_is_slow(seconds, named):
     """Seconds of each host's link to the next one in the ring a - b - c - ... - a."""
     hosts = "abcde"[: max(len(seconds), 2)]
-    found = judge_ring(hosts, seconds)
+    found = find_slow_link(hosts, seconds)
     assert (found and found[0]) == named
 
 
@@ -351,10 +352,10 @@ class Probes:
         return self.seconds
 
 
-def judged(watch, points, steps=10):
+def reported(detector, points, steps=10):
     """Whose exchange is named at each of the points."""
     world = World(0, 0, 2, 4, torch.device("cpu"))
-    found = [watch.judge(point, steps, world) for point in points]
+    found = [detector.update(point, steps, world) for point in points]
     return [slow.hosts if slow else None for slow in found]
 
 
@@ -364,18 +365,20 @@ HOSTS = ("a", "a", "b", "c")
 def test_a_host_is_named_at_the_second_point_whose_exchange_takes_long(monkeypatch):
     probes = Probes(monkeypatch, [SLOW, SLOW, FAST])
     slow, short = ranks_in_step([3.0] * 4, exchange=5.0), ranks_in_step([3.0] * 4, exchange=0.5)
-    assert judged(SlowLinkWatch(HOSTS), [slow, short, slow, slow, slow, slow]) == [None] * 3 + [("b",)] + [None] * 2
+    assert (
+        reported(SlowLinkDetector(HOSTS), [slow, short, slow, slow, slow, slow]) == [None] * 3 + [("b",)] + [None] * 2
+    )
     assert (probes.made, probes.starts) == (1, [0, 2, 3]), "a slow link is not probed at every point"
-    assert judged(SlowLinkWatch(HOSTS), [slow] * 9, steps=1) == [None] * 9
+    assert reported(SlowLinkDetector(HOSTS), [slow] * 9, steps=1) == [None] * 9
 
 
 def test_a_link_that_becomes_slow_later_is_named_once_in_ten_minutes(monkeypatch):
     probes = Probes(monkeypatch, [FAST, FAST, FAST])
-    watch, slow = SlowLinkWatch(HOSTS), ranks_in_step([3.0] * 4, exchange=5.0)
-    assert judged(watch, [slow] * 5) == [None] * 5
+    detector, slow = SlowLinkDetector(HOSTS), ranks_in_step([3.0] * 4, exchange=5.0)
+    assert reported(detector, [slow] * 5) == [None] * 5
     assert probes.made == 4
     probes.seconds = [FAST, 0.02, 0.02]
-    named = judged(watch, [slow] * 160)
+    named = reported(detector, [slow] * 160)
     assert [number for number, hosts in enumerate(named) if hosts] == [0, 75, 150], "8 seconds from point to point"
 
 
@@ -383,11 +386,11 @@ def test_a_slow_rank_is_no_slow_link_and_one_machine_has_none(monkeypatch):
     probes = Probes(monkeypatch, [SLOW, SLOW, SLOW])
     slow_rank = ranks_in_step([3.0, 3.0, 9.0, 3.0], exchange=0.5)
     assert exchange_share(slow_rank) == pytest.approx(0.5 / 9.5)
-    assert judged(SlowLinkWatch(HOSTS), [slow_rank] * 5) == [None] * 5
+    assert reported(SlowLinkDetector(HOSTS), [slow_rank] * 5) == [None] * 5
     slow_link = ranks_in_step([3.0] * 4, exchange=5.0)
-    assert SlowRankWatch().judge(work_seconds(slow_link), 10) == []
+    assert SlowRankDetector().update(work_seconds(slow_link), 10) == []
     assert work_seconds(slow_link) == pytest.approx([3.0] * 4)
-    assert judged(SlowLinkWatch(("a",) * 4), [slow_link] * 5) == [None] * 5
+    assert reported(SlowLinkDetector(("a",) * 4), [slow_link] * 5) == [None] * 5
     assert probes.made == 0
 
 

@@ -1,31 +1,28 @@
-"""Names the hosts whose exchange with the others is slow.
+"""Detects hosts whose exchange with the others is slow.
 
-The rank that comes last to an exchange waits for nobody: what it spends there is the exchange itself. Once that is a
-large share of a step, the links between neighbouring hosts, laid in a ring, are timed with a small message, over the
-same backend that the step uses. One slow link slows the whole exchange of all ranks, so their own times do not tell
-whose it is.
+The rank that comes last to a collective waits for nobody: its time there is the exchange itself. If that is a large
+share of a step, the links between neighbouring hosts of a ring are timed with a small message, over the backend that
+the step uses. One slow link slows the whole exchange of all ranks, so their own times do not show whose it is.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from training.observe.slow_ranks import CONSECUTIVE_POINTS, SECONDS_BETWEEN_REPORTS, SHORTEST_INTERVAL_STEPS
 from training.parallel.collectives import gather_rows
 from training.parallel.world import World
 
 LARGE_SHARE = 0.3  # of a step
-POINTS_IN_ROW = 2
-SHORTEST_INTERVAL_STEPS = 5
-SECONDS_UNTIL_TOLD_AGAIN = 600.0
 PROBE_SHARE = 0.01  # of the time, at most about so much goes into probes
 PROBE_BYTES = 2**18
-PROBES = 3  # of each link; the fastest holds
+PROBES = 3  # of each link; the fastest counts
 SLOW_FACTOR = 3.0
 # There and back: 100 Mbit/s take 0.042 s, 1 Gbit/s takes 0.004 s.
 SLOW_ANYWHERE_SECONDS = 0.05
@@ -48,10 +45,10 @@ class SlowLink(NamedTuple):
     communication_share: float
 
     def describe(self) -> str:
-        """Return the line for people."""
-        count = len(self.hosts)
-        who = f"between all {count} hosts" if count > 2 else f"between hosts {' and '.join(self.hosts)}"
-        who = f"with host {self.hosts[0]}" if count == 1 else who
+        """Return the line for the log."""
+        who = f"between all {len(self.hosts)} hosts"
+        if len(self.hosts) < 3:
+            who = f"between hosts {' and '.join(self.hosts)}" if len(self.hosts) == 2 else f"with host {self.hosts[0]}"
         others = self.others_probe_seconds
         beside = "" if others is None else f", {1000 * others:.3g} ms between the others (median)"
         return (
@@ -61,7 +58,7 @@ class SlowLink(NamedTuple):
 
 
 def exchange_share(ranks: Sequence[Mapping[str, float]]) -> float:
-    """Return which share of its time the rank that waits for nobody spends in collectives.
+    """Return the share of its time that the rank that waits for nobody spends in collectives.
 
     Args:
         ranks: of each rank the seconds of its spans.
@@ -71,8 +68,10 @@ def exchange_share(ranks: Sequence[Mapping[str, float]]) -> float:
     return last["communication"] / max(total, 1e-9)
 
 
-def judge_ring(hosts: Sequence[str], seconds: Sequence[float]) -> tuple[tuple[str, ...], float, float | None] | None:
-    """Find whose exchange is slow: (hosts, their link's seconds, the median of the others'), None if nobody's.
+def find_slow_link(
+    hosts: Sequence[str], seconds: Sequence[float]
+) -> tuple[tuple[str, ...], float, float | None] | None:
+    """Return whose exchange is slow (hosts, their link's seconds, the median of the others'), None if nobody's.
 
     Args:
         hosts: in the order of the ring.
@@ -93,23 +92,23 @@ def judge_ring(hosts: Sequence[str], seconds: Sequence[float]) -> tuple[tuple[st
     return (tuple(hosts), others, None) if min(seconds) > SLOW_ANYWHERE_SECONDS else None
 
 
-class SlowLinkWatch:
-    """Looks at the exchange at each logging point. What it decides by is the same on all ranks, so they decide alike.
+class SlowLinkDetector:
+    """Examines the exchange at each logging point; all ranks get the same numbers and come to the same decision.
 
     Args:
         hosts: name of each rank's machine, by rank.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        self._starts = {host: rank for rank, host in reversed([*enumerate(hosts)])}
-        self._hosts = sorted(self._starts, key=self._starts.__getitem__)
+        self._first_ranks = {host: rank for rank, host in reversed([*enumerate(hosts)])}
+        self._hosts = sorted(self._first_ranks, key=self._first_ranks.__getitem__)
         self._ranks: list[dict[str, float]] = []
-        self._steps = self._points_in_row = 0
+        self._steps = self._slow_points = 0
         self._seconds = self._next_probe_at = 0.0
-        self._told_at: dict[tuple[str, ...], float] = {}
+        self._next_report_at: dict[tuple[str, ...], float] = {}
 
-    def judge(self, ranks: Sequence[Mapping[str, float]], steps: int, world: World) -> SlowLink | None:
-        """Return whose exchange is slow, if the exchange takes long and it was not named of late; a collective.
+    def update(self, ranks: Sequence[Mapping[str, float]], steps: int, world: World) -> SlowLink | None:
+        """Return whose exchange is slow, if the exchange takes long and it was not reported recently; a collective.
 
         Args:
             ranks: of each rank the seconds of its spans since the last call, the same on all ranks.
@@ -119,12 +118,12 @@ class SlowLinkWatch:
         share = self._share_if_due(ranks, steps)
         if share is None:
             return None
-        probes = time_ring([self._starts[host] for host in self._hosts], world)
+        probes = time_ring([self._first_ranks[host] for host in self._hosts], world)
         self._next_probe_at = self._seconds + PROBES * max(probes) / PROBE_SHARE
-        found = judge_ring(self._hosts, probes)
-        if found is None or self._seconds < self._told_at.get(found[0], 0.0):
+        found = find_slow_link(self._hosts, probes)
+        if found is None or self._seconds < self._next_report_at.get(found[0], 0.0):
             return None
-        self._told_at[found[0]] = self._seconds + SECONDS_UNTIL_TOLD_AGAIN
+        self._next_report_at[found[0]] = self._seconds + SECONDS_BETWEEN_REPORTS
         return SlowLink(*found, communication_share=share)
 
     def _share_if_due(self, ranks: Sequence[Mapping[str, float]], steps: int) -> float | None:
@@ -139,46 +138,39 @@ class SlowLinkWatch:
             return None
         share = exchange_share(self._ranks)
         self._ranks, self._steps = [], 0
-        self._points_in_row = self._points_in_row + 1 if share >= LARGE_SHARE else 0
-        return share if self._points_in_row >= POINTS_IN_ROW and self._seconds >= self._next_probe_at else None
+        self._slow_points = self._slow_points + 1 if share >= LARGE_SHARE else 0
+        return share if self._slow_points >= CONSECUTIVE_POINTS and self._seconds >= self._next_probe_at else None
 
 
-def time_ring(starts: Sequence[int], world: World) -> list[float]:
+def time_ring(first_ranks: Sequence[int], world: World) -> list[float]:
     """Return the seconds of `PROBE_BYTES` there and back from each host to the next one of the ring; a collective.
 
     Args:
-        starts: the first rank of each host, two or more; a pair has one link.
+        first_ranks: of the hosts, two or more; a pair has one link.
         world: the ranks.
     """
-    count, own = len(starts), 0.0
+    count, own = len(first_ranks), 0.0
     # No host has two links in a round: none is timed while another slows it.
     rounds = [range(0, count - 1, 2), range(1, count - 1, 2), range(count - 1, count) if count > 2 else ()]
     for first in (first for links in rounds for first in links):
-        leader, follower = starts[first], starts[(first + 1) % count]
+        leader, follower = first_ranks[first], first_ranks[(first + 1) % count]
         if world.rank == leader:
-            own = _time_link(follower, world.device)
+            own = _time_link(follower, (dist.send, dist.recv), world.device)
         elif world.rank == follower:
-            _answer_link(leader, world.device)
+            _time_link(leader, (dist.recv, dist.send), world.device)
     rows = gather_rows(torch.tensor([own], dtype=torch.float64, device=world.device), world)[:, 0].tolist()
-    return [rows[start] for start in starts[: 1 if count == 2 else count]]
+    return [rows[rank] for rank in first_ranks[: 1 if count == 2 else count]]
 
 
-def _time_link(peer: int, device: torch.device) -> float:
-    message, found = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=device), []
+def _time_link(peer: int, calls: Sequence[Callable[[torch.Tensor, int], object]], device: torch.device) -> float:
+    """Return the seconds of the fastest of `PROBES` calls of both `calls`."""
+    message, seconds = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=device), []
     for number in range(PROBES + 1):
         part = message if number else message[:1]  # the first one connects
         start = time.perf_counter()
-        dist.send(part, peer)
-        dist.recv(part, peer)
+        for call in calls:
+            call(part, peer)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - start)
-    return min(found[1:])
-
-
-def _answer_link(peer: int, device: torch.device) -> None:
-    message = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=device)
-    for number in range(PROBES + 1):
-        part = message if number else message[:1]
-        dist.recv(part, peer)
-        dist.send(part, peer)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])

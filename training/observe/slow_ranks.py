@@ -1,7 +1,7 @@
-"""Names a rank that is slower than the others.
+"""Detects a rank that is slower than the others.
 
-All ranks finish a step together, since each waits for the slowest in the collectives. So what is compared is a rank's
-work: its time outside of collectives, as far as that is known to be no waiting.
+All ranks finish a step together, because each waits for the slowest in the collectives. Therefore a rank's work is
+compared: its time outside of collectives, without what may be waiting.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 SLOW_FACTOR = 1.3
-POINTS_IN_ROW = 2
-SECONDS_UNTIL_TOLD_AGAIN = 600.0
-SHORTEST_INTERVAL_STEPS = 5  # a single step's time varies too much to judge by
+CONSECUTIVE_POINTS = 2
+SECONDS_BETWEEN_REPORTS = 600.0  # of the same rank
+SHORTEST_INTERVAL_STEPS = 5  # the time of a single step varies too much
 
 
 class SlowRank(NamedTuple):
@@ -28,10 +28,10 @@ class SlowRank(NamedTuple):
 def work_seconds(ranks: Sequence[Mapping[str, float]]) -> list[float]:
     """Return each rank's own work out of the seconds of its spans: what all ranks have to do in every step.
 
-    That leaves out waiting for the others, and logging, which is rank 0's alone. A rank may also wait where the clock
-    sees no collective: inside backward or the optimizer, if gradients are reduced from C++ (as DDP does) or on a
-    stream of the engine's own. So what a rank takes there beyond the fastest counts as far as the other ranks waited
-    for it in collectives that were measured.
+    That excludes waiting for the others, and logging, which only rank 0 does. A rank may also wait where the clock sees
+    no collective: inside backward or the optimizer, if gradients are reduced from C++ (as DDP does) or on a stream of
+    the engine's own. So the time there beyond the fastest rank's counts only as far as the other ranks waited for it in
+    measured collectives.
     """
     exchanging = [rank["backward"] + rank["optimizer"] for rank in ranks]
     work = []
@@ -43,41 +43,33 @@ def work_seconds(ranks: Sequence[Mapping[str, float]]) -> list[float]:
     return work
 
 
-class SlowRankWatch:
-    """Looks at all ranks' work at each logging point."""
+class SlowRankDetector:
+    """Compares the ranks' work at each logging point."""
 
-    def __init__(self, told_again_after_s: float = SECONDS_UNTIL_TOLD_AGAIN) -> None:
-        self._told_again_after_s = told_again_after_s
+    def __init__(self) -> None:
         self._work: list[float] = []
         self._steps = 0
-        self._points_in_row: dict[int, int] = {}
-        self._told_at: dict[int, float] = {}
+        self._slow_points: dict[int, int] = {}  # consecutive ones, by rank
+        self._reported_at: dict[int, float] = {}
 
-    def judge(self, work: Sequence[float], steps: int) -> list[SlowRank]:
-        """Return the ranks that were slow at several logging points in a row and were not named of late.
+    def update(self, work: Sequence[float], steps: int) -> list[SlowRank]:
+        """Return the ranks that were slow at consecutive logging points and were not reported recently.
 
         Args:
             work: seconds of work of each rank since the last call.
             steps: optimizer steps since the last call.
         """
-        before = self._work or [0.0] * len(work)
-        self._work = [old + new for old, new in zip(before, work, strict=True)]
+        self._work = [old + new for old, new in zip(self._work or [0.0] * len(work), work, strict=True)]
         self._steps += steps
         if self._steps < SHORTEST_INTERVAL_STEPS or len(work) < 2:
             return []
-        named = [found for rank in range(len(work)) if (found := self._judge_rank(rank)) is not None]
+        found, now = [], time.monotonic()
+        for rank, own in enumerate(self._work):
+            others = statistics.median(self._work[:rank] + self._work[rank + 1 :])
+            self._slow_points[rank] = self._slow_points.get(rank, 0) + 1 if own > SLOW_FACTOR * others else 0
+            is_new = now - self._reported_at.get(rank, -SECONDS_BETWEEN_REPORTS) >= SECONDS_BETWEEN_REPORTS
+            if self._slow_points[rank] >= CONSECUTIVE_POINTS and is_new:
+                self._reported_at[rank] = now
+                found.append(SlowRank(rank, own / self._steps, others / self._steps))
         self._work, self._steps = [], 0
-        return named
-
-    def _judge_rank(self, rank: int) -> SlowRank | None:
-        own, others = self._work[rank], statistics.median(self._work[:rank] + self._work[rank + 1 :])
-        if own <= SLOW_FACTOR * others:
-            self._points_in_row[rank] = 0
-            return None
-        self._points_in_row[rank] = self._points_in_row.get(rank, 0) + 1
-        now = time.monotonic()
-        told_of_late = rank in self._told_at and now - self._told_at[rank] < self._told_again_after_s
-        if self._points_in_row[rank] < POINTS_IN_ROW or told_of_late:
-            return None
-        self._told_at[rank] = now
-        return SlowRank(rank, own / self._steps, others / self._steps)
+        return found

@@ -18,8 +18,8 @@ from training.observe.loggers import Loggers
 from training.observe.loggers.points import DeviceUse, RunPoint, StepPoint
 from training.observe.machines import peak_tflops
 from training.observe.scores import ScoreSums
-from training.observe.slow_links import SlowLinkWatch
-from training.observe.slow_ranks import SlowRankWatch, work_seconds
+from training.observe.slow_links import SlowLinkDetector
+from training.observe.slow_ranks import SlowRankDetector, work_seconds
 from training.observe.timing import SPANS, SpanClock, shares, start_clock
 from training.parallel.collectives import gather_objects, gather_rows
 from training.parallel.engine import StepResult
@@ -45,8 +45,8 @@ class Timing:
     """
 
     clock: SpanClock = field(default_factory=SpanClock)
-    slow_ranks: SlowRankWatch = field(default_factory=SlowRankWatch)
-    slow_links: SlowLinkWatch = field(default_factory=lambda: SlowLinkWatch(()))
+    slow_ranks: SlowRankDetector = field(default_factory=SlowRankDetector)
+    slow_links: SlowLinkDetector = field(default_factory=lambda: SlowLinkDetector(()))
     hosts: tuple[str, ...] = ()
     flops: TrainingFlops | None = None
     profiler: StepProfiler | None = None
@@ -124,7 +124,7 @@ class StepMetrics:
 
     def _log_slow_ranks(self, step: int, spans: list[dict[str, float]]) -> None:
         hosts = self._timing.hosts
-        for slow in self._timing.slow_ranks.judge(work_seconds(spans), self._steps):
+        for slow in self._timing.slow_ranks.update(work_seconds(spans), self._steps):
             host = f" (host {hosts[slow.rank]})" if hosts else ""
             self._loggers.message(
                 f"rank {slow.rank}{host} is slow: {1000 * slow.step_seconds:.3g} ms of work a step, "
@@ -135,7 +135,7 @@ class StepMetrics:
             )
 
     def _log_slow_links(self, step: int, spans: list[dict[str, float]]) -> None:
-        slow = self._timing.slow_links.judge(spans, self._steps, self._world)
+        slow = self._timing.slow_links.update(spans, self._steps, self._world)
         if slow is not None:
             self._loggers.message(slow.describe())
             self._loggers.event("slow_link", {"step": step, **slow._asdict()})
@@ -160,7 +160,7 @@ def start_timing(
         from training.observe.profiler import StepProfiler
 
         profiler = StepProfiler(profile_steps, folder, clock, loggers)
-    return Timing(clock, slow_links=SlowLinkWatch(hosts), hosts=hosts, flops=flops, profiler=profiler)
+    return Timing(clock, slow_links=SlowLinkDetector(hosts), hosts=hosts, flops=flops, profiler=profiler)
 
 
 def run_point(step: int, images: int, timing: Timing, world: World) -> RunPoint:
