@@ -63,7 +63,7 @@ def build_model(
     """
     if pretrained and weights:
         raise UserError("--pretrained and --weights both give the starting weights: leave one of them out")
-    description = _describe(model_type, num_classes, image_size, members)
+    description = describe_model(model_type, num_classes, image_size, members)
     modules: list[nn.Module] = []
     heads: list[str] = []
     notes: list[str] = []
@@ -141,7 +141,8 @@ def _one_line_for_a_wrong_description() -> Iterator[None]:
         raise UserError(f"this is no description of a model: {one_line(f'{type(error).__name__}: {error}')}") from error
 
 
-def _describe(model_type: str, num_classes: int, image_size: int, members: Sequence[str]) -> dict[str, Any]:
+def describe_model(model_type: str, num_classes: int, image_size: int, members: Sequence[str]) -> dict[str, Any]:
+    """Return the description of a network before it is built; raise a UserError for names that do not fit."""
     spec = model_spec(model_type)
     members = list(members) if spec.takes_members else []
     if spec.takes_members and len(members) < 2:

@@ -1,1 +1,1 @@
-"""Answers before a run: is the data well."""
+"""Answers before a run: is the data set well, does the model fit, are the machines well."""

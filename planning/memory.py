@@ -1,8 +1,8 @@
-"""How much memory a rank needs: what its strategy keeps of the training state, and the activations.
+"""Predicts the memory of a rank: the training state under its strategy, and the activations.
 
 The state follows Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 3) with 4 bytes for weights and gradients,
-which are fp32 here under every precision. Beside the formula stands what the engine holds for a time: buckets, and
-what a step of the optimizer needs. `benchmarks/memory.py` compares with measurements.
+which are fp32 here under every precision. Added are temporary buffers of the engine and of the optimizer's step.
+`benchmarks/memory.py` compares with measurements.
 """
 
 from __future__ import annotations
@@ -20,41 +20,34 @@ AUTOCAST_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class StateRule:
-    """fp32 values per parameter that a rank holds; whole ones on every rank, sharded ones over the ranks.
-
-    Attributes:
-        weights: whole copies of the weights.
-        sharded_weights: copies of this rank's part of the weights.
-        gradients: whole gradients.
-        sharded_gradients: this rank's part of the gradients.
-        sums: this rank's part of the gradients summed over the ranks, where there is more than one rank.
-        gradients_stay: whether the gradients' memory stays taken between the steps.
-        step: values per parameter of this rank's part that the optimizer's step needs for a while.
-        buckets: communication buckets, each as large as the smaller of the bucket's size and the model.
-        held_buckets: how many of them stay between the steps.
-        gathered: whole weights that forward and backward gather for a while, where there is more than one rank.
-        adds_gradients: whether a layer's gradient exists for a while beside the memory that it is added to.
-    """
+    """fp32 values per parameter on a rank; sharded ones are divided among the ranks."""
 
     weights: float = 0
     sharded_weights: float = 0
     gradients: float = 0
     sharded_gradients: float = 0
     sums: float = 0
+    """Sharded sums of the gradients over the ranks, if there is more than one rank."""
     gradients_stay: bool = False
+    """Whether the gradients' memory stays taken between the steps."""
     step: float = 0
+    """Sharded values that the optimizer's step needs temporarily."""
     buckets: float = 0
+    """Communication buckets, each as large as the smaller of the bucket's size and the model."""
     held_buckets: float = 0
+    """Buckets that stay between the steps."""
     gathered: float = 0
+    """Whole weights that forward and backward gather temporarily, if there is more than one rank."""
     adds_gradients: bool = False
+    """Whether a layer's gradient exists temporarily beside the memory that it is added to."""
 
 
 # oneDNN, which computes on a CPU, works on copies in layouts of its own: of a layer's weights, and of their gradient
 # before it is brought back. VGG-16's first dense layer alone has three quarters of its weights.
 CPU_LAYER_COPIES = 3
 
-# Engine and ZeRO stage -> what it holds. DeepSpeed keeps a copy of the weights for the optimizer at every stage. The
-# native engine's CPU ranks share one copy of the weights, of which each is charged its part.
+# By engine and ZeRO stage. DeepSpeed keeps a copy of the weights for the optimizer at every stage. The native engine's
+# CPU ranks share one copy of the weights, of which each is charged its part.
 _NATIVE = StateRule(sharded_weights=1, gradients=1, sums=1, gradients_stay=True, adds_gradients=True)
 STATE_RULES: dict[tuple[str, int], StateRule] = {
     ("deepspeed", 1): StateRule(weights=1, sharded_weights=1, gradients=1, step=1),
@@ -74,29 +67,24 @@ STATE_RULES: dict[tuple[str, int], StateRule] = {
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that one rank needs, by what needs them.
-
-    Attributes:
-        weights: weights, and the optimizer's copy of them.
-        moments: what the optimizer keeps of each parameter.
-        gradients: from backward to the step.
-        buffers: what is not trained, such as BatchNorm's statistics.
-        activations: what forward keeps for backward.
-        communication: buckets, and gathered weights.
-        layer: copies of the largest layer's weights while it is computed.
-        step: what the optimizer's step needs for a while.
-        stays: of all these, bytes beside weights, moments and buffers that stay taken between the steps.
-    """
+    """Bytes that one rank needs, by purpose."""
 
     weights: int
+    """Weights, and the optimizer's copy of them."""
     moments: int
     gradients: int
     buffers: int
+    """What is not trained, such as BatchNorm's statistics."""
     activations: int
+    """Tensors that forward saves for backward."""
     communication: int
+    """Buckets, and gathered weights."""
     layer: int
+    """Copies of the largest layer's weights while it is computed."""
     step: int
+    """Temporary tensors of the optimizer's step."""
     stays: int
+    """Of all these, bytes beside weights, moments and buffers that stay taken between the steps."""
 
     @property
     def held(self) -> int:
@@ -121,21 +109,19 @@ def plan_memory(
     activation_bytes: int,
     buffer_bytes: int = 0,
     largest_parameter: int = 0,
-    layer_copies: int = CPU_LAYER_COPIES,
 ) -> MemoryPlan:
     """Predict the bytes of one rank; plain arithmetic.
 
     Args:
         parameters: of the model.
-        engine: the first word of a key of `STATE_RULES`.
-        zero_stage: the second.
+        engine: with `zero_stage` a key of `STATE_RULES`.
+        zero_stage: of the strategy.
         ranks: over which the state is sharded.
         optimizer: a key of `MOMENTS`.
         bucket_elements: `reduce_bucket_size` of the strategy's JSON.
         activation_bytes: of one micro-batch, see `activation_bytes`.
         buffer_bytes: of what is not trained.
         largest_parameter: elements of the largest of them.
-        layer_copies: copies of a layer's weights that the device's library makes while it computes.
     """
     rule, has_others = STATE_RULES[engine, zero_stage], ranks > 1
     whole, part = FLOAT32_BYTES * parameters, FLOAT32_BYTES * parameters / ranks
@@ -149,7 +135,7 @@ def plan_memory(
         buffers=buffer_bytes,
         activations=activation_bytes,
         communication=round(rule.buckets * bucket + (rule.gathered * whole if has_others else 0)),
-        layer=FLOAT32_BYTES * largest_parameter * (layer_copies + rule.adds_gradients),
+        layer=FLOAT32_BYTES * largest_parameter * (CPU_LAYER_COPIES + rule.adds_gradients),
         step=round(rule.step * part),
         stays=round(rule.held_buckets * bucket) + (gradients if rule.gradients_stay else 0),
     )
@@ -163,10 +149,10 @@ def model_sizes(module: nn.Module) -> dict[str, int]:
 
 
 def activation_bytes(module: nn.Module, batch_size: int, image_size: int, precision: str = "fp32") -> int:
-    """Count what forward keeps for backward, by a forward on the meta device, where nothing is computed.
+    """Count what forward saves for backward, by a forward on the meta device, where nothing is computed.
 
     Args:
-        module: the model; it is moved to the meta device, so give one that is not needed any more.
+        module: the model; it is moved to the meta device and useless afterwards.
         batch_size: images per micro-batch.
         image_size: pixels.
         precision: 'fp32', or 'bf16' or 'fp16', whose activations take half.
@@ -177,7 +163,7 @@ def activation_bytes(module: nn.Module, batch_size: int, image_size: int, precis
     module = module.to("meta").train()
     weights = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
     saved: dict[int, int] = {}
-    kept = []  # a storage that were freed might come back under the same address
+    kept = []  # a freed storage might come back under the same address
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -194,5 +180,5 @@ def activation_bytes(module: nn.Module, batch_size: int, image_size: int, precis
 
 
 def bucket_elements(strategy_json: Mapping[str, Mapping[str, int]]) -> int:
-    """Return the size of a strategy's reduction bucket; DeepSpeed's default where its JSON names none."""
+    """Return the size of a strategy's reduction bucket; DeepSpeed's default if its JSON has none."""
     return strategy_json["zero_optimization"].get("reduce_bucket_size", 500_000_000)

@@ -111,23 +111,14 @@ def measure_model(
     """Return `parameters`, `cores`, `device`, and the `images_per_second` of one rank (None without a GPU).
 
     Raises:
-        UserError: for an unknown model.
+        UserError: for an unknown model or member.
     """
     import torch
 
-    from models import model_spec
-    from models.build import rebuild_model
+    from models.build import describe_model, rebuild_model
     from planning.memory import model_sizes
 
-    spec = model_spec(model_type)
-    description: dict[str, Any] = {
-        "model_type": model_type,
-        "timm_name": spec.timm_name,
-        "num_classes": num_classes,
-        "image_size": image_size,
-        "members": list(members) if spec.takes_members else [],
-        "stem_stride_changed": {},
-    }
+    description = describe_model(model_type, num_classes, image_size, members)
     with torch.device("meta"):
         parameters = model_sizes(rebuild_model(description))["parameters"]
     found: dict[str, Any] = {"parameters": parameters, "cores": len(os.sched_getaffinity(0))}
