@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.training.ranks import ROOT, free_port
 from training.errors import UserError
 from training.observe.heartbeat import SECRET_VARIABLE
-from training.parallel.secure_store import _answer, _listen, authenticate, open_store
+from training.parallel.secure_store import ANSWER, _listen, authenticate, open_store
 from training.parallel.world import launched_world
 
 PATIENCE = datetime.timedelta(seconds=30)
@@ -40,15 +40,15 @@ def store(port):
 class Proving(threading.Thread):
     """A rank that proves itself in a thread."""
 
-    def __init__(self, store, secret, rank, size=3):
+    def __init__(self, store, secret, rank, size=3, patience=PATIENCE):
         super().__init__(daemon=True)
-        self.call = (store, secret, rank, size)
+        self.call = (store, secret, rank, size, patience)
         self.store = self.error = None
         self.start()
 
     def run(self):
         try:
-            self.store = authenticate(*self.call, PATIENCE, is_ours=True)
+            self.store = authenticate(*self.call, is_ours=True)
         except (ConnectionError, TimeoutError) as error:
             self.error = error
 
@@ -91,7 +91,7 @@ def test_an_unknown_name_is_one_line(port):
 
 def test_who_does_not_know_the_secret_is_not_let_in_and_does_not_keep_others_out(store, port, capfd):
     hostile = connect(port)
-    hostile.set(_answer(1), "\x80" * 128)
+    hostile.set(ANSWER.format(1), "\x80" * 128)
     first = Proving(store, "secret", 0, 2)
     stranger = Proving(hostile, "guessed", 1, 2)
     stranger.join(0.5)
@@ -104,12 +104,13 @@ def test_who_does_not_know_the_secret_is_not_let_in_and_does_not_keep_others_out
 
 
 def test_a_false_rank_0_gets_nobody(store, port):
-    Proving(store, "guessed", 0, 2)
+    false = Proving(store, "guessed", 0, 2, datetime.timedelta(seconds=1))
     rank = Proving(connect(port), "secret", 1, 2)
     rank.join(0.3)
     assert rank.store is None
     store.set("zerovision/welcome/1", "f" * 64)
     assert isinstance(rank.result(), ConnectionError)
+    assert isinstance(false.result(), TimeoutError)  # a thread inside the store would abort Python's exit
 
 
 @pytest.mark.parametrize(

@@ -24,19 +24,15 @@ ENGINES = {
 }
 
 # The keys of the configuration that the native engine follows, or that concern only DeepSpeed.
-_NATIVE_KEYS = frozenset(
-    {
-        *("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
-        *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
-    }
-)
+_NATIVE_KEYS = {
+    *("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+}
 # The keys of zero_optimization that are more than advice.
-_ZERO_KEYS_FOR_DEEPSPEED = frozenset(
-    {
-        *("offload_optimizer", "offload_param"),
-        *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"),
-    }
-)
+_ZERO_KEYS_FOR_DEEPSPEED = {
+    *("offload_optimizer", "offload_param"),
+    *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"),
+}
 
 
 def resolve_engine(engine: str, config: Mapping[str, Any], module: nn.Module, device: torch.device) -> str:

@@ -24,7 +24,8 @@ from training.parallel.network_interfaces import is_loopback
 
 NONCE_DIGITS = 64  # hexadecimal: 256 bits
 POLL_SECONDS = 0.01
-CHALLENGE = "zerovision/challenge"
+# Keys of the store; the last two with a rank.
+CHALLENGE, ANSWER, WELCOME = "zerovision/challenge", "zerovision/answer/{}", "zerovision/welcome/{}"
 BACKLOG = 4096
 
 
@@ -71,11 +72,12 @@ def authenticate(
         store.set(CHALLENGE, challenge.decode())
         nonces = _admit(store, key, challenge, size, timeout, is_ours=is_ours)
         for other, nonce in nonces.items():
-            store.set(_welcome(other), _proof(key, "rank 0", other, size, challenge, nonce).decode())
+            store.set(WELCOME.format(other), _proof(key, "rank 0", other, size, challenge, nonce).decode())
     else:
         challenge, nonce = store.get(CHALLENGE), _nonce()
-        store.set(_answer(rank), (nonce + _proof(key, "rank", rank, size, challenge, nonce)).decode())
-        if not hmac.compare_digest(store.get(_welcome(rank)), _proof(key, "rank 0", rank, size, challenge, nonce)):
+        store.set(ANSWER.format(rank), (nonce + _proof(key, "rank", rank, size, challenge, nonce)).decode())
+        welcome = store.get(WELCOME.format(rank))
+        if not hmac.compare_digest(welcome, _proof(key, "rank 0", rank, size, challenge, nonce)):
             raise ConnectionError("the process that the ranks found as rank 0 is none of this run")
     return dist.PrefixStore(_proof(key, "store", 0, size, challenge, b"").decode(), store)
 
@@ -90,7 +92,8 @@ def _admit(
         # The ranks' own keys are the challenge and one answer each; they write no other before they are welcome.
         is_stranger_here = is_ours and store.num_keys() > size
         for rank in sorted({*range(1, size)} - nonces.keys()):
-            answer = store.get(_answer(rank)) if store.check([_answer(rank)]) else b""
+            key_of_rank = ANSWER.format(rank)
+            answer = store.get(key_of_rank) if store.check([key_of_rank]) else b""
             nonce, proof = answer[:NONCE_DIGITS], answer[NONCE_DIGITS:]
             if hmac.compare_digest(proof, _proof(key, "rank", rank, size, challenge, nonce)):
                 nonces[rank] = nonce
@@ -117,14 +120,6 @@ def _proof(key: bytes, role: str, rank: int, size: int, challenge: bytes, nonce:
 
 def _nonce() -> bytes:
     return secrets.token_hex(NONCE_DIGITS // 2).encode()
-
-
-def _answer(rank: int) -> str:
-    return f"zerovision/answer/{rank}"
-
-
-def _welcome(rank: int) -> str:
-    return f"zerovision/welcome/{rank}"
 
 
 def _listen(address: str, port: int, *, is_alone: bool) -> int:
