@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.observe.heartbeat import HeartbeatFolder
+from launch.heartbeat_reader import HeartbeatFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent

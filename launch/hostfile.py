@@ -1,20 +1,16 @@
-"""The hosts of a multi-node run, read strictly: DeepSpeed reads `slots=4abc` as 4, takes `slots=0`, and runs
-`-oProxyCommand=...` as a command.
+"""Reads hostfiles strictly: DeepSpeed reads `slots=4abc` as 4, takes `slots=0`, and runs `-oProxyCommand=...` as a
+command.
 
-    python -m launch.hostfile hostfile.txt --nodes 4 --slots 8
-
-Each line is `name slots=N`; blank lines and comments (#) are allowed. Needs no torch.
+Each line is `name slots=N`; blank lines and comments (#) are allowed. Imports no torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from pathlib import Path
 
 from training.data.small_files import read_small_text
-from training.errors import USER_ERROR_EXIT_CODE, UserError
+from training.errors import UserError
 
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>[1-9][0-9]{0,3})")
@@ -55,7 +51,7 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         if host in found:
-            raise UserError(f"{where}: host {host!r} stands in line {found[host][1]} already.")
+            raise UserError(f"{where}: host {host!r} is in line {found[host][1]} already.")
         found[host] = (int(match["slots"]), number)
     if len(found) < nodes:
         raise UserError(f"hostfile {str(path)!r}: {nodes} nodes asked for, {len(found)} listed.")
@@ -71,23 +67,3 @@ def check_host_name(host: str) -> str:
     if not HOST_NAME.fullmatch(host):
         raise UserError(f"{host!r} is no host name (letters, digits, '.' and '-').")
     return host
-
-
-def main(arguments: list[str]) -> int:
-    """Check a hostfile, print the hosts that a run takes, with commas, and return the exit code."""
-    parser = argparse.ArgumentParser(description="Check a hostfile, print the hosts of a run.", allow_abbrev=False)
-    parser.add_argument("file", type=Path, help="lines of 'name slots=N'")
-    parser.add_argument("--nodes", type=int, default=1, help="hosts the run takes")
-    parser.add_argument("--slots", type=int, default=1, help="GPUs the run takes on each host")
-    given = parser.parse_args(arguments)
-    try:
-        hosts = read_hostfile(given.file, given.nodes, given.slots)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
-    print(",".join(list(hosts)[: given.nodes]))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""One start of a launcher and its ranks on one machine: passes signals on, ends what does not leave, judges the end."""
+"""One start of a launcher and its ranks on one machine: passes signals on and ends what does not leave."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 import time
 from dataclasses import dataclass
 
+from launch.heartbeat_reader import HeartbeatFolder
 from launch.process_tree import POLL_SECONDS, Launch, shell_exit_code
 from launch.rank_monitor import AGREED_CODES, STOP_CODES, Death, RankMonitor, how_it_ended
 from training.errors import USER_ERROR_EXIT_CODE
-from training.observe.heartbeat import HeartbeatFolder
 
 LOOK_SECONDS = 0.25  # between two looks at the ranks
 LEFTOVER_SECONDS = 5.0  # helpers such as multiprocessing's resource tracker need a moment to see their parent gone
@@ -22,13 +22,22 @@ LAUNCHER_SECONDS = 3.0  # what a launcher needs to see that its ranks are gone
 HANG_CODE = 124  # as `timeout` has it
 # Another start would end the same way.
 FINAL_CODES = AGREED_CODES | {USER_ERROR_EXIT_CODE}
-# What the supervisor hears, and the signal that its ranks get.
+# Signals to the launch, and what its ranks get for each.
 PASSED_ON = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGUSR1,
 }
+
+
+def receive_signals() -> list[int]:
+    """Handle the signals of `PASSED_ON` from now on; return the list to which each one is appended."""
+    received: list[int] = []
+    for number in PASSED_ON:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda given, _frame: received.append(given))
+    return received
 
 
 @dataclass(frozen=True)
@@ -66,18 +75,18 @@ class NodeRun:
 
         Args:
             launch: the processes.
-            folder: where the ranks report.
+            folder: of the ranks' heartbeats.
             received: the list to which the signal handlers append.
             stop_timeout_s: seconds the ranks have to save and leave after a signal.
-            has_rank_0: whether rank 0, which says that training is done, runs on this machine.
-            is_alone: whether no other machine takes part, so that this one tells the user of a signal.
+            has_rank_0: whether rank 0, which marks the training as done, runs on this machine.
+            is_alone: whether no other machine takes part, so that this one prints which signal came.
         """
-        self.watch = RankMonitor(launch, folder)
+        self.monitor = RankMonitor(launch, folder)
         self._launch = launch
         self._folder = folder
         self._received = received
         self._stop_timeout_s = stop_timeout_s
-        self._told = 0  # the signal that the ranks have been told to stop with
+        self._sent = 0  # the signal that the ranks were sent to stop them
         self._deadline = math.inf  # when the ranks are ended
         self._cause: Death | None = None  # the failure of a rank that the launcher outlived
         self._has_rank_0 = has_rank_0
@@ -93,24 +102,24 @@ class NodeRun:
                 was_asked = True
                 if not self._pass_on():  # the launcher is still starting, or already leaving: nothing to save
                     self._launch.kill()
-                    return Ending(0 if self._is_done() else 128 + self._told)
-            elif child.returncode is not None and not self._told:
+                    return Ending(0 if self._is_done() else 128 + self._sent)
+            elif child.returncode is not None and not self._sent:
                 print("the launcher ended before its ranks: stopping them", file=sys.stderr)
-                self._tell(signal.SIGTERM)
-            if self._told:
-                self._launch.signal_ranks(self._told)  # also one that the launcher had only just begun to start
-            self.watch.look()
-            if child.poll() is None and not self._told:
-                self._cause = self.watch.first_failure()
-            waits = self._told or self.watch.first_failure()  # no hang: who waits for a dead rank is ended below
-            if not waits and (hung := self.watch.hung()):
-                suspicion = (not self.watch.is_stopped(hung[0].rank), hung[0].step)
-                self.watch.report_hang(hung)
+                self._send(signal.SIGTERM)
+            if self._sent:
+                self._launch.signal_ranks(self._sent)  # also one that the launcher had only just begun to start
+            self.monitor.look()
+            if child.poll() is None and not self._sent:
+                self._cause = self.monitor.first_failure()
+            waits = self._sent or self.monitor.first_failure()  # ranks that wait for a dead one are ended below
+            if not waits and (hung := self.monitor.hung()):
+                suspicion = (not self.monitor.is_stopped(hung[0].rank), hung[0].step)
+                self.monitor.report_hang(hung)
                 self._launch.kill()
                 return Ending(HANG_CODE, f"rank {hung[0].rank} hung", False, suspicion)
             self._end_what_is_late()
             time.sleep(LOOK_SECONDS)
-        self.watch.look()
+        self.monitor.look()
         ending = self._ending(child.returncode, was_asked)
         self._end_leftovers(at_once=not ending.is_final)
         return ending
@@ -122,36 +131,36 @@ class NodeRun:
     def _pass_on(self) -> int:
         """Pass a received signal on to the ranks; return how many there are."""
         number = self._received[0]
-        living = self._tell(PASSED_ON[signal.Signals(number)])
+        living = self._send(PASSED_ON[signal.Signals(number)])
         if living:
             if self._is_alone:
-                name = signal.Signals(self._told).name
+                name = signal.Signals(self._sent).name
                 print(f"{name}: {living} rank(s) save and stop; Ctrl-C ends them without", file=sys.stderr)
             time.sleep(REPEAT_SECONDS)
             self._received.clear()
         return living
 
-    def _tell(self, number: int) -> int:
-        self._told = number
+    def _send(self, number: int) -> int:
+        self._sent = number
         self._deadline = time.monotonic() + self._stop_timeout_s
         return self._launch.signal_ranks(number)
 
     def _end_what_is_late(self) -> None:
         """End the ranks that had time enough to leave, and a launcher that does not leave after them."""
         now = time.monotonic()
-        if failure := self.watch.first_failure():
+        if failure := self.monitor.first_failure():
             self._deadline = min(self._deadline, failure.seconds + DEAD_RANK_SECONDS)
-        elif self.watch.all_ended():
+        elif self.monitor.all_ended():
             self._deadline = min(self._deadline, now + DEAD_RANK_SECONDS)
         is_late = now > self._deadline + LAUNCHER_SECONDS
-        if self._is_abandoned or is_late or (self._told and signal.SIGINT in self._received):
+        if self._is_abandoned or is_late or (self._sent and signal.SIGINT in self._received):
             self._launch.kill()
         elif now > self._deadline:
             self._launch.kill_ranks()
 
     def _ending(self, launcher_code: int, was_asked: bool) -> Ending:
-        """Judge how it ended, from the launcher's exit code (Popen's convention) and what the ranks have noted."""
-        if self._is_done() and (launcher_code == 0 or self.watch.all_ended(0)):
+        """Return how it ended, by the launcher's exit code (Popen's convention) and the ranks' last heartbeats."""
+        if self._is_done() and (launcher_code == 0 or self.monitor.all_ended(0)):
             return Ending(0)
         code = shell_exit_code(launcher_code) or 1
         passed_on = launcher_code > 0 and code > 128
@@ -159,17 +168,17 @@ class NodeRun:
         if launcher_code == 0:
             reason += ", but rank 0 did not say that training is done"
         by_itself = launcher_code > 0  # neither killed nor, as deepspeed then, without an idea of what happened
-        failure = self._cause or (self.watch.first_failure() if by_itself and not self._told else None)
+        failure = self._cause or (self.monitor.first_failure() if by_itself and not self._sent else None)
         if failure:
             reason = failure.describe(launcher_code)
             if failure.code and failure.code != -signal.SIGTERM:  # SIGTERM: a launcher's way to end the others
                 code = shell_exit_code(failure.code)
         elif by_itself or was_asked:  # else the ranks only left because their launcher had been killed
-            code = next((stop for stop in STOP_CODES if self.watch.all_ended(stop)), code)
+            code = next((stop for stop in STOP_CODES if self.monitor.all_ended(stop)), code)
         return Ending(code, reason, is_final=was_asked or code in FINAL_CODES)
 
     def _is_done(self) -> bool:
-        return self._folder.has_succeeded() if self._has_rank_0 else self.watch.all_ended(0)
+        return self._folder.has_succeeded() if self._has_rank_0 else self.monitor.all_ended(0)
 
     def _end_leftovers(self, at_once: bool) -> None:
         deadline = time.monotonic() + (0 if at_once else LEFTOVER_SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -121,6 +122,11 @@ def shell_exit_code(code: int) -> int:
     if code < 0:
         return 128 - code
     return 128 + (256 - code) if code > 256 - 32 else code
+
+
+def extensions_folder() -> str:
+    """Return where DeepSpeed compiles its operators: a cache keyed by name only, so each environment has its own."""
+    return os.environ.get("TORCH_EXTENSIONS_DIR") or f"{sys.prefix}/torch_extensions"
 
 
 def unheld_build_locks(folder: Path) -> set[Path]:

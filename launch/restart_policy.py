@@ -16,12 +16,12 @@ LONGEST_DELAY_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Started:
-    """What came of one start.
+    """The outcome of one start, or of all of them.
 
     Attributes:
         ending: how it ended.
-        run_name: what rank 0 called the run, '' where it did not come so far.
-        position: of the newest checkpoint that it saved, -1 for none.
+        run_name: the run's name, '' if rank 0 has not reported it.
+        position: of the newest checkpoint that was saved, -1 for none.
     """
 
     ending: Ending
@@ -30,17 +30,17 @@ class Started:
 
 
 class RestartPolicy:
-    """Counts restarts, and says how long to wait before each."""
+    """Counts restarts, and decides how long to wait before each."""
 
     def __init__(self, allowed: int) -> None:
-        """Allow so many restarts in a row without progress, which is a newer checkpoint than any before."""
+        """Allow this many restarts in a row without progress, which is a newer checkpoint than any before."""
         self.total = 0
         self._allowed = allowed
         self._in_a_row = 0
         self._position = -1
 
     def after_failure(self, reason: str, position: int) -> float | None:
-        """Say on stderr what follows; return the seconds to wait before the next start, None where none follows.
+        """Print to stderr what follows; return the seconds to wait before the next start, None if none follows.
 
         Args:
             reason: what happened, without a full stop.
@@ -60,29 +60,29 @@ class RestartPolicy:
 
 def start_until_done(
     start: Callable[[int, list[str]], Started], restarts: RestartPolicy, received: list[int]
-) -> tuple[Ending, str]:
-    """Start a training, and again after every failure; return how it ended and the run's name.
+) -> Started:
+    """Start a training, and again after every failure; return how the last start ended, and the newest checkpoint.
 
     Args:
-        start: runs it once, given the number of restarts so far and the flags that let it go on with its run.
-        restarts: how many there may be.
+        start: runs it once, given the number of restarts so far and the flags that make it go on with its run.
+        restarts: decides how many there may be.
         received: the list to which the signal handlers append.
     """
-    run_name = ""
+    run_name, newest = "", -1
     while True:
         started = start(restarts.total, [f"--run-name={run_name}"] if run_name else [])
-        run_name = started.run_name or run_name
-        if started.ending.is_final:
-            return started.ending, run_name
-        delay_s = restarts.after_failure(started.ending.reason, started.position)
-        if delay_s is None:
-            return started.ending, run_name
-        if number := signal_within(delay_s, received):
-            return Ending(128 + number, "stopped between two starts"), run_name
+        ending, run_name, newest = started.ending, started.run_name or run_name, max(newest, started.position)
+        if not ending.is_final:
+            delay_s = restarts.after_failure(ending.reason, started.position)
+            if delay_s is not None:
+                if not (number := signal_within(delay_s, received)):
+                    continue
+                ending = Ending(128 + number, "stopped between two starts")
+        return Started(ending, run_name, newest)
 
 
 def signal_within(seconds: float, received: list[int]) -> int:
-    """Wait; return the signal passed on to ranks that was received before or meanwhile, 0 for none."""
+    """Wait; return the signal for the ranks that was received before or meanwhile, 0 for none."""
     deadline = time.monotonic() + seconds
     while not received and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

@@ -1,8 +1,7 @@
 """One temporary folder for a launch and everything that it starts: nothing of it is left behind, not even by kill -9.
 
-The processes of the launch report in it (`training.observe.heartbeat`), and it is their TMPDIR. Who made it locks a
-file in it; if that lock is free and no process of the launch lives, the next launch on this machine removes the
-folder.
+It holds the ranks' heartbeats (`training.observe.heartbeat`) and is their TMPDIR. The process that made it locks a file
+in it; if that lock is free and no process of the launch lives, the next launch on this machine removes the folder.
 """
 
 from __future__ import annotations
@@ -11,18 +10,63 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from launch.process_tree import Launch
-from training.observe.heartbeat import OWNER, HeartbeatFolder
+from launch.heartbeat_reader import OWNER, HeartbeatFolder
+from launch.process_tree import MARK, Launch, extensions_folder
+from training.errors import UserError
+from training.observe.heartbeat import FOLDER_VARIABLE
 
 PREFIX = "zerovision-"
 # A socket's path may have 107 bytes; those of multiprocessing add '/pymp-12345678/listener-12345678'.
 LONGEST_PATH = 107 - 32
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+MOST_DESCRIPTORS = 4096
+
+
+@contextlib.contextmanager
+def launch_folder(launch: Launch, stop_timeout_s: float) -> Iterator[HeartbeatFolder]:
+    """Make the temporary folder of a launch, and remove it at the end.
+
+    Args:
+        launch: what is started; if this process is killed with -9, its ranks are stopped.
+        stop_timeout_s: seconds that these then have to save and leave.
+
+    Raises:
+        UserError: if no folder can be made.
+    """
+    try:
+        folder = make_temporary_folder(launch.mark)
+    except OSError as error:
+        raise UserError(f"no temporary folder: {error}. Set TMPDIR to a folder that can be written.") from None
+    guard_pipe = _start_guard(launch, folder.path, stop_timeout_s)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(guard_pipe, b"0")
+
+
+def _start_guard(launch: Launch, folder: Path, stop_timeout_s: float) -> int:
+    """Start a process that stops the ranks if this one is killed with -9; a byte on the returned pipe ends it."""
+    reading, writing = os.pipe()
+    if os.fork():
+        os.close(reading)
+        return writing
+    os.setsid()
+    # Whoever waits for the end of the supervisor's own connections shall not wait for this process.
+    os.closerange(3, reading)
+    os.closerange(reading + 1, MOST_DESCRIPTORS)
+    if not os.read(reading, 1):
+        launch.stop(signal.SIGTERM, stop_timeout_s)
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
 
 
 def make_temporary_folder(mark: str) -> HeartbeatFolder:
@@ -33,8 +77,8 @@ def make_temporary_folder(mark: str) -> HeartbeatFolder:
     """
     remove_abandoned(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    lock = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # stays open as long as we live
-    with contextlib.suppress(OSError):  # no locks, no room: it is never taken for abandoned
+    lock = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # open as long as this process lives
+    with contextlib.suppress(OSError):  # without locks or room the folder is never taken for abandoned
         fcntl.flock(lock, fcntl.LOCK_EX)
         os.write(lock, mark.encode())
     return HeartbeatFolder(folder)
@@ -54,16 +98,24 @@ def remove_abandoned(place: Path) -> None:
                 shutil.rmtree(owner.parent, ignore_errors=True)
 
 
+def launch_environment(launch: Launch, folder: HeartbeatFolder, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a launch's processes: those given, the launch's mark, and where temporary files go."""
+    environment = {name: value for name, value in given.items() if name not in RANK_VARIABLES}
+    environment |= private_variables(folder.path, environment)
+    return environment | {MARK: launch.mark, FOLDER_VARIABLE: str(folder.path)}
+
+
 def private_variables(folder: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that let all temporary files of a launch's processes lie in its folder.
+    """Return the variables that put all temporary files of a launch's processes into its folder.
 
     Args:
         folder: the launch's folder.
         given: their variables so far.
     """
     # What torch.compile makes is worth keeping, with other compiled code; each machine's apart, as processors differ.
-    cache = Path(given["TORCH_EXTENSIONS_DIR"]) / f"inductor-{socket.gethostname()}"
-    variables = {COMPILE_CACHE: given.get(COMPILE_CACHE) or str(cache)}
+    extensions = given.get("TORCH_EXTENSIONS_DIR") or extensions_folder()
+    cache = given.get(COMPILE_CACHE) or f"{extensions}/inductor-{socket.gethostname()}"
+    variables = {"TORCH_EXTENSIONS_DIR": extensions, COMPILE_CACHE: cache}
     if len(os.fsencode(folder)) <= LONGEST_PATH:
         variables["TMPDIR"] = str(folder)
     return variables

@@ -1,14 +1,12 @@
 #!/usr/bin/env bash
-# Train on the GPUs of this machine, or on CPU ranks where it has none: --help explains.
+# Train on the GPUs of this machine, or on CPU ranks if it has none: --help explains.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-MAX_CPU_RANKS_PER_CORE=8
-
 usage() {
     cat <<'HELP'
-Train an image classifier on the GPUs of this machine (on CPU ranks where it has none).
+Train an image classifier on the GPUs of this machine (on CPU ranks if it has none).
 
     bash launch_distributed.sh <model> <strategy> <num_gpus> <batch_size> <epochs> [flags]
 
@@ -20,7 +18,7 @@ Train an image classifier on the GPUs of this machine (on CPU ranks where it has
   flags       any flag of train_distributed.py ('python scripts/train_distributed.py --help' lists all),
               --master_port N, and --max-restarts N: how often in a row a failed training is started again
               without having saved a newer checkpoint in between (default 3, 0 to 1000),
-              and --preflight: let scripts/doctor.py look at machine and data first, and stop where something is wrong
+              and --preflight: let scripts/doctor.py look at machine and data first, and stop if something is wrong
 
 Examples:
     bash launch_distributed.sh mobilenet ddp 4 16 50
@@ -55,93 +53,4 @@ Exit codes:
 HELP
 }
 
-# Sets GPU_IDS to the GPUs that may be used: those of CUDA_VISIBLE_DEVICES where it is set, else all of the machine.
-find_gpus() {
-    local listing="" id
-    local -a visible=()
-    type -P nvidia-smi >/dev/null && listing=$(nvidia-smi -L 2>/dev/null || true)
-    mapfile -t GPU_IDS < <(sed -n 's/^GPU \([0-9]*\):.*/\1/p' <<<"$listing")
-    MACHINE_GPUS=" ${GPU_IDS[*]} "
-    ((${#GPU_IDS[@]})) && [[ -n ${CUDA_VISIBLE_DEVICES+set} ]] || return 0
-    IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES//[[:space:]]/}"
-    GPU_IDS=()
-    for id in "${visible[@]}"; do
-        [[ $id != -1 ]] || break # CUDA's own way of saying "none from here on"
-        GPU_IDS+=("$id")
-    done
-}
-
-# Sets ENVIRONMENT: the variables the command needs, as the words of env.
-build_environment() {
-    local ranks=$1 cores threads
-    cores=$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)))')
-    threads=$((cores > ranks ? cores / ranks : 1))
-    # More threads than cores is not a little slower: 2 ranks with 2 threads on 2 cores took 15 times as long.
-    ENVIRONMENT=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}" "TORCH_EXTENSIONS_DIR=$TORCH_EXTENSIONS_DIR")
-    if ((${#GPU_IDS[@]} == 0)); then
-        ((ranks <= cores * MAX_CPU_RANKS_PER_CORE)) ||
-            die "no GPU found, and $ranks CPU ranks are too many for $cores cores: at most $((cores * MAX_CPU_RANKS_PER_CORE))."
-        ENVIRONMENT+=("DS_ACCELERATOR=cpu")
-        printf 'no GPU found: running %d CPU ranks over gloo on %d cores\n' "$ranks" "$cores" >&2
-    fi
-}
-
-# Each sets COMMAND for RANKS ranks on this machine.
-deepspeed_command() {
-    local ranks=$1 ids id
-    local -a place=(--num_gpus "$ranks")
-    if ((${#GPU_IDS[@]})) && [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
-        for id in "${GPU_IDS[@]}"; do
-            [[ $MACHINE_GPUS == *" $id "* ]] ||
-                die "CUDA_VISIBLE_DEVICES $(quoted "$id"): expected GPU numbers out of$MACHINE_GPUS(or LAUNCHER=direct)."
-        done
-        # deepspeed ignores CUDA_VISIBLE_DEVICES beside --num_gpus.
-        printf -v ids '%s,' "${GPU_IDS[@]:0:ranks}"
-        place=(--include "localhost:${ids%,}")
-        ENVIRONMENT=(-u CUDA_VISIBLE_DEVICES "${ENVIRONMENT[@]}")
-    fi
-    # --hostfile: a file of the machine's own at deepspeed's default place must not turn this into a multi-node run.
-    COMMAND=("$DEEPSPEED" "${place[@]}" --hostfile /dev/null --master_port "$PORT" --log_level critical)
-}
-
-direct_command() {
-    COMMAND=("$PYTHON" "$ROOT/launch/local_ranks.py" --nproc_per_node "$1" --master_port "$PORT")
-}
-
-torchrun_command() {
-    COMMAND=("$PYTHON" "$ROOT/launch/torchrun.py" --nproc_per_node "$1" --master_addr 127.0.0.1 --master_port "$PORT")
-}
-
-main() {
-    if wants_help "$@"; then
-        usage
-        exit
-    fi
-    check_words "model strategy num_gpus batch_size epochs" "$@"
-    local model=$1 strategy=$2 num_gpus=$3 batch_size=$4 epochs=$5
-    local launcher=${LAUNCHER:-direct}
-    [[ $launcher =~ ^(direct|deepspeed|torchrun)$ ]] ||
-        die "LAUNCHER $(quoted "$launcher"): expected direct, deepspeed or torchrun."
-    export STOP_TIMEOUT=${STOP_TIMEOUT:-300}
-    require_whole_number STOP_TIMEOUT "$STOP_TIMEOUT" 86400
-    split_port_flag "${@:6}"
-    split_restarts_flag "${EXTRA[@]}"
-    split_preflight_flag "${EXTRA[@]}"
-    use_environment
-    find_gpus
-    ((${#GPU_IDS[@]} == 0 || num_gpus <= ${#GPU_IDS[@]})) ||
-        die "$num_gpus GPUs asked for, ${#GPU_IDS[@]} present: ask for at most ${#GPU_IDS[@]}."
-    check_configuration "$model" "$strategy" "$batch_size" "$epochs" "${EXTRA[@]}"
-    preflight --here --gpus-per-node "$num_gpus" --port "${PORT:-0}"
-    local given_port=$PORT
-    PORT=$(free_port "$PORT")
-    build_environment "$num_gpus"
-    "${launcher}_command" "$num_gpus"
-    COMMAND=(env "${ENVIRONMENT[@]}" "${COMMAND[@]}" "$ENTRY" "${TRAINING_ARGUMENTS[@]}")
-    end_if_dry_run "${COMMAND[@]}"
-    export CHOSEN_PORT=$PORT # a restart takes another one
-    [[ -z $given_port ]] || CHOSEN_PORT=
-    exec "$PYTHON" "$ROOT/launch/supervisor.py" "${COMMAND[@]}"
-}
-
-main "$@"
+hand_over single_node.py "$@"

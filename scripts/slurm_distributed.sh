@@ -49,7 +49,7 @@ Train in a Slurm job. Submit it from the root of the repository or from scripts/
   flags      any flag of train_distributed.py, --master_port N, and --max-restarts N: how often in a row a failed
              training is started again inside the job without a newer checkpoint in between (default 3, 0 to 1000);
              --allow-differences: train although versions or code differ between the nodes;
-             and --preflight: let the doctor examine machines, data and network first, and stop where something is wrong
+             and --preflight: let the doctor examine machines, data and network first, and stop if something is wrong
   (model, strategy, epochs: as launch_distributed.sh --help says)
 
 Examples:
@@ -65,47 +65,16 @@ checkpoint (--resume auto) unless --resume is given. In an array, {task} in a fl
 several models with commas each task trains its own: task 0 the first.
 
 The job saves and is requeued 120 s before its time limit (sbatch --signal=B:USR1@300 for 300 s), and after a failure
-once the restarts are used up. It stops where the same failure comes twice without a newer checkpoint in between.
+once the restarts are used up. It stops if the same failure comes twice without a newer checkpoint in between.
 The output goes to logs/slurm_distributed_<job>.out unless sbatch is given --output.
 Environment variables:
     DRY_RUN=1      print the command as one line instead of running it
-    LAUNCHER       what starts the ranks of a node: direct (default), deepspeed or torchrun
-    RENDEZVOUS     how torchrun's ranks meet: static (default) or c10d
     MASTER_PORT    port on the first node the ranks meet on (default: from the job's number)
     MAX_RESTARTS   as --max-restarts, which wins
     STOP_TIMEOUT   seconds the ranks have to save and stop after a signal (default 300; Slurm may give them less)
 
-Exit codes: as launch_distributed.sh --help says; 1 where --preflight found something wrong; 69 where too few nodes answer.
+Exit codes: as launch_distributed.sh --help says; 1 if --preflight found something wrong; 69 if too few nodes answer.
 HELP
 }
 
-main() {
-    if wants_help "$@"; then
-        usage
-        exit
-    fi
-    check_words "model strategy num_gpus batch_size epochs" "$@"
-    local model=$1 strategy=$2 num_gpus=$3 batch_size=$4 epochs=$5
-    [[ -n ${SLURM_JOB_ID:-} || ${DRY_RUN:-0} == 1 ]] || die "not in a Slurm job: submit it with sbatch, or set DRY_RUN=1."
-    local stop_timeout=${STOP_TIMEOUT:-300}
-    check_launcher
-    require_whole_number STOP_TIMEOUT "$stop_timeout" 86400
-    split_port_flag "${@:6}"
-    split_restarts_flag "${EXTRA[@]}"
-    split_preflight_flag "${EXTRA[@]}"
-    take_switch --allow-differences "${EXTRA[@]}"
-    use_environment
-    local -a job=("$PYTHON" "$ROOT/launch/slurm/job.py")
-    local -a words=(--ranks-per-node "$num_gpus" --port "${PORT:-0}" --launcher "$LAUNCH_WITH"
-        --max-restarts "$MAX_RESTARTS" --stop-timeout "$stop_timeout")
-    ((PREFLIGHT == 0)) || words+=(--preflight)
-    ((GIVEN == 0)) || words+=(--allow-differences)
-    words+=(-- "--model-type=$model" "--strategy=$strategy" --batch-size "$batch_size" --epochs "$epochs" "${EXTRA[@]}")
-    if [[ ${DRY_RUN:-0} == 1 ]]; then
-        "${job[@]}" --check "${words[@]}" || exit
-    fi
-    end_if_dry_run "${job[@]}" "${words[@]}"
-    exec "${job[@]}" "${words[@]}"
-}
-
-main "$@"
+hand_over slurm/job.py "$@"

@@ -1,4 +1,4 @@
-"""Whether the nodes of a start fit together: the same software, and one folder for the logs."""
+"""Checks that the nodes of a start fit together: the same software, and one folder for the logs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def differences(software: Mapping[str, Mapping[str, str]], decisive: Mapping[str
 
 
 def unshared(nodes: Nodes, hosts: list[str], folder: str) -> dict[str, str]:
-    """Return why the logs could not lie in a folder, for each of the hosts that do not share it with the others.
+    """Return why a folder cannot be used for the logs, for each of the hosts that do not share it with the others.
 
     The first host's agent writes a file there, and removes it before its ranks start; all others look for it. If none
     of several finds it, the first host is the odd one; of two that share nothing neither can be trusted.
@@ -54,7 +54,7 @@ def unshared(nodes: Nodes, hosts: list[str], folder: str) -> dict[str, str]:
 
 
 def by_reason(unfit: Mapping[str, str]) -> str:
-    """Write machines and reasons in one line, each reason once."""
+    """Return machines and reasons as one line, each reason once."""
     machines: dict[str, list[str]] = {}
     for machine, reason in unfit.items():
         machines.setdefault(reason, []).append(machine)
@@ -65,13 +65,15 @@ def _ask(nodes: Nodes, hosts: list[str], answer: str, what: str, **values: objec
     """Ask the agents on some hosts; return their answers by host, without those that do not come in time."""
     asked = {host: nodes.found[host] for host in hosts}
     for node in asked.values():
-        node.said.pop(answer, None)
-        node.tell(what, **values)
+        node.messages.pop(answer, None)
+        node.send(what, **values)
     deadline = time.monotonic() + ANSWER_SECONDS
-    while time.monotonic() < deadline and any(answer not in node.said and not node.lost() for node in asked.values()):
+    while time.monotonic() < deadline and any(
+        answer not in node.messages and not node.lost() for node in asked.values()
+    ):
         nodes.beat()
         time.sleep(POLL_SECONDS)
-    return {host: node.said[answer] for host, node in asked.items() if answer in node.said}
+    return {host: node.messages[answer] for host, node in asked.items() if answer in node.messages}
 
 
 def _no_answer(folder: str) -> str:

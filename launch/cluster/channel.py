@@ -1,4 +1,4 @@
-"""Messages between a node's agent and the launch that leads it, in a stream that ranks may print to as well.
+"""Messages between a node's agent and the launch, in a stream that ranks may print to as well.
 
 A message is JSON on one line after a byte that no program prints. A pipe takes up to 4096 bytes in one piece, so
 what ranks print at the same moment may stand before a message or after it, never inside.

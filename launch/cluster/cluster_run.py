@@ -1,111 +1,185 @@
-"""Trains on several nodes: starts an agent on each, leads them, and starts again after a failure.
-
-    python launch/cluster/cluster_run.py --remote-shell ssh --hosts node01,node02 --ranks-per-node 8 \\
-        -- --model-type mobilenet --strategy ddp --epochs 50
-
-launch_multi_node.sh and slurm_job.py start it so, and launch_multi_node.sh --help explains the exit codes. The ranks
-are started by launch/node_run.py on every node, as on a single machine. SIGINT, SIGTERM, SIGHUP (which the ranks get
-as SIGTERM) and SIGUSR1 reach the ranks of all nodes; a second SIGINT ends them. Where this process is killed, the
-agents see their connection end and let the ranks save and stop.
-"""
+"""One start of a training on several nodes: directs the agents, and ends all nodes when one fails."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
+import math
+import secrets
 import signal
 import sys
-import uuid
-from pathlib import Path
+import time
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from launch.cluster.cluster_plan import LAUNCHERS, Plan, forwarded_environment
-from launch.cluster.cluster_start import ClusterStart
-from launch.cluster.nodes import SHELLS
-from launch.hostfile import check_host_name
-from launch.node_run import PASSED_ON
-from launch.restart_policy import RestartPolicy, Started, start_until_done
-from training.command_line import parse_args
+from launch.arguments import ENTRY
+from launch.cluster.channel import Message
+from launch.cluster.nodes import Node, Nodes
+from launch.cluster.plan import Plan
+from launch.cluster.rendezvous import NO_NODES_CODE, CannotStart, Rendezvous, next_rendezvous
+from launch.node_run import DEAD_RANK_SECONDS, FINAL_CODES, HANG_CODE, PASSED_ON, REPEAT_SECONDS, Ending
+from launch.process_tree import KILL_SECONDS
+from launch.rank_monitor import STOP_CODES
+from launch.restart_policy import Started
 from training.config import REPO_ROOT
-from training.errors import USER_ERROR_EXIT_CODE, UserError
-from training.observe.environment import software
+from training.observe.heartbeat import RESTARTS_VARIABLE, SECRET_VARIABLE
+
+LOOK_SECONDS = 0.1
+LEAVE_SECONDS = 30.0  # what other nodes have to leave once one has ended as all should
 
 
-def main() -> int:
-    """Lead the launch that the command line asks for; return its exit code once no rank is left."""
-    try:
-        plan, given = _parse()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
-    received: list[int] = []
-    for heard in PASSED_ON:
-        if signal.getsignal(heard) != signal.SIG_IGN:  # as under nohup
-            signal.signal(heard, lambda number, _frame: received.append(number))
-    launch_id, newest = uuid.uuid4().hex, -1
+class ClusterRun:
+    """One start of the ranks on all nodes, from the first connection to the last."""
 
-    def start(restart: int, resuming: list[str]) -> Started:
-        nonlocal newest
-        started = ClusterStart(plan, launch_id, received).run(restart, resuming)
-        newest = max(newest, started.position)
-        return started
+    def __init__(self, plan: Plan, launch_id: str, received: list[int]) -> None:
+        """Prepare a start.
 
-    ending, run_name = start_until_done(start, RestartPolicy(given.max_restarts), received)
-    if given.outcome:
-        outcome = {"code": ending.code, "reason": ending.reason, "position": newest, "run_name": run_name}
-        Path(given.outcome).write_text(json.dumps(outcome))
-    return ending.code
+        Args:
+            plan: what to start.
+            launch_id: the mark of the processes of this launch on every machine.
+            received: the list to which the signal handlers append.
+        """
+        self._plan = plan
+        self._launch_id = launch_id
+        self._received = received
+        self._nodes = Nodes(plan.remote_shell)
+        self._taking_part: list[Node] = []
+        self._first_reason = ""  # why a node was lost
+        self._sent = 0
+        self._deadline = math.inf
+
+    def run(self, restart: int, resuming: list[str]) -> Started:
+        """Start the ranks; return when none is left on any node that can be reached.
+
+        Args:
+            restart: number of restarts so far.
+            resuming: flags of the training entry that make it go on with its run.
+        """
+        try:
+            prepare = {"mark": self._launch_id, "folder": self._plan.folder, "port": self._plan.port}
+            prepare["locks"] = self._plan.environment["TORCH_EXTENSIONS_DIR"]
+            rendezvous = next_rendezvous(self._nodes, self._plan, prepare, self._received, is_restart=restart > 0)
+            if rendezvous is None:
+                return Started(Ending(128 + PASSED_ON[signal.Signals(self._received[0])]), "", -1)
+            self._taking_part = rendezvous.nodes
+            _print_rendezvous(self._plan, rendezvous)
+            self._start_ranks(rendezvous, restart, resuming)
+            while any(node.is_working() for node in self._taking_part):
+                self._look()
+                time.sleep(LOOK_SECONDS)
+            return self._started()
+        except CannotStart as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return Started(Ending(error.exit_code, str(error)), "", -1)
+        finally:
+            self._nodes.close()
+
+    def _start_ranks(self, rendezvous: Rendezvous, restart: int, resuming: list[str]) -> None:
+        """Send every agent the order to start its ranks."""
+        plan, count = self._plan, len(rendezvous.nodes)
+        of_this_start = {RESTARTS_VARIABLE: str(restart), SECRET_VARIABLE: secrets.token_hex(32)}
+        for node_rank, node in enumerate(rendezvous.nodes):
+            place = ["--nnodes", str(count), "--node_rank", str(node_rank)]
+            place += ["--nproc_per_node", str(plan.ranks_per_node)]
+            place += ["--master_addr", rendezvous.addresses[0], "--master_port", str(rendezvous.port)]
+            arguments = [*plan.arguments, *plan.batch_flags(count), *resuming]
+            node.send(
+                "start",
+                command=[sys.executable, "-u", str(REPO_ROOT / "launch/local_ranks.py"), *place, ENTRY, *arguments],
+                environment={**rendezvous.environment(node_rank), **plan.environment, **of_this_start},
+                local_size=plan.ranks_per_node,
+                has_rank_0=node_rank == 0,
+                stop_timeout_s=plan.stop_timeout_s,
+            )
+
+    def _look(self) -> None:
+        """Send heartbeats, pass on a signal, and end what does not leave by itself."""
+        now = time.monotonic()
+        self._nodes.beat()
+        if self._received and not self._sent:
+            self._pass_on()
+        elif self._sent and signal.SIGINT in self._received:
+            self._deadline = now
+        if self._note_losses():
+            self._deadline = min(self._deadline, now)  # without it the others can do nothing more
+        self._deadline = min(self._deadline, now + self._seconds_left())
+        if now > self._deadline:
+            for node in filter(Node.is_working, self._taking_part):
+                node.end(within_s=KILL_SECONDS)
+
+    def _note_losses(self) -> bool:
+        """Remember why the first node was lost; return whether any is."""
+        reasons = [reason for node in self._taking_part if (reason := node.lost())]
+        self._first_reason = self._first_reason or next(iter(reasons), "")
+        return bool(reasons)
+
+    def _seconds_left(self) -> float:
+        """Return what the nodes that still work have to leave by themselves."""
+        endings = [node.messages["ended"] for node in self._taking_part if "ended" in node.messages]
+        failing = any(node.messages.get("beat", {}).get("failing") for node in self._taking_part if node.is_working())
+        if failing or any(not ended["is_final"] or ended["code"] == 2 for ended in endings):
+            return DEAD_RANK_SECONDS + 1  # a node whose own ranks fail is as quick
+        return LEAVE_SECONDS if endings else math.inf
+
+    def _pass_on(self) -> None:
+        self._sent = PASSED_ON[signal.Signals(self._received[0])]
+        for node in self._taking_part:
+            node.send("signal", number=self._sent)
+        name = signal.Signals(self._sent).name
+        print(f"{name}: the ranks of all nodes save and stop; Ctrl-C ends them without", file=sys.stderr, flush=True)
+        time.sleep(REPEAT_SECONDS)
+        self._received.clear()
+
+    def _started(self) -> Started:
+        """Return how it ended, from the last messages of every node."""
+        self._note_losses()
+        endings = [node.messages["ended"] for node in self._taking_part if "ended" in node.messages]
+        run_name = next((ended["run_name"] for ended in endings if ended["run_name"]), "")
+        position = max([-1, *(ended["position"] for ended in endings)])
+        return Started(ending_of(self._taking_part, self._first_reason, bool(self._sent)), run_name, position)
 
 
-def _parse() -> tuple[Plan, argparse.Namespace]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--remote-shell", choices=SHELLS, default="ssh", help="what starts the agents")
-    parser.add_argument("--hosts", required=True, help="names of the nodes, with commas, that of rank 0 first")
-    parser.add_argument("--ranks-per-node", type=int, required=True, help="GPUs, or CPU ranks, on each")
-    parser.add_argument("--min-nodes", type=int, default=0, help="nodes with which training may go on (default: all)")
-    parser.add_argument("--port", type=int, default=0, help="port that the ranks meet on (default: a free one)")
-    parser.add_argument("--launcher", choices=LAUNCHERS, default="direct", help="what starts the ranks of a node")
-    parser.add_argument("--max-restarts", type=int, default=3, help="restarts in a row without a newer checkpoint")
-    parser.add_argument("--stop-timeout", type=float, default=300, help="seconds the ranks have to save and stop")
-    parser.add_argument(
-        "--start-timeout", type=float, default=300, help="seconds within which enough nodes must answer"
+def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:
+    """Return how a start ended.
+
+    Args:
+        nodes: those that took part, that of rank 0 first; each has sent "ended" or is lost.
+        lost: why the first one that was lost is, '' if none was.
+        was_stopped: whether the ranks had been sent a signal to stop.
+    """
+    endings = {node.host: _node_ending(node.messages["ended"]) for node in nodes if "ended" in node.messages}
+    first = endings.get(nodes[0].host)
+    if first and first.code == 0:
+        return first
+    final = [ending for ending in endings.values() if ending.is_final and ending.code in FINAL_CODES]
+    if not was_stopped and (lost or len(final) < len(endings)):
+        # The death of a launcher or a node reaches the ranks of other nodes as a signal to stop.
+        final = [ending for ending in final if ending.code not in STOP_CODES]
+    if final:
+        return final[0]
+    if lost:
+        return Ending(NO_NODES_CODE, lost, is_final=was_stopped)
+    by_itself = {node.host for node in nodes if not node.was_ended}
+    failures = [ending for host, ending in endings.items() if ending.code and not ending.is_final and host in by_itself]
+    if hung := [ending for ending in failures if ending.code == HANG_CODE and ending.suspicion]:
+        return min(hung, key=lambda ending: ending.suspicion or (True, 0))
+    # One that a signal ended is the cause; others end with 1 because they lost the connection to it.
+    failures.sort(key=lambda ending: ending.code <= 128)
+    worst = failures[0] if failures else Ending(1, "the ranks ended, but rank 0 did not say that training is done")
+    return Ending(worst.code, worst.reason, is_final=was_stopped)
+
+
+def _node_ending(ended: Message) -> Ending:
+    """Return how a node's ranks ended, from its message."""
+    suspicion = tuple(ended["suspicion"]) if ended["suspicion"] else None
+    return Ending(ended["code"], ended["reason"], ended["is_final"], suspicion)
+
+
+def _print_rendezvous(plan: Plan, rendezvous: Rendezvous) -> None:
+    """Print which nodes take part, over which interfaces, and where they meet."""
+    rows = zip(rendezvous.nodes, rendezvous.addresses, rendezvous.interfaces, strict=True)
+    named = [f"{node.host} ({address}{', ' + interface if interface else ''})" for node, address, interface in rows]
+    kind = "GPUs" if rendezvous.has_gpus else "CPU ranks"
+    fewer = f" of {len(plan.hosts)}" if len(named) < len(plan.hosts) else ""
+    print(
+        f"{len(named)}{fewer} nodes x {plan.ranks_per_node} {kind}: {', '.join(named)}; "
+        f"they meet on {rendezvous.addresses[0]}:{rendezvous.port}",
+        file=sys.stderr,
+        flush=True,
     )
-    parser.add_argument(
-        "--allow-differences", action="store_true", help="train although versions or code differ between machines"
-    )
-    parser.add_argument("--forward", default="", help="names of more variables that the ranks need, with commas")
-    parser.add_argument("--outcome", default="", help="file for a JSON record of how it ended")
-    parser.add_argument("arguments", nargs="*", help="those of train_distributed.py, after --")
-    given = parser.parse_args()
-    hosts = [check_host_name(host) for host in given.hosts.split(",")]
-    if len(set(hosts)) < len(hosts):
-        raise UserError(f"--hosts {given.hosts}: a host is named twice.")
-    if not 0 <= given.min_nodes <= len(hosts):
-        raise UserError(f"--min-nodes {given.min_nodes}: expected a whole number from 1 to {len(hosts)}.")
-    config, _ = parse_args(given.arguments)
-    environment = forwarded_environment([name for name in given.forward.split(",") if name])
-    environment.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
-    plan = Plan(
-        hosts=hosts,
-        ranks_per_node=given.ranks_per_node,
-        min_nodes=given.min_nodes or len(hosts),
-        accumulation_steps=config.gradient_accumulation_steps,
-        port=given.port,
-        remote_shell=given.remote_shell,
-        launcher=given.launcher,
-        arguments=given.arguments,
-        folder=os.getcwd(),
-        environment=environment,
-        stop_timeout_s=given.stop_timeout,
-        start_timeout_s=given.start_timeout,
-        log_dir=os.path.abspath(os.path.expanduser(config.log_dir)) if config.log_dir else str(REPO_ROOT / "logs"),
-        software=software(),
-        allow_differences=given.allow_differences,
-    )
-    return plan, given
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The launch's side of its nodes: connects to an agent on each through a remote shell, and hears what they say.
+"""The launch's side of its nodes: starts an agent on each through a remote shell, and receives their messages.
 
 A remote shell is a function from a host to the command that starts an agent there, ssh or srun, and its environment;
 messages go over the command's stdin and stdout.
@@ -26,8 +26,8 @@ from training.config import REPO_ROOT
 LINES_KEPT = 10
 POLL_SECONDS = 0.05
 LEAVE_SECONDS = 1.0
-LAST_WORDS_SECONDS = 1.0
-# A remote shell that ends so may succeed a little later: the machine still boots, or its network is away for a moment.
+LAST_LINES_SECONDS = 1.0
+# A remote shell that fails with these may succeed a little later: the machine boots, or its network is briefly down.
 PASSING = (
     "refused",
     "timed out",
@@ -47,22 +47,22 @@ SHELLS: dict[str, Callable[[str, list[str]], Command]] = {"ssh": ssh_command, "s
 
 @dataclass
 class Node:
-    """An agent on a host, and what it has said."""
+    """An agent on a host, and the messages it has sent."""
 
     host: str
     channel: Channel
     heard: float = field(default_factory=time.monotonic)
     is_closed: bool = False
-    said: dict[str, Message] = field(default_factory=dict)  # the last message of each kind
+    messages: dict[str, Message] = field(default_factory=dict)  # the last message of each kind
     end_by: float = math.inf  # when it is given up, on the monotonic clock
 
     def is_working(self) -> bool:
-        """Return whether its ranks may still run, as far as anybody can tell."""
-        return "ended" not in self.said and not self.lost() and time.monotonic() < self.end_by
+        """Return whether its ranks may still run."""
+        return "ended" not in self.messages and not self.lost() and time.monotonic() < self.end_by
 
     def lost(self) -> str:
-        """Return why the agent counts as lost, '' while it does not."""
-        if "ended" in self.said:
+        """Return why the agent counts as lost, '' if it does not."""
+        if "ended" in self.messages:
             return ""
         if self.is_closed:
             return f"{self.host} is lost: its connection ended"
@@ -70,19 +70,19 @@ class Node:
         return f"{self.host} is lost: no sign of life for {silent_s:.0f} s" if silent_s > LOST_SECONDS else ""
 
     @property
-    def was_told_to_end(self) -> bool:
+    def was_ended(self) -> bool:
         """Whether its ranks were ended because of what happened elsewhere."""
         return self.end_by < math.inf
 
     def end(self, within_s: float) -> None:
-        """Tell it, once, to end its ranks at once; it is given up after so many seconds."""
-        if not self.was_told_to_end:
+        """Order it, once, to end its ranks at once; it is given up after this many seconds."""
+        if not self.was_ended:
             self.end_by = time.monotonic() + within_s
-            self.tell("end")
+            self.send("end")
 
-    def tell(self, what: str, **values: object) -> None:
+    def send(self, what: str, **values: object) -> None:
         """Send a message."""
-        if not self.channel.send({"do": what, **values}):
+        if not self.channel.send({"kind": what, **values}):
             self.is_closed = True
 
 
@@ -106,13 +106,13 @@ class Shell:
         """Return whether it has ended, so that there will be no agent on its host."""
         if self.process.poll() is None:
             return False
-        # Its last words say why. What it left running may hold stderr open: that is waited for once.
-        self.all_read.wait(LAST_WORDS_SECONDS)
+        # Its last lines contain the reason. A process that it left may keep stderr open: that is waited for once.
+        self.all_read.wait(LAST_LINES_SECONDS)
         self.all_read.set()
         return True
 
     def reason(self) -> str:
-        """Return why no agent speaks on its host."""
+        """Return why no agent answers on its host."""
         lines = list(self.lines)
         return ([line for line in lines if self.host in line] or lines or ["no answer"])[-1]
 
@@ -127,7 +127,7 @@ class Nodes:
         self._shells: list[Shell] = []
         self._shell_of: dict[str, Shell] = {}  # the last one for each host
         self._lock = threading.Lock()
-        self._beaten = 0.0  # when the last sign of life was sent
+        self._beaten = 0.0  # when the last heartbeat was sent
 
     def connect(self, hosts: list[str]) -> None:
         """Start an agent on each of the hosts; those that come up appear in `found`."""
@@ -139,7 +139,7 @@ class Nodes:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=environment,
-                start_new_session=True,  # no Ctrl-C: the agents are told what to do
+                start_new_session=True,  # no Ctrl-C: the agents get orders
             )
             assert process.stdin
             assert process.stdout
@@ -150,12 +150,12 @@ class Nodes:
             _in_background(self._read, Node(host, Channel(process.stdout.fileno(), process.stdin.fileno())))
 
     def beat(self) -> None:
-        """Show every agent a sign of life, where the last one is a while ago."""
+        """Send every agent a heartbeat, if the last one is long enough ago."""
         now = time.monotonic()
         if now - self._beaten > BEAT_SECONDS:
             self._beaten = now
             for node in list(self.found.values()):
-                node.tell("beat")
+                node.send("beat")
 
     def failures(self, hosts: list[str]) -> dict[str, str]:
         """Return why no agent comes up, for each of the hosts whose remote shell has ended without one."""
@@ -169,7 +169,7 @@ class Nodes:
                 self.found.pop(host, None)
 
     def pending(self, host: str) -> str:
-        """Return the last word about a host whose agent has not spoken yet."""
+        """Return why the agent of a host has not answered yet."""
         return self._shell_of[host].reason()
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class Nodes:
     def _read(self, node: Node) -> None:
         for message in node.channel.messages(_print):
             node.heard = time.monotonic()
-            node.said[message["say"]] = message
+            node.messages[message["kind"]] = message
             with self._lock:
                 self.found.setdefault(node.host, node)
         node.is_closed = True

@@ -1,4 +1,4 @@
-"""Brings the nodes of a start together: an agent on each, and the address that their ranks meet on."""
+"""The rendezvous of a start: an agent on each node, and the address that the ranks meet on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from launch.cluster.agreement import HERE, by_reason, differences, unshared
 from launch.cluster.channel import Message
-from launch.cluster.cluster_plan import Plan
 from launch.cluster.nodes import POLL_SECONDS, Node, Nodes, is_passing
+from launch.cluster.plan import Plan
 from training.errors import USER_ERROR_EXIT_CODE
 from training.parallel.network_interfaces import address_towards, interface_of, is_loopback
 
@@ -18,11 +18,11 @@ NO_NODES_CODE = 69  # EX_UNAVAILABLE of sysexits.h
 RETRY_SECONDS = 2.0
 FIRST_PATIENCE_SECONDS = 30.0  # for nodes that training could do without: they may still boot
 PATIENCE_SECONDS = 10.0  # the same after a failure: it may be the reason why they do not answer
-TELL_SECONDS = 10.0
+PRINT_SECONDS = 10.0
 
 
 class CannotStart(Exception):
-    """There is no way to start: the message says why, and the exit code of the launch."""
+    """The ranks cannot be started; has the reason and the exit code of the launch."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class Rendezvous:
     Attributes:
         nodes: those that take part, that of rank 0 first.
         addresses: of each, by which the others reach it.
-        interfaces: on which these lie, '' where that could not be found.
+        interfaces: of these addresses, '' if not found.
         port: that the ranks meet on, on the first.
         has_gpus: whether the ranks run on GPUs.
     """
@@ -54,11 +54,13 @@ class Rendezvous:
         return chosen if self.has_gpus else chosen | {"DS_ACCELERATOR": "cpu"}
 
 
-def gather(nodes: Nodes, plan: Plan, prepare: Message, received: list[int], *, is_restart: bool) -> Rendezvous | None:
-    """Connect to the plan's hosts and wait until enough of them are ready; None where a signal came first.
+def next_rendezvous(
+    nodes: Nodes, plan: Plan, prepare: Message, received: list[int], *, is_restart: bool
+) -> Rendezvous | None:
+    """Connect to the plan's hosts and wait until enough of them are ready; None if a signal came first.
 
     Raises:
-        CannotStart: where too few answer in time or for good, or one cannot do its part.
+        CannotStart: if too few answer in time, or one refuses or cannot take part.
     """
     wait = _Wait(nodes, plan, prepare)
     patience_s = PATIENCE_SECONDS if is_restart else FIRST_PATIENCE_SECONDS
@@ -67,7 +69,7 @@ def gather(nodes: Nodes, plan: Plan, prepare: Message, received: list[int], *, i
         if not wait.missing or (plan.usable_nodes(len(wait.ready)) and wait.seconds > patience_s):
             unfit, cure = _unfit(nodes, plan, wait.ready, is_restart=is_restart)
             if not unfit:
-                return _meet(nodes, plan, wait.ready)
+                return _rendezvous(nodes, plan, wait.ready)
             if not is_restart:
                 raise CannotStart(f"{by_reason(unfit)}. {cure}", USER_ERROR_EXIT_CODE)
             wait.leave_out(unfit)
@@ -79,7 +81,7 @@ def gather(nodes: Nodes, plan: Plan, prepare: Message, received: list[int], *, i
         if wait.seconds > plan.start_timeout_s or (wait.is_settled and too_few):
             reached = f"{len(wait.ready)} of {len(plan.hosts)} nodes reached, {plan.min_nodes} needed"
             raise CannotStart(f"{reached}: {wait.reasons()}", NO_NODES_CODE)
-        wait.tell_once()
+        wait.print_once()
         wait.retry()
         time.sleep(POLL_SECONDS)
     return None
@@ -91,8 +93,8 @@ class _Wait:
     Attributes:
         ready: hosts whose agents have prepared themselves, in the order of the plan.
         missing: the others.
-        failed: why, for those of them that will not come by themselves.
-        unfit: why the agents of some hosts, which do answer, may not take part; a disk may still be mounted there.
+        failed: why, for those of them that are not merely slow.
+        unfit: why some hosts, whose agents do answer, may not take part; a disk may still be mounted there.
     """
 
     def __init__(self, nodes: Nodes, plan: Plan, prepare: Message) -> None:
@@ -100,72 +102,72 @@ class _Wait:
         self.missing: list[str] = plan.hosts
         self.failed: dict[str, str] = {}
         self.unfit: dict[str, str] = {}
-        self._left_out: set[str] = set()  # those of the unfit that have not been asked again
+        self._left_out: set[str] = set()  # those of the unfit that have no new order yet
         self._nodes = nodes
         self._plan = plan
         self._prepare = prepare
-        self._asked: set[str] = set()
+        self._ordered: set[str] = set()
         self._retry_at: dict[str, float] = {}
         self._started = time.monotonic()
-        self._has_told = False
+        self._has_printed = False
         nodes.connect(plan.hosts)
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted."""
+        """How long the wait has lasted."""
         return time.monotonic() - self._started
 
     @property
     def is_settled(self) -> bool:
-        """Whether no missing host may come in a moment."""
+        """Whether no missing host is likely to be ready in a moment."""
         return len(self.failed) == len(self.missing) or self.seconds > PATIENCE_SECONDS
 
     def look(self) -> None:
-        """Ask new agents to prepare themselves, and see who is ready."""
+        """Send new agents the order to prepare, and update which hosts are ready."""
         self._nodes.beat()
         found = dict(self._nodes.found)
-        for host in found.keys() - self._asked:
-            self._asked.add(host)
-            found[host].tell("prepare", **self._prepare)
+        for host in found.keys() - self._ordered:
+            self._ordered.add(host)
+            found[host].send("prepare", **self._prepare)
         lost = {host: reason for host, node in found.items() if (reason := node.lost())}
         self._left_out -= lost.keys()
         out = {**{host: self.unfit[host] for host in self._left_out}, **lost}
         self.ready = [
-            host for host in self._plan.hosts if host in found and "ready" in found[host].said and host not in out
+            host for host in self._plan.hosts if host in found and "ready" in found[host].messages and host not in out
         ]
         self.missing = [host for host in self._plan.hosts if host not in self.ready]
         self.failed = self._nodes.failures(self.missing) | out
 
     def leave_out(self, unfit: dict[str, str]) -> None:
-        """Do without hosts that answer, until they have prepared themselves again."""
+        """Leave out hosts that answer, until they have prepared themselves again."""
         if unfit.items() - self.unfit.items():
             print(f"left out: {by_reason(unfit)}", file=sys.stderr, flush=True)
         self.unfit |= unfit
         self._left_out |= unfit.keys()
 
     def retry(self) -> None:
-        """Ask those that were left out some seconds ago to prepare themselves again; connect again to others."""
+        """Order those that were left out some seconds ago to prepare again; connect again to the others."""
         now = time.monotonic()
         due = [host for host in self.failed if now >= self._retry_at.setdefault(host, now + RETRY_SECONDS)]
         if due:
             for host in self._left_out.intersection(due):
-                del self._nodes.found[host].said["ready"]
+                del self._nodes.found[host].messages["ready"]
             gone = [host for host in due if host not in self._left_out]
             self._nodes.forget(gone)
             self._nodes.connect(gone)
             for host in due:
                 del self._retry_at[host]
-            self._asked -= set(due)
+            self._ordered -= set(due)
             self._left_out -= set(due)
 
-    def tell_once(self) -> None:
-        """Say, after some seconds, who is missing."""
-        if self.seconds > TELL_SECONDS and not self._has_told:
-            self._has_told = True
+    def print_once(self) -> None:
+        """Print, once and after some seconds, which hosts are missing."""
+        if self.seconds > PRINT_SECONDS and not self._has_printed:
+            self._has_printed = True
             print(f"waiting for {self.reasons()}", file=sys.stderr, flush=True)
 
     def reasons(self) -> str:
-        """Name every missing host and why it is missing."""
+        """Return every missing host and why it is missing."""
         named = []
         for host in self.missing:
             reason = self.failed.get(host) or self.unfit.get(host) or self._nodes.pending(host)
@@ -177,16 +179,16 @@ class _Wait:
 def _unfit(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool) -> tuple[dict[str, str], str]:
     """Return why some of the machines cannot train together, by machine, and what to do about it.
 
-    The machine that launches may have gone on to other code by the time of a restart: then it has no voice, but where
-    the nodes are divided, those are right that are as it was at the launch.
+    The code of the machine that launches may have changed by the time of a restart: it is not compared then, but its
+    software at the time of the launch decides a tie between the nodes.
 
     Raises:
-        CannotStart: where a node cannot do its part at all.
+        CannotStart: if a node cannot take part at all.
     """
-    said = {host: nodes.found[host].said["ready"] for host in ready}
-    if wrong := [f"{host}: {answer['error']}" for host, answer in said.items() if "error" in answer]:
+    answers = {host: nodes.found[host].messages["ready"] for host in ready}
+    if wrong := [f"{host}: {answer['error']}" for host, answer in answers.items() if "error" in answer]:
         raise CannotStart("; ".join(wrong), USER_ERROR_EXIT_CODE)
-    software = {host: answer.get("software", {}) for host, answer in said.items()}
+    software = {host: answer.get("software", {}) for host, answer in answers.items()}
     others = differences(software if is_restart else {**software, HERE: plan.software}, plan.software)
     if plan.allow_differences:
         if others:
@@ -196,20 +198,20 @@ def _unfit(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool) -> t
     return unshared(nodes, ready, plan.log_dir), "Give a --log-dir on a disk that all share, or mount it there."
 
 
-def _meet(nodes: Nodes, plan: Plan, ready: list[str]) -> Rendezvous:
-    """Check that the nodes can do their part, and find where they meet."""
-    said = {host: nodes.found[host].said["ready"] for host in ready}
+def _rendezvous(nodes: Nodes, plan: Plan, ready: list[str]) -> Rendezvous:
+    """Check that there are enough nodes and GPUs, and find where the ranks meet."""
+    answers = {host: nodes.found[host].messages["ready"] for host in ready}
     count = plan.usable_nodes(len(ready))
     if not count:
         raise CannotStart(f"{len(ready)} nodes cannot share the global batch", NO_NODES_CODE)
     used = ready[:count]
-    gpus = {host: said[host]["gpus"] for host in used}
+    gpus = {host: answers[host]["gpus"] for host in used}
     has_gpus = any(gpus.values())
     if has_gpus and (short := [f"{host} has {n}" for host, n in gpus.items() if n < plan.ranks_per_node]):
         raise CannotStart(f"{plan.ranks_per_node} GPUs per node asked for: {', '.join(short)}", USER_ERROR_EXIT_CODE)
-    known = [said[host]["address"] for host in used]
+    known = [answers[host]["address"] for host in used]
     addresses = [
-        address_towards(known, said[host]["addresses"]) if is_loopback(address) else address
+        address_towards(known, answers[host]["addresses"]) if is_loopback(address) else address
         for host, address in zip(used, known, strict=True)
     ]
     if count == 1:
@@ -218,5 +220,5 @@ def _meet(nodes: Nodes, plan: Plan, ready: list[str]) -> Rendezvous:
         alone = used[addresses.index("")]
         raise CannotStart(f"{alone}: no address that the other nodes could reach", USER_ERROR_EXIT_CODE)
     pairs = zip(used, addresses, strict=True)
-    interfaces = [interface_of(address, said[host]["addresses"]) for host, address in pairs]
-    return Rendezvous([nodes.found[host] for host in used], addresses, interfaces, said[used[0]]["port"], has_gpus)
+    interfaces = [interface_of(address, answers[host]["addresses"]) for host, address in pairs]
+    return Rendezvous([nodes.found[host] for host in used], addresses, interfaces, answers[used[0]]["port"], has_gpus)

@@ -1,4 +1,4 @@
-"""Whether a Slurm job that has ended is worth another start."""
+"""Decides whether a Slurm job is requeued after a start of it has ended."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Fate(Enum):
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a job has come.
+class JobRecord:
+    """What a job remembers of its starts.
 
     Attributes:
         code: exit code of its last start.
@@ -51,17 +51,8 @@ class Progress:
     failures: tuple[str, ...] = ()
 
     @classmethod
-    def after(cls, code: int, outcome: Path) -> Progress:
-        """Read what a launch that ended with `code` has left with --outcome; it may have been killed before."""
-        try:
-            left = json.loads(outcome.read_text())
-            return cls(code, left["reason"], left["position"])
-        except (OSError, ValueError, KeyError):
-            return cls(code, f"the launch ended with {code}")
-
-    @classmethod
-    def read(cls, path: Path) -> Progress:
-        """Read the record that an earlier start has written, an empty one where there is none."""
+    def read(cls, path: Path) -> JobRecord:
+        """Read the record that an earlier start has written; an empty one if there is none."""
         try:
             values = json.loads(path.read_text())
             return cls(**{**values, "failures": tuple(values["failures"])})
@@ -78,14 +69,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows: whether the job is requeued, the line that says why, and the record for the next start."""
+    """Whether the job is requeued, the line that gives the reason, and the record for the next start."""
 
     requeue: bool
     line: str
-    progress: Progress
+    record: JobRecord
 
 
-def what_follows(last: Progress, earlier: Progress, fate: Fate) -> Decision:
+def what_follows(last: JobRecord, earlier: JobRecord, fate: Fate) -> Decision:
     """Decide whether a job is requeued after a start of it has ended.
 
     Args:
@@ -96,7 +87,7 @@ def what_follows(last: Progress, earlier: Progress, fate: Fate) -> Decision:
     if last.code == 0 or fate is Fate.ENDING:
         return Decision(False, "", last)
     if last.position > earlier.position:
-        earlier = Progress(position=last.position)
+        earlier = JobRecord(position=last.position)
     if fate is Fate.PREEMPTED:
         return Decision(True, "preempted: requeued", earlier)
     is_limit = last.code == WARNED_CODE
@@ -105,7 +96,7 @@ def what_follows(last: Progress, earlier: Progress, fate: Fate) -> Decision:
     reason = TIME_LIMIT if is_limit else last.reason or f"exit code {last.code}"
     # "no sign of life for 11 s" and "... 12 s" are the same failure; so are those of two nodes.
     failure = re.sub(r"\d+", "N", reason)
-    progress = Progress(last.code, reason, earlier.position, (*earlier.failures, failure))
+    record = JobRecord(last.code, reason, earlier.position, (*earlier.failures, failure))
     if failure in earlier.failures:
-        return Decision(False, f"{reason}: as before, and no newer checkpoint since: not requeued", progress)
-    return Decision(True, f"{reason}: requeued, goes on from its newest checkpoint", progress)
+        return Decision(False, f"{reason}: as before, and no newer checkpoint since: not requeued", record)
+    return Decision(True, f"{reason}: requeued, goes on from its newest checkpoint", record)

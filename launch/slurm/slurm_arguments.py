@@ -1,4 +1,4 @@
-"""What a Slurm job is, by its variables, and what it adds to the arguments of its training."""
+"""A Slurm job, read from its variables, and what it adds to the arguments of its training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.command_line import parse_args
+from launch.arguments import check_training
 from training.config import REPO_ROOT, TrainConfig
 from training.errors import UserError
 from training.observe.run_folder import RunFolder
@@ -29,7 +29,7 @@ class Job:
         task: number in its array, None outside one.
         restarts: how often Slurm has started it before.
         node_list: its nodes, as Slurm writes them.
-        gpus: of its first node, None where it has none.
+        gpus: of its first node, None if it has none.
     """
 
     slurm_id: str
@@ -64,7 +64,7 @@ class Job:
 
     @property
     def preferred_port(self) -> int:
-        """The port that this job's ranks meet on, where it is free."""
+        """The port that this job's ranks meet on, if it is free."""
         return FIRST_PORT + int(self.slurm_id) % PORTS
 
     def check_gpus(self, ranks_per_node: int) -> None:
@@ -82,40 +82,40 @@ def training_arguments(arguments: list[str], job: Job | None) -> tuple[list[str]
         job: the job; None for a check outside one, in which every task is 0.
 
     Raises:
-        UserError: for arguments that the training entry refuses, and where tasks of an array would share a run.
+        UserError: for arguments that the training entry refuses, and if tasks of an array would share a run.
     """
     task = 0 if job is None else job.task
-    if task is None and any(TASK in word for word in arguments):
+    if task is None and any(TASK in given for given in arguments):
         raise UserError(f"{TASK} stands for the number in a job array: give sbatch --array=0-3, or leave it out.")
-    words = [word.replace(TASK, str(task)) for word in _own_model(arguments, task)]
-    config, _ = parse_args(words)
+    own = [given.replace(TASK, str(task)) for given in _own_model(arguments, task)]
+    config = check_training(own)
     if job is None:
-        return words, config
+        return own, config
     if not config.run_name:
-        words.append(f"--run-name=slurm-{job.name}")
+        own.append(f"--run-name=slurm-{job.name}")
     elif task is not None and str(task) not in re.findall(r"\d+", config.run_name):
         raise UserError(
             f"--run-name {config.run_name!r}: the tasks of a job array need names of their own: add {TASK}."
         )
-    if _goes_on(job, run_folder(parse_args(words)[0]), words, config.resume):
-        words.append("--resume=auto")
-    return words, parse_args(words)[0]
+    if _goes_on(job, run_folder(check_training(own)), own, config.resume):
+        own.append("--resume=auto")
+    return own, check_training(own)
 
 
 def run_folder(config: TrainConfig) -> RunFolder:
-    """Return the folder of the run that a configuration names."""
+    """Return the folder of a configuration's run."""
     return RunFolder(Path(config.log_dir) if config.log_dir else REPO_ROOT / "logs", config.run_name)
 
 
-def _goes_on(job: Job, folder: RunFolder, words: list[str], resume: str) -> bool:
-    """Return whether --resume auto is to be given: nothing was said, or a requeued job has a run to go on with."""
+def _goes_on(job: Job, folder: RunFolder, arguments: list[str], resume: str) -> bool:
+    """Return whether to add --resume auto: without a --resume, or if a requeued job has a run to go on with."""
     if resume == "never":
-        return job.restarts > 0 or not any(re.match(r"--resume(=|$)", word) for word in words)
+        return job.restarts > 0 or not any(re.match(r"--resume(=|$)", given) for given in arguments)
     return job.restarts > 0 and (folder.checkpoints / LAST).exists()
 
 
 def _own_model(arguments: list[str], task: int | None) -> list[str]:
-    """Let each task of an array have its own model of several with commas."""
+    """Replace several models with commas by the one of this task of an array."""
     flag, _, value = arguments[0].partition("=")
     models = value.split(",")
     if len(models) == 1:
@@ -128,7 +128,7 @@ def _own_model(arguments: list[str], task: int | None) -> list[str]:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
-    """Return a variable as a number, None where it is not set or empty."""
+    """Return a variable as a number, None if it is not set or empty."""
     value = environment.get(name, "")
     if value and not re.fullmatch(r"[0-9]{1,18}", value):
         raise UserError(f"{name} {value!r}: expected a whole number, which Slurm sets.")

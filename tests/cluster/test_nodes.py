@@ -80,15 +80,9 @@ def top1(run: Path) -> float:
     return max(entry["val_top1"] for entry in entries if entry["kind"] == "epoch")
 
 
-@pytest.mark.parametrize(
-    ("launcher", "rendezvous"),
-    [("direct", "static"), ("deepspeed", "static"), ("torchrun", "static"), ("torchrun", "c10d")],
-)
-def test_two_nodes_train_what_one_machine_does(
-    hosts: Hosts, shared: Path, uninterrupted: Path, launcher: str, rendezvous: str
-) -> None:
+def test_two_nodes_train_what_one_machine_does(hosts: Hosts, shared: Path, uninterrupted: Path) -> None:
     """2 nodes x 2 ranks: the accuracy and, but for rounding, the weights of 1 machine with the same global batch."""
-    training = Training(hosts, shared, words(shared, ranks_per_node=2), 2, 2, LAUNCHER=launcher, RENDEZVOUS=rendezvous)
+    training = Training(hosts, shared, words(shared, ranks_per_node=2), 2, 2)
     assert training.end() == 0, training.text()
     run = shared / "logs/runs" / RUN
     assert largest_difference(run, uninterrupted) < 1e-4
@@ -185,18 +179,6 @@ def test_a_failure_on_one_node_restarts_all(hosts: Hosts, shared: Path, uninterr
     assert said in training.text()
     finish(training, uninterrupted)
     ROWS.append((fault, noticed - broken, again - broken, "2 nodes, bit-identical"))
-
-
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
-def test_other_launchers_are_restarted_as_well(hosts: Hosts, shared: Path, uninterrupted: Path, launcher: str) -> None:
-    training = Training(hosts, shared, words(shared), 2, 1, LAUNCHER=launcher)
-    training.wait_for_step(BREAK_AT)
-    broken = time.time()
-    kill_ranks(hosts, "node02")
-    noticed = training.wait_for_text(NOTICED)
-    again = training.wait_for_step(1, after=noticed)
-    finish(training, uninterrupted)
-    ROWS.append((f"a rank killed, LAUNCHER={launcher}", noticed - broken, again - broken, "2 nodes, bit-identical"))
 
 
 def finish(training: Training, uninterrupted: Path) -> None:

@@ -14,7 +14,7 @@ from tests.cluster.hosts import REPO_ROOT, Hosts
 
 AGENT = "cluster/agent.py"
 ENTRY = "train_distributed.py"
-LAUNCH = "cluster/launch.py"
+LAUNCH = "cluster/multi_node.py"
 RUN = "run"
 POLL_SECONDS = 0.05
 LEAVE_SECONDS = 20.0

@@ -21,23 +21,21 @@ WORDS = {
 }
 HOSTFILE = "node-1 slots=8\nnode-2 slots=8\n"
 
-# Stands in for the training entry: reports to the supervisor and stops on a signal as the trainer does, says in
-# STUB_FOLDER what it was given, and has one fault, the word after --fault. A restart succeeds unless --always is given.
+# Stands in for the training entry: writes heartbeats and stops on a signal as the trainer does, writes what it was
+# given to STUB_FOLDER, and has one fault, the argument after --fault. A restart succeeds unless --always is given.
 STUB_ENTRY = """
 import json, os, signal, sys, tempfile, time
 from pathlib import Path
-if "--check-config" in sys.argv:
-    sys.exit(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training.observe.heartbeat import FOLDER_VARIABLE, RESTARTS_VARIABLE, HeartbeatWriter
 received = []
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda given, frame: received.append((given, time.time())))
 folder, rank, restarts = Path(os.environ["STUB_FOLDER"]), int(os.environ["RANK"]), int(os.environ[RESTARTS_VARIABLE])
-report = HeartbeatWriter(Path(os.environ[FOLDER_VARIABLE]), rank, hang_timeout_s=3.0)
-report.watch_stacks()
-report.end_with_parent()
-report.beat("start", allowed_s=60.0)
+heartbeat = HeartbeatWriter(Path(os.environ[FOLDER_VARIABLE]), rank, hang_timeout_s=3.0)
+heartbeat.watch_stacks()
+heartbeat.end_with_parent()
+heartbeat.beat("start", allowed_s=60.0)
 record, stop = folder / f"rank{rank}-{restarts}.json", folder / f"stop-{restarts}"
 
 def write():
@@ -47,12 +45,12 @@ def write():
 
 def wait_for_the_other():
     while not (folder / f"rank{1 - rank}-{restarts}.json").exists():
-        report.beat("meet", allowed_s=60.0)
+        heartbeat.beat("meet", allowed_s=60.0)
         time.sleep(0.02)
 
 def leave(code):
     write()
-    report.ended(code)
+    heartbeat.ended(code)
     sys.exit(code)
 
 def sleep_for_ever():
@@ -64,11 +62,11 @@ def train():
     if restarts and "--always" not in sys.argv:
         fault = "finish"
     if rank == 0:
-        report.run_name("run-7")
+        heartbeat.run_name("run-7")
         if restarts < sys.argv.count("--save"):
-            report.checkpoint_saved(position=restarts)
+            heartbeat.checkpoint_saved(position=restarts)
     wait_for_the_other()
-    report.beat("train", step=5)
+    heartbeat.beat("train", step=5)
     if fault.isdigit():
         leave(int(fault))
     if rank == 1 and fault == "kill":
@@ -78,32 +76,42 @@ def train():
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "sleep" and rank == 0:  # it comes to the step a little later than the rank that it then waits for
         time.sleep(0.7)
-        report.beat("train", step=5)
+        heartbeat.beat("train", step=5)
     if fault == "sleep" or (rank == 0 and "--deaf" in sys.argv):
         sleep_for_ever()
     while fault not in ("finish", "silent") and not received and not stop.exists():
-        report.beat("train", step=5)
+        heartbeat.beat("train", step=5)
         time.sleep(0.02)
     if received:
         stop.write_text(str(received[0][0]))  # all ranks agree
-    report.beat("save", step=5, allowed_s=60.0)
+    heartbeat.beat("save", step=5, allowed_s=60.0)
     time.sleep(0.5)  # as if a checkpoint were written
     if stop.exists():
         leave(128 + int(stop.read_text()))
     if rank == 0 and fault == "finish":
-        report.succeeded()
+        heartbeat.succeeded()
     leave(0)
 
 tempfile.mkdtemp(prefix="pymp-")  # as multiprocessing leaves it when it is killed
 write()
 train()
 """
+# Stands in for the check of the training's arguments, which the stub entry has others of.
+STUB_COMMAND_LINE = """
+import os
+from types import SimpleNamespace
+
+def parse_args(words):
+    folder = os.environ.get("STUB_FOLDER", "")
+    given = dict(gradient_accumulation_steps=1, log_dir=folder, run_name="", resume="never")
+    return SimpleNamespace(strategy="ddp", deepspeed_config="", **given), False
+"""
 
 
 def environment(**changes: str) -> dict[str, str]:
     """A clean environment: this Python's tools first, no GPU unless a test pretends one."""
     dropped = {"CUDA_VISIBLE_DEVICES", "MASTER_PORT", "LAUNCHER", "HOSTFILE", "OMP_NUM_THREADS", "STOP_TIMEOUT"}
-    dropped |= {"MAX_RESTARTS", "CHOSEN_PORT"}
+    dropped |= {"MAX_RESTARTS", "RENDEZVOUS", "REMOTE_SHELL"}
     kept = {name: value for name, value in os.environ.items() if name not in dropped and not name.startswith("SLURM_")}
     return kept | {"PATH": f"{Path(sys.executable).parent}:{kept['PATH']}"} | changes
 
@@ -152,8 +160,9 @@ def stub_repo(folder: Path) -> Path:
     """Make a copy of the repository whose training entry is a stub, and whose .venv is this environment."""
     root = folder / "repo"
     shutil.copytree(SCRIPTS, root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    for folder_name in ("launch", "training", "models"):
+    for folder_name in ("launch", "training", "models", "deepspeed_configs"):
         shutil.copytree(REPO_ROOT / folder_name, root / folder_name, ignore=shutil.ignore_patterns("__pycache__"))
     (root / "scripts" / "train_distributed.py").write_text(STUB_ENTRY)
+    (root / "training" / "command_line.py").write_text(STUB_COMMAND_LINE)
     (root / ".venv").symlink_to(sys.prefix)
     return root

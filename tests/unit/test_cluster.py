@@ -1,4 +1,4 @@
-"""Launches on several nodes: messages, plans, verdicts, and whole launches whose remote shell stays on this machine."""
+"""Launches on several nodes: messages, plans, endings, and whole launches whose remote shell stays on this machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import pytest
 
 from launch.cluster.agreement import HERE, by_reason, differences, unshared
 from launch.cluster.channel import Channel
-from launch.cluster.cluster_plan import LAUNCHERS, Place, Plan, forwarded_environment, node_command
-from launch.cluster.cluster_start import judge
+from launch.cluster.cluster_run import ending_of
 from launch.cluster.nodes import Node, Nodes, Shell, is_passing
+from launch.cluster.plan import Plan, forwarded_environment
 from launch.cluster.remote_shell import srun_command, ssh_command
 from launch.node_run import HANG_CODE, Ending
 from launch.process_tree import MARK
-from tests.unit.launching import REPO_ROOT, environment, hear_ctrl_c, stub_repo
+from tests.unit.launching import environment, hear_ctrl_c, stub_repo
 from training.observe.shared_folder import leave_mark, sees_mark
 from training.parallel.network_interfaces import (
     address_towards,
@@ -38,7 +38,7 @@ from training.parallel.network_interfaces import (
 
 def plan(hosts: int = 4, min_nodes: int = 1, accumulation_steps: int = 1) -> Plan:
     names = [f"node{number}" for number in range(hosts)]
-    return Plan(names, 8, min_nodes, accumulation_steps, 0, "ssh", "direct", [], "/", {}, 300, 300, "/logs", {}, False)
+    return Plan(names, "ssh", 8, min_nodes, accumulation_steps, 0, [], "/", {}, 300, 300, "/logs", {}, False)
 
 
 def test_messages_and_what_is_printed_come_apart() -> None:
@@ -47,21 +47,21 @@ def test_messages_and_what_is_printed_come_apart() -> None:
     channel = Channel(reading, writing)
     printed: list[bytes] = []
     os.write(writing, b"epoch 1 ")
-    channel.send({"say": "beat", "n": 1})
+    channel.send({"kind": "beat", "n": 1})
     os.write(writing, b"loss 2.0\n\x1enot json\n")
-    message = json.dumps({"say": "ended", "text": "a\nb\x1ec"}).encode()
+    message = json.dumps({"kind": "ended", "text": "a\nb\x1ec"}).encode()
     os.write(writing, b"x\x1e" + message[:5])
     os.write(writing, message[5:] + b"\ny")
     os.close(writing)
     messages = list(channel.messages(printed.append))
-    assert messages == [{"say": "beat", "n": 1}, {"say": "ended", "text": "a\nb\x1ec"}]
+    assert messages == [{"kind": "beat", "n": 1}, {"kind": "ended", "text": "a\nb\x1ec"}]
     assert b"".join(printed) == b"epoch 1 loss 2.0\n\x1enot json\nxy"
 
 
 def test_a_closed_channel_says_so() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    assert not Channel(0, writing).send({"do": "beat"})
+    assert not Channel(0, writing).send({"kind": "beat"})
     os.close(writing)
 
 
@@ -86,16 +86,6 @@ def test_fewer_nodes_keep_the_global_batch(
         (flag,) = given.batch_flags(used)
         assert int(flag.partition("=")[2]) * used == hosts * accumulation
     assert given.batch_flags(hosts) == []
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_every_launcher_is_told_where_the_ranks_meet(launcher: str) -> None:
-    place = Place(["a", "b"], 1, 8, "10.0.0.2", "10.0.0.1", 29500, "id")
-    words = node_command(launcher, place, ["--epochs=1"])
-    assert "10.0.0.1" in " ".join(words)
-    assert "29500" in " ".join(words)
-    assert words[-1] == "--epochs=1"
-    assert words[-2].endswith("train_distributed.py")
 
 
 def test_forwarded_are_what_ranks_need_and_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +164,7 @@ def ended(code: int, *, is_final: bool = False, suspicion: Any = None) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("said", "lost", "was_told", "code", "is_final"),
+    ("messages", "lost", "was_stopped", "code", "is_final"),
     [
         ([ended(0, is_final=True), ended(0, is_final=True)], "", False, 0, True),
         ([ended(0, is_final=True), None], "b is lost", False, 0, True),  # rank 0 has said that training is done
@@ -193,23 +183,24 @@ def ended(code: int, *, is_final: bool = False, suspicion: Any = None) -> dict[s
         ([ended(HANG_CODE, suspicion=[True, 5]), ended(HANG_CODE, suspicion=[False, 5])], "", False, HANG_CODE, False),
     ],
 )
-def test_how_it_ended_follows_from_what_the_nodes_say(
-    said: list[dict[str, Any] | None], lost: str, was_told: bool, code: int, is_final: bool
+def test_how_it_ended_follows_from_the_nodes_messages(
+    messages: list[dict[str, Any] | None], lost: str, was_stopped: bool, code: int, is_final: bool
 ) -> None:
     nodes = [
-        Node(name, Channel(0, 1), said={"ended": one} if one else {}) for name, one in zip("ab", said, strict=True)
+        Node(name, Channel(0, 1), messages={"ended": one} if one else {})
+        for name, one in zip("ab", messages, strict=True)
     ]
-    ending = judge(nodes, lost, was_told)
+    ending = ending_of(nodes, lost, was_stopped)
     assert (ending.code, ending.is_final) == (code, is_final)
     if code == HANG_CODE:
         assert ending == Ending(HANG_CODE, f"code {HANG_CODE}", False, (False, 5))
 
 
 def test_a_node_that_was_ended_is_not_the_cause() -> None:
-    failed, others = Node("a", Channel(0, 1), said={"ended": ended(1)}), Node("b", Channel(0, 1))
+    failed, others = Node("a", Channel(0, 1), messages={"ended": ended(1)}), Node("b", Channel(0, 1))
     others.end(within_s=30)
-    others.said["ended"] = ended(137)
-    assert judge([failed, others], "", False) == Ending(1, "code 1", False)
+    others.messages["ended"] = ended(137)
+    assert ending_of([failed, others], "", False) == Ending(1, "code 1", False)
 
 
 # Stands in for ssh: runs the remote command here, or fails as ssh does for a host named in FAKE_SSH_FAILS. On the host
@@ -231,45 +222,49 @@ done
 exec "$@"
 """
 FAKES = {"ssh": FAKE_SSH, "srun": FAKE_SRUN}
-STUB_COMMAND_LINE = """
-import os
-from types import SimpleNamespace
-
-def parse_args(words):
-    return SimpleNamespace(gradient_accumulation_steps=1, log_dir=os.environ["STUB_FOLDER"]), False
+# Reaches the nodes through the remote shell that it is given, and writes down how the training ended.
+DRIVER = """
+import json, os, sys
+from launch.arguments import check_training, read_arguments
+from launch.cluster import multi_node
+from launch.cluster.plan import Plan
+remote_shell, outcome, *words = sys.argv[1:]
+plan_of = Plan.of
+multi_node.Plan.of = lambda given, arguments, config, hosts, _ssh, port: plan_of(
+    given, arguments, config, hosts, remote_shell, port)
+train = multi_node.train
+def write_outcome(*arguments):
+    started = train(*arguments)
+    with open(outcome, "w") as file:
+        json.dump({"code": started.ending.code, "reason": started.ending.reason, "position": started.position,
+                   "run_name": started.run_name}, file)
+    return started
+multi_node.train = write_outcome
+sys.exit(multi_node.main(words))
 """
 
 
 class StubLaunch:
-    """launch/cluster/cluster_run.py on two names of this machine, with a stub for the training entry."""
+    """A launch on two names of this machine, with a stub for the training entry."""
 
-    def __init__(self, folder: Path, *flags: str, own: tuple[str, ...] = (), **changes: str) -> None:
+    def __init__(
+        self, folder: Path, *flags: str, own: tuple[str, ...] = (), remote_shell: str = "ssh", **changes: str
+    ) -> None:
         self.folder = folder / "stub"
         self.folder.mkdir()
         root = stub_repo(folder)
-        (root / "training/config.py").write_text(
-            "from pathlib import Path\nREPO_ROOT = Path(__file__).resolve().parents[1]\n"
-        )
-        (root / "training/command_line.py").write_text(STUB_COMMAND_LINE)
         tools = folder / "bin"
         tools.mkdir()
         for name, text in FAKES.items():
             (tools / name).write_text(text)
             (tools / name).chmod(0o755)
         self.outcome = folder / "outcome.json"
-        command = [
-            sys.executable,
-            str(root / "launch/cluster/cluster_run.py"),
-            "--hosts",
-            "one,two",
-            "--ranks-per-node",
-            "1",
-        ]
-        command += ["--outcome", str(self.outcome), *own, "--", *flags]
-        path = f"{tools}:{os.environ['PATH']}"
+        words = ["mobilenet", "ddp", "2", "1", "16", "3", "--hosts=one,two", *own, *flags]
+        given = {"STUB_FOLDER": str(self.folder), "FORWARD_ENV": "STUB_FOLDER"}
         self.process = subprocess.Popen(
-            command,
-            env=environment(PATH=path, STUB_FOLDER=str(self.folder), FORWARD="", **changes),
+            [sys.executable, "-c", DRIVER, remote_shell, str(self.outcome), *words],
+            cwd=root,
+            env=environment(PATH=f"{tools}:{os.environ['PATH']}", **(given | changes)),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -295,8 +290,7 @@ class StubLaunch:
 
 @pytest.mark.parametrize("remote_shell", FAKES)
 def test_ranks_of_two_nodes_finish(tmp_path: Path, remote_shell: str) -> None:
-    own = ("--forward", "STUB_FOLDER", "--remote-shell", remote_shell)
-    launch = StubLaunch(tmp_path, "--fault", "finish", own=own)
+    launch = StubLaunch(tmp_path, "--fault", "finish", remote_shell=remote_shell)
     code, errors = launch.end()
     assert code == 0, errors
     assert "2 nodes x 1" in errors
@@ -307,7 +301,7 @@ def test_ranks_of_two_nodes_finish(tmp_path: Path, remote_shell: str) -> None:
 
 @pytest.mark.parametrize("fault", ["7", "kill", "stop"])
 def test_a_failure_on_one_node_starts_both_again(tmp_path: Path, fault: str) -> None:
-    launch = StubLaunch(tmp_path, "--fault", fault, "--save", own=("--forward", "STUB_FOLDER"))
+    launch = StubLaunch(tmp_path, "--fault", fault, "--save")
     code, errors = launch.end()
     assert code == 0, errors
     assert "restart 1 of 3" in errors
@@ -319,7 +313,7 @@ def test_a_failure_on_one_node_starts_both_again(tmp_path: Path, fault: str) -> 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 130)])
 def test_a_signal_reaches_the_ranks_of_both_nodes(tmp_path: Path, number: signal.Signals, code: int) -> None:
     remote_shell = "ssh" if number == signal.SIGINT else "srun"
-    launch = StubLaunch(tmp_path, own=("--forward", "STUB_FOLDER", "--remote-shell", remote_shell))
+    launch = StubLaunch(tmp_path, remote_shell=remote_shell)
     for rank in (0, 1):
         launch.wait_for_rank(rank)
     launch.process.send_signal(number)
@@ -330,7 +324,7 @@ def test_a_signal_reaches_the_ranks_of_both_nodes(tmp_path: Path, number: signal
 
 
 def test_a_launch_that_is_killed_lets_the_ranks_leave(tmp_path: Path) -> None:
-    launch = StubLaunch(tmp_path, own=("--forward", "STUB_FOLDER"))
+    launch = StubLaunch(tmp_path)
     pids = [launch.wait_for_rank(rank)["pid"] for rank in (0, 1)]
     launch.process.kill()
     launch.process.communicate(timeout=60)
@@ -344,7 +338,7 @@ def test_a_launch_that_is_killed_lets_the_ranks_leave(tmp_path: Path) -> None:
 @pytest.mark.parametrize("remote_shell", FAKES)
 def test_nothing_listens_for_agents_and_no_agent_connects(tmp_path: Path, remote_shell: str) -> None:
     """A stranger on the network has nobody to talk to, and no secret of ours stands in a process list."""
-    launch = StubLaunch(tmp_path, own=("--forward", "STUB_FOLDER", "--remote-shell", remote_shell))
+    launch = StubLaunch(tmp_path, remote_shell=remote_shell)
     for rank in (0, 1):
         launch.wait_for_rank(rank)
     leading = psutil.Process(launch.process.pid)
@@ -357,7 +351,7 @@ def test_nothing_listens_for_agents_and_no_agent_connects(tmp_path: Path, remote
 
 def test_too_few_nodes_end_the_launch(tmp_path: Path) -> None:
     reason = {"FAKE_SSH_FAILS": "two", "FAKE_SSH_REASON": "Connection refused"}
-    launch = StubLaunch(tmp_path, own=("--forward", "STUB_FOLDER", "--start-timeout", "3"), **reason)
+    launch = StubLaunch(tmp_path, own=("--start-timeout", "3"), **reason)
     code, errors = launch.end()
     assert code == 69
     assert "1 of 2 nodes reached" in errors
@@ -376,7 +370,7 @@ def odd_torch(folder: Path) -> str:
 @pytest.mark.parametrize("allowed", [False, True])
 def test_another_version_on_one_node_is_refused_before_the_start(tmp_path: Path, allowed: bool) -> None:
     odd = {"ODD_PATH": odd_torch(tmp_path), "ODD_SINCE": str(tmp_path)}
-    own = ("--forward", "STUB_FOLDER", *["--allow-differences"] * allowed)
+    own = ("--allow-differences",) * allowed
     launch = StubLaunch(tmp_path, "--fault", "finish", own=own, **odd)
     code, errors = launch.end()
     assert f"two: torch 0.0.1 (elsewhere {version('torch')})" in errors
@@ -392,7 +386,7 @@ def test_a_node_that_comes_back_with_another_version_is_left_out_until_it_is_men
     tmp_path: Path, mended: bool
 ) -> None:
     odd = {"ODD_PATH": odd_torch(tmp_path), "ODD_SINCE": str(tmp_path / "stub/rank1-0.json")}
-    own = ("--forward", "STUB_FOLDER", "--start-timeout", "90" if mended else "5")
+    own = ("--start-timeout", "90" if mended else "5")
     launch = StubLaunch(tmp_path, "--fault", "7", own=own, **odd)
     reason = f"two: torch 0.0.1 (elsewhere {version('torch')})"
     assert launch.process.stderr
@@ -425,18 +419,18 @@ class FolderNode:
     """Answers questions about a log folder as an agent does, whose log folder is `own` in truth."""
 
     def __init__(self, folder: Path, own: Path) -> None:
-        self.said: dict[str, Any] = {}
+        self.messages: dict[str, Any] = {}
         self._folder, self._own = folder, own
 
     def lost(self) -> str:
         return ""
 
-    def tell(self, what: str, **given: Any) -> None:
+    def send(self, what: str, **given: Any) -> None:
         if what == "mark":
             mark = leave_mark(self._own)
-            self.said["marked"] = {"mark": str(self._folder / mark.name)}
+            self.messages["marked"] = {"mark": str(self._folder / mark.name)}
         else:
-            self.said["seen"] = {"is_seen": sees_mark(self._own / Path(given["mark"]).name, 0.0)}
+            self.messages["seen"] = {"is_seen": sees_mark(self._own / Path(given["mark"]).name, 0.0)}
 
 
 @pytest.mark.parametrize(
@@ -479,7 +473,7 @@ def test_a_host_that_lets_nobody_in_is_the_users_to_mend(tmp_path: Path) -> None
     assert "two: Permission denied" in line
 
 
-def test_the_last_words_of_a_remote_shell_are_read_before_it_counts_as_failed() -> None:
+def test_the_last_lines_of_a_remote_shell_are_read_before_it_counts_as_failed() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
     shell = Shell(process, "one")
@@ -491,19 +485,6 @@ def test_the_last_words_of_a_remote_shell_are_read_before_it_counts_as_failed() 
     threading.Timer(0.2, read_late).start()
     assert shell.has_failed()
     assert shell.reason() == "one: Permission denied (publickey)."
-
-
-@pytest.mark.parametrize("hosts", ["one,one", "-oProxyCommand=x", "a;b", ""])
-def test_launch_refuses_hosts(hosts: str) -> None:
-    command = [
-        sys.executable,
-        str(REPO_ROOT / "launch/cluster/cluster_run.py"),
-        f"--hosts={hosts}",
-        "--ranks-per-node=1",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert len(result.stderr.splitlines()) == 1
 
 
 def test_no_mark_is_left_in_this_environment() -> None:

@@ -19,6 +19,7 @@ from types import ModuleType
 
 import pytest
 
+from launch.arguments import SETTINGS
 from launch.slurm.slurm_arguments import training_arguments
 from models import MODELS
 from training.command_line import parse_args
@@ -49,8 +50,7 @@ LAUNCHER_WORDS = {
 }
 VERBS = ("evaluate", "predict", "report", "export")
 # With how many words they take.
-LAUNCHER_FLAGS = {"--master_port": 2, "--max-restarts": 2, "--min-nodes": 2, "--hostfile": 2}
-LAUNCHER_FLAGS |= {"--allow-differences": 1, "--preflight": 1}
+LAUNCHER_FLAGS = {"--master_port": 2} | {flag: 1 if field.default is False else 2 for flag, field in SETTINGS.items()}
 FLAGS_LEFT_OUT = {"--config": 2, **LAUNCHER_FLAGS}  # not judged: the first names a file of the reader's
 ENTRY_FLAGS = {*FLAG_OF.values(), "--config", "--check-config", "--help"}
 

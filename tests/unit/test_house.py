@@ -107,9 +107,9 @@ def test_the_environment_is_read_where_it_belongs():
     allowed = {
         *(f"training/parallel/{name}.py" for name in ("world", "preserved_process", "deepspeed_engine")),
         "scripts/train_distributed.py",
-        *("launch/supervisor.py", "launch/local_ranks.py"),  # which hand it on
+        *(f"launch/{name}.py" for name in ("single_node", "supervisor", "local_ranks", "process_tree")),  # hand it on
         "training/command_line.py",  # rank 0 prints for all
-        *(f"launch/cluster/{name}.py" for name in ("agent", "cluster_plan", "remote_shell")),  # the same
+        *(f"launch/cluster/{name}.py" for name in ("agent", "multi_node", "plan", "remote_shell")),  # the same
         *("launch/slurm/job.py", "planning/doctor/command_line.py", "planning/doctor/network.py"),  # Slurm's and ssh's
     }
     readers = {str(path.relative_to(ROOT)) for path in python_files() if "os.environ" in path.read_text()}

@@ -1,4 +1,4 @@
-"""What ranks and supervisor tell each other over files, also torn, missing or on a full disk; the parent's death."""
+"""Heartbeats, written and read, also torn, missing or on a full disk; and the death of a rank's parent."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.heartbeat_reader import HeartbeatFolder
 from tests.unit.launching import REPO_ROOT
-from training.observe.heartbeat import ENDED, RECORD_BYTES, Heartbeat, HeartbeatFolder, HeartbeatWriter, beat_of
+from training.observe.heartbeat import ENDED, RECORD_BYTES, Heartbeat, HeartbeatWriter, beat_of
 
 
 def run_python(code: str, *arguments: object) -> subprocess.Popen:
@@ -31,17 +32,17 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def test_the_last_beat_is_read_back(tmp_path: Path) -> None:
-    report, folder = HeartbeatWriter(tmp_path, 3, 300.0), HeartbeatFolder(tmp_path)
+    writer, folder = HeartbeatWriter(tmp_path, 3, 300.0), HeartbeatFolder(tmp_path)
     assert folder.beats() == {}
-    report.beat("a long phase " * 20, step=123456789, allowed_s=900.0)
+    writer.beat("a long phase " * 20, step=123456789, allowed_s=900.0)
     before = time.time(), time.monotonic()
-    report.beat("train", step=7)
+    writer.beat("train", step=7)
     beat = folder.beats()[3]
     assert (beat.rank, beat.pid, beat.host) == (3, os.getpid(), os.uname().nodename)
     assert (beat.phase, beat.step, beat.allowed_s, beat.exit_code) == ("train", 7, 300.0, None)
     assert before[0] <= beat.time <= time.time()
     assert before[1] <= beat.monotonic <= time.monotonic()
-    report.ended(143)
+    writer.ended(143)
     assert (folder.beats()[3].phase, folder.beats()[3].exit_code) == (ENDED, 143)
     assert (tmp_path / "rank-3.json").stat().st_size == RECORD_BYTES
 
@@ -61,9 +62,9 @@ def test_a_reader_beside_a_writer_sees_whole_beats_in_order(tmp_path: Path) -> N
         import sys
         from pathlib import Path
         from training.observe.heartbeat import HeartbeatWriter
-        report = HeartbeatWriter(Path(sys.argv[1]), 0, 300.0)
+        writer = HeartbeatWriter(Path(sys.argv[1]), 0, 300.0)
         for step in range(20000):
-            report.beat("train" if step % 3 else "evaluate with a longer name", step)
+            writer.beat("train" if step % 3 else "evaluate with a longer name", step)
         """,
         tmp_path,
     )
@@ -76,22 +77,22 @@ def test_a_reader_beside_a_writer_sees_whole_beats_in_order(tmp_path: Path) -> N
 
 
 def test_a_beat_costs_microseconds(tmp_path: Path) -> None:
-    report = HeartbeatWriter(tmp_path, 0, 300.0)
+    writer = HeartbeatWriter(tmp_path, 0, 300.0)
     seconds = []
     for step in range(500):
         begin = time.perf_counter()
-        report.beat("train", step)
+        writer.beat("train", step)
         seconds.append(time.perf_counter() - begin)
     assert sorted(seconds)[len(seconds) // 2] < 200e-6
 
 
 def test_what_rank_0_says_and_a_new_start(tmp_path: Path) -> None:
-    report, folder = HeartbeatWriter(tmp_path, 0, 300.0), HeartbeatFolder(tmp_path)
+    writer, folder = HeartbeatWriter(tmp_path, 0, 300.0), HeartbeatFolder(tmp_path)
     assert (folder.run_name(), folder.checkpoint_position(), folder.has_succeeded()) == ("", -1, False)
-    report.run_name("run 7 ü")
-    report.checkpoint_saved(0)
-    report.checkpoint_saved(1200)
-    report.succeeded()
+    writer.run_name("run 7 ü")
+    writer.checkpoint_saved(0)
+    writer.checkpoint_saved(1200)
+    writer.succeeded()
     assert (folder.run_name(), folder.checkpoint_position(), folder.has_succeeded()) == ("run 7 ü", 1200, True)
     folder.clear()
     assert list(tmp_path.iterdir()) == []
@@ -101,24 +102,24 @@ def test_what_rank_0_says_and_a_new_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", [None, Path("/proc/nothing/here")], ids=["no launcher", "folder gone"])
 def test_without_a_folder_nothing_happens(folder: Path | None) -> None:
     handler = signal.getsignal(signal.SIGUSR2)
-    report = HeartbeatWriter(folder, 0, 300.0)
-    report.watch_stacks()
-    report.beat("train", 1)
-    report.run_name("run")
-    report.checkpoint_saved(1)
-    report.succeeded()
-    report.ended(0)
+    writer = HeartbeatWriter(folder, 0, 300.0)
+    writer.watch_stacks()
+    writer.beat("train", 1)
+    writer.run_name("run")
+    writer.checkpoint_saved(1)
+    writer.succeeded()
+    writer.ended(0)
     assert signal.getsignal(signal.SIGUSR2) == handler
 
 
 def test_a_rank_on_a_full_disk_lives_on_and_is_not_watched(tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").symlink_to("/dev/full")
     (tmp_path / "run-name.tmp").symlink_to("/dev/full")
-    report = HeartbeatWriter(tmp_path, 0, 300.0)
-    report.beat("train", 1)
-    report.beat("train", 2)
-    report.run_name("run")
-    report.ended(0)
+    writer = HeartbeatWriter(tmp_path, 0, 300.0)
+    writer.beat("train", 1)
+    writer.beat("train", 2)
+    writer.run_name("run")
+    writer.ended(0)
     folder = HeartbeatFolder(tmp_path)
     assert (folder.beats(), folder.run_name()) == ({}, "")
     assert not (tmp_path / "rank-0.json").is_symlink()  # nothing that would grow old and look like a hang
@@ -130,12 +131,12 @@ def test_sigusr2_gives_the_stack_of_code_that_is_stuck(tmp_path: Path) -> None:
         import sys, threading
         from pathlib import Path
         from training.observe.heartbeat import HeartbeatWriter
-        report = HeartbeatWriter(Path(sys.argv[1]), 1, 300.0)
-        assert report.beat("start") is None
+        writer = HeartbeatWriter(Path(sys.argv[1]), 1, 300.0)
+        assert writer.beat("start") is None
         def stuck_in_c():
             lock = threading.Lock()
             lock.acquire()
-            report.watch_stacks()
+            writer.watch_stacks()
             lock.acquire()
         stuck_in_c()
         """,

@@ -151,8 +151,9 @@ def test_every_start_has_a_secret_of_its_own_which_no_file_shows(tmp_path):
         "with open(sys.argv[1], 'a') as file: print(json.dumps(os.environ[sys.argv[2]]), file=file)\n"
         "sys.exit(3)\n"
     )
-    supervisor = [sys.executable, str(ROOT / "launch" / "supervisor.py"), sys.executable, str(program)]
-    environment = os.environ | {"STOP_TIMEOUT": "5", "MAX_RESTARTS": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    code = "import sys; from launch.supervisor import supervise; sys.exit(supervise(lambda _: sys.argv[1:], 5.0, 1))"
+    supervisor = [sys.executable, "-c", code, sys.executable, str(program)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     environment |= {SECRET_VARIABLE: "of the shell", "TMPDIR": str(tmp_path)}
     words = [str(tmp_path / "told"), SECRET_VARIABLE]
     result = subprocess.run([*supervisor, *words], env=environment, capture_output=True, text=True, timeout=60)

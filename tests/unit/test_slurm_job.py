@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.slurm.requeue import Fate, Progress, what_follows
+from launch.slurm.requeue import Fate, JobRecord, what_follows
 from launch.slurm.slurm_arguments import Job, training_arguments
 from training.errors import UserError
 
@@ -117,11 +117,11 @@ def test_what_cannot_be_is_refused(job: Job, flags: list[str], model: str, said:
 
 def follow(*starts: tuple[int, str, int], fate: Fate = Fate.RUNNING) -> list[bool]:
     """Whether a job is requeued after each of its starts: (exit code, reason, newest checkpoint of the start)."""
-    record, requeued = Progress(), []
+    record, requeued = JobRecord(), []
     for code, reason, position in starts:
-        decision = what_follows(Progress(code, reason, position), record, fate)
+        decision = what_follows(JobRecord(code, reason, position), record, fate)
         requeued.append(decision.requeue)
-        record = decision.progress
+        record = decision.record
     return requeued
 
 
@@ -174,9 +174,9 @@ def test_what_slurm_does_with_a_job(shown: str, was_told: bool, fate: Fate) -> N
 
 def test_the_record_survives_and_a_broken_one_is_an_empty_one(tmp_path: Path) -> None:
     path = tmp_path / "slurm" / "77.json"
-    assert Progress.read(path) == Progress()
-    record = Progress(124, "rank 1 hung", 5, ("rank N hung", "node lost"))
+    assert JobRecord.read(path) == JobRecord()
+    record = JobRecord(124, "rank 1 hung", 5, ("rank N hung", "node lost"))
     record.write(path)
-    assert Progress.read(path) == record
+    assert JobRecord.read(path) == record
     path.write_text("{")
-    assert Progress.read(path) == Progress()
+    assert JobRecord.read(path) == JobRecord()

@@ -21,8 +21,8 @@ from launch.node_run import FINAL_CODES
 from launch.process_tree import code_of_zombie, is_alive, remove_stale_build_locks, shell_exit_code
 from launch.rank_monitor import Death, main_thread
 from launch.restart_policy import RestartPolicy, signal_within
-from launch.supervisor import with_free_port
 from tests.unit.launching import CORES, WORDS, environment, hear_ctrl_c, stub_repo
+from training.parallel.network_interfaces import free_port
 
 LAUNCHERS = ("direct", "deepspeed", "torchrun")
 NO_RESTART = ("--max-restarts", "0")
@@ -141,6 +141,13 @@ def test_a_killed_rank_is_restarted_once_and_the_run_goes_on(start, tmp_path: Pa
     assert [rank["argv"][-1] for rank in second] == ["--run-name=run-7"] * 2
     assert [rank["received"] for rank in second] == [[], []]  # also none because of a launcher that is well
     assert first[0]["port"] != second[0]["port"] == second[1]["port"]
+
+
+def test_a_given_port_stays(start, tmp_path: Path) -> None:
+    port = str(free_port())
+    lines, code = output_and_code(start("direct", "--fault", "kill", "--master-port", port))
+    assert code == 0, lines
+    assert {rank["port"] for restart in (0, 1) for rank in records(tmp_path, restart)} == {port}
 
 
 @pytest.mark.parametrize("launcher", ["direct", "deepspeed"])
@@ -306,13 +313,6 @@ def test_the_stack_is_the_main_threads_and_our_own_frames_stay() -> None:
 
 def test_final_codes() -> None:
     assert set(FINAL_CODES) == {2, 65, 74, 78, 130, 138, 143}
-
-
-def test_only_a_chosen_master_port_is_replaced() -> None:
-    command = ["torchrun", "--master_port", "29500", "train.py", "--seed", "29500"]
-    replaced = with_free_port(command, "29500")
-    assert [before == after for before, after in zip(command, replaced, strict=True)] == [1, 1, 0, 1, 1, 1]
-    assert with_free_port(command, "") == command
 
 
 @pytest.mark.parametrize(("how", "expected"), [("exit 7", 7), ("kill -9 $$", -9), ("kill -TERM $$", -15)])

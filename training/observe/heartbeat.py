@@ -1,16 +1,16 @@
-"""What the ranks of one launch tell the supervisor that started them: small files in a temporary folder.
+"""The ranks' side of the heartbeats: small files in a temporary folder, which launch/heartbeat_reader.py reads.
 
-The supervisor (launch/supervisor.py) makes the folder and hands its path on in `FOLDER_VARIABLE`. In it:
+The launcher makes the folder and passes its path in `FOLDER_VARIABLE`. It contains:
 
-    rank-<r>.json     the last sign of life of rank r: one record of `RECORD_BYTES` bytes, written over in place
-    stack-<r>.txt     the Python stacks of rank r, which SIGUSR2 asks for
+    rank-<r>.json     the last heartbeat of rank r: one record of `RECORD_BYTES` bytes, overwritten in place
+    stack-<r>.txt     the Python stacks of rank r, written on SIGUSR2
     run-name          the run's name, for a restart
     checkpoint        the position of the newest checkpoint saved since the last start
-    owner             the mark of the launch, and the lock of the process that made the folder
+    owner             the mark of the launch, locked by the process that made the folder
     success           written by rank 0 when training is done; without it an exit code of 0 counts as a failure
 
-No rank ever fails because of this folder: what cannot be written is left out. It is their folder for temporary files
-too, so what a killed process leaves lies in it and goes with it.
+No rank ever fails because of this folder: what cannot be written is left out. It is the ranks' TMPDIR too, so that
+whatever a killed process leaves is removed with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import dataclasses
 import faulthandler
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -35,7 +34,7 @@ LAUNCH_VARIABLE = "ZEROVISION_LAUNCH"  # in the environment of everything that o
 RESTARTS_VARIABLE = "ZEROVISION_RESTARTS"  # how often this launch has been restarted: 0 at the first start
 # What the ranks of one start prove to each other that they know (`training.parallel.secure_store`).
 SECRET_VARIABLE = "ZEROVISION_RUN_SECRET"
-OWNER = "owner"
+RUN_NAME, CHECKPOINT, SUCCESS = "run-name", "checkpoint", "success"
 ENDED = "ended"  # the phase of a rank's last beat
 RECORD_BYTES = 512
 CHECKSUM_BYTES = 9  # 8 hexadecimal digits and a line feed
@@ -45,18 +44,18 @@ PR_SET_PDEATHSIG = 1
 
 @dataclasses.dataclass(frozen=True)
 class Heartbeat:
-    """A rank's sign of life.
+    """A rank's heartbeat.
 
     Attributes:
         rank: the rank's number in its world.
         host: name of the machine.
         pid: process of the rank.
-        phase: what it does; `ENDED` in its last beat.
-        step: optimizer steps done, -1 where there are none yet.
+        phase: such as "step"; `ENDED` in the last beat.
+        step: optimizer steps done, -1 if there are none yet.
         time: wall clock, seconds since 1970.
-        monotonic: clock of this machine that nobody sets, in seconds.
+        monotonic: `time.monotonic` of this machine, in seconds.
         allowed_s: seconds within which the next beat is due.
-        exit_code: of the last beat: what the rank ends with.
+        exit_code: of the rank, in its last beat.
     """
 
     rank: int
@@ -76,19 +75,19 @@ class Heartbeat:
 
 
 def beat_of(record: bytes) -> Heartbeat | None:
-    """Return the beat in a record; None where it was read while it was being written."""
+    """Return the beat in a record; None if it was read while it was being written."""
     text, checksum = record[:-CHECKSUM_BYTES], record[-CHECKSUM_BYTES:]
     return Heartbeat(**json.loads(text)) if checksum == b"%08x\n" % zlib.crc32(text) else None
 
 
 class HeartbeatWriter:
-    """One rank's side of the folder. A method that cannot write does nothing."""
+    """Writes one rank's heartbeats. A method that cannot write does nothing."""
 
     def __init__(self, folder: Path | None, rank: int, hang_timeout_s: float) -> None:
         """Open the record of this rank.
 
         Args:
-            folder: the supervisor's folder; None (started without our launcher) makes every method do nothing.
+            folder: the launch's folder; None (started without our launcher) makes every method do nothing.
             rank: this rank's number.
             hang_timeout_s: seconds without a beat after which the rank counts as hung, unless a beat says otherwise.
         """
@@ -103,42 +102,42 @@ class HeartbeatWriter:
                 self._descriptor = os.open(_record_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def beat(self, phase: str, step: int = -1, allowed_s: float | None = None) -> None:
-        """Say: alive, in this phase at this step; the next beat comes within `allowed_s` seconds (the hang timeout).
+        """Write a heartbeat; the next one is due within `allowed_s` seconds (by default the hang timeout).
 
-        Costs microseconds: it may be called at every optimizer step.
+        It takes microseconds, so it may be called at every optimizer step.
         """
         self._write(phase, step, self._hang_timeout_s if allowed_s is None else allowed_s)
 
     def ended(self, exit_code: int) -> None:
-        """Say as the last thing that this rank ends, and with which exit code."""
+        """Write the last beat, with the exit code of this rank."""
         self._write(ENDED, -1, self._hang_timeout_s, exit_code)
 
     def run_name(self, name: str) -> None:
-        """Say, on rank 0, what the run is called: a restart goes on in its folder."""
-        self._replace("run-name", name)
+        """Write the run's name, on rank 0: a restart goes on in its folder."""
+        self._replace(RUN_NAME, name)
 
     def checkpoint_saved(self, position: int) -> None:
-        """Say, on rank 0, that a checkpoint is complete: restarts are counted from the newest position on."""
-        self._replace("checkpoint", str(position))
+        """Write the position of a complete checkpoint, on rank 0: a newer one resets the count of restarts."""
+        self._replace(CHECKPOINT, str(position))
 
     def succeeded(self) -> None:
-        """Say, on rank 0, that training is done: only then does an exit code of 0 mean success."""
-        self._replace("success", "")
+        """Mark the training as done, on rank 0: only then does an exit code of 0 mean success."""
+        self._replace(SUCCESS, "")
 
     def watch_stacks(self) -> None:
-        """Write the Python stacks of all threads to the folder whenever SIGUSR2 comes, also while Python is stuck."""
+        """Write the Python stacks of all threads to the folder on every SIGUSR2, also while Python is stuck."""
         if self._folder is None:
             return
         with contextlib.suppress(OSError):
-            self._stacks = _stack_path(self._folder, self._rank).open("w")
+            self._stacks = stack_path(self._folder, self._rank).open("w")
             faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
 
     def end_with_parent(self) -> None:
-        """Get SIGTERM when the node launcher that started this process dies; does nothing where there is no prctl.
+        """Get SIGTERM when the node launcher that started this process dies; does nothing without prctl.
 
-        Call it only where a launcher started this process, from any thread of it: a process that a shell started
-        would end with that shell. The kernel sends the signal when the parent's *thread* ends that made this
-        process; every launcher makes its ranks from the main thread.
+        Call it only if a launcher started this process: one that a shell started would end with that shell. The
+        kernel sends the signal when the parent's *thread* ends that made this process; every launcher makes its ranks
+        from the main thread.
         """
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -167,66 +166,16 @@ class HeartbeatWriter:
             unfinished.replace(self._folder / name)
 
 
-class HeartbeatFolder:
-    """The supervisor's side: reads what the ranks have written."""
-
-    def __init__(self, path: Path) -> None:
-        """Read in the folder at `path`."""
-        self.path = path
-
-    def beats(self) -> dict[int, Heartbeat]:
-        """Return each rank's last beat by rank, without those being written at this moment."""
-        found = {}
-        for path in self.path.glob("rank-*.json"):
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                if beat := beat_of(path.read_bytes()):
-                    found[beat.rank] = beat
-        return found
-
-    def stack(self, rank: int) -> str | None:
-        """Return what rank wrote about its stacks so far; None where it has not called `watch_stacks`."""
-        try:
-            return _stack_path(self.path, rank).read_text(errors="replace")
-        except OSError:
-            return None
-
-    def run_name(self) -> str:
-        """Return the run's name, '' where rank 0 has not said it."""
-        return self._read("run-name")
-
-    def checkpoint_position(self) -> int:
-        """Return the newest checkpoint's position, -1 where none was saved since `clear`."""
-        return int(self._read("checkpoint") or -1)
-
-    def has_succeeded(self) -> bool:
-        """Return whether rank 0 has said that training is done."""
-        return (self.path / "success").exists()
-
-    def clear(self) -> None:
-        """Forget everything, before the ranks are started again."""
-        self.path.mkdir(mode=0o700, exist_ok=True)  # somebody may have emptied the folder for temporary files
-        for path in self.path.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.name != OWNER:
-                path.unlink(missing_ok=True)
-
-    def _read(self, name: str) -> str:
-        try:
-            return (self.path / name).read_text()
-        except OSError:
-            return ""
-
-
 def _record_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json"
 
 
-def _stack_path(folder: Path, rank: int) -> Path:
+def stack_path(folder: Path, rank: int) -> Path:
+    """Return the file of a rank's stacks."""
     return folder / f"stack-{rank}.txt"
 
 
 def _process_1_started_us() -> bool:
-    """Whether process 1 is no init but the launcher itself, as in a container: then it names our script."""
+    """Whether process 1 is the launcher itself, as in a container: then its command line names our script."""
     script = os.fsencode(Path(sys.argv[0]).name)
     return bool(script) and script in Path("/proc/1/cmdline").read_bytes()

@@ -1,0 +1,249 @@
+"""The command lines of the three launchers: positional arguments, flags and variables, declared and checked here alone.
+
+Every other flag belongs to the training entry, whose own parser checks it before any rank starts. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from training.command_line import parse_args
+from training.config import REPO_ROOT, TrainConfig
+from training.errors import UserError, shown
+from training.parallel.strategies import read_strategy_json
+
+ENTRY = str(REPO_ROOT / "scripts/train_distributed.py")
+DOCTOR = str(REPO_ROOT / "scripts/doctor.py")
+LARGEST = {"num_nodes": 1024, "num_gpus": 1024, "gpus_per_node": 1024, "batch_size": 10**6, "epochs": 10**6}
+
+
+def _setting(default: Any, variable: str = "", smallest: int = 1, largest: int = 0, kind: str = "") -> Any:
+    expected = f"a whole number from {smallest} to {largest}" if largest else kind
+    return dataclasses.field(
+        default=default,
+        metadata={"variable": variable, "smallest": smallest, "largest": largest, "expected": expected},
+    )
+
+
+@dataclass(frozen=True)
+class LaunchArguments:
+    """What a launcher was given.
+
+    The fields with a default are its settings: `max_restarts` is the flag --max-restarts (or --max_restarts), and the
+    variable MAX_RESTARTS if the flag is not given.
+    """
+
+    script: str  # a key of `LAUNCHERS`
+    positional: dict[str, str]  # as given: model, strategy, num_gpus, ...
+    flags: list[str]  # of the training entry
+    launcher: str  # starts the ranks of one machine
+    dry_run: bool
+    master_port: int = _setting(0, "MASTER_PORT", largest=65535)  # 0: a free one
+    max_restarts: int = _setting(3, "MAX_RESTARTS", smallest=0, largest=1000)
+    stop_timeout: int = _setting(300, "STOP_TIMEOUT", largest=86400)  # seconds
+    start_timeout: int = _setting(300, "START_TIMEOUT", largest=86400)  # seconds
+    min_nodes: int = _setting(0, largest=1024)  # 0: all
+    hostfile: str = _setting("", "HOSTFILE", kind="a file of lines 'name slots=N'")
+    hosts: str = _setting("", kind="names with commas")
+    forward_env: str = _setting("", "FORWARD_ENV", kind="names of variables with commas")
+    allow_differences: bool = False
+    preflight: bool = False
+
+    @property
+    def nodes(self) -> int:
+        """Machines to use."""
+        return int(self.positional.get("num_nodes", 1))
+
+    @property
+    def ranks_per_node(self) -> int:
+        """GPUs, or CPU ranks, on each machine."""
+        return int(self.positional.get("gpus_per_node") or self.positional["num_gpus"])
+
+    @property
+    def training(self) -> list[str]:
+        """The arguments of the training entry; the '=' form keeps a value from being read as a flag."""
+        given = self.positional
+        words = [f"--model-type={given['model']}", f"--strategy={given['strategy']}"]
+        return [*words, "--batch-size", given["batch_size"], "--epochs", given["epochs"], *self.flags]
+
+    def command(self, program: str) -> list[str]:
+        """Return the command that runs `program` with these arguments, every variable replaced by its flag."""
+        words = [sys.executable, program, *self.positional.values()]
+        for name in LAUNCHERS[self.script].settings.split():
+            value = getattr(self, name)
+            if value is True:
+                words.append(flag_of(name))
+            elif value or value != SETTINGS[flag_of(name)].default:
+                words.append(f"{flag_of(name)}={value}")
+        return [*words, *self.flags]
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+SETTINGS = {
+    flag_of(field.name): field
+    for field in dataclasses.fields(LaunchArguments)
+    if field.default is not dataclasses.MISSING
+}
+
+
+class Launcher(NamedTuple):
+    """The command line of one bash script.
+
+    Attributes:
+        positional: names of the leading arguments.
+        settings: fields of `LaunchArguments` that it has.
+        launchers: values of LAUNCHER, the default first.
+        removed: variables that used to choose something, and the only value that they may still have.
+    """
+
+    positional: str
+    settings: str
+    launchers: tuple[str, ...] = ("direct",)
+    removed: Mapping[str, str] = {}
+
+
+LAUNCHERS = {
+    "launch_distributed.sh": Launcher(
+        "model strategy num_gpus batch_size epochs",
+        "master_port max_restarts stop_timeout preflight",
+        launchers=("direct", "deepspeed", "torchrun"),
+    ),
+    "launch_multi_node.sh": Launcher(
+        "model strategy num_nodes gpus_per_node batch_size epochs",
+        "master_port max_restarts stop_timeout start_timeout min_nodes hostfile hosts forward_env allow_differences"
+        " preflight",
+        removed={"LAUNCHER": "direct", "RENDEZVOUS": "static", "REMOTE_SHELL": "ssh"},
+    ),
+    "slurm_distributed.sh": Launcher(
+        "model strategy num_gpus batch_size epochs",
+        "master_port max_restarts stop_timeout allow_differences preflight",
+        removed={"LAUNCHER": "direct", "RENDEZVOUS": "static"},
+    ),
+}
+
+
+def read_arguments(script: str, words: Sequence[str], environment: Mapping[str, str]) -> LaunchArguments:
+    """Read and check the command line of a bash script.
+
+    Args:
+        script: a key of `LAUNCHERS`.
+        words: the arguments given to the script.
+        environment: the variables; an empty one counts as not set.
+
+    Raises:
+        UserError: if an argument of the launcher is missing or out of range. The training's are not checked here.
+    """
+    launcher = LAUNCHERS[script]
+    names = launcher.positional.split()
+    if len(words) < len(names):
+        raise UserError(
+            f"{len(names)} arguments are needed ({' '.join(names)}), {len(words)} given. --help shows examples."
+        )
+    positional = dict(zip(names, words, strict=False))
+    for name in LARGEST.keys() & positional.keys():
+        whole_number(name, positional[name], 1, LARGEST[name])
+    for variable, only in launcher.removed.items():
+        if (value := environment.get(variable) or only) != only:
+            raise UserError(
+                f"{variable} {shown(value)}: that choice is gone, on several machines the agents start the ranks and "
+                f"ssh or srun reaches the machines. Unset {variable}."
+            )
+    start_with = environment.get("LAUNCHER") or launcher.launchers[0]
+    if start_with not in launcher.launchers:
+        raise UserError(f"LAUNCHER {shown(start_with)}: expected direct, deepspeed or torchrun.")
+    settings = {flag_of(name): SETTINGS[flag_of(name)] for name in launcher.settings.split()}
+    own, flags = _take_settings(words[len(names) :], settings)
+    nodes = int(positional.get("num_nodes", 1))
+    values = {}
+    for flag, field in settings.items():
+        variable = field.metadata.get("variable", "")
+        if flag in own:
+            values[field.name] = _value(field, flag, own[flag], nodes)
+        elif environment.get(variable):
+            values[field.name] = _value(field, variable, environment[variable], nodes)
+    given = LaunchArguments(script, positional, flags, start_with, environment.get("DRY_RUN") == "1", **values)
+    if not re.fullmatch(r"[A-Za-z0-9_,]*", given.forward_env):
+        raise UserError(f"FORWARD_ENV {shown(given.forward_env)}: expected names with commas.")
+    if "--hostfile" in own and (environment.get("HOSTFILE") or given.hostfile) != given.hostfile:
+        raise UserError(
+            f"--hostfile {shown(given.hostfile)}, but HOSTFILE {shown(environment['HOSTFILE'])}: two files, give one."
+        )
+    return given
+
+
+def whole_number(name: str, text: str, smallest: int, largest: int) -> int:
+    """Return a number that was given as text; raise a UserError that names it for anything else."""
+    digits = len(str(largest))
+    if re.fullmatch(rf"0|[1-9][0-9]{{0,{digits - 1}}}", text) and smallest <= int(text) <= largest:
+        return int(text)
+    raise UserError(f"{name} {shown(text)}: expected a whole number from {smallest} to {largest}.")
+
+
+def _value(field: dataclasses.Field, name: str, text: str, nodes: int) -> Any:
+    largest = nodes if field.name == "min_nodes" else field.metadata.get("largest")
+    return whole_number(name, text, field.metadata["smallest"], largest) if largest else text or True
+
+
+def _take_settings(words: Sequence[str], settings: Mapping[str, dataclasses.Field]) -> tuple[dict[str, str], list[str]]:
+    """Split a command line into the launcher's settings by flag (the last one wins) and the training's flags."""
+    own: dict[str, str] = {}
+    others: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        start, equals, value = word.partition("=")
+        flag = start.replace("_", "-")
+        is_switch = flag in settings and settings[flag].default is False
+        if flag not in settings or (is_switch and equals):
+            others.append(word)
+            continue
+        if not is_switch:
+            value = value if equals else next(remaining, "")
+            if not value:
+                raise UserError(f"{start} needs {settings[flag].metadata['expected']}.")
+        own[flag] = value
+    return own, others
+
+
+def check_training(arguments: Sequence[str]) -> TrainConfig:
+    """Return the configuration that the arguments of the training entry give.
+
+    Raises:
+        UserError: for whatever the entry would refuse.
+    """
+    config, _ = parse_args(arguments)
+    read_strategy_json(config.strategy, config.deepspeed_config)
+    return config
+
+
+def run_preflight(given: LaunchArguments, training: Sequence[str], *where: str) -> int:
+    """Let the doctor look at the machines if --preflight was given; return its exit code."""
+    if not given.preflight:
+        return 0
+    return subprocess.run(
+        [sys.executable, DOCTOR, *where, f"--gpus-per-node={given.ranks_per_node}", "--", *training]
+    ).returncode
+
+
+def print_command(command: Sequence[str]) -> None:
+    """Print a command as one line that a shell reads back to the same words, whatever bytes they consist of."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(b" ".join(os.fsencode(_shell_word(word)) for word in command) + b"\n")
+
+
+def _shell_word(word: str) -> str:
+    if word.isprintable():
+        return shlex.quote(word)
+    plain = set(range(0x20, 0x7F)) - set(b"\\'")
+    return "$'" + "".join(chr(byte) if byte in plain else f"\\{byte:03o}" for byte in os.fsencode(word)) + "'"

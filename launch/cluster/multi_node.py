@@ -1,0 +1,82 @@
+"""Trains on several machines over ssh: what scripts/launch_multi_node.sh hands over to, with its arguments.
+
+python launch/cluster/multi_node.py mobilenet ddp 2 8 16 50 --hosts node01,node02
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from launch.arguments import LaunchArguments, check_training, print_command, read_arguments, run_preflight
+from launch.cluster.cluster_run import ClusterRun
+from launch.cluster.plan import Plan
+from launch.hostfile import check_host_name, read_hostfile
+from launch.node_run import receive_signals
+from launch.restart_policy import RestartPolicy, Started, start_until_done
+from training.config import REPO_ROOT
+from training.errors import USER_ERROR_EXIT_CODE, UserError
+
+
+def main(words: list[str]) -> int:
+    """Train as the arguments and the environment say; return the exit code once no rank is left."""
+    try:
+        given = read_arguments("launch_multi_node.sh", words, os.environ)
+        hosts = _hosts(given)
+        config = check_training(given.training)
+        named = f"--hosts={','.join(hosts)}"
+        if given.dry_run:
+            print_command(replace(given, hosts=",".join(hosts), hostfile="").command(__file__))
+            return 0
+        if code := run_preflight(given, given.training, named, f"--port={given.master_port}"):
+            return code
+        if not shutil.which("ssh"):
+            raise UserError("ssh is not installed here: install OpenSSH's client.")
+        plan = Plan.of(given, given.training, config, hosts, "ssh", given.master_port)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    return train(plan, given.max_restarts, receive_signals()).ending.code
+
+
+def _hosts(given: LaunchArguments) -> list[str]:
+    """Return the hosts that the launch uses, that of rank 0 first."""
+    if not given.hosts:
+        default = Path("hostfile.txt")
+        path = Path(given.hostfile) if given.hostfile else default if default.is_file() else REPO_ROOT / default
+        return list(read_hostfile(path, given.nodes, given.ranks_per_node))[: given.nodes]
+    hosts = [check_host_name(host) for host in given.hosts.split(",")]
+    if len(set(hosts)) < len(hosts):
+        raise UserError(f"--hosts {given.hosts}: a host is named twice.")
+    if len(hosts) < given.nodes:
+        raise UserError(f"--hosts {given.hosts}: {given.nodes} nodes asked for, {len(hosts)} named.")
+    return hosts[: given.nodes]
+
+
+def train(plan: Plan, max_restarts: int, received: list[int]) -> Started:
+    """Start the ranks on all nodes, and again after every failure; return how it ended.
+
+    SIGINT, SIGTERM, SIGHUP (which the ranks get as SIGTERM) and SIGUSR1 reach the ranks of all nodes; a second SIGINT
+    ends them. If this process is killed, the agents lose their connection and let the ranks save and stop.
+
+    Args:
+        plan: what to start.
+        max_restarts: restarts allowed in a row without a newer checkpoint.
+        received: the list to which the signal handlers append.
+    """
+    launch_id = uuid.uuid4().hex
+    return start_until_done(
+        lambda restart, resuming: ClusterRun(plan, launch_id, received).run(restart, resuming),
+        RestartPolicy(max_restarts),
+        received,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

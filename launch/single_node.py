@@ -1,0 +1,121 @@
+"""Trains on this machine: what scripts/launch_distributed.sh hands over to, with its arguments.
+
+python launch/single_node.py mobilenet ddp 2 16 50 --learning-rate 0.003
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from launch.arguments import ENTRY, LaunchArguments, check_training, print_command, read_arguments, run_preflight
+from launch.gpus import machine_gpus, visible_gpus
+from launch.process_tree import extensions_folder
+from launch.supervisor import supervise
+from training.config import REPO_ROOT
+from training.errors import USER_ERROR_EXIT_CODE, UserError, shown
+from training.parallel.network_interfaces import free_port
+
+MAX_CPU_RANKS_PER_CORE = 8
+
+
+def main(words: list[str]) -> int:
+    """Train as the arguments and the environment say; return the exit code."""
+    try:
+        given = read_arguments("launch_distributed.sh", words, os.environ)
+        ranks, present = given.ranks_per_node, machine_gpus()
+        gpus = visible_gpus(present, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if gpus and ranks > len(gpus):
+            raise UserError(f"{ranks} GPUs asked for, {len(gpus)} present: ask for at most {len(gpus)}.")
+        check_training(given.training)
+        if not given.dry_run and (
+            code := run_preflight(given, given.training, "--here", f"--port={given.master_port}")
+        ):
+            return code
+        port = _port(given.master_port)
+        command = rank_command(given, port, gpus, present)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    if not gpus:
+        cores = len(os.sched_getaffinity(0))
+        print(f"no GPU found: running {ranks} CPU ranks over gloo on {cores} cores", file=sys.stderr, flush=True)
+    if given.dry_run:
+        print_command(command)
+        return 0
+
+    def command_of(restart: int) -> list[str]:
+        # A port that was chosen here may be busy for a while after a failure.
+        new_port = free_port() if restart and not given.master_port else port
+        return rank_command(given, new_port, gpus, present)
+
+    try:
+        return supervise(command_of, given.stop_timeout, given.max_restarts)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+
+
+def rank_command(given: LaunchArguments, port: int, gpus: Sequence[str], present: Sequence[str]) -> list[str]:
+    """Return the command that starts the ranks, with its variables as arguments of env.
+
+    Args:
+        given: arguments of the launcher.
+        port: that the ranks meet on.
+        gpus: that the ranks may use, empty for CPU ranks.
+        present: all GPUs of the machine.
+
+    Raises:
+        UserError: if the machine has too few cores, or CUDA_VISIBLE_DEVICES names what deepspeed cannot use.
+    """
+    ranks, cores = given.ranks_per_node, len(os.sched_getaffinity(0))
+    if not gpus and ranks > cores * MAX_CPU_RANKS_PER_CORE:
+        most = cores * MAX_CPU_RANKS_PER_CORE
+        raise UserError(f"no GPU found, and {ranks} CPU ranks are too many for {cores} cores: at most {most}.")
+    # More threads than cores is not a little slower: 2 ranks with 2 threads on 2 cores took 15 times as long.
+    threads = os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks)
+    variables = [f"OMP_NUM_THREADS={threads}", f"TORCH_EXTENSIONS_DIR={extensions_folder()}"]
+    if not gpus:
+        variables.append("DS_ACCELERATOR=cpu")
+    port_flag = ["--master_port", str(port)]
+    if given.launcher == "deepspeed":
+        gpu_flags = ["--num_gpus", str(ranks)]
+        if gpus and "CUDA_VISIBLE_DEVICES" in os.environ:  # deepspeed ignores it beside --num_gpus
+            gpu_flags = ["--include", f"localhost:{','.join(_numbers(gpus, present)[:ranks])}"]
+            variables = ["-u", "CUDA_VISIBLE_DEVICES", *variables]
+        # --hostfile: a file of the machine's own at deepspeed's default place must not turn this into a multi-node run.
+        others = ["--hostfile", "/dev/null", *port_flag, "--log_level", "critical"]
+        start = [shutil.which("deepspeed") or "deepspeed", *gpu_flags, *others]
+    elif given.launcher == "torchrun":
+        flags = ["--nproc_per_node", str(ranks), "--master_addr", "127.0.0.1", *port_flag]
+        start = [sys.executable, str(REPO_ROOT / "launch/torchrun.py"), *flags]
+    else:
+        start = [sys.executable, str(REPO_ROOT / "launch/local_ranks.py"), "--nproc_per_node", str(ranks), *port_flag]
+    return ["env", *variables, *start, ENTRY, *given.training]
+
+
+def _numbers(gpus: Sequence[str], present: Sequence[str]) -> Sequence[str]:
+    """Return the GPUs if all are numbers, the only names that deepspeed takes."""
+    for gpu in gpus:
+        if gpu not in present:
+            allowed = " ".join(present)
+            raise UserError(
+                f"CUDA_VISIBLE_DEVICES {shown(gpu)}: expected GPU numbers out of {allowed} (or LAUNCHER=direct)."
+            )
+    return gpus
+
+
+def _port(wanted: int) -> int:
+    try:
+        return free_port(wanted)
+    except OSError:
+        raise UserError(f"port {wanted} is taken: give another one, or none to have a free one chosen.") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
