@@ -71,19 +71,19 @@ class LaunchArguments:
     def training(self) -> list[str]:
         """The arguments of the training entry; the '=' form keeps a value from being read as a flag."""
         given = self.positional
-        words = [f"--model-type={given['model']}", f"--strategy={given['strategy']}"]
-        return [*words, "--batch-size", given["batch_size"], "--epochs", given["epochs"], *self.flags]
+        names = [f"--model-type={given['model']}", f"--strategy={given['strategy']}"]
+        return [*names, "--batch-size", given["batch_size"], "--epochs", given["epochs"], *self.flags]
 
     def command(self, program: str) -> list[str]:
         """Return the command that runs `program` with these arguments, every variable replaced by its flag."""
-        words = [sys.executable, program, *self.positional.values()]
+        command = [sys.executable, program, *self.positional.values()]
         for name in LAUNCHERS[self.script].settings.split():
             value = getattr(self, name)
             if value is True:
-                words.append(flag_of(name))
+                command.append(flag_of(name))
             elif value or value != SETTINGS[flag_of(name)].default:
-                words.append(f"{flag_of(name)}={value}")
-        return [*words, *self.flags]
+                command.append(f"{flag_of(name)}={value}")
+        return [*command, *self.flags]
 
 
 def flag_of(name: str) -> str:
@@ -134,12 +134,12 @@ LAUNCHERS = {
 }
 
 
-def read_arguments(script: str, words: Sequence[str], environment: Mapping[str, str]) -> LaunchArguments:
+def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> LaunchArguments:
     """Read and check the command line of a bash script.
 
     Args:
         script: a key of `LAUNCHERS`.
-        words: the arguments given to the script.
+        arguments: those of the script.
         environment: the variables; an empty one counts as not set.
 
     Raises:
@@ -147,11 +147,11 @@ def read_arguments(script: str, words: Sequence[str], environment: Mapping[str, 
     """
     launcher = LAUNCHERS[script]
     names = launcher.positional.split()
-    if len(words) < len(names):
+    if len(arguments) < len(names):
         raise UserError(
-            f"{len(names)} arguments are needed ({' '.join(names)}), {len(words)} given. --help shows examples."
+            f"{len(names)} arguments are needed ({' '.join(names)}), {len(arguments)} given. --help shows examples."
         )
-    positional = dict(zip(names, words, strict=False))
+    positional = dict(zip(names, arguments, strict=False))
     for name in LARGEST.keys() & positional.keys():
         whole_number(name, positional[name], 1, LARGEST[name])
     for variable, only in launcher.removed.items():
@@ -164,7 +164,7 @@ def read_arguments(script: str, words: Sequence[str], environment: Mapping[str, 
     if start_with not in launcher.launchers:
         raise UserError(f"LAUNCHER {shown(start_with)}: expected direct, deepspeed or torchrun.")
     settings = {flag_of(name): SETTINGS[flag_of(name)] for name in launcher.settings.split()}
-    own, flags = _take_settings(words[len(names) :], settings)
+    own, flags = _take_settings(arguments[len(names) :], settings)
     nodes = int(positional.get("num_nodes", 1))
     values = {}
     for flag, field in settings.items():
@@ -196,17 +196,19 @@ def _value(field: dataclasses.Field, name: str, text: str, nodes: int) -> Any:
     return whole_number(name, text, field.metadata["smallest"], largest) if largest else text or True
 
 
-def _take_settings(words: Sequence[str], settings: Mapping[str, dataclasses.Field]) -> tuple[dict[str, str], list[str]]:
+def _take_settings(
+    arguments: Sequence[str], settings: Mapping[str, dataclasses.Field]
+) -> tuple[dict[str, str], list[str]]:
     """Split a command line into the launcher's settings by flag (the last one wins) and the training's flags."""
     own: dict[str, str] = {}
     others: list[str] = []
-    remaining = iter(words)
-    for word in remaining:
-        start, equals, value = word.partition("=")
+    remaining = iter(arguments)
+    for argument in remaining:
+        start, equals, value = argument.partition("=")
         flag = start.replace("_", "-")
         is_switch = flag in settings and settings[flag].default is False
         if flag not in settings or (is_switch and equals):
-            others.append(word)
+            others.append(argument)
             continue
         if not is_switch:
             value = value if equals else next(remaining, "")
@@ -237,7 +239,7 @@ def run_preflight(given: LaunchArguments, training: Sequence[str], *where: str) 
 
 
 def print_command(command: Sequence[str]) -> None:
-    """Print a command as one line that a shell reads back to the same words, whatever bytes they consist of."""
+    """Print a command as one line that a shell reads back to the same arguments, whatever bytes they consist of."""
     sys.stdout.flush()
     sys.stdout.buffer.write(b" ".join(os.fsencode(_shell_word(word)) for word in command) + b"\n")
 

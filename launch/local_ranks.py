@@ -2,8 +2,8 @@
 
     python launch/local_ranks.py --nproc_per_node 2 --master_port 29500 scripts/train_distributed.py --model-type vgg
 
-What torchrun does without restarts, with the variables that it sets, but without importing torch: the
-ranks start at once (deepspeed's launcher takes about 5 seconds to come to that, torchrun 2).
+It does what torchrun does without restarts, and sets the same variables, but does not import torch: the ranks start
+at once (after about 5 seconds under deepspeed's launcher, 2 under torchrun).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import time
 
 POLL_SECONDS = 0.05
-END_SECONDS = 30.0  # what the other ranks have to leave after SIGTERM, as torchrun gives them
+END_SECONDS = 30.0  # that the other ranks have to leave after SIGTERM, as under torchrun
 
 
 def main(arguments: list[str]) -> int:
@@ -31,8 +31,8 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     ranks: list[subprocess.Popen] = []
     for local_rank in range(given.nproc_per_node):
-        place = rank_environment(local_rank, given.nproc_per_node, given.node_rank, given.nnodes)
-        environment = os.environ | place | {"MASTER_ADDR": given.master_addr, "MASTER_PORT": given.master_port}
+        variables = rank_environment(local_rank, given.nproc_per_node, given.node_rank, given.nnodes)
+        environment = os.environ | variables | {"MASTER_ADDR": given.master_addr, "MASTER_PORT": given.master_port}
         ranks.append(subprocess.Popen([sys.executable, "-u", *given.command], env=environment))
     # Only now: a signal before ends this process, and with it every rank (`HeartbeatWriter.end_with_parent`).
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
 
 
 def rank_environment(local_rank: int, local_size: int, node_rank: int, nodes: int) -> dict[str, str]:
-    """Return the variables from which a rank knows its place among all, where every machine has as many ranks."""
+    """Return the variables of a rank; every machine has the same number of ranks."""
     return {
         "RANK": str(node_rank * local_size + local_rank),
         "LOCAL_RANK": str(local_rank),
@@ -70,7 +70,7 @@ def wait_for_all(ranks: list[subprocess.Popen]) -> int:
 def _end_of(rank: subprocess.Popen) -> int | None:
     """Return a rank's exit code, 128 + n for signal n, None while it runs.
 
-    An ended rank is looked at and not reaped: as a zombie it still tells the supervisor how it ended.
+    An ended rank is not reaped: the supervisor reads the exit code of the zombie.
     """
     end = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if end is None:
@@ -79,7 +79,7 @@ def _end_of(rank: subprocess.Popen) -> int | None:
 
 
 def _send(ranks: list[subprocess.Popen], number: int) -> None:
-    """Send a signal to every rank; one that has ended is a zombie until this process ends, so its pid is still its."""
+    """Send a signal to every rank; one that has ended is a zombie until this process ends, so its pid is not reused."""
     for rank in ranks:
         os.kill(rank.pid, number)
 

@@ -15,10 +15,10 @@ from launch.rank_monitor import AGREED_CODES, STOP_CODES, Death, RankMonitor, ho
 from training.errors import USER_ERROR_EXIT_CODE
 
 LOOK_SECONDS = 0.25  # between two looks at the ranks
-LEFTOVER_SECONDS = 5.0  # helpers such as multiprocessing's resource tracker need a moment to see their parent gone
-REPEAT_SECONDS = 0.5  # `timeout` and terminals may deliver one wish to stop as two signals
-DEAD_RANK_SECONDS = 5.0  # what the other ranks have to speak and leave; they may wait for the dead one in a collective
-LAUNCHER_SECONDS = 3.0  # what a launcher needs to see that its ranks are gone
+LEFTOVER_SECONDS = 5.0  # helpers such as multiprocessing's resource tracker end a moment after their parent
+REPEAT_SECONDS = 0.5  # `timeout` and terminals may send two signals for one request to stop
+DEAD_RANK_SECONDS = 5.0  # that the other ranks have to print and leave; they may wait for the dead one in a collective
+LAUNCHER_SECONDS = 3.0  # that a launcher needs to notice the end of its ranks
 HANG_CODE = 124  # as `timeout` has it
 # Another start would end the same way.
 FINAL_CODES = AGREED_CODES | {USER_ERROR_EXIT_CODE}
@@ -166,8 +166,8 @@ class NodeRun:
         passed_on = launcher_code > 0 and code > 128
         reason = f"{'a rank' if passed_on else 'the launcher'} {how_it_ended(launcher_code)}"
         if launcher_code == 0:
-            reason += ", but rank 0 did not say that training is done"
-        by_itself = launcher_code > 0  # neither killed nor, as deepspeed then, without an idea of what happened
+            reason += ", but rank 0 did not report that training is done"
+        by_itself = launcher_code > 0  # not killed; deepspeed ends with 0 then
         failure = self._cause or (self.monitor.first_failure() if by_itself and not self._sent else None)
         if failure:
             reason = failure.describe(launcher_code)

@@ -1,4 +1,4 @@
-"""The processes of one launch: found by a mark in their environment, told to stop, ended."""
+"""The processes of one launch: finds them by a mark in their environment, signals and ends them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import psutil
 from training.observe.heartbeat import LAUNCH_VARIABLE as MARK
 
 POLL_SECONDS = 0.1
-KILL_SECONDS = 30.0  # a process the kernel does not let go of is no reason to wait for ever
+KILL_SECONDS = 30.0  # do not wait for ever for a process that the kernel does not end
 
 
 class Launch:
     """All processes of one launch on this machine, over all its restarts."""
 
     def __init__(self, mark: str = "") -> None:
-        """Take the mark of a launch that goes on, on another machine or from another process, else a new one."""
+        """Use the mark of a launch of another process or machine, else a new one."""
         self.mark = mark or uuid.uuid4().hex
         self.known: dict[int, psutil.Process] = {}  # every rank seen since the last start, also one that is gone
         self.local_size = 0  # ranks on this machine, 0 until one has been seen
         self._signalled: set[psutil.Process] = set()
 
     def forget_ranks(self) -> None:
-        """Expect new ranks: the launch is started again."""
+        """Expect new ranks, because the launch is started again."""
         self.known.clear()
         self.local_size = 0
 
@@ -74,14 +74,14 @@ class Launch:
         return len(ranks)
 
     def stop(self, number: int, timeout_s: float) -> None:
-        """Signal all ranks, give them `timeout_s` seconds to save and leave, and end what remains."""
+        """Signal all ranks, give them `timeout_s` seconds to save and leave, and end those that remain."""
         deadline = time.monotonic() + timeout_s
         while self.signal_ranks(number) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         self.kill()
 
     def kill_ranks(self) -> None:
-        """End the ranks at once; their launcher then ends by itself, and knows which of them failed first."""
+        """End the ranks at once; their launcher then ends by itself, with the exit code of the first failure."""
         for rank in self.ranks():
             send(rank, signal.SIGKILL)
 
@@ -109,7 +109,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def code_of_zombie(pid: int) -> int | None:
-    """Return what a process ended with, as Popen does, as long as its parent has not asked for it; else None."""
+    """Return what a process ended with, as Popen does, while it is a zombie; else None."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] == "Z":

@@ -1,4 +1,4 @@
-"""Watches the ranks of a launch on one machine: which of them died, which hangs, and where in the Python code."""
+"""Watches the ranks of a launch on one machine: finds those that died, and those that hang with their Python stacks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from training.errors import CANNOT_SAVE_EXIT_CODE, DIVERGED_EXIT_CODE, TOO_MANY_
 from training.observe.heartbeat import ENDED, Heartbeat
 
 SEARCH_SECONDS = 0.5  # between two looks at all processes of the machine, until every rank has been found
-NO_BEAT = "start"  # the phase of a rank that has not reported yet
-SUSPECT_SHARE = 0.5  # of the time allowed: one that was silent for so long when another is overdue hangs with it
+NO_BEAT = "start"  # the phase of a rank without a heartbeat yet
+SUSPECT_SHARE = 0.5  # of the time allowed: if one rank is overdue, those silent for this long hang with it
 STACK_SECONDS = 2.0
 STACK_LINES = 15
 INNERMOST_LINES = 7
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 STOP_CODES = frozenset(128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))
-# The ranks agree on these among themselves: where one ends so, the others need no help.
+# The ranks agree on these among themselves: if one ends with them, the others end by themselves.
 AGREED_CODES = STOP_CODES | {TOO_MANY_BAD_STEPS_EXIT_CODE, CANNOT_SAVE_EXIT_CODE, DIVERGED_EXIT_CODE}
 
 
@@ -35,14 +35,14 @@ class Death:
 
     Attributes:
         rank: the rank's number.
-        place: its host and process, for messages.
-        code: as Popen gives it, -n for signal n; None where nobody could tell.
-        noted: whether the rank itself had noted that it ends.
+        process: its host and pid, for messages.
+        code: as Popen gives it, -n for signal n; None if unknown.
+        noted: whether the last heartbeat of the rank had an exit code.
         seconds: when it was noticed, on the monotonic clock.
     """
 
     rank: int
-    place: str
+    process: str
     code: int | None
     noted: bool
     seconds: float
@@ -55,11 +55,11 @@ class Death:
     def describe(self, launcher_code: int) -> str:
         """Return one phrase for messages; `launcher_code` (Popen's convention) helps where the rank's is not known."""
         code = launcher_code if self.code is None and launcher_code else self.code
-        return f"rank {self.rank} ({self.place}) {how_it_ended(code)}"
+        return f"rank {self.rank} ({self.process}) {how_it_ended(code)}"
 
 
 class RankMonitor:
-    """What is known of the ranks since they were last started."""
+    """The heartbeats and deaths of the ranks since they were last started."""
 
     def __init__(self, launch: Launch, folder: HeartbeatFolder) -> None:
         self.beats: dict[int, Heartbeat] = {}
@@ -72,10 +72,10 @@ class RankMonitor:
         launch.forget_ranks()
 
     def look(self) -> None:
-        """Read the beats and notice the ranks that have ended since the last look."""
+        """Read the heartbeats and find the ranks that have ended since the last look."""
         now = time.monotonic()
         if now - self._last_look > 2 * STACK_SECONDS:
-            self._awake_since = now  # this process itself stood still, and the ranks perhaps with it
+            self._awake_since = now  # this process itself was stopped, and the ranks perhaps with it
         self._last_look = now
         self.beats |= self._folder.beats()
         self.run_name = self.run_name or self._folder.run_name()
@@ -101,7 +101,7 @@ class RankMonitor:
         return pids | {rank: process.pid for rank, process in known.items()}
 
     def _lives(self, rank: int) -> bool:
-        """Whether a rank's process runs; one that reported and was never found has ended before anybody looked."""
+        """Whether a rank's process runs; one with a heartbeat that was never found has ended already."""
         process = self._launch.known.get(rank)
         return process is not None and is_alive(process)
 
@@ -110,7 +110,7 @@ class RankMonitor:
         return next((death for death in self.deaths if death.is_failure), None)
 
     def all_ended(self, code: int | None = None) -> bool:
-        """Return whether every rank has ended, and if a code is given, whether each has noted that one."""
+        """Return whether every rank has ended, and if a code is given, whether each noted that one."""
         ended = [death for death in self.deaths if code is None or (death.noted and death.code == code)]
         return 0 < self._launch.local_size == len(ended)
 
@@ -131,7 +131,7 @@ class RankMonitor:
         return sorted(suspects, key=lambda one: (one.rank not in stopped, one.step, one.monotonic))
 
     def report_hang(self, hung: list[Heartbeat]) -> None:
-        """Say on stderr which ranks hang, since when, and where in the Python code their main threads are."""
+        """Print to stderr which ranks hang, for how long, and the Python stacks of their main threads."""
         now = time.monotonic()
         states = {beat.rank: self._state(beat.rank) for beat in hung}
         stacks = self._stacks(hung)
@@ -139,7 +139,7 @@ class RankMonitor:
             step = f", step {beat.step}" if beat.step >= 0 else ""
             waits = "" if beat is hung[0] else f"; it probably waits for rank {hung[0].rank}"
             print(
-                f"rank {beat.rank} ({place_of(beat)}) hangs: no sign of life for {now - beat.monotonic:.0f} s "
+                f"rank {beat.rank} ({process_name(beat)}) hangs: no sign of life for {now - beat.monotonic:.0f} s "
                 f"({beat.allowed_s:g} s allowed) in phase '{beat.phase}'{step}; process {states[beat.rank]}{waits}",
                 file=sys.stderr,
             )
@@ -162,7 +162,7 @@ class RankMonitor:
         return {beat.rank: stacks.get(beat.rank, "")[len(before[beat.rank] or "") :] for beat in hung}
 
     def _beat_or_start(self, rank: int) -> Heartbeat:
-        """Return the rank's last beat; one of the launch's start, for which any time is allowed, where it has none."""
+        """Return the rank's last beat; if it has none, one of the launch's start, for which any time is allowed."""
         pid, host = self._launch.known[rank].pid, socket.gethostname()
         return self.beats.get(rank) or Heartbeat(rank, host, pid, NO_BEAT, -1, 0.0, self._started, math.inf)
 
@@ -178,17 +178,17 @@ class RankMonitor:
     def _death(self, rank: int, pid: int, code: int | None, now: float) -> Death:
         beat = self.beats.get(rank)
         noted = beat is not None and beat.phase == ENDED
-        place = place_of(beat) if beat else f"pid {pid}"
+        place = process_name(beat) if beat else f"pid {pid}"
         return Death(rank, place, beat.exit_code if beat and noted else code, noted, now)
 
 
-def place_of(beat: Heartbeat) -> str:
+def process_name(beat: Heartbeat) -> str:
     """Return a rank's host and process for messages."""
     return f"{beat.host}, pid {beat.pid}"
 
 
 def how_it_ended(code: int | None) -> str:
-    """Return in words what a process ended with, in Popen's convention or as deepspeed and the shell pass it on."""
+    """Return how a process ended, given its exit code as by Popen, deepspeed or the shell."""
     if code is None:
         return "is gone"
     number = -code if code < 0 else 256 - code if code > 256 - 32 else code - 128
@@ -201,7 +201,7 @@ def how_it_ended(code: int | None) -> str:
 def main_thread(dump: str) -> list[str]:
     """Return at most `STACK_LINES` lines of a dump of faulthandler: the main thread, most recent call first.
 
-    Faulthandler begins with the youngest thread, so the main thread is its last. Where its stack is deep, the frames
+    Faulthandler begins with the youngest thread, so the main thread is its last. If its stack is deep, the frames
     of installed libraries beyond the innermost `INNERMOST_LINES` are left out.
     """
     blocks: list[list[str]] = []
@@ -217,5 +217,5 @@ def main_thread(dump: str) -> list[str]:
 
 
 def _cause_first(death: Death) -> tuple[bool, bool]:
-    """Order deaths seen together: a signal ended the first, and SIGTERM is what a launcher ends the others with."""
+    """Sort key of deaths found together: ended by a signal first, by SIGTERM last, as a launcher ends the others."""
     return death.code == -signal.SIGTERM, death.code is None or death.code >= 0

@@ -24,10 +24,10 @@ from training.parallel.network_interfaces import free_port
 MAX_CPU_RANKS_PER_CORE = 8
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Train as the arguments and the environment say; return the exit code."""
     try:
-        given = read_arguments("launch_distributed.sh", words, os.environ)
+        given = read_arguments("launch_distributed.sh", arguments, os.environ)
         ranks, present = given.ranks_per_node, machine_gpus()
         gpus = visible_gpus(present, os.environ.get("CUDA_VISIBLE_DEVICES"))
         if gpus and ranks > len(gpus):

@@ -16,7 +16,7 @@ from torch.distributed.run import parse_args, run
 
 def main(arguments: list[str]) -> int:
     """Run torchrun with these arguments and return the exit code; 128 + n for a rank ended by signal n."""
-    logging.disable(logging.ERROR)  # of this process only: the ranks speak for themselves
+    logging.disable(logging.ERROR)  # of this process only: the ranks print their own errors
     try:
         run(parse_args(arguments))
     except ChildFailedError as error:

@@ -30,21 +30,21 @@ def main() -> int:
     """Parse the command line and train; return the exit code."""
     # Until the run listens for signals itself, Ctrl-C ends the process at once and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    report = None
+    heartbeat = None
     try:
         config, only_check = parse_args(sys.argv[1:])
         read_strategy_json(config.strategy, config.deepspeed_config)
         if only_check:
             return 0
-        report = report_to_launcher(config)
+        heartbeat = start_heartbeat(config)
         # Imported late: `--help` and the launchers' check need none of it.
         from training.checkpoint.resume import RunStart
         from training.observe.run_lock import Origin
         from training.run import run
 
-        exit_code = run(config, RunStart(Origin.of(os.environ), report), deliver)
+        exit_code = run(config, RunStart(Origin.of(os.environ), heartbeat), deliver)
         if exit_code == 0 and os.environ.get("RANK", "0") == "0":
-            report.succeeded()
+            heartbeat.succeeded()
     except UserError as error:
         # Only mistakes found before the ranks have met come here: each rank finds the same one, rank 0 says it.
         if os.environ.get("RANK", "0") == "0":
@@ -53,8 +53,8 @@ def main() -> int:
             # A launcher ends all ranks as soon as one has failed.
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
         exit_code = USER_ERROR_EXIT_CODE
-    if report is not None:
-        report.ended(exit_code)
+    if heartbeat is not None:
+        heartbeat.ended(exit_code)
     return exit_code
 
 
@@ -65,16 +65,17 @@ def deliver(*arguments: Any, **options: Any) -> list[str]:
     return leave_files(*arguments, **options)
 
 
-def report_to_launcher(config: TrainConfig) -> HeartbeatWriter:
-    """Begin to tell the launcher that this rank lives; where there is none, nothing is told."""
+def start_heartbeat(config: TrainConfig) -> HeartbeatWriter:
+    """Return the writer of this rank's heartbeats; it writes nothing without our launcher."""
     folder = os.environ.get(FOLDER_VARIABLE)
     rank = os.environ.get("RANK", "0")
-    report = HeartbeatWriter(Path(folder) if folder else None, int(rank) if rank.isdigit() else 0, config.hang_timeout)
-    report.watch_stacks()
+    number = int(rank) if rank.isdigit() else 0
+    heartbeat = HeartbeatWriter(Path(folder) if folder else None, number, config.hang_timeout)
+    heartbeat.watch_stacks()
     if "LOCAL_RANK" in os.environ:
-        report.end_with_parent()
-    report.beat("import", allowed_s=SLOW_IMPORT_S + config.hang_timeout)
-    return report
+        heartbeat.end_with_parent()
+    heartbeat.beat("import", allowed_s=SLOW_IMPORT_S + config.hang_timeout)
+    return heartbeat
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:
         return min(hung, key=lambda ending: ending.suspicion or (True, 0))
     # One that a signal ended is the cause; others end with 1 because they lost the connection to it.
     failures.sort(key=lambda ending: ending.code <= 128)
-    worst = failures[0] if failures else Ending(1, "the ranks ended, but rank 0 did not say that training is done")
+    worst = failures[0] if failures else Ending(1, "the ranks ended, but rank 0 did not report that training is done")
     return Ending(worst.code, worst.reason, is_final=was_stopped)
 
 

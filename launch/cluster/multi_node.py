@@ -24,10 +24,10 @@ from training.config import REPO_ROOT
 from training.errors import USER_ERROR_EXIT_CODE, UserError
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Train as the arguments and the environment say; return the exit code once no rank is left."""
     try:
-        given = read_arguments("launch_multi_node.sh", words, os.environ)
+        given = read_arguments("launch_multi_node.sh", arguments, os.environ)
         hosts = _hosts(given)
         config = check_training(given.training)
         named = f"--hosts={','.join(hosts)}"

@@ -1,7 +1,7 @@
-"""The commands that start a program on other machines, with our standard input and output as its own.
+"""The commands that start a program on another machine, connected to our standard input and output.
 
-A remote shell reads what ssh is given, so only fixed words of ours go there, quoted; whatever a user gives (arguments,
-variables, folders) travels on the program's standard input.
+A remote shell parses the command of ssh, so it consists of constants only, quoted; whatever a user gives (arguments,
+variables, folders) is sent to the program's standard input.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import shlex
 CONNECT_SECONDS = 10
 # An ssh whose other end is silent ends after ALIVE_SECONDS x ALIVE_COUNT seconds.
 ALIVE_SECONDS, ALIVE_COUNT = 5, 3
-# With these sbatch tells srun to give each task a share of the node; ours is the only task there. Others change what
-# becomes of its standard streams, which carry messages.
+# With these sbatch makes srun give each task a share of the node; ours is the only task there. Others redirect its
+# standard streams, which carry messages.
 DROPPED_VARIABLES = frozenset(
     f"SLURM_{name}"
     for name in (
@@ -29,29 +29,29 @@ DROPPED_VARIABLES = frozenset(
 Command = tuple[list[str], dict[str, str] | None]
 
 
-def ssh_command(host: str, words: list[str]) -> Command:
-    """Return the command that runs `words` on `host`, never asks for a password, and ends when the host is silent.
+def ssh_command(host: str, command: list[str]) -> Command:
+    """Return the command that runs `command` on `host`, never asks for a password, and ends if the host is silent.
 
     Args:
         host: a name that `launch.hostfile` has accepted: it cannot be read as an option.
-        words: the program and its arguments.
+        command: the program and its arguments.
     """
-    return ["ssh", "-T", *_ssh_options(), "--", host, "exec " + shlex.join(words)], None
+    return ["ssh", "-T", *_ssh_options(), "--", host, "exec " + shlex.join(command)], None
 
 
-def srun_command(host: str, words: list[str]) -> Command:
-    """Return the command that runs `words` once on a host of this Slurm allocation.
+def srun_command(host: str, command: list[str]) -> Command:
+    """Return the command that runs `command` once on a host of this Slurm allocation.
 
     That process starts all ranks of its node, so it must see all GPUs that the job has there. Without --unbuffered,
     which would make its standard output a terminal, a line passes as soon as it is complete.
 
     Args:
         host: of the allocation.
-        words: the program and its arguments.
+        command: the program and its arguments.
     """
     environment = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
     options = ["--nodes=1", "--ntasks=1", "--nodelist", host, "--overlap", "--cpu-bind=none", "--gpu-bind=none"]
-    return ["srun", *options, *words], environment
+    return ["srun", *options, *command], environment
 
 
 def _ssh_options() -> list[str]:

@@ -27,23 +27,23 @@ from training.errors import USER_ERROR_EXIT_CODE, UserError
 from training.parallel.network_interfaces import port_if_free
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Train in the job that the environment describes; return the job's exit code."""
     try:
-        given = read_arguments("slurm_distributed.sh", words, os.environ)
+        given = read_arguments("slurm_distributed.sh", arguments, os.environ)
         job = Job.of(os.environ)
         if job is None and not given.dry_run:
             raise UserError("not in a Slurm job: submit it with sbatch, or set DRY_RUN=1.")
-        arguments, config = training_arguments(given.training, job)
+        training, config = training_arguments(given.training, job)
         if job is None or given.dry_run:
             print_command(given.command(__file__))
             return 0
         job.check_gpus(given.ranks_per_node)
         hosts = host_names(job.node_list)
-        if not job.restarts and (code := run_preflight(given, arguments)):
+        if not job.restarts and (code := run_preflight(given, training)):
             return code
         port = given.master_port or port_if_free(job.preferred_port)
-        plan = Plan.of(given, arguments, config, hosts, "srun", port)
+        plan = Plan.of(given, training, config, hosts, "srun", port)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests.cluster.hosts import REPO_ROOT, SHARED, Hosts
@@ -373,26 +372,31 @@ def test_restarts_used_up_end_with_the_reason(hosts: Hosts, shared: Path) -> Non
     training.assert_nothing_is_left()
 
 
-def test_torchrun_by_hand_on_each_node(hosts: Hosts, shared: Path, uninterrupted: Path) -> None:
-    """The commands of docs/cluster.md, without any launcher of ours, where names resolve to 127.0.1.1."""
-    with loopback_names(hosts):
-        train_by_hand(hosts, shared, uninterrupted)
-
-
-def train_by_hand(hosts: Hosts, shared: Path, uninterrupted: Path) -> None:
-    """Start torchrun on both nodes, and compare the weights."""
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_other_launchers_by_hand_on_each_node(hosts: Hosts, shared: Path, uninterrupted: Path, launcher: str) -> None:
+    """Without any launcher of ours, where names resolve to 127.0.1.1; torchrun as in docs/cluster.md."""
+    hostfile = shared / "hosts.txt"
+    hostfile.write_text("node01 slots=1\nnode02 slots=1\n")
+    start = {
+        "torchrun": ["--nnodes=2", "--nproc_per_node=1"],
+        "deepspeed": ["--hostfile", str(hostfile), "--no_ssh"],
+    }[launcher]
+    start = [str(REPO_ROOT / ".venv/bin" / launcher), *start, "--master_addr=node01", "--master_port=29511"]
     given = ["--model-type", MODEL, "--batch-size", "16", "--epochs", str(EPOCHS), *flags(shared, *RECIPE)]
-    torchrun = [str(REPO_ROOT / ".venv/bin/torchrun"), "--nnodes=2", "--nproc_per_node=1", "--master_addr=node01"]
-    entry = ["--master_port=29511", str(REPO_ROOT / "scripts" / ENTRY), *given]
-    started = [
-        hosts.start(
-            node, [*torchrun, f"--node_rank={number}", *entry], cwd=shared, output=shared / f"output-{node}.txt"
-        )
-        for number, node in enumerate(("node01", "node02"))
-    ]
-    assert [one.wait(240) for one in started] == [0, 0], (shared / "output-node01.txt").read_text()
-    ours, theirs = shared / "logs/runs" / RUN, uninterrupted
-    assert torch.tensor(largest_difference(ours, theirs)) == 0
+    entry = [str(REPO_ROOT / "scripts" / ENTRY), *given]
+    with loopback_names(hosts):
+        started = [
+            hosts.start(
+                node,
+                [*start, f"--node_rank={number}", *entry],
+                cwd=shared,
+                output=shared / f"output-{node}.txt",
+                DS_ACCELERATOR="cpu",
+            )
+            for number, node in enumerate(("node01", "node02"))
+        ]
+        assert [one.wait(240) for one in started] == [0, 0], (shared / "output-node01.txt").read_text()
+    assert largest_difference(shared / "logs/runs" / RUN, uninterrupted) == 0
 
 
 def test_torchrun_by_hand_goes_on_with_fewer_nodes(hosts: Hosts, shared: Path, uninterrupted: Path) -> None:

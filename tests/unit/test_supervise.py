@@ -191,7 +191,7 @@ def test_sigterm_of_one_rank_is_a_wish_to_stop(start, tmp_path: Path, launcher: 
 def test_exit_code_0_without_the_success_marker_is_a_failure(start) -> None:
     lines, code = output_and_code(start("direct", "--fault", "silent", *NO_RESTART))
     assert code == 1
-    assert "rank 0 did not say that training is done: given up" in lines[-1]
+    assert "rank 0 did not report that training is done: given up" in lines[-1]
 
 
 @pytest.mark.parametrize(
