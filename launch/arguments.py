@@ -9,15 +9,16 @@ import dataclasses
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from training.command_line import parse_args
 from training.config import REPO_ROOT, TrainConfig
-from training.errors import UserError, shown
+from training.errors import USER_ERROR_EXIT_CODE, UserError, shown
 from training.parallel.strategies import read_strategy_json
 
 ENTRY = str(REPO_ROOT / "scripts/train_distributed.py")
@@ -134,6 +135,17 @@ LAUNCHERS = {
 }
 
 
+def run_launcher(main: Callable[[list[str]], int]) -> NoReturn:
+    """Exit with what `main` returns for the command line, or with code 2 and one line for a UserError."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the ranks start, Ctrl-C ends it without a traceback
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR_EXIT_CODE)
+
+
 def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> LaunchArguments:
     """Read and check the command line of a bash script.
 
@@ -230,8 +242,8 @@ def check_training(arguments: Sequence[str]) -> TrainConfig:
 
 
 def run_preflight(given: LaunchArguments, training: Sequence[str], *where: str) -> int:
-    """Let the doctor look at the machines if --preflight was given; return its exit code."""
-    if not given.preflight:
+    """Let the doctor look at the machines if --preflight was given, but not under DRY_RUN; return its exit code."""
+    if given.dry_run or not given.preflight:
         return 0
     return subprocess.run(
         [sys.executable, DOCTOR, *where, f"--gpus-per-node={given.ranks_per_node}", "--", *training]

@@ -13,12 +13,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch.arguments import ENTRY, LaunchArguments, check_training, print_command, read_arguments, run_preflight
+from launch.arguments import (
+    ENTRY,
+    LaunchArguments,
+    check_training,
+    print_command,
+    read_arguments,
+    run_launcher,
+    run_preflight,
+)
 from launch.gpus import machine_gpus, visible_gpus
 from launch.process_tree import extensions_folder
 from launch.supervisor import supervise
 from training.config import REPO_ROOT
-from training.errors import USER_ERROR_EXIT_CODE, UserError, shown
+from training.errors import UserError, shown
 from training.parallel.network_interfaces import free_port
 
 MAX_CPU_RANKS_PER_CORE = 8
@@ -26,22 +34,21 @@ MAX_CPU_RANKS_PER_CORE = 8
 
 def main(arguments: list[str]) -> int:
     """Train as the arguments and the environment say; return the exit code."""
+    given = read_arguments("launch_distributed.sh", arguments, os.environ)
+    ranks, present = given.ranks_per_node, machine_gpus()
+    gpus = visible_gpus(present, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if gpus and ranks > len(gpus):
+        raise UserError(f"{ranks} GPUs asked for, {len(gpus)} present: ask for at most {len(gpus)}.")
+    check_training(given.training)
+    if code := run_preflight(given, given.training, "--here", f"--port={given.master_port}"):
+        return code
     try:
-        given = read_arguments("launch_distributed.sh", arguments, os.environ)
-        ranks, present = given.ranks_per_node, machine_gpus()
-        gpus = visible_gpus(present, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        if gpus and ranks > len(gpus):
-            raise UserError(f"{ranks} GPUs asked for, {len(gpus)} present: ask for at most {len(gpus)}.")
-        check_training(given.training)
-        if not given.dry_run and (
-            code := run_preflight(given, given.training, "--here", f"--port={given.master_port}")
-        ):
-            return code
-        port = _port(given.master_port)
-        command = rank_command(given, port, gpus, present)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
+        port = free_port(given.master_port)
+    except OSError:
+        raise UserError(
+            f"port {given.master_port} is taken: give another one, or none to have a free one chosen."
+        ) from None
+    command = rank_command(given, port, gpus, present)
     if not gpus:
         cores = len(os.sched_getaffinity(0))
         print(f"no GPU found: running {ranks} CPU ranks over gloo on {cores} cores", file=sys.stderr, flush=True)
@@ -54,11 +61,7 @@ def main(arguments: list[str]) -> int:
         new_port = free_port() if restart and not given.master_port else port
         return rank_command(given, new_port, gpus, present)
 
-    try:
-        return supervise(command_of, given.stop_timeout, given.max_restarts)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
+    return supervise(command_of, given.stop_timeout, given.max_restarts)
 
 
 def rank_command(given: LaunchArguments, port: int, gpus: Sequence[str], present: Sequence[str]) -> list[str]:
@@ -110,12 +113,5 @@ def _numbers(gpus: Sequence[str], present: Sequence[str]) -> Sequence[str]:
     return gpus
 
 
-def _port(wanted: int) -> int:
-    try:
-        return free_port(wanted)
-    except OSError:
-        raise UserError(f"port {wanted} is taken: give another one, or none to have a free one chosen.") from None
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_launcher(main)

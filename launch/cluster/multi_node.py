@@ -14,34 +14,29 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launch.arguments import LaunchArguments, check_training, print_command, read_arguments, run_preflight
+from launch.arguments import LaunchArguments, check_training, print_command, read_arguments, run_launcher, run_preflight
 from launch.cluster.cluster_run import ClusterRun
 from launch.cluster.plan import Plan
 from launch.hostfile import check_host_name, read_hostfile
 from launch.node_run import receive_signals
 from launch.restart_policy import RestartPolicy, Started, start_until_done
 from training.config import REPO_ROOT
-from training.errors import USER_ERROR_EXIT_CODE, UserError
+from training.errors import UserError
 
 
 def main(arguments: list[str]) -> int:
     """Train as the arguments and the environment say; return the exit code once no rank is left."""
-    try:
-        given = read_arguments("launch_multi_node.sh", arguments, os.environ)
-        hosts = _hosts(given)
-        config = check_training(given.training)
-        named = f"--hosts={','.join(hosts)}"
-        if given.dry_run:
-            print_command(replace(given, hosts=",".join(hosts), hostfile="").command(__file__))
-            return 0
-        if code := run_preflight(given, given.training, named, f"--port={given.master_port}"):
-            return code
-        if not shutil.which("ssh"):
-            raise UserError("ssh is not installed here: install OpenSSH's client.")
-        plan = Plan.of(given, given.training, config, hosts, "ssh", given.master_port)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
+    given = read_arguments("launch_multi_node.sh", arguments, os.environ)
+    hosts = _hosts(given)
+    config = check_training(given.training)
+    if given.dry_run:
+        print_command(replace(given, hosts=",".join(hosts), hostfile="").command(__file__))
+        return 0
+    if code := run_preflight(given, given.training, f"--hosts={','.join(hosts)}", f"--port={given.master_port}"):
+        return code
+    if not shutil.which("ssh"):
+        raise UserError("ssh is not installed here: install OpenSSH's client.")
+    plan = Plan.of(given, given.training, config, hosts, "ssh", given.master_port)
     return train(plan, given.max_restarts, receive_signals()).ending.code
 
 
@@ -79,4 +74,4 @@ def train(plan: Plan, max_restarts: int, received: list[int]) -> Started:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_launcher(main)

@@ -16,37 +16,33 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launch.arguments import print_command, read_arguments, run_preflight
+from launch.arguments import print_command, read_arguments, run_launcher, run_preflight
 from launch.cluster.multi_node import train
 from launch.cluster.plan import Plan
 from launch.slurm.requeue import Fate, JobRecord, what_follows
 from launch.slurm.scontrol import host_names, scontrol
 from launch.slurm.slurm_arguments import Job, run_folder, training_arguments
 from training.config import TrainConfig
-from training.errors import USER_ERROR_EXIT_CODE, UserError
+from training.errors import UserError
 from training.parallel.network_interfaces import port_if_free
 
 
 def main(arguments: list[str]) -> int:
     """Train in the job that the environment describes; return the job's exit code."""
-    try:
-        given = read_arguments("slurm_distributed.sh", arguments, os.environ)
-        job = Job.of(os.environ)
-        if job is None and not given.dry_run:
-            raise UserError("not in a Slurm job: submit it with sbatch, or set DRY_RUN=1.")
-        training, config = training_arguments(given.training, job)
-        if job is None or given.dry_run:
-            print_command(given.command(__file__))
-            return 0
-        job.check_gpus(given.ranks_per_node)
-        hosts = host_names(job.node_list)
-        if not job.restarts and (code := run_preflight(given, training)):
-            return code
-        port = given.master_port or port_if_free(job.preferred_port)
-        plan = Plan.of(given, training, config, hosts, "srun", port)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
+    given = read_arguments("slurm_distributed.sh", arguments, os.environ)
+    job = Job.of(os.environ)
+    if job is None and not given.dry_run:
+        raise UserError("not in a Slurm job: submit it with sbatch, or set DRY_RUN=1.")
+    training, config = training_arguments(given.training, job)
+    if job is None or given.dry_run:
+        print_command(given.command(__file__))
+        return 0
+    job.check_gpus(given.ranks_per_node)
+    hosts = host_names(job.node_list)
+    if not job.restarts and (code := run_preflight(given, training)):
+        return code
+    port = given.master_port or port_if_free(job.preferred_port)
+    plan = Plan.of(given, training, config, hosts, "srun", port)
     received, all_received = _receive_signals()
     print(f"Slurm job {job.name} on {','.join(hosts)}, restart {job.restarts}", flush=True)
     outcome = train(plan, given.max_restarts, received)
@@ -96,4 +92,4 @@ def _print(job: Job, line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_launcher(main)
