@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from launch import single_node
+from launch.arguments import read_arguments
+from launch.cluster import multi_node
 from launch.node_run import FINAL_CODES, HANG_CODE
+from launch.slurm import job
 from planning.doctor.command_line import SOMETHING_WRONG_EXIT_CODE
 from tests.unit.launching import (
     CORES,
@@ -26,6 +30,13 @@ from tests.unit.launching import (
     stub_repo,
     words_of,
 )
+from training.errors import UserError
+
+MAINS = {
+    "launch_distributed.sh": single_node.main,
+    "launch_multi_node.sh": multi_node.main,
+    "slurm_distributed.sh": job.main,
+}
 
 
 @pytest.mark.parametrize("folder", [REPO_ROOT, SCRIPTS, Path("/")])
@@ -231,17 +242,18 @@ def test_missing_words_are_counted(script: str) -> None:
     assert_refused(launch(script, WORDS[script][:-1]), f"{len(WORDS[script])} arguments", "--help")
 
 
-@pytest.mark.parametrize("given", ["0", "-1", "1.5", "abc", "", "08", "1e3", " 2", "0x2", "9" * 30, "٣"])
+@pytest.mark.parametrize("given", ["0", "-1", "1.5", "abc", "", "08", "1e3", " 2", "0x2", "9" * 30, "٣", "2\n"])
 @pytest.mark.parametrize("place", [2, 3, 4])
 def test_numbers_are_whole_and_positive(given: str, place: int) -> None:
     words = list(WORDS["launch_distributed.sh"])
     words[place] = given
     name = ("num_gpus", "batch_size", "epochs")[place - 2]
-    assert_refused(launch("launch_distributed.sh", words), name, "whole number from 1 to")
+    with pytest.raises(UserError, match=f"{name} .* whole number from 1 to"):
+        read_arguments("launch_distributed.sh", words, {})
 
 
 @pytest.mark.parametrize("script", WORDS)
-def test_nothing_in_any_word_is_run(script: str, tmp_path: Path) -> None:
+def test_nothing_in_any_word_is_run(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hostfile.txt").write_text(HOSTFILE)
     canary = tmp_path / "ran"
     touch = f"touch {canary}"
@@ -257,12 +269,16 @@ def test_nothing_in_any_word_is_run(script: str, tmp_path: Path) -> None:
         "-oProxyCommand=x",
         "a b",
     ]
+    monkeypatch.setenv("DRY_RUN", "1")
+    monkeypatch.chdir(tmp_path)
     for place in range(len(WORDS[script])):
         for payload in payloads:
             words = list(WORDS[script])
             words[place] = payload
-            assert_refused(launch(script, words, cwd=tmp_path))
-    for payload in payloads:
+            with pytest.raises(UserError):
+                MAINS[script](words)
+    for payload in payloads:  # bash hands over all words alike
+        assert_refused(launch(script, [payload, *WORDS[script][1:]], cwd=tmp_path))
         assert_refused(launch(script, [*WORDS[script], payload], cwd=tmp_path))
         assert_refused(launch(script, WORDS[script], cwd=tmp_path, MASTER_PORT=payload))
     assert not canary.exists()
