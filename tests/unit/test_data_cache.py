@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from made_data import class_folders, train_loader
 from PIL import Image
 
 from training.data import DataOptions, load_data
-from training.data.loader import EvaluationLoader, TrainLoader
+from training.data.loader import EvaluationLoader
 from training.data.reading.cache import INDEX, PIXELS, CacheLocation, ImageCache, open_cache
-from training.data.sampler import BatchPlan, EvaluationPlan
+from training.data.sampler import EvaluationPlan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMAGES = 24
@@ -31,13 +32,10 @@ IMAGES = 24
 def photos(tmp_path):
     """Two classes of JPEG files of several sizes in train/ and val/."""
     generator = np.random.Generator(np.random.PCG64(0))
-    for part in ("train", "val"):
-        for name in ("a", "b"):
-            folder = tmp_path / "photos" / part / name
-            folder.mkdir(parents=True)
-            for number in range(IMAGES // 2):
-                pixels = generator.integers(0, 256, (40 + number, 70, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number:02}.jpg", quality=90)
+    for folder in class_folders(tmp_path / "photos"):
+        for number in range(IMAGES // 2):
+            pixels = generator.integers(0, 256, (40 + number, 70, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{number:02}.jpg", quality=90)
     return tmp_path / "photos"
 
 
@@ -48,7 +46,7 @@ def options(photos: Path, cache: str = "disk", **values) -> DataOptions:
 def batches(given: DataOptions, workers: int = 0, epochs: int = 2) -> list[torch.Tensor]:
     """Images of all batches of training and evaluation, over some epochs."""
     pair = load_data(given)
-    train = TrainLoader(pair, BatchPlan(IMAGES, 8, 1, 1, 0), 0, workers=workers)
+    train = train_loader(pair, 8, workers=workers)
     val = EvaluationLoader(pair, EvaluationPlan(IMAGES, 8, 1), 0, workers=workers)
     images = [batch.images for epoch in range(epochs) for loader in (train.epoch(epoch), val) for batch in loader]
     train.close()

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from made_data import save_animation
 from PIL import Image
 
 from planning.data_check import check_data, check_datasets
@@ -46,8 +47,7 @@ def run_doctor(monkeypatch, capsys):
 def test_every_image_is_decoded_and_measured(folder, workers):
     (folder / "a" / "cut.jpg").write_bytes((folder / "a" / "0.png").read_bytes()[:200])
     (folder / "[b]" / "text.jpg").write_text("text")
-    frames = [Image.new("L", (9, 9), level) for level in (0, 200)]
-    frames[0].save(folder / "a" / "0.png", save_all=True, append_images=frames[1:])
+    save_animation(folder / "a" / "0.png", (9, 9))
     report = check_data(DataOptions(data=str(folder)), workers=workers)
     assert report.images == sum(report.train_counts) + sum(report.val_counts) == 7
     assert (report.class_names, report.label_range) == (["[b]", "a"], (0, 1))
@@ -80,8 +80,7 @@ def test_doctor_says_well(run_doctor):
 def test_doctor_names_what_is_unreadable_from_any_folder(folder, tmp_path):
     (folder / "a" / "text.jpg").write_text("text")
     os.mkfifo(folder / "a" / "pipe.jpg")
-    frames = [Image.new("L", (9, 9), level) for level in (0, 200)]
-    frames[0].save(folder / "a" / "0.png", save_all=True, append_images=frames[1:])
+    save_animation(folder / "a" / "0.png", (9, 9))
     command = [sys.executable, doctor.__file__, "--check-data", folder]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (result.returncode, result.stderr) == (1, "")

@@ -7,13 +7,13 @@ import io
 import random
 import shutil
 import subprocess
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import simplejpeg
 import torch
+from made_data import class_folders, train_loader
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from test_data_images import UPRIGHT
@@ -22,11 +22,9 @@ from torchvision.transforms.v2.functional import resize
 
 from training.data import DataOptions, load_data
 from training.data.augment import Box
-from training.data.loader import TrainLoader
 from training.data.reading import native
 from training.data.reading.decode import crop, decode_exact, jpeg_header, make_decoder, scale_numerator, shrunk_bytes
 from training.data.reading.images import ImageError, open_image
-from training.data.sampler import BatchPlan
 from training.errors import UserError
 
 GENERATOR = np.random.Generator(np.random.PCG64(0))
@@ -223,14 +221,12 @@ def test_shrunk_photographs_look_as_if_decoded_whole(tmp_path, image_size):
 @pytest.mark.parametrize("augmentation", ["none", "crop_flip"])
 def test_batches_of_files_decoded_on_the_device_are_those_of_exact(tmp_path, augmentation):
     """The way of `--decode gpu`, with torchvision's decoder for the CPU in place of nvJPEG."""
-    for part, name in product(("train", "val"), ("a", "b")):
-        folder = tmp_path / part / name
-        folder.mkdir(parents=True)
+    for folder in class_folders(tmp_path):
         _write_kinds(folder)
     loaders = []
     for decode in ("exact", "gpu"):
         pair = load_data(DataOptions(str(tmp_path), image_size=24, augmentation=augmentation, decode=decode))
-        loaders.append(TrainLoader(pair, BatchPlan(len(pair.train), 6, 1, 1, 0), 0))
+        loaders.append(train_loader(pair, 6))
     for exact, gpu in zip(*(loader.epoch(1) for loader in loaders), strict=True):
         assert torch.equal(exact.labels, gpu.labels)
         assert (exact.images - gpu.images).abs().max() < 2 / 255 / 0.22  # one level and its rounding
@@ -238,18 +234,17 @@ def test_batches_of_files_decoded_on_the_device_are_those_of_exact(tmp_path, aug
 
 @pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 def test_a_file_that_no_decoder_reads_is_named_by_the_device_too(tmp_path):
-    for part, name in product(("train", "val"), ("a", "b")):
-        (tmp_path / part / name).mkdir(parents=True)
-        (tmp_path / part / name / "0.jpg").write_bytes(jpeg(picture(30, 40)))
+    for folder in class_folders(tmp_path):
+        (folder / "0.jpg").write_bytes(jpeg(picture(30, 40)))
     broken = tmp_path / "train" / "b" / "0.jpg"
     data = broken.read_bytes()
     broken.write_bytes(data[: data.index(b"\xff\xda") + 4] + b"\xff\xd9")  # a header, a scan without content
     pair = load_data(DataOptions(str(tmp_path), image_size=24, decode="gpu"))
     with pytest.raises(UserError, match="cannot use image") as caught:
-        list(TrainLoader(pair, BatchPlan(2, 2, 1, 1, 0), 0).epoch(0))
+        list(train_loader(pair, 2).epoch(0))
     assert str(broken) in str(caught.value)
     pair = load_data(DataOptions(str(tmp_path), image_size=24, decode="gpu", bad_images="skip", augmentation="none"))
-    loader = TrainLoader(pair, BatchPlan(2, 2, 1, 1, 0), 0)
+    loader = train_loader(pair, 2)
     (batch,) = loader.epoch(0)
     bad = batch.indices == 1
     assert torch.equal(batch.weights, (~bad).float())
@@ -261,11 +256,10 @@ def test_a_file_that_no_decoder_reads_is_named_by_the_device_too(tmp_path):
 @pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 def test_a_file_that_the_device_refuses_is_decoded_by_the_cpu(tmp_path, monkeypatch):
     """The device's decoder is torchvision's for the CPU, which here refuses whole lists with a progressive file."""
-    for part, name in product(("train", "val"), ("a", "b")):
-        (tmp_path / part / name).mkdir(parents=True)
+    for folder in class_folders(tmp_path):
         for number in range(2):
-            data = jpeg(picture(30, 40), progressive=(part, name, number) == ("train", "b", 0))
-            (tmp_path / part / name / f"{number}.jpg").write_bytes(data)
+            progressive = (folder, number) == (tmp_path / "train" / "b", 0)
+            (folder / f"{number}.jpg").write_bytes(jpeg(picture(30, 40), progressive=progressive))
 
     def picky(files, **options):
         if any(b"\xff\xc2" in file.numpy().tobytes() for file in files):
@@ -276,7 +270,7 @@ def test_a_file_that_the_device_refuses_is_decoded_by_the_cpu(tmp_path, monkeypa
     batches = {}
     for decode in ("exact", "gpu"):
         pair = load_data(DataOptions(str(tmp_path), image_size=24, decode=decode))
-        loader = TrainLoader(pair, BatchPlan(4, 4, 1, 1, 0), 0)
+        loader = train_loader(pair, 4)
         (batches[decode],) = loader.epoch(1)
     assert batches["gpu"].weights.tolist() == [1] * 4
     assert (batches["exact"].images - batches["gpu"].images).abs().max() < 2 / 255 / 0.22
@@ -286,9 +280,8 @@ def test_a_file_that_the_device_refuses_is_decoded_by_the_cpu(tmp_path, monkeypa
 
 
 def test_a_device_that_decodes_nothing_ends_the_run(tmp_path, monkeypatch):
-    for part, name in product(("train", "val"), ("a", "b")):
-        (tmp_path / part / name).mkdir(parents=True)
-        (tmp_path / part / name / "0.jpg").write_bytes(jpeg(picture(30, 40)))
+    for folder in class_folders(tmp_path):
+        (folder / "0.jpg").write_bytes(jpeg(picture(30, 40)))
 
     def broken(files, **options):
         raise RuntimeError("no\nnvJPEG")
@@ -296,4 +289,4 @@ def test_a_device_that_decodes_nothing_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("training.data.reading.gpu_decode.decode_jpeg", broken)
     pair = load_data(DataOptions(str(tmp_path), image_size=24, decode="gpu", bad_images="skip"))
     with pytest.raises(UserError, match=r"^--decode gpu: no nvJPEG\. Train with --decode cpu\.$"):
-        list(TrainLoader(pair, BatchPlan(2, 2, 1, 1, 0), 0).epoch(0))
+        list(train_loader(pair, 2).epoch(0))

@@ -143,10 +143,6 @@ def test_a_link_inside_the_folder_is_followed(tmp_path):
     assert sum(load(tmp_path).train_counts + load(tmp_path).val_counts) == 5
 
 
-def _missing(root):
-    shutil.rmtree(root)
-
-
 def _file(root):
     shutil.rmtree(root)
     root.write_text("")
@@ -167,14 +163,6 @@ def _loose_images(root):
     make_images(root.parent, {root.name: 2})
     shutil.rmtree(root / "a")
     shutil.rmtree(root / "b")
-
-
-def _one_class(root):
-    shutil.rmtree(root / "b")
-
-
-def _class_without_image(root):
-    (root / "hollow").mkdir()
 
 
 def _single_images(root):
@@ -209,32 +197,24 @@ def _train_link_out(root):
     (root / "train").symlink_to(root.parent / "secret")
 
 
-def _broken_link(root):
-    (root / "a" / "broken.png").symlink_to(root / "nowhere.png")
-
-
-def _loop(root):
-    (root / "a" / "loop").symlink_to(root)
-
-
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (_missing, "no folder of that name exists"),
+        (shutil.rmtree, "no folder of that name exists"),
         (_file, "is not a folder"),
         (_empty, "is empty"),
         (_no_images, "no image in a class folder"),
         (_loose_images, "no image in a class folder"),
-        (_one_class, "one class only, 'a'"),
-        (_class_without_image, "no image in class 'hollow'"),
+        (lambda root: shutil.rmtree(root / "b"), "one class only, 'a'"),
+        (lambda root: (root / "hollow").mkdir(), "no image in class 'hollow'"),
         (_single_images, "one image per class"),
         (_different_classes, r"only in train/: 'cow'; only in val/: 'hen'"),
         (_train_only, r"has no folder val/"),
         (_link_out, r"escape.png' leads out of the data folder"),
         (_folder_link_out, r"escape' leads out of the data folder"),
         (_train_link_out, r"train' leads out of the data folder"),
-        (_broken_link, r"broken.png' is broken"),
-        (_loop, r"loop' leads to a folder that contains it"),
+        (lambda root: (root / "a" / "broken.png").symlink_to("nowhere.png"), r"broken.png' is broken"),
+        (lambda root: (root / "a" / "loop").symlink_to(root), r"loop' leads to a folder that contains it"),
     ],
 )
 def test_a_wrong_folder_is_one_clear_line(tmp_path, break_it, message):

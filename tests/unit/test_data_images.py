@@ -278,14 +278,6 @@ def test_what_libtiff_prints_is_part_of_the_reason(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def _text(path):
-    path.write_text("this is no picture\n" * 50)
-
-
-def _empty(path):
-    path.write_bytes(b"")
-
-
 def _truncated(path):
     stream = io.BytesIO()
     Image.fromarray(GENERATOR.integers(0, 256, (200, 200, 3), dtype=np.uint8)).save(stream, format="JPEG")
@@ -300,16 +292,8 @@ def _truncated_png(path):
     path.write_bytes(path.read_bytes()[:50_000])
 
 
-def _small_bomb(path):
-    write_png(path, 8000, 8000, bit_depth=8, colour_type=2, rows=b"\0" * 100)
-
-
-def _medium_bomb(path):
-    write_png(path, 12000, 12000, bit_depth=8, colour_type=2, rows=b"\0" * 100)
-
-
-def _huge_bomb(path):
-    write_png(path, 60000, 60000, bit_depth=8, colour_type=2, rows=b"\0" * 100)
+def _bomb(side):
+    return lambda path: write_png(path, side, side, bit_depth=8, colour_type=2, rows=b"\0" * 100)
 
 
 def _postscript(path):
@@ -324,13 +308,13 @@ def _huge_file(path):
 @pytest.mark.parametrize(
     ("name", "make", "reason"),
     [
-        ("text.jpg", _text, "not an image"),
-        ("empty.jpg", _empty, "not an image"),
+        ("text.jpg", lambda path: path.write_text("not a picture\n" * 50), "not an image"),
+        ("empty.jpg", lambda path: path.touch(), "not an image"),
         ("cut.jpg", _truncated, "truncated"),
         ("cut.png", _truncated_png, "truncated"),
-        ("bomb.png", _small_bomb, "8000x8000 pixels, more than the 50 megapixels"),
-        ("bomb.png", _medium_bomb, "12000x12000 pixels, more than the 50 megapixels"),
-        ("bomb.png", _huge_bomb, "more than 50 megapixels"),
+        ("bomb.png", _bomb(8000), "8000x8000 pixels, more than the 50 megapixels"),
+        ("bomb.png", _bomb(12000), "12000x12000 pixels, more than the 50 megapixels"),
+        ("bomb.png", _bomb(60000), "more than 50 megapixels"),
         ("program.jpg", _postscript, "not an image"),
         ("missing.jpg", lambda path: None, "No such file"),
         ("folder.jpg", lambda path: path.mkdir(), "directory"),

@@ -9,13 +9,13 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from made_data import class_folders, save_animation, train_loader
 from PIL import Image
 
 from training.data import DataOptions, bad_image_share, bad_images, load_data
@@ -32,11 +32,10 @@ IMAGES_PER_CLASS = 30
 def folder(tmp_path):
     """Two classes of 30 images in train/ and in val/."""
     generator = np.random.Generator(np.random.PCG64(0))
-    for part, name in product(("train", "val"), ("a", "b")):
-        (tmp_path / part / name).mkdir(parents=True)
+    for classes in class_folders(tmp_path):
         for number in range(IMAGES_PER_CLASS):
             image = Image.fromarray(generator.integers(0, 256, (20, 30, 3), dtype=np.uint8))
-            image.save(tmp_path / part / name / f"{number:02}.png")
+            image.save(classes / f"{number:02}.png")
     return tmp_path
 
 
@@ -78,7 +77,7 @@ def test_same_bytes_for_any_ranks_accumulation_and_workers(folder, augmentation)
 
 def test_shapes_and_types():
     pair = load_data(DataOptions())
-    batch = next(TrainLoader(pair, BatchPlan(1437, 5, 1, 1, 0), 0).epoch(0))
+    batch = next(train_loader(pair, 5).epoch(0))
     assert [(t.shape, t.dtype) for t in (batch.images, batch.labels, batch.weights, batch.indices)] == [
         ((5, 3, 32, 32), torch.float32),
         ((5,), torch.int64),
@@ -110,7 +109,7 @@ def test_the_dropout_stream_is_not_disturbed(folder):
     expected = torch.rand(8)
     for workers in (0, 1):
         torch.manual_seed(0)
-        loader = TrainLoader(pair, BatchPlan(60, 20, 1, 1, 0), 0, workers=workers)
+        loader = train_loader(pair, 20, workers=workers)
         drawn = torch.cat([torch.rand(4) for epoch in range(2) for _ in [len(list(loader.epoch(epoch)))]])
         loader.close()
         assert torch.equal(drawn, expected)
@@ -136,7 +135,7 @@ def test_evaluation_counts_every_image_once(world):
 def test_a_bad_image_is_one_line_in_the_main_process(folder, workers):
     (path,) = damage(folder, "train/b/07.png")
     pair = load_folder(folder)
-    loader = TrainLoader(pair, BatchPlan(60, 4, 1, 1, 0), 0, workers=workers)
+    loader = train_loader(pair, 4, workers=workers)
     with pytest.raises(UserError, match="not an image") as caught:
         list(loader.epoch(0))
     assert path in str(caught.value)
@@ -148,7 +147,7 @@ def test_a_bad_image_is_one_line_in_the_main_process(folder, workers):
 def test_a_skipped_image_weighs_nothing_and_is_listed_once(folder, workers):
     (path,) = damage(folder, "train/b/07.png")
     pair = load_folder(folder, bad_images="skip", augmentation="none")
-    loader = TrainLoader(pair, BatchPlan(60, 6, 1, 1, 0), 0, workers=workers)
+    loader = train_loader(pair, 6, workers=workers)
     bad_index, following = IMAGES_PER_CLASS + 7, pair.train[0, IMAGES_PER_CLASS + 8][0]
     for epoch in range(2):
         weights, listed = torch.zeros(60), {}
@@ -177,9 +176,9 @@ def test_more_bad_images_than_the_share_end_the_run_and_no_fewer(folder, mode, n
     paths = damage(folder, *names)
     pair = load_folder(folder, bad_images=mode)
     with pytest.raises(UserError, match=f"more than {len(names) - 1} of 60 images"):
-        list(TrainLoader(pair, BatchPlan(60, 4, 1, 1, 0), 0).epoch(0))
+        list(train_loader(pair, 4).epoch(0))
     shutil.copy(folder / "train" / "b" / "00.png", paths[-1])
-    loader = TrainLoader(pair, BatchPlan(60, 4, 1, 1, 0), 0)
+    loader = train_loader(pair, 4)
     weights = sum(float(batch.weights.sum()) for epoch in range(2) for batch in loader.epoch(epoch))
     assert weights == 2 * (60 - len(names) + 1)
     assert set(loader.bad_images) == set(paths[:-1])
@@ -223,9 +222,8 @@ def test_more_finds_than_one_message_holds_are_listed(monkeypatch):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_notes_on_images_are_kept_once(folder, workers):
     path = folder / "train" / "a" / "00.png"
-    frames = [Image.new("RGB", (30, 20), colour) for colour in ("red", "lime")]
-    frames[0].save(path, save_all=True, append_images=frames[1:])
-    loader = TrainLoader(load_folder(folder), BatchPlan(60, 6, 1, 1, 0), 0, workers=workers)
+    save_animation(path, (30, 20))
+    loader = train_loader(load_folder(folder), 6, workers=workers)
     for epoch in range(2):
         list(loader.epoch(epoch))
     loader.close()
@@ -299,7 +297,7 @@ def test_workers_survive_the_signals_of_a_launcher_and_die_with_the_trainer(fold
 
 
 def test_workers_end_when_the_loader_is_closed(folder):
-    loader = TrainLoader(load_folder(folder), BatchPlan(60, 30, 1, 1, 0), 0, workers=1)
+    loader = train_loader(load_folder(folder), 30, workers=1)
     before = set(psutil.Process().children(recursive=True))
     list(loader.epoch(0))
     started = set(psutil.Process().children(recursive=True)) - before

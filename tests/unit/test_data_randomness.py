@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from made_data import train_loader
 from scipy import stats
 from torchvision.transforms import v2
 
 from training.data import DataOptions, load_data
 from training.data.augment import CROP_DRAWS, random_box
-from training.data.loader import TrainLoader
 from training.data.randomness import _mix, uniform_draws
-from training.data.sampler import BatchPlan
 
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 SAMPLES = 4000
@@ -90,7 +89,7 @@ def test_shifts_and_mirrors_have_the_distribution_of_torchvision():
 @pytest.mark.parametrize(("data", "image_size"), [("digits", 0), ("fake", 0), ("fake", 24)])
 def test_a_batch_in_memory_is_its_samples_one_by_one(data, image_size, augmentation):
     pair = load_data(DataOptions(data=data, image_size=image_size, augmentation=augmentation, seed=2))
-    loader = TrainLoader(pair, BatchPlan(len(pair.train), 32, 1, 1, 0), 0)
+    loader = train_loader(pair, 32)
     batch = next(loader.epoch(3))
     for place, index in enumerate(batch.indices.tolist()):
         image, label = pair.train[3, index]
@@ -102,10 +101,9 @@ def test_a_batch_in_memory_is_its_samples_one_by_one(data, image_size, augmentat
 
 def test_a_set_too_large_for_the_memory_is_read_image_by_image(monkeypatch):
     pair = load_data(DataOptions(data="fake", augmentation="shift_flip"))
-    plan = BatchPlan(len(pair.train), 16, 1, 1, 0)
-    in_memory = TrainLoader(pair, plan, 0)
+    in_memory = train_loader(pair, 16)
     monkeypatch.setattr("training.data.device.MAX_BYTES", 1000 * 3 * 38 * 38 - 1)
-    too_large = TrainLoader(pair, plan, 0)
+    too_large = train_loader(pair, 16)
     assert in_memory._images_on_device is not None
     assert too_large._images_on_device is None
     for first, second in zip(in_memory.epoch(0), too_large.epoch(0), strict=True):
