@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -84,16 +83,17 @@ def test_hosts_come_from_a_hostfile_a_list_or_slurms_job(tmp_path: Path, monkeyp
         (("--model-type", "mobilnet"), "Did you mean 'mobilenet'?"),
         (("--strategy", "zero"), "unknown strategy"),
         (("--", "--nope"), "--nope"),
+        (("--check-data", "digits", "--nope"), "--nope"),
+        (("--check-data", "no/such/folder"), "'no/such/folder' is not a data set"),
+        (("--check-data", "digits", "--val-fraction", "2"), "--val-fraction 2.0: expected a number above 0 up to 0.9"),
+        (("--check-data", "digits", "--val-fraction", "half"), "--val-fraction 'half': expected a number"),
     ],
 )
 def test_a_mistake_gets_one_line(
     words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["doctor.py", *words])
-    try:
-        code: Any = doctor.main()
-    except SystemExit as stop:  # argparse leaves this way
-        code = stop.code
+    code = doctor.main()
     printed = capsys.readouterr()
     assert (code, printed.out) == (2, "")
     assert message in printed.err
