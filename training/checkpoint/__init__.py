@@ -2,10 +2,10 @@
 
 A checkpoint is a folder logs/runs/<run>/checkpoints/step-<epoch>-<step>/:
 
-    manifest.json             where the run stands, its configuration, and size and sha256 of every shard
+    manifest.json             position of the run, its configuration, and size and sha256 of every shard
     shard-00000.safetensors   rank 0's part of the fp32 weights and of the optimizer's moments, its own buffers
     shard-00001.safetensors   rank 1's, ...
 
-It appears under its name only when it is complete and on the disk; the files `last` and `best` beside it then name
-it. Dropout, sample order and augmentation are functions of (seed, epoch, step), so no random state is stored.
+It appears under its name only when it is complete and on the disk; then the files `last` and `best` beside it get
+that name. Dropout, sample order and augmentation are functions of (seed, epoch, step), so no random state is stored.
 """

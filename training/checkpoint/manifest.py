@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: where the run stands, what it was made with, and a hash of every file.
+"""The manifest of a checkpoint: position and configuration of the run, and a hash of every file.
 
-A folder without a manifest is no checkpoint, and a manifest is believed only if its own sha256 holds. Everything
-read here may have been damaged or crafted: it is JSON, its size is bounded, and names of files are not taken from it.
+A folder without a manifest is no checkpoint, and a manifest counts only if its own sha256 matches. Everything read
+here may have been damaged or crafted: it is JSON, its size is bounded, and names of files are not taken from it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOSS_SCALE_KEYS = ("value", "good_steps")  # see DynamicLossScale.state
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint that cannot be used; the message is one line that says why."""
+    """A checkpoint that cannot be used; the message is the reason in one line."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class ShardFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself.
+    """The content of a manifest.
 
     Attributes:
-        progress: where the run stands.
-        identity: what a run that resumes must agree on, by a name for people: model, classes, data, global batch.
+        progress: position of the run.
+        identity: what a run that resumes must share, by a readable name: model, classes, data, global batch.
         config: the configuration of the run that saved it.
         applied_steps: updates that the optimizer has applied, for Adam's bias correction.
-        loss_scale: state of the dynamic loss scale, None but for fp16.
+        loss_scale: state of the dynamic loss scale, None unless fp16.
         parameters: shape of every parameter.
         shards: one entry per rank.
     """
@@ -78,7 +78,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check a manifest; the shards are not looked at.
 
     Raises:
-        DamagedCheckpoint: where it is missing, damaged or not ours.
+        DamagedCheckpoint: if it is missing, damaged or not ours.
     """
     path = folder / MANIFEST_FILE
     try:
@@ -102,11 +102,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def file_size(path: Path) -> int:
-    """Return the size of a regular file in bytes; a named pipe would keep its reader waiting for ever.
+    """Return the size of a regular file in bytes; reading a named pipe would block for ever.
 
     Raises:
-        DamagedCheckpoint: where it is something else.
-        OSError: where it is missing.
+        DamagedCheckpoint: if it is something else.
+        OSError: if it is missing.
     """
     facts = path.stat()
     if not stat.S_ISREG(facts.st_mode):
@@ -143,7 +143,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
 
 
 def _count(value: Any, name: str) -> int:
-    """Return a whole number from 0 that fits into 64 bits, or raise ValueError."""
+    """Return a non-negative integer below 2**63, or raise ValueError."""
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(name)
     return value

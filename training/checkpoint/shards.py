@@ -1,8 +1,8 @@
-"""One rank's file of a checkpoint: taking a copy, writing it, and putting parameters together again from all files.
+"""One rank's file of a checkpoint: copying the state, writing it, and assembling parameters from all files.
 
 A rank stores its flat pieces of the parameter groups as they lie in memory, without any communication: `weights.<i>`
-and `<moment>.<i>`, one-dimensional fp32. The layout in the file's metadata says which part of which parameter lies
-where, so that a reader with another strategy or number of ranks finds it. BatchNorm's buffers differ from rank to
+and `<moment>.<i>`, one-dimensional fp32. The layout in the file's metadata maps them to parts of parameters, so that
+any strategy and number of ranks can read them. BatchNorm's buffers differ from rank to
 rank between evaluations: each rank stores its own. Frozen parameters are groups without moments. Elements of a
 parameter are counted as the usual shape has them, or as its channels_last form lies in memory if the layout says so.
 """
@@ -31,7 +31,7 @@ EPOCH_SUMS = "epoch_sums"
 
 
 class Snapshot:
-    """A copy of this rank's part of the training state in CPU memory, in tensors that are used again and again."""
+    """A copy of this rank's part of the training state in CPU memory, in tensors that are reused."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -39,7 +39,7 @@ class Snapshot:
         self._copied: torch.cuda.Event | None = None
 
     def take(self, engine: Engine, epoch_sums: torch.Tensor) -> None:
-        """Copy the state of now; on a GPU the copies are merely queued, before what the next step does to the state.
+        """Copy the current state; on a GPU the copies are queued, before the next step changes the state.
 
         Args:
             engine: the engine; no collective is needed.
@@ -63,7 +63,7 @@ class Snapshot:
         }
 
     def wait(self) -> None:
-        """Wait until the copies are complete; in the thread that writes them, not in the one that trains."""
+        """Wait until the copies are complete; called by the thread that writes them, not by the one that trains."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -79,7 +79,7 @@ def write_shard(path: Path, snapshot: Snapshot) -> ShardFacts:
     """Write a rank's file, and wait until it is on the disk.
 
     Raises:
-        OSError, SafetensorError: where that fails, as on a full disk.
+        OSError, SafetensorError: if that fails, as on a full disk.
     """
     snapshot.wait()
     save_file(snapshot.tensors, path, metadata={METADATA_KEY: json.dumps(snapshot.layout)})
@@ -88,10 +88,10 @@ def write_shard(path: Path, snapshot: Snapshot) -> ShardFacts:
 
 
 def verify_shard(folder: Path, rank: int, facts: ShardFacts) -> None:
-    """Compare a file with what the manifest says of it.
+    """Compare a file with its entry in the manifest.
 
     Raises:
-        DamagedCheckpoint: where it is missing, or not of the size or the sha256.
+        DamagedCheckpoint: if it is missing, or has another size or sha256.
     """
     path = folder / shard_name(rank)
     try:
@@ -107,7 +107,7 @@ def verify_shard(folder: Path, rank: int, facts: ShardFacts) -> None:
 
 
 class _StoredPiece(NamedTuple):
-    """Where `length` elements of a parameter, from element `offset` on, lie: group and start in a rank's file."""
+    """Where `length` elements of a parameter, from element `offset` on, are: group and start in a rank's file."""
 
     offset: int
     length: int
@@ -117,7 +117,7 @@ class _StoredPiece(NamedTuple):
 
 
 class CheckpointReader:
-    """The training state in a verified checkpoint; tensors are read when they are asked for, one at a time.
+    """The training state in a verified checkpoint; tensors are read on access, one at a time.
 
     Args:
         folder: the checkpoint.
@@ -128,7 +128,7 @@ class CheckpointReader:
         frozen: names of the parameters without moments.
 
     Raises:
-        DamagedCheckpoint: where the files do not hold every element of every parameter exactly once.
+        DamagedCheckpoint: if the files do not contain every element of every parameter exactly once.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -153,7 +153,7 @@ class CheckpointReader:
                 raise DamagedCheckpoint(f"parameter {one_line(name)} is not complete")
 
     def _note_layout(self, rank: int, layout: dict[str, Any]) -> None:
-        """Note what lies where in a rank's file; raise ValueError where a piece is not in it, or shares elements."""
+        """Note the pieces in a rank's file; raise ValueError if one is outside of it or overlaps another."""
         if layout["moments"] != self._moment_kinds or any(type(kind) is not str for kind in self._moment_kinds):
             raise ValueError(f"rank {rank} has other moments than rank 0")
         if {*layout.get("channels_last", ())} != self._channels_last:
@@ -170,9 +170,9 @@ class CheckpointReader:
             for name, offset, start, length in sorted((Piece(*piece) for piece in pieces), key=lambda p: p.start):
                 if any(type(number) is not int for number in (offset, start, length)):
                     raise TypeError(f"a piece of {name} has no whole numbers")
-                # Slices that reach out of a tensor are cut without a word, and one element would then fill many.
+                # Slices beyond the end of a tensor are cut silently, and one element would then fill many.
                 if min(offset, length) < 0 or not end <= start <= size - length:
-                    raise ValueError(f"a piece of {name} lies outside of group {group} of rank {rank}, or on another")
+                    raise ValueError(f"a piece of {name} is outside of group {group} of rank {rank}, or on another")
                 end = start + length
                 self._pieces[name].append(_StoredPiece(offset, length, rank, group, start))
 
@@ -195,7 +195,7 @@ class CheckpointReader:
         return {kind: _Assembled(self, kind) for kind in self._moment_kinds}
 
     def buffers(self, rank: int, world_size: int) -> dict[str, torch.Tensor]:
-        """Return a rank's buffers: its own, or the ranks' mean where another number of ranks had saved them."""
+        """Return a rank's buffers: its own, or the ranks' mean if another number of ranks had saved them."""
         if world_size == len(self._files):
             return self._buffers_of(rank)
         every = [self._buffers_of(saved) for saved in range(len(self._files))]
@@ -231,7 +231,7 @@ class CheckpointReader:
 
 
 class _Assembled(Mapping[str, torch.Tensor]):
-    """One kind of tensor of all parameters, put together when asked for."""
+    """One kind of tensor of all parameters, assembled on access."""
 
     def __init__(self, reader: CheckpointReader, kind: str) -> None:
         self._reader, self._kind = reader, kind

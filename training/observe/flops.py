@@ -1,8 +1,9 @@
-"""Floating-point operations of a model: counted once, and related to time and to the device's peak."""
+"""Floating-point operations of a model, counted once."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -13,18 +14,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class TrainingFlops:
-    """Counts the operations of training on one image when first asked: some 0.1 s, on shapes alone.
+    """Counts the operations of training on one image on first access: some 0.1 s, on shapes alone.
 
-    What counts are multiplications and additions of convolutions and matrix products, forward and backward, as
-    `torch.utils.flop_counter` knows them; normalization, activations and the optimizer do not. Recomputing activations
-    is no operation of the model's and does not count either.
+    Multiplications and additions of convolutions and matrix products count, forward and backward, as in
+    `torch.utils.flop_counter`; normalization, activations, the optimizer and recomputed activations do not.
     """
 
     def __init__(self, module: nn.Module, image_size: int) -> None:
-        """Copy the shapes of a module, which must be whole: neither sharded nor converted for several ranks.
+        """Copy the shapes of a module that is neither sharded nor converted for several ranks.
 
         Args:
-            module: float32 images [B, 3, S, S] -> logits; it is left as it is.
+            module: float32 images [B, 3, S, S] -> logits; it is not changed.
             image_size: S, in pixels.
         """
         tensors = [*module.parameters(), *module.buffers()]
@@ -35,7 +35,7 @@ class TrainingFlops:
 
     @cached_property
     def per_image(self) -> int | None:
-        """Operations of forward and backward for one image, None where the model cannot be run without data."""
+        """Operations of forward and backward for one image, None if the model cannot be run without data."""
         from torch.utils.flop_counter import FlopCounterMode
 
         images = torch.empty(1, 3, self._image_size, self._image_size, device="meta")
@@ -45,7 +45,7 @@ class TrainingFlops:
         try:
             with torch.enable_grad(), counter:
                 self._skeleton(images).sum().backward()
-        except Exception:  # whatever a user's timm model does with its data: a number less
+        except Exception:  # whatever a user's timm model does with its data: one number less
             return None
         return counter.get_total_flops() or None
 
@@ -65,8 +65,8 @@ def convolution_backward_flops(
 ) -> int:
     """Count a convolution's backward: as many operations as forward for each gradient, of the input and of the weight.
 
-    PyTorch's own formula takes no notice of groups, and counts a depthwise convolution's weight gradient several
-    hundred times: 14 times MobileNetV3-Small's whole training.
+    PyTorch's own formula ignores groups, and counts a depthwise convolution's weight gradient several hundred times:
+    14 times MobileNetV3-Small's whole training.
 
     Args:
         gradient_shape: of the gradient of the output [B, C_out, ...].
@@ -75,8 +75,8 @@ def convolution_backward_flops(
         transposed: whether it is a transposed convolution.
         out_shape: shapes of the gradients of input, weight and bias, None for those that are not computed.
     """
-    batch, *places = input_shape if transposed else gradient_shape
-    forward = 2 * batch * _product(places[1:]) * _product(weight_shape)
+    batch, _, *pixels = input_shape if transposed else gradient_shape
+    forward = 2 * batch * math.prod(pixels) * math.prod(weight_shape)
     return forward * sum(shape is not None for shape in out_shape[:2])
 
 
@@ -91,16 +91,9 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _remove_batchnorm(module: nn.Module) -> None:
-    """Take out what counts for nothing, and takes two thirds of the time without data."""
+    """Remove BatchNorm, which does not count and takes two thirds of the time without data."""
     for name, child in module.named_children():
         if isinstance(child, _BatchNorm):
             setattr(module, name, nn.Identity())
         else:
             _remove_batchnorm(child)
-
-
-def _product(values: Sequence[int]) -> int:
-    product = 1
-    for value in values:
-        product *= value
-    return product

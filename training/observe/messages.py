@@ -1,4 +1,4 @@
-"""What a run says about itself at its start and at its end."""
+"""What is logged at the start of a run, after each epoch, and at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AUGMENTED_IMAGES_SHOWN = 16
 
 
 def announce_start(context: RunContext) -> None:
-    """Log what is about to be trained, on what, and what the user may not expect."""
+    """Log what is trained, on what, and what the user may not expect."""
     config, world, plan, say = context.config, context.world, context.plan, context.loggers.message
     say(f"run {context.folder.name}: {config.model_type}, {config.strategy}, {context.precision}, {world.describe()}")
     unit = "GPU" if world.device.type == "cuda" else "CPU rank"
@@ -107,7 +107,7 @@ def announce_end(context: RunContext, stop_signal: int, point: RunPoint) -> None
 
 
 def _result(context: RunContext) -> list[str]:
-    """Return what came out: that the training has diverged, the best epoch, and its weights if they are there."""
+    """Return whether the training has diverged, the best epoch, and its weights if the run folder contains them."""
     progress, lines = context.state.progress, []
     if progress.diverged_epochs_in_row:
         first = progress.epoch - progress.diverged_epochs_in_row + 1
@@ -155,7 +155,7 @@ def _augmented_sample(context: RunContext) -> torch.Tensor:
     """Return the first training images of epoch 0 as the model sees them, float32 [N, 3, S, S] in 0..1."""
     images = []
     for index in context.plan.permutation(0)[:AUGMENTED_IMAGES_SHOWN]:
-        # An unreadable image is the loader's to report, on all ranks; this runs on rank 0 alone.
+        # The loader reports an unreadable image, on all ranks; this runs on rank 0 alone.
         with contextlib.suppress(ImageError):
             images.append(context.data.train[(0, int(index))][0])
     mean, std = (torch.tensor(context.data.preprocessing[key]).view(1, 3, 1, 1) for key in ("mean", "std"))

@@ -16,7 +16,7 @@ TOP_K = 5
 
 @dataclass(frozen=True)
 class SampleScores:
-    """What became of each sample of an evaluation: on the CPU, in the order of their indices.
+    """Scores of each sample of an evaluation: on the CPU, in the order of their indices.
 
     Attributes:
         indices: int64 [N], positions in the data set.
@@ -50,7 +50,7 @@ class SampleScores:
 
 @dataclass(frozen=True)
 class Scores:
-    """Averages over the samples that count."""
+    """Averages over the samples with weight, and each sample's scores if they are known."""
 
     loss: float
     top1: float
@@ -60,7 +60,7 @@ class Scores:
 
 
 class ScoreSums:
-    """Sums over batches, kept on the device; nothing is read back before `reduce`."""
+    """Sums over batches on the device; nothing is read back before `reduce`."""
 
     def __init__(self, num_classes: int, device: torch.device) -> None:
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
@@ -79,7 +79,7 @@ class ScoreSums:
             counted = weights > 0
             best = logits.topk(self._top_k, dim=1).indices
             hits = (best == labels[:, None]) & counted[:, None]
-            # A padded sample may have an infinite loss: it is selected away, since 0 * inf is nan.
+            # A padded sample may have an infinite loss: it is masked, since 0 * inf is nan.
             kept = torch.where(counted, losses.detach().double(), 0.0)
             self._sums += torch.stack([kept.sum(), hits[:, 0].sum(), hits.sum(), counted.sum()])
 
@@ -88,15 +88,15 @@ class ScoreSums:
         return self._sums.clone()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Set all sums to 0."""
         self._sums.zero_()
 
     def restore(self, state: torch.Tensor) -> None:
-        """Take back what `state` gave."""
+        """Set the sums to what `state` returned."""
         self._sums.copy_(state)
 
     def keep_if(self, applied: bool | torch.Tensor, state: torch.Tensor) -> None:
-        """Take back what `state` gave unless the step was applied; nothing is read from the device."""
+        """Restore `state` unless the step was applied (a bool, or a bool tensor [] that is not read back)."""
         if applied is True:
             return
         self._sums.copy_(state if applied is False else torch.where(applied, self._sums, state))
@@ -109,7 +109,7 @@ class ScoreSums:
 
 
 class SampleRecorder:
-    """Keeps what an evaluation finds, sample by sample, on the device; nothing is read back before `gather`."""
+    """Keeps the scores of an evaluation, sample by sample, on the device; nothing is read back before `gather`."""
 
     def __init__(self, num_classes: int) -> None:
         self._batches: list[torch.Tensor] = []

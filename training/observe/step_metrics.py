@@ -1,4 +1,4 @@
-"""What is known at a logging point: the sums, the time and the memory since the last one."""
+"""Numbers of a logging point and of a run: losses, speed, time shares, memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Timing:
 
 
 class StepMetrics:
-    """Reads one epoch's sums and the clock at logging points, and logs what came in between."""
+    """Reads one epoch's sums and the clock at logging points, and logs the differences."""
 
     def __init__(self, context: TrainContext, epoch: int, sums: ScoreSums) -> None:
         self._context, self._epoch, self._sums, self._guard = context, epoch, sums, context.guard
@@ -164,12 +164,12 @@ def start_timing(
 
 
 def run_point(step: int, images: int, timing: Timing, world: World) -> RunPoint:
-    """Return what is known at the end of a run; a collective.
+    """Return the numbers of a run; a collective.
 
     Args:
         step: the run's last step.
         images: images trained by all ranks since the clock was started.
-        timing: what measured.
+        timing: what measures time.
         world: the ranks.
     """
     own = timing.clock.seconds()

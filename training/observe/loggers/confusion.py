@@ -1,4 +1,4 @@
-"""A confusion matrix as a picture, drawn with Pillow: a plotting library would take a tenth of a short epoch."""
+"""A confusion matrix as a picture, drawn by Pillow: a plotting library would take a tenth of a short epoch."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def confusion_picture(confusion: torch.Tensor, class_names: Sequence[str]) -> np
         draw.text((left - 4, (row + 0.5) * cell), name, "black", font, anchor="rm")
         for column in range(len(confusion)):
             color = "white" if share[row, column] > 0.5 else "black"
-            place = (left + (column + 0.5) * cell, (row + 0.5) * cell)
-            draw.text(place, str(int(confusion[row, column])), color, font, anchor="mm")
+            center = (left + (column + 0.5) * cell, (row + 0.5) * cell)
+            draw.text(center, str(int(confusion[row, column])), color, font, anchor="mm")
     return np.asarray(picture)
