@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tests.recording import Recorder
 from tests.training.engine_ranks import CLASSES, configuration, make_engine
 from training.checkpoint.resume import restore
 from training.checkpoint.saver import GIVE_UP_SECONDS, Saver
@@ -29,7 +30,6 @@ from training.errors import RunEnded
 from training.loop import train_one_epoch
 from training.observe.heartbeat import HeartbeatWriter
 from training.observe.loggers import Loggers
-from training.observe.loggers.points import StepPoint
 from training.observe.scores import ScoreSums
 from training.observe.step_metrics import Timing
 from training.parallel.batchnorm import average_buffers
@@ -75,30 +75,6 @@ class InfiniteGradient(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return (gradient / 0 if context.broken else gradient), None
-
-
-class Recorder:
-    """A logger that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.points: list[StepPoint] = []
-        self.events: list[dict[str, Any]] = []
-        self.messages: list[str] = []
-
-    def message(self, message: str) -> None:
-        self.messages.append(message)
-
-    def event(self, kind: str, values: dict[str, Any]) -> None:
-        self.events.append({"kind": kind} | values)
-
-    def images(self, images: torch.Tensor) -> None: ...
-
-    def steps(self, point: StepPoint) -> None:
-        self.points.append(point)
-
-    def epoch(self, point: Any) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def make_data(broken_sample: int = -1) -> DatasetPair:
@@ -221,7 +197,7 @@ class Job:
             "weights": {name: tensor.double().tolist() for name, tensor in self.engine.weights()},
             "samples": self.epoch_scores.samples,
             "train_loss": self.epoch_scores.loss,
-            "events": self.recorder.events,
+            "events": [{"kind": kind} | values for kind, values in self.recorder.events],
             "messages": self.recorder.messages,
         }
 
@@ -380,7 +356,7 @@ def save_on_full_disk(world: World, folder: str, strategy: str, full_rank: int) 
         "after_success": names_after_success,
         "at_end": names(),
         "messages": job.recorder.messages,
-        "events": job.recorder.events,
+        "events": [{"kind": kind} | values for kind, values in job.recorder.events],
         "ended": ended,
         "last": (job.folder / "last").read_text(),
     }

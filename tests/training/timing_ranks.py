@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.recording import Recorder
 from tests.training.engine_ranks import (
     CLASSES,
     configuration,
@@ -78,22 +79,6 @@ class SleepingReport(HeartbeatWriter):
         time.sleep(SLEEP_SECONDS)
 
 
-class Heard:
-    """A logger that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.messages, self.events, self.points = [], [], []
-
-    def message(self, message):
-        self.messages.append(message)
-
-    def event(self, kind, values):
-        self.events.append([kind, values])
-
-    def steps(self, point):
-        self.points.append(dict(point.time_shares))
-
-
 def sleeping_in_batches(batches):
     for batch in batches:
         time.sleep(SLEEP_SECONDS)
@@ -112,7 +97,7 @@ def epoch_with_a_slow_rank(world: World, slow_rank: int, sleeps_in: str, reduces
     if (sleeps and sleeps_in == "forward") or sleeps_in == "logging":
         engine.forward = sleeping_forward(engine.forward)
     plan = BatchPlan(37, BATCH_SIZE, 1, world.size, 0)
-    hosts, heard, clock = name_hosts(world), Heard(), SpanClock()
+    hosts, heard, clock = name_hosts(world), Recorder(), SpanClock()
     loggers = Loggers([heard] if world.is_main else [])
     timing = Timing(clock, hosts=hosts)
     guard = NonFiniteGuard(engine, world, loggers, most_consecutive=0, name_of=str)
@@ -130,6 +115,6 @@ def epoch_with_a_slow_rank(world: World, slow_rank: int, sleeps_in: str, reduces
     return {
         "messages": heard.messages,
         "events": heard.events,
-        "points": heard.points,
+        "points": [dict(point.time_shares) for point in heard.points],
         "shares": shares(clock.seconds()),
     }

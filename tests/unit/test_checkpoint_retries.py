@@ -29,7 +29,7 @@ class Training:
     """One second a step, saves after every `every_steps`; the disk takes nothing in the given seconds."""
 
     def __init__(self, folder: Path, monkeypatch, full=(), every_steps=1) -> None:
-        self.now, self.attempts, self.messages = 1000.0, [], []
+        self.now, self.attempts = 1000.0, []
         self._full = [(self.now + begin, self.now + end) for begin, end in full]
         for name in ("write_shard", "commit"):
             monkeypatch.setattr(saver_module, name, self._refusing(getattr(saver_module, name), name == "write_shard"))
@@ -41,7 +41,7 @@ class Training:
         self.sums = ScoreSums(2, ALONE.device)
         self.sums.restore(self.engine.epoch_sums)
         self.state = TrainState(self.engine, self.sums, Progress())
-        run = (folder, IDENTITY, config, plan, self.state, ALONE, Loggers([self]), report)
+        run = (folder, IDENTITY, config, plan, self.state, ALONE, Loggers([]), report)
         self.saver = Saver(*run, 60.0, lambda: self.now, self.sleep)
         self.step = 0
 
@@ -54,12 +54,6 @@ class Training:
             return write(*arguments, **options)
 
         return refuse_or_write
-
-    def message(self, text: str) -> None:
-        self.messages.append(text)
-
-    def event(self, kind, values) -> None:
-        pass
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds

@@ -13,6 +13,7 @@ from small_checkpoints import ALONE
 from timm.layers import BatchNormAct2d
 from torch import nn
 
+from tests.recording import Recorder
 from training.data.reader import Batch
 from training.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
 from training.observe.loggers import Loggers
@@ -24,19 +25,6 @@ from training.parallel.world import World
 from training.recipe.nonfinite_steps import NAMES_IN_MESSAGE, NonFiniteGuard
 
 APPLIED, SKIPPED = StepResult(True, 1.0), StepResult(False, float("inf"))
-
-
-class Recorder:
-    """A logger that keeps what it is told."""
-
-    def __init__(self):
-        self.messages, self.events = [], []
-
-    def message(self, message):
-        self.messages.append(message)
-
-    def event(self, kind, values):
-        self.events.append((kind, values))
 
 
 def small_model():

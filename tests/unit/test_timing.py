@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import DeviceType
 
+from tests.recording import Recorder
 from tests.training.engine_ranks import loop_context
 from training.data.reader import Batch
 from training.data.sampler import BatchPlan
@@ -188,19 +189,9 @@ def test_collectives_count_as_communication_of_a_run_on_its_thread(call, group, 
     assert len(entered) == number
 
 
-class Points:
-    """A logger that keeps the points."""
-
-    def __init__(self):
-        self.points = []
-
-    def steps(self, point):
-        self.points.append(point)
-
-
 def test_the_wait_for_data_is_the_devices():
     """The host takes its time over each batch; the device, whose time moves by hand, waits for some of them alone."""
-    marks, logger = Steps(), Points()
+    marks, logger = Steps(), Recorder()
     module = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
     rule = torch.optim.SGD([{"params": list(module.parameters()), "rate_scale": 1.0}], lr=0.1)
 
@@ -483,16 +474,8 @@ def test_peaks(name, peak):
 # The profiler.
 
 
-class Messages:
-    def __init__(self):
-        self.lines = []
-
-    def message(self, line):
-        self.lines.append(line)
-
-
 def profiled(folder, asked, left, done):
-    clock, messages = SpanClock(), Messages()
+    clock, messages = SpanClock(), Recorder()
     profiler = StepProfiler(asked, folder, clock, Loggers([messages]))
     layer = nn.Linear(8, 8)
     profiler.begin_epoch(left)
@@ -507,7 +490,7 @@ def profiled(folder, asked, left, done):
     profiler.end_epoch()
     with clock.forward:
         pass
-    return messages.lines
+    return messages.messages
 
 
 @pytest.mark.parametrize(

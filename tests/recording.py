@@ -1,0 +1,26 @@
+"""A logger that keeps what it gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from training.observe.loggers import RunLogger
+from training.observe.loggers.points import StepPoint
+
+
+class Recorder(RunLogger):
+    """Keeps messages, events as (kind, values), and logging points."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.points: list[StepPoint] = []
+
+    def message(self, message: str) -> None:
+        self.messages.append(message)
+
+    def event(self, kind: str, values: dict[str, Any]) -> None:
+        self.events.append((kind, values))
+
+    def steps(self, point: StepPoint) -> None:
+        self.points.append(point)

@@ -1,0 +1,70 @@
+"""Trains the six reference runs and records their losses: `python -m tests.references.record`.
+
+Record anew, and say so in the commit, when a change is meant to alter what a training computes, or for new versions of
+PyTorch or DeepSpeed. `make test-slow` compares.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests.training.commands import launch, read_metrics
+
+FOLDER = Path(__file__).parent
+MODELS = ("basic_cnn", "mobilenet", "ensemble")
+ENGINES = ("native", "deepspeed")
+RANKS, BATCH_SIZE_PER_RANK, EPOCHS = 2, 16, 1
+FLAGS = ["--ensemble-members", "mobilenet,efficientnet", "--val-fraction", "0.5", "--log-every-steps", "15"]
+SILENT = ["--tensorboard", "false", "--report", "false", "--progress", "off"]
+
+
+def train(model: str, engine: str, **variables: str) -> dict[str, Any]:
+    """Train a reference run of digits with fsdp_stage2, and return its losses and what they depend on."""
+    words = [model, "fsdp_stage2", *map(str, (RANKS, BATCH_SIZE_PER_RANK, EPOCHS)), "--engine", engine, *FLAGS]
+    with tempfile.TemporaryDirectory() as logs:
+        place = ["--log-dir", logs, "--run-name", "reference"]
+        result = launch(*words, *SILENT, *place, OMP_NUM_THREADS="1", **variables)
+        assert result.returncode == 0, result.stderr
+        run = Path(logs) / "runs" / "reference"
+        steps, (epoch,) = read_metrics(run, "step"), read_metrics(run, "epoch")
+    return {
+        "command": " ".join(words),
+        "cpu": cpu_name(),
+        "versions": versions(),
+        "step_losses": {str(point["step"]): point["loss"] for point in steps},
+        "epoch": {name: epoch[name] for name in ("train_loss", "train_top1", "val_loss", "val_top1")},
+    }
+
+
+def reference_file(model: str, engine: str) -> Path:
+    """Return the file of a run with the installed versions."""
+    names = "_".join(f"{name}{number}" for name, number in versions().items())
+    return FOLDER / f"{model}_{engine}_{RANKS}cpu_{names}.json"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that compute, without their build ('+cpu')."""
+    return {name: version(name).partition("+")[0] for name in ("torch", "deepspeed")}
+
+
+def cpu_name() -> str:
+    """Return the processor's name, which decides on the kernels."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def main() -> None:
+    """Record all six."""
+    for model in MODELS:
+        for engine in ENGINES:
+            path = reference_file(model, engine)
+            path.write_text(json.dumps(train(model, engine), indent=1) + "\n")
+            print(path.name)
+
+
+if __name__ == "__main__":
+    main()
