@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 
 from launch.node_run import FINAL_CODES
+from training.checkpoint.atomic_write import replacing
 
 WARNED_CODE = 128 + signal.SIGUSR1
 TIME_LIMIT = "SIGUSR1, the time limit is near"
@@ -62,9 +63,8 @@ class JobRecord:
     def write(self, path: Path) -> None:
         """Write the record, for the next start."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(dataclasses.asdict(self)))
-        unfinished.replace(path)
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(dataclasses.asdict(self)))
 
 
 @dataclass(frozen=True)

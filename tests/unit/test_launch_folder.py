@@ -16,6 +16,7 @@ import pytest
 
 from launch.heartbeat_reader import HeartbeatFolder
 from tests.unit.launching import REPO_ROOT
+from training.checkpoint.atomic_write import unfinished
 from training.observe.heartbeat import ENDED, RECORD_BYTES, Heartbeat, HeartbeatWriter, beat_of
 
 
@@ -61,7 +62,8 @@ def test_a_reader_beside_a_writer_sees_whole_beats_in_order(tmp_path: Path) -> N
         """
         import sys
         from pathlib import Path
-        from training.observe.heartbeat import HeartbeatWriter
+        from training.checkpoint.atomic_write import unfinished
+from training.observe.heartbeat import HeartbeatWriter
         writer = HeartbeatWriter(Path(sys.argv[1]), 0, 300.0)
         for step in range(20000):
             writer.beat("train" if step % 3 else "evaluate with a longer name", step)
@@ -114,7 +116,7 @@ def test_without_a_folder_nothing_happens(folder: Path | None) -> None:
 
 def test_a_rank_on_a_full_disk_lives_on_and_is_not_watched(tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").symlink_to("/dev/full")
-    (tmp_path / "run-name.tmp").symlink_to("/dev/full")
+    unfinished(tmp_path / "run-name", "tmp").symlink_to("/dev/full")
     writer = HeartbeatWriter(tmp_path, 0, 300.0)
     writer.beat("train", 1)
     writer.beat("train", 2)
@@ -130,7 +132,8 @@ def test_sigusr2_gives_the_stack_of_code_that_is_stuck(tmp_path: Path) -> None:
         """
         import sys, threading
         from pathlib import Path
-        from training.observe.heartbeat import HeartbeatWriter
+        from training.checkpoint.atomic_write import unfinished
+from training.observe.heartbeat import HeartbeatWriter
         writer = HeartbeatWriter(Path(sys.argv[1]), 1, 300.0)
         assert writer.beat("start") is None
         def stuck_in_c():
@@ -158,6 +161,7 @@ def test_sigusr2_gives_the_stack_of_code_that_is_stuck(tmp_path: Path) -> None:
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
+from training.checkpoint.atomic_write import unfinished
 from training.observe.heartbeat import HeartbeatWriter
 folder = Path(sys.argv[1])
 def remember(number, frame):

@@ -29,6 +29,8 @@ import zlib
 from io import TextIOWrapper
 from pathlib import Path
 
+from training.checkpoint.atomic_write import replacing
+
 FOLDER_VARIABLE = "ZEROVISION_LAUNCH_FOLDER"
 LAUNCH_VARIABLE = "ZEROVISION_LAUNCH"  # in the environment of everything that one launch starts: survives re-parenting
 RESTARTS_VARIABLE = "ZEROVISION_RESTARTS"  # how often this launch has been restarted: 0 at the first start
@@ -160,10 +162,8 @@ class HeartbeatWriter:
     def _replace(self, name: str, text: str) -> None:
         if self._folder is None:
             return
-        with contextlib.suppress(OSError):
-            unfinished = self._folder / f"{name}.tmp"
-            unfinished.write_text(text)
-            unfinished.replace(self._folder / name)
+        with contextlib.suppress(OSError), replacing(self._folder / name) as temporary:
+            temporary.write_text(text)
 
 
 def _record_path(folder: Path, rank: int) -> Path:
