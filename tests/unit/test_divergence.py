@@ -67,7 +67,7 @@ def test_the_best_weights_come_along_to_a_run_that_goes_on_elsewhere(folders):
     (missing,) = result(new, best_epoch=2)
     assert missing == "top-1 0.5000 on 9 held-out images (best epoch: 2; its weights are not in this run's folder)"
     said = bring_along(old.checkpoints / "step-00003-0000000", new, best_epoch=2)
-    assert said == f"the weights of the best epoch so far, epoch 2, come along from {old.weights}"
+    assert said == f"the weights of the best epoch so far, epoch 2, are copied from {old.weights}"
     assert new.weights.read_bytes() == old.weights.read_bytes()
     assert read_scores(new.path / EVALUATION) == {"epoch": 2, "top1": 0.5}
     assert {path.name for path in new.path.iterdir()} == {"checkpoints", "evaluation", "model.safetensors"}
@@ -83,7 +83,7 @@ def test_other_weights_stay_where_they_are(folders, monkeypatch):
     assert bring_along(checkpoint, new, best_epoch=0) is None
     assert bring_along(checkpoint, old, best_epoch=2) is None
     assert bring_along(checkpoint, new, best_epoch=1) == (
-        f"note: {old.weights} does not hold the weights of the best epoch so far, epoch 1"
+        f"note: {old.weights} does not contain the weights of the best epoch so far, epoch 1"
     )
 
     def full_disk(source, target):

@@ -15,7 +15,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from training.config import TrainConfig
-from training.observe.loggers import Loggers, build_loggers
+from training.observe.loggers import Loggers, open_loggers
 from training.observe.loggers.confusion import confusion_picture
 from training.observe.loggers.points import (
     DeviceUse,
@@ -112,7 +112,7 @@ def test_a_file_gets_plain_lines():
 def test_progress_off_leaves_what_is_no_progress(tmp_path, capsys):
     folder = run_folder(tmp_path)
     config = TrainConfig(progress="off", tensorboard=False)
-    loggers = build_loggers(config, folder, {}, first_step=0)
+    loggers = open_loggers(config, folder, {}, {}, first_step=0)
     loggers.message("run r: basic_cnn")
     loggers.steps(STEP)
     loggers.epoch(EPOCH)
@@ -230,7 +230,7 @@ def test_training_goes_on_where_the_text_log_cannot_be_written(tmp_path, capsys)
     log_much(loggers)
     loggers.close()
     assert capsys.readouterr().err == (
-        "TextLogger cannot write ([Errno 28] No space left on device): training goes on without it\n"
+        "TextLogger cannot write ([Errno 28] No space left on device): training continues without it\n"
     )
     assert len(folder.metrics.read_text().splitlines()) == 601, "the other loggers miss nothing"
 

@@ -80,7 +80,7 @@ def bring_along(checkpoint: Path, folder: RunFolder, best_epoch: int) -> str | N
         return None
     weights = run / WEIGHTS
     if epoch_of(weights) != best_epoch:
-        return f"note: {weights} does not hold the weights of the best epoch so far, epoch {best_epoch}"
+        return f"note: {weights} does not contain the weights of the best epoch so far, epoch {best_epoch}"
     try:
         with replacing(folder.weights, durable=True) as temporary:
             shutil.copyfile(weights, temporary)
@@ -89,4 +89,4 @@ def bring_along(checkpoint: Path, folder: RunFolder, best_epoch: int) -> str | N
             write_scores(folder.path / EVALUATION, scores)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"note: the best weights so far could not be copied from {run} ({type(error).__name__}: {error})"
-    return f"the weights of the best epoch so far, epoch {best_epoch}, come along from {weights}"
+    return f"the weights of the best epoch so far, epoch {best_epoch}, are copied from {weights}"

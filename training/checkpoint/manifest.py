@@ -94,7 +94,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not is_ours:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} is not of the format '{FORMAT}'")
     if not is_unchanged:
-        raise DamagedCheckpoint(f"{MANIFEST_FILE} was changed after it was written: its sha256 does not hold")
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} was changed after it was written: its sha256 does not match")
     try:
         return _parse(content)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -69,7 +69,7 @@ def find_checkpoint(
         notes.append("no good checkpoint is left: starting from the beginning")
     if world.is_main:
         set_aside(folder.checkpoints, refused)
-    return found, notes + [f"checkpoint {path} is passed over: {reason}" for path, reason in refused.items()]
+    return found, notes + [f"checkpoint {path} is skipped: {reason}" for path, reason in refused.items()]
 
 
 def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> TrainConfig:
@@ -135,7 +135,7 @@ def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, A
     progress = manifest.progress
     if progress.epoch > config.epochs or progress.step > steps_per_epoch:
         raise UserError(
-            f"checkpoint {found.path} stands at epoch {progress.epoch}, step {progress.step}: this run has "
+            f"checkpoint {found.path} is at epoch {progress.epoch}, step {progress.step}: this run has "
             f"{config.epochs} epochs of {steps_per_epoch} steps."
         )
 
@@ -151,8 +151,7 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
         reader = CheckpointReader(found.path, manifest)
         buffers = reader.buffers(world.rank, world.size)
         epoch_sums = reader.epoch_sums(world.rank, world.size)
-        _check_names(engine, manifest, buffers)
-        _check_moments(engine, manifest, reader)
+        _check_content(engine, manifest, reader, buffers)
         _check_sums(epoch_sums, sums)
         engine.write_state(reader.weights, reader.moments, manifest.applied_steps)
         for name, buffer in engine.module.named_buffers():
@@ -165,24 +164,21 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
     state.progress = manifest.progress
 
 
-def _check_names(engine: Engine, manifest: Manifest, buffers: dict[str, Any]) -> None:
-    ours = engine.parameter_shapes()
-    if ours != manifest.parameters:
-        theirs = manifest.parameters
+def _check_content(engine: Engine, manifest: Manifest, reader: CheckpointReader, buffers: dict[str, Any]) -> None:
+    """Refuse other parameters, buffers, moments or frozen parameters than the engine's."""
+    ours, theirs = engine.parameter_shapes(), manifest.parameters
+    if ours != theirs:
         other = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
         raise DamagedCheckpoint(f"{len(other)} parameters differ from this model's, first {other[0]}")
     kinds = {name: (buffer.shape, buffer.dtype) for name, buffer in engine.module.named_buffers()}
     if kinds != {name: (buffer.shape, buffer.dtype) for name, buffer in buffers.items()}:
         raise DamagedCheckpoint("its buffers differ from this model's")
-
-
-def _check_moments(engine: Engine, manifest: Manifest, reader: CheckpointReader) -> None:
-    """Refuse other moments than the optimizer's; there may be none before its first step, when they are zeros."""
-    ours, theirs = sorted(engine.flat_shards()[0].moments), sorted(reader.moments)
-    if (theirs or manifest.applied_steps) and theirs != ours:
-        shown = one_line(", ".join(theirs) or "none")
-        raise DamagedCheckpoint(f"its moments are {shown}, the optimizer has {', '.join(ours) or 'none'}")
-    if theirs and reader.frozen != frozen_parameters(engine.module).keys():
+    moments, stored = sorted(engine.flat_shards()[0].moments), sorted(reader.moments)
+    # There may be none before the optimizer's first step, when they are zeros.
+    if (stored or manifest.applied_steps) and stored != moments:
+        names = one_line(", ".join(stored) or "none")
+        raise DamagedCheckpoint(f"its moments are {names}, the optimizer has {', '.join(moments) or 'none'}")
+    if stored and reader.frozen != frozen_parameters(engine.module).keys():
         raise DamagedCheckpoint("other parameters are frozen in it than in this model")
 
 

@@ -1,10 +1,10 @@
 """One rank's file of a checkpoint: copying the state, writing it, and assembling parameters from all files.
 
-A rank stores its flat pieces of the parameter groups as they lie in memory, without any communication: `weights.<i>`
+A rank stores its flat pieces of the parameter groups as they are in memory, without any communication: `weights.<i>`
 and `<moment>.<i>`, one-dimensional fp32. The layout in the file's metadata maps them to parts of parameters, so that
 any strategy and number of ranks can read them. BatchNorm's buffers differ from rank to
 rank between evaluations: each rank stores its own. Frozen parameters are groups without moments. Elements of a
-parameter are counted as the usual shape has them, or as its channels_last form lies in memory if the layout says so.
+parameter are counted as the usual shape has them, or in the memory order of channels_last if the layout has it there.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def verify_shard(folder: Path, rank: int, facts: ShardFacts) -> None:
         if size != facts.bytes:
             raise DamagedCheckpoint(f"{path.name} has {size} bytes instead of {facts.bytes}")
         if _sha256(path) != facts.sha256:
-            raise DamagedCheckpoint(f"{path.name} is damaged: its sha256 does not hold")
+            raise DamagedCheckpoint(f"{path.name} is damaged: its sha256 does not match")
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path.name} is missing") from None
     except OSError as error:

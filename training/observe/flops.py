@@ -80,11 +80,6 @@ def convolution_backward_flops(
     return forward * sum(shape is not None for shape in out_shape[:2])
 
 
-def tflops_per_second(images_per_second: float, flops_per_image: int, ranks: int) -> float:
-    """Return the model's operations per second and device, in 10**12."""
-    return images_per_second * flops_per_image / ranks / 1e12
-
-
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

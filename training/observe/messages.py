@@ -28,21 +28,21 @@ AUGMENTED_IMAGES_SHOWN = 16
 
 def announce_start(context: RunContext) -> None:
     """Log what is trained, on what, and what the user may not expect."""
-    config, world, plan, say = context.config, context.world, context.plan, context.loggers.message
-    say(f"run {context.folder.name}: {config.model_type}, {config.strategy}, {context.precision}, {world.describe()}")
+    config, world, plan, log = context.config, context.world, context.plan, context.loggers.message
+    log(f"run {context.folder.name}: {config.model_type}, {config.strategy}, {context.precision}, {world.describe()}")
     unit = "GPU" if world.device.type == "cuda" else "CPU rank"
-    say(
+    log(
         f"global batch {plan.global_batch} = {config.batch_size} per {unit} x {world.size} {unit}s x "
         f"{config.gradient_accumulation_steps} accumulation step(s); {plan.steps_per_epoch} steps per epoch; "
         f"peak learning rate {context.schedule.peak:.3g}"
     )
     data = context.data
-    say(
+    log(
         f"data {config.data}: {len(data.train)} training and {len(data.val)} validation images, "
         f"{len(data.class_names)} classes, {data.preprocessing['image_size']} pixels, augmentation {data.augmentation}"
     )
     for note in [*data.notes, *context.built.notes, *_warnings(context)]:
-        say(f"note: {note}")
+        log(f"note: {note}")
     if world.is_main and config.tensorboard and context.state.progress == Progress():
         images = _augmented_sample(context)
         if len(images):
@@ -85,25 +85,25 @@ def log_epoch(
 
 
 def announce_end(context: RunContext, stop_signal: int, point: RunPoint) -> None:
-    """Log the result, where the time went and where everything lies; a collective."""
-    progress, say = context.state.progress, context.loggers.message
+    """Log the result, where the time went and where the files are; a collective."""
+    progress, log = context.state.progress, context.loggers.message
     for line in bad_image_lines([context.train_loader, context.val_loader], context.world):
-        say(line)
+        log(line)
     if stop_signal:
         name, again = signal.Signals(stop_signal).name, f"--run-name {context.folder.name} --resume auto"
         if context.position == 0:
-            say(f"stopped by {name} before the first step; start with {again}")
+            log(f"stopped by {name} before the first step; start with {again}")
         else:
             done = f"in epoch {progress.epoch + 1} after {progress.step} steps"
-            say(f"stopped by {name} {done}, checkpoint saved; go on with {again}")
+            log(f"stopped by {name} {done}, checkpoint saved; continue with {again}")
     if context.world.is_main:
         for line in _result(context):
-            say(line)
+            log(line)
     if point.images_per_second:
         context.loggers.end(point)
-    say(f"run folder   {shown_path(context.folder.path)}")
-    say(f"TensorBoard  tensorboard --logdir {shown_path(context.folder.tensorboard.parent)}")
-    say(f"log          {shown_path(context.folder.text_log)}")
+    log(f"run folder   {shown_path(context.folder.path)}")
+    log(f"TensorBoard  tensorboard --logdir {shown_path(context.folder.tensorboard.parent)}")
+    log(f"log          {shown_path(context.folder.text_log)}")
 
 
 def _result(context: RunContext) -> list[str]:

@@ -1,4 +1,4 @@
-"""Where a run's files lie: logs/training.log, logs/tensorboard/<run>/ and logs/runs/<run>/."""
+"""Where a run's files are: logs/training.log, logs/tensorboard/<run>/ and logs/runs/<run>/."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def create_run_folder(config: TrainConfig, origin: Origin) -> tuple[RunFolder, I
 
 
 def shown_path(path: Path) -> str:
-    """Return a path relative to the current folder if it lies there."""
+    """Return a path relative to the current folder if it is inside."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from training.observe.flops import TrainingFlops, tflops_per_second
+from training.observe.flops import TrainingFlops
 from training.observe.loggers import Loggers
 from training.observe.loggers.points import DeviceUse, RunPoint, StepPoint
 from training.observe.machines import peak_tflops
@@ -37,8 +37,8 @@ class Timing:
 
     Attributes:
         clock: spans of the loop.
-        slow_ranks: detects a rank that holds up the others.
-        slow_links: detects a host whose exchange holds up all.
+        slow_ranks: detects a rank that slows down the others.
+        slow_links: detects a host whose exchange slows down all.
         hosts: name of each rank's machine, by rank.
         flops: counts the model's operations, None if they are not wanted.
         profiler: `--profile`, None on ranks other than 0.
@@ -209,7 +209,7 @@ def device_use(images_per_second: float, flops: TrainingFlops | None, world: Wor
     """
     tflops = mfu = utilization = None
     if flops is not None and flops.per_image is not None:
-        tflops = tflops_per_second(images_per_second, flops.per_image, world.size)
+        tflops = images_per_second * flops.per_image / world.size / 1e12
     if world.device.type == "cuda":
         peak = peak_tflops(torch.cuda.get_device_name(world.device))
         mfu = tflops / peak if tflops is not None and peak is not None else None

@@ -1,6 +1,6 @@
 """Where a run's numbers go: console, text log, JSON lines and TensorBoard, behind one small interface.
 
-A new logger is one subclass of `RunLogger` and one line in `build_loggers`. Only rank 0 builds any.
+A new logger is one subclass of `RunLogger` and one line in `open_loggers`. Only rank 0 builds any.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RunLogger:
 class Loggers(RunLogger):
     """Passes every call on to each logger in turn; on ranks other than 0 there are none.
 
-    If a logger cannot write (a full disk), one line goes to stderr, and training goes on.
+    If a logger cannot write (a full disk), one line goes to stderr, and training continues.
     """
 
     def __init__(self, loggers: Sequence[RunLogger]) -> None:
@@ -97,9 +97,19 @@ def open_loggers(
         folder: where the files go.
         facts: of `training.observe.environment.describe_run`.
         sharding: DeepSpeed's configuration of the run.
-        first_step: see `build_loggers`.
+        first_step: the run's first step, 0 unless it resumes: steps from there on that were logged before are void.
     """
-    loggers = build_loggers(config, folder, facts, first_step)
+    from training.observe.loggers.text import ConsoleLogger, JsonLinesLogger, TextLogger
+
+    destinations: list[RunLogger] = [TextLogger(folder), JsonLinesLogger(folder), ConsoleLogger(config.progress)]
+    if config.tensorboard:
+        from training.observe.loggers.tensorboard import TensorBoardLogger
+
+        try:
+            destinations.append(TensorBoardLogger(folder, dataclasses.asdict(config), facts, first_step))
+        except OSError as error:
+            _warn_cannot_write("TensorBoardLogger", error)
+    loggers = Loggers(destinations)
     try:
         save_config(config, folder.path / CONFIG)
         write_json(folder.path / ENVIRONMENT, facts)
@@ -109,27 +119,5 @@ def open_loggers(
     return loggers
 
 
-def build_loggers(config: TrainConfig, folder: RunFolder, facts: dict[str, Any], first_step: int) -> Loggers:
-    """Build rank 0's loggers.
-
-    Args:
-        config: the run's configuration.
-        folder: where the files go.
-        facts: the environment of the run, for TensorBoard's text page.
-        first_step: the run's first step, 0 unless it resumes: steps from there on that were logged before are void.
-    """
-    from training.observe.loggers.text import ConsoleLogger, JsonLinesLogger, TextLogger
-
-    loggers: list[RunLogger] = [TextLogger(folder), JsonLinesLogger(folder), ConsoleLogger(config.progress)]
-    if config.tensorboard:
-        from training.observe.loggers.tensorboard import TensorBoardLogger
-
-        try:
-            loggers.append(TensorBoardLogger(folder, dataclasses.asdict(config), facts, first_step))
-        except OSError as error:
-            _warn_cannot_write("TensorBoardLogger", error)
-    return Loggers(loggers)
-
-
 def _warn_cannot_write(name: str, error: OSError) -> None:
-    print(f"{name} cannot write ({error}): training goes on without it", file=sys.stderr, flush=True)
+    print(f"{name} cannot write ({error}): training continues without it", file=sys.stderr, flush=True)

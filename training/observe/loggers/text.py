@@ -114,7 +114,7 @@ class TextLogger(RunLogger):
 class JsonLinesLogger(RunLogger):
     """Writes metrics.jsonl: one JSON object per logging point ('kind': 'step'), epoch ('epoch'), event and run ('end').
 
-    After a resume steps appear again: the later line of a step holds.
+    After a resume steps appear again: the later line of a step is valid.
     """
 
     def __init__(self, folder: RunFolder) -> None:
