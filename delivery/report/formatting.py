@@ -40,10 +40,7 @@ def count(value: int) -> str:
 
 def date_and_time(unix_seconds: float) -> str:
     """Format a moment in the local time zone."""
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_seconds))
-    except (OverflowError, ValueError, OSError):
-        return "–"
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_seconds))
 
 
 def plural(value: int, noun: str) -> str:

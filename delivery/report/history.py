@@ -20,7 +20,7 @@ EPOCH_NUMBERS = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5")
 
 @dataclass
 class Process:
-    """The time of a run from one start to the next.
+    """One start of a run.
 
     Attributes:
         logged_seconds: of each span in the logged intervals, and of evaluations and saves between them.
@@ -47,7 +47,7 @@ class History:
 
     Attributes:
         steps: the optimizer step of each logging point, ascending.
-        columns: for each name in `CURVES`, the values at `steps`.
+        columns: for each name in `CURVES`, the values at `steps`; steps and seconds of the interval before.
         epochs: the line of each epoch.
         events: lines of the kinds in `EVENTS` and `resume`, in the order they were written.
         checkpoints: the lines of saved checkpoints.
@@ -67,7 +67,7 @@ class History:
             global_batch: images of an optimizer step over all ranks; None if unknown: intervals then take no time.
         """
         self.steps = array("q")
-        self.columns = {name: array("d") for name in CURVES}
+        self.columns = {name: array("d") for name in (*CURVES, "interval_steps", "interval_seconds")}
         self.epochs: dict[int, dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
         self.checkpoints: list[dict[str, Any]] = []
@@ -80,8 +80,6 @@ class History:
         self.last_kind = ""
         self.steps_per_epoch = self.total_steps = 0
         self._global_batch = global_batch or 0
-        self._interval_seconds = array("d")
-        self._interval_steps = array("q")
         self._last_step = 0
 
     def add(self, line: dict[str, Any]) -> None:
@@ -98,12 +96,12 @@ class History:
                 self._add_epoch(line)
             case "resume":
                 self._forget_after(int(line["step"]))
-                self._start_process(float(line["time"]))
+                self._start_process(when)
                 self.events.append(line)
             case "checkpoint":
                 self.checkpoints.append(line)
+                # Within an epoch the stall is part of a logged interval.
                 if self.steps_per_epoch and int(line["step"]) % self.steps_per_epoch == 0:
-                    # Within an epoch the stall is part of a logged interval.
                     self.processes[-1].logged_seconds["saving"] += float(line["stall_seconds"])
             case "end":
                 numbers = {name: float(line[name]) for name in ("seconds", "evaluation_seconds")}
@@ -133,7 +131,7 @@ class History:
 
     def _add_step(self, line: dict[str, Any]) -> None:
         step, speed = int(line["step"]), float(line["images_per_second"])
-        values = [float(line[name]) for name in CURVES]
+        values = {name: float(line[name]) for name in CURVES}
         self.steps_per_epoch, self.total_steps = int(line["steps_per_epoch"]), int(line["total_steps"])
         went_back = step <= self._last_step
         if went_back:  # restarted without a checkpoint, so no `resume` line gives the step
@@ -144,14 +142,11 @@ class History:
             self._start_process(float(line["time"]) - seconds)
         for name, share in line.get("time_shares", {}).items():
             self.processes[-1].logged_seconds[name] += seconds * float(share)
-        if seconds:
-            self.logged_images += steps * self._global_batch
-            self.logged_seconds += seconds
+        self.logged_images += steps * self._global_batch if seconds else 0
+        self.logged_seconds += seconds
         self.steps.append(step)
-        for name, value in zip(CURVES, values, strict=True):
+        for name, value in (values | {"interval_steps": steps, "interval_seconds": seconds}).items():
             self.columns[name].append(value)
-        self._interval_seconds.append(seconds)
-        self._interval_steps.append(steps)
         self._last_step = step
         if "memory_bytes" in line and len(self.memory_bytes_per_rank) < 2:
             self._add_memory([line["memory_bytes"]])
@@ -172,12 +167,12 @@ class History:
         """Drop the logging points and epochs after a step, since it is trained again from there."""
         keep = bisect.bisect_right(self.steps, step)
         for place in range(keep, len(self.steps)):
-            steps, seconds = self._interval_steps[place], self._interval_seconds[place]
-            again = min(self.steps[place] - step, steps)
+            steps = self.columns["interval_steps"][place]
+            again = min(self.steps[place] - step, int(steps))
             self.repeated_steps += again
-            self.repeated_seconds += seconds * again / steps
-        columns: list[array] = [self.steps, self._interval_seconds, self._interval_steps, *self.columns.values()]
-        for column in columns:
+            self.repeated_seconds += self.columns["interval_seconds"][place] * again / steps
+        del self.steps[keep:]
+        for column in self.columns.values():
             del column[keep:]
         self.epochs = {epoch: line for epoch, line in self.epochs.items() if line["step"] <= step}
         self._last_step = step

@@ -13,20 +13,10 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from delivery.report import formatting
+from delivery.report import formatting, run_facts
 from delivery.report.incidents import find_incidents
 from delivery.report.per_class import MOST_IMAGES, calibration_chart, class_table, confusion, misclassified_images
-from delivery.report.run_facts import (
-    command_of,
-    describe,
-    differences,
-    environment_facts,
-    find_status,
-    key_figures,
-    settings,
-    side_by_side,
-)
-from delivery.report.run_files import RunFiles, read_run
+from delivery.report.run_files import read_run
 from delivery.report.time_and_memory import memory_breakdown, time_breakdown
 from delivery.report.training_curves import STYLES, overlaid_charts, single_run_charts
 from training.checkpoint.atomic_write import replacing
@@ -64,14 +54,14 @@ def write_report(folders: Sequence[Path], output: Path, *, is_watched: bool = Fa
     names = [folder.name for folder in folders]
     names = [str(folder) if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)]
     runs = [
-        _page_run(place, name, read_run(folder), len(folders))
+        _page_run(place, name, folder, len(folders))
         for place, (name, folder) in enumerate(zip(names, folders, strict=True))
     ]
     is_running = any(run["status"].is_running for run in runs)
     page = _render(runs, is_live=is_watched and is_running).encode("utf-8", errors="replace")
-    if output.is_dir():
-        raise UserError(f"'{output}' is a folder: give a file, such as {output / 'report.html'}.")
     try:
+        if output.is_dir():
+            raise UserError(f"'{output}' is a folder: give a file, such as {output / 'report.html'}.")
         with replacing(output) as new:
             new.write_bytes(page)
     except OSError as error:
@@ -91,8 +81,8 @@ def watch(
     Args:
         folders: of the runs.
         output: the HTML file.
-        log: takes a line for the user.
-        sleep: waits so many seconds between two polls of the files.
+        log: writes a line for the user.
+        sleep: waits for the seconds between two polls of the files.
 
     Raises:
         UserError: as `write_report`.
@@ -130,40 +120,28 @@ def _signature(folders: Sequence[Path]) -> list[tuple[int, int]]:
     return found
 
 
-def _page_run(position: int, name: str, run: RunFiles, runs: int) -> dict[str, Any]:
-    """Return what the template shows of a run, of as many."""
-    key, evaluation = f"run{position}", None
-    with _damage_named(run.folder / EVALUATION / SCORES):
-        figures = key_figures(run)
+def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, Any]:
+    """Return what the template shows of a run, one of as many."""
+    run, key = read_run(folder), f"run{position}"
+    history = run.history
+    shown = {"key": key, "name": name, "style": position % STYLES + 1, "folder": str(folder), "notes": run.notes}
+    shown |= {"history": history, "settings": run_facts.settings(run), "evaluation": None}
+    with _damage_named(folder / EVALUATION / SCORES):
+        shown["figures"] = run_facts.key_figures(run)
         if run.scores is not None:
-            evaluation = {
+            shown["evaluation"] = {
                 "classes": class_table(run.scores),
                 "calibration": calibration_chart(f"calibration-{key}", run.scores),
                 "confusion": confusion(run.scores, with_matrix=runs <= MOST_RUNS_WITH_MATRIX),
                 "images": misclassified_images(run, min(MOST_IMAGES, IMAGES_OF_ALL_RUNS // runs)),
             }
-    with _damage_named(run.folder / METRICS):
-        logged = {
-            "status": find_status(run),
-            "incidents": find_incidents(run.history),
-            "time": time_breakdown(run.history),
-            "memory": memory_breakdown(run.history.memory_bytes_per_rank),
-        }
-    with _damage_named(run.folder / ENVIRONMENT):
-        facts = {"description": describe(run), "command": command_of(run), "environment": environment_facts(run)}
-    return {
-        **logged,
-        **facts,
-        "key": key,
-        "name": name,
-        "style": position % STYLES + 1,
-        "folder": str(run.folder),
-        "notes": run.notes,
-        "figures": figures,
-        "evaluation": evaluation,
-        "settings": settings(run),
-        "history": run.history,
-    }
+    with _damage_named(folder / METRICS):
+        shown |= {"status": run_facts.find_status(run), "incidents": find_incidents(history)}
+        shown |= {"time": time_breakdown(history), "memory": memory_breakdown(history.memory_bytes_per_rank)}
+    with _damage_named(folder / ENVIRONMENT):
+        shown |= {"description": run_facts.describe(run), "command": run_facts.command_of(run)}
+        shown["environment"] = run_facts.environment_facts(run)
+    return shown
 
 
 @contextmanager
@@ -171,7 +149,7 @@ def _damage_named(path: Path) -> Iterator[None]:
     """Raise a UserError that names the file if a value in it is missing or of the wrong type."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
         raise UserError(f"'{path}' is damaged ({error!r}). Restore it, or remove it.") from None
 
 
@@ -196,10 +174,10 @@ def _render(runs: Sequence[dict[str, Any]], *, is_live: bool) -> str:
         is_single=is_single,
         title=names[0] if is_single else f"{len(runs)} runs compared",
         charts=charts,
-        figures=side_by_side([run["figures"] for run in runs]),
-        times=side_by_side([run["time"].rows if run["time"] else [] for run in runs]),
-        setting_differences=differences([run["settings"] for run in runs]),
-        environment_differences=differences([run["environment"] for run in runs]),
+        figures=run_facts.side_by_side([run["figures"] for run in runs]),
+        times=run_facts.side_by_side([run["time"].rows if run["time"] else [] for run in runs]),
+        setting_differences=run_facts.differences([run["settings"] for run in runs]),
+        environment_differences=run_facts.differences([run["environment"] for run in runs]),
         data={
             "charts": {chart["key"]: chart["data"] for chart in [*charts, *calibrations] if chart is not None},
             "reloadSeconds": reload_seconds,

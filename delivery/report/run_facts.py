@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from delivery.report.formatting import clip, count, date_and_time, number, percent, plural
+from delivery.report.history import History
 from delivery.report.run_files import RunFiles
 from delivery.reproduce_command import reproduce_command
 from training.config import FIELDS, FLAG_OF, TrainConfig
@@ -73,8 +74,8 @@ def find_status(run: RunFiles, now: float | None = None) -> Status:
         return Status("running", f"Running: step {count(history.last_step)}{total}, {progress}.")
     return Status(
         "crashed",
-        f"Crashed or killed: the last line is from {date_and_time(history.last_time)}, {format_duration(silence)} "
-        f"before this page was written, at step {count(history.last_step)} ({progress}). There is no end line.",
+        f"Crashed or killed: there is no end line, the last line is from {date_and_time(history.last_time)}, "
+        f"{format_duration(silence)} before this page was written, at step {count(history.last_step)} ({progress}).",
     )
 
 
@@ -104,7 +105,7 @@ def key_figures(run: RunFiles) -> list[Fact]:
     if training := sum(sum(one.values()) for one in spans) - evaluation:
         remark = f"and {format_duration(evaluation)} of evaluation" if evaluation else ""
         figures.append(Fact("training time", format_duration(training), remark))
-    if speed := _images_per_second(run):
+    if speed := _images_per_second(history):
         figures.append(Fact("images per second", number(speed, 3), f"on {_ranks(run)}" if _ranks(run) else ""))
     if peaks := history.memory_bytes_per_rank:
         remark = "highest of all ranks" if len(peaks) > 1 else "rank 0"
@@ -169,10 +170,10 @@ def _scores(run: RunFiles) -> list[Fact]:
     ]
 
 
-def _images_per_second(run: RunFiles) -> float | None:
+def _images_per_second(history: History) -> float | None:
     """Return the speed in the `end` line of a run of one start, else that of the logged intervals."""
-    history, end = run.history, run.history.processes[-1].end
-    if len(history.processes) == 1 and end is not None and isinstance(end.get("images_per_second"), float):
+    end = history.processes[-1].end or {}
+    if len(history.processes) == 1 and isinstance(end.get("images_per_second"), float):
         return end["images_per_second"]
     return history.logged_images / history.logged_seconds if history.logged_seconds else None
 
