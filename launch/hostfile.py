@@ -46,10 +46,8 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
         if not match:
             raise UserError(f"{where}: {line!r} is not 'name slots=N' with N from 1 to 9999.")
         host = match["host"]
-        try:
-            check_host_name(host)
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from None
+        if not HOST_NAME.fullmatch(host):
+            raise UserError(f"{where}: {host!r} is no host name (letters, digits, '.' and '-').")
         if host in found:
             raise UserError(f"{where}: host {host!r} is in line {found[host][1]} already.")
         found[host] = (int(match["slots"]), number)
@@ -62,8 +60,12 @@ def read_hostfile(path: Path, nodes: int = 1, slots: int = 1) -> dict[str, int]:
     return {host: host_slots for host, (host_slots, _) in found.items()}
 
 
-def check_host_name(host: str) -> str:
-    """Return a host's name that no program can read as anything else; raise a UserError for any other."""
-    if not HOST_NAME.fullmatch(host):
-        raise UserError(f"{host!r} is no host name (letters, digits, '.' and '-').")
-    return host
+def split_hosts(names: str, nodes: int = 1) -> list[str]:
+    """Return the hosts of --hosts; raise a UserError for a name that is none or is given twice, and for too few."""
+    hosts = names.split(",")
+    bad = [host for host in hosts if not HOST_NAME.fullmatch(host) or hosts.count(host) > 1]
+    if bad:
+        raise UserError(f"--hosts: {bad[0]!r} is no host name, or is given twice: give names as in node01,node02.")
+    if len(hosts) < nodes:
+        raise UserError(f"--hosts: {nodes} nodes asked for, {len(hosts)} named.")
+    return hosts

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch.arguments import LaunchArguments, check_training, print_command, read_arguments, run_launcher, run_preflight
 from launch.cluster.cluster_run import ClusterRun
 from launch.cluster.plan import Plan
-from launch.hostfile import check_host_name, read_hostfile
+from launch.hostfile import read_hostfile, split_hosts
 from launch.node_run import receive_signals
 from launch.restart_policy import RestartPolicy, Started, start_until_done
 from training.config import REPO_ROOT
@@ -42,16 +42,11 @@ def main(arguments: list[str]) -> int:
 
 def _hosts(given: LaunchArguments) -> list[str]:
     """Return the hosts that the launch uses, that of rank 0 first."""
-    if not given.hosts:
-        default = Path("hostfile.txt")
-        path = Path(given.hostfile) if given.hostfile else default if default.is_file() else REPO_ROOT / default
-        return list(read_hostfile(path, given.nodes, given.ranks_per_node))[: given.nodes]
-    hosts = [check_host_name(host) for host in given.hosts.split(",")]
-    if len(set(hosts)) < len(hosts):
-        raise UserError(f"--hosts {given.hosts}: a host is named twice.")
-    if len(hosts) < given.nodes:
-        raise UserError(f"--hosts {given.hosts}: {given.nodes} nodes asked for, {len(hosts)} named.")
-    return hosts[: given.nodes]
+    if given.hosts:
+        return split_hosts(given.hosts, given.nodes)[: given.nodes]
+    default = Path("hostfile.txt")
+    path = Path(given.hostfile) if given.hostfile else default if default.is_file() else REPO_ROOT / default
+    return list(read_hostfile(path, given.nodes, given.ranks_per_node))[: given.nodes]
 
 
 def train(plan: Plan, max_restarts: int, received: list[int]) -> Started:

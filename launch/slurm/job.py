@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     print(f"Slurm job {job.name} on {','.join(hosts)}, restart {job.restarts}", flush=True)
     outcome = train(plan, given.max_restarts, received)
     record = JobRecord(outcome.ending.code, outcome.ending.reason, outcome.position)
-    return _finish(job, config, record, was_told=signal.SIGTERM in all_received)
+    return _finish(job, config, record, was_terminated=signal.SIGTERM in all_received)
 
 
 def _receive_signals() -> tuple[list[int], set[int]]:
@@ -66,14 +66,14 @@ def _receive_signals() -> tuple[list[int], set[int]]:
     return received, all_received
 
 
-def _finish(job: Job, config: TrainConfig, record: JobRecord, *, was_told: bool) -> int:
+def _finish(job: Job, config: TrainConfig, record: JobRecord, *, was_terminated: bool) -> int:
     """Requeue the job if that may help; return its exit code."""
     path = run_folder(config).log_dir / "slurm" / f"{job.name}.json"
     earlier = JobRecord.read(path) if job.restarts else JobRecord()
     shown = scontrol("show", "job", "-o", job.slurm_id)
     if shown is None:
         _print(job, "scontrol show job has failed: not requeued")
-    decision = what_follows(record, earlier, Fate.of(shown or "", was_told=was_told))
+    decision = what_follows(record, earlier, Fate.of(shown or "", was_terminated=was_terminated))
     _print(job, decision.line)
     if decision.requeue:
         try:

@@ -25,14 +25,14 @@ class Fate(Enum):
     ENDING = "it ends it: scancel, the time limit, or a preemption that requeues by itself"
 
     @classmethod
-    def of(cls, shown: str, *, was_told: bool) -> Fate:
-        """Read it from `scontrol show job`; `was_told` is whether SIGTERM came."""
+    def of(cls, shown: str, *, was_terminated: bool) -> Fate:
+        """Read it from `scontrol show job`; `was_terminated` is whether SIGTERM came."""
         values = dict(re.findall(r"(\S+?)=(\S*)", shown))
         if values.get("JobState") != "RUNNING":
             return cls.ENDING
         if values.get("PreemptTime", "None") != "None":
             return cls.PREEMPTED  # a job that ends in its grace time counts as ended, and not as preempted
-        return cls.ENDING if was_told else cls.RUNNING
+        return cls.ENDING if was_terminated else cls.RUNNING
 
 
 @dataclass(frozen=True)

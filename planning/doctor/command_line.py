@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.cluster.remote_shell import Command, srun_command, ssh_command
-from launch.hostfile import HOST_NAME, read_hostfile
+from launch.hostfile import read_hostfile, split_hosts
 from launch.slurm.scontrol import host_names
 from training.command_line import OneLineParser, parse_args
 from training.data import DATASETS, data_options
@@ -135,13 +135,7 @@ def _named_hosts(given: argparse.Namespace) -> Mapping[str, int]:
     """Return ranks by host, from the hostfile or --hosts; 0 if unknown."""
     if given.hostfile:
         return read_hostfile(given.hostfile, given.nodes or 1, given.gpus_per_node or 1)
-    names = given.hosts.split(",")
-    bad = [name for name in names if not HOST_NAME.fullmatch(name) or names.count(name) > 1]
-    if bad:
-        raise UserError(f"--hosts: {bad[0]!r} is no host name, or stands twice: give names as in node01,node02.")
-    if len(names) < (given.nodes or 1):
-        raise UserError(f"--hosts: {given.nodes} nodes asked for, {len(names)} named.")
-    return dict.fromkeys(names, 0)
+    return dict.fromkeys(split_hosts(given.hosts, given.nodes or 1), 0)
 
 
 def _hosts_of_job(node_list: str) -> Mapping[str, int]:

@@ -73,7 +73,7 @@ def test_hosts_come_from_a_hostfile_a_list_or_slurms_job(tmp_path: Path, monkeyp
     [
         (("--hosts", "a,-oProxyCommand=reboot"), "'-oProxyCommand=reboot' is no host name"),
         (("--hosts", "a,$(reboot)"), "is no host name"),
-        (("--hosts", "a,a"), "stands twice"),
+        (("--hosts", "a,a"), "given twice"),
         (("--hosts", "a", "--nodes", "2"), "2 nodes asked for, 1 named"),
         (("--hostfile", "no/such/file"), "no/such/file"),
         (("--nodes", "2"), "--hostfile or --hosts"),

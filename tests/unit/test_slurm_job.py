@@ -158,7 +158,7 @@ def test_a_preempted_job_is_requeued_and_a_cancelled_one_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shown", "was_told", "fate"),
+    ("shown", "was_terminated", "fate"),
     [
         ("JobId=7 JobState=RUNNING Reason=None PreemptTime=None", False, Fate.RUNNING),
         ("JobId=7 JobState=RUNNING Reason=None PreemptTime=None", True, Fate.ENDING),
@@ -168,8 +168,8 @@ def test_a_preempted_job_is_requeued_and_a_cancelled_one_is_not() -> None:
         ("", False, Fate.ENDING),
     ],
 )
-def test_what_slurm_does_with_a_job(shown: str, was_told: bool, fate: Fate) -> None:
-    assert Fate.of(shown, was_told=was_told) is fate
+def test_what_slurm_does_with_a_job(shown: str, was_terminated: bool, fate: Fate) -> None:
+    assert Fate.of(shown, was_terminated=was_terminated) is fate
 
 
 def test_the_record_survives_and_a_broken_one_is_an_empty_one(tmp_path: Path) -> None:
