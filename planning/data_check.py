@@ -32,22 +32,14 @@ class DataReport:
     """The result of `check_data`.
 
     Attributes:
-        class_names: Name of each label.
-        train_counts: Training images of each class.
-        val_counts: Validation images of each class.
-        label_range: Lowest and highest label that occurs.
-        notes: One-line messages from loading.
+        datasets: The loaded data set.
         sizes: Width and height in pixels of the readable images with the fewest and the most pixels; empty if none is.
         unreadable: Path and reason of each image that cannot be used.
         image_notes: Path and note of each image that is odd but can be used.
         decoded: Images that were decoded: all, or a sample.
     """
 
-    class_names: list[str]
-    train_counts: list[int]
-    val_counts: list[int]
-    label_range: tuple[int, int]
-    notes: list[str]
+    datasets: DatasetPair
     sizes: list[Size] = field(default_factory=list)
     unreadable: list[tuple[str, str]] = field(default_factory=list)
     image_notes: list[tuple[str, str]] = field(default_factory=list)
@@ -56,7 +48,7 @@ class DataReport:
     @property
     def images(self) -> int:
         """Images of both parts, readable or not."""
-        return sum(self.train_counts) + sum(self.val_counts)
+        return sum(self.datasets.train_counts) + sum(self.datasets.val_counts)
 
 
 def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
@@ -75,14 +67,7 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
 
 def check_datasets(datasets: DatasetPair, workers: int | None = None, most: int | None = None) -> DataReport:
     """As `check_data`, of a loaded data set, and of at most `most` images of each part, evenly spread."""
-    labels = torch.cat([datasets.train.source.labels, datasets.val.source.labels])
-    report = DataReport(
-        class_names=datasets.class_names,
-        train_counts=datasets.train_counts,
-        val_counts=datasets.val_counts,
-        label_range=(int(labels.min()), int(labels.max())),
-        notes=datasets.notes,
-    )
+    report = DataReport(datasets)
     for part in (datasets.train, datasets.val):
         chosen = np.unique(np.linspace(0, len(part) - 1, min(len(part), most or len(part))).astype(int))
         is_worth_it = len(chosen) >= IMAGES_WORTH_A_WORKER and not part.source.in_memory
@@ -94,17 +79,18 @@ def check_datasets(datasets: DatasetPair, workers: int | None = None, most: int 
 
 def print_report(data: str, report: DataReport) -> None:
     """Print the report on `data`: counts by class, sizes, and each image that cannot be used."""
-    console = Console(highlight=False, soft_wrap=True)
-    table = Table("class", "train", "validation", title=cell(f"{data}: {len(report.class_names)} classes"))
-    rows = list(zip(report.class_names, report.train_counts, report.val_counts, strict=True))
+    console, datasets = Console(highlight=False, soft_wrap=True), report.datasets
+    table = Table("class", "train", "validation", title=cell(f"{data}: {len(datasets.class_names)} classes"))
+    rows = list(zip(datasets.class_names, datasets.train_counts, datasets.val_counts, strict=True))
     for name, train, val in rows[:CLASSES_SHOWN]:
         table.add_row(cell(name), str(train), str(val))
     if len(rows) > CLASSES_SHOWN:
         table.add_row(f"and {len(rows) - CLASSES_SHOWN} more", "", "")
-    table.add_row("all", str(sum(report.train_counts)), str(sum(report.val_counts)))
+    table.add_row("all", str(sum(datasets.train_counts)), str(sum(datasets.val_counts)))
     console.print(table)
-    lines = [f"note: {printable(note)}" for note in report.notes]
-    lines.append(f"labels {report.label_range[0]} to {report.label_range[1]}")
+    lines = [f"note: {printable(note)}" for note in datasets.notes]
+    labels = torch.cat([datasets.train.source.labels, datasets.val.source.labels])
+    lines.append(f"labels {int(labels.min())} to {int(labels.max())}")
     if report.sizes:
         smallest, largest = (f"{width}x{height}" for width, height in report.sizes)
         lines.append(f"smallest image {smallest}, largest {largest} pixels")

@@ -13,7 +13,6 @@ from planning.doctor.collect import Findings, Request
 from planning.doctor.table import Row, join_hosts, some_of
 from training.config import REPO_ROOT
 from training.observe.environment import usual_value
-from training.observe.shared_folder import not_sharing
 from training.parallel.network_interfaces import is_loopback
 from training.parallel.strategies import STRATEGIES
 
@@ -182,16 +181,19 @@ def assess_fingerprints(fingerprints: HostFacts) -> list[Row]:
 
 
 def assess_log_sharing(writer: str, sees: Mapping[str, bool]) -> list[Row]:
-    """Assess whether all hosts share the log folder: whether they see the file that `writer` has written there."""
+    """Assess whether all hosts share the log folder: whether they see the file that `writer` has written there.
+
+    If none of several others sees it, the writer is the odd one.
+    """
     if not sees:
         return []
     cure = "give a --log-dir on a disk that all hosts share, or mount it there"
-    odd = not_sharing(writer, sees)
-    if odd == [writer]:
-        found = f"what it writes into the log folder does not appear on {some_of(list(sees))}"
+    blind = [host for host, is_seen in sees.items() if not is_seen]
+    if len(blind) == len(sees) > 1:
+        found = f"what it writes into the log folder does not appear on {some_of(blind)}"
         return [Row("shared logs", "wrong", found, cure, writer)]
     found = f"what {writer} writes into the log folder does not appear there"
-    rows = [Row("shared logs", "wrong", found, cure, host) for host in odd]
+    rows = [Row("shared logs", "wrong", found, cure, host) for host in blind]
     return rows or [Row("shared logs", "ok", f"what {writer} writes into the log folder appears on every host")]
 
 

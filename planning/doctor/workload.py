@@ -40,9 +40,9 @@ def measure_dataset(options: Mapping[str, Any]) -> dict[str, Any]:
     datasets = load_data(replace(DataOptions(**options), cache="off", download=False))
     report = check_datasets(datasets, workers=0, most=SAMPLE)
     return {
-        "classes": len(report.class_names),
-        "train": sum(report.train_counts),
-        "val": sum(report.val_counts),
+        "classes": len(datasets.class_names),
+        "train": sum(datasets.train_counts),
+        "val": sum(datasets.val_counts),
         "image_size": datasets.preprocessing["image_size"],
         "decoded": report.decoded,
         "unreadable": [f"{path} ({reason})" for path, reason in report.unreadable],

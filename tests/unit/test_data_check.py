@@ -34,8 +34,8 @@ def test_every_image_is_decoded_and_measured(folder, workers):
     (folder / "[b]" / "text.jpg").write_text("text")
     save_animation(folder / "a" / "0.png", (9, 9))
     report = check_data(DataOptions(data=str(folder)), workers=workers)
-    assert report.images == sum(report.train_counts) + sum(report.val_counts) == 7
-    assert (report.class_names, report.label_range) == (["[b]", "a"], (0, 1))
+    assert report.images == 7
+    assert report.datasets.class_names == ["[b]", "a"]
     assert report.sizes == [(8, 8), (50, 40)]
     assert {path for path, _ in report.unreadable} == {str(folder / "a" / "cut.jpg"), str(folder / "[b]" / "text.jpg")}
     assert all(reason for _, reason in report.unreadable)
@@ -44,7 +44,7 @@ def test_every_image_is_decoded_and_measured(folder, workers):
 
 def test_images_in_memory():
     report = check_data(DataOptions())
-    assert (report.images, report.unreadable, report.label_range) == (1797, [], (0, 9))
+    assert (report.images, report.unreadable) == (1797, [])
     assert report.sizes == [(32, 32)] * 2
 
 
@@ -61,6 +61,7 @@ def test_doctor_reports_a_good_data_set(monkeypatch, capsys):
     assert doctor.main() == 0
     printed, errors = capsys.readouterr()
     assert errors == ""
+    assert "labels 0 to 9" in printed
     assert "0 of 1797 images cannot be used" in printed
 
 
@@ -74,4 +75,5 @@ def test_doctor_names_what_is_unreadable_from_any_folder(folder, tmp_path):
     assert f"unreadable: '{folder}/a/text.jpg': not an image" in result.stdout
     assert f"note on '{folder}/a/0.png': several frames" in result.stdout
     assert "skipped 1 files that are not images by type or extension: 1 not a regular file" in result.stdout
+    assert "labels 0 to 1" in result.stdout
     assert "[b]" in result.stdout

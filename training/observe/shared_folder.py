@@ -6,7 +6,6 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 LOOK_SECONDS = 0.1
@@ -44,9 +43,3 @@ def sees_mark(mark: Path, seconds: float) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(LOOK_SECONDS)
-
-
-def not_sharing(writer: str, sees_mark: Mapping[str, bool]) -> list[str]:
-    """Return the machines that do not share a folder: the writer of a mark, if none of several others sees it."""
-    blind = [machine for machine, is_seen in sees_mark.items() if not is_seen]
-    return [writer] if len(blind) == len(sees_mark) > 1 else blind
