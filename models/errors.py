@@ -1,7 +1,7 @@
-"""Mistakes that belong to the user, and how text that came from outside is shown.
+"""Errors of the user, and how text from outside is printed.
 
-Everything that a user can get wrong raises a `UserError`: one line that says what was given, what is allowed and what
-to type. The entry scripts print it and exit with code 2, without a traceback.
+Everything that a user can get wrong raises a `UserError`: one line with what was given, what is allowed and what to
+type. The entry scripts print it and exit with code 2, without a traceback.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any
 
-JOINERS = "\u200c\u200d"  # of letters in Persian and Indic scripts, and of emoji; no terminal obeys them
+JOINERS = "\u200c\u200d"  # of letters in Persian and Indic scripts, and of emoji; terminals do not interpret them
 
 
 def printable(text: str) -> str:
-    """Escape what a terminal would obey in place of showing it: control characters, line breaks, turns of direction.
+    """Escape what a terminal interprets instead of printing: control characters, line breaks, changes of direction.
 
-    Class names, names of files and metadata come from outside, and may hold anything.
+    Class names, file names and metadata come from outside and may contain anything.
     """
     if text.isprintable():
         return text
@@ -25,30 +25,30 @@ def printable(text: str) -> str:
 
 
 def one_line(error: object, most: int = 200) -> str:
-    """Return a message without line breaks and control characters, and not longer than a line or two."""
+    """Return a message without line breaks and control characters, cut after `most` characters."""
     text = printable(" ".join(str(error).split()))
     return text if len(text) <= most else text[:most] + "..."
 
 
 def shown(value: Any) -> str:
-    """Show a value that may be huge, or nested without end."""
+    """Return a short text of a value that may be huge or deeply nested."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 100
     try:
         return one_line(short.repr(value))
-    except ValueError:  # Python writes no whole number of more than 4300 digits
+    except ValueError:  # Python formats no whole number of more than 4300 digits
         return "a huge number"
 
 
 class UserError(Exception):
-    """A mistake in what the user gave: the message is the single line that is shown, without control characters."""
+    """A mistake in what the user gave: the message is the single line that is printed, without control characters."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Return the closest allowed name as ' Did you mean ...?', or '' where none is close."""
+    """Return the closest allowed name as ' Did you mean ...?', or '' if none is close."""
     matches = difflib.get_close_matches(given.lower(), {a.lower(): a for a in allowed}, n=1, cutoff=0.5)
     return f" Did you mean '{matches[0]}'?" if matches else ""
 

@@ -149,7 +149,7 @@ def as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @contextmanager
 def _silent_fake_tensors() -> Iterator[None]:
-    """Keep torch from logging a traceback for a shape that does not fit: that answer is what the check is for."""
+    """Keep torch from logging a traceback for a shape that does not fit, which the check expects."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled = logger.disabled
     logger.disabled = True

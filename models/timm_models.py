@@ -1,4 +1,4 @@
-"""Every network that timm makes, with or without the weights of its hub."""
+"""Every network of timm, with or without pretrained weights from its hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_timm_name(name: str) -> None:
     """Accept a name of timm's registry, with or without a tag of its weights ("resnet18.a1_in1k").
 
     Raises:
-        UserError: for any other name, also for a source such as `hf-hub:` that would reach out to a network.
+        UserError: for any other name, also for a source such as `hf-hub:` that would need a network.
     """
     if not timm.is_model(name):
         # No list of all that is allowed: timm has more than a thousand names.
@@ -39,7 +39,7 @@ def create(num_classes: int, image_size: int, timm_name: str | None, pretrained:
     Networks with a fixed input size (vision transformers and the like) are made for `image_size`.
 
     Raises:
-        UserError: for an unknown name or tag, or where the pretrained weights cannot be had.
+        UserError: for an unknown name or tag, or if the pretrained weights are not available.
     """
     if timm_name is None:
         raise ValueError("a timm model needs its timm_name")
@@ -60,7 +60,7 @@ def create(num_classes: int, image_size: int, timm_name: str | None, pretrained:
 
 @contextmanager
 def _offline_where_unreachable() -> Iterator[None]:
-    """Use the hub's local cache alone while the hub does not answer: its client would retry for most of a minute."""
+    """Use only the hub's local cache if the hub does not answer: its client would retry for most of a minute."""
     constants = huggingface_hub.constants
     was_offline = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = was_offline or not _hub_answers()
@@ -73,6 +73,6 @@ def _offline_where_unreachable() -> Iterator[None]:
 def _hub_answers() -> bool:
     try:
         get_session().head(huggingface_hub.constants.ENDPOINT, timeout=HUB_TIMEOUT_SECONDS)
-    except Exception:  # whatever went wrong, the hub was not reached
+    except Exception:  # for whatever reason, the hub was not reached
         return False
     return True

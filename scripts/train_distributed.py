@@ -11,15 +11,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.command_line import parse_args
+from training.command_line import parse_args, print_user_error
 from training.config import TrainConfig
-from training.errors import SECONDS_FOR_RANK_0_TO_SPEAK, USER_ERROR_EXIT_CODE, UserError
+from training.errors import UserError
 from training.observe.heartbeat import FOLDER_VARIABLE, HeartbeatWriter
 from training.parallel.strategies import read_strategy_json
 
@@ -46,13 +45,8 @@ def main() -> int:
         if exit_code == 0 and os.environ.get("RANK", "0") == "0":
             heartbeat.succeeded()
     except UserError as error:
-        # Only mistakes found before the ranks have met come here: each rank finds the same one, rank 0 says it.
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            # A launcher ends all ranks as soon as one has failed.
-            time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
-        exit_code = USER_ERROR_EXIT_CODE
+        # Only mistakes found before the process group exists come here.
+        exit_code = print_user_error("error", error)
     if heartbeat is not None:
         heartbeat.ended(exit_code)
     return exit_code

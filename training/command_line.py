@@ -26,7 +26,7 @@ from training.config import (
     number_type,
     read_value,
 )
-from training.errors import SECONDS_FOR_RANK_0_TO_SPEAK, USER_ERROR_EXIT_CODE, UserError, nearest, shown
+from training.errors import RANK_0_MESSAGE_SECONDS, USER_ERROR_EXIT_CODE, UserError, nearest, shown
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -130,12 +130,7 @@ def run_script(
     try:
         return action(parse(sys.argv[1:]))
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{name}: {error}", file=sys.stderr, flush=True)
-        else:
-            # A launcher ends all ranks as soon as one has failed: rank 0 prints its line first.
-            time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
-        return USER_ERROR_EXIT_CODE
+        return print_user_error(name, error)
     except ModuleNotFoundError as error:
         cure = "type 'make setup', and .venv/bin/python instead of python"
         print(f"{name}: {sys.executable} has no module {error.name!r}: {cure}.", file=sys.stderr)
@@ -143,6 +138,15 @@ def run_script(
     except KeyboardInterrupt:
         print(f"{name}: stopped by Ctrl-C", file=sys.stderr)
         return 130
+
+
+def print_user_error(name: str, error: UserError) -> int:
+    """Print a mistake that each rank finds by itself, on rank 0 alone; return the exit code."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(RANK_0_MESSAGE_SECONDS)
+    return USER_ERROR_EXIT_CODE
 
 
 def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, bool]:

@@ -1,4 +1,4 @@
-"""The configuration of a run: one frozen dataclass from which the command line, `--help` and the YAML file follow.
+"""The configuration of a run: one frozen dataclass that declares the command line, `--help` and the YAML file.
 
 This module imports neither torch nor deepspeed, so that `--help` and a launcher's check of the arguments cost a
 fraction of a second.
@@ -30,10 +30,10 @@ RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 def option(
     default: Any, help: str, *, low: float | None = None, high: float | None = 10**9, above: float | None = None
 ) -> Any:
-    """Declare a field with its sentence for `--help` and its range.
+    """Declare a field with its help text and its range.
 
     Args:
-        default: the value where neither file nor command line gives one.
+        default: the value if neither file nor command line gives one.
         help: one sentence with the unit.
         low: smallest allowed value, itself included.
         high: largest allowed value, itself included.
@@ -44,7 +44,7 @@ def option(
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides a run. Field `batch_size` is the flag `--batch-size`, and so on."""
+    """All settings of a run. Field `batch_size` is the flag `--batch-size`, and so on."""
 
     # What is trained, and how it is sharded.
     model_type: str = option("mobilenet", f"Model: one of {', '.join(MODELS)}, or timm:<name> for any timm model.")
@@ -107,7 +107,7 @@ class TrainConfig:
     )
     compile: Literal["auto", "on", "off"] = option(
         "auto",
-        "Translate the model with torch.compile (a minute or two at the start); auto: where it was shown to pay.",
+        "Run the model through torch.compile (a minute or two at the start); auto: where it was measured to be faster.",
     )
     deepspeed_config: str = option("", "Use this DeepSpeed JSON in place of the strategy's own.")
 
@@ -129,7 +129,7 @@ class TrainConfig:
         "cpu", f"How image files are decoded: {'; '.join(f'{name}: {text}' for name, text in DECODERS.items())}."
     )
     cache: Literal["auto", "ram", "disk", "off"] = option(
-        "auto", "Keep the shrunk images of files: in memory, on disk under --data-root, or where they fit."
+        "auto", "Keep the shrunk images of files: in memory, on disk under --data-root; auto: where they fit."
     )
     cache_gb: float = option(
         0.0, "Most gigabytes of all caches together; 0: a quarter of the memory, or 50 on disk.", low=0, high=10**6
@@ -139,15 +139,15 @@ class TrainConfig:
         "error", f"What to do with unreadable images: {BAD_IMAGES_USAGE}; skip allows 0.1 %, skip:0.05 allows 5 %."
     )
 
-    # What a run leaves.
+    # Output.
     run_name: str = option("", "Name of the run's folders; default: date, model, strategy.")
     log_dir: str = option("", "Folder of all logs; default: logs/ beside scripts/.")
     log_every_steps: int = option(10, "Optimizer steps between two log points.", low=1)
     progress: Literal["auto", "bar", "lines", "off"] = option(
-        "auto", "Console progress; auto: a bar on a terminal; off: start, result and what goes wrong alone."
+        "auto", "Console progress; auto: a bar on a terminal; off: only start, result and problems."
     )
     tensorboard: bool = option(True, "Write TensorBoard event files.")
-    report: bool = option(True, "Write report.html into the run's folder when it ends: the whole run on one page.")
+    report: bool = option(True, "Write report.html, the whole run on one page, into the run's folder when it ends.")
     profile: int = option(
         0,
         "Steps of rank 0's first epoch that torch.profiler traces into the run's folder; 0: none.",
@@ -155,7 +155,7 @@ class TrainConfig:
         high=10_000,
     )
 
-    # Surviving: checkpoints, resume, what ends a run.
+    # Checkpoints, resume, and what ends a run.
     resume: str = option(
         "never", "never, auto (newest good checkpoint of --run-name, if any), must, or a checkpoint folder."
     )
@@ -172,8 +172,8 @@ class TrainConfig:
     deterministic: bool = option(False, "Use PyTorch's deterministic algorithms, so that a GPU run can be repeated.")
 
 
-# What a run that resumes may change; all else is part of the recipe, and must be as the checkpoint has it. Accumulation
-# follows from the global batch, the data set is known by its fingerprint, the starting weights are history.
+# What a resumed run may change; everything else is part of the recipe and must match the checkpoint. Accumulation
+# follows from the global batch, the data set is identified by its fingerprint, the starting weights no longer matter.
 CHANGEABLE_ON_RESUME = frozenset(
     {
         *("strategy", "precision", "offload", "engine", "compile", "deepspeed_config"),
@@ -198,7 +198,7 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
 
     Args:
         config: the configuration.
-        label_of: what to call each field in a message: its flag, or file and key.
+        label_of: the name of each field in a message: its flag, or file and key.
 
     Raises:
         UserError: for the first value that is wrong.

@@ -8,7 +8,7 @@ __all__ = [
     "AgreedError",
     "RunEnded",
     "UserError",
-    "known_death",
+    "known_failure",
     "nearest",
     "one_line",
     "printable",
@@ -18,17 +18,17 @@ __all__ = [
 
 USER_ERROR_EXIT_CODE = 2
 TOO_MANY_BAD_STEPS_EXIT_CODE = 65  # EX_DATAERR of sysexits.h: --max-bad-steps in a row had no finite gradient
-DIVERGED_EXIT_CODE = 78  # EX_CONFIG of sysexits.h: the run went its way, and its last epoch had diverged
+DIVERGED_EXIT_CODE = 78  # EX_CONFIG of sysexits.h: the run finished, and its last epoch had diverged
 CANNOT_SAVE_EXIT_CODE = 74  # EX_IOERR of sysexits.h: saves have failed for too long
-SECONDS_FOR_RANK_0_TO_SPEAK = 2.0
+RANK_0_MESSAGE_SECONDS = 2.0  # a launcher ends all ranks when one exits: the others wait until rank 0 has printed
 
 
 class AgreedError(UserError):
-    """A mistake that all ranks know of: each raises it at the same point, and rank 0 alone says it."""
+    """A mistake that every rank raises at the same point; rank 0 alone prints it."""
 
 
 class RunEnded(Exception):
-    """The run cannot go on, and all ranks know it: rank 0 says the one line, and each exits with the code.
+    """The run cannot continue: every rank raises this and exits with the code, and rank 0 prints the message.
 
     Attributes:
         exit_code: of every rank.
@@ -40,8 +40,8 @@ class RunEnded(Exception):
         self.exit_code, self.step = exit_code, step
 
 
-# What a rank's exception says when not its own code failed: the others' deaths reach it so.
-_DEATHS = {
+# By a part of the exception's text: failures of other processes, or of limits, rather than of a rank's own code.
+_KNOWN_FAILURES = {
     "DataLoader worker": "a data worker of rank {rank} died: {error}",
     "Too many open files": "rank {rank} may not open enough files: raise 'ulimit -n', or give fewer --workers",
     "by peer": "rank {rank} lost the connection to another rank",
@@ -49,7 +49,7 @@ _DEATHS = {
 }
 
 
-def known_death(error: Exception, rank: int) -> str | None:
-    """Return one line for an exception that only says that another process died; None for any other."""
+def known_failure(error: Exception, rank: int) -> str | None:
+    """Return one line for an exception caused by another process or a limit; None for any other."""
     text = " ".join(str(error).split())
-    return next((line.format(rank=rank, error=text) for sign, line in _DEATHS.items() if sign in text), None)
+    return next((line.format(rank=rank, error=text) for sign, line in _KNOWN_FAILURES.items() if sign in text), None)

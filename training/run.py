@@ -32,12 +32,12 @@ from training.data.loader import EvaluationLoader, TrainLoader, build_loaders
 from training.data.sampler import BatchPlan
 from training.errors import (
     DIVERGED_EXIT_CODE,
-    SECONDS_FOR_RANK_0_TO_SPEAK,
+    RANK_0_MESSAGE_SECONDS,
     USER_ERROR_EXIT_CODE,
     AgreedError,
     RunEnded,
     UserError,
-    known_death,
+    known_failure,
 )
 from training.loop import evaluate, train_one_epoch
 from training.observe.environment import describe_run
@@ -103,14 +103,14 @@ def run(config: TrainConfig, start: RunStart = FIRST_START, deliver: Deliver | N
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
             # A launcher ends all ranks as soon as one has failed: rank 0 prints its line first.
-            time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
+            time.sleep(RANK_0_MESSAGE_SECONDS)
         exit_code = USER_ERROR_EXIT_CODE
         if context is not None and isinstance(error, RunEnded):
             exit_code = error.exit_code
             _give_up(context, error, deliver)
     except Exception as error:
         # The other ranks do not know of it. Closing anything that needs them would wait for ever.
-        print(known_death(error, world.rank) or traceback.format_exc(), file=sys.stderr, flush=True)
+        print(known_failure(error, world.rank) or traceback.format_exc(), file=sys.stderr, flush=True)
         return 1
     stop.close()
     if context is not None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from training.errors import RunEnded, UserError, known_death, printable
+from training.errors import RunEnded, UserError, known_failure, printable
 from training.observe.loggers import Loggers
 
 
@@ -26,7 +26,7 @@ class DeadlyData(Dataset):
 def test_the_death_of_a_real_worker_is_one_line():
     with pytest.raises(RuntimeError) as caught:
         list(DataLoader(DeadlyData(), num_workers=1))
-    line = known_death(caught.value, 3)
+    line = known_failure(caught.value, 3)
     assert line is not None
     assert line.startswith("a data worker of rank 3 died: DataLoader worker")
     assert "\n" not in line
@@ -34,11 +34,11 @@ def test_the_death_of_a_real_worker_is_one_line():
 
 def test_a_lost_peer_is_one_line():
     gloo = "[/pytorch/gloo/pair.cc:561] Connection closed by peer [127.0.0.1]:20395.\nCheck the logs"
-    assert known_death(RuntimeError(gloo), 0) == "rank 0 lost the connection to another rank"
+    assert known_failure(RuntimeError(gloo), 0) == "rank 0 lost the connection to another rank"
 
 
 def test_a_bug_keeps_its_traceback():
-    assert known_death(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 0) is None
+    assert known_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 0) is None
 
 
 def test_what_a_terminal_would_obey_is_escaped_in_mistakes_and_in_the_log():

@@ -7,7 +7,8 @@ A change of the command line is a decision: after it, write the file anew and re
 
 from __future__ import annotations
 
-import importlib
+import runpy
+import sys
 from argparse import Action
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,9 +34,9 @@ def parser_of(script: str) -> OneLineParser:
     def parse(parser: OneLineParser, _words: list[str]) -> None:
         raise _Built(parser)
 
-    with mock.patch.object(OneLineParser, "parse", parse):
+    with mock.patch.object(OneLineParser, "parse", parse), mock.patch.object(sys, "argv", [script]):
         try:
-            importlib.import_module(f"scripts.{script}").parse([])
+            runpy.run_path(str(ROOT / "scripts" / f"{script}.py"), run_name="__main__")
         except _Built as built:
             return built.args[0]
     raise AssertionError(f"scripts/{script}.py does not parse with OneLineParser")

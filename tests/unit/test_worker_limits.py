@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from training.data import workers
-from training.errors import UserError, known_death
+from training.errors import UserError, known_failure
 from training.parallel.world import World
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +45,6 @@ def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one():
 
 
 def test_too_many_open_files_is_one_line():
-    assert known_death(OSError(24, "Too many open files"), 1) == (
+    assert known_failure(OSError(24, "Too many open files"), 1) == (
         "rank 1 may not open enough files: raise 'ulimit -n', or give fewer --workers"
     )

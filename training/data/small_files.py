@@ -1,4 +1,4 @@
-"""Small text files that a user names: read without waiting for a named pipe, and never without an end."""
+"""Reads small text files that a user names: never waits for a named pipe, and never reads without a limit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def read_small_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
 
     Raises:
         OSError: The file is missing, cannot be read, is not a regular one, or is larger than `largest_bytes`.
-        ValueError: It is no UTF-8.
+        ValueError: It is not UTF-8.
     """
-    # without O_NONBLOCK, opening a named pipe that nobody writes to takes for ever
+    # without O_NONBLOCK, opening a named pipe without a writer blocks
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as stream:
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
