@@ -12,6 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.training.commands import launch, read_metrics
 
 FOLDER = Path(__file__).parent
@@ -52,9 +54,10 @@ def versions() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return the processor's name, which decides on the kernels."""
+    """Return the processor's name and the instructions that PyTorch takes there: they determine the kernels."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else 'unknown'}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def main() -> None:
