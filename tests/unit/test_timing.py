@@ -22,9 +22,9 @@ from training.data.reader import Batch
 from training.data.sampler import BatchPlan
 from training.loop import train_one_epoch
 from training.observe import slow_links, slow_ranks
+from training.observe.device_peaks import peak_tflops
 from training.observe.flops import TrainingFlops
 from training.observe.loggers import Loggers
-from training.observe.machines import peak_tflops
 from training.observe.profiler import StepProfiler, costliest_operators
 from training.observe.scores import ScoreSums
 from training.observe.slow_links import SlowLink, SlowLinkDetector, exchange_share, find_slow_link

@@ -1,4 +1,4 @@
-"""Whether several machines share a folder: a mark that one leaves there, and the others see or do not."""
+"""Checks whether machines share a folder: one writes a file there, the mark, and the others look for it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def existing_part(folder: Path) -> Path:
 
 
 def leave_mark(folder: Path) -> Path:
-    """Write a file into a folder, or into the nearest one above that exists; whoever calls removes it.
+    """Write a file into a folder, or into the nearest existing one above it; the caller removes it.
 
     Raises:
-        OSError: nothing can be written there.
+        OSError: if nothing can be written there.
     """
     handle, name = tempfile.mkstemp(dir=existing_part(folder), prefix=".zerovision-shared-")
     os.close(handle)
@@ -28,10 +28,10 @@ def leave_mark(folder: Path) -> Path:
 
 
 def sees_mark(mark: Path, seconds: float) -> bool:
-    """Return whether a mark of another machine is there, or comes within so many seconds.
+    """Return whether another machine's mark is there, or appears within so many seconds.
 
-    A network disk may remember for a while that there is no such name. To open a folder lets it ask its server again
-    (close-to-open consistency, nfs(5)), so both the mark's and the one above are opened before each look.
+    A client of a network disk may cache for a while that there is no such name. It asks its server again when a folder
+    is opened (close-to-open consistency, nfs(5)), so the mark's folder and the one above are opened before each check.
     """
     deadline = time.monotonic() + seconds
     while True:

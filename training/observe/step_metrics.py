@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from training.observe.device_peaks import peak_tflops
 from training.observe.flops import TrainingFlops
 from training.observe.loggers import Loggers
 from training.observe.loggers.points import DeviceUse, RunPoint, StepPoint
-from training.observe.machines import peak_tflops
 from training.observe.scores import ScoreSums
 from training.observe.slow_links import SlowLinkDetector
 from training.observe.slow_ranks import SlowRankDetector, work_seconds
