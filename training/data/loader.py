@@ -108,8 +108,8 @@ class TrainLoader(_Loader):
     def __init__(
         self, datasets: DatasetPair, plan: BatchPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
     ) -> None:
-        self._plan, self._rank = plan, rank
         super().__init__(datasets.train, workers, device)
+        self._plan, self._rank = plan, rank
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield the micro-batches of optimizer steps `first_step`, `first_step` + 1, ... of `epoch`.
@@ -123,14 +123,14 @@ class TrainLoader(_Loader):
 class EvaluationLoader(_Loader):
     """The validation batches of one rank, the same number on every rank; can be iterated repeatedly.
 
-    Args: As of `TrainLoader`.
+    The arguments are those of `TrainLoader`.
     """
 
     def __init__(
         self, datasets: DatasetPair, plan: EvaluationPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
     ) -> None:
-        self._plan, self._rank = plan, rank
         super().__init__(datasets.val, workers, device)
+        self._plan, self._rank = plan, rank
 
     def __len__(self) -> int:
         return self._plan.batches_per_rank

@@ -77,12 +77,9 @@ class BatchReader(Dataset):
                     weights[slot] = 0
                 images.append(image)
         indices = torch.from_numpy(key.indices)
-        batch = Batch(
-            torch.empty(0), self._dataset.source.labels[indices], weights, indices, bad_images, notes, key.epoch
-        )
-        if self._dataset.source.decodes_later:
-            return dataclasses.replace(batch, encoded=images)
-        return dataclasses.replace(batch, images=_stack(images))
+        labels = self._dataset.source.labels[indices]
+        stacked, encoded = (torch.empty(0), images) if self._dataset.source.decodes_later else (_stack(images), [])
+        return Batch(stacked, labels, weights, indices, bad_images, notes, key.epoch, encoded)
 
 
 def _stack(images: list[torch.Tensor]) -> torch.Tensor:

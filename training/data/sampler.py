@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -68,8 +69,8 @@ class BatchPlan:
         """Return the order of the samples in `epoch`: int64 [N], read-only, the same for any number of ranks."""
         return _permutation(self.num_samples, self.seed, epoch)
 
-    def micro_batch(self, epoch: int, step: int, micro_step: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the indices (int64 [B]) and weights (float32 [B]) of one forward pass of one rank.
+    def micro_batch(self, epoch: int, step: int, micro_step: int, rank: int) -> BatchKey:
+        """Return the samples of one forward pass of one rank.
 
         Within step k, micro-batch a of rank r contains the positions k*G + (a*R + r)*B and the B-1 after it: one rank
         with two accumulation steps sees the same micro-batches as two ranks with one.
@@ -77,13 +78,12 @@ class BatchPlan:
         first = step * self.global_batch + (micro_step * self.world_size + rank) * self.batch_size_per_rank
         positions = np.arange(first, first + self.batch_size_per_rank)
         weights = (positions < self.num_samples).astype(np.float32)
-        return self.permutation(epoch)[positions % self.num_samples], weights
+        return BatchKey(epoch, self.permutation(epoch)[positions % self.num_samples], weights)
 
     def epoch_keys(self, epoch: int, rank: int, first_step: int = 0) -> Iterator[BatchKey]:
         """Yield the micro-batches of `rank` in order, from optimizer step `first_step` to the end of the epoch."""
-        for step in range(first_step, self.steps_per_epoch):
-            for micro_step in range(self.accumulation_steps):
-                yield BatchKey(epoch, *self.micro_batch(epoch, step, micro_step, rank))
+        for step, micro_step in product(range(first_step, self.steps_per_epoch), range(self.accumulation_steps)):
+            yield self.micro_batch(epoch, step, micro_step, rank)
 
     def real_samples(self, step: int) -> int:
         """Return the samples of optimizer step `step` without padding, over all ranks and micro-steps."""

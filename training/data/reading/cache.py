@@ -154,14 +154,12 @@ def open_cache(options: DataOptions, key: str, expected_bytes: int) -> tuple[Ima
     Returns:
         The cache, None to go without, and one line for the user.
     """
-    locations = _locations(options)
+    locations = [location for location in _locations(options) if options.cache in (location.name, "auto")]
     if options.cache == "auto":
-        existing = [location for location in locations if (location.root / key).is_dir()] or locations
-        candidates = [location for location in existing if expected_bytes <= _room(location)]
-    else:
-        candidates = [location for location in locations if location.name == options.cache]
+        locations = [location for location in locations if (location.root / key).is_dir()] or locations
+        locations = [location for location in locations if expected_bytes <= _room(location)]
     refused = []
-    for location in candidates:
+    for location in locations:
         try:
             cache = _open_in(location, key, expected_bytes)
         except OSError as error:
