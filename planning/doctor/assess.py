@@ -36,7 +36,7 @@ def assess(request: Request, found: Findings) -> list[Row]:
     if "problem" in found.model:
         rows.append(Row("model", "wrong", found.model["problem"], "correct --model-type"))
     if found.network:
-        rows += _assess_network(request, found)
+        rows += _assess_connections(request, found)
     if request.is_alone:
         rows = [replace(row, host="") for row in rows]
     return join_hosts(rows)
@@ -77,7 +77,7 @@ def _assess_machines(request: Request, found: Findings) -> list[Row]:
     return rows + assess_port(found.hosts, request.port)
 
 
-def _assess_network(request: Request, found: Findings) -> list[Row]:
+def _assess_connections(request: Request, found: Findings) -> list[Row]:
     rows = assess_paths(found.failed_paths) or assess_network(found.network, found.interfaces)
     reports = [answer["report"] for answer in found.network.values() if "report" in answer]
     # CPU ranks of one machine share memory and send nothing (training.parallel.flat_buffers).

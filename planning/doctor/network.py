@@ -49,8 +49,8 @@ def measure_network(host: str, common: Mapping[str, Any], interface: str, second
     pipes, processes = [], []
     for local_rank in range(count):
         ours, theirs = context.Pipe(duplex=False)
-        rank_of = {"rank": first + local_rank, "local_rank": local_rank, "interface": interface}
-        process = context.Process(target=_run_rank, args=(theirs,), kwargs={**common, **rank_of}, daemon=True)
+        arguments = (theirs, common, first + local_rank, local_rank, interface)
+        process = context.Process(target=_run_rank, args=arguments, daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -109,30 +109,19 @@ def _collect(pipes: Sequence[Connection], seconds: float) -> dict[str, Any]:
     return answer
 
 
-def _run_rank(
-    pipe: Connection,
-    *,
-    rank: int,
-    local_rank: int,
-    ranks: Ranks,
-    address: str,
-    port: int,
-    secret: str,
-    interface: str,
-    use_gpu: bool,
-    join_seconds: float,
-) -> None:
+def _run_rank(pipe: Connection, common: Mapping[str, Any], rank: int, local_rank: int, interface: str) -> None:
     """Run one rank of the check; sends each phase, then the report (None but on rank 0) or the problem."""
     if interface:
         os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=f"={interface}")
     torch.set_num_threads(1)
+    ranks, use_gpu = common["ranks"], common["use_gpu"]
     size = sum(count for _, count in ranks)
-    limit = datetime.timedelta(seconds=join_seconds)
+    limit = datetime.timedelta(seconds=common["join_seconds"])
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     try:
-        store = open_store(address, port, limit, is_host=rank == 0, is_alone=len(ranks) == 1)
+        store = open_store(common["address"], common["port"], limit, is_host=rank == 0, is_alone=len(ranks) == 1)
         pipe.send(("phase", "join"))
-        store = authenticate(store, secret, rank, size, limit, is_ours=rank == 0)
+        store = authenticate(store, common["secret"], rank, size, limit, is_ours=rank == 0)
         if use_gpu:
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if use_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=limit)
