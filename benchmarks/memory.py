@@ -27,7 +27,8 @@ from benchmarks.launch import torchrun
 from benchmarks.our_engine import engine_of
 from benchmarks.report import Section, save, show, versions
 from models.build import build_model
-from planning.memory import MemoryPlan, activation_bytes, bucket_elements, model_sizes, plan_memory
+from models.dry_run import activation_bytes, model_sizes
+from planning.memory import MemoryPlan, bucket_elements, plan_memory
 from training.parallel.strategies import STRATEGIES, read_strategy_json
 
 # Freed memory goes back to the kernel at once where a piece is larger than this, so that resident means in use.

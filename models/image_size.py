@@ -1,21 +1,12 @@
-"""Fits a network to the size of its images: the stem's stride, and a check that the size works at all.
-
-The check runs the network on tensors that have shapes but no data: it takes a fraction of a second at any size, and
-does not change weights, BatchNorm statistics or the state of random numbers.
-"""
+"""Fits a network to the size of its images: the stem's stride, and a check that the size works at all."""
 
 from __future__ import annotations
 
-import itertools
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 
+from models.dry_run import forward_failure
 from models.errors import UserError
 
 SMALL_IMAGE_PIXELS = 64
@@ -92,42 +83,6 @@ def set_strides(module: nn.Module, strides: dict[str, int]) -> None:
         convolution.stride = (stride, stride)
 
 
-def forward_failure(module: nn.Module, image_size: int, batch_size: int) -> str | None:
-    """Return why a forward in training mode fails at this size, or None; nothing is computed, nothing changes."""
-    module.train()
-    try:
-        output = _forward_on_meta(module, (batch_size, 3, image_size, image_size))
-    except Exception:  # also a network that works, but mixes in tensors of its own
-        try:
-            output = _forward_on_fake_tensors(module, (batch_size, 3, image_size, image_size))
-        except Exception as error:  # a network that does not fit together may raise anything
-            return f"{type(error).__name__}: {error}".partition("\n")[0]
-    if not isinstance(output, torch.Tensor) or output.ndim != 2:
-        return "its output is not one row of logits per image"
-    return None
-
-
-def _forward_on_meta(module: nn.Module, shape: tuple[int, ...]) -> object:
-    """Run the network with every parameter and buffer on the meta device: four times as fast as fake tensors."""
-    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
-    on_meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
-    with torch.no_grad():
-        return functional_call(module, on_meta, (torch.empty(shape, device="meta"),))
-
-
-def _forward_on_fake_tensors(module: nn.Module, shape: tuple[int, ...]) -> object:
-    """Run the network on fake tensors, which also go together with real ones."""
-    buffers = [(part, dict(part._buffers)) for part in module.modules()]
-    for part, before in buffers:  # an operation among real tensors alone, such as BatchNorm's counting, is really done
-        part._buffers.update({name: buffer.clone() for name, buffer in before.items() if buffer is not None})
-    try:
-        with _silent_fake_tensors(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            return module(torch.empty(shape))
-    finally:
-        for part, before in buffers:
-            part._buffers.update(before)
-
-
 def _stem_strides_to_lower(module: nn.Module) -> StrideChanges:
     """Find first convolutions of stride 2 that overlap; a patch embedding (kernel = stride) is left alone."""
     config = getattr(module, "default_cfg", {})
@@ -145,15 +100,3 @@ def _stem_strides_to_lower(module: nn.Module) -> StrideChanges:
 def as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Return timm's "one name, several names or none" as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names or ())
-
-
-@contextmanager
-def _silent_fake_tensors() -> Iterator[None]:
-    """Keep torch from logging a traceback for a shape that does not fit, which the check expects."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = was_disabled

@@ -10,12 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
 FLOAT32_BYTES = 4
 MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1}
-AUTOCAST_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,7 @@ def plan_memory(
         ranks: over which the state is sharded.
         optimizer: a key of `MOMENTS`.
         bucket_elements: `reduce_bucket_size` of the strategy's JSON.
-        activation_bytes: of one micro-batch, see `activation_bytes`.
+        activation_bytes: of one micro-batch, see `models.dry_run.activation_bytes`.
         buffer_bytes: of what is not trained.
         largest_parameter: elements of the largest of them.
     """
@@ -139,44 +135,6 @@ def plan_memory(
         step=round(rule.step * part),
         stays=round(rule.held_buckets * bucket) + (gradients if rule.gradients_stay else 0),
     )
-
-
-def model_sizes(module: nn.Module) -> dict[str, int]:
-    """Return `parameters`, `largest_parameter` (elements) and `buffer_bytes`, as `plan_memory` takes them."""
-    elements = [parameter.numel() for parameter in module.parameters()]
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
-    return {"parameters": sum(elements), "largest_parameter": max(elements), "buffer_bytes": buffers}
-
-
-def activation_bytes(module: nn.Module, batch_size: int, image_size: int, precision: str = "fp32") -> int:
-    """Count what forward saves for backward, by a forward on the meta device, where nothing is computed.
-
-    Args:
-        module: the model; it is moved to the meta device and useless afterwards.
-        batch_size: images per micro-batch.
-        image_size: pixels.
-        precision: 'fp32', or 'bf16' or 'fp16', whose activations take half.
-
-    Returns:
-        Bytes of the distinct tensors saved by autograd, weights apart, and of the images themselves.
-    """
-    module = module.to("meta").train()
-    weights = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
-    saved: dict[int, int] = {}
-    kept = []  # a freed storage might come back under the same address
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            saved[storage._cdata] = storage.nbytes()
-            kept.append(tensor)
-        return tensor
-
-    images = torch.empty(batch_size, 3, image_size, image_size, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        module(images).sum()
-    saved.setdefault(images.untyped_storage()._cdata, images.nbytes)
-    return sum(saved.values()) * AUTOCAST_BYTES[precision] // FLOAT32_BYTES
 
 
 def bucket_elements(strategy_json: Mapping[str, Mapping[str, int]]) -> int:

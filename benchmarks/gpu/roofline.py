@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from models.build import build_model
+from models.dry_run import convolution_backward_flops
 from training.observe.device_peaks import peak_tflops
-from training.observe.flops import convolution_backward_flops
 
 ADAMW_BYTES_PER_PARAMETER = 7 * 4
 

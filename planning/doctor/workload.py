@@ -116,7 +116,7 @@ def measure_model(
     import torch
 
     from models.build import describe_model, rebuild_model
-    from planning.memory import model_sizes
+    from models.dry_run import model_sizes
 
     description = describe_model(model_type, num_classes, image_size, members)
     with torch.device("meta"):

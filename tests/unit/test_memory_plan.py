@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from planning.memory import STATE_RULES, activation_bytes, model_sizes, plan_memory
+from models.dry_run import activation_bytes, model_sizes
+from planning.memory import STATE_RULES, plan_memory
 
 PARAMETERS, BUCKET, ACTIVATIONS = 1_000_000, 10_000, 500
 

@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from models import MODELS, check_model_name
 from models.build import BuiltModel, build_model, rebuild_model
+from models.dry_run import forward_failure
 from models.ensemble import Ensemble
-from models.image_size import forward_failure
 from models.weights_metadata import METADATA_KEY
 from training.errors import UserError
 from training.parallel.activation_checkpointing import enable_activation_checkpointing

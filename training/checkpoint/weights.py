@@ -21,7 +21,7 @@ from torch import nn
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from models.build import rebuild_model, tensor_mismatch
-from models.image_size import forward_failure
+from models.dry_run import forward_failure
 from models.weights_file import check_finite
 from models.weights_metadata import METADATA_KEY, METADATA_KEYS, WrongMetadata, open_weights, read_facts
 from training.checkpoint.atomic_write import replacing

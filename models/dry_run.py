@@ -1,0 +1,177 @@
+"""Runs a network without data: whether it works with a size of images, its operations, its activations, its sizes.
+
+The network runs on tensors that have shapes but no data. That takes a fraction of a second at any size, and does not
+change weights, BatchNorm statistics or the state of random numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
+
+BYTES_OF_PRECISION = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def without_data(module: nn.Module) -> nn.Module:
+    """Return a copy of a module in training mode whose parameters and buffers are on the meta device.
+
+    Args:
+        module: it must be whole: neither sharded nor converted for several ranks; it is left as it is.
+    """
+
+    def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+        empty = torch.empty_like(tensor, device="meta")
+        return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+    # The deep copy takes these for copied already: no weight is copied.
+    copied = {id(tensor): on_meta(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, copied).train()
+
+
+def forward_failure(module: nn.Module, image_size: int, batch_size: int) -> str | None:
+    """Return why a forward in training mode fails at this size, or None; the module is put into training mode."""
+    module.train()
+    shape = (batch_size, 3, image_size, image_size)
+    try:
+        with torch.no_grad():  # on the meta device: four times as fast as fake tensors
+            output = without_data(module)(torch.empty(shape, device="meta"))
+    except Exception:  # also a network that works, but mixes in tensors of its own
+        try:
+            output = _forward_on_fake_tensors(module, shape)
+        except Exception as error:  # a network that does not fit together may raise anything
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
+    if not isinstance(output, torch.Tensor) or output.ndim != 2:
+        return "its output is not one row of logits per image"
+    return None
+
+
+def training_flops(module: nn.Module, image_size: int) -> int | None:
+    """Return the operations of forward and backward for one image, None if the module cannot be run without data.
+
+    Multiplications and additions of convolutions and matrix products count, as `torch.utils.flop_counter` knows them;
+    normalization, activations, the optimizer and recomputed activations do not.
+
+    Args:
+        module: of `without_data`, float32 images [B, 3, S, S] -> logits; its BatchNorms are removed.
+        image_size: S, in pixels.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    _remove_batchnorm(module)
+    images = torch.empty(1, 3, image_size, image_size, device="meta")
+    formulas = {torch.ops.aten.convolution_backward: convolution_backward_flops}
+    counter = FlopCounterMode(display=False, custom_mapping=formulas)
+    try:
+        with torch.enable_grad(), counter:
+            module(images).sum().backward()
+    except Exception:  # whatever a user's timm model does with its data: a number less
+        return None
+    return counter.get_total_flops() or None
+
+
+def activation_bytes(module: nn.Module, batch_size: int, image_size: int, precision: str = "fp32") -> int:
+    """Return the bytes that forward keeps for backward: distinct tensors saved by autograd, and the images.
+
+    Args:
+        module: float32 images [B, 3, S, S] -> logits; it is left as it is.
+        batch_size: images per micro-batch.
+        image_size: S, in pixels.
+        precision: 'fp32', or 'bf16' or 'fp16', whose activations take half.
+    """
+    module = without_data(module)
+    weights = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+    saved: dict[int, int] = {}
+    kept = []  # a freed storage's address might be used again
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            saved[storage._cdata] = storage.nbytes()
+            kept.append(tensor)
+        return tensor
+
+    images = torch.empty(batch_size, 3, image_size, image_size, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        module(images).sum()
+    saved.setdefault(images.untyped_storage()._cdata, images.nbytes)
+    return sum(saved.values()) * BYTES_OF_PRECISION[precision] // BYTES_OF_PRECISION["fp32"]
+
+
+def model_sizes(module: nn.Module) -> dict[str, int]:
+    """Return `parameters`, `largest_parameter` (elements) and `buffer_bytes`, for `planning.memory.plan_memory`."""
+    elements = [parameter.numel() for parameter in module.parameters()]
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
+    return {"parameters": sum(elements), "largest_parameter": max(elements), "buffer_bytes": buffers}
+
+
+def _forward_on_fake_tensors(module: nn.Module, shape: tuple[int, ...]) -> object:
+    """Run the network on fake tensors, which also go together with real ones."""
+    buffers = [(part, dict(part._buffers)) for part in module.modules()]
+    for part, before in buffers:  # an operation among real tensors alone, such as BatchNorm's counting, is really done
+        part._buffers.update({name: buffer.clone() for name, buffer in before.items() if buffer is not None})
+    try:
+        with _silent_fake_tensors(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            return module(torch.empty(shape))
+    finally:
+        for part, before in buffers:
+            part._buffers.update(before)
+
+
+@contextmanager
+def _silent_fake_tensors() -> Iterator[None]:
+    """Keep torch from logging a traceback for a shape that does not fit, which the check expects."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
+
+
+def convolution_backward_flops(
+    gradient_shape: Sequence[int],
+    input_shape: Sequence[int],
+    weight_shape: Sequence[int],
+    _bias: Any,
+    _stride: Any,
+    _padding: Any,
+    _dilation: Any,
+    transposed: bool,
+    *_rest: Any,
+    out_shape: Sequence[Any],
+    **_named: Any,
+) -> int:
+    """Count a convolution's backward: as many operations as forward for each gradient, of the input and of the weight.
+
+    PyTorch's own formula ignores groups, and counts a depthwise convolution's weight gradient several hundred times:
+    14 times MobileNetV3-Small's whole training.
+
+    Args:
+        gradient_shape: of the gradient of the output [B, C_out, ...].
+        input_shape: [B, C_in, ...].
+        weight_shape: [C_out, C_in / groups, ...], or [C_in, C_out / groups, ...] transposed.
+        transposed: whether it is a transposed convolution.
+        out_shape: shapes of the gradients of input, weight and bias, None for those that are not computed.
+    """
+    batch, _, *pixels = input_shape if transposed else gradient_shape
+    forward = 2 * batch * math.prod(pixels) * math.prod(weight_shape)
+    return forward * sum(shape is not None for shape in out_shape[:2])
+
+
+def _remove_batchnorm(module: nn.Module) -> None:
+    """Remove BatchNorm, which does not count and takes two thirds of the time without data."""
+    for name, child in module.named_children():
+        if isinstance(child, _BatchNorm):
+            setattr(module, name, nn.Identity())
+        else:
+            _remove_batchnorm(child)
