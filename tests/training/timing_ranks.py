@@ -30,7 +30,7 @@ from training.parallel.world import World
 from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.state import Progress, TrainState
 
-STEPS, BATCH_SIZE, SLEEP_SECONDS = 18, 1, 0.03
+STEPS, BATCH_SIZE, SLEEP_SECONDS = 18, 1, 0.06
 
 
 class DdpEngine:
