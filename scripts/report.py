@@ -1,10 +1,10 @@
-"""Shows a run, or several side by side, on one page: a single HTML file that needs no network.
+"""Write the report of a run, or of several side by side: a single HTML file that needs no network.
 
 python scripts/report.py digits                                # writes logs/runs/digits/report.html
-python scripts/report.py digits --watch                        # the same, again and again while it trains
+python scripts/report.py digits --watch                        # again whenever the run has logged, until it ends
 python scripts/report.py digits digits-again --output both.html
 
-A run is given by its name in logs/runs, or by its folder.
+RUN is a run's name in logs/runs, or its folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def report(given: argparse.Namespace) -> int:
     from delivery.report.page import watch, write_report
     from delivery.trained_model import find_run
 
-    folders = list(dict.fromkeys(find_run(word) for word in given.runs))
+    folders = list(dict.fromkeys(find_run(run) for run in given.runs))
     default = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
     output = Path(given.output).expanduser() if given.output else default
     if given.watch:
@@ -35,15 +35,15 @@ def report(given: argparse.Namespace) -> int:
     return 0
 
 
-def parse(words: list[str]) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = OneLineParser("report", __doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="A run's name or folder; several are compared.")
     parser.add_argument(
         "--output", default="", help="File to write; default: report.html in the run's folder, or here for several."
     )
-    parser.add_argument("--watch", action="store_true", help="Write it again as the run goes on, until its end.")
-    return parser.parse(words)
+    parser.add_argument("--watch", action="store_true", help="Write it again while the run trains, until it ends.")
+    return parser.parse(arguments)
 
 
 if __name__ == "__main__":

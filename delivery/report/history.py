@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl: the curves without the steps that were trained again, and the time of every start."""
+"""Read metrics.jsonl: the curves without the steps that were trained again, and the time of every start."""
 
 from __future__ import annotations
 

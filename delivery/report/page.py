@@ -1,4 +1,4 @@
-"""Writes the page, once or again and again while a run trains."""
+"""Write the page, once or whenever a training run has logged."""
 
 from __future__ import annotations
 

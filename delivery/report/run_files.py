@@ -1,4 +1,4 @@
-"""Reads a run's folder."""
+"""Read a run's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opens the report in a headless Chromium that reaches nothing but the file."""
+"""Open the report in a headless Chromium that can reach nothing but the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLAGS = (
 
 
 def start_chromium(playwright: Playwright) -> Browser:
-    """Start the system's Chromium with a new profile; skips where there is none."""
+    """Start the system's Chromium with a new profile; skip the test if there is none."""
     path = next((found for name in NAMES if (found := shutil.which(name))), None)
     if path is None:
         pytest.skip("no Chromium on this machine: bash tests/report/install_chromium.sh")
@@ -28,8 +28,8 @@ def start_chromium(playwright: Playwright) -> Browser:
 
 @contextmanager
 def opened(browser: Browser, path: Path, *, width: int = 1280, **options: Any) -> Iterator[Page]:
-    """Open a page from a file; fails where it says an error, or asks for anything but itself."""
-    # Without motion: what is measured must not be on its way.
+    """Open a page from a file; fail if it logs an error or requests anything but itself."""
+    # Without motion: nothing may move while it is measured.
     settings = {"viewport": {"width": width, "height": 900}, "reduced_motion": "reduce"} | options
     context = browser.new_context(**settings)
     context.set_default_timeout(10_000)
@@ -41,7 +41,8 @@ def opened(browser: Browser, path: Path, *, width: int = 1280, **options: Any) -
     page.on("requestfailed", lambda request: faults.append(f"failed: {request.url[:200]}"))
     url = path.as_uri()
     page.on(
-        "request", lambda request: None if is_own(request.url, url) else faults.append(f"asked: {request.url[:200]}")
+        "request",
+        lambda request: None if is_own(request.url, url) else faults.append(f"requested: {request.url[:200]}"),
     )
     page.route("**/*", lambda route: route.continue_() if is_own(route.request.url, url) else route.abort())
     page.goto(url)
@@ -53,5 +54,5 @@ def opened(browser: Browser, path: Path, *, width: int = 1280, **options: Any) -
 
 
 def is_own(url: str, page: str) -> bool:
-    """Say whether an address is the page itself, or data that stands in it."""
+    """Return whether an address is the page itself, or a data URI."""
     return url.partition("#")[0] == page or url.startswith("data:")

@@ -1,4 +1,4 @@
-"""Takes the pictures of a run's report that the documentation shows: python -m tests.report.pictures RUN"""
+"""Take the pictures of a run's report that the documentation shows: python -m tests.report.pictures RUN"""
 
 from __future__ import annotations
 

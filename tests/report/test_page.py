@@ -1,4 +1,4 @@
-"""The report in a real browser: everything is reached, works, and is legible; nothing is asked of the network."""
+"""The report in a real browser: all of it is reachable, works and is legible, and nothing is requested."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_reads_values_by_keyboard_and_pointer(page):
 
 
 def test_a_dot_lies_on_its_line(page):
-    """What is read stands where Python drew it."""
+    """The readout's dot is where Python drew the point."""
     page.locator("#chart-accuracy .canvas").focus()
     page.keyboard.press("End")
     dot = page.locator("#chart-accuracy .dot").first.bounding_box()
@@ -257,7 +257,7 @@ def test_printed_and_without_motion(browser, pages):
 def wait_until(condition, seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.1)
 
 

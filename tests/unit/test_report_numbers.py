@@ -47,7 +47,7 @@ def seconds_of(history: History) -> dict[str, float]:
     return total
 
 
-def test_all_time_counts_and_the_later_line_of_a_step_holds():
+def test_all_lines_count_for_the_time_and_the_latest_for_the_curves():
     history = history_of(RESTARTED)
     assert list(history.steps) == [10, 20, 30, 40]
     assert list(history.columns["loss"]) == [0.4, 0.2, 0.25, 0.125]
@@ -211,7 +211,7 @@ def test_key_figures_and_settings(tmp_path):
     assert differences([environment_facts(run), environment_facts(other)]) == []
 
 
-def test_what_a_run_was_made_with_is_named_once(tmp_path):
+def test_a_nested_environment_is_flattened(tmp_path):
     run = read_run(make_run(tmp_path / "run"))
     model = {"model_type": "vgg", "num_classes": 10, "stem_stride_changed": {"conv_stem": [2, 1]}}
     rows = environment_facts(
@@ -226,7 +226,7 @@ def test_what_a_run_was_made_with_is_named_once(tmp_path):
     ]
 
 
-def test_the_fall_of_the_loss_takes_two_epochs(tmp_path):
+def test_the_caption_compares_losses_from_two_epochs_on(tmp_path):
     captions = [
         single_run_charts(history_of([step(10, 1.0), step(20, 1.0), *epochs]))[0]["caption"]
         for epochs in ([epoch(1, 0.5)], [epoch(1, 0.5), epoch(2, 0.5)])
@@ -235,7 +235,7 @@ def test_the_fall_of_the_loss_takes_two_epochs(tmp_path):
     assert captions[1].startswith("From 2.00 after epoch 1 to 1.00 after epoch 2 on the validation images; lowest in")
 
 
-def test_without_scores_the_best_epoch_speaks(tmp_path):
+def test_without_scores_the_figures_are_of_the_best_epoch(tmp_path):
     figures = {figure.name: figure for figure in key_figures(read_run(make_run(tmp_path / "run", class_names=None)))}
     assert figures["top-1 accuracy"].value == "75.00\u202f%"
     assert figures["top-1 accuracy"].remark == "10 images, epoch 2 of 2"

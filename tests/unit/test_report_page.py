@@ -95,7 +95,7 @@ def test_a_page_stays_small(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["environment.json", "metrics.jsonl", "evaluation/scores.json", "all"])
-def test_what_is_missing_is_said(tmp_path, missing):
+def test_missing_files_are_named(tmp_path, missing):
     run = make_run(tmp_path / "run")
     for name in ["environment.json", "metrics.jsonl", "evaluation/scores.json"] if missing == "all" else [missing]:
         (run / name).unlink()
@@ -106,7 +106,7 @@ def test_what_is_missing_is_said(tmp_path, missing):
         assert (f"{missing} is missing" if missing != "all" else "metrics.jsonl is missing") in text
 
 
-def test_a_half_last_line_is_passed_over(tmp_path):
+def test_an_unfinished_last_line_is_ignored(tmp_path):
     run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as stream:
         stream.write('{"kind": "step", "ti')
@@ -152,7 +152,7 @@ def test_any_change_of_a_file_gives_a_page_or_one_line(tmp_path, seed):
     random = np.random.default_rng(seed)
     run = make_run(tmp_path / "run")
     files = [run / name for name in ("config.json", "environment.json", "evaluation/scores.json")]
-    pages, told = 0, []
+    pages, messages = 0, []
     for _ in range(30):
         lines = [dict(line) for line in RESTARTED]
         for _ in range(random.integers(0, 3)):
@@ -170,15 +170,15 @@ def test_any_change_of_a_file_gives_a_page_or_one_line(tmp_path, seed):
             json.loads(data[1], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
             pages += 1
         except UserError as error:
-            told.append(str(error))
+            messages.append(str(error))
         file.write_text(before)
     assert pages
-    assert told
-    assert not any("\n" in line for line in told)
+    assert messages
+    assert not any("\n" in message for message in messages)
 
 
-def report(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "report.py"), *words]
+def report(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "report.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=60)
 
 
@@ -194,15 +194,15 @@ def test_the_script_writes_where_it_says(tmp_path):
 
 def test_mistakes_are_one_line(tmp_path):
     run = make_run(tmp_path / "run")
-    for words, told in (
+    for arguments, message in (
         ([str(tmp_path / "nothing")], "is neither"),
         ([str(run), "--output", str(tmp_path / "missing" / "page.html")], "cannot be written"),
         ([str(run), "--output", str(tmp_path)], "is a folder"),
         ([str(run), "--wach"], "--watch"),
     ):
-        result = report(*words)
+        result = report(*arguments)
         assert result.returncode == 2
-        assert re.fullmatch(rf"report: .*{re.escape(told)}.*\n", result.stderr), result.stderr
+        assert re.fullmatch(rf"report: .*{re.escape(message)}.*\n", result.stderr), result.stderr
 
 
 def test_a_full_disk_leaves_the_page_as_it_was(tmp_path, small_disk):
@@ -220,13 +220,13 @@ def test_watching_ends_with_the_run(tmp_path):
     waiting = [[{**line, "time": 4e9} for line in lines] for lines in (RESTARTED[:5], RESTARTED[5:])]
     polls = []
 
-    def go_on(seconds: float) -> None:
+    def append_lines(seconds: float) -> None:
         polls.append('http-equiv="refresh"' in output.read_text(encoding="utf-8"))
         if waiting:
             with (run / "metrics.jsonl").open("a") as stream:
                 stream.writelines(json.dumps(line) + "\n" for line in waiting.pop(0))
 
-    watch([run], output, print, sleep=go_on)
+    watch([run], output, print, sleep=append_lines)
     assert polls[:2] == [True, True]
     assert not any(polls[2:])
     assert len(polls) == 5
