@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     print(f"Slurm job {job.name} on {','.join(hosts)}, restart {job.restarts}", flush=True)
     outcome = train(plan, given.max_restarts, received)
     record = JobRecord(outcome.ending.code, outcome.ending.reason, outcome.position)
-    return _finish(job, config, record, was_terminated=signal.SIGTERM in all_received)
+    return _finish(job, config, record, received, was_terminated=signal.SIGTERM in all_received)
 
 
 def _receive_signals() -> tuple[list[int], set[int]]:
@@ -66,7 +66,7 @@ def _receive_signals() -> tuple[list[int], set[int]]:
     return received, all_received
 
 
-def _finish(job: Job, config: TrainConfig, record: JobRecord, *, was_terminated: bool) -> int:
+def _finish(job: Job, config: TrainConfig, record: JobRecord, received: list[int], *, was_terminated: bool) -> int:
     """Requeue the job if that may help; return its exit code."""
     path = run_folder(config).log_dir / "slurm" / f"{job.name}.json"
     earlier = JobRecord.read(path) if job.restarts else JobRecord()
@@ -81,7 +81,9 @@ def _finish(job: Job, config: TrainConfig, record: JobRecord, *, was_terminated:
         except OSError as error:  # without the record it could be requeued for ever
             _print(job, f"{path}: {error.strerror}: not requeued")
             return record.code
-        if scontrol("requeue", job.slurm_id) is None:
+        received.clear()
+        # Slurm then ends the job with SIGTERM, which may reach scontrol before it has returned.
+        if scontrol("requeue", job.slurm_id) is None and signal.SIGTERM not in received:
             _print(job, "scontrol requeue has failed: submit it again")
     return record.code
 
