@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 
 from delivery.evaluation_files import write_evaluation
-from delivery.model_card import write_model_card
-from delivery.report.page import write_report
 from training.checkpoint.weights import read_metadata
 from training.observe.evaluation import read_scores
 from training.observe.run_folder import EVALUATION, REPORT, RunFolder, shown_path
@@ -28,6 +26,9 @@ def leave_files(
     Returns:
         One line for each thing that could not be written, and where the report lies.
     """
+    from delivery.model_card import write_model_card  # imported late: no start should wait for the libraries of pages
+    from delivery.report.page import write_report
+
     report = folder.path / REPORT
     steps: dict[str, Callable[[], object]] = {"evaluation": lambda: _write_evaluation(folder, read_image)}
     if with_card:

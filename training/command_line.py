@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from training.config import (
     FIELDS,
@@ -27,6 +27,8 @@ from training.config import (
     read_value,
 )
 from training.errors import RANK_0_MESSAGE_SECONDS, USER_ERROR_EXIT_CODE, UserError, nearest, shown
+
+Parsed = TypeVar("Parsed")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -117,9 +119,7 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{message}{'' if message[-1] in '.?' else '.'} `--help` lists all flags.")
 
 
-def run_script(
-    name: str, parse: Callable[[list[str]], argparse.Namespace], action: Callable[[argparse.Namespace], int]
-) -> int:
+def run_script(name: str, parse: Callable[[list[str]], Parsed], action: Callable[[Parsed], int]) -> int:
     """Parse the command line, run the action, and return the exit code: 2 and one line for a user's mistake.
 
     Args:

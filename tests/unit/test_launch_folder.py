@@ -108,7 +108,7 @@ def test_without_a_folder_nothing_happens(folder: Path | None) -> None:
     writer.beat("train", 1)
     writer.run_name("run")
     writer.checkpoint_saved(1)
-    writer.succeeded()
+    writer.ended(0)
     writer.ended(0)
     assert signal.getsignal(signal.SIGUSR2) == handler
 

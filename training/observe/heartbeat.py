@@ -42,6 +42,7 @@ RECORD_BYTES = 512
 CHECKSUM_BYTES = 9  # 8 hexadecimal digits and a line feed
 LONGEST_NAME = 80  # of a phase or a host: a record must fit its bytes
 PR_SET_PDEATHSIG = 1
+SLOW_IMPORT_S = 300.0  # a thousand ranks that read torch from one network disk at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +104,17 @@ class HeartbeatWriter:
             with contextlib.suppress(OSError):
                 self._descriptor = os.open(_record_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
+    @classmethod
+    def of_this_process(cls, hang_timeout_s: float) -> HeartbeatWriter:
+        """Return the writer of this rank, after its first heartbeat; it writes nothing without our launcher."""
+        folder, rank = os.environ.get(FOLDER_VARIABLE), os.environ.get("RANK", "0")
+        writer = cls(Path(folder) if folder else None, int(rank) if rank.isdigit() else 0, hang_timeout_s)
+        writer.watch_stacks()
+        if "LOCAL_RANK" in os.environ:
+            writer.end_with_parent()
+        writer.beat("import", allowed_s=SLOW_IMPORT_S + hang_timeout_s)
+        return writer
+
     def beat(self, phase: str, step: int = -1, allowed_s: float | None = None) -> None:
         """Write a heartbeat; the next one is due within `allowed_s` seconds (by default the hang timeout).
 
@@ -123,8 +135,9 @@ class HeartbeatWriter:
         self._replace(CHECKPOINT, str(position))
 
     def succeeded(self) -> None:
-        """Mark the training as done, on rank 0: only then does an exit code of 0 mean success."""
-        self._replace(SUCCESS, "")
+        """On rank 0, mark the training as done: only then does an exit code of 0 mean success."""
+        if self._rank == 0:
+            self._replace(SUCCESS, "")
 
     def watch_stacks(self) -> None:
         """Write the Python stacks of all threads to the folder on every SIGUSR2, also while Python is stuck."""
