@@ -24,7 +24,7 @@ def leave_files(
         with_report: whether to write the report too.
 
     Returns:
-        One line for each thing that could not be written, and where the report lies.
+        One line for each thing that could not be written, and the report's path.
     """
     from delivery.model_card import write_model_card  # imported late: no start should wait for the libraries of pages
     from delivery.report.page import write_report

@@ -1,4 +1,4 @@
-"""The files of an evaluation: scores.json, tables, the confusion matrix, and the samples that were told worst."""
+"""The files of an evaluation: scores.json, tables, the confusion matrix, and the worst samples."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _write_csv(path: Path, header: Sequence[str], rows: Any) -> None:
 
 
 def _write_confusion(folder: Path, cells: Sequence[Sequence[int]], class_names: Sequence[str]) -> None:
-    """Write every pair of classes, or where the classes are too many for that, the pairs that occur."""
+    """Write every pair of classes, or if there are too many classes for that, the pairs that occur."""
     if len(class_names) > LARGEST_MATRIX:
         named = ([class_names[true], class_names[said], count] for true, said, count in cells)
         _write_csv(folder / "confusion.csv", ("true", "predicted", "samples"), named)

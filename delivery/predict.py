@@ -17,6 +17,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import nn
 
+from delivery.flags import LARGEST_TOP_K
 from delivery.trained_model import find_model
 from training.checkpoint.weights import load_model
 from training.config import FLAG_OF, TrainConfig, check_config
@@ -30,7 +31,6 @@ from training.parallel.preserved_process import preserved_torch_settings
 
 STDIN = "-"
 STDIN_NAME = "standard input"
-LARGEST_TOP_K = 1000
 
 # The path of an image, and its content if that came over standard input.
 Entry = tuple[str, bytes | None]

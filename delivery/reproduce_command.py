@@ -1,4 +1,4 @@
-"""The line that trains a run again, from what its folder says."""
+"""The command that trains a run again, from its configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds a trained model by what a user types: a run's name, its folder, or a safetensors file."""
+"""Finds a trained model by a user's argument: a run's name, its folder, or a safetensors file."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class TrainedModel:
 
     Attributes:
         weights: its safetensors file.
-        run: the folder of the run that made it, None for a file that lies elsewhere.
+        run: the folder of the run that made it, None for a file elsewhere.
     """
 
     weights: Path
     run: Path | None
 
     def config(self) -> TrainConfig | None:
-        """Return the run's configuration, None where the run is not known.
+        """Return the run's configuration, None if the run is not known.
 
         Raises:
-            UserError: where config.json is damaged.
+            UserError: if config.json is damaged.
         """
         if self.run is None:
             return None
@@ -38,13 +38,13 @@ class TrainedModel:
 
 
 def find_model(given: str | Path) -> TrainedModel:
-    """Return the model that a user's word names.
+    """Return the model that an argument names.
 
     Args:
         given: a safetensors file, a run's folder, or the name of a run in logs/runs.
 
     Raises:
-        UserError: where there is none, or a file could run code when it is loaded.
+        UserError: if there is none, or if the file could run code when it is loaded.
     """
     path = Path(given).expanduser()
     if path.is_file():
@@ -58,10 +58,10 @@ def find_model(given: str | Path) -> TrainedModel:
 
 
 def find_run(given: str | Path) -> Path:
-    """Return the folder of the run that a user's word names: a folder, or a name in logs/runs.
+    """Return the folder of the run that an argument names: a folder, or a name in logs/runs.
 
     Raises:
-        UserError: where there is none.
+        UserError: if there is none.
     """
     runs = REPO_ROOT / "logs" / "runs"
     path = Path(given).expanduser()
@@ -81,7 +81,7 @@ def read_run_config(run: Path) -> TrainConfig:
     """Return the configuration of a run; what a newer version added has its default.
 
     Raises:
-        UserError: where config.json is missing or damaged.
+        UserError: if config.json is missing or damaged.
     """
     return TrainConfig(**read_config_file(run / CONFIG))
 

@@ -17,9 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from delivery.image_flags import add_image_flags
-from training.command_line import OneLineParser, run_script
-from training.config import LARGEST_BATCH
+from delivery.flags import evaluate_parser
+from training.command_line import run_script
 
 
 def evaluate(given: argparse.Namespace) -> int:
@@ -43,20 +42,7 @@ def evaluate(given: argparse.Namespace) -> int:
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = OneLineParser("evaluate", __doc__)
-    parser.add_argument("model", metavar="RUN_OR_WEIGHTS", help="A run's name or folder, or a safetensors file.")
-    add_image_flags(parser, "evaluate")
-    parser.add_choice(
-        "--split",
-        ("auto", "val", "train", "all"),
-        default="auto",
-        help="Part of the data; auto: what the run held out, or all of a folder that it was not trained on.",
-    )
-    parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images per rank and forward pass.")
-    parser.add_choice("--precision", ("auto", "bf16", "fp16", "fp32"), default="auto", help="As in training.")
-    parser.add_argument("--output", default="", help="Folder of the files; default: in the run's folder.")
-    parser.add_local_rank()
-    return parser.parse(words)
+    return evaluate_parser(__doc__).parse(words)
 
 
 def main() -> int:

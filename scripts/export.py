@@ -17,13 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from delivery.export import FORMATS, PRECISIONS, ExportRefused, check_choice
-from delivery.image_flags import add_image_flags
-from training.command_line import OneLineParser, run_script
-from training.config import LARGEST_BATCH
-
-REFUSED_EXIT_CODE = 1
-MOST_IMAGES, MOST_THREADS = 10**6, 256
+from delivery.export import ExportRefused, check_choice
+from delivery.flags import export_parser
+from training.command_line import run_script
 
 
 def export(given: argparse.Namespace) -> int:
@@ -49,39 +45,14 @@ def export(given: argparse.Namespace) -> int:
         exported = export_model(settings, lambda line: print(line, flush=True))
     except ExportRefused as refusal:
         print(f"export: {refusal}", file=sys.stderr)
-        return REFUSED_EXIT_CODE
+        return 1
     show_export(exported, settings)
     return 0
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = OneLineParser("export", __doc__)
-    formats = "; ".join(f"{name}: {entry.summary}" for name, entry in FORMATS.items())
-    precisions = "; ".join(f"{name}: {text}" for name, text in PRECISIONS.items())
-    parser.add_argument("model", metavar="RUN_OR_WEIGHTS", help="A run's name or folder, or a safetensors file.")
-    parser.add_argument("--format", required=True, metavar="|".join(FORMATS), help=f"{formats}.")
-    parser.add_argument("--precision", default="fp32", metavar="|".join(PRECISIONS), help=f"{precisions} (onnx only).")
-    parser.add_argument(
-        "--output", default="", help="Folder of the files; default: export/ in the run's folder, or beside the weights."
-    )
-    add_image_flags(parser, "check")
-    images = "Most validation images to check on; default: all that fit 2 GB."
-    parser.add_number("--check-images", 1, MOST_IMAGES, default=0, help=images)
-    images = "int8: training images that show the activations' ranges."
-    parser.add_number("--calibration-images", 1, MOST_IMAGES, default=256, help=images)
-    points = "points of top-1"
-    parser.add_number(
-        "--max-accuracy-loss",
-        0.0,
-        100.0,
-        kind=points,
-        default=1.0,
-        help=f"{points.capitalize()} that the file may lose.",
-    )
-    parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images of one run, at most.")
-    parser.add_number("--threads", 1, MOST_THREADS, default=1, help="Threads of onnxruntime.")
-    return parser.parse(words)
+    return export_parser(__doc__).parse(words)
 
 
 if __name__ == "__main__":

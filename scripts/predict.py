@@ -18,11 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.command_line import OneLineParser, run_script
-from training.config import LARGEST_BATCH
-
-SOME_UNREADABLE_EXIT_CODE = 1
-LARGEST_TOP_K = 1000
+from delivery.flags import predict_parser
+from training.command_line import run_script
 
 
 def predict(given: argparse.Namespace) -> int:
@@ -39,27 +36,12 @@ def predict(given: argparse.Namespace) -> int:
         device=given.device,
         decode=given.decode,
     )
-    unreadable = write_predictions(predictions, given.format, given.output, given.top_k)
-    return SOME_UNREADABLE_EXIT_CODE if unreadable else 0
+    return 1 if write_predictions(predictions, given.format, given.output, given.top_k) else 0
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = OneLineParser("predict", __doc__)
-    parser.add_argument("model", metavar="RUN_OR_WEIGHTS", help="A run's name or folder, or a safetensors file.")
-    parser.add_argument(
-        "images", nargs="+", metavar="IMAGE", help="Files, folders, or -: one image, or paths, on standard input."
-    )
-    parser.add_number("--top-k", 1, LARGEST_TOP_K, default=3, help="Classes named for each image.")
-    parser.add_choice("--format", ("table", "csv", "json"), default="table", help="json: one object a line.")
-    parser.add_argument("--output", default="", help="File to write in place of standard output.")
-    parser.add_argument("--flip", action="store_true", help="Predict the mirrored image too; average both.")
-    parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images of one forward pass.")
-    parser.add_choice("--device", ("cpu", "cuda"), help="Default: a GPU if there is one.")
-    parser.add_choice(
-        "--decode", ("cpu", "exact"), default="cpu", help="As in training: JPEG files shrunk, or in full."
-    )
-    return parser.parse(words)
+    return predict_parser(__doc__).parse(words)
 
 
 def main() -> int:

@@ -86,7 +86,7 @@ class ExportJob:
         settings: what the user asks for.
         module: the network, float32 on the CPU in evaluation mode; writers leave it as it is.
         metadata: what `training.checkpoint.weights.load_model` returned with it.
-        origin: where it came from, as JSON can hold it.
+        origin: where it came from, as values of JSON.
         check: images that the file is compared on.
         calibration: float32 [M, 3, S, S] from the training split, None if the precision needs none.
         log: takes one line about progress.

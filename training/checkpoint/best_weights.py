@@ -1,4 +1,4 @@
-"""The best epoch's weights: which ones a file holds, and bringing them along to a run that goes on elsewhere."""
+"""The best epoch's weights: the epoch of a file, and the copy for a run that resumes elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from training.observe.scores import Scores
 
 
 def epoch_of(weights: Path) -> int | None:
-    """Return the epoch, from 1, whose weights a file holds; None for no file, or one that says nothing of it."""
+    """Return the epoch, from 1, of a weights file; None for no file, or one without it."""
     try:
         return read_metadata(weights)["extra"].get("epoch")
     except (UserError, AttributeError):

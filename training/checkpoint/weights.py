@@ -1,6 +1,6 @@
-"""The weights that a run leaves: one safetensors file that says what it is, and loads in plain PyTorch.
+"""The trained weights: one safetensors file that describes itself, and loads in plain PyTorch.
 
-The file's metadata (safetensors keeps text only) holds one JSON object with `description` (enough to rebuild the
+The file's metadata (safetensors keeps text only) contains one JSON object with `description` (enough to rebuild the
 network), `class_names`, `preprocessing` and `extra`. Tensor names are the network's own, so that timm loads a
 `timm:` model too.
 """
@@ -49,7 +49,7 @@ def save_weights(
         class_names: the class of each logit, in order.
         preprocessing: image_size and resize_size (pixels; resize_size null for no crop), mean and std (3 numbers
             each, for pixels in 0..1), interpolation (bilinear, bicubic or nearest); see `preprocess`.
-        extra: anything else that JSON can hold.
+        extra: anything else that JSON can contain.
     """
     values = (description, class_names, preprocessing, extra or {})
     metadata = {METADATA_KEY: json.dumps(dict(zip(METADATA_KEYS, values, strict=True)))}
@@ -91,7 +91,7 @@ def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]
         The network (images `[B, 3, H, W]` to logits `[B, classes]`) and the metadata of `read_metadata`.
 
     Raises:
-        UserError: for a file that is missing, broken or contradicts itself, or holds NaN or infinity.
+        UserError: for a file that is missing, broken or contradicts itself, or contains NaN or infinity.
     """
     metadata = read_metadata(path)
     try:
@@ -109,7 +109,7 @@ def _empty_network(path: str | os.PathLike[str], metadata: dict[str, Any]) -> nn
     """Build the network that a file's tensors fill, and check that it works with its images.
 
     Raises:
-        UserError: where description, tensors and image size do not go together.
+        UserError: if description, tensors and image size do not go together.
     """
     description, image_size = metadata["description"], metadata["preprocessing"]["image_size"]
     with open_weights(path) as reader:
@@ -127,7 +127,7 @@ def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor
     """Return the function that turns a PIL image into the network's input, float32 `[3, H, W]`.
 
     The image is turned upright (EXIF), made RGB, resized (the shorter side to resize_size, then a center crop of
-    image_size; or straight to image_size where resize_size is null), and normalized with mean and std.
+    image_size; or straight to image_size if resize_size is null), and normalized with mean and std.
 
     Args:
         metadata: what `read_metadata` or `load_model` returned.

@@ -1,4 +1,4 @@
-"""What an evaluation says of a model, as one object that JSON can hold; every number follows from `SampleScores`."""
+"""The content of scores.json: every number of an evaluation, computed from `SampleScores`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from training.observe.scores import SampleScores, Scores
 
 CALIBRATION_BINS = 15
 WORST_SAMPLES = 24
-AVERAGED = ("precision", "recall", "f1")
 
 
 def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callable[[int], str]) -> dict[str, Any]:
-    """Return everything that is told of an evaluation.
+    """Return the content of scores.json.
 
     Args:
         scores: of `SampleRecorder.gather`, with details.
         class_names: the name of each class, C of them.
-        name_of: from a sample's position to its path, or to where it stands.
+        name_of: from a sample's position to its path, or its position as text.
 
     Returns:
         samples, loss (nats), top1, top5, ece; `macro` and `weighted`, each with precision, recall and f1; `classes`,
         see `class_scores`; `calibration`, see `calibration_bins`; `confusion`, a list of [true class, predicted
-        class, samples] without zeros; `worst`, see `worst_samples`. Shares lie in 0..1.
+        class, samples] without zeros; `worst`, see `worst_samples`. Shares are in 0..1.
     """
     details = scores.details
     if details is None:
@@ -68,7 +67,7 @@ def write_scores(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Refuse a folder that holds something else than an evaluation, which would be lost.
+    """Refuse a folder that contains something else than an evaluation, which would be lost.
 
     Raises:
         UserError: for such a folder, and for a file.
@@ -95,7 +94,7 @@ def class_scores(confusion: Sequence[Sequence[int]], class_names: Sequence[str])
     """Return name, support (samples), predicted (samples), precision, recall and f1 of each class.
 
     Precision is the share of the samples called so that are so, recall the share of those that are so which were
-    called so, and f1 = 2 right / (support + predicted); 0 where there is nothing to divide by, as in scikit-learn
+    called so, and f1 = 2 right / (support + predicted); 0 if there is nothing to divide by, as in scikit-learn
     with zero_division=0.
     """
     right, support, predicted = (np.zeros(len(class_names), dtype=np.int64) for _ in range(3))
@@ -112,7 +111,7 @@ def class_scores(confusion: Sequence[Sequence[int]], class_names: Sequence[str])
 def calibration_bins(details: SampleScores) -> list[dict[str, Any]]:
     """Return lower, upper, samples, confidence (mean) and accuracy of each of the 15 equal bins of confidence.
 
-    Bin m of M holds the confidences in ((m - 1) / M, m / M], as in Guo et al. 2017 (arXiv:1706.04599), section 2.
+    Bin m of M contains the confidences in ((m - 1) / M, m / M], as in Guo et al. 2017 (arXiv:1706.04599), section 2.
     An empty bin has None for both means.
     """
     confidences, is_right = details.confidences.numpy(), details.is_right.numpy()
@@ -167,5 +166,5 @@ def _average(classes: Sequence[dict[str, Any]], weights: Sequence[int]) -> dict[
 
 
 def _divide(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
-    """Divide counts elementwise, giving 0 where the denominator is 0."""
+    """Divide counts elementwise, giving 0 if the denominator is 0."""
     return np.divide(numerator, denominator, out=np.zeros(len(numerator)), where=denominator > 0)

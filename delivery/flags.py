@@ -1,0 +1,100 @@
+"""The flags of evaluate.py, predict.py and export.py; they are the arguments of the functions behind them."""
+
+from __future__ import annotations
+
+import argparse
+
+from delivery.export import FORMATS, PRECISIONS
+from training.command_line import OneLineParser
+from training.config import LARGEST_BATCH
+from training.data import BAD_IMAGES_USAGE, DATASETS
+
+LARGEST_TOP_K = 1000
+MOST_IMAGES, MOST_THREADS = 10**6, 256
+
+
+def evaluate_parser(description: str | None) -> OneLineParser:
+    """Return the parser of evaluate.py."""
+    parser = OneLineParser("evaluate", description)
+    parser.add_argument("model", metavar="RUN_OR_WEIGHTS", help="A run's name or folder, or a safetensors file.")
+    _add_image_flags(parser, "evaluate")
+    parser.add_choice(
+        "--split",
+        ("auto", "val", "train", "all"),
+        default="auto",
+        help="Part of the data; auto: what the run held out, or all of a folder that it was not trained on.",
+    )
+    parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images per rank and forward pass.")
+    parser.add_choice("--precision", ("auto", "bf16", "fp16", "fp32"), default="auto", help="As in training.")
+    parser.add_argument("--output", default="", help="Folder of the files; default: in the run's folder.")
+    parser.add_local_rank()
+    return parser
+
+
+def predict_parser(description: str | None) -> OneLineParser:
+    """Return the parser of predict.py."""
+    parser = OneLineParser("predict", description)
+    parser.add_argument("model", metavar="RUN_OR_WEIGHTS", help="A run's name or folder, or a safetensors file.")
+    parser.add_argument(
+        "images", nargs="+", metavar="IMAGE", help="Files, folders, or -: one image, or paths, on standard input."
+    )
+    parser.add_number("--top-k", 1, LARGEST_TOP_K, default=3, help="Classes named for each image.")
+    parser.add_choice("--format", ("table", "csv", "json"), default="table", help="json: one object a line.")
+    parser.add_argument("--output", default="", help="File to write in place of standard output.")
+    parser.add_argument("--flip", action="store_true", help="Predict the mirrored image too; average both.")
+    parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images of one forward pass.")
+    parser.add_choice("--device", ("cpu", "cuda"), help="Default: a GPU if there is one.")
+    parser.add_choice(
+        "--decode", ("cpu", "exact"), default="cpu", help="As in training: JPEG files shrunk, or in full."
+    )
+    return parser
+
+
+def export_parser(description: str | None) -> OneLineParser:
+    """Return the parser of export.py."""
+    parser = OneLineParser("export", description)
+    formats = "; ".join(f"{name}: {entry.summary}" for name, entry in FORMATS.items())
+    precisions = "; ".join(f"{name}: {text}" for name, text in PRECISIONS.items())
+    parser.add_argument("model", metavar="RUN_OR_WEIGHTS", help="A run's name or folder, or a safetensors file.")
+    parser.add_argument("--format", required=True, metavar="|".join(FORMATS), help=f"{formats}.")
+    parser.add_argument("--precision", default="fp32", metavar="|".join(PRECISIONS), help=f"{precisions} (onnx only).")
+    parser.add_argument(
+        "--output", default="", help="Folder of the files; default: export/ in the run's folder, or beside the weights."
+    )
+    _add_image_flags(parser, "check")
+    images = "Most validation images to check on; default: all that fit 2 GB."
+    parser.add_number("--check-images", 1, MOST_IMAGES, default=0, help=images)
+    images = "int8: training images that show the activations' ranges."
+    parser.add_number("--calibration-images", 1, MOST_IMAGES, default=256, help=images)
+    points = "points of top-1"
+    parser.add_number(
+        "--max-accuracy-loss",
+        0.0,
+        100.0,
+        kind=points,
+        default=1.0,
+        help=f"{points.capitalize()} that the file may lose.",
+    )
+    parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images of one run, at most.")
+    parser.add_number("--threads", 1, MOST_THREADS, default=1, help="Threads of onnxruntime.")
+    return parser
+
+
+def _add_image_flags(parser: argparse.ArgumentParser, verb: str) -> None:
+    """Add the flags that name the images to look at, for `delivery.evaluation_data.EvaluationChoice`.
+
+    Args:
+        parser: of a script that takes a finished model.
+        verb: what is done with the images, such as "evaluate".
+    """
+    usages = ", ".join(entry.usage for entry in DATASETS.values())
+    parser.add_argument("--data", default="", help=f"Images to {verb} it on: {usages}; default: the run's own.")
+    parser.add_argument("--data-root", default="", help="Folder of torchvision data sets; default: the run's own.")
+    parser.add_argument(
+        "--bad-images", default="", metavar="MODE", help=f"{BAD_IMAGES_USAGE}, as in training; default: the run's."
+    )
+    parser.add_argument(
+        "--allow-missing-classes",
+        action="store_true",
+        help=f"{verb.capitalize()} on data that lacks some of the model's classes.",
+    )
