@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.report import Section, save, show, versions
 from delivery.export import ExportRefused
 from delivery.export.comparison import processor_name
+from delivery.export.export_job import ExportSettings
 from delivery.export.export_model import LATENCY_BATCHES, Exported, export_model
-from delivery.export.job import ExportSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 # Flags beside --model-type: enough for a decent accuracy in minutes on 2 cores, no more.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from planning.doctor.command_line import parse, run
+from planning.doctor.doctor_command import parse, run
 from training.command_line import run_script
 
 

@@ -26,8 +26,8 @@ def export(given: argparse.Namespace) -> int:
     """Export the model that the command line names."""
     check_choice(given.format, given.precision)  # before the slow imports
     from delivery.evaluation_data import EvaluationChoice
+    from delivery.export.export_job import ExportSettings
     from delivery.export.export_model import export_model, show_export
-    from delivery.export.job import ExportSettings
 
     settings = ExportSettings(
         given.model,

@@ -12,19 +12,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {
-    "scripts": 1100,
-    "launch": 2050,
-    "models": 1100,
-    "training": 1150,
-    "training/data": 2500,
-    "training/recipe": 450,
-    "training/parallel": 2050,
-    "training/checkpoint": 1250,
-    "training/observe": 2300,
-    "planning": 1900,
-    "delivery": 1150,
-    "delivery/export": 900,
-    "delivery/report": 1250,
+    "scripts": 650,
+    "launch": 3000,
+    "models": 1150,
+    "training": 1350,
+    "training/data": 2950,
+    "training/recipe": 480,
+    "training/parallel": 2600,
+    "training/checkpoint": 1500,
+    "training/observe": 2650,
+    "planning": 2450,
+    "delivery": 1200,
+    "delivery/export": 1250,
+    "delivery/report": 1400,
 }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from delivery.export import ExportRefused
-from delivery.export.job import CheckImages, Forward, run_in_batches
+from delivery.export.export_job import CheckImages, Forward, run_in_batches
 
 SMALL_BATCHES = (1, 2)
 ROUNDING = 1e-9  # points: 1.0 - 0.99 is a little more than 0.01

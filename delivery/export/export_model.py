@@ -19,7 +19,7 @@ from rich.table import Table
 from delivery.evaluation_data import load_evaluation_data
 from delivery.export import check_choice
 from delivery.export.comparison import Agreement, check_agreement, compare, measure_latency, processor_name
-from delivery.export.job import (
+from delivery.export.export_job import (
     ExportJob,
     ExportSettings,
     Written,

@@ -30,7 +30,7 @@ from onnxruntime.quantization import (
 
 from delivery.export import ExportRefused
 from delivery.export.comparison import ROUNDING
-from delivery.export.job import ExportJob, Written, run_in_batches
+from delivery.export.export_job import ExportJob, Written, run_in_batches
 from delivery.export.onnx_format import constants, open_session
 from delivery.export.output_folder import INPUT_NAME
 

@@ -14,7 +14,7 @@ import torch
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from onnxscript import optimizer
 
-from delivery.export.job import ExportJob, Forward, Written, tracing
+from delivery.export.export_job import ExportJob, Forward, Written, tracing
 from delivery.export.output_folder import INPUT_NAME, OUTPUT_NAME, describe_use
 from training.errors import UserError
 

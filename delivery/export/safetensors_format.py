@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from delivery.export.job import ExportJob, Forward, Written
+from delivery.export.export_job import ExportJob, Forward, Written
 from training.checkpoint.weights import load_model, save_weights
 
 STORED_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

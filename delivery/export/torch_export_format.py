@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from delivery.export.job import ExportJob, Forward, Written, tracing
+from delivery.export.export_job import ExportJob, Forward, Written, tracing
 from delivery.export.output_folder import describe_use
 from delivery.export.safetensors_format import is_large
 

@@ -26,7 +26,7 @@ MOST_RANKS = 64
 RANKS_SHOWN_OF_MANY = 8
 
 
-class Row(NamedTuple):
+class ShareRow(NamedTuple):
     """A span of time, or a rank: its value as text, its shares of the sum and of the largest value."""
 
     name: str
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 class Breakdown(NamedTuple):
     """Rows that add up to a total, and remarks on them."""
 
-    rows: list[Row]
+    rows: list[ShareRow]
     total: str
     remarks: list[str]
 
@@ -84,5 +84,7 @@ def memory_breakdown(peaks: Sequence[int]) -> Breakdown | None:
 
 def _breakdown(values: Mapping[str, float], text: Callable[[float], str], remarks: list[str]) -> Breakdown:
     total, largest = sum(values.values()) or 1, max(values.values()) or 1
-    rows = [Row(name, MEANINGS.get(name, ""), text(one), one / total, one / largest) for name, one in values.items()]
+    rows = [
+        ShareRow(name, MEANINGS.get(name, ""), text(one), one / total, one / largest) for name, one in values.items()
+    ]
     return Breakdown(rows, text(total), remarks)

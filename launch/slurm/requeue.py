@@ -68,7 +68,7 @@ class JobRecord:
 
 
 @dataclass(frozen=True)
-class Decision:
+class RequeueDecision:
     """Whether the job is requeued, the line that gives the reason, and the record for the next start."""
 
     requeue: bool
@@ -76,7 +76,7 @@ class Decision:
     record: JobRecord
 
 
-def what_follows(last: JobRecord, earlier: JobRecord, fate: Fate) -> Decision:
+def what_follows(last: JobRecord, earlier: JobRecord, fate: Fate) -> RequeueDecision:
     """Decide whether a job is requeued after a start of it has ended.
 
     Args:
@@ -85,18 +85,18 @@ def what_follows(last: JobRecord, earlier: JobRecord, fate: Fate) -> Decision:
         fate: what Slurm does with the job.
     """
     if last.code == 0 or fate is Fate.ENDING:
-        return Decision(False, "", last)
+        return RequeueDecision(False, "", last)
     if last.position > earlier.position:
         earlier = JobRecord(position=last.position)
     if fate is Fate.PREEMPTED:
-        return Decision(True, "preempted: requeued", earlier)
+        return RequeueDecision(True, "preempted: requeued", earlier)
     is_limit = last.code == WARNED_CODE
     if last.code in FINAL_CODES and not is_limit:
-        return Decision(False, "", last)
+        return RequeueDecision(False, "", last)
     reason = TIME_LIMIT if is_limit else last.reason or f"exit code {last.code}"
     # "no sign of life for 11 s" and "... 12 s" are the same failure; so are those of two nodes.
     failure = re.sub(r"\d+", "N", reason)
     record = JobRecord(last.code, reason, earlier.position, (*earlier.failures, failure))
     if failure in earlier.failures:
-        return Decision(False, f"{reason}: as before, and no newer checkpoint since: not requeued", record)
-    return Decision(True, f"{reason}: requeued, goes on from its newest checkpoint", record)
+        return RequeueDecision(False, f"{reason}: as before, and no newer checkpoint since: not requeued", record)
+    return RequeueDecision(True, f"{reason}: requeued, goes on from its newest checkpoint", record)

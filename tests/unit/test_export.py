@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from delivery.export import ExportRefused, onnx_format, safetensors_format
 from delivery.export.comparison import check_agreement, compare
-from delivery.export.job import CheckImages, tracing
+from delivery.export.export_job import CheckImages, tracing
 from models.build import build_model
 from training.checkpoint.weights import load_model, preprocess, read_metadata
 from training.errors import UserError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,17 @@ def test_scripts_are_entries_that_nothing_imports():
     assert importers == set()
 
 
+def test_no_name_stands_for_two_things():
+    """An entry in scripts/ may be called as what it calls, and training's errors as those of the models below."""
+    may_be_twice = {"__init__.py", "errors.py"}
+    files = [path for path in python_files() if path.parent.name != "scripts" and path.name not in may_be_twice]
+    classes = [
+        node.name for path in files for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+    ]
+    for names in ([path.name for path in files], [name for name in classes if not name.startswith("_")]):
+        assert [name for name, count in Counter(names).items() if count > 1] == []
+
+
 def test_the_training_step_fits_on_a_screen():
     tree = ast.parse((ROOT / "training/loop.py").read_text())
     (step,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "train_one_epoch")
@@ -110,7 +122,11 @@ def test_the_environment_is_read_where_it_belongs():
         *(f"launch/{name}.py" for name in ("single_node", "supervisor", "local_ranks", "process_tree")),  # hand it on
         "training/command_line.py",  # rank 0 prints for all
         *(f"launch/cluster/{name}.py" for name in ("agent", "multi_node", "plan", "remote_shell")),  # the same
-        *("launch/slurm/job.py", "planning/doctor/command_line.py", "planning/doctor/network.py"),  # Slurm's and ssh's
+        *(
+            "launch/slurm/job.py",
+            "planning/doctor/doctor_command.py",
+            "planning/doctor/network.py",
+        ),  # Slurm's and ssh's
     }
     readers = {str(path.relative_to(ROOT)) for path in python_files() if "os.environ" in path.read_text()}
     assert readers <= allowed

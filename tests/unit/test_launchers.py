@@ -15,7 +15,7 @@ from launch.arguments import read_arguments
 from launch.cluster import multi_node
 from launch.node_run import FINAL_CODES, HANG_CODE
 from launch.slurm import job
-from planning.doctor.command_line import SOMETHING_WRONG_EXIT_CODE
+from planning.doctor.doctor_command import SOMETHING_WRONG_EXIT_CODE
 from tests.unit.launching import (
     CORES,
     HOSTFILE,

@@ -16,7 +16,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 FAILED = 1000  # not a signal's number: a rank cannot continue, and the others stop with it
 
 
-class Decision(NamedTuple):
+class StopDecision(NamedTuple):
     """What all ranks do next: the signal to stop by (0 for none, `FAILED`), and whether to save a checkpoint."""
 
     stop_signal: int
@@ -39,7 +39,7 @@ class StopRequest:
         for number in STOP_SIGNALS:
             signal.signal(number, self._remember)
 
-    def poll(self, world: World, *, failed: bool = False, save_due: bool = False) -> Decision:
+    def poll(self, world: World, *, failed: bool = False, save_due: bool = False) -> StopDecision:
         """Return what any rank had received or requested by the previous poll, the same on all ranks; a collective.
 
         Args:
@@ -49,7 +49,7 @@ class StopRequest:
         """
         number = FAILED if failed else self._signal_number
         if world.signal_group is None:
-            return Decision(number, save_due)
+            return StopDecision(number, save_due)
         agreed = self._finish()
         flags = torch.tensor([number, save_due], dtype=torch.int32)
         with communication():
@@ -66,15 +66,15 @@ class StopRequest:
         """Finish the pending all-reduce; a collective."""
         self._finish()
 
-    def _finish(self) -> Decision:
+    def _finish(self) -> StopDecision:
         if self._pending is None:
-            return Decision(0, False)
+            return StopDecision(0, False)
         work, flags = self._pending
         with communication():
             work.wait()
         self._pending = None
         stop_signal, save_due = flags.tolist()  # on the CPU: no device sync
-        return Decision(stop_signal, bool(save_due))
+        return StopDecision(stop_signal, bool(save_due))
 
     def _remember(self, signal_number: int, _frame: FrameType | None) -> None:
         self._signal_number = self._signal_number or signal_number
