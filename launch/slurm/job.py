@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -45,9 +46,18 @@ def main(arguments: list[str]) -> int:
     plan = Plan.of(given, training, config, hosts, "srun", port)
     received, all_received = _receive_signals()
     print(f"Slurm job {job.name} on {','.join(hosts)}, restart {job.restarts}", flush=True)
-    outcome = train(plan, given.max_restarts, received)
-    record = JobRecord(outcome.ending.code, outcome.ending.reason, outcome.position)
+    record = _train(plan, given.max_restarts, received)
     return _finish(job, config, record, received, was_terminated=signal.SIGTERM in all_received)
+
+
+def _train(plan: Plan, max_restarts: int, received: list[int]) -> JobRecord:
+    """Train; an exception of the launch counts as a failure, after which the job may be requeued."""
+    try:
+        outcome = train(plan, max_restarts, received)
+    except Exception as error:
+        traceback.print_exc()
+        return JobRecord(1, f"the launch failed with {type(error).__name__}")
+    return JobRecord(outcome.ending.code, outcome.ending.reason, outcome.position)
 
 
 def _receive_signals() -> tuple[list[int], set[int]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from launch.slurm import job as job_module
 from launch.slurm.requeue import Fate, JobRecord, what_follows
 from launch.slurm.slurm_arguments import Job, training_arguments
 from training.errors import UserError
@@ -180,3 +182,11 @@ def test_the_record_survives_and_a_broken_one_is_an_empty_one(tmp_path: Path) ->
     assert JobRecord.read(path) == record
     path.write_text("{")
     assert JobRecord.read(path) == JobRecord()
+
+
+def test_an_exception_of_the_launch_is_a_failure_like_any_other(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(job_module, "train", mock.Mock(side_effect=ZeroDivisionError("a bug")))
+    record = job_module._train(mock.sentinel.plan, 3, [])
+    assert record == JobRecord(1, "the launch failed with ZeroDivisionError")
+    assert "a bug" in capsys.readouterr().err
+    assert what_follows(record, JobRecord(), Fate.RUNNING).requeue
