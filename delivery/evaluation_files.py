@@ -62,7 +62,7 @@ def _write_csv(path: Path, header: Sequence[str], rows: Any) -> None:
 def _write_confusion(folder: Path, cells: Sequence[Sequence[int]], class_names: Sequence[str]) -> None:
     """Write every pair of classes, or if there are too many classes for that, the pairs that occur."""
     if len(class_names) > LARGEST_MATRIX:
-        named = ([class_names[true], class_names[said], count] for true, said, count in cells)
+        named = ([class_names[true], class_names[predicted], count] for true, predicted, count in cells)
         _write_csv(folder / "confusion.csv", ("true", "predicted", "samples"), named)
         return
     confusion = dense_confusion(cells, len(class_names))
@@ -84,8 +84,8 @@ def _write_worst(
     for number, (one, picture) in enumerate(zip(worst, pictures, strict=True)):
         name = f"{WORST}/{number:03d}.png"
         picture.save(folder / name)
-        true, said = class_names[one["label"]], class_names[one["prediction"]]
-        rows.append([name, one["name"], true, said, one["confidence"], one["loss"]])
+        true, predicted = class_names[one["label"]], class_names[one["prediction"]]
+        rows.append([name, one["name"], true, predicted, one["confidence"], one["loss"]])
     _write_csv(folder / f"{WORST}.csv", ("picture", "image", "true", "predicted", "confidence", "loss"), rows)
     captions = [(printable(row[2]), printable(row[3]), one["confidence"]) for row, one in zip(rows, worst, strict=True)]
     _contact_sheet(pictures, captions).save(folder / f"{WORST}.png")
@@ -98,11 +98,11 @@ def _contact_sheet(pictures: Sequence[Image.Image], captions: Sequence[tuple[str
     lines = max(-(-len(pictures) // COLUMNS), 1)
     sheet = Image.new("RGB", (COLUMNS * width + TILE_GAP, lines * height + TILE_GAP), "white")
     draw = ImageDraw.Draw(sheet)
-    for number, (picture, (true, said, confidence)) in enumerate(zip(pictures, captions, strict=True)):
+    for number, (picture, (true, predicted, confidence)) in enumerate(zip(pictures, captions, strict=True)):
         left, top = TILE_GAP + number % COLUMNS * width, TILE_GAP + number // COLUMNS * height
         shift = [(THUMBNAIL_PIXELS - side) // 2 for side in picture.size]
         sheet.paste(picture, (left + shift[0], top + shift[1]))
-        text = f"{said[:LONGEST_NAME]}  {confidence:.0%}"
+        text = f"{predicted[:LONGEST_NAME]}  {confidence:.0%}"
         draw.text((left, top + THUMBNAIL_PIXELS + 2), f"true {true[:LONGEST_NAME]}", BLACK, font)
-        draw.text((left, top + THUMBNAIL_PIXELS + 2 + LINE_PIXELS), text, BLACK if true == said else WRONG, font)
+        draw.text((left, top + THUMBNAIL_PIXELS + 2 + LINE_PIXELS), text, BLACK if true == predicted else WRONG, font)
     return sheet

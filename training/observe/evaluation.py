@@ -98,10 +98,10 @@ def class_scores(confusion: Sequence[Sequence[int]], class_names: Sequence[str])
     with zero_division=0.
     """
     right, support, predicted = (np.zeros(len(class_names), dtype=np.int64) for _ in range(3))
-    for true, said, count in confusion:
+    for true, label, count in confusion:
         support[true] += count
-        predicted[said] += count
-        right[true] += count if true == said else 0
+        predicted[label] += count
+        right[true] += count if true == label else 0
     ratios = (_divide(right, predicted), _divide(right, support), _divide(2 * right, support + predicted))
     columns = (class_names, support.tolist(), predicted.tolist(), *(ratio.tolist() for ratio in ratios))
     names = ("name", "support", "predicted", "precision", "recall", "f1")
