@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {
     "scripts": 650,
-    "launch": 3000,
+    "launch": 3100,
     "models": 1150,
     "training": 1350,
     "training/data": 2950,
@@ -23,7 +23,7 @@ BUDGET = {
     "training/observe": 2650,
     "planning": 2450,
     "delivery": 1200,
-    "delivery/export": 1250,
+    "delivery/export": 1260,
     "delivery/report": 1400,
 }
 
