@@ -99,11 +99,10 @@ class EpochObserver:
         is_due = context.saver is not None and context.saver.is_due_by_time()
         verdict = context.stop.poll(context.world, failed=has_failed, save_due=is_due)
         self._stop_signal = verdict.stop_signal
-        if self._stop_signal and self._profiler is not None:
-            self._profiler.end_epoch()
-        is_last = state.progress.step == context.plan.steps_per_epoch
-        if not (self._stop_signal or is_last):
+        if not (self._stop_signal or state.progress.step == context.plan.steps_per_epoch):
             self._save_if_due(position + 1, is_due_by_time=verdict.save_due)
+        elif self._profiler is not None:
+            self._profiler.end_epoch()
         return bool(self._stop_signal)
 
     def finish(self) -> EpochResult:
@@ -112,8 +111,6 @@ class EpochObserver:
         Raises:
             RunEnded: on all ranks, if the run cannot go on.
         """
-        if self._profiler is not None:
-            self._profiler.end_epoch()
         self._settle()
         seconds = self._metrics.elapsed_seconds()
         images = (self._state.progress.step - self._first_step) * self._context.plan.global_batch
