@@ -3,6 +3,8 @@
 bash scripts/launch_distributed.sh mobilenet ddp 8 16 50
 deepspeed --num_gpus=8 scripts/train_distributed.py --model-type efficientnet --strategy fsdp_stage2
 torchrun --nproc_per_node=8 scripts/train_distributed.py --model-type vgg --strategy fsdp_stage3
+accelerate launch --multi_gpu --num_processes 8 scripts/train_distributed.py --model-type vgg
+srun --ntasks=8 python scripts/train_distributed.py --model-type vgg
 python scripts/train_distributed.py --epochs 1          # one process, no launcher
 """
 
@@ -18,11 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training.command_line import parse_args, run_script
 from training.errors import USER_ERROR_EXIT_CODE, UserError
 from training.observe.heartbeat import HeartbeatWriter
+from training.parallel.launchers import adopt_rank
 from training.parallel.strategies import read_strategy_json
 
 
 def train(arguments: list[str]) -> int:
     """Train as the command line says; return the exit code."""
+    adopt_rank()
     config, only_check = parse_args(arguments)
     read_strategy_json(config.strategy, config.deepspeed_config)
     if only_check:

@@ -18,7 +18,7 @@ BUDGET = {
     "training": 1350,
     "training/data": 2950,
     "training/recipe": 480,
-    "training/parallel": 2600,
+    "training/parallel": 2680,
     "training/checkpoint": 1500,
     "training/observe": 2650,
     "planning": 2450,

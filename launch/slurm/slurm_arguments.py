@@ -11,12 +11,11 @@ from launch.arguments import check_training
 from training.config import REPO_ROOT, TrainConfig
 from training.errors import UserError
 from training.observe.run_folder import RunFolder
+from training.parallel.launchers import job_port
 
 TASK = "{task}"
 LAST = "last"  # names the newest of a run's checkpoints
 NODE_LIST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.,\[\]-]*")
-# Jobs of one user, and tasks of one array, may share a node: each has ports of its own.
-FIRST_PORT, PORTS = 20000, 10000
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Job:
     @property
     def preferred_port(self) -> int:
         """The port that this job's ranks meet on, if it is free."""
-        return FIRST_PORT + int(self.slurm_id) % PORTS
+        return job_port(int(self.slurm_id))
 
     def check_gpus(self, ranks_per_node: int) -> None:
         """Raise a UserError if the job has fewer GPUs on a node than ranks are asked for."""

@@ -372,23 +372,28 @@ def test_restarts_used_up_end_with_the_reason(hosts: Hosts, shared: Path) -> Non
     training.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "accelerate"])
 def test_other_launchers_by_hand_on_each_node(hosts: Hosts, shared: Path, uninterrupted: Path, launcher: str) -> None:
-    """Without any launcher of ours, where names resolve to 127.0.1.1; torchrun as in docs/cluster.md."""
+    """Without any launcher of ours, as in docs/cluster.md, where names resolve to 127.0.1.1."""
     hostfile = shared / "hosts.txt"
     hostfile.write_text("node01 slots=1\nnode02 slots=1\n")
-    start = {
-        "torchrun": ["--nnodes=2", "--nproc_per_node=1"],
-        "deepspeed": ["--hostfile", str(hostfile), "--no_ssh"],
-    }[launcher]
-    start = [str(REPO_ROOT / ".venv/bin" / launcher), *start, "--master_addr=node01", "--master_port=29511"]
+    master = ["--master_addr=node01", "--master_port=29511"]
+    flags_of = {
+        "torchrun": ["--nnodes=2", "--nproc_per_node=1", *master, "--node_rank"],
+        "deepspeed": ["--hostfile", str(hostfile), "--no_ssh", *master, "--node_rank"],
+        "accelerate": [
+            *["launch", "--multi_gpu", "--num_machines=2", "--num_processes=2"],
+            *["--main_process_ip=node01", "--main_process_port=29511", "--machine_rank"],
+        ],
+    }
+    start = [str(REPO_ROOT / ".venv/bin" / launcher), *flags_of[launcher]]
     given = ["--model-type", MODEL, "--batch-size", "16", "--epochs", str(EPOCHS), *flags(shared, *RECIPE)]
     entry = [str(REPO_ROOT / "scripts" / ENTRY), *given]
     with loopback_names(hosts):
         started = [
             hosts.start(
                 node,
-                [*start, f"--node_rank={number}", *entry],
+                [*start, str(number), *entry],
                 cwd=shared,
                 output=shared / f"output-{node}.txt",
                 DS_ACCELERATOR="cpu",

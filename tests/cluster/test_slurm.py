@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -146,13 +147,17 @@ def test_a_job_that_loses_a_node_goes_on_with_another_and_the_same_weights(
     assert job.weights(f"slurm-{job.number}") == uninterrupted
 
 
-def test_several_tasks_without_ranks_are_told_from_the_shell_of_a_job(slurm: Hosts, shared: Path) -> None:
-    """Slurm calls both a job of two tasks; only srun's are two processes that would train on their own."""
-    code = "import os; from training.parallel.world import launched_world; print('alone' * (launched_world()[3] == 1))"
-    script = f'cd {REPO_ROOT}; {sys.executable} -c "{code}"; srun -n 2 {sys.executable} -c "{code}"'
+def test_the_tasks_of_an_srun_are_the_ranks(slurm: Hosts, shared: Path, uninterrupted: bytes) -> None:
+    """Without any launcher of ours; the shell of the job, which Slurm calls a job of two tasks too, is no rank."""
+    code = "from training.parallel.launchers import launched_world; print('alone' * (launched_world()[3] == 1))"
+    words = ["--model-type", "basic_cnn", "--batch-size", "16", "--epochs", LONG[-1], *FLAGS]
+    words += ["--log-dir", str(shared / "logs"), "--run-name", "tasks"]
+    train = shlex.join([sys.executable, "scripts/train_distributed.py", *words])
+    script = f'cd {REPO_ROOT}; {sys.executable} -c "{code}"; srun --kill-on-bad-exit {train}'
     output = shared / "tasks.out"
-    words = ["sbatch", "--wait", "--nodes=1", "--ntasks=2", "--gpus-per-node=1", f"--output={output}", "--wrap", script]
-    slurm.run("login", ["timeout", "100", *words], timeout=120)
-    lines = output.read_text().splitlines()
-    assert lines.count("alone") == 1, lines
-    assert sum("srun started 2 processes, and each would train on its own" in line for line in lines) == 2, lines
+    options = ["--wait", "--nodes=2", "--ntasks=2", "--gpus-per-node=1", f"--output={output}"]
+    result = slurm.run("login", ["timeout", "200", "sbatch", *options, "--wrap", script], timeout=220)
+    assert result.returncode == 0, output.read_text()
+    assert output.read_text().splitlines().count("alone") == 1
+    assert "2 CPU ranks over gloo on eth0" in output.read_text()
+    assert (shared / "logs/runs/tasks/model.safetensors").read_bytes() == uninterrupted

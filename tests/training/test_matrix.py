@@ -141,9 +141,10 @@ def test_the_guides_direct_command(tmp_path):
     assert losses[-1] < losses[0]
 
 
-def test_torchrun(tmp_path):
+def test_accelerate_which_starts_torchrun(tmp_path):
     result = run_command(
-        *["torchrun", "--nproc_per_node=2", f"--master_port={free_port()}", ENTRY, "--model-type", "cnn_lstm"],
+        *["accelerate", "launch", "--multi_gpu", "--num_processes=2", f"--main_process_port={free_port()}"],
+        *[ENTRY, "--model-type", "cnn_lstm"],
         *["--strategy", "fsdp_stage3", "--epochs", "1", "--batch-size", "50", "--data", "fake"],
         *["--precision", "bf16", "--activation-checkpointing", "--sync-batchnorm", "--offload", "all"],
         *["--run-name", "r", "--log-dir", str(tmp_path), "--optimizer", "lamb", "--learning-rate", "0.01"],

@@ -48,6 +48,9 @@ LAUNCHER_WORDS = {
     "launch_multi_node.sh": ("model-type", "strategy", None, None, "batch-size", "epochs"),
     "slurm_distributed.sh": ("model-type", "strategy", None, "batch-size", "epochs"),
 }
+PROGRAMS_OF_OTHERS = (
+    *("deepspeed", "torchrun", "accelerate", "mpirun", "sbatch", "srun", "scancel", "tensorboard", "nvidia-smi"),
+)
 VERBS = ("evaluate", "predict", "report", "export")
 # With how many words they take.
 LAUNCHER_FLAGS = {"--master_port": 2} | {flag: 1 if field.default is False else 2 for flag, field in SETTINGS.items()}
@@ -133,8 +136,8 @@ def path_problems(text: str) -> Iterator[str]:
 def flag_problems(text: str) -> Iterator[str]:
     known = ENTRY_FLAGS | LAUNCHER_FLAGS.keys() | doctor_flags() | verb_flags()
     for span in inline_code(text):
-        if span.split()[0] in ("deepspeed", "torchrun", "sbatch", "srun", "scancel", "tensorboard", "nvidia-smi"):
-            continue  # flags of others
+        if span.split()[0] in PROGRAMS_OF_OTHERS:
+            continue
         yield from (f"flag {flag}: does not exist" for flag in FLAG.findall(span) if flag not in known)
 
 

@@ -23,7 +23,7 @@ from scripts import evaluate, predict
 from training.checkpoint.weights import load_model, save_weights
 from training.config import TrainConfig, save_config
 from training.data import DataOptions, load_data
-from training.parallel.world import launched_world
+from training.parallel.launchers import launched_world
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [str(number) for number in range(10)]

@@ -117,7 +117,7 @@ def test_names_become_behaviour_in_tables_only():
 
 def test_the_environment_is_read_where_it_belongs():
     allowed = {
-        *(f"training/parallel/{name}.py" for name in ("world", "preserved_process", "deepspeed_engine")),
+        *(f"training/parallel/{name}.py" for name in ("launchers", "world", "preserved_process", "deepspeed_engine")),
         *("scripts/train_distributed.py", "training/observe/heartbeat.py"),
         *(f"launch/{name}.py" for name in ("single_node", "supervisor", "local_ranks", "process_tree")),  # hand it on
         "training/command_line.py",  # rank 0 prints for all

@@ -18,7 +18,6 @@ from tests.training.ranks import ROOT, free_port
 from training.errors import UserError
 from training.observe.heartbeat import SECRET_VARIABLE
 from training.parallel.secure_store import ANSWER, _listen, authenticate, open_store
-from training.parallel.world import launched_world
 
 PATIENCE = datetime.timedelta(seconds=30)
 
@@ -111,36 +110,6 @@ def test_a_false_rank_0_gets_nobody(store, port):
     store.set("zerovision/welcome/1", "f" * 64)
     assert isinstance(rank.result(), ConnectionError)
     assert isinstance(false.result(), TimeoutError)  # a thread inside the store would abort Python's exit
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        # `accelerate launch --cpu --num_processes 2` (1.15), and with 1
-        ({"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "accelerate"),
-        ({"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}, ""),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "mpirun started 2 processes"),
-        ({"OMPI_COMM_WORLD_SIZE": "1"}, ""),
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "srun started 4 processes"),
-        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, ""),
-        # in the script of a job of 4 tasks, and in a shell that srun opened
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, ""),
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "41000"}, ""),
-    ],
-)
-def test_a_launcher_whose_processes_would_train_alone_is_named(monkeypatch, variables, message):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    if message:
-        with pytest.raises(UserError, match=rf"^{message}.*torchrun --nproc_per_node=N [^\n]*$"):
-            launched_world()
-    else:
-        assert launched_world() == (0, 0, 1, 1)
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)  # the ranks that our agents start under srun
-    assert launched_world() == (1, 1, 2, 2)
 
 
 def test_every_start_has_a_secret_of_its_own_which_no_file_shows(tmp_path):

@@ -1,6 +1,6 @@
-"""The process group: which ranks the launcher started, joining and leaving.
+"""The process group: joining and leaving.
 
-Only this module reads the launchers' environment variables and chooses between NCCL and gloo.
+Only this module chooses between NCCL and gloo.
 """
 
 from __future__ import annotations
@@ -17,22 +17,11 @@ import torch.distributed as dist
 from training.errors import UserError
 from training.observe.heartbeat import SECRET_VARIABLE
 from training.parallel import secure_store
+from training.parallel.launchers import launched_world
 from training.parallel.network_interfaces import interface_towards
 from training.parallel.precision import use_exact_fp32
 
 LOOPBACK = "lo"
-# Launchers that set no RANK, and their variables for the number of processes. Not Slurm's SLURM_NTASKS, which is also
-# set in the shell of a job, in which a single process may be started.
-_OTHER_LAUNCHERS = (
-    ("mpirun", "OMPI_COMM_WORLD_SIZE"),
-    ("mpirun", "MV2_COMM_WORLD_SIZE"),
-    ("srun", "SLURM_STEP_NUM_TASKS"),
-    ("mpirun", "PMI_SIZE"),
-)
-_WAYS = (
-    "Start with scripts/launch_distributed.sh (sbatch scripts/slurm_distributed.sh under Slurm), or with "
-    "torchrun --nproc_per_node=N scripts/train_distributed.py."
-)
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -74,45 +63,6 @@ class World:
         return f"{ranks}{network}, {torch.get_num_threads()} thread(s) each"
 
 
-def launched_world() -> tuple[int, int, int, int]:
-    """Return (rank, local rank, ranks on this machine, all ranks) from the environment; (0, 0, 1, 1) by default.
-
-    Raises:
-        UserError: if the variables are incomplete or not numbers, or another launcher has started several processes.
-    """
-    # LOCAL_SIZE is deepspeed's variable, LOCAL_WORLD_SIZE torchrun's.
-    local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    given = {name: os.environ[name] for name in names if name in os.environ}
-    if not given:
-        _refuse_unconnected_ranks()
-        return 0, 0, 1, 1
-    try:
-        rank, local_rank, size = (int(given[name]) for name in names)
-        return rank, local_rank, int(local_size), size
-    except (KeyError, ValueError):
-        said = ", ".join(f"{name}={given.get(name, 'missing')}" for name in names)
-        raise UserError(
-            f"the launcher's environment is incomplete: {said}. Start through deepspeed or torchrun."
-        ) from None
-
-
-def _refuse_unconnected_ranks() -> None:
-    """Raise a UserError if several ranks were requested, but each process would train on its own."""
-    started = next(((who, count) for who, name in _OTHER_LAUNCHERS if (count := _count(name)) > 1), None)
-    if "SLURM_PTY_PORT" in os.environ and started and started[0] == "srun":
-        started = None  # an interactive shell
-    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
-        raise UserError(f"accelerate was asked for several processes and started one on its own. {_WAYS}")
-    if started:
-        raise UserError(f"{started[0]} started {started[1]} processes, and each would train on its own. {_WAYS}")
-
-
-def _count(name: str) -> int:
-    value = os.environ.get(name, "")
-    return int(value) if value.isdecimal() else 0
-
-
 def start_world(*, deterministic: bool = False) -> World:
     """Join the process group, over NCCL on GPUs and gloo on CPUs; every rank must call this.
 
@@ -136,7 +86,7 @@ def start_world(*, deterministic: bool = False) -> World:
         if "EADDRINUSE" not in str(error):
             raise
         port = os.environ.get("MASTER_PORT")
-        raise UserError(f"port {port} is in use: give a free one with --master_port.") from None
+        raise UserError(f"port {port} is in use: give a free one with --master_port, or in MASTER_PORT.") from None
     # Over gloo, from CPU to CPU, small values and stop requests never wait for a GPU's queue. The thread that writes
     # checkpoints has a group of its own, because it runs beside them.
     signal_group, save_group = (

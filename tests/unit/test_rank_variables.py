@@ -1,0 +1,89 @@
+"""Which rank a process is under each launcher, by the variables that the launcher was seen to set."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from training.errors import UserError
+from training.parallel.launchers import launched_world
+
+ACCELERATE = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}  # 1.15
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+MPICH = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SRUN = {
+    **{"SLURM_STEP_NUM_TASKS": "5", "SLURM_NTASKS": "5", "SLURM_PROCID": "4", "SLURM_LOCALID": "0"},
+    **{"SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_JOB_ID": "123456"},
+    **{"PMI_SIZE": "5", "PMI_RANK": "4"},
+}
+MASTER = ("MASTER_ADDR", "MASTER_PORT")
+ALONE = (0, 0, 1, 1)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    """Without the variables of a launcher that started these tests, and without those that a test adds."""
+    environment = dict(os.environ)
+    for name in environment:
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "MV2_", "ACCELERATE_")):
+            monkeypatch.delenv(name)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", *MASTER):
+        monkeypatch.setenv(name, "")  # so that it is put back as it was
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks", "master"),
+    [
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, (2, 0, 4, 4), ("127.0.0.1", "29500")),
+        # `accelerate launch --cpu --mpirun_hostfile ... --num_machines 2`; Open MPI's processes on other machines have
+        # what its daemon's srun gave the daemon, too
+        (
+            OPEN_MPI | SRUN | ACCELERATE | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", MASTER[0]: "a", MASTER[1]: "1234"},
+            (2, 0, 2, 4),
+            ("a", "1234"),
+        ),
+        (MPICH, (1, 1, 2, 2), ("127.0.0.1", "29500")),
+        (SRUN | {"SLURM_STEP_NODELIST": "gpu[03-05,9]"}, (4, 0, 1, 5), ("gpu03", "23456")),
+        (SRUN | {"SLURM_STEP_NODELIST": "gpu-a,gpu-b[1-2]", MASTER[1]: "77"}, (4, 0, 1, 5), ("gpu-a", "77")),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"}, (4, 0, 5, 5), ("127.0.0.1", "23456")),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, ALONE, None),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1"}, ALONE, None),
+        # in the script of a job of 4 tasks, and in a shell that srun opened
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, ALONE, None),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "41000"}, ALONE, None),
+        (ACCELERATE, ALONE, None),
+        # the ranks that our agents and torchrun start under srun or mpirun
+        (SRUN | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, (1, 1, 2, 2), None),
+    ],
+)
+def test_every_launchers_ranks_are_known(monkeypatch, variables, ranks, master):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert launched_world() == ranks
+    if master is None:
+        assert not {*MASTER} & os.environ.keys()
+    else:
+        # what PyTorch and DeepSpeed read
+        names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", *MASTER)
+        assert tuple(os.environ[name] for name in names) == (*map(str, ranks), *master)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (ACCELERATE | {"MASTER_ADDR": "127.0.0.1"}, r"accelerate .* give it --multi_gpu.* torchrun --nproc_per_node=N"),
+        (OPEN_MPI, "mpirun started 4 processes.* torchrun --nproc_per_node=N"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "4 processes on several machines, and MASTER_ADDR is missing"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "mpirun started 2 processes"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": ""}, "srun started 5 processes"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "incomplete: RANK=1, LOCAL_RANK=missing, WORLD_SIZE=2"),
+    ],
+)
+def test_processes_that_would_train_alone_are_refused(monkeypatch, variables, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=rf"^[^\n]*{message}[^\n]*$"):
+        launched_world()
+    assert "LOCAL_WORLD_SIZE" not in os.environ
