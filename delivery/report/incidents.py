@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 from delivery.report.formatting import clip, date_and_time, join, number, plural
-from delivery.report.history import History
+from delivery.report.run_files import History
 from training.observe.units import format_duration
 
 MOST_ROWS = 40

@@ -17,7 +17,6 @@ from delivery.report import formatting, run_facts
 from delivery.report.incidents import find_incidents
 from delivery.report.per_class import MOST_IMAGES, calibration_chart, class_table, confusion, misclassified_images
 from delivery.report.run_files import read_run
-from delivery.report.time_and_memory import memory_breakdown, time_breakdown
 from delivery.report.training_curves import STYLES, overlaid_charts, single_run_charts
 from training.checkpoint.atomic_write import replacing
 from training.errors import UserError
@@ -137,7 +136,10 @@ def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, An
             }
     with _damage_named(folder / METRICS):
         shown |= {"status": run_facts.find_status(run), "incidents": find_incidents(history)}
-        shown |= {"time": time_breakdown(history), "memory": memory_breakdown(history.memory_bytes_per_rank)}
+        shown |= {
+            "time": run_facts.time_breakdown(history),
+            "memory": run_facts.memory_breakdown(history.memory_bytes_per_rank),
+        }
     with _damage_named(folder / ENVIRONMENT):
         shown |= {"description": run_facts.describe(run), "command": run_facts.command_of(run)}
         shown["environment"] = run_facts.environment_facts(run)

@@ -1,20 +1,34 @@
-"""The status, the key figures, the settings and the environment of a run, for one run or several side by side."""
+"""Status, key figures, time, memory, settings and environment of a run, for one run or several side by side."""
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from delivery.report.formatting import clip, count, date_and_time, number, percent, plural
-from delivery.report.history import History
-from delivery.report.run_files import RunFiles
+from delivery.report.run_files import History, RunFiles
 from delivery.reproduce_command import reproduce_command
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.observe.units import format_bytes, format_duration
 
 LONGEST_REASON = 300
 SILENT_SECONDS = 900.0  # without a line in metrics.jsonl a run counts as crashed
+SPANS = {
+    "data": "waiting for images",
+    "forward": "the model and its loss",
+    "backward": "gradients",
+    "communication": "collectives, and waiting for late ranks",
+    "optimizer": "the update",
+    "logging": "scores, log files, console",
+    "saving": "waiting for checkpoints",
+    "other": "the rest of the loop",
+    "evaluation": "the validation images",
+}
+MEANINGS = SPANS | {"restarting": "from the last line to the resume"}
+MOST_RANKS = 64
+RANKS_SHOWN_OF_MANY = 8
 
 
 class Status(NamedTuple):
@@ -37,6 +51,24 @@ class Fact(NamedTuple):
     remark: str = ""
     default: str = ""
     differs: bool = False
+
+
+class ShareRow(NamedTuple):
+    """A span of time, or a rank: its value as text, its shares of the sum and of the largest value."""
+
+    name: str
+    meaning: str
+    text: str
+    share_of_total: float
+    share_of_largest: float
+
+
+class Breakdown(NamedTuple):
+    """Rows that add up to a total, and remarks on them."""
+
+    rows: list[ShareRow]
+    total: str
+    remarks: list[str]
 
 
 def find_status(run: RunFiles, now: float | None = None) -> Status:
@@ -114,6 +146,44 @@ def key_figures(run: RunFiles) -> list[Fact]:
         value = f"{number(total / 1e6, 3)} million" if total >= 1e6 else count(total)
         figures.append(Fact("weights", value, "numbers in model.safetensors"))
     return figures
+
+
+def time_breakdown(history: History) -> Breakdown | None:
+    """Return the time of each span over all starts of a run; None if nothing was logged."""
+    spans: dict[str, float] = dict.fromkeys(SPANS, 0.0)
+    for process in history.processes:
+        for name, value in process.spans().items():
+            spans[name] = spans.get(name, 0.0) + value
+    if any(process.follows_failure for process in history.processes):
+        spans["restarting"] = sum(process.gap_seconds for process in history.processes if process.follows_failure)
+    if not spans["evaluation"]:
+        del spans["evaluation"]
+    remarks = []
+    if history.repeated_steps:
+        remarks.append(
+            f"{plural(history.repeated_steps, 'step')} of these, {format_duration(history.repeated_seconds)}, were "
+            "trained again after restarts, as far as they had been logged."
+        )
+    if any(process.end is None for process in history.processes):
+        remarks.append("A start without an end line counts with its logged intervals, evaluations and saves.")
+        if history.epochs and not any("evaluation_seconds" in epoch for epoch in history.epochs.values()):
+            remarks.append("The duration of the evaluations was not recorded.")
+    return _breakdown(spans, format_duration, remarks) if sum(spans.values()) else None
+
+
+def memory_breakdown(peaks: Sequence[int]) -> Breakdown | None:
+    """Return the peak memory of each rank in bytes; of more than `MOST_RANKS`, the highest."""
+    if not peaks:
+        return None
+    ranks, remarks = list(range(len(peaks))), []
+    if len(peaks) > MOST_RANKS:
+        ranks = sorted(ranks, key=lambda rank: -peaks[rank])[:RANKS_SHOWN_OF_MANY]
+        low, median, high = map(format_bytes, (min(peaks), statistics.median(peaks), max(peaks)))
+        remarks = [
+            f"{len(peaks)} ranks: the lowest peak is {low}, the median {median}, the highest {high}. "
+            f"The {RANKS_SHOWN_OF_MANY} highest are shown."
+        ]
+    return _breakdown({f"rank {rank}": peaks[rank] for rank in ranks}, format_bytes, remarks)
 
 
 def settings(run: RunFiles) -> list[Fact]:
@@ -200,3 +270,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[Fact]:
 def _ranks(run: RunFiles) -> str:
     ranks = run.environment.get("ranks")
     return plural(ranks, "rank") if isinstance(ranks, int) else ""
+
+
+def _breakdown(values: Mapping[str, float], text: Callable[[float], str], remarks: list[str]) -> Breakdown:
+    total, largest = sum(values.values()) or 1, max(values.values()) or 1
+    rows = [
+        ShareRow(name, MEANINGS.get(name, ""), text(one), one / total, one / largest) for name, one in values.items()
+    ]
+    return Breakdown(rows, text(total), remarks)

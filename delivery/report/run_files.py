@@ -1,19 +1,217 @@
-"""Read a run's folder."""
+"""Read a run's folder: its JSON files, and metrics.jsonl as curves without the steps that were trained again."""
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from delivery.report.history import History, read_history
 from training.errors import UserError
 from training.observe.run_folder import CONFIG, ENVIRONMENT, EVALUATION, METRICS, SCORES, WEIGHTS, WORST
+
+CURVES = ("loss", "learning_rate", "images_per_second", "gradient_norm")
+EVENTS = ("skipped_step", "checkpoint_failed", "slow_rank", "slow_link", "diverged", "gave_up")
+EPOCH_NUMBERS = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5")
+
+
+@dataclass
+class Process:
+    """One start of a run.
+
+    Attributes:
+        logged_seconds: of each span in the logged intervals, and of evaluations and saves between them.
+        end: the `end` line, None if there is none.
+        gap_seconds: from the last line of the process before to the first of this one.
+        follows_failure: whether the process before has no `end` line.
+    """
+
+    logged_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    end: dict[str, Any] | None = None
+    gap_seconds: float = 0.0
+    follows_failure: bool = False
+
+    def spans(self) -> dict[str, float]:
+        """Return the seconds of each span; those of the `end` line, if there is one, are complete."""
+        if self.end is None:
+            return dict(self.logged_seconds)
+        spans = {name: share * self.end["seconds"] for name, share in self.end["time_shares"].items()}
+        return spans | {"evaluation": self.end["evaluation_seconds"]}
+
+
+class History:
+    """The lines of metrics.jsonl: the curves have the latest line of each step, the times add up all lines.
+
+    Attributes:
+        steps: the optimizer step of each logging point, ascending.
+        columns: for each name in `CURVES`, the values at `steps`; steps and seconds of the interval before.
+        epochs: the line of each epoch.
+        events: lines of the kinds in `EVENTS` and `resume`, in the order they were written.
+        checkpoints: the lines of saved checkpoints.
+        processes: one for each start of the run.
+        repeated_steps, repeated_seconds: what was trained again after restarts, as far as it was logged.
+        logged_images, logged_seconds: of all logged intervals, repeated ones included.
+        memory_bytes_per_rank: the peak of each rank; of rank 0 alone in runs of versions that logged no other.
+        first_time, last_time: Unix seconds of the first and the last line, None if there is none.
+        last_kind: of the last line, empty if there is none.
+        steps_per_epoch, total_steps: of the latest `step` line, 0 if there is none.
+    """
+
+    def __init__(self, global_batch: int | None) -> None:
+        """Start without lines.
+
+        Args:
+            global_batch: images of an optimizer step over all ranks; None if unknown: intervals then take no time.
+        """
+        self.steps = array("q")
+        self.columns = {name: array("d") for name in (*CURVES, "interval_steps", "interval_seconds")}
+        self.epochs: dict[int, dict[str, Any]] = {}
+        self.events: list[dict[str, Any]] = []
+        self.checkpoints: list[dict[str, Any]] = []
+        self.processes = [Process()]
+        self.repeated_steps = self.logged_images = 0
+        self.repeated_seconds = self.logged_seconds = 0.0
+        self.memory_bytes_per_rank: list[int] = []
+        self.first_time: float | None = None
+        self.last_time: float | None = None
+        self.last_kind = ""
+        self.steps_per_epoch = self.total_steps = 0
+        self._global_batch = global_batch or 0
+        self._last_step = 0
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add the next line; unknown kinds are ignored.
+
+        Raises:
+            KeyError, TypeError, ValueError: if a value is missing, or is not a number.
+        """
+        when, kind = float(line["time"]), line["kind"]
+        match kind:
+            case "step":
+                self._add_step(line)
+            case "epoch":
+                self._add_epoch(line)
+            case "resume":
+                self._forget_after(int(line["step"]))
+                self._start_process(when)
+                self.events.append(line)
+            case "checkpoint":
+                self.checkpoints.append(line)
+                # Within an epoch the stall is part of a logged interval.
+                if self.steps_per_epoch and int(line["step"]) % self.steps_per_epoch == 0:
+                    self.processes[-1].logged_seconds["saving"] += float(line["stall_seconds"])
+            case "end":
+                numbers = {name: float(line[name]) for name in ("seconds", "evaluation_seconds")}
+                shares = {name: float(share) for name, share in line["time_shares"].items()}
+                self.processes[-1].end = line | numbers | {"step": int(line["step"]), "time_shares": shares}
+                self._add_memory(line.get("memory_bytes_per_rank", []))
+            case _ if kind in EVENTS:
+                self.events.append(line)
+        self.first_time = when if self.first_time is None else self.first_time
+        self.last_time, self.last_kind = when, kind
+
+    @property
+    def last_step(self) -> int:
+        """The step of the last logging point, 0 before the first."""
+        return self.steps[-1] if self.steps else 0
+
+    @property
+    def best_epoch(self) -> dict[str, Any] | None:
+        """The first of the epochs with the highest validation top-1 that did not diverge, None if there is none."""
+        converged = (epoch for epoch in self.epochs.values() if not epoch.get("diverged"))
+        return max(converged, key=lambda epoch: (epoch["val_top1"], -epoch["epoch"]), default=None)
+
+    @property
+    def divergence(self) -> str:
+        """Why the last epoch counts as diverged, empty if it does not."""
+        return str(self.epochs[max(self.epochs)].get("diverged") or "") if self.epochs else ""
+
+    def _add_step(self, line: dict[str, Any]) -> None:
+        step, speed = int(line["step"]), float(line["images_per_second"])
+        values = {name: float(line[name]) for name in CURVES}
+        self.steps_per_epoch, self.total_steps = int(line["steps_per_epoch"]), int(line["total_steps"])
+        went_back = step <= self._last_step
+        if went_back:  # restarted without a checkpoint, so no `resume` line gives the step
+            self._forget_after((int(line["epoch"]) - 1) * self.steps_per_epoch)
+        steps = max(step - self._last_step, 1)
+        seconds = steps * self._global_batch / speed if speed > 0 else 0.0
+        if went_back:
+            self._start_process(float(line["time"]) - seconds)
+        for name, share in line.get("time_shares", {}).items():
+            self.processes[-1].logged_seconds[name] += seconds * float(share)
+        self.logged_images += steps * self._global_batch if seconds else 0
+        self.logged_seconds += seconds
+        self.steps.append(step)
+        for name, value in (values | {"interval_steps": steps, "interval_seconds": seconds}).items():
+            self.columns[name].append(value)
+        self._last_step = step
+        if "memory_bytes" in line and len(self.memory_bytes_per_rank) < 2:
+            self._add_memory([line["memory_bytes"]])
+
+    def _add_epoch(self, line: dict[str, Any]) -> None:
+        numbers = {name: float(line[name]) for name in EPOCH_NUMBERS}
+        counts = {name: int(float(line[name])) for name in ("epoch", "step")}
+        self.epochs[counts["epoch"]] = line | numbers | counts
+        self.processes[-1].logged_seconds["evaluation"] += float(line.get("evaluation_seconds", 0.0))
+        self._add_memory(line.get("memory_bytes_per_rank", []))
+
+    def _start_process(self, when: float) -> None:
+        if self.last_time is not None:
+            gap, failed = max(when - self.last_time, 0.0), self.processes[-1].end is None
+            self.processes.append(Process(gap_seconds=gap, follows_failure=failed))
+
+    def _forget_after(self, step: int) -> None:
+        """Drop the logging points and epochs after a step, since it is trained again from there."""
+        keep = bisect.bisect_right(self.steps, step)
+        for place in range(keep, len(self.steps)):
+            steps = self.columns["interval_steps"][place]
+            again = min(self.steps[place] - step, int(steps))
+            self.repeated_steps += again
+            self.repeated_seconds += self.columns["interval_seconds"][place] * again / steps
+        del self.steps[keep:]
+        for column in self.columns.values():
+            del column[keep:]
+        self.epochs = {epoch: line for epoch, line in self.epochs.items() if line["step"] <= step}
+        self._last_step = step
+
+    def _add_memory(self, peaks: Iterable[float]) -> None:
+        """Keep the highest of each rank's peaks; if the number of ranks has changed, the latest peaks."""
+        new = [int(peak) for peak in peaks]
+        if len(new) == len(self.memory_bytes_per_rank):
+            new = [max(pair) for pair in zip(new, self.memory_bytes_per_rank, strict=True)]
+        self.memory_bytes_per_rank = new or self.memory_bytes_per_rank
+
+
+def read_history(path: Path, global_batch: int | None) -> History:
+    """Read metrics.jsonl; an unfinished last line is ignored.
+
+    Raises:
+        UserError: if a line is damaged, or the file cannot be read.
+    """
+    history = History(global_batch)
+    try:
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):  # noqa: B007
+                if line.endswith(b"\n") and line.strip():
+                    content = json.loads(line)
+                    if not isinstance(content, dict):
+                        raise ValueError("it is not a JSON object")
+                    history.add(content)
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read: {error.strerror}.") from None
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise UserError(
+            f"{path}, line {number}: is damaged ({reason}). Remove the line, or restore the file."
+        ) from None
+    return history
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from delivery.report.charts import Chart, Line, draw
 from delivery.report.formatting import number, percent, plural
-from delivery.report.history import CURVES, History
+from delivery.report.run_files import CURVES, History
 
 STYLES = 8  # colours, each with a dash pattern of its own
 OVERLAID = {

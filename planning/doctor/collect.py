@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster.remote_shell import Command
-from planning.doctor.connect import PROBE, Probe, Unreachable, ask_all, local_command
+from planning.doctor.probe import PROBE, Probe, Unreachable, ask_all, local_command
 from planning.doctor.tcp_paths import FailedPath, targets_of
 from training.config import REPO_ROOT, TrainConfig
 from training.data import DataOptions

@@ -109,7 +109,7 @@ def request_of(given: argparse.Namespace) -> Request:
         UserError: for a mistake in the training's arguments or the names of the machines.
     """
     from planning.doctor.collect import HERE, Request
-    from planning.doctor.connect import local_command
+    from planning.doctor.probe import local_command
 
     config, _ = parse_args(given.training_arguments)
     node_list = "" if given.here else os.environ.get("SLURM_JOB_NODELIST", "")

@@ -17,8 +17,8 @@ from launch.cluster.remote_shell import srun_command
 from models.build import build_model
 from planning.doctor.assess import assess_dataset
 from planning.doctor.collect import HERE, Request, dataset_options
-from planning.doctor.connect import local_command
 from planning.doctor.doctor_command import parse, request_of
+from planning.doctor.probe import local_command
 from planning.doctor.workload import _gpu_step_seconds, dataset_fingerprint, measure_dataset, measure_model
 from scripts import doctor
 from training.errors import UserError

@@ -11,9 +11,8 @@ import pytest
 
 from planning.doctor import assess, assess_network, tcp_paths
 from planning.doctor.collect import Findings, _add_host
-from planning.doctor.connect import MOST_PATIENCE, Probe, Unreachable, ask_all, explain, stuck_at
 from planning.doctor.network import measure_network, rounds_of_pairs
-from planning.doctor.probe import slowdown
+from planning.doctor.probe import MOST_PATIENCE, Probe, Unreachable, ask_all, explain, slowdown, stuck_at
 from planning.doctor.table import Row, join_hosts, some_of
 from training.parallel.network_interfaces import free_port
 

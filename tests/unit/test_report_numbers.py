@@ -10,7 +10,6 @@ import pytest
 from made_runs import GLOBAL_BATCH, RESTARTED, START, end, epoch, event, make_run, step
 
 from delivery.report.charts import Line, draw, thin
-from delivery.report.history import History
 from delivery.report.incidents import find_incidents
 from delivery.report.per_class import class_table, confusion, misclassified_images
 from delivery.report.run_facts import (
@@ -20,10 +19,11 @@ from delivery.report.run_facts import (
     environment_facts,
     find_status,
     key_figures,
+    memory_breakdown,
     settings,
+    time_breakdown,
 )
-from delivery.report.run_files import read_run
-from delivery.report.time_and_memory import memory_breakdown, time_breakdown
+from delivery.report.run_files import History, read_run
 from delivery.report.training_curves import single_run_charts
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from made_runs import GLOBAL_BATCH, RESTARTED, event, make_run, step
 
-from delivery.report.history import read_history
 from delivery.report.page import TEMPLATE, watch, write_report
+from delivery.report.run_files import read_history
 from training.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
