@@ -53,7 +53,7 @@ class ClusterRun:
         """
         try:
             prepare = {"mark": self._launch_id, "folder": self._plan.folder, "port": self._plan.port}
-            prepare["locks"] = self._plan.environment["TORCH_EXTENSIONS_DIR"]
+            prepare["locks"] = self._plan.environment()["TORCH_EXTENSIONS_DIR"]
             rendezvous = next_rendezvous(self._nodes, self._plan, prepare, self._received, is_restart=restart > 0)
             if rendezvous is None:
                 return Started(Ending(128 + PASSED_ON[signal.Signals(self._received[0])]), "", -1)
@@ -76,16 +76,16 @@ class ClusterRun:
         of_this_start = {RESTARTS_VARIABLE: str(restart), SECRET_VARIABLE: secrets.token_hex(32)}
         for node_rank, node in enumerate(rendezvous.nodes):
             place = ["--nnodes", str(count), "--node_rank", str(node_rank)]
-            place += ["--nproc_per_node", str(plan.ranks_per_node)]
+            place += ["--nproc_per_node", str(plan.given.ranks_per_node)]
             place += ["--master_addr", rendezvous.addresses[0], "--master_port", str(rendezvous.port)]
             arguments = [*plan.arguments, *plan.batch_flags(count), *resuming]
             node.send(
                 "start",
                 command=[sys.executable, "-u", str(REPO_ROOT / "launch/local_ranks.py"), *place, ENTRY, *arguments],
-                environment={**rendezvous.environment(node_rank), **plan.environment, **of_this_start},
-                local_size=plan.ranks_per_node,
+                environment={**rendezvous.environment(node_rank), **plan.environment(), **of_this_start},
+                local_size=plan.given.ranks_per_node,
                 has_rank_0=node_rank == 0,
-                stop_timeout_s=plan.stop_timeout_s,
+                stop_timeout_s=plan.given.stop_timeout,
             )
 
     def _look(self) -> None:
@@ -178,7 +178,7 @@ def _print_rendezvous(plan: Plan, rendezvous: Rendezvous) -> None:
     kind = "GPUs" if rendezvous.has_gpus else "CPU ranks"
     fewer = f" of {len(plan.hosts)}" if len(named) < len(plan.hosts) else ""
     print(
-        f"{len(named)}{fewer} nodes x {plan.ranks_per_node} {kind}: {', '.join(named)}; "
+        f"{len(named)}{fewer} nodes x {plan.given.ranks_per_node} {kind}: {', '.join(named)}; "
         f"they meet on {rendezvous.addresses[0]}:{rendezvous.port}",
         file=sys.stderr,
         flush=True,

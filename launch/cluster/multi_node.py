@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
         return code
     if not shutil.which("ssh"):
         raise UserError("ssh is not installed here: install OpenSSH's client.")
-    plan = Plan.of(given, given.training, config, hosts, "ssh", given.master_port)
+    plan = Plan(given, given.training, config, hosts, "ssh", given.master_port)
     return train(plan, given.max_restarts, receive_signals()).ending.code
 
 

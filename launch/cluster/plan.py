@@ -1,10 +1,10 @@
-"""What a launch on several nodes starts: built from the launcher's arguments and the training's configuration."""
+"""What a launch on several nodes starts: the launcher's arguments, the training's configuration, and this machine."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from launch.arguments import LaunchArguments
 from launch.process_tree import extensions_folder
@@ -25,77 +25,51 @@ class Plan:
     """A launch on several nodes.
 
     Attributes:
+        given: the launcher's arguments.
+        arguments: of the training entry.
+        config: what these configure.
         hosts: names of the nodes, that of rank 0 first.
         remote_shell: 'ssh' or 'srun'.
-        ranks_per_node: ranks that each starts.
-        min_nodes: number of hosts that training can go on with.
-        accumulation_steps: micro-steps per optimizer step on all hosts; on fewer of them it grows, so that the global
-            batch stays.
         port: that the ranks meet on, 0 for a free one of rank 0's node.
-        arguments: of the training entry.
         folder: current folder of the ranks.
-        environment: variables of the ranks beside those of their machine, TORCH_EXTENSIONS_DIR among them.
-        stop_timeout_s: seconds the ranks have to save and leave after a signal.
-        start_timeout_s: seconds within which enough nodes must answer.
-        log_dir: folder of all logs, which all nodes share.
         software: of the machine that launches, see `training.observe.environment.software`.
-        allow_differences: whether nodes with other software may take part.
     """
 
+    given: LaunchArguments
+    arguments: list[str]
+    config: TrainConfig
     hosts: list[str]
     remote_shell: str
-    ranks_per_node: int
-    min_nodes: int
-    accumulation_steps: int
     port: int
-    arguments: list[str]
-    folder: str
-    environment: dict[str, str]
-    stop_timeout_s: float
-    start_timeout_s: float
-    log_dir: str
-    software: dict[str, str]
-    allow_differences: bool
+    folder: str = field(default_factory=os.getcwd)
+    software: dict[str, str] = field(default_factory=software)
 
-    @classmethod
-    def of(
-        cls,
-        given: LaunchArguments,
-        arguments: list[str],
-        config: TrainConfig,
-        hosts: list[str],
-        remote_shell: str,
-        port: int,
-    ) -> Plan:
-        """Build it from the launcher's arguments, and those of the training entry with what they configure."""
-        environment = forwarded_environment(given.forward_env.split(","))
-        return cls(
-            hosts=hosts,
-            remote_shell=remote_shell,
-            ranks_per_node=given.ranks_per_node,
-            min_nodes=given.min_nodes or len(hosts),
-            accumulation_steps=config.gradient_accumulation_steps,
-            port=port,
-            arguments=arguments,
-            folder=os.getcwd(),
-            environment=environment | {"TORCH_EXTENSIONS_DIR": extensions_folder()},
-            stop_timeout_s=given.stop_timeout,
-            start_timeout_s=given.start_timeout,
-            log_dir=os.path.abspath(os.path.expanduser(config.log_dir or REPO_ROOT / "logs")),
-            software=software(),
-            allow_differences=given.allow_differences,
-        )
+    @property
+    def min_nodes(self) -> int:
+        """The number of hosts that training can go on with."""
+        return self.given.min_nodes or len(self.hosts)
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of all logs, which all nodes share."""
+        return os.path.abspath(os.path.expanduser(self.config.log_dir or REPO_ROOT / "logs"))
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of the ranks beside those of their machine."""
+        forwarded = forwarded_environment(self.given.forward_env.split(","))
+        return forwarded | {"TORCH_EXTENSIONS_DIR": extensions_folder()}
 
     def usable_nodes(self, reachable: int) -> int:
         """Return how many of the reachable nodes can share the global batch, 0 if they are too few."""
-        micro_steps = len(self.hosts) * self.accumulation_steps
+        micro_steps = len(self.hosts) * self.config.gradient_accumulation_steps
         return next((n for n in range(reachable, self.min_nodes - 1, -1) if micro_steps % n == 0), 0)
 
     def batch_flags(self, nodes: int) -> list[str]:
-        """Return the flags that keep the global batch on this many nodes."""
+        """Return the flags that keep the global batch on this many nodes: more micro-steps on fewer of them."""
         if nodes == len(self.hosts):
             return []
-        return [f"--gradient-accumulation-steps={len(self.hosts) * self.accumulation_steps // nodes}"]
+        micro_steps = len(self.hosts) * self.config.gradient_accumulation_steps
+        return [f"--gradient-accumulation-steps={micro_steps // nodes}"]
 
 
 def forwarded_environment(names: Sequence[str]) -> dict[str, str]:

@@ -78,7 +78,7 @@ def next_rendezvous(
         if wait.is_settled and refused and not is_restart:
             raise CannotStart(wait.reasons(), USER_ERROR_EXIT_CODE)
         too_few = len(refused) > len(plan.hosts) - plan.min_nodes
-        if wait.seconds > plan.start_timeout_s or (wait.is_settled and too_few):
+        if wait.seconds > plan.given.start_timeout or (wait.is_settled and too_few):
             reached = f"{len(wait.ready)} of {len(plan.hosts)} nodes reached, {plan.min_nodes} needed"
             raise CannotStart(f"{reached}: {wait.reasons()}", NO_NODES_CODE)
         wait.print_once()
@@ -190,7 +190,7 @@ def _unfit(nodes: Nodes, plan: Plan, ready: list[str], *, is_restart: bool) -> t
         raise CannotStart("; ".join(wrong), USER_ERROR_EXIT_CODE)
     software = {host: answer.get("software", {}) for host, answer in answers.items()}
     others = differences(software if is_restart else {**software, HERE: plan.software}, plan.software)
-    if plan.allow_differences:
+    if plan.given.allow_differences:
         if others:
             print(f"warning: {by_reason(others)}", file=sys.stderr, flush=True)
     elif others:
@@ -204,11 +204,11 @@ def _rendezvous(nodes: Nodes, plan: Plan, ready: list[str]) -> Rendezvous:
     count = plan.usable_nodes(len(ready))
     if not count:
         raise CannotStart(f"{len(ready)} nodes cannot share the global batch", NO_NODES_CODE)
-    used = ready[:count]
+    used, wanted = ready[:count], plan.given.ranks_per_node
     gpus = {host: answers[host]["gpus"] for host in used}
     has_gpus = any(gpus.values())
-    if has_gpus and (short := [f"{host} has {n}" for host, n in gpus.items() if n < plan.ranks_per_node]):
-        raise CannotStart(f"{plan.ranks_per_node} GPUs per node asked for: {', '.join(short)}", USER_ERROR_EXIT_CODE)
+    if has_gpus and (short := [f"{host} has {n}" for host, n in gpus.items() if n < wanted]):
+        raise CannotStart(f"{wanted} GPUs per node asked for: {', '.join(short)}", USER_ERROR_EXIT_CODE)
     known = [answers[host]["address"] for host in used]
     addresses = [
         address_towards(known, answers[host]["addresses"]) if is_loopback(address) else address

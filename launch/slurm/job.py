@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     if not job.restarts and (code := run_preflight(given, training)):
         return code
     port = given.master_port or port_if_free(job.preferred_port)
-    plan = Plan.of(given, training, config, hosts, "srun", port)
+    plan = Plan(given, training, config, hosts, "srun", port)
     received, all_received = _receive_signals()
     print(f"Slurm job {job.name} on {','.join(hosts)}, restart {job.restarts}", flush=True)
     record = _train(plan, given.max_restarts, received)

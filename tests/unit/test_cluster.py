@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from launch.arguments import LaunchArguments
 from launch.cluster.agreement import HERE, by_reason, differences, unshared
 from launch.cluster.channel import Channel
 from launch.cluster.cluster_run import ending_of
@@ -26,6 +27,7 @@ from launch.cluster.remote_shell import srun_command, ssh_command
 from launch.node_run import HANG_CODE, Ending
 from launch.process_tree import MARK
 from tests.unit.launching import environment, hear_ctrl_c, stub_repo
+from training.config import TrainConfig
 from training.observe.shared_folder import leave_mark, sees_mark
 from training.parallel.network_interfaces import (
     address_towards,
@@ -37,8 +39,9 @@ from training.parallel.network_interfaces import (
 
 
 def plan(hosts: int = 4, min_nodes: int = 1, accumulation_steps: int = 1) -> Plan:
-    names = [f"node{number}" for number in range(hosts)]
-    return Plan(names, "ssh", 8, min_nodes, accumulation_steps, 0, [], "/", {}, 300, 300, "/logs", {}, False)
+    given = LaunchArguments("launch_multi_node.sh", {}, [], "direct", dry_run=False, min_nodes=min_nodes)
+    config = TrainConfig(gradient_accumulation_steps=accumulation_steps)
+    return Plan(given, [], config, [f"node{number}" for number in range(hosts)], "ssh", 0)
 
 
 def test_messages_and_what_is_printed_come_apart() -> None:
@@ -229,8 +232,7 @@ from launch.arguments import check_training, read_arguments
 from launch.cluster import multi_node
 from launch.cluster.plan import Plan
 remote_shell, outcome, *words = sys.argv[1:]
-plan_of = Plan.of
-multi_node.Plan.of = lambda given, arguments, config, hosts, _ssh, port: plan_of(
+multi_node.Plan = lambda given, arguments, config, hosts, _ssh, port: Plan(
     given, arguments, config, hosts, remote_shell, port)
 train = multi_node.train
 def write_outcome(*arguments):
