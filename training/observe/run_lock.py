@@ -72,20 +72,6 @@ class Origin:
         return same_launch or same_job
 
 
-@dataclass(frozen=True)
-class Holder:
-    """The process that holds a lock, as written into the file: host, rank 0's process, local time of its start."""
-
-    host: str
-    pid: int
-    since: str
-    origin: Origin
-
-    def describe(self) -> str:
-        """Return the process in a few words."""
-        return one_line(f"pid {self.pid} on {self.host} since {self.since}")
-
-
 def lock_run(path: Path, origin: Origin, wait_s: float = WAIT_SECONDS) -> IO[bytes]:
     """Take the lock of a run; closing the returned file, or the end of this process, releases it.
 
@@ -101,7 +87,7 @@ def lock_run(path: Path, origin: Origin, wait_s: float = WAIT_SECONDS) -> IO[byt
         UserError: if another training holds it.
         OSError: if the file cannot be created.
     """
-    own = Holder(socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"), origin)
+    own = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     deadline = time.monotonic() + wait_s
     is_waiting = False
     while True:
@@ -112,13 +98,12 @@ def lock_run(path: Path, origin: Origin, wait_s: float = WAIT_SECONDS) -> IO[byt
                 continue
             with contextlib.suppress(OSError):  # a full disk: locked all the same, without a name
                 file.truncate(0)
-                file.write(json.dumps(dataclasses.asdict(own)).encode())
+                file.write(json.dumps(own | {"origin": dataclasses.asdict(origin)}).encode())
             return file
-        holder = _read(file)
+        who, earlier = _read(file)
         file.close()
-        who = holder.describe() if holder else "another process"
         if time.monotonic() >= deadline:
-            if not (holder and holder.origin.was_before(origin)):
+            if not earlier.was_before(origin):
                 raise UserError(
                     f"run '{path.parent.name}' is being trained by {who}. Wait for its end or give another --run-name. "
                     f"If that machine is lost, remove {path}."
@@ -151,14 +136,16 @@ def _is_at(path: Path, file: IO[bytes]) -> bool:
     return False
 
 
-def _read(file: IO[bytes]) -> Holder | None:
-    """Return the content of a lock file, None if `lock_run` did not write it."""
+def _read(file: IO[bytes]) -> tuple[str, Origin]:
+    """Return who holds a lock, and what started it, as `lock_run` has written it into the file."""
     try:
         file.seek(0)
         content = json.loads(file.read(LARGEST))
-        holder = Holder(**content | {"origin": Origin(**content["origin"])})
+        origin = Origin(**content["origin"])
+        place = [content[name] for name in ("host", "pid", "since")]
+        kinds = [type(value) for value in (*place, *dataclasses.astuple(origin))]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None
-    *place, origin = (getattr(holder, field.name) for field in dataclasses.fields(holder))
-    kinds = [type(value) for value in (*place, *dataclasses.astuple(origin))]
-    return holder if kinds == [str, int, str, str, int, str, int] else None
+        kinds = []
+    if kinds != [str, int, str, str, int, str, int]:
+        return "another process", Origin()
+    return one_line(f"pid {place[1]} on {place[0]} since {place[2]}"), origin

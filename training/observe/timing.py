@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,40 +22,30 @@ MOST_PENDING_EVENTS = 4096
 _clocks: list[SpanClock] = []  # of the runs that this process is in, the innermost last
 
 
-class Marks(Protocol):
-    """A time line on which a span ends at each mark."""
-
-    def end(self, span: str) -> None:
-        """Attribute the time since the last mark to `span`."""
-
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds of each span so far; a sync on a GPU."""
-
-    def is_capturing(self) -> bool:
-        """Return whether calls are only recorded now, into a CUDA graph."""
-
-
-class HostMarks(Marks):
-    """The host's own clock."""
+class HostMarks:
+    """A time line on which a span ends at each mark: that of the host's own clock."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(SPANS, 0.0)
         self._last = time.perf_counter()
 
     def end(self, span: str) -> None:
+        """Attribute the time since the last mark to `span`."""
         now = time.perf_counter()
         self._seconds[span] += now - self._last
         self._last = now
 
     def seconds(self) -> dict[str, float]:
+        """Return the seconds of each span so far; a sync on a GPU."""
         return dict(self._seconds)
 
     def is_capturing(self) -> bool:
+        """Return whether calls are only recorded now, into a CUDA graph."""
         return False
 
 
-class StreamMarks(Marks):
-    """The time line of a GPU stream: events that complete when the work before them is done.
+class StreamMarks:
+    """The same on the time line of a GPU stream: events that complete when the work before them is done.
 
     Args:
         stream: the stream that computes.
@@ -97,7 +87,7 @@ class StreamMarks(Marks):
 class SpanClock:
     """Measures spans of one rank, such as `with clock.forward:`. Only one thread at a time may be inside spans."""
 
-    def __init__(self, marks: Marks | None = None) -> None:
+    def __init__(self, marks: HostMarks | StreamMarks | None = None) -> None:
         self._marks = marks or HostMarks()
         self._thread = threading.get_ident()
         self._open = ["other"]
