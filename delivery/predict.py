@@ -101,7 +101,6 @@ def _predictions(
     batch_size: int,
     decode: str,
 ) -> Iterator[Prediction]:
-    """Yield the predictions of `predict`."""
     preprocessing, class_names = metadata["preprocessing"], metadata["class_names"]
     decode_file = make_decoder(decode, preprocessing["image_size"])
     transform = evaluation_transform(preprocessing)

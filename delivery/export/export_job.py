@@ -77,6 +77,10 @@ class CheckImages:
         """Return the share of images, 0 to 1, whose highest logit [N, classes] is their class."""
         return float((logits.argmax(1) == self.labels).double().mean())
 
+    def points_lost(self, logits: torch.Tensor) -> float:
+        """Return the points of top-1, of 100, that these logits [N, classes] have less than the module's."""
+        return 100 * (self.top1(self.logits) - self.top1(logits))
+
 
 @dataclass(frozen=True)
 class ExportJob:

@@ -26,7 +26,7 @@ from delivery.export.export_job import (
     load_calibration_images,
     load_check_images,
 )
-from delivery.export.output_folder import PREPROCESSING, check_output, unfinished_files, write_preprocessing
+from delivery.export.output_folder import PREPROCESSING, check_output, preprocessing_text, unfinished_files
 from delivery.trained_model import TrainedModel, find_model, slug
 from training.checkpoint.weights import load_model
 from training.errors import printable
@@ -76,7 +76,7 @@ def export_model(settings: ExportSettings, log: Callable[[str], None]) -> Export
     with unfinished_files(output) as (folder, publish):
         file, preprocessing = folder / f"model{chosen.extension}", folder / PREPROCESSING
         written = writer.write(job, file)
-        write_preprocessing(preprocessing, job.metadata)
+        preprocessing.write_text(preprocessing_text(job.metadata), encoding="utf-8")
         agreement = compare(writer.open_exported(file, settings.threads), job.check, settings.batch_size)
         check_agreement(agreement, settings.precision, settings.max_accuracy_loss)
         sizes, latencies = _compare_with_fp32(writer, written, file, job)
@@ -119,7 +119,6 @@ def _show_against_fp32(exported: Exported, settings: ExportSettings) -> None:
 
 
 def _prepare(settings: ExportSettings, model: TrainedModel, log: Callable[[str], None]) -> ExportJob:
-    """Load the model and the images."""
     module, metadata = load_model(model.weights)
     data = load_evaluation_data(metadata, model.config(), settings.choice)
     check = load_check_images(data, module, settings)

@@ -10,6 +10,7 @@ that int8 harms most.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from bisect import bisect_left
 from collections.abc import Callable, Collection
@@ -92,7 +93,11 @@ def fewest(is_enough: Callable[[int], bool], most: int) -> int | None:
 def _layers_to_leave(job: ExportJob, quantizer: Quantizer, method: str) -> list[str]:
     layers, most = quantizer.layers, len(quantizer.layers) // 2
     job.log(f"int8 loses too much: each of {len(layers)} layers is quantized alone, to find those that it harms")
-    errors = {name: _error_alone(job, quantizer, name, method) for name in layers}
+    few, expected = job.check.images[:IMAGES_PER_LAYER], job.check.logits[:IMAGES_PER_LAYER]
+    errors = {}
+    for name in layers:
+        logits = _logits(job, quantizer.quantize([name], method), few)
+        errors[name] = float(torch.nn.functional.mse_loss(logits, expected))
     ranked = sorted(layers, key=lambda name: errors[name], reverse=True)
     lost: dict[int, float] = {}
 
@@ -113,18 +118,13 @@ def _layers_to_leave(job: ExportJob, quantizer: Quantizer, method: str) -> list[
 
 
 def _points_lost(job: ExportJob, model: ModelProto) -> float:
-    return 100 * (job.check.top1(job.check.logits) - job.check.top1(_logits(job, model, len(job.check))))
+    return job.check.points_lost(_logits(job, model, job.check.images))
 
 
-def _error_alone(job: ExportJob, quantizer: Quantizer, layer: str, method: str) -> float:
-    """Return the mean squared error of the logits if this layer alone is quantized."""
-    logits = _logits(job, quantizer.quantize([layer], method), IMAGES_PER_LAYER)
-    return float(torch.nn.functional.mse_loss(logits, job.check.logits[:IMAGES_PER_LAYER]))
-
-
-def _logits(job: ExportJob, model: ModelProto, most: int) -> torch.Tensor:
-    forward = open_session(model.SerializeToString(), job.settings.threads)
-    return run_in_batches(forward, job.check.images[:most], job.settings.batch_size)
+def _logits(job: ExportJob, model: ModelProto, images: torch.Tensor) -> torch.Tensor:
+    return run_in_batches(
+        open_session(model.SerializeToString(), job.settings.threads), images, job.settings.batch_size
+    )
 
 
 class Quantizer:
@@ -166,7 +166,7 @@ class Quantizer:
             stored_only: others, whose weights are stored in int8 and widened to fp32 for use.
         """
         static = [name for name in self._static if name in layers]
-        model = self._quantize_static([*static, *self._passing], method) if static else _copy(self._model)
+        model = self._quantize_static([*static, *self._passing], method) if static else copy.deepcopy(self._model)
         widened = {*stored_only, *(name for name in self._lstms if name in layers)}
         for node in [node for node in model.graph.node if node.name in widened]:
             _store_in_int8(model, node)
@@ -217,19 +217,14 @@ class _CalibrationBatches(CalibrationDataReader):
         return None if batch is None else {INPUT_NAME: batch.numpy()}
 
 
-def _copy(model: ModelProto) -> ModelProto:
-    copied = ModelProto()
-    copied.CopyFrom(model)
-    return copied
-
-
 def _store_in_int8(model: ModelProto, node: NodeProto) -> None:
     """Store a layer's weights in int8, one scale per output, and put a DequantizeLinear behind them."""
     stored = constants(model)
     for place, axis in WEIGHT_AXES[node.op_type].items():
         name = node.input[place]
         values = numpy_helper.to_array(stored[name])
-        axis = 0 if _is_transposed(node) else axis % values.ndim
+        is_transposed = any(entry.name == "transB" and entry.i for entry in node.attribute)  # as in PyTorch's Linear
+        axis = 0 if is_transposed else axis % values.ndim
         shape = [-1 if number == axis else 1 for number in range(values.ndim)]
         other_axes = tuple(number for number in range(values.ndim) if number != axis)
         scale = np.abs(values).max(axis=other_axes) / LARGEST_INT8
@@ -259,8 +254,3 @@ def _keep_in_fp32(model: ModelProto, node: NodeProto) -> None:
     barrier = helper.make_node("Max", [source, floor], [kept], f"{node.name}.Max")
     model.graph.node.insert(list(model.graph.node).index(node), barrier)
     node.input[0] = kept
-
-
-def _is_transposed(node: NodeProto) -> bool:
-    """Whether a Gemm's weight is [outputs, inputs], as PyTorch's linear layers have it."""
-    return any(entry.name == "transB" and entry.i for entry in node.attribute)

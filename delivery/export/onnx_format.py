@@ -17,6 +17,7 @@ from onnxscript import optimizer
 from delivery.export.export_job import ExportJob, Forward, Written, tracing
 from delivery.export.output_folder import INPUT_NAME, OUTPUT_NAME, describe_use
 from training.errors import UserError
+from training.observe.units import format_bytes
 
 MAX_BYTES = 2**31 - 2**24  # a protobuf message holds 2 GiB; some of it goes to the graph
 FOLD_BYTES = 2**31  # no constant is too large to be computed in advance
@@ -72,7 +73,7 @@ def export_graph(job: ExportJob) -> ModelProto:
     weight_bytes = sum(tensor.nbytes for tensor in job.module.state_dict().values())
     if weight_bytes > MAX_BYTES:
         raise UserError(
-            f"the weights are {weight_bytes / 1e9:.1f} GB and an ONNX file holds {MAX_BYTES / 1e9:.1f}: "
+            f"the weights are {format_bytes(weight_bytes)} and an ONNX file holds {format_bytes(MAX_BYTES)}: "
             "give --format safetensors or torch-export."
         )
     with tracing():

@@ -98,11 +98,6 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_preprocessing(path: Path, metadata: dict[str, Any]) -> None:
-    """Write preprocessing.json."""
-    path.write_text(_text(metadata), encoding="utf-8")
-
-
 def check_output(output: Path, metadata: dict[str, Any]) -> None:
     """Check that the output is a folder, and that no preprocessing.json of another model would be overwritten.
 
@@ -116,10 +111,11 @@ def check_output(output: Path, metadata: dict[str, Any]) -> None:
         present = path.read_text(encoding="utf-8") if path.is_file() else None
     except (OSError, ValueError) as error:
         raise UserError(f"'{path}' cannot be read: {error}.") from None
-    if present is not None and present != _text(metadata):
+    if present is not None and present != preprocessing_text(metadata):
         raise UserError(f"'{path}' is of a model with other classes or preprocessing: give --output another folder.")
 
 
-def _text(metadata: dict[str, Any]) -> str:
+def preprocessing_text(metadata: dict[str, Any]) -> str:
+    """Return preprocessing.json as text."""
     text = json.dumps(describe_use(metadata), indent=1, ensure_ascii=False) + "\n"
     return text.encode("utf-8", "backslashreplace").decode()  # names of folders may contain bytes that are no text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,10 +87,10 @@ def draw(
         return None
     values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
     first, low, high = float(values[0]), float(values.min()), float(values.max())
-    write: Callable[[float], str] = _percent if is_percent else number
+    write: Callable[[float], str] = partial(percent, decimals=2) if is_percent else number
     x_axis = linear_axis(0.0, max(float(line.x[-1]) for line in lines), plain, is_tight=True)
     if is_percent:
-        y_axis = linear_axis(0.0 if from_zero else low, high, _percent_tick, highest=1.0)
+        y_axis = linear_axis(0.0 if from_zero else low, high, lambda share: f"{100 * share:.4g}{THIN}%", highest=1.0)
     elif not from_zero and low > 0 and high / low > LOG_SCALE_FROM:
         y_axis = log_axis(low, high)
     else:
@@ -203,14 +204,6 @@ def _tabulate(lines: Sequence[Line], write: Callable[[float], str]) -> dict[str,
         for row, value in zip(rows, values.tolist(), strict=True):
             row.append("–" if math.isnan(value) else write(value))
     return {"rows": rows, "left_out": len(places) - len(rows)}
-
-
-def _percent(value: float) -> str:
-    return percent(value, 2)
-
-
-def _percent_tick(value: float) -> str:
-    return f"{100 * value:.4g}{THIN}%"
 
 
 def _coordinate(value: float) -> str:

@@ -15,6 +15,7 @@ from delivery.report.charts import Chart, Line, draw
 from delivery.report.formatting import clip, percent
 from delivery.report.run_files import RunFiles
 from training.data.reading.images import ImageError, read_file
+from training.observe.run_folder import EVALUATION, WORST
 
 MOST_CLASSES_LISTED = 200
 CLASSES_LISTED_OF_MANY = 100
@@ -105,7 +106,7 @@ def misclassified_images(run: RunFiles, most: int = MOST_IMAGES) -> list[dict[st
             "label": names[one["label"]],
             "prediction": names[one["prediction"]],
             "confidence": percent(one["confidence"], 0),
-            "data_uri": _data_uri(run.worst_images / f"{number:03d}.png"),
+            "data_uri": _data_uri(run.folder / EVALUATION / WORST / f"{number:03d}.png"),
         }
         for number, one in wrong[:most]
     ]

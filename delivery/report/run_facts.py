@@ -249,7 +249,6 @@ def _images_per_second(history: History) -> float | None:
 
 
 def _show(value: Any) -> str:
-    """Format a value of JSON."""
     if isinstance(value, bool):
         return str(value).lower()
     if value is None or value in ("", []):

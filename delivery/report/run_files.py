@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from training.errors import UserError
-from training.observe.run_folder import CONFIG, ENVIRONMENT, EVALUATION, METRICS, SCORES, WEIGHTS, WORST
+from training.observe.run_folder import CONFIG, ENVIRONMENT, EVALUATION, METRICS, SCORES, WEIGHTS
 
 CURVES = ("loss", "learning_rate", "images_per_second", "gradient_norm")
 EVENTS = ("skipped_step", "checkpoint_failed", "slow_rank", "slow_link", "diverged", "gave_up")
@@ -234,11 +234,6 @@ class RunFiles:
     scores: dict[str, Any] | None
     parameters: int | None
     notes: list[str]
-
-    @property
-    def worst_images(self) -> Path:
-        """The folder with the images of `scores["worst"]`, from 000.png on."""
-        return self.folder / EVALUATION / WORST
 
 
 def read_run(folder: Path) -> RunFiles:

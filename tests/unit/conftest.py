@@ -25,3 +25,13 @@ def small_disk(tmp_path):
 def no_sync(monkeypatch):
     """Leave out waiting for the disk: it costs more than all else in tests of what the files hold."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture(scope="session")
+def trained():
+    """basic_cnn trained on the digits, in evaluation mode, and the digits; tests change copies of it alone."""
+    from exports import train_on_digits
+
+    built, data = train_on_digits()
+    built.module.eval()
+    return built, data

@@ -16,7 +16,7 @@ import onnxruntime
 import pytest
 import timm
 import torch
-from exports import IMAGE_SIZE, ROOT, held_out, run_export, save_run, train_on_digits
+from exports import IMAGE_SIZE, ROOT, held_out, run_export, save_run
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -62,13 +62,6 @@ for path in paths:
 logits = session.run([use["output"]["name"]], {use["input"]["name"]: np.stack(batch)})[0]
 print(json.dumps({"logits": logits.tolist(), "names": [use["class_names"][k] for k in logits.argmax(1)]}))
 """
-
-
-@pytest.fixture(scope="module")
-def trained():
-    built, data = train_on_digits()
-    built.module.eval()
-    return built, data
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from exports import IMAGE_SIZE, held_out, run_export, save_run, train_on_digits
+from exports import IMAGE_SIZE, held_out, run_export, save_run
 from onnx import numpy_helper
 
 from delivery.export.comparison import measure_latency
@@ -19,13 +19,6 @@ from delivery.export.int8 import fewest
 from models.build import build_model
 
 WORDS = ("--format", "onnx", "--precision", "int8")
-
-
-@pytest.fixture(scope="module")
-def trained():
-    built, data = train_on_digits()
-    built.module.eval()
-    return built, data
 
 
 def onnx_logits(path, images):

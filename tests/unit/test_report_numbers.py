@@ -277,7 +277,7 @@ def test_classes_and_confusion(tmp_path):
 
 def test_only_misclassified_images_are_shown(tmp_path):
     run = read_run(make_run(tmp_path / "run"))
-    (run.worst_images / "001.png").write_bytes(b"no picture")
+    (run.folder / "evaluation/worst/001.png").write_bytes(b"no picture")
     shown = misclassified_images(run)
     assert [(image["label"], image["prediction"]) for image in shown] == [("cat", "dog"), ("dog", "cow")]
     assert [image["data_uri"][:16] for image in shown] == ["data:image/jpeg;", ""]
