@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from launch.cluster.channel import Message
 from launch.cluster.nodes import POLL_SECONDS, Nodes
 from training.observe.environment import usual_value
+from training.parallel.network_interfaces import address_towards, is_loopback
 
 HERE = "this machine"
 SHOWN = 12  # letters of a hash
@@ -51,6 +52,19 @@ def unshared(nodes: Nodes, hosts: list[str], folder: str) -> dict[str, str]:
     if blind == others:
         odd = [first] if len(others) > 1 else hosts
     return silent | dict.fromkeys(odd, f"what {first} writes in {folder} does not appear on {', '.join(blind)}")
+
+
+def reachable_addresses(known: Sequence[str], own: Sequence[Sequence[tuple[str, str, str]]]) -> list[str]:
+    """Return the address by which the others reach each machine, '' if there is none.
+
+    Args:
+        known: where ssh or Slurm came in, or what the machine's name means elsewhere; '' if unknown.
+        own: `training.parallel.network_interfaces.own_addresses` of each.
+    """
+    if len(known) == 1:
+        return ["127.0.0.1"]
+    pairs = zip(known, own, strict=True)
+    return [address_towards(known, addresses) if is_loopback(address) else address for address, addresses in pairs]
 
 
 def by_reason(unfit: Mapping[str, str]) -> str:

@@ -71,7 +71,6 @@ class ClusterRun:
             self._nodes.close()
 
     def _start_ranks(self, rendezvous: Rendezvous, restart: int, resuming: list[str]) -> None:
-        """Send every agent the order to start its ranks."""
         plan, count = self._plan, len(rendezvous.nodes)
         of_this_start = {RESTARTS_VARIABLE: str(restart), SECRET_VARIABLE: secrets.token_hex(32)}
         for node_rank, node in enumerate(rendezvous.nodes):

@@ -9,9 +9,14 @@ from __future__ import annotations
 import os
 import shlex
 
-CONNECT_SECONDS = 10
-# An ssh whose other end is silent ends after ALIVE_SECONDS x ALIVE_COUNT seconds.
-ALIVE_SECONDS, ALIVE_COUNT = 5, 3
+SSH_OPTIONS = {
+    "BatchMode": "yes",
+    "ConnectTimeout": 10,
+    # An ssh whose other end is silent ends after 3 x 5 seconds.
+    "ServerAliveInterval": 5,
+    "ServerAliveCountMax": 3,
+    "ControlPath": "none",  # a connection of its own, which ends with this process
+}
 # With these sbatch makes srun give each task a share of the node; ours is the only task there. Others redirect its
 # standard streams, which carry messages.
 DROPPED_VARIABLES = frozenset(
@@ -23,8 +28,6 @@ DROPPED_VARIABLES = frozenset(
         *("UNBUFFEREDIO", "LABELIO", "STDINMODE", "STDOUTMODE", "STDERRMODE"),
     )
 )
-
-
 # A command and its environment; None for our own.
 Command = tuple[list[str], dict[str, str] | None]
 
@@ -36,7 +39,8 @@ def ssh_command(host: str, command: list[str]) -> Command:
         host: a name that `launch.hostfile` has accepted: it cannot be read as an option.
         command: the program and its arguments.
     """
-    return ["ssh", "-T", *_ssh_options(), "--", host, "exec " + shlex.join(command)], None
+    options = [f"-o{name}={value}" for name, value in SSH_OPTIONS.items()]
+    return ["ssh", "-T", *options, "--", host, "exec " + shlex.join(command)], None
 
 
 def srun_command(host: str, command: list[str]) -> Command:
@@ -52,14 +56,3 @@ def srun_command(host: str, command: list[str]) -> Command:
     environment = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
     options = ["--nodes=1", "--ntasks=1", "--nodelist", host, "--overlap", "--cpu-bind=none", "--gpu-bind=none"]
     return ["srun", *options, *command], environment
-
-
-def _ssh_options() -> list[str]:
-    options = {
-        "BatchMode": "yes",
-        "ConnectTimeout": CONNECT_SECONDS,
-        "ServerAliveInterval": ALIVE_SECONDS,
-        "ServerAliveCountMax": ALIVE_COUNT,
-        "ControlPath": "none",  # a connection of its own, which ends with this process
-    }
-    return [f"-o{name}={value}" for name, value in options.items()]

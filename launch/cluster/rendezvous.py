@@ -7,12 +7,12 @@ import sys
 import time
 from dataclasses import dataclass
 
-from launch.cluster.agreement import HERE, by_reason, differences, unshared
+from launch.cluster.agreement import HERE, by_reason, differences, reachable_addresses, unshared
 from launch.cluster.channel import Message
 from launch.cluster.nodes import POLL_SECONDS, Node, Nodes, is_passing
 from launch.cluster.plan import Plan
 from training.errors import USER_ERROR_EXIT_CODE
-from training.parallel.network_interfaces import address_towards, interface_of, is_loopback
+from training.parallel.network_interfaces import interface_of
 
 NO_NODES_CODE = 69  # EX_UNAVAILABLE of sysexits.h
 RETRY_SECONDS = 2.0
@@ -209,16 +209,10 @@ def _rendezvous(nodes: Nodes, plan: Plan, ready: list[str]) -> Rendezvous:
     has_gpus = any(gpus.values())
     if has_gpus and (short := [f"{host} has {n}" for host, n in gpus.items() if n < wanted]):
         raise CannotStart(f"{wanted} GPUs per node asked for: {', '.join(short)}", USER_ERROR_EXIT_CODE)
-    known = [answers[host]["address"] for host in used]
-    addresses = [
-        address_towards(known, answers[host]["addresses"]) if is_loopback(address) else address
-        for host, address in zip(used, known, strict=True)
-    ]
-    if count == 1:
-        addresses = ["127.0.0.1"]
+    own = [answers[host]["addresses"] for host in used]
+    addresses = reachable_addresses([answers[host]["address"] for host in used], own)
     if "" in addresses:
         alone = used[addresses.index("")]
         raise CannotStart(f"{alone}: no address that the other nodes could reach", USER_ERROR_EXIT_CODE)
-    pairs = zip(used, addresses, strict=True)
-    interfaces = [interface_of(address, answers[host]["addresses"]) for host, address in pairs]
+    interfaces = list(map(interface_of, addresses, own))
     return Rendezvous([nodes.found[host] for host in used], addresses, interfaces, answers[used[0]]["port"], has_gpus)

@@ -29,7 +29,11 @@ def assess(request: Request, found: Findings) -> list[Row]:
     rows += assess_identity(found.hosts)
     if not request.is_alone:
         rows = rows or [Row("hosts", "ok", f"{some_of(list(request.slots))} answer")]
-        rows += _assess_sameness(found)
+        rows += assess_names(found.hosts)
+        if found.here and found.hosts:
+            rows += assess_versions(found.hosts, found.here) + assess_code(found.hosts, found.here)
+        rows += assess_fingerprints(found.fingerprints)
+        rows += assess_log_sharing(found.log_writer, found.sees_log) + assess_clocks(found.clock_offsets)
     rows += _assess_machines(request, found)
     if found.dataset:
         rows += assess_dataset(request.config.data, found.dataset, found.model, request.slots[found.dataset["host"]])
@@ -40,14 +44,6 @@ def assess(request: Request, found: Findings) -> list[Row]:
     if request.is_alone:
         rows = [replace(row, host="") for row in rows]
     return join_hosts(rows)
-
-
-def _assess_sameness(found: Findings) -> list[Row]:
-    rows = assess_names(found.hosts)
-    if found.here and found.hosts:
-        rows += assess_versions(found.hosts, found.here) + assess_code(found.hosts, found.here)
-    rows += assess_fingerprints(found.fingerprints)
-    return rows + assess_log_sharing(found.log_writer, found.sees_log) + assess_clocks(found.clock_offsets)
 
 
 def _assess_machines(request: Request, found: Findings) -> list[Row]:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from launch.cluster.agreement import reachable_addresses
 from launch.cluster.remote_shell import Command
 from planning.doctor.probe import PROBE, Probe, Unreachable, ask_all, local_command
 from planning.doctor.tcp_paths import FailedPath, targets_of
 from training.config import REPO_ROOT, TrainConfig
 from training.data import DataOptions
-from training.parallel.network_interfaces import address_towards, interface_of, is_loopback
+from training.parallel.network_interfaces import interface_of
 
 # Time limits of the answers on an idle machine; see `Probe.patience`.
 FACTS_SECONDS, DATA_SECONDS, JOIN_SECONDS, NETWORK_SECONDS, PATHS_SECONDS = 25.0, 60.0, 12.0, 25.0, 20.0
@@ -255,13 +256,9 @@ def _failed_paths(
 
 def _addresses(hosts: Mapping[str, Answer], looked_up: Mapping[str, str | None]) -> dict[str, str]:
     """Return the address by which the others reach each host: where ssh came in, or what its name means here."""
-    if len(hosts) == 1:
-        return dict.fromkeys(hosts, "127.0.0.1")
     known = [facts["reached_by"] or looked_up.get(host) or "" for host, facts in hosts.items()]
-    return {
-        host: address_towards(known, facts["own_addresses"]) if is_loopback(address) else address
-        for (host, facts), address in zip(hosts.items(), known, strict=True)
-    }
+    own = [facts["own_addresses"] for facts in hosts.values()]
+    return dict(zip(hosts, reachable_addresses(known, own), strict=True))
 
 
 def _ranks(slots: int, facts: Answer, use_gpu: bool) -> int:

@@ -118,7 +118,10 @@ def request_of(given: argparse.Namespace) -> Request:
     if given.hostfile or given.hosts:
         slots, command = _named_hosts(given), ssh_command
     elif node_list:
-        slots, command = _hosts_of_job(node_list), srun_command
+        try:
+            slots, command = dict.fromkeys(host_names(node_list), 0), srun_command
+        except UserError as error:
+            raise UserError(f"{error} Name the machines with --hosts.") from None
     elif given.nodes and given.nodes > 1:
         raise UserError(f"--nodes {given.nodes}: name the machines with --hostfile or --hosts.")
     return Request(
@@ -136,10 +139,3 @@ def _named_hosts(given: argparse.Namespace) -> Mapping[str, int]:
     if given.hostfile:
         return read_hostfile(given.hostfile, given.nodes or 1, given.gpus_per_node or 1)
     return dict.fromkeys(split_hosts(given.hosts, given.nodes or 1), 0)
-
-
-def _hosts_of_job(node_list: str) -> Mapping[str, int]:
-    try:
-        return dict.fromkeys(host_names(node_list), 0)
-    except UserError as error:
-        raise UserError(f"{error} Name the machines with --hosts.") from None

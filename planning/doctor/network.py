@@ -40,8 +40,8 @@ def measure_network(host: str, common: Mapping[str, Any], interface: str, second
         seconds: time limit of all of it.
 
     Returns:
-        `interface_mbit`, `infiniband`; `report` if rank 0 is here, see `_measure`; if the check failed, `problem` and
-        its `phase`: "meet" (reach the first host's port), "join" (reach the other ranks), "send".
+        `interface_mbit` (0 if unknown), `infiniband`; `report` if rank 0 is here, see `_measure`; if the check failed,
+        `problem` and its `phase`: "meet" (reach the first host's port), "join" (reach the other ranks), "send".
     """
     names = [name for name, _ in common["ranks"]]
     first, count = _first_ranks(common["ranks"])[names.index(host)], dict(common["ranks"])[host]
@@ -59,7 +59,8 @@ def measure_network(host: str, common: Mapping[str, Any], interface: str, second
     for process in processes:
         process.kill()
         process.join()
-    return {"interface_mbit": _mbit(interface), "infiniband": infiniband_links(), **answer}
+    state = psutil.net_if_stats().get(interface)
+    return {"interface_mbit": state.speed if state else 0, "infiniband": infiniband_links(), **answer}
 
 
 def infiniband_links() -> list[str]:
@@ -217,11 +218,4 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _first_ranks(ranks: Ranks) -> list[int]:
-    """Return the first rank of each host."""
     return [sum(count for _, count in ranks[:number]) for number in range(len(ranks))]
-
-
-def _mbit(interface: str) -> int:
-    """Return the speed that an interface reports in Mbit/s, 0 if unknown."""
-    state = psutil.net_if_stats().get(interface)
-    return state.speed if state else 0
