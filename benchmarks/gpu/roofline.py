@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from models.build import build_model
 from models.dry_run import convolution_backward_flops
-from training.observe.device_peaks import peak_tflops
+from training.observe.flops import peak_tflops
 
 ADAMW_BYTES_PER_PARAMETER = 7 * 4
 

@@ -22,8 +22,7 @@ from training.data.reader import Batch
 from training.data.sampler import BatchPlan
 from training.loop import train_one_epoch
 from training.observe import slow_links, slow_ranks
-from training.observe.device_peaks import peak_tflops
-from training.observe.flops import TrainingFlops
+from training.observe.flops import TrainingFlops, peak_tflops
 from training.observe.loggers import Loggers
 from training.observe.profiler import StepProfiler, costliest_operators
 from training.observe.scores import ScoreSums

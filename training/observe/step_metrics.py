@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from training.observe.device_peaks import peak_tflops
-from training.observe.flops import TrainingFlops
+from training.observe.flops import TrainingFlops, peak_tflops
 from training.observe.loggers import Loggers
 from training.observe.loggers.points import DeviceUse, RunPoint, StepPoint
 from training.observe.scores import ScoreSums
