@@ -29,7 +29,8 @@ from benchmarks.report import Section, save, show, versions
 from models.build import build_model
 from models.dry_run import activation_bytes, model_sizes
 from planning.memory import MemoryPlan, bucket_elements, plan_memory
-from training.parallel.strategies import STRATEGIES, read_strategy_json
+from training.parallel.deepspeed_config import read_strategy_json
+from training.parallel.strategies import STRATEGIES
 
 # Freed memory goes back to the kernel at once where a piece is larger than this, so that resident means in use.
 PIECE_BYTES = 4 * 2**20
@@ -58,7 +59,7 @@ def predicted(case: Case) -> tuple[MemoryPlan, str]:
         case.model, num_classes=case.classes, image_size=case.image_size, batch_size=case.batch_size
     ).module
     sizes = model_sizes(module)
-    engine = engine_of(module, case.strategy, case.batch_size, torch.device("cpu"))
+    engine = engine_of(module, case.strategy, torch.device("cpu"), case.ranks)
     plan = plan_memory(
         **sizes,
         engine=engine,

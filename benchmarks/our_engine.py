@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,28 +10,19 @@ from torch import nn
 from training.config import TrainConfig
 from training.observe.scores import sample_losses
 from training.parallel.build_engine import build_engine, resolve_engine
-from training.parallel.engine import Engine
-from training.parallel.strategies import engine_config, read_strategy_json
+from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
+from training.parallel.engine import Engine, EngineSetup
+from training.parallel.strategies import plan_of
 from training.parallel.world import World
 from training.recipe.optimizer import build_optimizer
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 
 
-def sharding_of(strategy: str, batch_size: int, gradient_clipping: float = 0.0) -> dict[str, Any]:
-    """Return a strategy's configuration without offload."""
-    return engine_config(
-        read_strategy_json(strategy),
-        batch_size_per_rank=batch_size,
-        accumulation_steps=1,
-        gradient_clipping=gradient_clipping,
-        offload="none",
-    )
-
-
-def engine_of(module: nn.Module, strategy: str, batch_size: int, device: torch.device) -> str:
-    """Return the name of the engine that a run gets which asks for none."""
-    return resolve_engine("auto", sharding_of(strategy, batch_size), module, device)
+def engine_of(module: nn.Module, strategy: str, device: torch.device, ranks: int, engine: str = "auto") -> str:
+    """Return the name of the engine that a run gets which asks for this one."""
+    plan = plan_of(strategy, ranks)
+    return resolve_engine(engine, plan, read_strategy_json(strategy), module, device)
 
 
 def make_engine(
@@ -46,6 +36,7 @@ def make_engine(
     weight_decay: float = 0.05,
     engine: str = "auto",
     gradient_clipping: float = 0.0,
+    compiles: bool = False,
 ) -> Engine:
     """Build the engine over AdamW; a collective.
 
@@ -59,12 +50,21 @@ def make_engine(
         weight_decay: AdamW's.
         engine: as `--engine`.
         gradient_clipping: largest norm, 0 for none.
+        compiles: whether the model runs through `torch.compile`.
     """
     config = TrainConfig(learning_rate=learning_rate, weight_decay=weight_decay)
     module = module.to(world.device)
     optimizer = build_optimizer(module, config, (), discriminative=False)
-    sharding = sharding_of(strategy, batch_size, gradient_clipping)
-    return build_engine(module, optimizer, sharding, precision, world, engine)
+    json = deepspeed_config(
+        read_strategy_json(strategy),
+        batch_size_per_rank=batch_size,
+        accumulation_steps=1,
+        gradient_clipping=gradient_clipping,
+        offload="none",
+    )
+    plan = plan_of(strategy, world.size)
+    setup = EngineSetup(module, optimizer, plan, precision, world, batch_size, 1, gradient_clipping, json, compiles)
+    return build_engine(setup, engine_of(module, strategy, world.device, world.size, engine))
 
 
 def training_step(engine: Engine) -> Step:

@@ -31,11 +31,9 @@ from training.parallel.world import World, start_world, stop_world
 
 def our_step(module: nn.Module, world: World, batch_size: int, *, fused: bool = True, compiled: bool = False) -> Step:
     """Our step under `ddp` as a training takes it, or with a choice turned back."""
-    engine = make_engine(module, "ddp", "fp32", batch_size, world)
-    for group in engine.parameter_groups:
+    engine = make_engine(module, "ddp", "fp32", batch_size, world, compiles=compiled)
+    for group in engine.optimizer.param_groups:
         group["fused"] = fused
-    if compiled:
-        engine.compile(None)
     return training_step(engine)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 from training.command_line import parse_args
 from training.config import REPO_ROOT, TrainConfig
 from training.errors import USER_ERROR_EXIT_CODE, UserError, shown
-from training.parallel.strategies import read_strategy_json
+from training.parallel.deepspeed_config import read_strategy_json
 
 ENTRY = str(REPO_ROOT / "scripts/train_distributed.py")
 DOCTOR = str(REPO_ROOT / "scripts/doctor.py")

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training.command_line import parse_args, run_script
 from training.errors import USER_ERROR_EXIT_CODE, UserError
 from training.observe.heartbeat import HeartbeatWriter
+from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.launchers import adopt_rank
-from training.parallel.strategies import read_strategy_json
 
 
 def train(arguments: list[str]) -> int:

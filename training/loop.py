@@ -40,7 +40,7 @@ def train_one_epoch(state: TrainState, batches: Iterable[Batch], context: TrainC
     engine = observer.timed_engine
     for step in range(state.progress.step, plan.steps_per_epoch):
         position = observer.before_step()
-        context.schedule.set_learning_rates(engine.parameter_groups, position)
+        context.schedule.set_learning_rates(engine.optimizer.param_groups, position)
         for micro_step in range(plan.accumulation_steps):
             batch = next(waiting)
             seed_dropout(context.seed, position, micro_step * world.size + world.rank, world.device)
@@ -76,7 +76,7 @@ def evaluate(
     Raises:
         UserError: on all ranks, if an image on any rank cannot be read.
     """
-    engine.train(False)
+    engine.module.eval()
     recorder = SampleRecorder(context.num_classes)
     waiting = SafeBatches(batches, len(batches), context)
     stop_signal = 0
@@ -91,7 +91,7 @@ def evaluate(
                 break
     waiting.raise_error_of_any_rank(context.world)
     check_bad_images(batches, context.world)
-    engine.train(True)
+    engine.module.train()
     return stop_signal or recorder.gather(context.world)
 
 

@@ -52,13 +52,15 @@ from training.observe.timing import measured_communication
 from training.parallel.batchnorm import average_buffers
 from training.parallel.build_engine import build_engine, resolve_engine
 from training.parallel.collectives import agreed, error_on_any_rank
-from training.parallel.compilation import compile_mode, resolve_compile
-from training.parallel.engine import gather_weights
+from training.parallel.compilation import resolve_compile
+from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
+from training.parallel.engine import EngineSetup
 from training.parallel.model import build_training_model
+from training.parallel.parameter_shards import gather_weights
 from training.parallel.precision import resolve_precision
 from training.parallel.preserved_process import preserved_process
 from training.parallel.signals import StopRequest, exit_code_of
-from training.parallel.strategies import engine_config, read_strategy_json
+from training.parallel.strategies import plan_of
 from training.parallel.world import World, start_world, stop_world
 from training.recipe.divergence import find_divergence
 from training.recipe.freezing import BackboneFreezer
@@ -203,14 +205,17 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
     if found is not None:
         checkpoint, identity = found, _identity(data, built, plan)
         agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch), world)
-    sharding = engine_config(
+    parallel = plan_of(config.strategy, world.size, config.offload)
+    sharding = deepspeed_config(
         strategy_json,
         batch_size_per_rank=config.batch_size,
         accumulation_steps=config.gradient_accumulation_steps,
         gradient_clipping=config.gradient_clipping,
         offload=config.offload,
     )
-    engine_name = agreed(lambda: resolve_engine(config.engine, sharding, built.module, world.device), world)
+    engine_name = agreed(
+        lambda: resolve_engine(config.engine, parallel, strategy_json, built.module, world.device), world
+    )
     compiles = agreed(lambda: resolve_compile(config.compile, world.device), world)
     first_step = plan.position(found.manifest.progress) if found else 0
     loggers = Loggers([])
@@ -218,9 +223,19 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
         loggers = open_loggers(config, folder, describe_run(world, precision, data, built), sharding, first_step)
     optimizer = build_optimizer(built.module, config, built.head_parameter_names, discriminative=head_epochs > 0)
     freezer = BackboneFreezer(built.module, built.head_parameter_names)
-    engine = build_engine(built.module, optimizer, sharding, precision, world, engine_name)
-    if compiles:
-        engine.compile(compile_mode(world.device, config.batch_size, sharding["zero_optimization"]["stage"]))
+    setup = EngineSetup(
+        built.module,
+        optimizer,
+        parallel,
+        precision,
+        world,
+        batch_size=config.batch_size,
+        accumulation_steps=config.gradient_accumulation_steps,
+        gradient_clipping=config.gradient_clipping,
+        deepspeed_config=sharding,
+        compiles=compiles,
+    )
+    engine = build_engine(setup, engine_name)
     return RunContext(
         config=config,
         world=world,
@@ -279,7 +294,7 @@ def _train_and_evaluate(context: RunContext, loop: TrainContext, saver: Saver) -
     """Train and evaluate one epoch, or the part of it before a signal, and save; return the signal."""
     state, world, clock = context.state, context.world, loop.timing.clock
     engine, epoch = state.engine, state.progress.epoch
-    engine.train()
+    engine.module.train()
     if epoch < context.head_epochs:
         context.freezer.freeze()
     else:

@@ -111,9 +111,9 @@ class _Outputs(nn.LSTM):
 def one_bf16_step(world: World, model_type: str, strategy: str, engine: str) -> dict[str, Any]:
     """Take one step in bf16, and compare its loss with that of the same weights on the CPU in fp32."""
     built = our_engine(make_network(model_type), strategy, engine, "bf16", world)
-    before = dict(built.weights())
+    before = engine_ranks.whole_tensors(built)["weights"]
     (loss,) = our_losses(built, 1, world)
-    after = dict(built.weights())
+    after = engine_ranks.whole_tensors(built)["weights"]
     built.close()
     trained = [name for name, _ in make_network(model_type).named_parameters()]
     return {

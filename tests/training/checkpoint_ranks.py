@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.recording import Recorder
-from tests.training.engine_ranks import CLASSES, configuration, make_engine
+from tests.training.engine_ranks import CLASSES, configuration, make_engine, weights_of
 from training.checkpoint.resume import restore
 from training.checkpoint.saver import GIVE_UP_SECONDS, Saver
 from training.checkpoint.store import choose, find_candidates
@@ -34,7 +34,6 @@ from training.observe.scores import ScoreSums
 from training.observe.step_metrics import Timing
 from training.parallel.batchnorm import average_buffers
 from training.parallel.collectives import barrier, broadcast_object, gather_objects
-from training.parallel.engine import FlatShard
 from training.parallel.exchange import text
 from training.parallel.signals import StopRequest
 from training.parallel.strategies import STRATEGIES
@@ -194,7 +193,7 @@ class Job:
         """Return what the tests compare."""
         return {
             "losses": {str(point.step): point.loss for point in self.recorder.points},
-            "weights": {name: tensor.double().tolist() for name, tensor in self.engine.weights()},
+            "weights": weights_of(self.engine),
             "samples": self.epoch_scores.samples,
             "train_loss": self.epoch_scores.loss,
             "events": [{"kind": kind} | values for kind, values in self.recorder.events],
@@ -226,15 +225,9 @@ def train_whole(world: World, folder: str, strategy: str, **options: Any) -> dic
     warm_up(world)
     job = Job(world, folder, strategy, every_steps=1, **options)
     job.train()
-    result = job.report() | {"filling": [part for shard in job.engine.flat_shards() for part in filling_of(shard)]}
+    result = job.report()
     job.close()
     return result
-
-
-def filling_of(shard: FlatShard) -> list[float]:
-    """Return the weights that belong to no parameter."""
-    places = {place for piece in shard.pieces for place in range(piece.start, piece.start + piece.length)}
-    return [value for place, value in enumerate(shard.weights.tolist()) if place not in places]
 
 
 def resume_from(world: World, checkpoint: str, folder: str, strategy: str, **options: Any) -> dict[str, Any]:
@@ -284,7 +277,7 @@ def poisoned(
     before_step = job.context.guard.before_step
 
     def state() -> dict[str, Any]:
-        return {name: tensor.double().tolist() for name, tensor in job.engine.weights()}
+        return weights_of(job.engine)
 
     def watched_before() -> None:
         before_step()
@@ -293,7 +286,9 @@ def poisoned(
     def watched_after(result: Any, step: int) -> bool:
         applied = after_step(result, step)
         if not applied:
-            kept.update(bad_step=step, unchanged=kept["before"] == state(), applied_steps=job.engine.applied_steps())
+            kept.update(
+                bad_step=step, unchanged=kept["before"] == state(), applied_steps=job.engine.state().applied_steps
+            )
         return applied
 
     job.context.guard.before_step = watched_before  # type: ignore[method-assign]

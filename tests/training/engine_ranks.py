@@ -19,10 +19,11 @@ from training.observe.scores import ScoreSums, sample_losses
 from training.observe.step_metrics import Timing
 from training.parallel import flat_buffers
 from training.parallel.batchnorm import average_buffers, synchronize_batchnorm
-from training.parallel.build_engine import build_engine
-from training.parallel.engine import Engine, FlatShard
+from training.parallel.build_engine import build_engine, resolve_engine
+from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
+from training.parallel.engine import Engine, EngineSetup
 from training.parallel.signals import StopRequest
-from training.parallel.strategies import engine_config, read_strategy_json
+from training.parallel.strategies import plan_of
 from training.parallel.world import World
 from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.recipe.optimizer import build_optimizer
@@ -69,17 +70,27 @@ def make_engine(
     world: World, module: nn.Module, config: TrainConfig, precision: str = "fp32", discriminative: bool = False
 ) -> Engine:
     optimizer = build_optimizer(module, config, {"head.weight", "head.bias"}, discriminative=discriminative)
-    sharding = engine_config(
-        read_strategy_json(config.strategy),
+    plan, strategy_json = plan_of(config.strategy, world.size, config.offload), read_strategy_json(config.strategy)
+    sharding = deepspeed_config(
+        strategy_json,
         batch_size_per_rank=BATCH_SIZE,
         accumulation_steps=config.gradient_accumulation_steps,
         gradient_clipping=config.gradient_clipping,
         offload=config.offload,
     )
-    engine = build_engine(module, optimizer, sharding, precision, world, config.engine)
-    if config.compile == "on":
-        engine.compile(None)
-    return engine
+    setup = EngineSetup(
+        module,
+        optimizer,
+        plan,
+        precision,
+        world,
+        BATCH_SIZE,
+        config.gradient_accumulation_steps,
+        config.gradient_clipping,
+        sharding,
+        compiles=config.compile == "on",
+    )
+    return build_engine(setup, resolve_engine(config.engine, plan, strategy_json, module, world.device))
 
 
 def configuration(**changes: Any) -> TrainConfig:
@@ -110,8 +121,25 @@ def mean_over_ranks(world: World, loss: torch.Tensor) -> float:
     return float(total) / world.size
 
 
+def whole_tensors(engine: Engine) -> dict[str, dict[str, torch.Tensor]]:
+    """Put weights and moments together from all ranks' shards: kind -> parameter name -> tensor; a collective."""
+    state = engine.state()
+    own = [(s.name, s.box, {kind: tensor.cpu() for kind, tensor in s.tensors.items()}) for s in state.shards]
+    parts: list[Any] = [own]
+    if torch.distributed.get_world_size() > 1:
+        parts = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(parts, own)
+    whole: dict[str, dict[str, torch.Tensor]] = {"weights": {}, **{kind: {} for kind in state.moment_kinds}}
+    for name, box, tensors in (shard for part in parts for shard in part):
+        for kind, tensor in tensors.items():
+            whole[kind].setdefault(name, torch.full(state.shapes[name], torch.nan))[box] = tensor
+    return whole
+
+
 def weights_of(engine: Engine) -> dict[str, list]:
-    return {name: tensor.double().tolist() for name, tensor in engine.weights()}
+    """Return all weights and this rank's buffers; a collective."""
+    tensors = whole_tensors(engine)["weights"] | dict(engine.module.named_buffers())
+    return {name: tensors[name].double().tolist() for name in sorted(tensors)}
 
 
 def train_with_engine(
@@ -195,7 +223,7 @@ def precision_report(world: World, strategy: str, engine: str, precision: str):
     result = {
         "losses": losses,
         "convolution_output": sorted(computed),
-        "weights": sorted({str(tensor.dtype) for _, tensor in engine.weights() if tensor.is_floating_point()}),
+        "weights": sorted({str(tensor.dtype) for tensor in whole_tensors(engine)["weights"].values()}),
         "live": sorted({str(t.dtype) for t in [*module.parameters(), *module.buffers()] if t.is_floating_point()}),
         "loss_scale": engine.loss_scale.value if engine.loss_scale else None,
     }
@@ -236,7 +264,7 @@ def state_report(engine: Engine):
     return {
         "weights": weights_of(engine),
         "loss_scale": engine.loss_scale.value if engine.loss_scale else None,
-        "applied_steps": engine.applied_steps(),
+        "applied_steps": engine.state().applied_steps,
     }
 
 
@@ -252,47 +280,18 @@ def resume_report(world: World, change: tuple[str, str, str, str], optimizer: st
         engine = make_engine(world, make_model(True), config, discriminative=True)
         losses = train_steps(world, engine, range(2))
         if split:
-            weights, moments = dict(engine.weights()), moments_of(world, engine)
+            tensors, old = whole_tensors(engine), engine.state()
             # Each rank keeps its own BatchNorm buffers here, as between two evaluations.
-            applied = engine.applied_steps()
+            buffers = {name: buffer.clone() for name, buffer in old.buffers.items()}
             engine.close()
             torch.manual_seed(77)
             config = configuration(strategy=strategies[1], engine=engines[1], optimizer=optimizer)
             engine = make_engine(world, SmallNet(True), config, discriminative=True)
-            engine.write_state(weights, moments, applied)
-            for name, buffer in engine.module.named_buffers():
-                buffer.copy_(weights[name])
+            engine.load_state(tensors, buffers, old.applied_steps)
         losses += train_steps(world, engine, range(2, 4))
         results.append({"losses": losses, "weights": weights_of(engine)})
         engine.close()
     return results
-
-
-def moments_of(world: World, engine: Engine) -> dict[str, dict[str, torch.Tensor]]:
-    """Put the moments together from all ranks' shards, in the usual order: kind -> parameter name -> tensor."""
-    parts: list[Any] = [engine.flat_shards()]
-    if world.size > 1:
-        parts = [None] * world.size
-        torch.distributed.all_gather_object(parts, engine.flat_shards())
-    return {
-        kind: {name: whole_moment(name, kind, engine, parts) for name in engine.parameter_shapes()}
-        for kind in parts[0][0].moments
-    }
-
-
-def whole_moment(name: str, kind: str, engine: Engine, parts: list[list[FlatShard]]) -> torch.Tensor:
-    shape = torch.Size(engine.parameter_shapes()[name])
-    flat = torch.full((shape.numel(),), torch.nan)
-    is_channels_last = False
-    for shard in (shard for part in parts for shard in part if kind in shard.moments):
-        for piece in (piece for piece in shard.pieces if piece.name == name):
-            moment = shard.moments[kind][piece.start : piece.start + piece.length]
-            flat[piece.offset : piece.offset + piece.length] = moment.cpu()
-            is_channels_last = name in shard.channels_last
-    if not is_channels_last:
-        return flat.view(shape)
-    outputs, inputs, height, width = shape
-    return flat.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
 
 
 def evaluation_report(world: World):
@@ -312,7 +311,7 @@ def evaluation_report(world: World):
     context = loop_context(world, engine, plan, 32)
     loader = EvaluationLoader(data, EvaluationPlan(len(data.val), BATCH_SIZE, world.size), world.rank)
     scores = evaluate(engine, loader, context)
-    engine.train(False)
+    engine.module.eval()
     images = torch.stack([data.val[0, index][0] for index in range(len(data.val))])
     with torch.no_grad():
         logits = torch.cat([engine.forward(part) for part in images.split(60)])

@@ -26,7 +26,7 @@ from training.command_line import parse_args
 from training.data import DataOptions, load_data
 from training.errors import DIVERGED_EXIT_CODE
 from training.observe.scores import SampleRecorder, sample_losses
-from training.parallel.strategies import read_strategy_json
+from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.world import World
 
 EPOCHS = 4
@@ -232,7 +232,7 @@ def load_last(run_folder: Path) -> dict[str, torch.Tensor]:
     folder = run_folder / "checkpoints"
     checkpoint = folder / (folder / "last").read_text().strip()
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
-    return {**reader.weights, **reader.buffers(0, 1)}
+    return {**reader.tensors["weights"], **{name: buffer[0] for name, buffer in reader.buffers(0, 1, 1).items()}}
 
 
 def test_timm_model_loads_in_timm_by_its_own_name_and_is_profiled(tmp_path):

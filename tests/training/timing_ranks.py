@@ -40,16 +40,15 @@ class DdpEngine:
 
     def __init__(self, world: World) -> None:
         self.module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, CLASSES))
-        self.rule = torch.optim.SGD([{"params": list(self.module.parameters()), "rate_scale": 1.0}], lr=0.1)
-        self.parameter_groups = self.rule.param_groups
+        self.optimizer = torch.optim.SGD([{"params": list(self.module.parameters()), "rate_scale": 1.0}], lr=0.1)
         self.forward = DistributedDataParallel(self.module)
 
     def backward(self, loss):
         loss.backward()
 
     def step(self):
-        self.rule.step()
-        self.rule.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return StepResult(True, None)
 
     def close(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,10 +14,11 @@ from models.weights_metadata import METADATA_KEY
 from training.checkpoint.manifest import MANIFEST_FILE, Manifest, _digest, shard_name
 from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
 from training.checkpoint.store import checkpoint_name, choose, commit, find_candidates, set_aside, temporary_folder
-from training.parallel.engine import FlatShard, Piece
+from training.parallel.parameter_shards import EngineState, ParameterShard, flat_shards
 from training.parallel.world import World
 from training.state import Progress
 
+FORMAT_1 = Path(__file__).parents[1] / "references" / "checkpoints_format_1"  # written by an earlier version
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 SHAPES = {"stem.weight": (4, 3), "stem.bias": (5,), "head.weight": (3, 2, 2), "scale": ()}
 GROUPS = (("stem.weight", "head.weight"), ("stem.bias", "scale"))
@@ -27,7 +29,7 @@ IDENTITY = {"model": {"model_type": "small"}, "class list": ["cat", "dog"], "dat
 class PretendedRank:
     """Has what `Snapshot.take` and `restore` ask of an engine, on one of `size` ranks.
 
-    The groups are laid flat and cut evenly, whatever lies at the cut, and filled up with a number that is in no tensor.
+    The groups are laid flat and cut evenly, whatever lies at the cut.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, seed: int = 0) -> None:
@@ -44,34 +46,31 @@ class PretendedRank:
         self.loss_scale = None
         self.applied_steps = 0
 
-    def flat_shards(self) -> list[FlatShard]:
-        return [self._flat_shard(names) for names in GROUPS]
+    def state(self) -> EngineState:
+        shards = [shard for names in GROUPS for shard in self._shards(names)]
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
+        buffers = {name: buffer[None] for name, buffer in self.module.named_buffers()}
+        return EngineState(shapes, MOMENTS, shards, buffers, self.applied_steps)
 
-    def _flat_shard(self, names: tuple[str, ...]) -> FlatShard:
+    def _shards(self, names: tuple[str, ...]) -> Iterator[ParameterShard]:
         total = sum(self.weights[name].numel() for name in names)
         share = -(-total // self.size) + 1
-        begin, pieces, position = self.rank * share, [], 0
+        begin, position = self.rank * share, 0
+        flats = {
+            kind: torch.cat([tensors[name].flatten() for name in names])
+            for kind, tensors in {"weights": self.weights, **self.moments}.items()
+        }
         for name in names:
             numel = self.weights[name].numel()
             first, end = max(position, begin), min(position + numel, begin + share)
-            if first < end:
-                pieces.append(Piece(name, first - position, first - begin, end - first))
+            yield from flat_shards(name, SHAPES[name], first - position, end - position, flats, first)
             position += numel
 
-        def part(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-            flat = torch.full((share * self.size,), 777.0)
-            flat[:total] = torch.cat([tensors[name].flatten() for name in names])
-            return flat[begin : begin + share]
-
-        moments = {kind: part(tensors) for kind, tensors in self.moments.items()}
-        return FlatShard(part(self.weights), moments, tuple(pieces))
-
-    def parameter_shapes(self) -> dict[str, list[int]]:
-        return {name: list(tensor.shape) for name, tensor in self.weights.items()}
-
-    def write_state(self, weights, moments, applied_steps: int) -> None:
-        self.weights = {name: weights[name] for name in self.weights}
-        self.moments = {kind: {name: tensors[name] for name in self.weights} for kind, tensors in moments.items()}
+    def load_state(self, tensors, buffers, applied_steps: int) -> None:
+        self.weights = {name: tensors["weights"][name] for name in self.weights}
+        self.moments = {kind: {name: tensors[kind][name] for name in self.weights} for kind in MOMENTS}
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(buffers[name][0])
         self.applied_steps = applied_steps
 
 
@@ -92,7 +91,7 @@ def write_checkpoint(
     shards = []
     for rank in range(ranks):
         engine, snapshot = PretendedRank(rank, ranks, seed), Snapshot()
-        snapshot.take(engine, engine.epoch_sums)
+        snapshot.take(engine.state(), engine.epoch_sums)
         shards.append(write_shard(temporary / shard_name(rank), snapshot))
     content = {
         "progress": progress,
@@ -100,7 +99,7 @@ def write_checkpoint(
         "config": {"epochs": 5},
         "applied_steps": 9,
         "loss_scale": None,
-        "parameters": engine.parameter_shapes(),
+        "parameters": {name: list(shape) for name, shape in SHAPES.items()},
         "shards": tuple(shards),
     }
     commit(folder, name, Manifest(**content | facts), is_best=is_best, keep_last=keep_last)
@@ -117,7 +116,7 @@ def newest(folder, resume="must"):
 
 def holds_weights_of(found, seed):
     expected = PretendedRank(seed=seed).weights
-    read = CheckpointReader(found.path, found.manifest).weights
+    read = CheckpointReader(found.path, found.manifest).tensors["weights"]
     return all(torch.equal(read[name], expected[name]) for name in SHAPES)
 
 

@@ -17,17 +17,14 @@ from training.errors import UserError
 from training.parallel import model as model_module
 from training.parallel.build_engine import build_engine, resolve_engine
 from training.parallel.compilation import FASTER_ON, compile_mode, resolve_compile
+from training.parallel.deepspeed_config import read_strategy_json
+from training.parallel.engine import EngineSetup
 from training.parallel.native_engine import sum_of_squares
-from training.parallel.strategies import STRATEGIES, engine_config, read_strategy_json
+from training.parallel.strategies import STRATEGIES, plan_of
 from training.parallel.world import World
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SMALL, LARGE = 1000, 60_000_000  # weights; the JSON files' buckets hold 50,000,000
-
-
-def configuration(strategy="ddp", offload="none", **changes):
-    json = read_strategy_json(strategy) | changes
-    return engine_config(json, batch_size_per_rank=1, accumulation_steps=1, gradient_clipping=0, offload=offload)
 
 
 def model(parameters):
@@ -48,28 +45,32 @@ def model(parameters):
     ],
 )
 def test_auto_takes_the_native_engine_where_it_was_measured(strategy, parameters, device, expected):
-    assert resolve_engine("auto", configuration(strategy), model(parameters), device) == expected
+    json = read_strategy_json(strategy)
+    assert resolve_engine("auto", plan_of(strategy, 2), json, model(parameters), device) == expected
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("plan", "keys", "named"),
     [
-        configuration("fsdp_stage3", offload="all"),
-        configuration(flops_profiler={"enabled": True}),
+        (plan_of("fsdp_stage3", 2, "all"), {}, "--offload"),
+        (plan_of("ddp", 2), {"flops_profiler": {"enabled": True}}, "flops_profiler"),
+        (
+            plan_of("ddp", 2),
+            {"zero_optimization": {"stage": 1, "zero_quantized_weights": True}},
+            "zero_quantized_weights",
+        ),
     ],
-    ids=["offload", "a key of DeepSpeed's own"],
 )
-def test_what_only_deepspeed_does_goes_to_deepspeed(config):
-    assert resolve_engine("auto", config, model(SMALL), CPU) == "deepspeed"
-    with pytest.raises(
-        UserError, match=r"--engine native does not know (flops_profiler|offload_optimizer|offload_param)"
-    ):
-        resolve_engine("native", config, model(SMALL), CPU)
+def test_what_only_deepspeed_does_goes_to_deepspeed(plan, keys, named):
+    json = read_strategy_json("ddp") | keys
+    assert resolve_engine("auto", plan, json, model(SMALL), CPU) == "deepspeed"
+    with pytest.raises(UserError, match=f"--engine native does not know {named}: use --engine deepspeed, or auto"):
+        resolve_engine("native", plan, json, model(SMALL), CPU)
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "native"])
 def test_the_users_word_holds(engine):
-    assert resolve_engine(engine, configuration(), model(LARGE), GPU) == engine
+    assert resolve_engine(engine, plan_of("ddp", 2), {}, model(LARGE), GPU) == engine
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])
@@ -87,11 +88,11 @@ def test_compile_without_a_compiler_is_one_line(monkeypatch):
 
 
 def test_small_batches_on_a_gpu_take_cuda_graphs_if_the_weights_stay_where_they_are():
-    for strategy, spec in STRATEGIES.items():
+    for strategy, plan in STRATEGIES.items():
         expected = None if strategy == "fsdp_stage3" else "reduce-overhead"
-        assert compile_mode(GPU, 16, spec.zero_stage) == expected
-        assert compile_mode(GPU, 64, spec.zero_stage) is None
-        assert compile_mode(CPU, 16, spec.zero_stage) is None
+        assert compile_mode(GPU, 16, plan) == expected
+        assert compile_mode(GPU, 64, plan) is None
+        assert compile_mode(CPU, 16, plan) is None
 
 
 def test_recomputed_stages_have_synchronized_batchnorms_on_gpus(monkeypatch):
@@ -113,7 +114,7 @@ def test_a_deep_copy_computes_with_its_own_weights(precision):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5))
     optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
-    engine = build_engine(module, optimizer, configuration(), precision, ALONE, "native")
+    engine = build_engine(EngineSetup(module, optimizer, plan_of("ddp", 1), precision, ALONE, 2), "native")
     images = torch.randn(2, 3, 8, 8)
     copied = copy.deepcopy(engine.module)
     torch.testing.assert_close(copied(images), engine.forward(images), atol=2e-2, rtol=0)

@@ -6,13 +6,16 @@ import json
 import math
 import os
 import pickle
+import shutil
 import tracemalloc
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from small_checkpoints import (
     ALONE,
-    GROUPS,
+    FORMAT_1,
     MOMENTS,
     PretendedRank,
     forge_manifest,
@@ -21,10 +24,11 @@ from small_checkpoints import (
     write_checkpoint,
 )
 
+from models.weights_metadata import METADATA_KEY
 from training.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST_FILE, shard_name
 from training.checkpoint.resume import restore
 from training.checkpoint.shards import Snapshot
-from training.checkpoint.store import choose, find_candidates
+from training.checkpoint.store import checkpoint_name, choose, find_candidates
 from training.errors import UserError
 from training.observe.scores import ScoreSums
 from training.state import Progress, TrainState
@@ -224,8 +228,18 @@ def test_a_huge_manifest_is_not_read(tmp_path):
 
 def layout_of(rank, size=2):
     snapshot, engine = Snapshot(), PretendedRank(rank, size)
-    snapshot.take(engine, engine.epoch_sums)
+    snapshot.take(engine.state(), engine.epoch_sums)
     return snapshot.tensors, json.loads(json.dumps(snapshot.layout))
+
+
+def layout_of_format_1(rank):
+    with safe_open(FORMAT_1 / "two_ranks" / checkpoint_name(PROGRESS) / shard_name(rank), "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        return tensors, json.loads(file.metadata()[METADATA_KEY])
+
+
+def write_format_1(folder):
+    return Path(shutil.copytree(FORMAT_1 / "two_ranks" / checkpoint_name(PROGRESS), folder / checkpoint_name(PROGRESS)))
 
 
 def first_piece(layout, **changes):
@@ -235,6 +249,49 @@ def first_piece(layout, **changes):
 
 
 LAYOUTS = {
+    "negative offset": lambda t, la: la["shards"][0][1].__setitem__(0, -1),
+    "offset beyond the parameter": lambda t, la: la["shards"][0][1].__setitem__(0, 4),
+    "offset beyond 64 bits": lambda t, la: la["shards"][0][1].__setitem__(0, 10**30),
+    "offset as text": lambda t, la: la["shards"][0][1].__setitem__(0, "0"),
+    "offset as a fraction": lambda t, la: la["shards"][0][1].__setitem__(0, 0.0),
+    "infinite offset": lambda t, la: la["shards"][0][1].__setitem__(0, math.inf),
+    "an offset less": lambda t, la: la["shards"][0][1].pop(),
+    "no offsets": lambda t, la: la["shards"][0].pop(),
+    "offsets nested": lambda t, la: la["shards"][0].__setitem__(1, DEEP),
+    "unknown parameter": lambda t, la: la["shards"][0].__setitem__(0, "other"),
+    "parameter with a path": lambda t, la: la["shards"][0].__setitem__(0, "../../../etc/passwd"),
+    "parameter with line breaks": lambda t, la: la["shards"][0].__setitem__(0, "a\nb\x1b[2J\ud800"),
+    "parameter as a list": lambda t, la: la["shards"][0].__setitem__(0, ["stem.weight"]),
+    "a shard less": lambda t, la: la["shards"].pop(),
+    "a shard more": lambda t, la: la["shards"].append(["stem.bias", [0]]),
+    "a shard twice": lambda t, la: (
+        la["shards"].append(la["shards"][0]),
+        t.update({f"{k}.{len(la['shards']) - 1}": t[f"{k}.0"].clone() for k in ("weights", *MOMENTS)}),
+    ),
+    "a shard as a number": lambda t, la: la["shards"].append(1),
+    "shards as a dict": lambda t, la: la.update(shards={"0": []}),
+    "shards as text": lambda t, la: la.update(shards="../../x"),
+    "shards missing": lambda t, la: la.pop("shards"),
+    "moments missing": lambda t, la: la.pop("moments"),
+    "other moments than rank 0": lambda t, la: la.update(moments=["exp_avg"]),
+    "moments as lists": lambda t, la: la.update(moments=[[["exp_avg"]]]),
+    "moments nested": lambda t, la: la.update(moments=DEEP),
+    "weights with a dimension more": lambda t, la: t.update({"weights.0": t["weights.0"][None]}),
+    "weights without dimension": lambda t, la: t.update({"weights.0": torch.tensor(1.0)}),
+    "weights in bf16": lambda t, la: t.update({"weights.0": t["weights.0"].bfloat16()}),
+    "weights as integers": lambda t, la: t.update({"weights.0": t["weights.0"].int()}),
+    "weights and moments cut": lambda t, la: t.update(
+        {f"{k}.0": t[f"{k}.0"][..., :-1].clone() for k in ("weights", *MOMENTS)}
+    ),
+    "weights missing": lambda t, la: t.pop("weights.0"),
+    "moment cut": lambda t, la: t.update({"exp_avg.0": t["exp_avg.0"][..., :-1].clone()}),
+    "moment missing": lambda t, la: t.pop("exp_avg_sq.0"),
+    "buffer missing": lambda t, la: t.pop("buffer/norm_mean"),
+    "buffer of another shape": lambda t, la: t.update({"buffer/norm_mean": torch.zeros(1)}),
+    "sums missing": lambda t, la: t.pop("epoch_sums"),
+    "sums of another shape": lambda t, la: t.update({"epoch_sums": torch.zeros(10**4, dtype=torch.float64)}),
+}
+LAYOUTS_OF_FORMAT_1 = {
     "negative offset": lambda t, la: first_piece(la, offset=-1),
     "negative start": lambda t, la: first_piece(la, start=-4),
     "negative length": lambda t, la: first_piece(la, length=-3),
@@ -296,10 +353,20 @@ def test_crafted_shards(tmp_path, craft):
     assert_not_filled(path)
 
 
-def test_the_shard_is_read_where_it_is_not_crafted(tmp_path):
+@pytest.mark.parametrize("craft", LAYOUTS_OF_FORMAT_1)
+def test_crafted_shards_of_format_1(tmp_path, craft):
+    path = write_format_1(tmp_path)
+    tensors, layout = layout_of_format_1(1)
+    LAYOUTS_OF_FORMAT_1[craft](tensors, layout)
+    forge_shard(path, 1, tensors, layout)
+    assert_not_filled(path)
+
+
+@pytest.mark.parametrize("is_format_1", [False, True])
+def test_the_shard_is_read_where_it_is_not_crafted(tmp_path, is_format_1):
     # Else the refusals above might have another reason.
-    path = write_checkpoint(tmp_path, PROGRESS)
-    forge_shard(path, 1, *layout_of(1))
+    path = write_format_1(tmp_path) if is_format_1 else write_checkpoint(tmp_path, PROGRESS)
+    forge_shard(path, 1, *(layout_of_format_1(1) if is_format_1 else layout_of(1)))
     engine = PretendedRank(seed=5)
     state = TrainState(engine, ScoreSums(2, ALONE.device), Progress())
     restore(choose([path], ALONE)[0], state, ALONE)
@@ -319,7 +386,7 @@ def sums_of(*values):
 
 
 ON_ALL_RANKS = {
-    "buffer of another dtype": ("buffer/norm_mean", torch.zeros(7, dtype=torch.int64)),
+    "buffer of another dtype": ("buffer/norm_mean", torch.zeros(1, 7, dtype=torch.int64)),
     "buffer more": ("buffer/../../x", torch.zeros(1)),
     "sums of one number": ("epoch_sums", torch.zeros(1)),
     "sums of nan": ("epoch_sums", sums_of(math.nan, 1, 2, 3)),
@@ -346,8 +413,8 @@ def test_moments_that_the_optimizer_does_not_have(tmp_path, kind):
     path = write_checkpoint(tmp_path, PROGRESS)
     for rank in range(2):
         tensors, layout = layout_of(rank)
-        for group in range(len(GROUPS)):
-            tensors[f"{kind}.{group}"] = tensors.pop(f"exp_avg_sq.{group}")
+        for number in range(len(layout["shards"])):
+            tensors[f"{kind}.{number}"] = tensors.pop(f"exp_avg_sq.{number}")
         forge_shard(path, rank, tensors, layout | {"moments": ["exp_avg", kind]})
     assert "moments" in assert_not_filled(path)
 
@@ -384,8 +451,8 @@ def test_gigantic_parameters_are_refused_before_memory_is_taken(tmp_path, shape)
 
 
 def test_one_element_cannot_stand_for_many(tmp_path):
-    path = write_checkpoint(tmp_path, PROGRESS)
-    tensors, layout = layout_of(0)
+    path = write_format_1(tmp_path)
+    tensors, layout = layout_of_format_1(0)
     layout["groups"][0] = [["huge", offset, 0, 8] for offset in range(0, 2**20, 8)]
     forge_manifest(path, lambda content: content["parameters"].update(huge=[2**20]))
     forge_shard(path, 0, tensors, layout)
@@ -394,6 +461,9 @@ def test_one_element_cannot_stand_for_many(tmp_path):
 
 def test_the_builder_has_what_the_crafted_ones_alter():
     tensors, layout = layout_of(1)
-    assert len(layout["groups"]) == len(GROUPS)
+    assert len(layout["shards"][0][1]) > 1
     assert tuple(layout["moments"]) == MOMENTS
+    assert {"weights.0", "exp_avg.0", "buffer/norm_mean", "epoch_sums"} <= set(tensors)
+    tensors, layout = layout_of_format_1(1)
+    assert len(layout["groups"]) == 2
     assert {"weights.0", "exp_avg.1", "buffer/norm_mean", "epoch_sums"} <= set(tensors)

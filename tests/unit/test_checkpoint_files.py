@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from small_checkpoints import ALONE, MOMENTS, SHAPES, PretendedRank, holds_weights_of, newest, write_checkpoint
+from small_checkpoints import (
+    ALONE,
+    FORMAT_1,
+    MOMENTS,
+    SHAPES,
+    PretendedRank,
+    holds_weights_of,
+    newest,
+    write_checkpoint,
+)
 
 from training.checkpoint import atomic_write, store
 from training.checkpoint import manifest as manifest_module
@@ -25,7 +34,7 @@ from training.checkpoint.manifest import (
 )
 from training.checkpoint.resume import restore
 from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
-from training.checkpoint.store import checkpoint_name, discard, find_candidates, temporary_folder
+from training.checkpoint.store import checkpoint_name, choose, discard, find_candidates, temporary_folder
 from training.errors import UserError
 from training.observe.scores import ScoreSums
 from training.parallel.world import World
@@ -37,14 +46,21 @@ OLD, NEW = Progress(epoch=0, step=1), Progress(epoch=1, step=2)
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_weights_and_moments_come_out_whole(tmp_path, ranks):
-    path = write_checkpoint(tmp_path, NEW, ranks=ranks)
+    assert_whole(write_checkpoint(tmp_path, NEW, ranks=ranks))
+
+
+def test_format_1_comes_out_whole():
+    path = FORMAT_1 / "two_ranks" / checkpoint_name(NEW)
+    assert_whole(path)
+    assert choose([path], ALONE)[0].path == path
+
+
+def assert_whole(path):
     reader = CheckpointReader(path, read_manifest(path))
     expected = PretendedRank()
-    assert set(reader.moments) == set(MOMENTS)
-    for kind, tensors, read in [
-        ("weights", expected.weights, reader.weights),
-        *((kind, expected.moments[kind], reader.moments[kind]) for kind in MOMENTS),
-    ]:
+    assert set(reader.tensors) == {"weights", *MOMENTS}
+    for kind, tensors in {"weights": expected.weights, **expected.moments}.items():
+        read = reader.tensors[kind]
         assert list(read) == list(SHAPES)
         for name, tensor in tensors.items():
             assert read[name].dtype == torch.float32, kind
@@ -53,9 +69,7 @@ def test_weights_and_moments_come_out_whole(tmp_path, ranks):
 
 def test_a_parameter_is_cut_across_the_ranks():
     # Else the tests above would show less than they say.
-    holders = [
-        {piece.name for shard in PretendedRank(rank, 2).flat_shards() for piece in shard.pieces} for rank in (0, 1)
-    ]
+    holders = [{shard.name for shard in PretendedRank(rank, 2).state().shards} for rank in (0, 1)]
     assert holders[0] & holders[1]
 
 
@@ -67,9 +81,9 @@ def test_buffers_and_sums_on_another_number_of_ranks(tmp_path, size):
     for rank in range(size):
         means = [engine.module.norm_mean for engine in saved]
         expected = means[rank] if size == 2 else (means[0] + means[1]) / 2
-        buffers = reader.buffers(rank, size)
-        torch.testing.assert_close(buffers["norm_mean"], expected, rtol=0, atol=0 if size == 2 else 1e-6)
-        assert buffers["norm_batches"] == 11
+        buffers = reader.buffers(rank, size, 1)
+        torch.testing.assert_close(buffers["norm_mean"][0], expected, rtol=0, atol=0 if size == 2 else 1e-6)
+        assert buffers["norm_batches"].tolist() == [11]
         assert buffers["norm_batches"].dtype == torch.int64
     shares = torch.stack([reader.epoch_sums(rank, size) for rank in range(size)])
     torch.testing.assert_close(shares.sum(0), saved[0].epoch_sums + saved[1].epoch_sums, rtol=0, atol=0)
@@ -97,8 +111,8 @@ def test_a_fresh_engine_is_filled(tmp_path, size):
 def test_a_snapshot_is_a_copy(tmp_path):
     engine, snapshot = PretendedRank(), Snapshot()
     for _ in range(2):  # the second uses the memory of the first again
-        before = {"buffer/norm_mean": engine.module.norm_mean.clone(), "epoch_sums": engine.epoch_sums.clone()}
-        snapshot.take(engine, engine.epoch_sums)
+        before = {"buffer/norm_mean": engine.module.norm_mean.clone()[None], "epoch_sums": engine.epoch_sums.clone()}
+        snapshot.take(engine.state(), engine.epoch_sums)
         engine.module.norm_mean += 1
         engine.epoch_sums += 1
         assert all(torch.equal(snapshot.tensors[name], tensor) for name, tensor in before.items())
@@ -112,7 +126,7 @@ def fill_up(disk):
 
 def test_a_full_disk_is_an_error_that_the_saver_knows(small_disk):
     engine, snapshot = PretendedRank(), Snapshot()
-    snapshot.take(engine, engine.epoch_sums)
+    snapshot.take(engine.state(), engine.epoch_sums)
     fill_up(small_disk)
     with pytest.raises((OSError, SafetensorError), match="No space"):
         write_shard(small_disk / "shard", snapshot)

@@ -9,7 +9,7 @@ import pytest
 
 from launch.hostfile import read_hostfile
 from training.errors import UserError
-from training.parallel.strategies import read_strategy_json
+from training.parallel.deepspeed_config import read_strategy_json
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,6 +9,7 @@ import pytest
 
 from training.config import FLAG_OF
 from training.errors import UserError
+from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
 from training.parallel.deepspeed_schema import (
     OWNED_BY_COMMAND_LINE,
     SCHEMA,
@@ -17,14 +18,14 @@ from training.parallel.deepspeed_schema import (
     installed_keys,
     why_refused,
 )
-from training.parallel.strategies import STRATEGIES, engine_config, read_strategy_json
+from training.parallel.strategies import STRATEGIES
 
 VALUES = {"batch_size_per_rank": 16, "accumulation_steps": 4, "gradient_clipping": 0.5}
 
 
 @pytest.mark.parametrize(("name", "stage"), [("ddp", 1), ("fsdp_stage2", 2), ("fsdp_stage3", 3)])
 def test_strategies_are_the_zero_stages(name, stage):
-    config = engine_config(read_strategy_json(name), **VALUES, offload="none")
+    config = deepspeed_config(read_strategy_json(name), **VALUES, offload="none")
     assert config["zero_optimization"]["stage"] == stage
     assert config["train_micro_batch_size_per_gpu"] == 16
     assert config["gradient_accumulation_steps"] == 4
@@ -42,7 +43,7 @@ def test_strategies_are_the_zero_stages(name, stage):
     ],
 )
 def test_offload_is_what_the_command_line_says(name, offload, expected):
-    zero = engine_config(read_strategy_json(name), **VALUES, offload=offload)["zero_optimization"]
+    zero = deepspeed_config(read_strategy_json(name), **VALUES, offload=offload)["zero_optimization"]
     assert {key for key in zero if key.startswith("offload")} == expected
     assert all(zero[key]["device"] == "cpu" for key in expected)
 
@@ -50,7 +51,7 @@ def test_offload_is_what_the_command_line_says(name, offload, expected):
 def test_merging_leaves_the_file_alone():
     content = read_strategy_json("fsdp_stage3")
     before = json.dumps(content)
-    engine_config(content, **VALUES, offload="all")
+    deepspeed_config(content, **VALUES, offload="all")
     assert json.dumps(content) == before
 
 
@@ -173,5 +174,5 @@ def test_a_key_given_twice_is_refused(tmp_path):
 def test_the_flops_profiler_is_reachable_by_its_key(name, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(read_strategy_json(name) | {"flops_profiler": {"enabled": True, "profile_step": 2}}))
-    config = engine_config(read_strategy_json(name, str(path)), **VALUES, offload="none")
+    config = deepspeed_config(read_strategy_json(name, str(path)), **VALUES, offload="none")
     assert config["flops_profiler"]["enabled"] is True

@@ -195,7 +195,7 @@ def test_the_wait_for_data_is_the_devices():
     rule = torch.optim.SGD([{"params": list(module.parameters()), "rate_scale": 1.0}], lr=0.1)
 
     class PlainEngine:
-        parameter_groups, loss_scale = rule.param_groups, None
+        optimizer, loss_scale = rule, None
 
         def __init__(self):
             self.module = module

@@ -20,7 +20,8 @@ from training.errors import one_line
 from training.state import Progress
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = "zerovision checkpoint 1"
+FORMAT = "zerovision checkpoint 2"
+READABLE_FORMATS = ("zerovision checkpoint 1", FORMAT)
 LARGEST_MANIFEST = 64 * 2**20  # bytes; a million classes with long names fit
 MOST_SHARDS = 100_000
 LOSS_SCALE_KEYS = ("value", "good_steps")  # see DynamicLossScale.state
@@ -85,7 +86,7 @@ def read_manifest(folder: Path) -> Manifest:
         if file_size(path) > LARGEST_MANIFEST:
             raise DamagedCheckpoint(f"{MANIFEST_FILE} is larger than {LARGEST_MANIFEST >> 20} MiB")
         content = json.loads(path.read_text(encoding="utf-8"))
-        is_ours = isinstance(content, dict) and content.get("format") == FORMAT
+        is_ours = isinstance(content, dict) and content.get("format") in READABLE_FORMATS
         is_unchanged = is_ours and content.pop("sha256", None) == _digest(content)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"it has no {MANIFEST_FILE}") from None

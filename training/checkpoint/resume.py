@@ -21,8 +21,8 @@ from training.observe.run_folder import RunFolder, create_run_folder
 from training.observe.run_lock import Origin
 from training.observe.scores import ScoreSums
 from training.parallel.collectives import agreed, broadcast_object
-from training.parallel.engine import Engine, frozen_parameters
 from training.parallel.exchange import row_of, text
+from training.parallel.parameter_shards import EngineState, frozen_parameters
 from training.parallel.world import World
 from training.state import TrainState
 
@@ -148,14 +148,15 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
     """
     manifest, engine, sums = found.manifest, state.engine, state.sums
     try:
-        reader = CheckpointReader(found.path, manifest)
-        buffers = reader.buffers(world.rank, world.size)
+        reader, own = CheckpointReader(found.path, manifest), engine.state()
+        versions = max((len(buffer) for buffer in own.buffers.values()), default=1)
+        buffers = reader.buffers(world.rank, world.size, versions)
         epoch_sums = reader.epoch_sums(world.rank, world.size)
-        _check_content(engine, manifest, reader, buffers)
+        _check_content(own, manifest, reader, buffers)
+        if reader.moment_kinds and reader.frozen != frozen_parameters(engine.module).keys():
+            raise DamagedCheckpoint("other parameters are frozen in it than in this model")
         _check_sums(epoch_sums, sums)
-        engine.write_state(reader.weights, reader.moments, manifest.applied_steps)
-        for name, buffer in engine.module.named_buffers():
-            buffer.copy_(buffers[name])
+        engine.load_state(reader.tensors, buffers, manifest.applied_steps)
         sums.restore(epoch_sums)
     except (DamagedCheckpoint, SafetensorError, RuntimeError, KeyError) as error:
         raise UserError(f"checkpoint {found.path} cannot be used: {one_line(error)}") from None
@@ -164,22 +165,22 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
     state.progress = manifest.progress
 
 
-def _check_content(engine: Engine, manifest: Manifest, reader: CheckpointReader, buffers: dict[str, Any]) -> None:
-    """Refuse other parameters, buffers, moments or frozen parameters than the engine's."""
-    ours, theirs = engine.parameter_shapes(), manifest.parameters
+def _check_content(
+    own: EngineState, manifest: Manifest, reader: CheckpointReader, buffers: dict[str, torch.Tensor]
+) -> None:
+    """Refuse other parameters, buffers or moments than the engine's."""
+    ours, theirs = {name: list(shape) for name, shape in own.shapes.items()}, manifest.parameters
     if ours != theirs:
         other = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
         raise DamagedCheckpoint(f"{len(other)} parameters differ from this model's, first {other[0]}")
-    kinds = {name: (buffer.shape, buffer.dtype) for name, buffer in engine.module.named_buffers()}
+    kinds = {name: (buffer.shape, buffer.dtype) for name, buffer in own.buffers.items()}
     if kinds != {name: (buffer.shape, buffer.dtype) for name, buffer in buffers.items()}:
         raise DamagedCheckpoint("its buffers differ from this model's")
-    moments, stored = sorted(engine.flat_shards()[0].moments), sorted(reader.moments)
-    # There may be none before the optimizer's first step, when they are zeros.
+    moments, stored = sorted(own.moment_kinds), sorted(reader.moment_kinds)
+    # Format 1 may have none before the optimizer's first step, when they are zeros.
     if (stored or manifest.applied_steps) and stored != moments:
         names = one_line(", ".join(stored) or "none")
         raise DamagedCheckpoint(f"its moments are {names}, the optimizer has {', '.join(moments) or 'none'}")
-    if stored and reader.frozen != frozen_parameters(engine.module).keys():
-        raise DamagedCheckpoint("other parameters are frozen in it than in this model")
 
 
 def _check_sums(found: torch.Tensor, sums: ScoreSums) -> None:

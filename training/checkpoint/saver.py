@@ -119,16 +119,16 @@ class Saver:
         if write_best is not None:
             self._unsaved_best = write_best
         engine, progress = self._state.engine, self._state.progress
+        state = engine.state()
         facts = {
             "progress": progress,
             "identity": self._identity,
             "config": dataclasses.asdict(self._config),
-            "applied_steps": engine.applied_steps(),
+            "applied_steps": state.applied_steps,
             "loss_scale": engine.loss_scale.state() if engine.loss_scale else None,
-            "parameters": engine.parameter_shapes(),
+            "parameters": {name: list(shape) for name, shape in state.shapes.items()},
         }
-        # Last: reading the count above may wait for the GPU, and would then wait for the copies, too.
-        self._snapshot.take(engine, self._state.sums.state())
+        self._snapshot.take(state, self._state.sums.state())
         save = self._running = _Save(
             checkpoint_name(progress),
             position=self._plan.position(progress),

@@ -1,10 +1,10 @@
 """One rank's file of a checkpoint: copying the state, writing it, and assembling parameters from all files.
 
-A rank stores its flat pieces of the parameter groups as they are in memory, without any communication: `weights.<i>`
-and `<moment>.<i>`, one-dimensional fp32. The layout in the file's metadata maps them to parts of parameters, so that
-any strategy and number of ranks can read them. BatchNorm's buffers differ from rank to
-rank between evaluations: each rank stores its own. Frozen parameters are groups without moments. Elements of a
-parameter are counted as the usual shape has them, or in the memory order of channels_last if the layout has it there.
+A rank stores its shards of the parameters, without any communication: shard number i as `weights.<i>` and
+`<moment>.<i>`, fp32 tensors in the usual order of dimensions. The metadata has the name and the offsets of each, so any
+engine, strategy and number of ranks can read them; a shard of a frozen parameter has no moments. The module's buffers
+are `buffer/<name>` [n, ...] in the n versions that the rank has, because BatchNorm's statistics differ between
+evaluations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +22,10 @@ from safetensors.torch import save_file
 
 from models.weights_metadata import METADATA_KEY
 from training.checkpoint.atomic_write import sync_to_disk
+from training.checkpoint.format_1 import FlatPlace, is_format_1, shards_of_format_1
 from training.checkpoint.manifest import DamagedCheckpoint, Manifest, ShardFacts, file_size, shard_name
 from training.errors import one_line
-from training.parallel.engine import CONVOLUTION_DIMENSIONS, Engine, Piece
+from training.parallel.parameter_shards import WEIGHTS, EngineState
 
 BUFFER_PREFIX = "buffer/"
 EPOCH_SUMS = "epoch_sums"
@@ -38,28 +39,26 @@ class Snapshot:
         self.layout: dict[str, Any] = {}
         self._copied: torch.cuda.Event | None = None
 
-    def take(self, engine: Engine, epoch_sums: torch.Tensor) -> None:
+    def take(self, state: EngineState, epoch_sums: torch.Tensor) -> None:
         """Copy the current state; on a GPU the copies are queued, before the next step changes the state.
 
         Args:
-            engine: the engine; no collective is needed.
+            state: of the engine.
             epoch_sums: what `ScoreSums.state` returned, float64 [4].
         """
-        shards = engine.flat_shards()
-        sources = {f"weights.{number}": shard.weights for number, shard in enumerate(shards)}
-        for number, shard in enumerate(shards):
-            sources |= {f"{kind}.{number}": moment for kind, moment in shard.moments.items()}
-        sources |= {BUFFER_PREFIX + name: buffer for name, buffer in engine.module.named_buffers()}
+        sources = {
+            f"{kind}.{number}": tensor
+            for number, shard in enumerate(state.shards)
+            for kind, tensor in shard.tensors.items()
+        }
+        sources |= {BUFFER_PREFIX + name: buffer for name, buffer in state.buffers.items()}
         sources[EPOCH_SUMS] = epoch_sums
         self.tensors = {name: self._copy(name, tensor) for name, tensor in sources.items()}
         if epoch_sums.device.type == "cuda":
             self._copied = torch.cuda.current_stream(epoch_sums.device).record_event()
-        groups = [[tuple(piece) for piece in shard.pieces] for shard in shards]
         self.layout = {
-            "groups": groups,
-            "moments": sorted(shards[0].moments),
-            "without_moments": [number for number, shard in enumerate(shards) if not shard.moments],
-            "channels_last": sorted(frozenset().union(*(shard.channels_last for shard in shards))),
+            "moments": sorted(state.moment_kinds),
+            "shards": [[shard.name, list(shard.offsets)] for shard in state.shards],
         }
 
     def wait(self) -> None:
@@ -106,14 +105,18 @@ def verify_shard(folder: Path, rank: int, facts: ShardFacts) -> None:
         raise DamagedCheckpoint(f"{path.name} cannot be read: {one_line(error)}") from None
 
 
-class _StoredPiece(NamedTuple):
-    """Where `length` elements of a parameter, from element `offset` on, are: group and start in a rank's file."""
+class _StoredShard(NamedTuple):
+    """A part of a parameter, the rank and the number in its file, and for format 1 the place in a flat tensor."""
 
-    offset: int
-    length: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     rank: int
-    group: int
-    start: int
+    number: int
+    place: FlatPlace | None = None
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
 class CheckpointReader:
@@ -125,6 +128,7 @@ class CheckpointReader:
 
     Attributes:
         shapes: of every parameter, by name.
+        moment_kinds: names of the optimizer's moments.
         frozen: names of the parameters without moments.
 
     Raises:
@@ -133,77 +137,81 @@ class CheckpointReader:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.shapes = manifest.parameters
-        self._pieces: dict[str, list[_StoredPiece]] = {name: [] for name in self.shapes}
         self.frozen: set[str] = set()
-        self._channels_last: frozenset[str] = frozenset()
+        self._shards: dict[str, list[_StoredShard]] = {name: [] for name in self.shapes}
         try:
             self._files = [safe_open(folder / shard_name(rank), "pt") for rank in range(len(manifest.shards))]
             layouts = [json.loads(file.metadata()[METADATA_KEY]) for file in self._files]
-            self._moment_kinds: list[str] = layouts[0]["moments"]
-            self._channels_last = frozenset(layouts[0].get("channels_last", ()))  # younger than the format
+            self.moment_kinds: list[str] = layouts[0]["moments"]
+            self._is_format_1 = is_format_1(layouts[0])
             for rank, layout in enumerate(layouts):
-                self._note_layout(rank, layout)
+                if layout["moments"] != self.moment_kinds or any(type(kind) is not str for kind in self.moment_kinds):
+                    raise ValueError(f"rank {rank} has other moments than rank 0")
+                (self._note_format_1 if self._is_format_1 else self._note_shards)(rank, layout)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise DamagedCheckpoint(f"a shard cannot be read: {one_line(error)}") from None
-        for name, pieces in self._pieces.items():
-            end = 0
-            for piece in sorted(pieces):
-                end = piece.offset + piece.length if piece.offset == end else -1
-            if end != math.prod(self.shapes[name]):
+        for name, shards in self._shards.items():
+            if not _is_covered(self.shapes[name], shards):
                 raise DamagedCheckpoint(f"parameter {one_line(name)} is not complete")
 
-    def _note_layout(self, rank: int, layout: dict[str, Any]) -> None:
-        """Note the pieces in a rank's file; raise ValueError if one is outside of it or overlaps another."""
-        if layout["moments"] != self._moment_kinds or any(type(kind) is not str for kind in self._moment_kinds):
-            raise ValueError(f"rank {rank} has other moments than rank 0")
-        if {*layout.get("channels_last", ())} != self._channels_last:
-            raise ValueError(f"rank {rank} has its elements in another order than rank 0")
-        if any(len(self.shapes[name]) != CONVOLUTION_DIMENSIONS for name in self._channels_last):
-            raise ValueError("a parameter in channels_last is no convolution's")
-        without_moments = layout.get("without_moments", [])  # younger than the format
-        for group, pieces in enumerate(layout["groups"]):
-            has_moments = group not in without_moments
-            size = self._group_size(rank, group, self._moment_kinds if has_moments else [])
+    def _note_shards(self, rank: int, layout: dict[str, Any]) -> None:
+        """Note the shards in a rank's file; raise ValueError if one is not what its parameter and its moments say."""
+        stored = {*self._files[rank].keys()}
+        for number, (name, offsets) in enumerate(layout["shards"]):
+            shape, has_moments = self.shapes[name], any(f"{kind}.{number}" in stored for kind in self.moment_kinds)
+            sizes = self._sizes(rank, number, self.moment_kinds if has_moments else [])
+            is_inside = len(offsets) == len(sizes) == len(shape) and all(
+                type(offset) is int and 0 <= offset <= whole - size
+                for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+            )
+            if not is_inside:
+                raise ValueError(f"shard {number} of rank {rank} is outside of {one_line(name)}")
             if not has_moments:
-                self.frozen.update(piece[0] for piece in pieces)
-            end = 0
-            for name, offset, start, length in sorted((Piece(*piece) for piece in pieces), key=lambda p: p.start):
-                if any(type(number) is not int for number in (offset, start, length)):
-                    raise TypeError(f"a piece of {name} has no whole numbers")
-                # Slices beyond the end of a tensor are cut silently, and one element would then fill many.
-                if min(offset, length) < 0 or not end <= start <= size - length:
-                    raise ValueError(f"a piece of {name} is outside of group {group} of rank {rank}, or on another")
-                end = start + length
-                self._pieces[name].append(_StoredPiece(offset, length, rank, group, start))
+                self.frozen.add(name)
+            self._shards[name].append(_StoredShard(tuple(offsets), sizes, rank, number))
 
-    def _group_size(self, rank: int, group: int, moment_kinds: list[str]) -> int:
-        """Return the elements of a rank's part of a group, the same for the weights and all moments."""
-        slices = [self._files[rank].get_slice(f"{kind}.{group}") for kind in ("weights", *moment_kinds)]
+    def _note_format_1(self, rank: int, layout: dict[str, Any]) -> None:
+        without_moments = layout.get("without_moments", [])
+        sizes = [
+            self._sizes(rank, group, [] if group in without_moments else self.moment_kinds)
+            for group in range(len(layout["groups"]))
+        ]
+        for name, offsets, shard_sizes, group, place in shards_of_format_1(layout, self.shapes, sizes):
+            if group in without_moments:
+                self.frozen.add(name)
+            self._shards[name].append(_StoredShard(offsets, shard_sizes, rank, group, place))
+
+    def _sizes(self, rank: int, number: int, moment_kinds: Sequence[str]) -> tuple[int, ...]:
+        """Return the sizes of a tensor in a rank's file, the same for the weights and all moments."""
+        slices = [self._files[rank].get_slice(f"{kind}.{number}") for kind in (WEIGHTS, *moment_kinds)]
         if {stored.get_dtype() for stored in slices} != {"F32"} or len({tuple(s.get_shape()) for s in slices}) > 1:
-            raise ValueError(f"weights and moments of group {group} of rank {rank} are not all fp32 and of one shape")
-        (size,) = slices[0].get_shape()
-        return size
+            raise ValueError(f"weights and moments of shard {number} of rank {rank} are not all fp32 and of one shape")
+        return tuple(slices[0].get_shape())
 
     @property
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        """The fp32 weights, whole, by parameter name."""
-        return _Assembled(self, "weights")
+    def tensors(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        """Weights and moments, whole, fp32: kind -> parameter name -> tensor."""
+        return {kind: _Assembled(self, kind) for kind in (WEIGHTS, *self.moment_kinds)}
 
-    @property
-    def moments(self) -> dict[str, Mapping[str, torch.Tensor]]:
-        """The optimizer's moments, whole: kind -> parameter name -> tensor."""
-        return {kind: _Assembled(self, kind) for kind in self._moment_kinds}
+    def buffers(self, rank: int, world_size: int, versions: int) -> dict[str, torch.Tensor]:
+        """Return a rank's buffers, name -> [versions, ...]: the saved ones, or their mean if their number is another.
 
-    def buffers(self, rank: int, world_size: int) -> dict[str, torch.Tensor]:
-        """Return a rank's buffers: its own, or the ranks' mean if another number of ranks had saved them."""
-        if world_size == len(self._files):
-            return self._buffers_of(rank)
+        Args:
+            rank: this one.
+            world_size: ranks.
+            versions: that each rank has.
+        """
         every = [self._buffers_of(saved) for saved in range(len(self._files))]
-        # Counters, such as BatchNorm's number of batches, are the same on all ranks.
-        return {
-            name: torch.stack([buffers[name] for buffers in every]).mean(0) if first.is_floating_point() else first
-            for name, first in every[0].items()
-        }
+        result = {}
+        for name in every[0]:
+            saved = torch.cat([buffers[name] for buffers in every])
+            if len(saved) == world_size * versions:
+                result[name] = saved[rank * versions : (rank + 1) * versions]
+            else:
+                # Counters, such as BatchNorm's number of batches, are the same on all ranks.
+                mean = saved.mean(0, keepdim=True) if saved.is_floating_point() else saved[:1]
+                result[name] = mean.expand(versions, *mean.shape[1:])
+        return result
 
     def epoch_sums(self, rank: int, world_size: int) -> torch.Tensor:
         """Return a rank's share of the epoch's sums so far: its own, or all of them on rank 0."""
@@ -214,20 +222,29 @@ class CheckpointReader:
 
     def assemble(self, kind: str, name: str) -> torch.Tensor:
         """Return the weights or a moment of one parameter, whole, fp32 on the CPU."""
-        whole = torch.empty(math.prod(self.shapes[name]))
-        for offset, length, rank, group, start in self._pieces[name]:
-            stored = self._files[rank].get_slice(f"{kind}.{group}")
-            whole[offset : offset + length] = stored[start : start + length]
-        shape = self.shapes[name]
-        if name not in self._channels_last:
-            return whole.view(shape)
-        outputs, inputs, height, width = shape
-        return whole.view(outputs, height, width, inputs).permute(0, 3, 1, 2).contiguous()
+        whole = torch.empty(self.shapes[name])
+        for shard in self._shards[name]:
+            file, key = self._files[shard.rank], f"{kind}.{shard.number}"
+            whole[shard.box] = shard.place.read(file.get_slice(key)) if shard.place else file.get_tensor(key)
+        return whole
 
     def _buffers_of(self, rank: int) -> dict[str, torch.Tensor]:
         file = self._files[rank]
         names = [name for name in file.keys() if name.startswith(BUFFER_PREFIX)]  # noqa: SIM118 - no mapping
-        return {name.removeprefix(BUFFER_PREFIX): file.get_tensor(name) for name in names}
+        buffers = {name.removeprefix(BUFFER_PREFIX): file.get_tensor(name) for name in names}
+        return {name: buffer[None] for name, buffer in buffers.items()} if self._is_format_1 else buffers
+
+
+def _is_covered(shape: Sequence[int], shards: Sequence[_StoredShard]) -> bool:
+    """Return whether shards within a shape contain every element once: as many as there are, and no two overlap."""
+    if sum(math.prod(shard.sizes) for shard in shards) != math.prod(shape):
+        return False
+    seen = torch.zeros(tuple(shape), dtype=torch.bool)
+    for shard in shards:
+        if seen[shard.box].any():
+            return False
+        seen[shard.box] = True
+    return True
 
 
 class _Assembled(Mapping[str, torch.Tensor]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -30,11 +29,7 @@ class TimedEngine:
 
     def __init__(self, engine: Engine, clock: SpanClock) -> None:
         self._engine, self._clock = engine, clock
-
-    @property
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """See `Engine.parameter_groups`."""
-        return self._engine.parameter_groups
+        self.optimizer = engine.optimizer
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """See `Engine.forward`."""

@@ -7,6 +7,7 @@ import shutil
 import torch
 
 from training.errors import UserError
+from training.parallel.strategies import ParallelPlan
 
 # Devices on which `auto` compiles: those for which a measurement shows that it pays. On a CPU a step takes 0.90 of its
 # time (docs/performance.md) after one or two minutes of compilation, which pays only in a long run.
@@ -31,12 +32,12 @@ def resolve_compile(choice: str, device: torch.device) -> bool:
     return choice == "on"
 
 
-def compile_mode(device: torch.device, batch_size_per_rank: int, zero_stage: int) -> str | None:
+def compile_mode(device: torch.device, batch_size_per_rank: int, plan: ParallelPlan) -> str | None:
     """Return the mode of `torch.compile`: CUDA graphs if batches are small, else its default.
 
-    A graph reads the weights at the addresses of its recording; at ZeRO 3 the addresses change with each step.
+    A graph reads the weights at the addresses of its recording, which change if the weights are released.
     """
     are_launches_the_limit = device.type == "cuda" and batch_size_per_rank <= LARGEST_BATCH_FOR_CUDA_GRAPHS
-    if are_launches_the_limit and zero_stage < 3:
+    if are_launches_the_limit and not plan.releases_weights:
         return "reduce-overhead"
     return None

@@ -14,51 +14,51 @@ import torch.distributed as dist
 from torch import nn
 
 from training.observe.timing import communication
-from training.parallel.engine import Engine, FlatShard, Piece, StepResult, fill_shard, frozen_parameters, frozen_shards
-from training.parallel.precision import DynamicLossScale
-from training.parallel.world import World
+from training.parallel.compilation import compile_mode
+from training.parallel.engine import Engine, EngineSetup, StepResult
+from training.parallel.parameter_shards import (
+    WEIGHTS,
+    EngineState,
+    ParameterShard,
+    fill_shards,
+    flat_shards,
+    frozen_parameters,
+    frozen_shards,
+    one_version_of_buffers,
+    parameter_shapes,
+)
+from training.parallel.precision import DynamicLossScale, under_autocast
 from training.recipe.optimizer import create_state, moment_kinds, set_applied_steps
 
 
 class DeepSpeedEngine(Engine):
-    """A model whose training state DeepSpeed ZeRO shards; for the arguments see `ENGINES`."""
+    """A model whose training state DeepSpeed ZeRO shards."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        network: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        config: Mapping[str, Any],
-        loss_scale: DynamicLossScale | None,
-        world: World,
-    ) -> None:
+    def __init__(self, setup: EngineSetup) -> None:
         """Shard the model and its optimizer; a collective."""
-        if world.device.type == "cpu":
+        if setup.world.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         # An operator for inference on CPUs, which would be compiled at the first start (20 s) and is not used here.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self.module, self._world = setup.module, setup.world
+        self.loss_scale = DynamicLossScale() if setup.precision == "fp16" else None
         self._engine, _, _, _ = deepspeed.initialize(
-            model=network, optimizer=optimizer, config=dict(config), dist_init_required=False
+            model=under_autocast(setup.module, setup.precision, setup.world.device),
+            optimizer=setup.optimizer,
+            config=dict(setup.deepspeed_config),
+            dist_init_required=False,
         )
-        self.module, self.loss_scale, self._world = module, loss_scale, world
+        self.optimizer = self._engine.optimizer.optimizer
         self._applied_steps = 0
         self._backend = deepspeed.comm.comm.cdb
         deepspeed.comm.comm.cdb = TimedBackend(self._backend)
-        create_state(self._engine.optimizer.optimizer, self._flat_partitions())
-        _zero_padding(self.flat_shards())
-
-    @property
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        return self._engine.optimizer.optimizer.param_groups
-
-    def compile(self, mode: str | None) -> None:
-        self._engine.compile(compile_kwargs={"mode": mode})
-
-    def train(self, mode: bool = True) -> None:
-        self._engine.train(mode)
+        create_state(self.optimizer, self._flat_partitions())
+        if setup.compiles:
+            mode = compile_mode(setup.world.device, setup.batch_size, setup.plan)
+            self._engine.compile(compile_kwargs={"mode": mode})
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self._engine(images)
@@ -79,51 +79,40 @@ class DeepSpeedEngine(Engine):
             self.loss_scale.update(applied)
         return StepResult(applied, self._engine.get_global_grad_norm())
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.module.named_parameters():
-            with self._whole(parameter):
-                value = parameter.detach().to("cpu", torch.float32, copy=True)
-            yield name, value
-        for name, buffer in self.module.named_buffers():
-            yield name, buffer.detach().to("cpu", copy=True)
+    def state(self) -> EngineState:
+        zero, kinds = self._engine.optimizer, moment_kinds(self.optimizer)
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        groups = zero.fp16_groups if self._is_stage_3 else zero.bit16_groups
+        shards_of = _stage_3_shards if self._is_stage_3 else _stage_1_and_2_shards
+        shards: list[ParameterShard] = []
+        for flat, group in zip(self._flat_partitions(), groups, strict=True):
+            flats = {WEIGHTS: flat} | {kind: self.optimizer.state[flat][kind] for kind in kinds}
+            shards += shards_of({names[id(parameter)]: parameter for parameter in group}, flats)
+        if self._is_stage_3:  # which shards frozen parameters as it does the others
+            for name, parameter in frozen_parameters(self.module).items():
+                shards += _stage_3_shards({name: parameter}, {WEIGHTS: parameter.ds_tensor})  # type: ignore[attr-defined]
+        else:
+            shards += frozen_shards(self.module, self._world)
+        buffers = one_version_of_buffers(self.module)
+        return EngineState(parameter_shapes(self.module), kinds, shards, buffers, self._applied_steps)
 
-    def applied_steps(self) -> int:
-        return self._applied_steps
-
-    def write_state(
-        self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]], applied_steps: int
+    def load_state(
+        self,
+        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        buffers: Mapping[str, torch.Tensor],
+        applied_steps: int,
     ) -> None:
         self._applied_steps = applied_steps
-        set_applied_steps(self._engine.optimizer.optimizer, applied_steps)
+        set_applied_steps(self.optimizer, applied_steps)
         for name, parameter in self.module.named_parameters():
             # The working weights too: if only the fp32 copy were set, the next forward would use the old ones.
             with self._whole(parameter, modifier_rank=0):
-                parameter.data.copy_(weights[name])
+                parameter.data.copy_(tensors[WEIGHTS][name])
         # Not safe_set_full_fp32_param: at ZeRO 3 it fails if a parameter's size is no multiple of the ranks.
-        for shard in self.flat_shards():
-            fill_shard(shard, weights, moments)
-
-    def parameter_shapes(self) -> dict[str, list[int]]:
-        return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in self.module.named_parameters()}
-
-    def flat_shards(self) -> list[FlatShard]:
-        zero = self._engine.optimizer
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        kinds = moment_kinds(zero.optimizer)
-        groups = zero.fp16_groups if self._is_stage_3 else zero.bit16_groups
-        pieces_of = _stage_3_pieces if self._is_stage_3 else _flat_pieces
-        shards = []
-        for flat, group in zip(self._flat_partitions(), groups, strict=True):
-            parameters = {names[id(parameter)]: parameter for parameter in group}
-            moments = {kind: zero.optimizer.state[flat][kind] for kind in kinds}
-            shards.append(FlatShard(flat, moments, tuple(pieces_of(parameters)), tuple(parameters)))
-        if not self._is_stage_3:
-            return shards + frozen_shards(self.module, self._world)
-        # ZeRO 3 partitions frozen parameters as it does the others.
-        return shards + [
-            FlatShard(parameter.ds_tensor, {}, tuple(_stage_3_pieces({name: parameter})))  # type: ignore[attr-defined]
-            for name, parameter in frozen_parameters(self.module).items()
-        ]
+        state = self.state()
+        fill_shards(state.shards, tensors)
+        for name, buffer in state.buffers.items():
+            buffer.copy_(buffers[name])
 
     def _whole(self, parameter: nn.Parameter, modifier_rank: int | None = None) -> AbstractContextManager[None]:
         """Gather a parameter inside the block at ZeRO 3, and keep what `modifier_rank` writes to it; a collective."""
@@ -184,30 +173,25 @@ def _timed(collective: Callable[..., Any], *arguments: Any, **named: Any) -> Any
     return work if work is None else TimedWork(work)
 
 
-def _zero_padding(shards: list[FlatShard]) -> None:
-    """Set the padding of the flat weights to 0: ZeRO 3 leaves it uninitialized, and no two files would be equal."""
-    for shard in shards:
-        is_padding = torch.ones_like(shard.weights, dtype=torch.bool)
-        for piece in shard.pieces:
-            is_padding[piece.start : piece.start + piece.length] = False
-        shard.weights.detach()[is_padding] = 0
-
-
-def _flat_pieces(parameters: Mapping[str, nn.Parameter]) -> Iterator[Piece]:
+def _stage_1_and_2_shards(
+    parameters: Mapping[str, nn.Parameter], flats: Mapping[str, torch.Tensor]
+) -> Iterator[ParameterShard]:
     """ZeRO 1 and 2: the group's parameters one after another, cut into one part per rank."""
     for name, parameter in parameters.items():
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is not None:  # else all of it is on other ranks
-            address = mapping.get_hp_fragment_address()
-            yield Piece(name, mapping.lp_fragment_address.start, address.start, address.numel)
+            address, low = mapping.get_hp_fragment_address(), mapping.lp_fragment_address.start
+            yield from flat_shards(name, parameter.shape, low, low + address.numel, flats, address.start)
 
 
-def _stage_3_pieces(parameters: Mapping[str, nn.Parameter]) -> Iterator[Piece]:
+def _stage_3_shards(
+    parameters: Mapping[str, nn.Parameter], flats: Mapping[str, torch.Tensor]
+) -> Iterator[ParameterShard]:
     """ZeRO 3: each parameter is cut over the ranks by itself; the padding of its last part is left out."""
     start = 0
     for name, parameter in parameters.items():
         size = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
-        real = min(max(parameter.ds_numel - dist.get_rank() * size, 0), size)  # type: ignore[attr-defined]
-        if real:
-            yield Piece(name, dist.get_rank() * size, start, real)
+        low = min(dist.get_rank() * size, parameter.ds_numel)  # type: ignore[attr-defined]
+        high = min(low + size, parameter.ds_numel)  # type: ignore[attr-defined]
+        yield from flat_shards(name, parameter.ds_shape, low, high, flats, start)  # type: ignore[attr-defined]
         start += size

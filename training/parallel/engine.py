@@ -1,21 +1,21 @@
-"""The interface of the two engines, DeepSpeed ZeRO and our own flat buffers, and the description of a rank's shard.
+"""The interface of the engines, and what one is built from.
 
-An engine is a model with its optimizer, sharded over the ranks. Only the engines' own modules know which one it is.
+An engine is a model with its optimizer, distributed over the ranks. Only the engines' own modules know which one it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from training.parallel.parameter_shards import EngineState
 from training.parallel.precision import DynamicLossScale
+from training.parallel.strategies import ParallelPlan
 from training.parallel.world import World
-
-CONVOLUTION_DIMENSIONS = 4  # of its weights: outputs, inputs, height, width
 
 
 @dataclass(frozen=True)
@@ -32,54 +32,47 @@ class StepResult:
     gradient_norm: float | torch.Tensor | None
 
 
-class Piece(NamedTuple):
-    """`length` elements of the flattened parameter `name`, from `offset` on, at `start` in a flat tensor."""
-
-    name: str
-    offset: int
-    start: int
-    length: int
-
-
 @dataclass(frozen=True)
-class FlatShard:
-    """This rank's part of one parameter group, or of a frozen parameter: live tensors, not copies.
+class EngineSetup:
+    """What every engine is built from.
 
     Attributes:
-        weights: fp32 [n].
-        moments: kind -> fp32 [n]; none of frozen parameters.
-        pieces: which part of which parameter lies where; elements in no piece are padding.
-        names: of all parameters of the group, in the same order on all ranks; none of frozen parameters.
-        channels_last: names of the parameters whose elements are in the order of `channels_last`, offsets included.
+        module: the model in fp32 on `world.device`, float32 images [B, 3, H, W] -> logits [B, classes].
+        optimizer: the optimizer over the module's parameters; the engine may replace them by its own.
+        plan: how the state is distributed.
+        precision: 'bf16', 'fp16' or 'fp32'.
+        world: the ranks.
+        batch_size: images of a micro-batch.
+        accumulation_steps: micro-batches of each rank in one optimizer step.
+        gradient_clipping: largest global L2 norm of the gradient; 0 for none.
+        deepspeed_config: of `training.parallel.deepspeed_config`, which only DeepSpeed follows.
+        compiles: whether the model runs through `torch.compile`.
     """
 
-    weights: torch.Tensor
-    moments: dict[str, torch.Tensor]
-    pieces: tuple[Piece, ...]
-    names: tuple[str, ...] = ()
-    channels_last: frozenset[str] = frozenset()
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    plan: ParallelPlan
+    precision: str
+    world: World
+    batch_size: int
+    accumulation_steps: int = 1
+    gradient_clipping: float = 0.0
+    deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
+    compiles: bool = False
 
 
 class Engine(Protocol):
-    """A sharded model with its optimizer.
+    """A distributed model with its optimizer; built from an `EngineSetup`, by all ranks together.
 
     Attributes:
-        module: the model; at ZeRO 3 its parameters may be empty outside forward and backward.
+        module: the model; at ZeRO 3 its parameters may be empty or sharded outside forward and backward.
+        optimizer: its groups' 'lr' is set before each step.
         loss_scale: of fp16, else None.
     """
 
     module: nn.Module
+    optimizer: torch.optim.Optimizer
     loss_scale: DynamicLossScale | None
-
-    @property
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups, whose 'lr' the schedule sets before each step."""
-
-    def compile(self, mode: str | None) -> None:
-        """Compile the model at its first forward; mode as of `torch.compile`."""
-
-    def train(self, mode: bool = True) -> None:
-        """Set training or evaluation mode of the model."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return logits [B, classes] in float32 for images [B, 3, H, W]; a collective at ZeRO 3."""
@@ -94,68 +87,23 @@ class Engine(Protocol):
             None between the updates. An update is skipped on all ranks when the gradient's norm is not finite.
         """
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter in full and in fp32, and every buffer, as CPU tensors; a collective."""
+    def state(self) -> EngineState:
+        """Return this rank's part of the training state as live tensors; no collective, but it may wait for a GPU."""
 
-    def applied_steps(self) -> int:
-        """Return how many updates the optimizer has applied, for Adam's bias correction; may synchronize a GPU."""
-
-    def write_state(
-        self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]], applied_steps: int
+    def load_state(
+        self,
+        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        buffers: Mapping[str, torch.Tensor],
+        applied_steps: int,
     ) -> None:
-        """Load the state of another engine, of any strategy, into a new one; a collective.
+        """Load the state of any engine under any strategy; a collective.
 
         Args:
-            weights: parameters by name, read one at a time.
-            moments: kind -> parameter name -> tensor; may be empty for an engine that has applied no step.
+            tensors: kind -> parameter name -> the whole tensor, read one at a time; kinds as in `ParameterShard`. Those
+                that are missing keep their values.
+            buffers: name -> this rank's buffers [n, ...], as in `EngineState`.
             applied_steps: updates applied so far.
         """
 
-    def parameter_shapes(self) -> dict[str, list[int]]:
-        """Return the full shape of every parameter, also if it is sharded."""
-
-    def flat_shards(self) -> list[FlatShard]:
-        """Return this rank's part of weights and moments as live tensors, frozen parameters last; no collective."""
-
     def close(self) -> None:
         """Release hooks and buffers."""
-
-
-def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return by name the parameters that the optimizer does not update; a checkpoint contains them."""
-    return {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
-
-
-def frozen_shards(module: nn.Module, world: World) -> list[FlatShard]:
-    """Return the frozen parameters as shards of rank 0: they are whole, and the same, on all ranks."""
-    if not world.is_main:
-        return []
-    return [
-        FlatShard(parameter.detach().flatten().float(), {}, (Piece(name, 0, 0, parameter.numel()),))
-        for name, parameter in frozen_parameters(module).items()
-    ]
-
-
-def fill_shard(
-    shard: FlatShard, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]]
-) -> None:
-    """Copy a shard's elements from whole tensors; arguments as of `Engine.write_state`."""
-    pairs = [(shard.weights, weights)]
-    if moments:
-        pairs += [(flat, moments[kind]) for kind, flat in shard.moments.items()]
-    for piece in shard.pieces:
-        for flat, tensors in pairs:
-            whole = tensors[piece.name]
-            if piece.name in shard.channels_last:
-                whole = whole.permute(0, 2, 3, 1)
-            part = whole.reshape(-1).narrow(0, piece.offset, piece.length)
-            flat.detach().narrow(0, piece.start, piece.length).copy_(part)
-
-
-def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
-    """Return all fp32 weights and buffers by name on rank 0, nothing on the others; a collective."""
-    kept = {}
-    for name, tensor in engine.weights():
-        if world.is_main:
-            kept[name] = tensor
-    return kept

@@ -5,31 +5,36 @@ https://arxiv.org/abs/1910.02054). Every rank owns an equal part: it receives th
 the optimizer's state of it and updates it; then the parts are gathered again. That is one message in each direction
 and no Python per parameter, which is where DeepSpeed spends its time on models of this size.
 
-Images are channels_last, and so are the weights of convolutions and their gradients: kernels would otherwise convert
-them in every step. Checkpoints store them in this order and record it; everything else sees the usual shapes.
+Images are channels_last, and so are the weights of convolutions, their gradients and moments in the flat buffers:
+kernels would otherwise convert them in every step. Everything else sees the usual order of dimensions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
 from training.parallel.collectives import sum_over_ranks
-from training.parallel.engine import (
+from training.parallel.compilation import compile_mode
+from training.parallel.engine import Engine, EngineSetup, StepResult
+from training.parallel.flat_buffers import make_buffers
+from training.parallel.parameter_shards import (
+    CHANNELS_LAST,
     CONVOLUTION_DIMENSIONS,
-    Engine,
-    FlatShard,
-    Piece,
-    StepResult,
-    fill_shard,
+    WEIGHTS,
+    EngineState,
+    ParameterShard,
+    fill_shards,
+    flat_shards,
+    from_channels_last,
     frozen_parameters,
     frozen_shards,
+    one_version_of_buffers,
+    parameter_shapes,
 )
-from training.parallel.flat_buffers import make_buffers
-from training.parallel.precision import DynamicLossScale
+from training.parallel.precision import DynamicLossScale, under_autocast
 from training.parallel.world import World
 from training.recipe.optimizer import create_state, moment_kinds, set_applied_steps
 
@@ -41,90 +46,73 @@ class FlatGroup:
     """One parameter group in one flat buffer.
 
     Attributes:
-        parameters: by name, in the buffer's order; views of the buffer.
         buffers: weights and gradients.
         master: this rank's part of the weights [n / ranks], the one parameter that the optimizer sees.
         gradient: of the master, [n / ranks]; set by each step.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], world: World, *, is_first: bool, releasable: bool) -> None:
-        self.parameters = parameters
-        starts = [0]
-        for parameter in parameters.values():
-            starts.append(starts[-1] + _round_up(parameter.numel(), ALIGNMENT))
-        size = _round_up(starts[-1], ALIGNMENT * world.size)
+        self._parameters, self._starts, end = parameters, dict[str, int](), 0
+        for name, parameter in parameters.items():
+            self._starts[name] = end
+            end += _round_up(parameter.numel(), ALIGNMENT)
+        size = _round_up(end, ALIGNMENT * world.size)
         self.buffers = make_buffers(size, world, is_first=is_first, releasable=releasable)
         part = size // world.size
-        self._pieces = []
-        for (name, parameter), start in zip(parameters.items(), starts, strict=False):
+        self._low, self._high = world.rank * part, (world.rank + 1) * part
+        for name, parameter in parameters.items():
             weight, gradient = (
-                _view(flat, start, parameter.shape) for flat in (self.buffers.weights, self.buffers.gradients)
+                _view(flat, self._starts[name], parameter.shape)
+                for flat in (self.buffers.weights, self.buffers.gradients)
             )
             if world.is_main:
                 weight.copy_(parameter.detach())
             parameter.data, parameter.grad = weight, gradient
-            low = max(start, world.rank * part)
-            high = min(start + parameter.numel(), (world.rank + 1) * part)
-            if low < high:
-                self._pieces.append(Piece(name, low - start, low - world.rank * part, high - low))
         self.buffers.start_from_main()
         self.master = nn.Parameter(self.buffers.part)
         self.gradient = torch.zeros(0)
 
-    def shard(self, moments: dict[str, torch.Tensor]) -> FlatShard:
-        """Return this rank's part with the optimizer's state of it."""
-        convolutions = {name for name, p in self.parameters.items() if p.ndim == CONVOLUTION_DIMENSIONS}
-        return FlatShard(
-            self.master, moments, tuple(self._pieces), tuple(self.parameters), channels_last=frozenset(convolutions)
-        )
+    def shards(self, moments: Mapping[str, torch.Tensor]) -> Iterator[ParameterShard]:
+        """Yield the parts of parameters that lie in this rank's part, with the optimizer's state of it."""
+        flats = {WEIGHTS: self.master, **moments}
+        for name, parameter in self._parameters.items():
+            start = self._starts[name]
+            low, high = max(start, self._low), min(start + parameter.numel(), self._high)
+            shape, is_convolution = parameter.shape, parameter.ndim == CONVOLUTION_DIMENSIONS
+            order = [shape[dimension] for dimension in CHANNELS_LAST] if is_convolution else shape
+            for shard in flat_shards(name, order, low - start, high - start, flats, low - self._low):
+                yield from_channels_last(shard) if is_convolution else shard
 
 
 class NativeEngine(Engine):
-    """A model whose training state is sharded over the ranks by flat buffers; for the arguments see `ENGINES`.
+    """A model whose training state is sharded over the ranks by flat buffers.
 
     The optimizer's groups get this rank's flat parts as their parameters.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        network: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        config: Mapping[str, Any],
-        loss_scale: DynamicLossScale | None,
-        world: World,
-    ) -> None:
+    def __init__(self, setup: EngineSetup) -> None:
         """Take over the parameters; a collective."""
-        self.module, self.loss_scale = module, loss_scale
-        self._network = network
-        self._optimizer, self._world = optimizer, world
-        self._accumulation_steps = config["gradient_accumulation_steps"]
-        self._clipping = config["gradient_clipping"]
-        self._releases = config["zero_optimization"]["stage"] == 3
+        self.module, self.optimizer, self._world = setup.module, setup.optimizer, setup.world
+        self.loss_scale = DynamicLossScale() if setup.precision == "fp16" else None
+        self._network = under_autocast(setup.module, setup.precision, setup.world.device)
+        self._accumulation_steps, self._clipping = setup.accumulation_steps, setup.gradient_clipping
+        self._releases = setup.plan.releases_weights
         # The fused rules skip an update by a flag on the device. fp16's loss scale needs the verdict at once.
-        is_fused = all(group.get("fused") for group in optimizer.param_groups)
-        self.defers_verdict = world.device.type == "cuda" and is_fused and loss_scale is None
+        is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        self.defers_verdict = self._world.device.type == "cuda" and is_fused and self.loss_scale is None
         self._micro_steps = 0
         self._applied_steps: int | torch.Tensor = 0
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self._groups: list[FlatGroup] = []
-        for group in optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             parameters = {names[id(parameter)]: parameter for parameter in group["params"]}
-            flat = FlatGroup(parameters, world, is_first=not self._groups, releasable=self._releases)
+            flat = FlatGroup(parameters, self._world, is_first=not self._groups, releasable=self._releases)
             group["params"] = [flat.master]
             self._groups.append(flat)
-        create_state(optimizer, (group.master for group in self._groups))
+        create_state(self.optimizer, (group.master for group in self._groups))
         self._has_all_weights = True
-
-    @property
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
-
-    def compile(self, mode: str | None) -> None:
-        self._network.compile(mode=mode)
-
-    def train(self, mode: bool = True) -> None:
-        self.module.train(mode)
+        if setup.compiles:
+            self._network.compile(mode=compile_mode(self._world.device, setup.batch_size, setup.plan))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         self._gather()
@@ -146,7 +134,7 @@ class NativeEngine(Engine):
         applied: bool | torch.Tensor = is_finite
         if self.defers_verdict:
             # The rule itself reads it on the device: nothing here waits.
-            self._optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+            self.optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
         else:
             applied = bool(is_finite)  # a sync on a GPU
         if applied is not False:
@@ -169,13 +157,13 @@ class NativeEngine(Engine):
 
     @torch.no_grad()
     def _update(self, norm: torch.Tensor, scale: float) -> None:
-        factor = 1 / scale
+        factor: float | torch.Tensor = 1 / scale
         if self._clipping:
             factor = factor * (self._clipping / (norm + 1e-6)).clamp(max=1.0)
         if self._clipping or scale != 1.0:
             for group in self._groups:
                 group.gradient.mul_(factor)
-        self._optimizer.step()
+        self.optimizer.step()
         if self._releases:
             for group in self._groups:
                 group.buffers.release_weights()
@@ -183,33 +171,30 @@ class NativeEngine(Engine):
         else:
             self._gather(changed=True)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._gather()
-        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            yield name, tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-    def applied_steps(self) -> int:
-        return int(self._applied_steps)
+    def state(self) -> EngineState:
+        kinds, state = moment_kinds(self.optimizer), self.optimizer.state
+        shards = frozen_shards(self.module, self._world)
+        for group in self._groups:
+            shards += group.shards({kind: state[group.master][kind] for kind in kinds})
+        buffers = one_version_of_buffers(self.module)
+        return EngineState(parameter_shapes(self.module), kinds, shards, buffers, int(self._applied_steps))
 
     @torch.no_grad()
-    def write_state(
-        self, weights: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]], applied_steps: int
+    def load_state(
+        self,
+        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        buffers: Mapping[str, torch.Tensor],
+        applied_steps: int,
     ) -> None:
         self._applied_steps = applied_steps
-        set_applied_steps(self._optimizer, applied_steps)
+        set_applied_steps(self.optimizer, applied_steps)
         for name, parameter in frozen_parameters(self.module).items():
-            parameter.copy_(weights[name])
-        for shard in self.flat_shards():
-            fill_shard(shard, weights, moments)
+            parameter.copy_(tensors[WEIGHTS][name])
+        state = self.state()
+        fill_shards(state.shards, tensors)
+        for name, buffer in state.buffers.items():
+            buffer.copy_(buffers[name])
         self._gather(changed=True)
-
-    def parameter_shapes(self) -> dict[str, list[int]]:
-        return {name: list(parameter.shape) for name, parameter in self.module.named_parameters()}
-
-    def flat_shards(self) -> list[FlatShard]:
-        kinds, state = moment_kinds(self._optimizer), self._optimizer.state
-        shards = [group.shard({kind: state[group.master][kind] for kind in kinds}) for group in self._groups]
-        return shards + frozen_shards(self.module, self._world)
 
     def close(self) -> None: ...
 

@@ -7,14 +7,14 @@ it, and with the number of ranks. Here the squared norms of a parameter's pieces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from timm.optim import Lamb
 
 from training.parallel.collectives import sum_over_ranks
-from training.parallel.engine import FlatShard
+from training.parallel.parameter_shards import WEIGHTS, EngineState
 from training.parallel.world import World
 
 
@@ -26,12 +26,12 @@ class ShardedLamb(Lamb):
 
     def __init__(self, params: Any, **defaults: Any) -> None:
         super().__init__(params, max_grad_norm=None, **defaults)
-        self._shards: dict[int, FlatShard] = {}
+        self._state: EngineState | None = None
         self._world: World | None = None
 
-    def bind_shards(self, shards: Iterable[FlatShard], world: World) -> None:
-        """Take the layout of the flat tensors, `Engine.flat_shards`, and the ranks over which they are sharded."""
-        self._shards, self._world = {id(shard.weights): shard for shard in shards}, world
+    def bind_shards(self, state: EngineState, world: World) -> None:
+        """Take which part of which parameter lies where in the flat tensors, and the ranks that have the others."""
+        self._state, self._world = state, world
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -59,15 +59,20 @@ class ShardedLamb(Lamb):
     def _apply_trust_ratios(self, flat: torch.Tensor, update: torch.Tensor) -> None:
         """Multiply each parameter's update by |weight| / |update|, 1 where either is 0; a collective."""
         assert self._world is not None, "bind_shards comes first"
-        shard = self._shards[id(flat)]
-        numbers = {name: number for number, name in enumerate(shard.names)}
+        assert self._state is not None
+        parts = []  # of each shard in this flat tensor: number of the parameter, its weights and its update
+        numbers = {name: number for number, name in enumerate(self._state.shapes)}
+        for shard in self._state.shards:
+            weights = shard.tensors[WEIGHTS]
+            start = weights.storage_offset() - flat.storage_offset()
+            if weights.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() and 0 <= start < len(flat):
+                parts.append((numbers[shard.name], weights, update.as_strided(weights.shape, weights.stride(), start)))
         squares = torch.zeros(2, len(numbers), dtype=torch.float64, device=flat.device)
-        for piece in shard.pieces:
-            for row, tensor in enumerate((flat, update)):
-                values = tensor.narrow(0, piece.start, piece.length)
-                squares[row, numbers[piece.name]] += values.square().sum(dtype=torch.float64)
+        for number, *tensors in parts:
+            for row, tensor in enumerate(tensors):
+                squares[row, number] += tensor.square().sum(dtype=torch.float64)
         # Offloaded shards are in CPU memory, which NCCL cannot reach.
         weight_norms, update_norms = sum_over_ranks(squares.to(self._world.device), self._world).sqrt().to(flat.device)
         ratios = torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0).to(flat.dtype)
-        for piece in shard.pieces:
-            update.narrow(0, piece.start, piece.length).mul_(ratios[numbers[piece.name]])
+        for number, _, part in parts:
+            part.mul_(ratios[number])
