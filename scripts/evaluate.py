@@ -45,13 +45,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     return evaluate_parser(__doc__).parse(words)
 
 
-def main() -> int:
-    """Do what the command line says and return the exit code."""
-    return run_script("evaluate", parse, evaluate)
-
-
 if __name__ == "__main__":
-    exit_code = main()
+    exit_code = run_script("evaluate", parse, evaluate)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # see train_distributed.py: taking the interpreter down under gloo's threads may abort

@@ -44,14 +44,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     return predict_parser(__doc__).parse(words)
 
 
-def main() -> int:
-    """Do what the command line says and return the exit code."""
-    return run_script("predict", parse, predict)
-
-
 if __name__ == "__main__":
     try:
-        exit_code = main()
+        exit_code = run_script("predict", parse, predict)
         sys.stdout.flush()
     except BrokenPipeError:  # as in `predict ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

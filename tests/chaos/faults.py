@@ -12,9 +12,10 @@ from typing import Literal
 
 import psutil
 
+from launch.process_tree import is_alive, send
 from tests.chaos.damage import DAMAGES, Damage, newest_checkpoint
 from tests.chaos.disk import fill
-from tests.chaos.processes import Seen, freeze, lives, processes_of, ranks_of, send, workers_of
+from tests.chaos.processes import Seen, freeze, processes_of, ranks_of, workers_of
 
 FILL_SECONDS = (0.2, 6.0)
 
@@ -91,7 +92,7 @@ def _kill_all_ranks(target: Target) -> str:
 
 
 def _signal_launcher(number: signal.Signals, target: Target) -> str:
-    if not lives(target.launcher):
+    if not is_alive(target.launcher):
         raise NothingToHitError("the launcher has ended")
     send(target.launcher, number)
     return f"kill -{number.name} the launcher (pid {target.launcher.pid})"

@@ -6,7 +6,6 @@ product itself has lost sight of. Nothing without the mark is ever touched.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
 from collections.abc import Sequence
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from launch.process_tree import send
 
 MARK = "ZEROVISION_CHAOS"
 LAUNCH_MARK = "ZEROVISION_LAUNCH"  # the supervisor gives it to everything that it starts
@@ -78,20 +79,6 @@ def workers_of(mark: str) -> list[Seen]:
     """Return the live data workers: the children of fork servers."""
     servers = {seen.process.pid: seen for seen in processes_of(mark) if seen.is_fork_server}
     return [seen for seen in servers.values() if seen.parent_pid in servers]
-
-
-def send(process: psutil.Process, number: int) -> None:
-    """Send a signal to a process that may just have ended."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.send_signal(number)
-
-
-def lives(process: psutil.Process) -> bool:
-    """Whether a process has not ended yet; a zombie has."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def freeze(processes: Sequence[psutil.Process], timeout_s: float = 5.0) -> None:

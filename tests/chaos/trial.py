@@ -11,11 +11,12 @@ from pathlib import Path
 
 import psutil
 
+from launch.process_tree import is_alive
 from tests.chaos.case import SURVIVAL_FLAGS, Watch, run_folder
 from tests.chaos.compare import differences
 from tests.chaos.disk import small_disk
 from tests.chaos.faults import FAULTS, NothingToHitError, Target
-from tests.chaos.processes import POLL_SECONDS, kill_all, lives, processes_of, ranks_of
+from tests.chaos.processes import POLL_SECONDS, kill_all, processes_of, ranks_of
 from tests.chaos.records import Draw, Injection, TrialResult
 
 GRACE_SECONDS = 60.0  # from a signal to the end of the launch, and of every process of it
@@ -101,7 +102,9 @@ class Trial:
     def _is_moment(self, draw: Draw) -> bool:
         last = self.result.injections[-1:]
         since = last[0].calm_at if last else self._started_at
-        is_starting = since and self._watch.last_progress() <= since and not (last and any(map(lives, last[0].ranks)))
+        is_starting = (
+            since and self._watch.last_progress() <= since and not (last and any(map(is_alive, last[0].ranks)))
+        )
         if draw.at_start_up and is_starting:
             return bool(ranks_of(self._mark))
         progress = self._watch.last_save if FAULTS[draw.kind].needs == "checkpoint" else self._watch.last_progress
@@ -137,7 +140,7 @@ class Trial:
             elif injection.fault.spares_ranks:
                 if now > injection.done_at + SETTLE_SECONDS:
                     injection.calm_at = now
-            elif not any(map(lives, injection.ranks)):
+            elif not any(map(is_alive, injection.ranks)):
                 injection.calm_at = now
 
     def _check_patience(self) -> None:

@@ -21,6 +21,7 @@ from delivery.prediction_output import FORMATS
 from models.build import build_model
 from scripts import evaluate, predict
 from training.checkpoint.weights import load_model, save_weights
+from training.command_line import run_script
 from training.config import TrainConfig, save_config
 from training.data import DataOptions, load_data
 from training.parallel.launchers import launched_world
@@ -80,7 +81,7 @@ def pictures(data, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """Run a script's main function on words, in this process; return (exit code, standard output, standard error)."""
+    """Run a script on words, in this process; return (exit code, standard output, standard error)."""
 
     def run_words(script, *words: object, stdin: bytes = b"") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["script", *map(str, words)])
@@ -88,7 +89,8 @@ def call(monkeypatch, capsys):
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
             monkeypatch.delenv(name, raising=False)
         assert launched_world()[3] == 1
-        code = script.main()
+        name = script.__name__.rpartition(".")[2]
+        code = run_script(name, script.parse, getattr(script, name))
         return code, *capsys.readouterr()
 
     return run_words
