@@ -12,8 +12,8 @@ from yaml.composer import ComposerError
 
 from training.command_line import wrong_value
 from training.config import FIELDS, FLAG_OF, TrainConfig, allowed_names, allowed_values, check_config, read_value
-from training.data.small_files import read_small_text
 from training.errors import UserError, nearest, one_line
+from training.small_files import read_small_text
 
 LARGEST_FILE = 64 * 2**10  # bytes of a configuration file; one with every flag has 3,000
 PLAIN_LINES = "expected lines such as 'batch-size: 16', each with one value"

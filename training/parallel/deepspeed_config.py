@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from training.data.small_files import read_small_text
 from training.errors import UserError
 from training.parallel.deepspeed_schema import check_deepspeed_json
 from training.parallel.strategies import STRATEGIES
+from training.small_files import read_small_text
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "deepspeed_configs"
 # The keys of zero_optimization that are more than advice: they change what is stored or sent.
