@@ -1,4 +1,4 @@
-"""Everyone against everyone, in one run: steps from memory, and training from 4,000 JPEG files.
+"""Everyone against everyone, in one run: steps of three networks from memory, and training from 4,000 JPEG files.
 
     make bench
     make bench QUICK=1
@@ -25,23 +25,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.compare_steps import step_rounds
 from benchmarks.jpegs import make_folder
 from benchmarks.launch import torchrun
 from benchmarks.peers import ours
-from benchmarks.peers.job import Job
+from benchmarks.peers.bare_ddp import BASELINE, FLOOR, TUNED
+from benchmarks.peers.job import Job, write_job
+from benchmarks.peers.ours import SAME_CODE
 from benchmarks.report import Section, ratios_to, save, show, spread, versions
 from training.parallel.strategies import STRATEGIES
 
-BASELINE, TUNED = "bare DDP", "bare DDP tuned"
-BY_HAND = (BASELINE, TUNED)  # loops that users write themselves; the others are the peers
+BY_HAND = (BASELINE, TUNED, "FSDP2")  # loops that users write themselves; the others are the peers
 # Who of ours trains from files: contestant -> strategy, and flags beside the job's.
 OURS: dict[str, tuple[str, tuple[str, ...]]] = {strategy: (strategy, ()) for strategy in STRATEGIES}
 OURS["ddp, --decode exact"] = ("ddp", ("--decode", "exact"))
-SAME_CODE = (
-    "On CPU ranks of one machine our three strategies run the same code: the native engine keeps one copy of the "
-    "weights, and each rank's gradients, in memory that all ranks map, whatever the stage. So their rows are repeats "
-    "of one measurement, not the price of sharding, and not the same work as the ZeRO stage of that number."
-)
 SAME_PIXELS = (
     "Our default decoder shrinks a JPEG while decoding it, never below twice the image size, and caches the result; "
     "the peers decode every pixel of each file in each epoch, by Pillow, and so does our row with --decode exact, "
@@ -49,14 +46,32 @@ SAME_PIXELS = (
 )
 # Who trains from files: contestant -> module of `peers`.
 PEERS = {
-    "bare DDP": "bare_ddp",
-    "bare DDP tuned": "bare_ddp",
+    BASELINE: "bare_ddp",
+    TUNED: "bare_ddp",
+    "FSDP2": "fsdp2",
     "bare ZeRO-1": "bare_deepspeed",
     "Accelerate": "accelerate_loop",
     "Lightning": "lightning_trainer",
     "transformers Trainer": "transformers_trainer",
     "timm loop": "timm_loop",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTable:
+    """A table of steps from memory, and what our rows should take at most, of bare DDP's time."""
+
+    model_type: str
+    image_size: int
+    steps: int
+    goal: float
+
+
+STEP_TABLES = (
+    StepTable("mobilenet", 64, steps=10, goal=0.60),
+    StepTable("efficientnet", 128, steps=2, goal=0.68),
+    StepTable("timm:resnet18", 128, steps=2, goal=0.82),
+)
 FILES = 4000
 WORKER_CHOICES = (0, 1)
 CALIBRATION_IMAGES = 800
@@ -78,33 +93,30 @@ class Plan:
     our_flags: tuple[str, ...]
 
 
-def steps_section(plan: Plan, job: Job) -> Section:
+def steps_section(table: StepTable, plan: Plan, job: Job) -> Section:
     """Measure steps from memory."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "seconds.json"
-        words = ("--model-type", job.model_type, "--rounds", str(plan.step_rounds), "--result", str(result))
-        torchrun(plan.ranks, "benchmarks.compare_steps", *words)
-        rounds = json.loads(result.read_text())[1:]
+    job = dataclasses.replace(job, model_type=table.model_type, image_size=table.image_size)
+    rounds = step_rounds(plan.ranks, job, plan.step_rounds, table.steps)
     ratios, to_tuned = ratios_to(BASELINE, rounds), ratios_to(TUNED, rounds)
     rows = []
     for name in ratios:
         milliseconds = 1e3 * statistics.median(seconds[name] for seconds in rounds)
         rows.append((name, spread(ratios[name]), spread(to_tuned[name]), f"{milliseconds:.1f}"))
     text = (
-        f"{plan.step_rounds} rounds of 10 steps in one job, order shuffled; median (quartiles) of the ratio within "
-        "each round, less is faster. Lightning and the Trainer own their loop: each round is one short fit, timed "
-        f"by a callback from its third step on. {SAME_CODE}"
+        f"{len(rounds)} round(s) of {table.steps} steps in one job, order shuffled; median (quartiles) of the ratio "
+        "within each round, less is faster. Lightning and the Trainer own their loop: each round is one short fit, "
+        f"timed by a callback from its third step on. Goal of our rows: at most {table.goal:.2f} of {BASELINE}; the "
+        f"row '{FLOOR}' is the floor: channels_last, no exchange, no optimizer. {SAME_CODE}"
     )
-    columns = ("contestant", "time / bare DDP", "time / DDP tuned by hand", "ms/step (median)")
-    return Section("Steps from memory", text, columns, rows)
+    columns = ("contestant", f"time / {BASELINE}", f"time / {TUNED}", "ms/step (median)")
+    return Section(f"Steps from memory, {table.model_type} at {table.image_size} pixels", text, columns, rows)
 
 
 def peer_seconds(job: Job, plan: Plan, workers: Sequence[int]) -> list[list[float]]:
     """Train one peer from files, once for each number of workers; return the seconds of each epoch of each."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "seconds.json"
-        fields = dataclasses.asdict(job) | {"workers": ",".join(map(str, workers)), "result": result}
-        words = [f"--{name.replace('_', '-')}={value}" for name, value in fields.items()]
+        words = [f"--job={write_job(job)}", f"--workers={','.join(map(str, workers))}", f"--result={result}"]
         torchrun(plan.ranks, f"benchmarks.peers.{PEERS[job.variant]}", *words)
         return json.loads(result.read_text())
 
@@ -176,12 +188,12 @@ def files_section(rounds: list[Round], workers: Mapping[str, int], plan: Plan) -
         "Images per second from an epoch's first request of a batch until all ranks have done its last step; median "
         "(quartiles, or the range of two rounds) of the ratio within each round, more is faster. Workers a rank: the "
         f"better of 0 and 1 for each peer, found with {min(CALIBRATION_IMAGES, plan.images)} of the files. "
-        f"The fastest peer is the fastest of the libraries; the loop tuned by hand stands apart. {SAME_PIXELS} "
+        f"The fastest peer is the fastest of the libraries; the loops by hand stand apart. {SAME_PIXELS} "
         f"{SAME_CODE}"
     )
-    columns = ("contestant", "workers", "images/s, epoch 1", "images/s, later", "later / bare DDP")
-    columns += ("later / DDP tuned by hand", f"later / fastest peer ({fastest})")
-    columns += ("all epochs / DDP tuned by hand", "all epochs / fastest peer")
+    columns = ("contestant", "workers", "images/s, epoch 1", "images/s, later", f"later / {BASELINE}")
+    columns += (f"later / {TUNED}", f"later / fastest peer ({fastest})")
+    columns += (f"all epochs / {TUNED}", "all epochs / fastest peer")
     return Section("From JPEG files to the weights", text, columns, rows)
 
 
@@ -194,14 +206,14 @@ def read_plan() -> tuple[Plan, Job, Path]:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--images", type=int, default=FILES)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--step-rounds", type=int, default=9)
+    parser.add_argument("--step-rounds", type=int, default=6, help="rounds of each table of steps from memory")
     parser.add_argument("--files", type=Path, default=Path("~/.cache/zerovision/bench").expanduser())
     parser.add_argument("--our-flags", default="", help="more flags for our launcher, as one word")
     given = parser.parse_args()
     flags = tuple(shlex.split(given.our_flags))
     plan = Plan(given.ranks, given.images, given.epochs, given.rounds, given.step_rounds, given.minutes, flags)
     if given.quick:
-        plan = dataclasses.replace(plan, images=160, rounds=1, step_rounds=2)
+        plan = dataclasses.replace(plan, images=160, rounds=1, step_rounds=1)
     return plan, Job(epochs=plan.epochs), given.files
 
 
@@ -210,19 +222,21 @@ def main() -> None:
     plan, job, cache = read_plan()
     deadline = time.monotonic() + 60 * plan.minutes
     data = make_folder(cache, plan.images)
-    steps = steps_section(plan, job)
-    show(steps)
+    sections = []
+    for table in STEP_TABLES:
+        sections.append(steps_section(table, plan, job))
+        show(sections[-1])
     job = dataclasses.replace(job, data=str(data))
     workers = best_workers(job, plan, cache)
     files = files_section(file_rounds(workers, job, plan, deadline), workers, plan)
     show(files)
     packages = ("torch", "torchvision", "deepspeed", "accelerate", "lightning", "transformers", "timm")
     facts = (
-        f"{job.model_type}, {job.batch_size} images of {job.image_size} pixels per rank, {plan.ranks} CPU ranks over "
-        f"gloo, 1 thread each, fp32, AdamW, no clipping. {versions(*packages)}."
+        f"{job.batch_size} images per rank ({job.model_type} at {job.image_size} pixels from files), {plan.ranks} CPU "
+        f"ranks over gloo, 1 thread each, fp32, AdamW, no clipping. {versions(*packages)}."
     )
     name = "quick" if plan.images < FILES else "compare"
-    save(name, "Everyone against everyone", facts, shlex.join(["python", *sys.argv]), [steps, files])
+    save(name, "Everyone against everyone", facts, shlex.join(["python", *sys.argv]), [*sections, files])
 
 
 if __name__ == "__main__":

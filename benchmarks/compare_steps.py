@@ -1,27 +1,28 @@
-"""Steps from memory: all contestants in one job, in every round, in shuffled order; `compare.py` starts this.
+"""Steps from memory: all contestants in one job, in every round, in shuffled order; `step_rounds` starts this.
 
     OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 -m benchmarks.compare_steps --result seconds.json
 
-The result holds one entry per round, the first of which only warms up: {contestant: seconds per step}.
+The result holds one entry per round: {contestant: seconds per step}.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
-import random
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from benchmarks.peers.job import NUM_CLASSES, Batches, Job, Measure
+from benchmarks.launch import torchrun
+from benchmarks.peers.job import Job, Measure, make_batches, read_job, take_turns, write_job
 
 MODULES = (
     "bare_ddp",
+    "fsdp2",
     "bare_deepspeed",
     "accelerate_loop",
     "lightning_trainer",
@@ -31,10 +32,23 @@ MODULES = (
 )
 
 
-def contestants(job: Job) -> dict[str, Measure]:
+def step_rounds(
+    ranks: int, job: Job, rounds: int, steps: int, modules: Sequence[str] = MODULES
+) -> list[dict[str, float]]:
+    """Measure on CPU ranks in a job of its own; return each round's seconds per step by contestant."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "seconds.json"
+        words = [f"--job={write_job(job)}", f"--modules={','.join(modules)}", f"--rounds={rounds}", f"--steps={steps}"]
+        said = torchrun(ranks, "benchmarks.compare_steps", *words, f"--result={result}")
+        for line in sorted({line for line in said.splitlines() if "is left out" in line}):
+            print(line, flush=True)
+        return json.loads(result.read_text())
+
+
+def contestants(job: Job, modules: Sequence[str]) -> dict[str, Measure]:
     """Build all of them; a peer that is not installed is left out, with a line that says so."""
     found: dict[str, Measure] = {}
-    for name in MODULES:
+    for name in modules:
         try:
             module = importlib.import_module(f"benchmarks.peers.{name}")
         except ModuleNotFoundError as error:
@@ -44,34 +58,18 @@ def contestants(job: Job) -> dict[str, Measure]:
     return found
 
 
-def make_batches(job: Job, steps: int) -> Batches:
-    """Random images, others on each rank."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    size = (job.batch_size, 3, job.image_size, job.image_size)
-    return [
-        (torch.randn(size, generator=generator), torch.randint(NUM_CLASSES, (job.batch_size,), generator=generator))
-        for _ in range(steps)
-    ]
-
-
 def main() -> None:
     """Measure; rank 0 writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-type", default="mobilenet")
+    parser.add_argument("--job", type=read_job, default=Job(), help="fields of `Job` as JSON")
+    parser.add_argument("--modules", default=",".join(MODULES), help="comma-separated, of benchmarks/peers")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=10, help="steps per contestant and round")
     parser.add_argument("--result", type=Path, required=True)
     given = parser.parse_args()
     dist.init_process_group("gloo")
-    job = Job(model_type=given.model_type)
-    measures = contestants(job)
-    batches = make_batches(job, given.steps)
-    order, shuffler, rounds = list(measures), random.Random(0), []
-    for _ in range(given.rounds + 1):
-        shuffler.shuffle(order)  # the same on all ranks
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            seconds = {name: measures[name](batches) for name in order}
-        rounds.append({name: seconds[name] for name in measures})
+    measures = contestants(given.job, given.modules.split(","))
+    rounds = take_turns(measures, make_batches(given.job, given.steps), given.rounds)
     if dist.get_rank() == 0:
         given.result.write_text(json.dumps(rounds))
     dist.barrier()

@@ -12,8 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def torchrun(ranks: int, module: str, *words: str) -> None:
-    """Run a module under torchrun with one thread per rank.
+def torchrun(ranks: int, module: str, *words: str) -> str:
+    """Run a module under torchrun with one thread per rank; return what it said.
 
     Raises:
         RuntimeError: with the end of what it said, where it failed.
@@ -27,3 +27,4 @@ def torchrun(ranks: int, module: str, *words: str) -> None:
     result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)
     if result.returncode:
         raise RuntimeError(f"{shlex.join(command)} ended with {result.returncode}: {result.stderr[-2000:]}")
+    return result.stdout

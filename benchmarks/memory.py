@@ -51,6 +51,7 @@ class Case:
     batch_size: int
     image_size: int
     classes: int
+    engine: str = "auto"
 
 
 def predicted(case: Case) -> tuple[MemoryPlan, str]:
@@ -72,21 +73,22 @@ def predicted(case: Case) -> tuple[MemoryPlan, str]:
     return plan, engine
 
 
-def measured(case: Case) -> tuple[float, float]:
-    """Train, and return the bytes held between steps and at most, means over the ranks."""
+def measured(case: Case) -> dict[str, float]:
+    """Train, and return the bytes held between steps and at most, means over the ranks; keys as `memory_rank.train`."""
     with tempfile.TemporaryDirectory() as folder:
         words = [f"--model-type={case.model}", f"--strategy={case.strategy}", f"--batch-size={case.batch_size}"]
-        words += [f"--image-size={case.image_size}", f"--classes={case.classes}", f"--result={folder}/{{}}.json"]
+        words += [f"--image-size={case.image_size}", f"--classes={case.classes}", f"--engine={case.engine}"]
+        words += [f"--result={folder}/{{}}.json"]
         torchrun(case.ranks, "benchmarks.memory_rank", *words)
         found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
-    return statistics.mean(rank["held"] for rank in found), statistics.mean(rank["peak"] for rank in found)
+    return {key: statistics.mean(rank[key] for rank in found) for key in found[0]}
 
 
 def row(case: Case) -> tuple[str, ...]:
     """Predict and measure one case."""
-    (plan, engine), (held, peak) = predicted(case), measured(case)
+    (plan, engine), found = predicted(case), measured(case)
     figures = []
-    for ours, theirs in ((plan.held, held), (plan.peak, peak)):
+    for ours, theirs in ((plan.held, found["held"]), (plan.peak, found["peak"])):
         figures += [f"{ours / 1e9:.2f}", f"{theirs / 1e9:.2f}", f"{(ours - theirs) / theirs:+.1%}"]
     return (case.model, f"{case.strategy}, {engine}", str(case.ranks), *figures)
 

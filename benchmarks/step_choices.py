@@ -9,10 +9,9 @@ round that warms up (and compiles); ratios are taken within each round.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,8 +21,9 @@ import torch
 from torch import nn
 
 from benchmarks.our_engine import Step, make_engine, training_step
+from benchmarks.peers.bare_ddp import BASELINE, TUNED_OPTIONS, ddp_step
+from benchmarks.peers.job import Job, make_batches, make_network, take_turns, timed
 from benchmarks.report import Section, ratios_to, save, show, spread, versions
-from benchmarks.step_time import BASELINE, CLASSES, TUNED_OPTIONS, ddp_step, make_model, seconds_per_step
 from training.observe.scores import sample_losses
 from training.parallel import flat_buffers
 from training.parallel.world import World, start_world, stop_world
@@ -58,25 +58,30 @@ def without_shared_memory() -> Iterator[None]:
         flat_buffers.SHARED_MEMORY = kept
 
 
-def make_variants(
-    new_model: Callable[[], nn.Module], world: World, batch_size: int, *, compiles: bool
-) -> dict[str, Step]:
+def make_variants(job: Job, world: World, *, compiles: bool) -> dict[str, Step]:
     """Build every variant by its name."""
+
+    def ddp(**options: bool) -> Step:
+        return ddp_step(make_network(job), job, **options)
+
+    def ours(**choices: bool) -> Step:
+        return our_step(make_network(job), world, job.batch_size, **choices)
+
     views = {"gradient_as_bucket_view": True, "static_graph": True}
     variants = {
-        BASELINE: ddp_step(new_model()),
-        "+ gradients as bucket views, static graph": ddp_step(new_model(), **views),
-        "+ no broadcast of buffers": ddp_step(new_model(), **TUNED_OPTIONS),
-        "+ fused AdamW": ddp_step(new_model(), fused=True, **TUNED_OPTIONS),
-        "+ channels_last": ddp_step(new_model(), fused=True, channels_last=True, **TUNED_OPTIONS),
-        "ours": our_step(new_model(), world, batch_size),
-        "ours, AdamW not fused": our_step(new_model(), world, batch_size, fused=False),
-        "ours, images not channels_last": our_contiguous_step(new_model(), world, batch_size),
+        BASELINE: ddp(),
+        "+ gradients as bucket views, static graph": ddp(**views),
+        "+ no broadcast of buffers": ddp(**TUNED_OPTIONS),
+        "+ fused AdamW": ddp(fused=True, **TUNED_OPTIONS),
+        "+ channels_last": ddp(fused=True, channels_last=True, **TUNED_OPTIONS),
+        "ours": ours(),
+        "ours, AdamW not fused": ours(fused=False),
+        "ours, images not channels_last": our_contiguous_step(make_network(job), world, job.batch_size),
     }
     with without_shared_memory():
-        variants["ours, over gloo instead of shared memory"] = our_step(new_model(), world, batch_size)
+        variants["ours, over gloo instead of shared memory"] = ours()
     if compiles:
-        variants["ours, --compile on"] = our_step(new_model(), world, batch_size, compiled=True)
+        variants["ours, --compile on"] = ours(compiled=True)
     return variants
 
 
@@ -91,25 +96,14 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="with torch.compile")
     given = parser.parse_args()
     world = start_world()
-    generator = torch.Generator().manual_seed(world.rank)
-    size = (given.batch_size, 3, given.image_size, given.image_size)
-    batches = [
-        (torch.randn(size, generator=generator), torch.randint(CLASSES, size[:1], generator=generator))
-        for _ in range(given.steps)
-    ]
-    variants = make_variants(
-        lambda: make_model(given.model_type, given.image_size, world), world, given.batch_size, compiles=given.compile
-    )
-    order, shuffler = list(variants), random.Random(0)
-    rounds: list[dict[str, float]] = []
-    for _ in range(given.rounds + 1):
-        shuffler.shuffle(order)  # the same on all ranks
-        rounds.append({name: seconds_per_step(variants[name], batches, world) for name in order})
+    job = Job(model_type=given.model_type, batch_size=given.batch_size, image_size=given.image_size)
+    variants = make_variants(job, world, compiles=given.compile)
+    measures = {name: timed(step) for name, step in variants.items()}
+    rounds = take_turns(measures, make_batches(job, given.steps), given.rounds)
     if world.is_main:
-        ratios = ratios_to(BASELINE, rounds[1:])
+        ratios = ratios_to(BASELINE, rounds)
         rows = [
-            (name, spread(ratios[name]), f"{1e3 * statistics.median(r[name] for r in rounds[1:]):.1f}")
-            for name in variants
+            (name, spread(ratios[name]), f"{1e3 * statistics.median(r[name] for r in rounds):.1f}") for name in variants
         ]
         text = (
             f"{given.model_type}, {given.batch_size} x {given.image_size} px per rank, fp32, AdamW, no clipping, "

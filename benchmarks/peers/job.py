@@ -7,10 +7,13 @@ seconds per step, and a `main` that hands `train_from_files` to `run_from_files`
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import os
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +37,7 @@ Measure = Callable[[Batches], float]
 
 @dataclass(frozen=True)
 class Job:
-    """The work, the same for all: model, optimizer and data; fp32, no clipping.
+    """The work, the same for all: model, optimizer and data; fp32.
 
     Attributes:
         model_type: a name of `models.MODELS`.
@@ -42,6 +45,7 @@ class Job:
         image_size: pixels.
         learning_rate: AdamW's, constant.
         weight_decay: AdamW's.
+        gradient_clipping: largest norm of the gradient, 0 for none; only bare DDP and our engines read it.
         data: folder with train/CLASS/FILE.jpg; '' for steps from memory.
         workers: loader processes per rank.
         epochs: epochs from files.
@@ -53,6 +57,7 @@ class Job:
     image_size: int = 64
     learning_rate: float = 1e-3
     weight_decay: float = 0.05
+    gradient_clipping: float = 0.0
     data: str = ""
     workers: int = 0
     epochs: int = 2
@@ -60,6 +65,16 @@ class Job:
 
 
 NUM_CLASSES = 10
+
+
+def write_job(job: Job) -> str:
+    """Return a job as a word of a command line."""
+    return json.dumps(dataclasses.asdict(job))
+
+
+def read_job(word: str) -> Job:
+    """Return the job of such a word."""
+    return Job(**json.loads(word))
 
 
 def make_network(job: Job) -> nn.Module:
@@ -123,6 +138,16 @@ def train_epochs(job: Job, loader: DataLoader, step: Step, laps: Laps) -> None:
         laps.stop()
 
 
+def make_batches(job: Job, steps: int) -> Batches:
+    """Random images, others on each rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    size = (job.batch_size, 3, job.image_size, job.image_size)
+    return [
+        (torch.randn(size, generator=generator), torch.randint(NUM_CLASSES, (job.batch_size,), generator=generator))
+        for _ in range(steps)
+    ]
+
+
 def timed(step: Step) -> Measure:
     """Time a step function over batches in memory; the ranks start and end together."""
 
@@ -135,6 +160,17 @@ def timed(step: Step) -> Measure:
         return (time.perf_counter() - start) / len(batches)
 
     return measure
+
+
+def take_turns(measures: Mapping[str, Measure], batches: Batches, rounds: int) -> list[dict[str, float]]:
+    """Measure everyone once per round, in shuffled order; return the rounds after a first one that only warms up."""
+    order, shuffler, seconds = list(measures), random.Random(0), []
+    for _ in range(rounds + 1):
+        shuffler.shuffle(order)  # the same on all ranks
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            taken = {name: measures[name](batches) for name in order}
+        seconds.append({name: taken[name] for name in measures})
+    return seconds[1:]
 
 
 class SteadySteps:
@@ -159,18 +195,15 @@ def run_from_files(train_from_files: Callable[[Job, Laps], None]) -> None:
     parser = argparse.ArgumentParser(description="One contestant of `make bench`, under torchrun.")
     parser.add_argument("--result", type=Path, required=True, help="gets [[seconds of each epoch] of each --workers]")
     parser.add_argument("--workers", default="0", help="comma-separated: one training for each number")
-    for field in dataclasses.fields(Job):
-        if field.name != "workers":
-            parser.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), default=field.default)
-    given = vars(parser.parse_args())
-    result, choices = given.pop("result"), given.pop("workers").split(",")
+    parser.add_argument("--job", type=read_job, required=True, help="as `write_job` returns it")
+    given = parser.parse_args()
     dist.init_process_group("gloo")
     seconds = []
-    for workers in choices:
+    for workers in given.workers.split(","):
         laps = Laps()
-        train_from_files(Job(**given, workers=int(workers)), laps)
+        train_from_files(dataclasses.replace(given.job, workers=int(workers)), laps)
         seconds.append(laps.seconds)
     if dist.get_rank() == 0:
-        result.write_text(json.dumps(seconds))
+        given.result.write_text(json.dumps(seconds))
     dist.barrier()
     dist.destroy_process_group()

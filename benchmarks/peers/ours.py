@@ -17,14 +17,31 @@ from training.parallel.strategies import STRATEGIES
 from training.parallel.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
+SAME_CODE = (
+    "On CPU ranks of one machine the native engine, which `--engine auto` takes there, runs the same code for all "
+    "three strategies, because sharing memory already saves what sharding would: one copy of the weights lies in "
+    "memory that all ranks map. So its three rows are repeats of one measurement, not the price of sharding; its "
+    "stage 3 is not the same work as another's."
+)
 
 
-def our_step(job: Job, strategy: str) -> Step:
+def our_step(job: Job, strategy: str, engine: str = "auto") -> Step:
     """Return one step as `training.loop` takes it, logging apart."""
     size, rank = dist.get_world_size(), dist.get_rank()
     world = World(rank=rank, local_rank=rank, local_size=size, size=size, device=torch.device("cpu"))
-    recipe = {"learning_rate": job.learning_rate, "weight_decay": job.weight_decay}
-    return training_step(make_engine(make_network(job), strategy, "fp32", job.batch_size, world, **recipe))
+    return training_step(
+        make_engine(
+            make_network(job),
+            strategy,
+            "fp32",
+            job.batch_size,
+            world,
+            learning_rate=job.learning_rate,
+            weight_decay=job.weight_decay,
+            engine=engine,
+            gradient_clipping=job.gradient_clipping,
+        )
+    )
 
 
 def step_contestants(job: Job) -> dict[str, Measure]:

@@ -7,14 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import compare
+from benchmarks import compare, engines
 from benchmarks.gpu.roofline import Peak, StepCosts, step_costs
 from benchmarks.jpegs import make_folder
-from benchmarks.peers.job import Job
+from benchmarks.peers import bare_ddp, fsdp2
+from benchmarks.peers.bare_ddp import BASELINE, FLOOR, TUNED
+from benchmarks.peers.job import Job, make_adamw, make_network, read_job, write_job
 from benchmarks.peers.ours import spoil_cache
 from models.build import build_model
 
@@ -76,17 +82,17 @@ def test_a_spoiled_file_still_decodes(tmp_path):
 
 def test_the_comparison_shows_the_loop_tuned_by_hand_and_exact_decoding(monkeypatch):
     plan = compare.Plan(ranks=2, images=100, epochs=2, rounds=2, step_rounds=1, minutes=1, our_flags=("--seed", "1"))
-    workers = {"bare DDP": 0, "bare DDP tuned": 1, "Lightning": 0}
-    seconds = {"bare DDP": 4.0, "bare DDP tuned": 2.0, "Lightning": 5.0, "ddp": 1.0, "ddp, --decode exact": 2.5}
+    workers = {BASELINE: 0, TUNED: 1, "FSDP2": 0, "Lightning": 0}
+    seconds = {BASELINE: 4.0, TUNED: 2.0, "FSDP2": 4.0, "Lightning": 5.0, "ddp": 1.0, "ddp, --decode exact": 2.5}
     rounds = [{name: [2 * took, took] for name, took in (dict.fromkeys(compare.OURS, 1.0) | seconds).items()}] * 2
     section = compare.files_section(rounds, workers, plan)
     rows = {row[0]: dict(zip(section.columns, row, strict=True)) for row in section.rows}
-    expected = {"bare DDP": "0.50", "bare DDP tuned": "1.00", "Lightning": "0.40", "ddp": "2.00"}
+    expected = {BASELINE: "0.50", TUNED: "1.00", "FSDP2": "0.50", "Lightning": "0.40", "ddp": "2.00"}
     expected |= {"ddp, --decode exact": "0.80", "fsdp_stage2": "2.00", "fsdp_stage3": "2.00"}
-    assert {name: row["later / DDP tuned by hand"].split()[0] for name, row in rows.items()} == expected
-    assert {name: row["all epochs / DDP tuned by hand"].split()[0] for name, row in rows.items()} == expected
+    assert {name: row[f"later / {TUNED}"].split()[0] for name, row in rows.items()} == expected
+    assert {name: row[f"all epochs / {TUNED}"].split()[0] for name, row in rows.items()} == expected
     assert rows["ddp"]["later / fastest peer (Lightning)"].startswith("5.00 ")
-    assert "run the same code" in section.text
+    assert "runs the same code" in section.text
     assert "shrinks a JPEG" in section.text
     trained = []
     monkeypatch.setattr(compare.ours, "epoch_seconds", lambda job, ranks, logs, flags: trained.append((job, flags)))
@@ -96,3 +102,83 @@ def test_the_comparison_shows_the_loop_tuned_by_hand_and_exact_decoding(monkeypa
         *((strategy, ("--seed", "1")) for strategy in ("ddp", "fsdp_stage2", "fsdp_stage3")),
         ("ddp", ("--seed", "1", "--decode", "exact")),
     ]
+
+
+def test_a_table_of_steps_shows_the_goal_and_the_floor(monkeypatch):
+    asked = []
+    seconds = {BASELINE: 0.8, TUNED: 0.5, FLOOR: 0.4, "FSDP2": 1.0, "ddp": 0.48}
+    monkeypatch.setattr(compare, "step_rounds", lambda *given: asked.append(given) or [seconds] * 3)
+    plan = compare.Plan(ranks=2, images=100, epochs=2, rounds=2, step_rounds=3, minutes=1, our_flags=())
+    tables = compare.STEP_TABLES
+    sections = [compare.steps_section(table, plan, Job()) for table in tables]
+    assert [(job.model_type, job.image_size) for _, job, _, _ in asked] == [
+        ("mobilenet", 64),
+        ("efficientnet", 128),
+        ("timm:resnet18", 128),
+    ]
+    rows = {row[0]: row[1:] for row in sections[0].rows}
+    assert {name: row[0].split()[0] for name, row in rows.items()} == {
+        BASELINE: "1.00",
+        TUNED: "0.62",
+        FLOOR: "0.50",
+        "FSDP2": "1.25",
+        "ddp": "0.60",
+    }
+    assert rows["ddp"][2] == "480.0"
+    assert all(f"at most {table.goal:.2f}" in section.text for table, section in zip(tables, sections, strict=True))
+
+
+def test_the_engines_are_tabulated_per_number_of_ranks():
+    job = Job(gradient_clipping=1.0)
+    rounds_of = {1: [{BASELINE: 0.1, "ddp, a": 0.05}] * 3, 2: [{BASELINE: 0.2, "ddp, b": 0.3}] * 3}
+    section = engines.step_section(job, rounds_of, 5)
+    assert [[cell.split()[0] for cell in row[1:]] for row in section.rows] == [
+        ["1.00", "100.0", "1.00", "200.0"],
+        ["0.50", "50.0", "-", "-"],
+        ["-", "-", "1.50", "300.0"],
+    ]
+    assert "stage 3 is not the same work" in section.text
+    assert read_job(write_job(job)) == job
+
+
+def test_fsdp2_shards_the_blocks_of_timms_networks():
+    counts = {"mobilenet": 12, "efficientnet": 16, "timm:resnet18": 8}
+    for model_type, count in counts.items():
+        found = list(fsdp2.blocks(make_network(Job(model_type))))
+        assert len(found) == count, (model_type, [type(block).__name__ for block in found])
+
+
+@pytest.fixture
+def alone():
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_loops_by_hand_train_alike(alone, monkeypatch):
+    """DDP, tuned or not, and FSDP2 against a plain loop: the same weights after three steps, up to rounding."""
+    job = Job("timm:test_resnet", batch_size=4)
+    batches = [(torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(0)), torch.arange(4))] * 3
+    start, plain = make_network(job), make_network(job)
+    optimizer = make_adamw(plain, job)
+    for images, labels in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(images), labels).backward()
+        optimizer.step()
+    made: list[nn.Module] = []
+    for module in (bare_ddp, fsdp2):
+        monkeypatch.setattr(module, "make_network", lambda job: made.append(make_network(job)) or made[-1])
+    measures = bare_ddp.step_contestants(job) | fsdp2.step_contestants(job)
+    assert [measure(batches) > 0 for measure in measures.values()] == [True] * 5
+    weights = [_weights(module) for module in (start, plain)]
+    moved = (weights[1] - weights[0]).abs().mean()
+    for name, module in zip(measures, made, strict=True):
+        difference = (_weights(module) - weights[name != FLOOR]).abs().mean()
+        assert difference < 0.01 * moved, name
+
+
+def _weights(module: nn.Module) -> torch.Tensor:
+    """All parameters as one vector."""
+    whole = (part.full_tensor() if isinstance(part, DTensor) else part for part in module.parameters())
+    return torch.cat([part.detach().reshape(-1) for part in whole])
