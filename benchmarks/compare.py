@@ -40,7 +40,8 @@ BY_HAND = (BASELINE, TUNED, "FSDP2")  # loops that users write themselves; the o
 OURS: dict[str, tuple[str, tuple[str, ...]]] = {strategy: (strategy, ()) for strategy in STRATEGIES}
 OURS["ddp, --decode exact"] = ("ddp", ("--decode", "exact"))
 SAME_PIXELS = (
-    "Our default decoder shrinks a JPEG while decoding it, never below twice the image size, and caches the result; "
+    "Our default decoder shrinks a JPEG while decoding it, never below twice the image size, and caches the result, "
+    "with --cache ram, as --cache auto does in a run of 3 epochs or more; "
     "the peers decode every pixel of each file in each epoch, by Pillow, and so does our row with --decode exact, "
     "which has no cache."
 )

@@ -129,7 +129,8 @@ class TrainConfig:
         "cpu", f"How image files are decoded: {'; '.join(f'{name}: {text}' for name, text in DECODERS.items())}."
     )
     cache: Literal["auto", "ram", "disk", "off"] = option(
-        "auto", "Keep the shrunk images of files: in memory, on disk under --data-root; auto: where they fit."
+        "auto",
+        "Keep the shrunk images of files: in memory, on disk under --data-root; auto: where they fit, if it pays.",
     )
     cache_gb: float = option(
         0.0, "Most gigabytes of all caches together; 0: a quarter of the memory, or 50 on disk.", low=0, high=10**6

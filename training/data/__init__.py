@@ -112,6 +112,7 @@ class DataOptions:
         interpolation: Filter of every resize, one of `INTERPOLATIONS`.
         mean: Per channel, of pixels in 0..1; None for the data set's own (a pretrained backbone brings its own).
         std: As `mean`.
+        epochs: How often the images are read: `cache` "auto" depends on it.
     """
 
     data: str = "digits"
@@ -128,6 +129,7 @@ class DataOptions:
     decode: str = "cpu"
     cache: str = "off"
     cache_gb: float = 0.0
+    epochs: int = 1
 
     @property
     def root(self) -> Path:

@@ -143,20 +143,26 @@ class CacheLocation(NamedTuple):
     max_bytes: int
 
 
-def open_cache(options: DataOptions, key: str, expected_bytes: int) -> tuple[ImageCache | None, str]:
+def open_cache(
+    options: DataOptions, key: str, expected_bytes: int, not_worth_it: str = ""
+) -> tuple[ImageCache | None, str]:
     """Open the cache of a data set, or make it.
 
     Args:
         options: `cache` is "ram", "disk", or "auto": memory if the whole set fits, else the disk if it fits there.
         key: A file name that changes with everything that decides the pixels.
         expected_bytes: Estimated size of the whole set.
+        not_worth_it: Why "auto" makes none, but uses one that another run has left; '' if it makes one.
 
     Returns:
         The cache, None to go without, and one line for the user.
     """
     locations = [location for location in _locations(options) if options.cache in (location.name, "auto")]
     if options.cache == "auto":
-        locations = [location for location in locations if (location.root / key).is_dir()] or locations
+        existing = [location for location in locations if (location.root / key).is_dir()]
+        if not_worth_it and not existing:
+            return None, f"no cache of decoded images: {not_worth_it} (--cache ram or disk makes one)"
+        locations = existing or locations
         locations = [location for location in locations if expected_bytes <= _room(location)]
     refused = []
     for location in locations:

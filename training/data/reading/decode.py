@@ -79,17 +79,21 @@ def decode_shrunk(path: str, choose: BoxChooser | None = None, *, image_size: in
     return crop(pixels, choose)
 
 
-def shrunk_bytes(path: str, image_size: int) -> int:
-    """Return the size of the image that `decode_shrunk` gives, in bytes, by the file's header.
+def header_size(path: str) -> tuple[int, int]:
+    """Return height and width of an image in pixels, by the file's header.
 
     Raises:
         ImageError: There is no header.
     """
     try:
         with noting(path), Image.open(io.BytesIO(read_file(path))) as image:
-            width, height = image.size
+            return image.height, image.width
     except Exception as error:  # as in `open_image`: Pillow raises nearly every type
         raise ImageError(path, str(error) or type(error).__name__) from None
+
+
+def shrunk_bytes(height: int, width: int, image_size: int) -> int:
+    """Return the size of the image that `decode_shrunk` gives of one with these sides, in bytes."""
     numerator = scale_numerator(height, width, image_size)
     return 3 * -(-height * numerator // 8) * -(-width * numerator // 8)
 

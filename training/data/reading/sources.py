@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -14,11 +15,14 @@ import torch
 from training.data import DataOptions
 from training.data.augment import BoxChooser
 from training.data.reading.cache import ImageCache, open_cache
-from training.data.reading.decode import Decoder, crop, make_decoder, shrunk_bytes
+from training.data.reading.decode import Decoder, crop, header_size, make_decoder, shrunk_bytes
 from training.data.reading.images import ImageError
 
 CACHE_FORMAT = 2  # increased when the same file gives other pixels, or the files of a cache change their format
 HEADERS_READ = 64
+# What `--cache auto` makes a cache for, by benchmarks/results/cache_2cpu_2026-11-22.md.
+FEWEST_EPOCHS = 3  # of a run
+FEWEST_PIXELS = 2  # of a file, for each pixel that the model sees
 
 
 class Source(Protocol):
@@ -140,7 +144,14 @@ def open_files(
     files = [file for part in parts for file in part]
     cache, note = None, ""
     if options.decode == "cpu" and options.cache != "off":
-        cache, note = open_cache(options, _cache_key(root, files, image_size), _expected_bytes(root, files, image_size))
+        sides = _sides_of_some(root, files)
+        key = _cache_key(root, files, image_size)
+        cache, note = open_cache(
+            options,
+            key,
+            expected_bytes=int(len(files) * _mean([shrunk_bytes(*side, image_size) for side in sides])),
+            not_worth_it=_not_worth_it(options.epochs, _mean([height * width for height, width in sides]), image_size),
+        )
     decoder, sources, first = make_decoder(options.decode, image_size), [], 0
     for part in parts:
         sources.append(FileSource(root, part, decoder, cache, first, decodes_later=options.decode == "gpu"))
@@ -156,12 +167,23 @@ def _cache_key(root: Path, files: Sequence[ImageFile], image_size: int) -> str:
     return digest.hexdigest()
 
 
-def _expected_bytes(root: Path, files: Sequence[ImageFile], image_size: int) -> int:
-    """Estimate the bytes of all shrunk images from the headers of a few, evenly spread."""
-    sizes = []
+def _sides_of_some(root: Path, files: Sequence[ImageFile]) -> list[tuple[int, int]]:
+    """Return height and width of a few images, evenly spread, from their headers."""
+    sides = []
     for position in np.linspace(0, len(files) - 1, min(len(files), HEADERS_READ)).astype(int):
-        try:
-            sizes.append(shrunk_bytes(str(root / files[position].path), image_size))
-        except ImageError:
-            continue
-    return int(np.mean(sizes) * len(files)) if sizes else 0
+        with suppress(ImageError):
+            sides.append(header_size(str(root / files[position].path)))
+    return sides
+
+
+def _mean(values: Sequence[int]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def _not_worth_it(epochs: int, pixels: float, image_size: int) -> str:
+    """Return why a run should not begin a cache, '' if it should; the same on every rank and at every start."""
+    if epochs < FEWEST_EPOCHS:
+        return f"a run of {epochs} epoch(s) hardly earns it back"
+    if pixels < FEWEST_PIXELS * image_size**2:
+        return f"files of {pixels:.0f} pixels are decoded quickly beside a model that sees {image_size**2}"
+    return ""
