@@ -21,21 +21,6 @@ ROUNDS, FEWEST_ROUNDS = 40, 5  # of timing
 SECONDS = 20.0  # after which no further round begins
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """How far logits may be off from the PyTorch module's in fp32; None if accuracy alone decides.
-
-    Attributes:
-        largest: largest difference, as a share of the largest logit.
-        rms: root mean square of the differences, as a share of that of the logits.
-        batches: largest difference from the file's own logits in another batch size, as a share of the largest.
-    """
-
-    largest: float | None
-    rms: float | None
-    batches: float
-
-
 # fp32 has 24 bits (2^-24 = 6e-8). Kernels differ in the order in which they sum some thousand products, through up to
 # a few hundred layers: up to 2e-6 was found, 1e-4 leaves room for deeper networks. A wrong constant is far off.
 # bf16 has 8 bits, so a weight is off by up to 2^-9 of itself. Independent errors average out within a dot product and
@@ -44,10 +29,14 @@ class Tolerance:
 # found. Arithmetic stays in fp32, and with it the bound for other batch sizes.
 # For int8 accuracy decides. Other batches take other kernels, a last bit of which may move a value to the
 # neighbouring of 256 levels.
-TOLERANCES = {
-    "fp32": Tolerance(largest=1e-4, rms=1e-4, batches=1e-4),
-    "bf16": Tolerance(largest=2**-2, rms=2**-4, batches=1e-4),
-    "int8": Tolerance(largest=None, rms=None, batches=2**-4),
+#
+# Precision -> how far logits may be off: the largest difference from the PyTorch module's in fp32, as a share of the
+# largest logit; the root mean square of the differences, as a share of that of the logits; the largest difference from
+# the file's own logits in another batch size, as a share of the largest. None: accuracy alone decides.
+TOLERANCES: dict[str, tuple[float | None, float | None, float]] = {
+    "fp32": (1e-4, 1e-4, 1e-4),
+    "bf16": (2**-2, 2**-4, 1e-4),
+    "int8": (None, None, 2**-4),
 }
 
 
@@ -112,17 +101,12 @@ def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: flo
     Raises:
         ExportRefused: with the number and its bound.
     """
-    tolerance, scale = TOLERANCES[precision], agreement.scale
-    bounds = (
-        ("the largest difference of a logit from PyTorch's", agreement.difference / scale, tolerance.largest),
-        ("the root mean square difference of the logits from PyTorch's", agreement.rms_share, tolerance.rms),
-        (
-            "the largest difference of a logit between batch sizes",
-            agreement.batch_difference / scale,
-            tolerance.batches,
-        ),
-    )
-    for what, share, bound in bounds:
+    shares = {
+        "the largest difference of a logit from PyTorch's": agreement.difference / agreement.scale,
+        "the root mean square difference of the logits from PyTorch's": agreement.rms_share,
+        "the largest difference of a logit between batch sizes": agreement.batch_difference / agreement.scale,
+    }
+    for (what, share), bound in zip(shares.items(), TOLERANCES[precision], strict=True):
         if bound is not None and not share <= bound:  # also true for nan
             raise ExportRefused(
                 f"refused: {what} is {share:.2g} of the logits, allowed are {bound:.2g} for {precision}. "
