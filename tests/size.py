@@ -13,18 +13,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {
     "scripts": 650,
-    "launch": 3100,
+    "launch": 3060,
     "models": 1150,
     "training": 1380,
     "training/data": 2950,
     "training/recipe": 480,
     "training/parallel": 2680,
     "training/checkpoint": 1520,
-    "training/observe": 2650,
-    "planning": 2450,
-    "delivery": 1200,
-    "delivery/export": 1260,
-    "delivery/report": 1400,
+    "training/observe": 2620,
+    "planning": 2400,
+    "delivery": 1170,
+    "delivery/export": 1230,
+    "delivery/report": 1360,
 }
 
 
