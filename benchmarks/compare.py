@@ -207,7 +207,7 @@ def read_plan() -> tuple[Plan, Job, Path]:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--images", type=int, default=FILES)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--step-rounds", type=int, default=6, help="rounds of each table of steps from memory")
+    parser.add_argument("--step-rounds", type=int, default=5, help="rounds of each table of steps from memory")
     parser.add_argument("--files", type=Path, default=Path("~/.cache/zerovision/bench").expanduser())
     parser.add_argument("--our-flags", default="", help="more flags for our launcher, as one word")
     given = parser.parse_args()

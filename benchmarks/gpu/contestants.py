@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,9 +12,11 @@ from torch import nn
 from benchmarks.our_engine import Step, make_engine, training_step
 from models.build import build_model
 from training.config import TrainConfig
+from training.parallel.build_engine import ENGINES
 from training.parallel.world import World
 
-OURS, NATIVE, PLAIN, TIMM = "ours (ddp)", "ours (ddp, --engine native)", "plain PyTorch loop", "timm's loop"
+OURS, PLAIN, TIMM = "ours (ddp)", "plain PyTorch loop", "timm's loop"
+DEFAULT_ENGINE = "deepspeed"  # what --engine auto takes on a GPU
 
 
 @dataclass(frozen=True)
@@ -52,16 +55,10 @@ def make_network(model_type: str, image_size: int, num_classes: int, batch_size:
     return build_model(model_type, num_classes=num_classes, image_size=image_size, batch_size=batch_size).module
 
 
-def our_contestant(module: nn.Module, world: World, batch_size: int) -> Contestant:
-    """The engine under the strategy ddp, as `training.loop` uses it."""
-    engine = make_engine(module, "ddp", "bf16", batch_size, world)
-    return Contestant(training_step(engine), Switches.current(), engine.close)
-
-
-def native_contestant(module: nn.Module, world: World, batch_size: int) -> Contestant:
-    """The same with our own engine, which `--engine auto` does not take on a GPU yet."""
-    engine = make_engine(module, "ddp", "bf16", batch_size, world, engine="native")
-    return Contestant(training_step(engine), Switches.current(), engine.close)
+def our_contestant(module: nn.Module, world: World, batch_size: int, engine: str = "auto") -> Contestant:
+    """An engine under the strategy ddp, as `training.loop` uses it."""
+    built = make_engine(module, "ddp", "bf16", batch_size, world, engine=engine)
+    return Contestant(training_step(built), Switches.current(), built.close)
 
 
 def plain_contestant(module: nn.Module, world: World, batch_size: int) -> Contestant:
@@ -103,7 +100,11 @@ def timm_contestant(module: nn.Module, world: World, batch_size: int) -> Contest
 
 MAKERS: dict[str, Callable[[nn.Module, World, int], Contestant]] = {
     OURS: our_contestant,
-    NATIVE: native_contestant,
+    **{
+        f"ours (ddp, --engine {name})": partial(our_contestant, engine=name)
+        for name in ENGINES
+        if name != DEFAULT_ENGINE
+    },
     PLAIN: plain_contestant,
     TIMM: timm_contestant,
 }

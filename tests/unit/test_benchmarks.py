@@ -23,6 +23,7 @@ from benchmarks.peers.bare_ddp import BASELINE, FLOOR, TUNED
 from benchmarks.peers.job import Job, make_adamw, make_network, read_job, write_job
 from benchmarks.peers.ours import spoil_cache
 from models.build import build_model
+from training.parallel.build_engine import ENGINES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +38,8 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     assert "skipped" in (tmp_path / "gpu_tests.log").read_text(), "the GPU's tests were collected"
     (table,) = (path.read_text() for path in tmp_path.glob("basic_cnn_*.md"))
     rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
-    contestants = ["ours (ddp)", "ours (ddp, --engine native)", "plain PyTorch loop", "timm's loop"]
+    engines_of_ours = [f"ours (ddp, --engine {name})" for name in ENGINES if name != "deepspeed"]
+    contestants = ["ours (ddp)", *engines_of_ours, "plain PyTorch loop", "timm's loop"]
     assert [row[0].strip() for row in rows] == ["contestant", *contestants]
     assert all(float(row[1]) > 0 for row in rows[1:])
 
