@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 
 import torch
 import torchvision
@@ -58,7 +59,9 @@ def main() -> None:
         model, images, labels = model.cuda(), images.cuda(), labels.cuda()
     loss = steps[engine](model, images, labels)
     if rank == 0:
-        print(f"first step done, loss {loss:.3f}", flush=True)
+        print(f"first step done by {os.getpid()}, loss {loss:.3f}", flush=True)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") < os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"):
+        time.sleep(600)  # as if it trained on: it is killed, to see how long a restart takes
     torch.distributed.destroy_process_group()
 
 

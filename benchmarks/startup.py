@@ -1,11 +1,14 @@
 """Time from typing the command to the first finished optimizer step: ours against bare scripts, in one run.
 
     python benchmarks/startup.py --rounds 5
+    python benchmarks/startup.py --rounds 5 --ranks 8 --only "ours, LAUNCHER=direct"
 
-Two CPU ranks (two GPUs where there are some), MobileNetV3-Small, made-up images of 32 pixels, 16 a rank. The bare
-scripts are benchmarks/bare_start.py under torchrun with DistributedDataParallel, and under torchrun and deepspeed's
-launcher with DeepSpeed ZeRO 1. Every variant runs in every round, in shuffled order, after one round that warms up; a
-ratio is taken within each round. Of ours, rank 0's signs of life in the launch folder say when each phase began.
+CPU ranks (GPUs where there are some), MobileNetV3-Small, made-up images of 32 pixels, 16 a rank. The bare scripts are
+benchmarks/bare_start.py under torchrun with DistributedDataParallel, and under torchrun and deepspeed's launcher with
+DeepSpeed ZeRO 1. Every variant runs in every round, in shuffled order, after one round that warms up; a ratio is taken
+within each round. Then rank 0 is killed with -9, and the time until the restarted ranks have made their first step is
+taken too (deepspeed's launcher by itself has no restarts). Of ours, rank 0's signs of life in the launch folder say
+when each phase began.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -29,16 +34,24 @@ ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 BARE = str(ROOT / "benchmarks" / "bare_start.py")
 BASELINE = "torchrun, DDP"
+TORCHRUN = [str(BIN / "torchrun"), "--nproc_per_node={ranks}", "--master_port={port}", "--max-restarts=1"]
+RESTART = "after a restart"
 BARE_COMMANDS = {
-    BASELINE: [str(BIN / "torchrun"), "--nproc_per_node=2", "--master_port={port}", BARE, "ddp"],
-    "torchrun, DeepSpeed": [str(BIN / "torchrun"), "--nproc_per_node=2", "--master_port={port}", BARE, "deepspeed"],
-    "deepspeed, DeepSpeed": [str(BIN / "deepspeed"), "--num_gpus=2", "--master_port={port}", BARE, "deepspeed"],
+    BASELINE: [*TORCHRUN, BARE, "ddp"],
+    "torchrun, DeepSpeed": [*TORCHRUN, BARE, "deepspeed"],
+    "deepspeed, DeepSpeed": [str(BIN / "deepspeed"), "--num_gpus={ranks}", "--master_port={port}", BARE, "deepspeed"],
 }
 OURS = {f"ours, LAUNCHER={name}": name for name in ("direct", "torchrun", "deepspeed")}
 # The phase of rank 0's beats -> what ended when it began.
-PHASES = {"import": "launcher", "start-up": "imports", "first step": "model, engine, data", "step": "first step"}
+PHASES = {
+    "import": "launcher (direct: imports too)",
+    "start-up": "imports",
+    "first step": "model, engine, data",
+    "step": "first step",
+}
+FIRST_STEP = PHASES["step"]
 POLL_SECONDS = 0.005
-LIMIT_SECONDS = 300.0
+LIMIT_SECONDS = 150.0
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -46,42 +59,57 @@ def environment(**changes: str) -> dict[str, str]:
     return os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"} | changes
 
 
-def bare_seconds(words: list[str], port: int) -> float:
-    """Run a bare script; return the seconds until it says that its first step is done."""
-    command = [word.format(port=port) for word in words]
+def bare_seconds(command: list[str]) -> dict[str, float]:
+    """Run a bare script; return the seconds until its first step is done, and, killed then, until it is once more."""
+    ends: dict[str, float] = {}
     began = time.time()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
     ) as run:
         assert run.stdout
-        seconds = next((time.time() - began for line in run.stdout if "first step done" in line), None)
-        run.stdout.read()
-    if seconds is None:
+        limit = threading.Timer(LIMIT_SECONDS, run.terminate)
+        limit.start()
+        for line in run.stdout:
+            if found := re.search(r"first step done by (\d+)", line):
+                ends[RESTART if ends else FIRST_STEP] = time.time() - began
+                if len(ends) == 1 and "--max-restarts=1" in command:
+                    began = time.time()
+                    os.kill(int(found[1]), signal.SIGKILL)
+                else:
+                    run.terminate()
+        limit.cancel()
+    if not ends:
         raise RuntimeError(f"{' '.join(command)} made no step")
-    return seconds
+    return ends
 
 
-def our_phases(launcher: str, model: str) -> dict[str, float]:
-    """Run our launcher up to rank 0's first step; return the seconds from the start to the end of each phase."""
+def our_seconds(launcher: str, ranks: int, model: str) -> dict[str, float]:
+    """Run our launcher up to rank 0's first step, kill that and wait for its next; return the seconds to all ends."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [model, "ddp", "2", "16", "1", "--data", "fake", "--tensorboard", "false", "--log-dir", folder]
+        words = [model, "ddp", str(ranks), "16", "9", "--data", "fake", "--tensorboard", "false", "--log-dir", folder]
         command = ["bash", str(ROOT / "scripts" / "launch_distributed.sh"), *words]
         ends: dict[str, float] = {}
-        began = time.time()
+        began, killed = time.time(), 0
         run = subprocess.Popen(
             command,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=environment(LAUNCHER=launcher, TMPDIR=folder),
         )
-        while PHASES["step"] not in ends:
+        while RESTART not in ends:
             if run.poll() is not None or time.time() - began > LIMIT_SECONDS:
                 run.kill()
                 raise RuntimeError(f"{' '.join(command)} made no step")
             for path in Path(folder).glob("zerovision-*"):
                 beat = HeartbeatFolder(path).beats().get(0)
-                if beat and beat.phase in PHASES:
+                if beat and not killed and beat.phase in PHASES:
                     ends.setdefault(PHASES[beat.phase], beat.time - began)
+                if beat and beat.phase == "step" and beat.pid != killed:
+                    if killed:
+                        ends[RESTART] = beat.time - began
+                    else:
+                        killed, began = beat.pid, time.time()
+                        os.kill(killed, signal.SIGKILL)
             time.sleep(POLL_SECONDS)
         run.send_signal(signal.SIGTERM)  # it saves and stops
         run.wait()
@@ -89,38 +117,40 @@ def our_phases(launcher: str, model: str) -> dict[str, float]:
 
 
 def measure(
-    rounds: int, model: str, first_port: int
-) -> tuple[dict[str, list[float]], dict[str, list[dict[str, float]]]]:
-    """Return the seconds of every variant by round, and the phases of ours."""
-    seconds: dict[str, list[float]] = {name: [] for name in [*BARE_COMMANDS, *OURS]}
-    phases: dict[str, list[dict[str, float]]] = {name: [] for name in OURS}
+    rounds: int, ranks: int, model: str, first_port: int, names: list[str]
+) -> dict[str, list[dict[str, float]]]:
+    """Return the seconds to the ends of its phases of every variant, by round."""
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     shuffle = random.Random(0)
     for number in range(rounds + 1):
-        for place, name in enumerate(shuffle.sample(list(seconds), len(seconds))):
+        for place, name in enumerate(shuffle.sample(names, len(names))):
             if name in OURS:
-                ends = our_phases(OURS[name], model)
-                taken = ends[PHASES["step"]]
+                ends = our_seconds(OURS[name], ranks, model)
             else:
-                taken = bare_seconds(BARE_COMMANDS[name], first_port + len(seconds) * number + place)
+                port = first_port + len(names) * number + place
+                ends = bare_seconds([word.format(port=port, ranks=ranks) for word in BARE_COMMANDS[name]])
             if number:  # the first round reads everything from disk
-                seconds[name].append(taken)
-                if name in OURS:
-                    phases[name].append(ends)
-        said = "  ".join(f"{name} {values[-1]:.1f}" for name, values in seconds.items() if values)
+                taken[name].append(ends)
+        said = "  ".join(f"{name} {ends[-1][FIRST_STEP]:.1f}" for name, ends in taken.items() if ends)
         print(f"round {number}: {said or 'warmed up'}", flush=True)
-    return seconds, phases
+    return taken
 
 
-def print_tables(seconds: dict[str, list[float]], phases: dict[str, list[dict[str, float]]]) -> None:
+def print_tables(taken: dict[str, list[dict[str, float]]]) -> None:
     """Print the medians, the ratios within each round, and where our time goes, as Markdown."""
     print(f"\n| | seconds, median (least - most) | ratio to {BASELINE} |\n|---|---|---|")
-    for name, values in seconds.items():
-        ratio = statistics.median(own / base for own, base in zip(values, seconds[BASELINE], strict=True))
-        print(f"| {name} | {statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f}) | {ratio:.2f} |")
-    print(f"\n| seconds spent in | {' | '.join(OURS)} |\n|---|{'---|' * len(OURS)}")
+    for end in (FIRST_STEP, RESTART):
+        for name, rounds in taken.items():
+            both = zip(rounds, taken[BASELINE], strict=True)
+            if ratios := [own[end] / base[end] for own, base in both if end in own and end in base]:
+                values = [ends[end] for ends in rounds if end in ends]
+                spread = f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})"
+                print(f"| {name}, {end} | {spread} | {statistics.median(ratios):.2f} |")
+    ours = [rounds for name, rounds in taken.items() if name in OURS]
+    print(f"\n| seconds spent in | {' | '.join(filter(OURS.__contains__, taken))} |\n|---|{'---|' * len(ours)}")
     before = None
     for phase in PHASES.values():
-        spent = [statistics.median(ends[phase] - (ends[before] if before else 0) for ends in phases[n]) for n in OURS]
+        spent = [statistics.median(ends[phase] - (ends[before] if before else 0) for ends in each) for each in ours]
         print(f"| {phase} | {' | '.join(f'{value:.2f}' for value in spent)} |")
         before = phase
 
@@ -128,11 +158,15 @@ def print_tables(seconds: dict[str, list[float]], phases: dict[str, list[dict[st
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [*BARE_COMMANDS, *OURS]
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help=f"besides {BASELINE}")
     parser.add_argument("--model", default="mobilenet")
     parser.add_argument("--first-port", type=int, default=29700)
     given = parser.parse_args()
-    print_tables(*measure(given.rounds, given.model, given.first_port))
+    chosen = [name for name in names if name == BASELINE or name in given.only]
+    print_tables(measure(given.rounds, given.ranks, given.model, given.first_port, chosen))
 
 
 if __name__ == "__main__":

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 
 from launch.heartbeat_reader import HeartbeatFolder
+from launch.node_launcher import NodeLauncher
 from launch.process_tree import POLL_SECONDS, Launch, shell_exit_code
 from launch.rank_monitor import AGREED_CODES, STOP_CODES, Death, RankMonitor, how_it_ended
 from training.errors import USER_ERROR_EXIT_CODE
+from training.observe.heartbeat import SLOW_IMPORT_S
 
 LOOK_SECONDS = 0.25  # between two looks at the ranks
 LEFTOVER_SECONDS = 5.0  # helpers such as multiprocessing's resource tracker end a moment after their parent
 REPEAT_SECONDS = 0.5  # `timeout` and terminals may send two signals for one request to stop
 DEAD_RANK_SECONDS = 5.0  # that the other ranks have to print and leave; they may wait for the dead one in a collective
+NO_RANK_SECONDS = 2 * SLOW_IMPORT_S  # until the first rank has started; the launcher may import for all of them
 LAUNCHER_SECONDS = 3.0  # that a launcher needs to notice the end of its ranks
 HANG_CODE = 124  # as `timeout` has it
 # Another start would end the same way.
@@ -64,6 +66,7 @@ class NodeRun:
     def __init__(
         self,
         launch: Launch,
+        launcher: NodeLauncher,
         folder: HeartbeatFolder,
         received: list[int],
         stop_timeout_s: float,
@@ -75,6 +78,7 @@ class NodeRun:
 
         Args:
             launch: the processes.
+            launcher: the process among them that starts the ranks; it may stay for the next start.
             folder: of the ranks' heartbeats.
             received: the list to which the signal handlers append.
             stop_timeout_s: seconds the ranks have to save and leave after a signal.
@@ -83,6 +87,7 @@ class NodeRun:
         """
         self.monitor = RankMonitor(launch, folder)
         self._launch = launch
+        self._launcher = launcher
         self._folder = folder
         self._received = received
         self._stop_timeout_s = stop_timeout_s
@@ -94,8 +99,10 @@ class NodeRun:
         self._is_abandoned = False
 
     def run(self, command: list[str], environment: dict[str, str]) -> Ending:
-        """Run the launcher; return once no process of it is left."""
-        child = subprocess.Popen(command, env=environment, start_new_session=True)
+        """Start the ranks; return once no process of them is left, and of the launcher none if no start may follow."""
+        child = self._launcher
+        child.start(command, environment)
+        give_up = time.monotonic() + NO_RANK_SECONDS
         was_asked = False
         while child.poll() is None or self._launch.ranks():
             if self._received and not was_asked:
@@ -115,11 +122,15 @@ class NodeRun:
             if not waits and (hung := self.monitor.hung()):
                 suspicion = (not self.monitor.is_stopped(hung[0].rank), hung[0].step)
                 self.monitor.report_hang(hung)
-                self._launch.kill()
+                self._launch.kill(spared_pid=child.staying_pid)
                 return Ending(HANG_CODE, f"rank {hung[0].rank} hung", False, suspicion)
+            if not self._launch.known and time.monotonic() > give_up:
+                self._launch.kill()
+                return Ending(HANG_CODE, f"the launcher hung: no rank started in {NO_RANK_SECONDS:.0f} s", False)
             self._end_what_is_late()
             time.sleep(LOOK_SECONDS)
         self.monitor.look()
+        assert child.returncode is not None
         ending = self._ending(child.returncode, was_asked)
         self._end_leftovers(at_once=not ending.is_final)
         return ending
@@ -181,7 +192,11 @@ class NodeRun:
         return self._folder.has_succeeded() if self._has_rank_0 else self.monitor.all_ended(0)
 
     def _end_leftovers(self, at_once: bool) -> None:
-        deadline = time.monotonic() + (0 if at_once else LEFTOVER_SECONDS)
+        if at_once:
+            self._launch.kill(spared_pid=self._launcher.staying_pid)
+            return
+        self._launcher.close()
+        deadline = time.monotonic() + LEFTOVER_SECONDS
         while self._launch.processes() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         self._launch.kill()

@@ -85,10 +85,12 @@ class Launch:
         for rank in self.ranks():
             send(rank, signal.SIGKILL)
 
-    def kill(self) -> None:
-        """End every process of this launch at once."""
+    def kill(self, spared_pid: int = 0) -> None:
+        """End every process of this launch at once, but not the one that is spared."""
         deadline = time.monotonic() + KILL_SECONDS
-        while (processes := self.processes()) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            if not (processes := [process for process in self.processes() if process.pid != spared_pid]):
+                return
             for process in processes:
                 send(process, signal.SIGKILL)
             time.sleep(POLL_SECONDS)

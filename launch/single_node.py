@@ -23,6 +23,7 @@ from launch.arguments import (
     run_preflight,
 )
 from launch.gpus import machine_gpus, visible_gpus
+from launch.node_launcher import local_ranks_command
 from launch.process_tree import extensions_folder
 from launch.supervisor import supervise
 from training.config import REPO_ROOT
@@ -39,7 +40,7 @@ def main(arguments: list[str]) -> int:
     gpus = visible_gpus(present, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus and ranks > len(gpus):
         raise UserError(f"{ranks} GPUs asked for, {len(gpus)} present: ask for at most {len(gpus)}.")
-    check_training(given.training)
+    engine = check_training(given.training).engine
     if code := run_preflight(given, given.training, "--here", f"--port={given.master_port}"):
         return code
     try:
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(
             f"port {given.master_port} is taken: give another one, or none to have a free one chosen."
         ) from None
-    command = rank_command(given, port, gpus, present)
+    command = rank_command(given, port, gpus, present, engine)
     if not gpus:
         cores = len(os.sched_getaffinity(0))
         print(f"no GPU found: running {ranks} CPU ranks over gloo on {cores} cores", file=sys.stderr, flush=True)
@@ -59,12 +60,14 @@ def main(arguments: list[str]) -> int:
     def command_of(restart: int) -> list[str]:
         # A port that was chosen here may be busy for a while after a failure.
         new_port = free_port() if restart and not given.master_port else port
-        return rank_command(given, new_port, gpus, present)
+        return rank_command(given, new_port, gpus, present, engine)
 
     return supervise(command_of, given.stop_timeout, given.max_restarts)
 
 
-def rank_command(given: LaunchArguments, port: int, gpus: Sequence[str], present: Sequence[str]) -> list[str]:
+def rank_command(
+    given: LaunchArguments, port: int, gpus: Sequence[str], present: Sequence[str], engine: str
+) -> list[str]:
     """Return the command that starts the ranks, with its variables as arguments of env.
 
     Args:
@@ -72,6 +75,7 @@ def rank_command(given: LaunchArguments, port: int, gpus: Sequence[str], present
         port: that the ranks meet on.
         gpus: that the ranks may use, empty for CPU ranks.
         present: all GPUs of the machine.
+        engine: of the configuration.
 
     Raises:
         UserError: if the machine has too few cores, or CUDA_VISIBLE_DEVICES names what deepspeed cannot use.
@@ -98,7 +102,7 @@ def rank_command(given: LaunchArguments, port: int, gpus: Sequence[str], present
         flags = ["--nproc_per_node", str(ranks), "--master_addr", "127.0.0.1", *port_flag]
         start = [sys.executable, str(REPO_ROOT / "launch/torchrun.py"), *flags]
     else:
-        start = [sys.executable, str(REPO_ROOT / "launch/local_ranks.py"), "--nproc_per_node", str(ranks), *port_flag]
+        start = [*local_ranks_command(engine, bool(gpus)), "--nproc_per_node", str(ranks), *port_flag]
     return ["env", *variables, *start, ENTRY, *given.training]
 
 

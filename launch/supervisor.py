@@ -9,11 +9,13 @@ get the signals from here, all at once, and whatever is left at the end is ended
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from launch.node_launcher import NodeLauncher
 from launch.node_run import NodeRun, receive_signals
 from launch.process_tree import Launch, extensions_folder, remove_stale_build_locks
 from launch.restart_policy import RestartPolicy, Started, start_until_done
@@ -36,14 +38,14 @@ def supervise(command_of: Callable[[int], list[str]], stop_timeout_s: float, max
         UserError: if no temporary folder can be made.
     """
     launch = Launch()
-    with launch_folder(launch, stop_timeout_s) as folder:
+    with launch_folder(launch, stop_timeout_s) as folder, contextlib.closing(NodeLauncher()) as launcher:
         received = receive_signals()
         environment = launch_environment(launch, folder, os.environ)
 
         def start(restart: int, resuming: list[str]) -> Started:
             folder.clear()
             remove_stale_build_locks(Path(extensions_folder()))
-            node_run = NodeRun(launch, folder, received, stop_timeout_s)
+            node_run = NodeRun(launch, launcher, folder, received, stop_timeout_s)
             of_this_start = {RESTARTS_VARIABLE: str(restart), SECRET_VARIABLE: secrets.token_hex(32)}
             ending = node_run.run(command_of(restart) + resuming, environment | of_this_start)
             return Started(ending, node_run.monitor.run_name, folder.checkpoint_position())

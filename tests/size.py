@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {
     "scripts": 650,
-    "launch": 3060,
+    "launch": 3300,
     "models": 1150,
     "training": 1380,
     "training/data": 2950,

@@ -18,6 +18,7 @@ It ends its ranks by itself if it receives nothing for `LOST_SECONDS`, and lets 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -33,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch.cluster.channel import Channel, Message
 from launch.gpus import machine_gpus, visible_gpus
 from launch.heartbeat_reader import HeartbeatFolder
+from launch.node_launcher import NodeLauncher
 from launch.node_run import NodeRun, receive_signals
 from launch.process_tree import Launch, remove_stale_build_locks
 from launch.temporary_folder import launch_environment, launch_folder
@@ -158,9 +160,10 @@ class Agent:
     def _run(self, order: Message) -> Message:
         """Start the node's ranks; return how they ended."""
         self._remove_mark()
-        with launch_folder(self._launch, CUT_OFF_SECONDS) as folder:
+        with launch_folder(self._launch, CUT_OFF_SECONDS) as folder, contextlib.closing(NodeLauncher()) as launcher:
             node_run = NodeRun(
                 self._launch,
+                launcher,
                 folder,
                 self._received,
                 order["stop_timeout_s"],

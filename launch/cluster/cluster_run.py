@@ -13,11 +13,11 @@ from launch.cluster.channel import Message
 from launch.cluster.nodes import Node, Nodes
 from launch.cluster.plan import Plan
 from launch.cluster.rendezvous import NO_NODES_CODE, CannotStart, Rendezvous, next_rendezvous
+from launch.node_launcher import local_ranks_command
 from launch.node_run import DEAD_RANK_SECONDS, FINAL_CODES, HANG_CODE, PASSED_ON, REPEAT_SECONDS, Ending
 from launch.process_tree import KILL_SECONDS
 from launch.rank_monitor import STOP_CODES
 from launch.restart_policy import Started
-from training.config import REPO_ROOT
 from training.observe.heartbeat import RESTARTS_VARIABLE, SECRET_VARIABLE
 
 LOOK_SECONDS = 0.1
@@ -72,6 +72,7 @@ class ClusterRun:
 
     def _start_ranks(self, rendezvous: Rendezvous, restart: int, resuming: list[str]) -> None:
         plan, count = self._plan, len(rendezvous.nodes)
+        starter = local_ranks_command(plan.config.engine, rendezvous.has_gpus)
         of_this_start = {RESTARTS_VARIABLE: str(restart), SECRET_VARIABLE: secrets.token_hex(32)}
         for node_rank, node in enumerate(rendezvous.nodes):
             place = ["--nnodes", str(count), "--node_rank", str(node_rank)]
@@ -80,7 +81,7 @@ class ClusterRun:
             arguments = [*plan.arguments, *plan.batch_flags(count), *resuming]
             node.send(
                 "start",
-                command=[sys.executable, "-u", str(REPO_ROOT / "launch/local_ranks.py"), *place, ENTRY, *arguments],
+                command=[*starter, *place, ENTRY, *arguments],
                 environment={**rendezvous.environment(node_rank), **plan.environment(), **of_this_start},
                 local_size=plan.given.ranks_per_node,
                 has_rank_0=node_rank == 0,

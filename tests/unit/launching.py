@@ -103,7 +103,7 @@ from types import SimpleNamespace
 
 def parse_args(words):
     folder = os.environ.get("STUB_FOLDER", "")
-    given = dict(gradient_accumulation_steps=1, log_dir=folder, run_name="", resume="never")
+    given = dict(engine="auto", gradient_accumulation_steps=1, log_dir=folder, run_name="", resume="never")
     return SimpleNamespace(strategy="ddp", deepspeed_config="", **given), False
 """
 
@@ -164,5 +164,6 @@ def stub_repo(folder: Path) -> Path:
         shutil.copytree(REPO_ROOT / folder_name, root / folder_name, ignore=shutil.ignore_patterns("__pycache__"))
     (root / "scripts" / "train_distributed.py").write_text(STUB_ENTRY)
     (root / "training" / "command_line.py").write_text(STUB_COMMAND_LINE)
+    (root / "training" / "run.py").write_text("")  # the ranks need none of what it imports
     (root / ".venv").symlink_to(sys.prefix)
     return root

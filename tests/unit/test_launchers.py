@@ -13,6 +13,7 @@ import pytest
 from launch import single_node
 from launch.arguments import read_arguments
 from launch.cluster import multi_node
+from launch.node_launcher import local_ranks_command
 from launch.node_run import FINAL_CODES, HANG_CODE
 from launch.slurm import job
 from planning.doctor.doctor_command import SOMETHING_WRONG_EXIT_CODE
@@ -50,7 +51,7 @@ def test_dry_run_prints_one_command_from_any_folder(folder: Path) -> None:
         *["--model-type=mobilenet", "--strategy=ddp", "--batch-size", "16", "--epochs", "3", "--seed", "7"]
     ]
     launcher = words.index(str(LAUNCH / "local_ranks.py"))
-    assert words[launcher + 1 : launcher + 3] == ["--nproc_per_node", "2"]
+    assert words[launcher + 1 : launcher + 4] == [local_ranks_command("auto", False)[-1], "--nproc_per_node", "2"]
     assert result.stderr == f"no GPU found: running 2 CPU ranks over gloo on {CORES} cores\n"
     assert f"OMP_NUM_THREADS={max(1, CORES // 2)}" in words
 

@@ -17,8 +17,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.node_run import FINAL_CODES
-from launch.process_tree import code_of_zombie, is_alive, remove_stale_build_locks, shell_exit_code
+from launch import node_run
+from launch.heartbeat_reader import HeartbeatFolder
+from launch.node_launcher import NodeLauncher
+from launch.node_run import FINAL_CODES, NodeRun
+from launch.process_tree import MARK, Launch, code_of_zombie, is_alive, remove_stale_build_locks, shell_exit_code
 from launch.rank_monitor import Death, main_thread
 from launch.restart_policy import RestartPolicy, signal_within
 from tests.unit.launching import CORES, WORDS, environment, hear_ctrl_c, stub_repo
@@ -141,6 +144,7 @@ def test_a_killed_rank_is_restarted_once_and_the_run_goes_on(start, tmp_path: Pa
     assert [rank["argv"][-1] for rank in second] == ["--run-name=run-7"] * 2
     assert [rank["received"] for rank in second] == [[], []]  # also none because of a launcher that is well
     assert first[0]["port"] != second[0]["port"] == second[1]["port"]
+    assert (first[0]["ppid"] == second[0]["ppid"]) == (launcher == "direct")  # which has imported all there is
 
 
 def test_a_given_port_stays(start, tmp_path: Path) -> None:
@@ -216,6 +220,7 @@ def test_a_hang_is_named_with_its_stack_and_restarted(start, tmp_path: Path, lau
     assert re.search(rf'File ".*train_distributed.py", line \d+ in {inner}\n  File .* in {outer}\n', text), text
     assert ("process stopped" in text) == (fault == "stop")
     assert re.search(r"rank [01] hung: restart 1 of 3", lines[-1])
+    assert (records(tmp_path)[0]["ppid"] == records(tmp_path, 1)[0]["ppid"]) == (launcher == "direct")
     if fault == "stop":
         assert "rank 0" not in text  # it went on
     else:
@@ -233,6 +238,16 @@ def test_a_killed_node_launcher_stops_the_ranks_and_is_restarted(start, tmp_path
     assert lines[-1].endswith(": restart 1 of 3"), lines
     assert signals(tmp_path) == [signal.SIGTERM] * 2
     assert len(records(tmp_path, 1)) == 2
+
+
+def test_a_launcher_that_starts_no_rank_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(node_run, "NO_RANK_SECONDS", 0.5)
+    launch = Launch()
+    with contextlib.closing(NodeLauncher()) as launcher:
+        run = NodeRun(launch, launcher, HeartbeatFolder(tmp_path), [], stop_timeout_s=1.0)
+        ending = run.run(["sleep", "60"], environment(**{MARK: launch.mark}))
+    assert (ending.code, ending.is_final) == (node_run.HANG_CODE, False)
+    assert launch.processes() == []
 
 
 def test_kill_9_of_the_supervisor_still_stops_the_ranks(start, repo: Path, tmp_path: Path) -> None:
