@@ -102,8 +102,11 @@ class TrainConfig:
     offload: Literal["none", "optimizer", "all"] = option(
         "none", "Keep optimizer state (stages 2, 3) or parameters too (all: stage 3) in CPU memory; about 30 % slower."
     )
-    engine: Literal["auto", "deepspeed", "native"] = option(
+    engine: Literal["auto", "deepspeed", "native", "torch"] = option(
         "auto", "What shards the training state; auto: native on CPU ranks for models that fit, else deepspeed."
+    )
+    replicate_across: Literal["none", "nodes"] = option(
+        "none", "nodes: shard inside each machine and replicate over machines (stages 2, 3; --engine torch)."
     )
     compile: Literal["auto", "on", "off"] = option(
         "auto",
@@ -177,7 +180,7 @@ class TrainConfig:
 # follows from the global batch, the data set is identified by its fingerprint, the starting weights no longer matter.
 CHANGEABLE_ON_RESUME = frozenset(
     {
-        *("strategy", "precision", "offload", "engine", "compile", "deepspeed_config"),
+        *("strategy", "precision", "offload", "engine", "replicate_across", "compile", "deepspeed_config"),
         *("activation_checkpointing", "deterministic"),
         *("batch_size", "gradient_accumulation_steps", "pretrained", "weights", "early_stopping_patience"),
         *("data", "data_root", "download", "workers", "cache", "cache_gb", "bad_images"),
@@ -225,6 +228,10 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     if config.offload not in offloadable:
         raise UserError(
             f"{label_of['offload']} {config.offload}: strategy {config.strategy} allows {', '.join(offloadable)}."
+        )
+    if config.replicate_across == "nodes" and (config.engine != "torch" or STRATEGIES[config.strategy].zero_stage == 1):
+        raise UserError(
+            f"{label_of['replicate_across']} nodes: only --engine torch does it, at fsdp_stage2 and fsdp_stage3."
         )
     if config.warmup_epochs != "auto" and config.warmup_epochs > config.epochs:
         raise UserError(f"{label_of['warmup_epochs']} {config.warmup_epochs}: the run has {config.epochs} epochs only.")

@@ -51,7 +51,7 @@ from training.observe.step_metrics import peak_memory_per_rank, run_point, start
 from training.observe.timing import measured_communication
 from training.parallel.batchnorm import average_buffers
 from training.parallel.build_engine import build_engine, resolve_engine
-from training.parallel.collectives import agreed, error_on_any_rank
+from training.parallel.collectives import agreed, error_on_any_rank, ranks_per_machine
 from training.parallel.compilation import resolve_compile
 from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
 from training.parallel.engine import EngineSetup
@@ -205,7 +205,8 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
     if found is not None:
         checkpoint, identity = found, _identity(data, built, plan)
         agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch), world)
-    parallel = plan_of(config.strategy, world.size, config.offload)
+    shards = ranks_per_machine(world) if config.replicate_across == "nodes" else world.size
+    parallel = plan_of(config.strategy, world.size, config.offload, shards)
     sharding = deepspeed_config(
         strategy_json,
         batch_size_per_rank=config.batch_size,

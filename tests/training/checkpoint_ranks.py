@@ -120,6 +120,7 @@ class Job:
         resume: str = "never",
         engine: str = "auto",
         is_frozen: bool = False,
+        replicate_across: str = "none",
     ) -> None:
         accumulation = GLOBAL_BATCH // (MICRO_BATCH * world.size)
         config = configuration(
@@ -128,6 +129,7 @@ class Job:
             batch_size=MICRO_BATCH,
             gradient_clipping=clipping,
             engine=engine,
+            replicate_across=replicate_across,
             save_every_steps=every_steps,
             save_every_minutes=0.0,
             keep_last=100,

@@ -12,19 +12,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from training.config import TrainConfig
 from training.data.sampler import BatchPlan
+from training.errors import AgreedError
 from training.loop import train_one_epoch
 from training.observe.heartbeat import HeartbeatWriter
 from training.observe.loggers import Loggers
 from training.observe.scores import ScoreSums, sample_losses
 from training.observe.step_metrics import Timing
 from training.parallel import flat_buffers
+from training.parallel.activation_checkpointing import enable_activation_checkpointing
 from training.parallel.batchnorm import average_buffers, synchronize_batchnorm
 from training.parallel.build_engine import build_engine, resolve_engine
+from training.parallel.collectives import ranks_per_machine
 from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
 from training.parallel.engine import Engine, EngineSetup
 from training.parallel.signals import StopRequest
 from training.parallel.strategies import plan_of
 from training.parallel.world import World
+from training.recipe.freezing import BackboneFreezer
 from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.recipe.optimizer import build_optimizer
 from training.recipe.schedule import Schedule
@@ -54,6 +58,21 @@ class SmallNet(nn.Module):
         return self.head(self.features(images).mean((2, 3)))
 
 
+class BlockNet(nn.Module):
+    """Repeated blocks with activation checkpointing, and a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh()) for _ in range(2)))
+        self.head = nn.Linear(8, CLASSES)
+        self.unused = nn.Parameter(torch.ones(3, 2))
+        enable_activation_checkpointing(self)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.stem(images)).mean((2, 3)))
+
+
 def make_model(with_batchnorm: bool) -> nn.Module:
     torch.manual_seed(0)
     return SmallNet(with_batchnorm)
@@ -70,7 +89,11 @@ def make_engine(
     world: World, module: nn.Module, config: TrainConfig, precision: str = "fp32", discriminative: bool = False
 ) -> Engine:
     optimizer = build_optimizer(module, config, {"head.weight", "head.bias"}, discriminative=discriminative)
-    plan, strategy_json = plan_of(config.strategy, world.size, config.offload), read_strategy_json(config.strategy)
+    shards = 2 if config.replicate_across == "nodes" else world.size  # as on machines with two ranks each
+    plan, strategy_json = (
+        plan_of(config.strategy, world.size, config.offload, shards),
+        read_strategy_json(config.strategy),
+    )
     sharding = deepspeed_config(
         strategy_json,
         batch_size_per_rank=BATCH_SIZE,
@@ -173,6 +196,35 @@ def train_over_collectives(world: World, steps: int, strategy: str, optimizer: s
     losses = train_steps(world, engine, range(steps))
     live = live_weight_bytes(engine)
     return {"losses": losses, "weights": weights_of(engine), "live": live}
+
+
+def train_blocks(world: World, strategy: str, engine: str, **changes: Any):
+    """Train the head alone for three steps of two micro-batches, evaluate, and train all layers for three."""
+    torch.manual_seed(0)
+    module = BlockNet()
+    module.stem.bias.requires_grad_(False)
+    config = configuration(strategy=strategy, engine=engine, gradient_accumulation_steps=2, **changes)
+    engine = make_engine(world, module, config)
+    freezer = BackboneFreezer(module, {"head.weight", "head.bias"})
+    freezer.freeze()
+    losses = train_steps(world, engine, range(3), 2)
+    with torch.no_grad():
+        logits = engine.forward(make_batch(3, 0)[0])
+    before = weights_of(engine)
+    freezer.unfreeze()
+    losses += train_steps(world, engine, range(3, 6), 2)
+    result = {"losses": losses, "logits": logits.tolist(), "before": before, "weights": weights_of(engine)}
+    engine.close()
+    return result
+
+
+def uneven_machines(world: World) -> str:
+    """Return what `--replicate-across nodes` says if machines have different numbers of ranks."""
+    try:
+        ranks_per_machine(dataclasses.replace(world, local_size=1 + world.rank))
+    except AgreedError as error:
+        return str(error)
+    return ""
 
 
 def live_weight_bytes(engine: Engine) -> int:

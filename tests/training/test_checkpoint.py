@@ -137,9 +137,9 @@ def frozen_runs(launches):
     shared = [{"strategy": strategy, "engine": engine, "is_frozen": True} for strategy, engine in keys]
     whole = launches.run("train_whole", 2, [case | {"folder": str(f)} for case, f in zip(shared, folders, strict=True)])
     places = [{"checkpoint": str(folder / MIDDLE), "folder": f"{folder}-resumed"} for folder in folders]
-    # The other engine's checkpoint on another number of ranks, and their own on as many.
+    # Another engine's checkpoint on another number of ranks, and their own on as many.
     alone = launches.run(
-        "resume_from", 1, [shared[n] | places[n ^ 1] | {"folder": f"{folders[n]}-1"} for n in range(len(keys))]
+        "resume_from", 1, [shared[n] | places[n - 1] | {"folder": f"{folders[n]}-1"} for n in range(len(keys))]
     )
     same = launches.run("resume_from", 2, [case | place for case, place in zip(shared, places, strict=True)])
     return dict(zip(keys, zip(whole, same, alone, strict=True), strict=True))
@@ -157,6 +157,27 @@ def test_frozen_parameters_are_rank_0s_are_saved_and_come_back(strategy, engine,
         assert resumed["losses"] == {step: loss for step, loss in expected["losses"].items() if int(step) > 2}
     assert largest_difference(alone[0]["weights"], whole[0]["weights"]) < 1e-5
     assert np.ptp(list(whole[0]["losses"].values())) > 0.01, "the head must have moved for this to mean anything"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "replicate_across"), [("ddp", "none"), *product(("fsdp_stage2", "fsdp_stage3"), ("none", "nodes"))]
+)
+def test_torchs_runs_go_on_with_the_same_bytes_and_under_the_native_engine(
+    strategy, replicate_across, launches, whole_runs, largest_difference
+):
+    """On 4 ranks, with rows that 4 do not divide, in one copy, in two of two ranks each, and in four."""
+    folder = launches.folder / f"torch-{strategy}-{replicate_across}"
+    own = {"strategy": strategy, "engine": "torch", "replicate_across": replicate_across}
+    (whole,) = launches.run("train_whole", 4, [own | {"folder": str(folder)}])
+    place = {"checkpoint": str(folder / MIDDLE), "folder": f"{folder}-resumed"}
+    (same,) = launches.run("resume_from", 4, [own | place])
+    assert [report["weights"] for report in same] == [report["weights"] for report in whole]
+    assert all(same[0]["losses"][step] == whole[0]["losses"][step] for step in same[0]["losses"])
+    ((native,),) = launches.run(
+        "resume_from", 1, [{"strategy": strategy, "checkpoint": str(folder / MIDDLE), "folder": f"{folder}-1"}]
+    )
+    for report in (whole[0], native):
+        assert largest_difference(report["weights"], whole_runs["ddp", 1, False][0]["weights"]) < 1e-5
 
 
 def test_the_runs_mean_something(whole_runs):

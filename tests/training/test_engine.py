@@ -59,6 +59,27 @@ def test_collectives_give_the_bits_of_shared_memory(run_cases, ours):
             assert (live == 0) == (strategy == "fsdp_stage3"), "stage 3 holds the others' weights in a step only"
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_torch_trains_blocks_heads_first_as_the_native_engine_does(world_size, run_cases, largest_difference):
+    """Blocks sharded apart and recomputed, a frozen and an unused parameter, offload; whole and uneven rows."""
+    fixed = {"strategy": "ddp", "engine": "native"}
+    expected = run_cases("train_blocks", world_size, fixed=fixed)[()][0]
+    assert np.ptp(expected["losses"]) > 1e-3, "the weights must have moved for this to mean anything"
+    cases = [("ddp", "none"), ("fsdp_stage2", "optimizer"), ("fsdp_stage3", "none"), ("fsdp_stage3", "all")]
+    for strategy, offload in cases:
+        case = {"strategy": strategy, "offload": offload, "engine": "torch"}
+        for report in run_cases("train_blocks", world_size, fixed=case)[()]:
+            np.testing.assert_allclose(report["losses"], expected["losses"], atol=1e-5)
+            np.testing.assert_allclose(report["logits"], expected["logits"], atol=1e-5)
+            for moment in ("before", "weights"):
+                assert largest_difference(report[moment], expected[moment]) < 1e-5
+
+
+def test_machines_of_different_sizes_cannot_replicate_each_other(run_cases):
+    for report in run_cases("uneven_machines")[()]:
+        assert report.startswith("--replicate-across nodes: the machines have 1 and 2 ranks")
+
+
 @pytest.fixture(scope="module")
 def wide_and_deep(run_cases):
     fixed = {"steps": 3, "with_batchnorm": False}
@@ -114,12 +135,12 @@ def test_nan_on_one_rank_skips_the_step_on_all(strategy, engine, precision, nan_
         assert_no_trace(report, largest_difference)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp_stage3"])
-def test_a_verdict_that_stays_on_the_device_changes_nothing_else(strategy, run_cases, ours, largest_difference):
+@pytest.mark.parametrize(("strategy", "engine"), [*product(("ddp", "fsdp_stage3"), ("native", "torch"))])
+def test_a_verdict_that_stays_on_the_device_changes_nothing_else(strategy, engine, run_cases, ours, largest_difference):
     for rule in ("adamw", "sgd"):
-        case = {"strategy": strategy, "optimizer": rule, "engine": "native", "steps": 5, "defers_verdict": True}
-        assert run_cases("train_with_engine", fixed=case)[()] == ours[strategy, "native", rule]
-    fixed = {"precision": "fp32", "engine": "native", "strategy": strategy, "defers_verdict": True}
+        case = {"strategy": strategy, "optimizer": rule, "engine": engine, "steps": 5, "defers_verdict": True}
+        assert run_cases("train_with_engine", fixed=case)[()] == ours[strategy, engine, rule]
+    fixed = {"precision": "fp32", "engine": engine, "strategy": strategy, "defers_verdict": True}
     for (_, good_steps), reports in run_cases(
         "nan_report", optimizer=("adamw", "sgd"), good_steps=(0, 2), fixed=fixed
     ).items():
@@ -144,6 +165,9 @@ CHANGES = [  # strategy and engine of the first steps, and of the last
     ("ddp", "native", "fsdp_stage3", "native"),
     ("fsdp_stage3", "native", "fsdp_stage2", "deepspeed"),
     ("fsdp_stage3", "deepspeed", "ddp", "native"),
+    ("ddp", "native", "fsdp_stage2", "torch"),
+    ("fsdp_stage3", "torch", "ddp", "deepspeed"),
+    ("fsdp_stage2", "torch", "ddp", "torch"),
 ]
 
 

@@ -68,7 +68,27 @@ def test_what_only_deepspeed_does_goes_to_deepspeed(plan, keys, named):
         resolve_engine("native", plan, json, model(SMALL), CPU)
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "native"])
+@pytest.mark.parametrize(
+    ("plan", "json", "module", "message"),
+    [
+        (plan_of("ddp", 2), {"flops_profiler": {"enabled": True}}, nn.Linear(2, 2), "does not know flops_profiler"),
+        (plan_of("fsdp_stage3", 2, "optimizer"), {}, nn.Linear(2, 2), "--offload optimizer: at stage 3 --engine torch"),
+        (plan_of("fsdp_stage2", 2), {}, nn.ParameterList([torch.ones(())]), "its parameter 0 is a single number"),
+    ],
+)
+def test_what_torch_cannot_do_is_one_line(plan, json, module, message):
+    with pytest.raises(UserError, match=message):
+        resolve_engine("torch", plan, json, module, CPU)
+    assert resolve_engine("torch", plan_of("ddp", 2), {}, module, CPU) == "torch"
+
+
+def test_a_strategys_plan_divides_one_copy_over_the_ranks_asked_for():
+    plan = plan_of("fsdp_stage3", 8, shards=4)
+    assert (plan.replicas, plan.shards) == (2, 4)
+    assert (plan_of("ddp", 8).replicas, plan_of("ddp", 8).shards) == (1, 8)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "native", "torch"])
 def test_the_users_word_holds(engine):
     assert resolve_engine(engine, plan_of("ddp", 2), {}, model(LARGE), GPU) == engine
 

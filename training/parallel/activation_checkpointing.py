@@ -46,6 +46,17 @@ def enable_activation_checkpointing(module: nn.Module) -> int:
     return count
 
 
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the children of the network's top-level containers that have layers, and those of an ensemble's members.
+
+    A flat stack of layers has none.
+    """
+    if isinstance(module, Ensemble):
+        return [block for member in module.members for block in repeated_blocks(member)]
+    containers = [child for child in module.children() if isinstance(child, nn.Sequential | nn.ModuleList)]
+    return [block for container in containers for block in container.children() if any(True for _ in block.children())]
+
+
 def _is_flat_stack(module: nn.Module) -> bool:
     layers = list(module.children())
     return isinstance(module, nn.Sequential) and bool(layers) and not any(list(layer.children()) for layer in layers)

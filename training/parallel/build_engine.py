@@ -15,12 +15,12 @@ from training.parallel.deepspeed_config import keys_of_deepspeed_alone
 from training.parallel.engine import Engine, EngineSetup
 from training.parallel.parameter_shards import frozen_parameters
 from training.parallel.strategies import ParallelPlan
-from training.recipe.lamb import ShardedLamb
 
 # Module and class of each, built from an `EngineSetup`; a collective.
 ENGINES = {
     "deepspeed": ("training.parallel.deepspeed_engine", "DeepSpeedEngine"),
     "native": ("training.parallel.native_engine", "NativeEngine"),
+    "torch": ("training.parallel.torch_engine", "TorchEngine"),
 }
 
 
@@ -40,18 +40,37 @@ def resolve_engine(
         device: this rank's device.
 
     Raises:
-        UserError: if an engine is asked for something that only DeepSpeed does.
+        UserError: if an engine is asked for something that it does not do.
     """
     needs_deepspeed = keys_of_deepspeed_alone(strategy_json)
-    if plan.offload != "none":
+    if plan.offload != "none" and engine != "torch":
         needs_deepspeed.append("--offload")
-    if engine == "native" and needs_deepspeed:
-        raise UserError(f"--engine native does not know {', '.join(needs_deepspeed)}: use --engine deepspeed, or auto.")
+    if engine in ("native", "torch") and needs_deepspeed:
+        raise UserError(
+            f"--engine {engine} does not know {', '.join(needs_deepspeed)}: use --engine deepspeed, or auto."
+        )
+    if engine == "torch":
+        _check_torch(plan, module)
     if engine != "auto":
         return engine
     parameters = sum(parameter.numel() for parameter in module.parameters())
     fits = plan.zero_stage == 1 or parameters <= plan.bucket_elements
     return "native" if fits and device.type == "cpu" and not needs_deepspeed else "deepspeed"
+
+
+def _check_torch(plan: ParallelPlan, module: nn.Module) -> None:
+    """Raise a UserError for what FSDP2 cannot do."""
+    if plan.offload == "optimizer" and plan.releases_weights:
+        raise UserError(
+            "--offload optimizer: at stage 3 --engine torch offloads weights, gradients and optimizer state together: "
+            "use --offload all, or --engine deepspeed."
+        )
+    scalar = next((name for name, parameter in module.named_parameters() if not parameter.ndim), None)
+    if plan.zero_stage > 1 and scalar:
+        raise UserError(
+            f"--engine torch cannot shard this model: its parameter {scalar} is a single number. "
+            "Use --strategy ddp, or --engine deepspeed."
+        )
 
 
 def build_engine(setup: EngineSetup, engine: str) -> Engine:
@@ -64,7 +83,4 @@ def build_engine(setup: EngineSetup, engine: str) -> Engine:
     copy_from_main([*frozen_parameters(setup.module).values()], setup.world)
     # Imported here: DeepSpeed takes seconds to import, and other engines do not need it.
     module_name, class_name = ENGINES[engine]
-    built = getattr(importlib.import_module(module_name), class_name)(setup)
-    if isinstance(setup.optimizer, ShardedLamb):
-        setup.optimizer.bind_shards(built.state(), setup.world)
-    return built
+    return getattr(importlib.import_module(module_name), class_name)(setup)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from training.errors import AgreedError, UserError
 from training.observe.timing import communication
 from training.parallel import exchange
-from training.parallel.exchange import Parser, optional, text
+from training.parallel.exchange import Parser, optional, text, whole_number
 from training.parallel.world import World
 
 Result = TypeVar("Result")
@@ -66,6 +66,21 @@ def copy_from_main(tensors: list[torch.Tensor], world: World) -> None:
 def _split_into(tensors: list[torch.Tensor], flat: torch.Tensor) -> None:
     for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.detach().copy_(part.view_as(tensor))
+
+
+def ranks_per_machine(world: World) -> int:
+    """Return how many ranks every machine has; a collective.
+
+    Raises:
+        UserError: on all ranks, if machines have different numbers of them.
+    """
+    sizes = {*gather_objects(world.local_size, whole_number, world)}
+    if len(sizes) > 1:
+        raise AgreedError(
+            f"--replicate-across nodes: the machines have {' and '.join(map(str, sorted(sizes)))} ranks: "
+            "start the same number on each."
+        )
+    return world.local_size
 
 
 def error_on_any_rank(error: str | None, world: World) -> str | None:

@@ -28,6 +28,7 @@ from training.parallel.parameter_shards import (
     parameter_shapes,
 )
 from training.parallel.precision import DynamicLossScale, under_autocast
+from training.recipe.lamb import bind_lamb
 from training.recipe.optimizer import create_state, moment_kinds, set_applied_steps
 
 
@@ -56,6 +57,7 @@ class DeepSpeedEngine(Engine):
         self._backend = deepspeed.comm.comm.cdb
         deepspeed.comm.comm.cdb = TimedBackend(self._backend)
         create_state(self.optimizer, self._flat_partitions())
+        bind_lamb(self.optimizer, self.state(), setup.world)
         if setup.compiles:
             mode = compile_mode(setup.world.device, setup.batch_size, setup.plan)
             self._engine.compile(compile_kwargs={"mode": mode})

@@ -36,6 +36,7 @@ from training.parallel.parameter_shards import (
 )
 from training.parallel.precision import DynamicLossScale, under_autocast
 from training.parallel.world import World
+from training.recipe.lamb import bind_lamb
 from training.recipe.optimizer import create_state, moment_kinds, set_applied_steps
 
 VALUES_SUMMED_IN_FLOAT32 = 1024
@@ -111,6 +112,7 @@ class NativeEngine(Engine):
             self._groups.append(flat)
         create_state(self.optimizer, (group.master for group in self._groups))
         self._has_all_weights = True
+        bind_lamb(self.optimizer, self.state(), setup.world)
         if setup.compiles:
             self._network.compile(mode=compile_mode(self._world.device, setup.batch_size, setup.plan))
 

@@ -49,6 +49,14 @@ STRATEGIES: dict[str, ParallelPlan] = {
 }
 
 
-def plan_of(strategy: str, ranks: int, offload: str = "none") -> ParallelPlan:
-    """Return the plan of a strategy, a key of `STRATEGIES`, with one copy of the training state over all ranks."""
-    return dataclasses.replace(STRATEGIES[strategy], shards=ranks, offload=offload)
+def plan_of(strategy: str, ranks: int, offload: str = "none", shards: int = 0) -> ParallelPlan:
+    """Return the plan of a strategy, a key of `STRATEGIES`.
+
+    Args:
+        strategy: its name.
+        ranks: on all machines.
+        offload: as in `ParallelPlan`.
+        shards: ranks over which one copy of the training state is divided, a divisor of `ranks`; 0 for all of them.
+    """
+    shards = shards or ranks
+    return dataclasses.replace(STRATEGIES[strategy], shards=shards, replicas=ranks // shards, offload=offload)

@@ -19,7 +19,7 @@ from training.parallel.world import World
 
 
 class ShardedLamb(Lamb):
-    """timm's Lamb over flat shards, whose state the engine creates; needs `bind_shards` before the first step.
+    """timm's Lamb over shards, whose state the engine creates; needs `bind_shards` before the first step.
 
     Gradient clipping is the engine's.
     """
@@ -28,51 +28,84 @@ class ShardedLamb(Lamb):
         super().__init__(params, max_grad_norm=None, **defaults)
         self._state: EngineState | None = None
         self._world: World | None = None
+        self._copies = 1
+        # Of each tensor that is updated: number, sizes, strides and start of the parameters' parts in it.
+        self._places: dict[torch.Tensor, list[tuple[int, torch.Size, tuple[int, ...], int]]] = {}
 
-    def bind_shards(self, state: EngineState, world: World) -> None:
-        """Take which part of which parameter lies where in the flat tensors, and the ranks that have the others."""
-        self._state, self._world = state, world
+    def bind_shards(self, state: EngineState, world: World, copies: int = 1) -> None:
+        """Note which parts of which parameters lie where in the tensors that are updated.
+
+        Args:
+            state: with all shards that this rank updates.
+            world: the ranks.
+            copies: ranks that update the same shard.
+        """
+        self._state, self._world, self._copies, self._places = state, world, copies, {}
+        for tensor in (tensor for group in self.param_groups for tensor in group["params"]):
+            self._places_in(tensor)
+
+    def _places_in(self, tensor: torch.Tensor) -> list[tuple[int, torch.Size, tuple[int, ...], int]]:
+        """Return the parts of parameters in a tensor as they lay at its first step, or when the shards were bound."""
+        assert self._state is not None, "bind_shards comes first"
+        if tensor not in self._places:
+            numbers = {name: number for number, name in enumerate(self._state.shapes)}
+            self._places[tensor] = []
+            for shard in self._state.shards:
+                weights = shard.tensors[WEIGHTS]
+                start = weights.storage_offset() - tensor.storage_offset()
+                is_in_it = weights.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+                if is_in_it and 0 <= start < tensor.numel():
+                    self._places[tensor].append((numbers[shard.name], weights.shape, weights.stride(), int(start)))
+        return self._places[tensor]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all flat tensors; a collective."""
-        for group in self.param_groups:
-            for flat in group["params"]:
-                if flat.grad is not None:
-                    self._update(flat, group)
+        """Update all tensors; a collective."""
+        updates = [
+            (tensor, group, self._adam_update(tensor, group))
+            for group in self.param_groups
+            for tensor in group["params"]
+            if tensor.grad is not None
+        ]
+        # As in timm, parameters without decay (biases, norms) keep the plain Adam step.
+        self._apply_trust_ratios([(tensor, update) for tensor, group, update in updates if group["weight_decay"]])
+        for tensor, group, update in updates:
+            tensor.add_(update, alpha=-group["lr"])
 
-    def _update(self, flat: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[flat]
+    def _adam_update(self, tensor: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        state = self.state[tensor]
         state["step"] += 1
         beta1, beta2 = group["betas"]
         step = int(state["step"])  # kept on the CPU: no device sync
-        state["exp_avg"].lerp_(flat.grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(flat.grad, flat.grad, value=1 - beta2)
+        state["exp_avg"].lerp_(tensor.grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(tensor.grad, tensor.grad, value=1 - beta2)
         denominator = (state["exp_avg_sq"].sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
         update = (state["exp_avg"] / (1 - beta1**step)).div_(denominator)
-        # As in timm, parameters without decay (biases, norms) keep the plain Adam step.
-        if group["weight_decay"]:
-            update.add_(flat, alpha=group["weight_decay"])
-            self._apply_trust_ratios(flat, update)
-        flat.add_(update, alpha=-group["lr"])
+        return update.add_(tensor, alpha=group["weight_decay"]) if group["weight_decay"] else update
 
-    def _apply_trust_ratios(self, flat: torch.Tensor, update: torch.Tensor) -> None:
+    def _apply_trust_ratios(self, updates: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Multiply each parameter's update by |weight| / |update|, 1 where either is 0; a collective."""
-        assert self._world is not None, "bind_shards comes first"
-        assert self._state is not None
-        parts = []  # of each shard in this flat tensor: number of the parameter, its weights and its update
-        numbers = {name: number for number, name in enumerate(self._state.shapes)}
-        for shard in self._state.shards:
-            weights = shard.tensors[WEIGHTS]
-            start = weights.storage_offset() - flat.storage_offset()
-            if weights.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() and 0 <= start < len(flat):
-                parts.append((numbers[shard.name], weights, update.as_strided(weights.shape, weights.stride(), start)))
-        squares = torch.zeros(2, len(numbers), dtype=torch.float64, device=flat.device)
+        assert self._state is not None, "bind_shards comes first"
+        assert self._world is not None
+        parts: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # number of the parameter, its weights, their update
+        for tensor, update in updates:
+            for number, sizes, strides, start in self._places_in(tensor):
+                weights, part = (
+                    whole.as_strided(sizes, strides, whole.storage_offset() + start) for whole in (tensor, update)
+                )
+                parts.append((number, weights, part))
+        # Offloaded shards are in CPU memory, which NCCL cannot reach.
+        squares = torch.zeros(2, len(self._state.shapes), dtype=torch.float64, device=self._world.device)
         for number, *tensors in parts:
             for row, tensor in enumerate(tensors):
-                squares[row, number] += tensor.square().sum(dtype=torch.float64)
-        # Offloaded shards are in CPU memory, which NCCL cannot reach.
-        weight_norms, update_norms = sum_over_ranks(squares.to(self._world.device), self._world).sqrt().to(flat.device)
-        ratios = torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0).to(flat.dtype)
+                squares[row, number] += tensor.square().sum(dtype=torch.float64).to(squares.device)
+        weight_norms, update_norms = (sum_over_ranks(squares, self._world) / self._copies).sqrt()
+        ratios = torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
         for number, _, part in parts:
-            part.mul_(ratios[number])
+            part.mul_(ratios[number].to(part.device, part.dtype))
+
+
+def bind_lamb(optimizer: torch.optim.Optimizer, state: EngineState, world: World, copies: int = 1) -> None:
+    """Bind a `ShardedLamb`, as its `bind_shards` says; other rules need nothing."""
+    if isinstance(optimizer, ShardedLamb):
+        optimizer.bind_shards(state, world, copies)

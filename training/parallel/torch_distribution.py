@@ -1,0 +1,189 @@
+"""Where PyTorch keeps the parameters, and what moves them: `DistributedDataParallel` and FSDP2 (`fully_shard`).
+
+The first keeps the whole training state on every rank. FSDP2 (Zhao et al. 2023, https://arxiv.org/abs/2304.11277)
+shards every parameter by rows, and gathers the weights of one repeated block of the network at a time: at stage 3 they
+are released after the block's forward, at stage 2 after its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from training.parallel.activation_checkpointing import repeated_blocks
+from training.parallel.collectives import copy_from_main
+from training.parallel.compilation import compile_mode
+from training.parallel.engine import EngineSetup
+from training.parallel.precision import under_autocast
+
+
+class Distribution(Protocol):
+    """Where the parameters are, and what moves their values and gradients between the ranks.
+
+    Attributes:
+        copies: of each parameter over all ranks.
+    """
+
+    copies: int
+
+    def forward(self, images: torch.Tensor, *, is_last_micro_step: bool) -> torch.Tensor:
+        """Run the network; gradients are exchanged by backward in the last micro-step of an update; a collective."""
+
+    def settle(self) -> None:
+        """Leave the module with the parameters that the optimizer updates; no collective."""
+
+    def first_row(self, parameter: nn.Parameter) -> int:
+        """Return the first index of this rank's part in the parameter's first dimension."""
+
+    def owns(self, name: str) -> bool:
+        """Return whether this rank is the one of those with the same part of a parameter that reports it."""
+
+
+class Replicated(Distribution):
+    """The whole model on every rank, and gradients that are averaged while backward still runs."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        """Wrap the model; a collective."""
+        module, world = setup.module, setup.world
+        self.copies = world.size
+        # Images are channels_last: kernels would convert the weights in every step, and their gradients afterwards.
+        module.to(memory_format=torch.channels_last)
+        self._network = under_autocast(module, setup.precision, world.device)
+        if setup.compiles:
+            self._network.compile(mode=compile_mode(world.device, setup.batch_size, setup.plan))
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        # Not a static graph: its first backward reduces otherwise than all others, and afterwards it saves nothing.
+        self._parallel = DistributedDataParallel(_AllUsed(self._network, trained), gradient_as_bucket_view=True)
+        self._parallel.broadcast_buffers = False  # the argument has another name from torch 2.15 on
+        self._rehearse(trained)
+        owners = _deal({name: parameter.numel() for name, parameter in module.named_parameters()}, world.size)
+        self._owned = {name for name, rank in owners.items() if rank == world.rank}
+
+    def _rehearse(self, trained: list[nn.Parameter]) -> None:
+        """Let a backward of zeros pass, after which the buckets stay as they are.
+
+        The first backward decides by its order which parameters share a bucket, and with it the order of sums over
+        three ranks or more: a resumed run would otherwise take its first step with other bits.
+        """
+        with torch.enable_grad():
+            self._parallel(None).backward()
+        for parameter in trained:
+            parameter.grad = None
+
+    def forward(self, images: torch.Tensor, *, is_last_micro_step: bool) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return self._network(images)
+        if is_last_micro_step:
+            return self._parallel(images)
+        with self._parallel.no_sync():
+            return self._parallel(images)
+
+    def settle(self) -> None: ...
+
+    def first_row(self, parameter: nn.Parameter) -> int:
+        return 0
+
+    def owns(self, name: str) -> bool:
+        return name in self._owned
+
+
+class Sharded(Distribution):
+    """Rows of every parameter on each rank of a replica."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        """Shard the model; a collective."""
+        self._module, world, plan = setup.module, setup.world, setup.plan
+        self.copies, self._releases = plan.replicas, plan.releases_weights
+        self._accumulates = setup.accumulation_steps > 1
+        copy_from_main([*self._module.parameters()], world)
+        if plan.replicas > 1:
+            mesh = init_device_mesh(
+                world.device.type, (plan.replicas, plan.shards), mesh_dim_names=("replicas", "shards")
+            )
+        else:
+            mesh = init_device_mesh(world.device.type, (plan.shards,), mesh_dim_names=("shards",))
+        self._row, self._shards = mesh.get_local_rank("shards"), plan.shards
+        self._is_first_replica = world.rank < plan.shards
+        policy = OffloadPolicy()
+        if plan.offload != "none":
+            policy = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+        options: dict[str, Any] = {"mesh": mesh, "offload_policy": policy, "reshard_after_forward": self._releases}
+        units = repeated_blocks(self._module)
+        for unit in units:
+            if setup.compiles:
+                unit.forward = torch.compile(unit.forward)
+            fully_shard(unit, **options)
+        if setup.compiles and not units:
+            self._module.forward = torch.compile(self._module.forward)
+        # Backward begins where forward ends: the root's own weights would be gathered again at once.
+        fully_shard(self._module, **options | {"reshard_after_forward": False})
+        self._network = under_autocast(self._module, setup.precision, world.device)
+
+    def forward(self, images: torch.Tensor, *, is_last_micro_step: bool) -> torch.Tensor:
+        if self._accumulates and torch.is_grad_enabled():
+            root = cast(FSDPModule, self._module)
+            root.set_requires_gradient_sync(is_last_micro_step)
+            root.set_reshard_after_backward(is_last_micro_step or self._releases)
+        return self._network(images)
+
+    def settle(self) -> None:
+        for module in self._module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def first_row(self, parameter: nn.Parameter) -> int:
+        rows = len(parameter)
+        return min(self._row * -(-rows // self._shards), rows)  # as torch.chunk
+
+    def owns(self, name: str) -> bool:
+        return self._is_first_replica
+
+
+class _AllUsed(nn.Module):
+    """A network whose every backward reaches every parameter, with no gradient where there is none.
+
+    `DistributedDataParallel` waits for each of them, and searching the graph for those that a loss does not depend on
+    (`find_unused_parameters`) takes time in every step. Without images: zero, by a graph that reaches the parameters
+    one after another, the last one first.
+    """
+
+    def __init__(self, network: nn.Module, trained: list[nn.Parameter]) -> None:
+        super().__init__()
+        self._network, self._trained = network, trained
+
+    def forward(self, images: torch.Tensor | None) -> torch.Tensor:
+        if images is None:
+            zeros = [parameter.flatten()[:1].sum() * 0 for parameter in self._trained]
+            total = zeros[0]
+            for zero in zeros[1:]:
+                total = total + zero
+            return total
+        return _Reach.apply(self._network(images), *self._trained)
+
+
+class _Reach(torch.autograd.Function):
+    """Identity on logits whose backward also visits parameters, without a gradient for them."""
+
+    @staticmethod
+    def forward(context: Any, logits: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        context.parameters = len(parameters)
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradient, *[None] * context.parameters
+
+
+def _deal(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Deal parameters out to ranks, the largest first, each to the rank with the fewest elements."""
+    loads, owners = [0] * ranks, {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owners[name] = min(range(ranks), key=loads.__getitem__)
+        loads[owners[name]] += sizes[name]
+    return owners

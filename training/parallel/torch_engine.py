@@ -1,0 +1,180 @@
+"""PyTorch's own data parallelism as an engine.
+
+`training.parallel.torch_distribution` distributes the parameters. Precision, clipping and the verdict on a step are
+this module's, so that they mean the same under every engine. The optimizer sees plain tensors, the rows of a parameter
+that this rank has: an operation on a DTensor costs many times its dispatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from training.parallel.collectives import sum_over_ranks
+from training.parallel.engine import Engine, EngineSetup, StepResult
+from training.parallel.native_engine import sum_of_squares
+from training.parallel.parameter_shards import (
+    WEIGHTS,
+    EngineState,
+    ParameterShard,
+    fill_shards,
+    one_version_of_buffers,
+    parameter_shapes,
+)
+from training.parallel.precision import DynamicLossScale
+from training.parallel.torch_distribution import Distribution, Replicated, Sharded
+from training.recipe.lamb import bind_lamb
+from training.recipe.optimizer import create_state, moment_kinds, set_applied_steps
+
+VALUES_NORMED_IN_FLOAT32 = 1 << 14
+
+
+class TorchEngine(Engine):
+    """A model whose training state PyTorch replicates or shards.
+
+    The optimizer's groups get this rank's parts of the parameters.
+    """
+
+    def __init__(self, setup: EngineSetup) -> None:
+        """Distribute the model; a collective."""
+        self.module, self.optimizer, self._world = setup.module, setup.optimizer, setup.world
+        self.loss_scale = DynamicLossScale() if setup.precision == "fp16" else None
+        self._accumulation_steps, self._clipping = setup.accumulation_steps, setup.gradient_clipping
+        self._micro_steps = 0
+        self._applied_steps: int | torch.Tensor = 0
+        # As in the native engine: the fused rules skip an update by a flag on the weights' device.
+        is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        is_on_gpu = setup.world.device.type == "cuda" and setup.plan.offload == "none"
+        self.defers_verdict = is_on_gpu and is_fused and self.loss_scale is None
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        grouped = [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]
+        self._distribution: Distribution = (Replicated if setup.plan.zero_stage == 1 else Sharded)(setup)
+        parameters = dict(self.module.named_parameters())
+        # Without the parameters of which this rank has no rows.
+        self._trained = {
+            name: _local_parameter(parameters[name])
+            for group in grouped
+            for name in group
+            if _local(parameters[name]).numel()
+        }
+        self._live = {name: parameters[name] for name in self._trained}
+        for group, members in zip(self.optimizer.param_groups, grouped, strict=True):
+            group["params"] = [self._trained[name] for name in members if name in self._trained]
+        create_state(self.optimizer, self._trained.values())
+        bind_lamb(self.optimizer, self._state_of(self._shards()), self._world, self._distribution.copies)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        is_last = (self._micro_steps + 1) % self._accumulation_steps == 0
+        return self._distribution.forward(images, is_last_micro_step=is_last)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        scale = 1 / self._accumulation_steps  # PyTorch divides by the ranks
+        if self.loss_scale is not None:
+            scale *= self.loss_scale.value
+        (loss * scale).backward()
+
+    @torch.no_grad()
+    def step(self) -> StepResult | None:
+        self._micro_steps += 1
+        if self._micro_steps % self._accumulation_steps:
+            return None
+        scale = self.loss_scale.value if self.loss_scale is not None else 1.0
+        gradients = self._take_gradients()
+        squares = _sum_of_squares(gradients, self._world.device)
+        norm = (sum_over_ranks(squares, self._world) / self._distribution.copies).sqrt() / scale
+        is_finite = norm.isfinite()
+        applied: bool | torch.Tensor = is_finite
+        if self.defers_verdict:
+            self.optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+        else:
+            applied = bool(is_finite)  # a sync on a GPU
+        if applied is not False:
+            self._scale_gradients(gradients, norm, scale)
+            self.optimizer.step()
+        for name, parameter in self._live.items():
+            parameter.grad = self._trained[name].grad = None
+        self._applied_steps += applied
+        if self.loss_scale is not None:
+            self.loss_scale.update(bool(applied))
+        return StepResult(applied, norm)
+
+    def _take_gradients(self) -> list[torch.Tensor]:
+        """Give the optimizer's parameters the values and gradients of the model's; return the gradients."""
+        for name, parameter in self._live.items():
+            trained, gradient = self._trained[name], parameter.grad
+            if trained is not parameter:
+                trained.data = _local(parameter)  # FSDP2 may have moved it
+            trained.grad = torch.zeros_like(trained) if gradient is None else _local(gradient)
+        return [cast(torch.Tensor, trained.grad) for trained in self._trained.values()]
+
+    def _scale_gradients(self, gradients: list[torch.Tensor], norm: torch.Tensor, scale: float) -> None:
+        """Undo fp16's loss scale and clip."""
+        if not gradients or (not self._clipping and scale == 1.0):
+            return
+        factor = torch.full_like(norm, 1 / scale)
+        if self._clipping:
+            factor *= (self._clipping / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device, torch.float32))
+
+    def state(self) -> EngineState:
+        return self._state_of([shard for shard in self._shards() if self._distribution.owns(shard.name)])
+
+    def _state_of(self, shards: list[ParameterShard]) -> EngineState:
+        shapes, kinds = parameter_shapes(self.module), moment_kinds(self.optimizer)
+        return EngineState(shapes, kinds, shards, one_version_of_buffers(self.module), int(self._applied_steps))
+
+    def _shards(self) -> list[ParameterShard]:
+        """Return this rank's parts of all parameters, also of those that another rank reports."""
+        self._distribution.settle()
+        kinds, shards = moment_kinds(self.optimizer), []
+        for name, parameter in self.module.named_parameters():
+            tensors = {WEIGHTS: _local(parameter).detach()}
+            if name in self._trained:
+                tensors |= {kind: self.optimizer.state[self._trained[name]][kind] for kind in kinds}
+            if tensors[WEIGHTS].numel():
+                offsets = (self._distribution.first_row(parameter), *[0] * (parameter.ndim - 1))[: parameter.ndim]
+                shards.append(ParameterShard(name, offsets, tensors))
+        return shards
+
+    @torch.no_grad()
+    def load_state(
+        self,
+        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        buffers: Mapping[str, torch.Tensor],
+        applied_steps: int,
+    ) -> None:
+        self._applied_steps = applied_steps
+        set_applied_steps(self.optimizer, applied_steps)
+        fill_shards(self._shards(), tensors)
+        for name, buffer in one_version_of_buffers(self.module).items():
+            buffer.copy_(buffers[name])
+
+    def close(self) -> None: ...
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _local_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return nn.Parameter(_local(parameter).detach(), requires_grad=parameter.requires_grad)
+
+
+def _sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the sum of the squares of all values as float64 [] on `device`, to about float32's precision."""
+    small = [tensor for tensor in tensors if tensor.numel() <= VALUES_NORMED_IN_FLOAT32]
+    large = [tensor for tensor in tensors if tensor.numel() > VALUES_NORMED_IN_FLOAT32]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if small:
+        total += torch.stack(torch._foreach_norm(small)).double().square().sum().to(device)
+    for tensor in large:
+        # Dense, in whatever order of dimensions: as a vector in the order of memory.
+        total += sum_of_squares(tensor.as_strided((tensor.numel(),), (1,))).to(device)
+    return total
