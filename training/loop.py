@@ -43,7 +43,8 @@ def train_one_epoch(state: TrainState, batches: Iterable[Batch], context: TrainC
         context.schedule.set_learning_rates(engine.optimizer.param_groups, position)
         for micro_step in range(plan.accumulation_steps):
             batch = next(waiting)
-            seed_dropout(context.seed, position, micro_step * world.size + world.rank, world.device)
+            leaf = world.rank * plan.accumulation_steps + micro_step
+            seed_dropout(context.seed, position, leaf, world.device)
             logits = engine.forward(batch.images)
             losses = sample_losses(logits, batch.labels, context.label_smoothing)
             engine.backward((losses * batch.weights).sum() * plan.loss_scale_for(step))
@@ -95,13 +96,13 @@ def evaluate(
     return stop_signal or recorder.gather(context.world)
 
 
-def seed_dropout(seed: int, position: int, micro_batch: int, device: torch.device) -> None:
-    """Make dropout a function of (seed, step, micro-batch of the step) alone.
+def seed_dropout(seed: int, position: int, leaf: int, device: torch.device) -> None:
+    """Make dropout a function of (seed, step, leaf of the step) alone; for leaves see `BatchPlan.micro_batch`.
 
     A run that resumes inside an epoch therefore needs no stored generator state, and the same micro-batches on another
     number of ranks draw the same masks.
     """
-    state = np.random.SeedSequence((seed, position, micro_batch)).generate_state(1, np.uint64)
+    state = np.random.SeedSequence((seed, position, leaf)).generate_state(1, np.uint64)
     # Not torch.manual_seed, which asks every kind of device for its generator: 120 microseconds against 1.
     torch.default_generator.manual_seed(int(state[0] >> 1))
     if device.type == "cuda":

@@ -58,7 +58,7 @@ def epoch_bytes(pair, world, accumulation, workers, epoch=1) -> dict[tuple[int, 
         for number, batch in enumerate(loader.epoch(epoch)):
             step, micro_step = divmod(number, accumulation)
             for sample in range(len(batch.labels)):
-                place = (micro_step * world + rank) * plan.batch_size_per_rank + sample
+                place = (rank * accumulation + micro_step) * plan.batch_size_per_rank + sample
                 parts = (batch.images, batch.labels, batch.weights, batch.indices)
                 found[step, place] = [part[sample].numpy().tobytes() for part in parts]
         loader.close()
@@ -70,7 +70,7 @@ def test_same_bytes_for_any_ranks_accumulation_and_workers(folder, augmentation)
     pair = load_folder(folder, augmentation=augmentation)
     expected = epoch_bytes(pair, world=1, accumulation=1, workers=0)
     assert len(expected) == 64  # 60 images and 4 of padding
-    for world, accumulation, workers in ((2, 1, 0), (8, 1, 0), (1, 2, 0), (1, 1, 2)):
+    for world, accumulation, workers in ((2, 1, 0), (8, 1, 0), (2, 2, 0), (1, 1, 2)):
         assert epoch_bytes(pair, world, accumulation, workers) == expected
     assert epoch_bytes(pair, 1, 1, 0, epoch=2) != expected
 

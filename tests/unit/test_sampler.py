@@ -60,17 +60,21 @@ def test_order_is_the_same_for_any_number_of_ranks():
     orders = []
     for plan in plans:
         batches = epoch_of(plan, epoch=4)
-        orders.append(np.concatenate([batches[key][0] for key in sorted(batches)]))
+        # Step by step, a rank's micro-batches one after another.
+        by_leaf = sorted(batches, key=lambda key: (key[0], key[2], key[1]))
+        orders.append(np.concatenate([batches[key][0] for key in by_leaf]))
     for order in orders[1:]:
         np.testing.assert_array_equal(order, orders[0])
 
 
-def test_two_accumulation_steps_see_the_micro_batches_of_two_ranks():
-    alone, together = BatchPlan(100, 8, 2, 1, 0), BatchPlan(100, 8, 1, 2, 0)
-    for step, part in itertools.product(range(alone.steps_per_epoch), range(2)):
-        for first, second in zip(
-            alone.micro_batch(1, step, part, 0), together.micro_batch(1, step, 0, part), strict=True
-        ):
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_the_leaves_of_a_step_are_the_same_on_any_number_of_ranks(ranks):
+    """6 micro-batches on one rank, or in contiguous parts on several."""
+    alone, together = BatchPlan(100, 8, 6, 1, 0), BatchPlan(100, 8, 6 // ranks, ranks, 0)
+    for step, leaf in itertools.product(range(alone.steps_per_epoch), range(6)):
+        rank, micro_step = divmod(leaf, 6 // ranks)
+        pair = alone.micro_batch(1, step, leaf, 0), together.micro_batch(1, step, micro_step, rank)
+        for first, second in zip(*pair, strict=True):
             np.testing.assert_array_equal(first, second)
 
 
@@ -123,6 +127,16 @@ def test_evaluation_sees_every_sample_once_in_equal_batches(samples, batch, worl
         assert len(keys) == plan.batches_per_rank
         for key in keys:
             assert key.indices.shape == key.weights.shape == (batch,)
-            assert (key.indices[key.weights == 1] % world == rank).all()
             np.add.at(totals, key.indices, key.weights)
     np.testing.assert_array_equal(totals, np.ones(samples))
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_the_batches_of_an_evaluation_are_the_same_on_any_number_of_ranks(world):
+    """97 samples are 13 batches of 8, and then batches of padding alone."""
+    alone, ranks = list(EvaluationPlan(97, 8, 1).keys(0)), EvaluationPlan(97, 8, world)
+    keys = [key for row in zip(*map(ranks.keys, range(world)), strict=True) for key in row]
+    for first, second in zip(alone, keys, strict=False):
+        np.testing.assert_array_equal(first.indices, second.indices)
+        np.testing.assert_array_equal(first.weights, second.weights)
+    assert not any(key.weights.any() for key in keys[len(alone) :])

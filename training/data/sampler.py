@@ -72,10 +72,11 @@ class BatchPlan:
     def micro_batch(self, epoch: int, step: int, micro_step: int, rank: int) -> BatchKey:
         """Return the samples of one forward pass of one rank.
 
-        Within step k, micro-batch a of rank r contains the positions k*G + (a*R + r)*B and the B-1 after it: one rank
-        with two accumulation steps sees the same micro-batches as two ranks with one.
+        Micro-batch a of rank r is leaf r*A + a of its step, and leaf l of step k contains the positions k*G + l*B and
+        the B-1 after it: the leaves of a step are the same for all ranks and accumulation steps with one product R x A.
         """
-        first = step * self.global_batch + (micro_step * self.world_size + rank) * self.batch_size_per_rank
+        leaf = rank * self.accumulation_steps + micro_step
+        first = step * self.global_batch + leaf * self.batch_size_per_rank
         positions = np.arange(first, first + self.batch_size_per_rank)
         weights = (positions < self.num_samples).astype(np.float32)
         return BatchKey(epoch, self.permutation(epoch)[positions % self.num_samples], weights)
@@ -102,6 +103,9 @@ class BatchPlan:
 class EvaluationPlan:
     """The evaluation batches of every rank: each sample once, the same number of equal batches on all ranks.
 
+    Batch b contains the samples b*B to b*B + B-1 on any number of ranks, since the last bit of a sample's logits may
+    depend on its place in the batch.
+
     Attributes:
         num_samples: Size N of the validation set, at least 1.
         batch_size_per_rank: Samples B of one batch.
@@ -114,14 +118,13 @@ class EvaluationPlan:
 
     @property
     def batches_per_rank(self) -> int:
-        """Batches that every rank evaluates."""
+        """Batches that every rank evaluates; some of the last ones may contain nothing but padding."""
         return -(-self.num_samples // (self.batch_size_per_rank * self.world_size))
 
     def keys(self, rank: int) -> Iterator[BatchKey]:
-        """Yield the batches of `rank`: the samples r, r+R, r+2R, ...; padding of the last ones has weight 0."""
-        for batch in range(self.batches_per_rank):
-            samples = batch * self.batch_size_per_rank + np.arange(self.batch_size_per_rank)
-            positions = rank + self.world_size * samples
+        """Yield the batches of `rank`: r, r+R, r+2R, ...; padding of the last ones has weight 0."""
+        for batch in range(rank, self.batches_per_rank * self.world_size, self.world_size):
+            positions = batch * self.batch_size_per_rank + np.arange(self.batch_size_per_rank)
             yield BatchKey(0, positions % self.num_samples, (positions < self.num_samples).astype(np.float32))
 
 

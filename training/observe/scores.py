@@ -12,6 +12,9 @@ from training.parallel.collectives import gather_rows, sum_over_ranks
 from training.parallel.world import World
 
 TOP_K = 5
+# Losses are rounded to multiples of this before they are added: float64 sums of such numbers are exact below 2**29, and
+# so do not depend on their order, nor on the number of ranks. A float32 from 0.5 on is such a multiple already.
+LOSS_UNIT = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Scores:
 
 
 class ScoreSums:
-    """Sums over batches on the device; nothing is read back before `reduce`."""
+    """Sums over batches on the device, exact in any order; nothing is read back before `reduce`."""
 
     def __init__(self, num_classes: int, device: torch.device) -> None:
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
@@ -80,7 +83,7 @@ class ScoreSums:
             best = logits.topk(self._top_k, dim=1).indices
             hits = (best == labels[:, None]) & counted[:, None]
             # A padded sample may have an infinite loss: it is masked, since 0 * inf is nan.
-            kept = torch.where(counted, losses.detach().double(), 0.0)
+            kept = torch.where(counted, (losses.detach().double() / LOSS_UNIT).round() * LOSS_UNIT, 0.0)
             self._sums += torch.stack([kept.sum(), hits[:, 0].sum(), hits.sum(), counted.sum()])
 
     def state(self) -> torch.Tensor:
