@@ -36,6 +36,7 @@ def make_engine(
     weight_decay: float = 0.05,
     engine: str = "auto",
     gradient_clipping: float = 0.0,
+    accumulation_steps: int = 1,
     compiles: bool = False,
 ) -> Engine:
     """Build the engine over AdamW; a collective.
@@ -50,6 +51,7 @@ def make_engine(
         weight_decay: AdamW's.
         engine: as `--engine`.
         gradient_clipping: largest norm, 0 for none.
+        accumulation_steps: micro-batches of each rank in one step.
         compiles: whether the model runs through `torch.compile`.
     """
     config = TrainConfig(learning_rate=learning_rate, weight_decay=weight_decay)
@@ -58,12 +60,18 @@ def make_engine(
     json = deepspeed_config(
         read_strategy_json(strategy),
         batch_size_per_rank=batch_size,
-        accumulation_steps=1,
+        accumulation_steps=accumulation_steps,
         gradient_clipping=gradient_clipping,
         offload="none",
     )
     plan = plan_of(strategy, world.size)
-    setup = EngineSetup(module, optimizer, plan, precision, world, batch_size, 1, gradient_clipping, json, compiles)
+    setup = EngineSetup(
+        *(module, optimizer, plan, precision, world, batch_size),
+        accumulation_steps=accumulation_steps,
+        gradient_clipping=gradient_clipping,
+        deepspeed_config=json,
+        compiles=compiles,
+    )
     return build_engine(setup, engine_of(module, strategy, world.device, world.size, engine))
 
 

@@ -112,6 +112,12 @@ class TrainConfig:
         "auto",
         "Run the model through torch.compile (a minute or two at the start); auto: where it was measured to be faster.",
     )
+    threads_per_rank: int = option(
+        0,
+        "CPU threads of each rank; 0: as the checkpoint, else cores / ranks. Another number changes the last bits.",
+        low=0,
+        high=1024,
+    )
     deepspeed_config: str = option("", "Use this DeepSpeed JSON in place of the strategy's own.")
 
     # Data.
@@ -180,7 +186,8 @@ class TrainConfig:
 # follows from the global batch, the data set is identified by its fingerprint, the starting weights no longer matter.
 CHANGEABLE_ON_RESUME = frozenset(
     {
-        *("strategy", "precision", "offload", "engine", "replicate_across", "compile", "deepspeed_config"),
+        *("strategy", "precision", "offload", "engine", "replicate_across", "compile", "threads_per_rank"),
+        "deepspeed_config",
         *("activation_checkpointing", "deterministic"),
         *("batch_size", "gradient_accumulation_steps", "pretrained", "weights", "early_stopping_patience"),
         *("data", "data_root", "download", "workers", "cache", "cache_gb", "bad_images"),

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
 
+import torch
+
 from models import model_spec
 from models.build import BuiltModel
 from models.weights_file import not_finite
@@ -20,6 +22,8 @@ from training.checkpoint.resume import (
     create_folder,
     find_checkpoint,
     keep_global_batch,
+    keep_threads,
+    note_other_leaves,
     restore,
 )
 from training.checkpoint.saver import Saver
@@ -49,7 +53,6 @@ from training.observe.run_folder import RunFolder
 from training.observe.scores import Scores, ScoreSums
 from training.observe.step_metrics import peak_memory_per_rank, run_point, start_timing
 from training.observe.timing import measured_communication
-from training.parallel.batchnorm import average_buffers
 from training.parallel.build_engine import build_engine, resolve_engine
 from training.parallel.collectives import agreed, error_on_any_rank, ranks_per_machine
 from training.parallel.compilation import resolve_compile
@@ -197,6 +200,10 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
     folder, lock = create_folder(config, start, world)
     found, notes = find_checkpoint(config, folder, start, world)
     config = agreed(lambda: keep_global_batch(config, found, world), world)
+    config, thread_notes = keep_threads(config, found, world)
+    if config.threads_per_rank:
+        torch.set_num_threads(config.threads_per_rank)
+    notes = [*notes, *thread_notes, *note_other_leaves(config, found)]
     head_epochs = config.head_epochs if model_spec(config.model_type).always_pretrained else 0
     plan = BatchPlan(len(data.train), config.batch_size, config.gradient_accumulation_steps, world.size, config.seed)
     # Worker processes take seconds to start: they do so while the model and the engine are built.
@@ -308,7 +315,7 @@ def _train_and_evaluate(context: RunContext, loop: TrainContext, saver: Saver) -
     if state.progress.step == context.plan.steps_per_epoch:
         # A checkpoint of this moment holds averaged buffers: averaging them again would round them again.
         if not only_evaluation_is_left:
-            average_buffers(engine.module, world)
+            engine.buffers.average(world)
         if not stop_signal:
             evaluation_start = time.perf_counter()
             with clock.evaluation:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.training.engine_ranks import configuration, make_batch, make_engine, make_model, weights_of
+from tests.training.engine_ranks import configuration, decayed_and_not, make_batch, make_engine, make_model, weights_of
 from training.checkpoint.manifest import Manifest, shard_name
 from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
 from training.data.reader import Batch
@@ -130,6 +130,45 @@ def accumulation_report(world: World, micro_steps: int):
         guard.note(Batch(images, numbers.long(), numbers, torch.arange(BATCH_SIZE)), numbers)
         del images, numbers
     return torch.cuda.memory_allocated() - before
+
+
+def leaves_report(world: World, leaves: int):
+    """Take one step on so many leaves, natively and by hand; return the weights and each leaf's statistics of both.
+
+    By hand, every leaf has a copy of the model, and their gradients are added pair by pair: whichever rank computes a
+    leaf, these are the numbers that are added.
+    """
+    engine = build(
+        world, 0, engine="native", optimizer="sgd", gradient_clipping=0.0, gradient_accumulation_steps=leaves
+    )
+    plain = copy.deepcopy(engine.module)
+    copies = [copy.deepcopy(plain) for _ in range(leaves)]
+    for leaf, module in enumerate(copies):
+        images, labels = (tensor.to(world.device) for tensor in make_batch(0, leaf))
+        (sample_losses(module(images), labels).mean() * (1 / leaves)).backward()
+        engine.backward(sample_losses(engine.forward(images), labels).mean())
+        engine.step()
+    rows = [[parameter.grad for parameter in module.parameters()] for module in copies]
+    while len(rows) > 1:
+        pairs = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(rows[::2], rows[1::2], strict=False)]
+        rows = pairs + rows[2 * len(pairs) :]
+    for parameter, gradient in zip(plain.parameters(), rows[0], strict=True):
+        parameter.grad = gradient
+    config = configuration()
+    groups = decayed_and_not(plain, config.weight_decay)
+    torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, nesterov=True, fused=True).step()
+    statistics = {
+        name: torch.stack([dict(one.named_buffers())[name] for one in copies]) for name in engine.buffers.by_name()
+    }
+    return {
+        "expected": {
+            name: tensor.tolist() for name, tensor in {**dict(plain.named_parameters()), **statistics}.items()
+        },
+        "found": {
+            name: tensor.tolist()
+            for name, tensor in {**dict(engine.module.named_parameters()), **engine.buffers.by_name()}.items()
+        },
+    }
 
 
 def compiled_report(world: World, strategy: str):

@@ -75,6 +75,13 @@ def test_no_images_stay_on_the_gpu_over_the_micro_steps(tmp_path):
     assert kept < 2**20, "one micro-batch alone has 6 MiB"
 
 
+def test_one_gpu_adds_the_leaves_along_the_tree(tmp_path):
+    """What one GPU can show of the same bytes on any number of them: the pairs that are added, to the bit."""
+    (reports,) = run_ranks(f"{CASES}:leaves_report", 1, tmp_path, [{"leaves": leaves} for leaves in (1, 4, 7)])
+    for report in reports:
+        assert report["found"] == report["expected"]
+
+
 def test_compiled_with_cuda_graphs_where_the_weights_stay_where_they_are(tmp_path):
     (reports,) = run_ranks(f"{CASES}:compiled_report", 1, tmp_path, [{"strategy": strategy} for strategy in STRATEGIES])
     for plain, compiled in reports:

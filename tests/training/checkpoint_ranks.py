@@ -32,8 +32,7 @@ from training.observe.heartbeat import HeartbeatWriter
 from training.observe.loggers import Loggers
 from training.observe.scores import ScoreSums
 from training.observe.step_metrics import Timing
-from training.parallel.batchnorm import average_buffers
-from training.parallel.collectives import barrier, broadcast_object, gather_objects
+from training.parallel.collectives import barrier, broadcast_object
 from training.parallel.exchange import text
 from training.parallel.signals import StopRequest
 from training.parallel.strategies import STRATEGIES
@@ -50,14 +49,14 @@ RATE = 0.01
 
 
 class DropoutNet(nn.Module):
-    """A convolution, BatchNorm where asked for, dropout and a head."""
+    """A convolution, BatchNorm where asked for, dropout and a head; 7 blocks of weights, so that 4 ranks have some."""
 
     def __init__(self, with_batchnorm: bool) -> None:
         super().__init__()
-        self.convolution = nn.Conv2d(3, 8, 3, padding=1, bias=not with_batchnorm)
-        self.norm = nn.BatchNorm2d(8) if with_batchnorm else nn.Identity()
+        self.convolution = nn.Conv2d(3, 192, 3, padding=1, bias=not with_batchnorm)
+        self.norm = nn.BatchNorm2d(192) if with_batchnorm else nn.Identity()
         self.dropout = nn.Dropout(0.3)
-        self.head = nn.Linear(8, CLASSES)
+        self.head = nn.Linear(192, CLASSES)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.head(self.dropout(torch.relu(self.norm(self.convolution(images))).mean((2, 3))))
@@ -184,7 +183,7 @@ class Job:
         state = self.state
         for epoch in range(state.progress.epoch, EPOCHS):
             train_one_epoch(state, self.loader.epoch(epoch, state.progress.step), self.context)
-            average_buffers(self.module, self.world)
+            self.engine.buffers.average(self.world)
             self.epoch_scores = state.sums.reduce(self.world)
             state.sums.reset()
             state.progress = dataclasses.replace(state.progress, epoch=epoch + 1, step=0)
@@ -236,9 +235,9 @@ def resume_from(world: World, checkpoint: str, folder: str, strategy: str, **opt
     """Go on from one checkpoint to the end, saving at every step into another folder."""
     warm_up(world)
     job = Job(world, folder, strategy, every_steps=1, resume=checkpoint, **options)
-    buffers = {name: buffer.double().tolist() for name, buffer in job.module.named_buffers()}
+    buffers = {name: leaves.double().tolist() for name, leaves in job.engine.buffers.by_name().items()}
     job.train()
-    result = job.report() | {"resumed_buffers": gather_objects(buffers, dict, world)}
+    result = job.report() | {"resumed_buffers": buffers}
     job.close()
     return result
 
@@ -279,7 +278,9 @@ def poisoned(
     before_step = job.context.guard.before_step
 
     def state() -> dict[str, Any]:
-        return weights_of(job.engine)
+        return weights_of(job.engine) | {
+            f"leaves of {name}": leaves.double().tolist() for name, leaves in job.engine.buffers.by_name().items()
+        }
 
     def watched_before() -> None:
         before_step()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,9 @@ from training.observe.scores import ScoreSums, sample_losses
 from training.observe.step_metrics import Timing
 from training.parallel import flat_buffers
 from training.parallel.activation_checkpointing import enable_activation_checkpointing
-from training.parallel.batchnorm import average_buffers, synchronize_batchnorm
+from training.parallel.batchnorm import ModelBuffers, synchronize_batchnorm
 from training.parallel.build_engine import build_engine, resolve_engine
-from training.parallel.collectives import ranks_per_machine
+from training.parallel.collectives import gather_rows, ranks_per_machine
 from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
 from training.parallel.engine import Engine, EngineSetup
 from training.parallel.signals import StopRequest
@@ -127,7 +129,7 @@ def train_steps(
     losses = []
     for step in steps:
         for micro_step in range(accumulation):
-            images, labels = make_batch(step, micro_step * world.size + world.rank)
+            images, labels = make_batch(step, world.rank * accumulation + micro_step)
             if (step, world.rank) == poison:
                 images[0, 0, 0, 0] = float("nan")
             loss = sample_losses(engine.forward(images), labels).mean()
@@ -230,6 +232,31 @@ def uneven_machines(world: World) -> str:
 def live_weight_bytes(engine: Engine) -> int:
     """Return the bytes of the weights that this rank holds between two steps."""
     return sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in engine.module.parameters()}.values())
+
+
+def train_leaves(world: World, leaves: int, optimizer: str, over_collectives: bool) -> str:
+    """Train natively on so many micro-batches a step; return the sha256 of gradient norms and the whole state."""
+    accumulation = leaves // world.size
+    config = configuration(optimizer=optimizer, engine="native", gradient_accumulation_steps=accumulation)
+    kept = flat_buffers.SHARED_MEMORY
+    flat_buffers.SHARED_MEMORY = Path("/nowhere") if over_collectives else kept
+    try:
+        engine = make_engine(world, make_model(True), config, discriminative=True)
+    finally:
+        flat_buffers.SHARED_MEMORY = kept
+    digest = hashlib.sha256()
+    for step, micro_step in product(range(3), range(accumulation)):
+        images, labels = make_batch(step, world.rank * accumulation + micro_step)
+        engine.backward(sample_losses(engine.forward(images), labels).mean())
+        if result := engine.step():
+            digest.update(float(result.gradient_norm).hex().encode())
+    for tensors in whole_tensors(engine).values():
+        for _, tensor in sorted(tensors.items()):
+            digest.update(tensor.contiguous().numpy().tobytes())
+    for buffer in engine.buffers.by_name().values():
+        digest.update(gather_rows(buffer.reshape(-1), world).numpy().tobytes())
+    engine.close()
+    return digest.hexdigest()
 
 
 def decayed_and_not(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -450,13 +477,15 @@ def epoch_with_plain_pytorch(world: World, global_batch: int):
 
 
 def batchnorm_average_report(world: World):
-    """Each rank sees other data; return the buffers before and after averaging."""
+    """Each leaf of two a rank sees other data; return the buffers of this rank's leaves before and after averaging."""
     module = make_model(True)
-    for step in range(3):
-        module(make_batch(step, world.rank)[0])
-    before = {name: buffer.double().tolist() for name, buffer in module.named_buffers()}
-    average_buffers(module, world)
-    return {"before": before, "after": {name: buffer.double().tolist() for name, buffer in module.named_buffers()}}
+    buffers = ModelBuffers(module, versions=2)
+    for step, version in product(range(3), range(2)):
+        buffers.select(version)
+        module(make_batch(step, 2 * world.rank + version)[0])
+    before = {name: leaves.double().tolist() for name, leaves in buffers.by_name().items()}
+    buffers.average(world)
+    return {"before": before, "after": {name: leaves.double().tolist() for name, leaves in buffers.by_name().items()}}
 
 
 def sync_batchnorm_report(world: World):

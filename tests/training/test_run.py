@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 import time
@@ -319,7 +320,9 @@ def test_a_run_ends_with_the_evaluation_of_its_weights_and_a_model_card(run_fold
     }
     card = (run_folder / "README.md").read_text()
     assert f"| top-1 | {scores['top1']:.4f} |" in card
-    assert "bash scripts/launch_distributed.sh mobilenet ddp 2 16 4 --learning-rate 0.004 --deterministic true" in card
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    flags = f"--learning-rate 0.004 --threads-per-rank {threads} --deterministic true"
+    assert f"bash scripts/launch_distributed.sh mobilenet ddp 2 16 4 {flags}" in card
 
 
 def test_a_run_ends_with_its_report(trained, run_folder):

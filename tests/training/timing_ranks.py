@@ -25,6 +25,7 @@ from training.observe.loggers import Loggers
 from training.observe.scores import ScoreSums
 from training.observe.step_metrics import Timing, name_hosts
 from training.observe.timing import SpanClock, measured_communication, shares
+from training.parallel.batchnorm import ModelBuffers
 from training.parallel.engine import StepResult
 from training.parallel.world import World
 from training.recipe.nonfinite_steps import NonFiniteGuard
@@ -40,6 +41,7 @@ class DdpEngine:
 
     def __init__(self, world: World) -> None:
         self.module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, CLASSES))
+        self.buffers = ModelBuffers(self.module)
         self.optimizer = torch.optim.SGD([{"params": list(self.module.parameters()), "rate_scale": 1.0}], lr=0.1)
         self.forward = DistributedDataParallel(self.module)
 

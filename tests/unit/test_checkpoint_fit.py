@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -13,7 +14,7 @@ import torch
 from small_checkpoints import ALONE, IDENTITY
 
 from training.checkpoint.manifest import Manifest, ShardFacts
-from training.checkpoint.resume import check_fit, keep_global_batch
+from training.checkpoint.resume import check_fit, keep_global_batch, keep_threads, note_other_leaves
 from training.checkpoint.store import FoundCheckpoint
 from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig, field_types
 from training.errors import UserError
@@ -208,3 +209,41 @@ def test_accumulation_has_an_end():
     assert keep_global_batch(config, found(global_batch=most), ALONE).gradient_accumulation_steps == most
     with pytest.raises(UserError, match=f"{2 * most} accumulation steps .* use a larger --batch-size"):
         keep_global_batch(config, found(global_batch=2 * most), ALONE)
+
+
+# The threads of a rank, and the leaves.
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "threads", "told"),
+    [
+        (None, 0, 4, []),  # of a version without the flag
+        (0, 0, 4, []),
+        (4, 0, 4, []),
+        (1, 0, 1, ["1 thread(s) x 1 ranks on 4 cores: 3 idle, for the same bytes"]),
+        (8, 0, 8, ["8 thread(s) x 1 ranks on 4 cores: they wait for each other, for the same bytes"]),
+        (1, 4, 4, ["--threads-per-rank 4 instead of 1: the bytes will not be those of the run so far"]),
+    ],
+)
+def test_a_run_keeps_its_threads_unless_told_otherwise(saved, given, threads, told, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)))
+    checkpoint = found(config={} if saved is None else {"threads_per_rank": saved})
+    if saved is None:
+        del checkpoint.manifest.config["threads_per_rank"]
+    config, notes = keep_threads(dataclasses.replace(CONFIG, threads_per_rank=given), checkpoint, ALONE)
+    assert (config.threads_per_rank, notes) == (threads, told)
+
+
+@pytest.mark.parametrize("saved", [-1, 1025, 1.0, True, "2", None, math.nan, 10**4000, BOTTOMLESS])
+def test_strange_numbers_of_threads_get_one_line(saved):
+    with pytest.raises(UserError) as caught:
+        keep_threads(CONFIG, found(config={"threads_per_rank": saved}), ALONE)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
+
+
+def test_another_batch_size_is_noted_since_the_bytes_change():
+    assert note_other_leaves(CONFIG, None) == note_other_leaves(CONFIG, found()) == []
+    (line,) = note_other_leaves(dataclasses.replace(CONFIG, batch_size=4), found())
+    assert line == "--batch-size 4 instead of 8: the bytes will not be those of the run so far"

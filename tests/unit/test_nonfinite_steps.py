@@ -42,7 +42,7 @@ class Run:
 
     def __init__(self, most_consecutive=0, loss_scale=None, **counts):
         self.model, self.log = small_model(), Recorder()
-        engine = SimpleNamespace(module=self.model, loss_scale=loss_scale)
+        engine = SimpleNamespace(module=self.model, loss_scale=loss_scale, buffers=ModelBuffers(self.model))
         self.guard = NonFiniteGuard(
             engine, ALONE, Loggers([self.log]), most_consecutive, "photo-{}.png".format, **counts
         )
@@ -306,6 +306,30 @@ def test_loading_weights_reaches_the_copy():
     module(images_of(0))
     buffers.restore(kept)
     assert torch.equal(module.running_mean, other.running_mean)
+
+
+def test_every_leaf_has_its_own_version_and_all_are_set_back():
+    """Against one module per leaf; three leaves in turn, two steps, then a step that is undone."""
+    module = nn.BatchNorm2d(3).train()
+    leaves = [copy.deepcopy(module) for _ in range(3)]
+    buffers = ModelBuffers(module, versions=3)
+    for undone in (False, False, True):
+        kept = buffers.copy()
+        for number, leaf in enumerate(leaves):
+            buffers.select(number)
+            seed = 10 * int(leaf.num_batches_tracked) + number
+            output = module(images_of(seed))
+            assert undone or torch.equal(output, leaf(images_of(seed)))
+        if undone:
+            buffers.restore_unless(torch.tensor(True), kept)
+            assert not torch.equal(buffers.by_name()["running_mean"], kept[0][:, :3])
+            buffers.restore_unless(torch.tensor(False), kept)
+        for name, found in buffers.by_name().items():
+            assert torch.equal(found, torch.stack([dict(leaf.named_buffers())[name] for leaf in leaves]))
+    buffers.average(ALONE)
+    mean = (leaves[0].running_var + leaves[1].running_var + leaves[2].running_var) / 3
+    for found in (*buffers.by_name()["running_var"], module.running_var):
+        assert torch.equal(found, mean)
 
 
 def test_a_model_without_buffers():

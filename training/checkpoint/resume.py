@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +22,7 @@ from training.observe.run_folder import RunFolder, create_run_folder
 from training.observe.run_lock import Origin
 from training.observe.scores import ScoreSums
 from training.parallel.collectives import agreed, broadcast_object
-from training.parallel.exchange import row_of, text
+from training.parallel.exchange import row_of, text, whole_number
 from training.parallel.parameter_shards import EngineState, frozen_parameters
 from training.parallel.world import World
 from training.state import TrainState
@@ -102,6 +103,38 @@ def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world:
             f"{global_batch}, {most} are allowed: use a larger --batch-size."
         )
     return dataclasses.replace(config, gradient_accumulation_steps=accumulation_steps)
+
+
+def keep_threads(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> tuple[TrainConfig, list[str]]:
+    """Return the configuration with the threads that a CPU rank shall have, and notes for the log; a collective.
+
+    They decide the last bits of every kernel: a run keeps those that it began with, on any number of ranks and cores,
+    unless the user gives others.
+    """
+    if world.device.type != "cpu":
+        return config, []
+    saved = found.manifest.config.get("threads_per_rank", 0) if found else 0  # younger than the format
+    if type(saved) is not int or not 0 <= saved <= FIELDS["threads_per_rank"].metadata["high"]:
+        raise AgreedError(f"the checkpoint's --threads-per-rank {shown(saved)} is no number of threads.")
+    own = broadcast_object(torch.get_num_threads(), whole_number, world)
+    threads, cores, notes = config.threads_per_rank or saved or own, len(os.sched_getaffinity(0)), []
+    used = threads * world.local_size
+    if threads != own and used != cores:
+        cost = "they wait for each other" if used > cores else f"{cores - used} idle"
+        notes.append(f"{threads} thread(s) x {world.local_size} ranks on {cores} cores: {cost}, for the same bytes")
+    if saved and threads != saved:
+        notes.append(f"--threads-per-rank {threads} instead of {saved}: the bytes will not be those of the run so far")
+    return dataclasses.replace(config, threads_per_rank=threads), notes
+
+
+def note_other_leaves(config: TrainConfig, found: FoundCheckpoint | None) -> list[str]:
+    """Return a note for the log if the micro-batches are not those of the checkpoint."""
+    saved = found.manifest.config.get("batch_size") if found else config.batch_size
+    if saved == config.batch_size:
+        return []
+    return [
+        f"--batch-size {config.batch_size} instead of {shown(saved)}: the bytes will not be those of the run so far"
+    ]
 
 
 def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, Any], steps_per_epoch: int) -> None:

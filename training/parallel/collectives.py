@@ -43,16 +43,6 @@ def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
     return rows
 
 
-def average_over_ranks(tensors: list[torch.Tensor], world: World) -> None:
-    """Replace float tensors by their mean over all ranks, in place, by one all-reduce; a collective."""
-    if world.size == 1 or not tensors:
-        return
-    flat = torch.cat([tensor.detach().to(torch.float32).reshape(-1) for tensor in tensors])
-    with communication():
-        dist.all_reduce(flat)
-    _split_into(tensors, flat.div_(world.size))
-
-
 def copy_from_main(tensors: list[torch.Tensor], world: World) -> None:
     """Replace tensors of one dtype by rank 0's, in place, by one broadcast; a collective."""
     if world.size == 1 or not tensors:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from training.observe.timing import communication
+from training.parallel.batchnorm import ModelBuffers
 from training.parallel.compilation import compile_mode
 from training.parallel.engine import Engine, EngineSetup, StepResult
 from training.parallel.parameter_shards import (
@@ -24,7 +25,6 @@ from training.parallel.parameter_shards import (
     flat_shards,
     frozen_parameters,
     frozen_shards,
-    one_version_of_buffers,
     parameter_shapes,
 )
 from training.parallel.precision import DynamicLossScale, under_autocast
@@ -52,7 +52,7 @@ class DeepSpeedEngine(Engine):
             config=dict(setup.deepspeed_config),
             dist_init_required=False,
         )
-        self.optimizer = self._engine.optimizer.optimizer
+        self.optimizer, self.buffers = self._engine.optimizer.optimizer, ModelBuffers(self.module)
         self._applied_steps = 0
         self._backend = deepspeed.comm.comm.cdb
         deepspeed.comm.comm.cdb = TimedBackend(self._backend)
@@ -95,8 +95,7 @@ class DeepSpeedEngine(Engine):
                 shards += _stage_3_shards({name: parameter}, {WEIGHTS: parameter.ds_tensor})  # type: ignore[attr-defined]
         else:
             shards += frozen_shards(self.module, self._world)
-        buffers = one_version_of_buffers(self.module)
-        return EngineState(parameter_shapes(self.module), kinds, shards, buffers, self._applied_steps)
+        return EngineState(parameter_shapes(self.module), kinds, shards, self.buffers.by_name(), self._applied_steps)
 
     def load_state(
         self,
@@ -111,10 +110,8 @@ class DeepSpeedEngine(Engine):
             with self._whole(parameter, modifier_rank=0):
                 parameter.data.copy_(tensors[WEIGHTS][name])
         # Not safe_set_full_fp32_param: at ZeRO 3 it fails if a parameter's size is no multiple of the ranks.
-        state = self.state()
-        fill_shards(state.shards, tensors)
-        for name, buffer in state.buffers.items():
-            buffer.copy_(buffers[name])
+        fill_shards(self.state().shards, tensors)
+        self.buffers.write(buffers)
 
     def _whole(self, parameter: nn.Parameter, modifier_rank: int | None = None) -> AbstractContextManager[None]:
         """Gather a parameter inside the block at ZeRO 3, and keep what `modifier_rank` writes to it; a collective."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from training.parallel.batchnorm import ModelBuffers
 from training.parallel.parameter_shards import EngineState
 from training.parallel.precision import DynamicLossScale
 from training.parallel.strategies import ParallelPlan
@@ -67,11 +68,13 @@ class Engine(Protocol):
     Attributes:
         module: the model; at ZeRO 3 its parameters may be empty or sharded outside forward and backward.
         optimizer: its groups' 'lr' is set before each step.
+        buffers: the module's, in as many versions as this rank has.
         loss_scale: of fp16, else None.
     """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
+    buffers: ModelBuffers
     loss_scale: DynamicLossScale | None
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

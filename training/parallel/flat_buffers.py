@@ -1,8 +1,8 @@
 """Flat buffers of all ranks: sums of gradients, and weights of which each rank updates one part.
 
 A buffer is cut into one equal part per rank. CPU ranks of one machine share memory: a rank reads the others' gradients
-in place, and there is one copy of the weights. Otherwise collectives transfer them. Both add in the order of the ranks,
-so the results are equal to the bit.
+in place, and there is one copy of the weights. Otherwise collectives transfer them. Both add along one tree over the
+leaves of the step, see `training.parallel.summation_tree`, so the results are equal to the bit on any number of ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from training.observe.timing import communication
 from training.parallel.collectives import barrier, broadcast_object, error_on_any_rank
 from training.parallel.exchange import text
+from training.parallel.summation_tree import LeafSums, StepTree, add_nodes, rows_of
 from training.parallel.world import World
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -34,15 +35,17 @@ class FlatBuffers(Protocol):
     Attributes:
         weights: [n], of which the parameters are views.
         gradients: [n], to which this rank's backward adds.
+        sums: of the gradients over this rank's leaves.
         part: this rank's part of the weights, [n / ranks].
     """
 
     weights: torch.Tensor
     gradients: torch.Tensor
+    sums: LeafSums
     part: torch.Tensor
 
     def sum_own_part(self) -> torch.Tensor:
-        """Return this rank's part of the gradients summed over all ranks, [n / ranks]; a collective.
+        """Return this rank's part of the gradients summed over all leaves, [n / ranks]; a collective.
 
         The memory is the same each time. No rank may write gradients again before all have returned from this call.
         """
@@ -63,16 +66,18 @@ class SharedMemoryBuffers(FlatBuffers):
     Args:
         size: n, a multiple of the number of ranks.
         world: the ranks.
-        memory: the mapping, float32 [n x (ranks + 1)].
+        memory: the mapping, float32 [n x (ranks x rows + 1)], in which a rank has as many rows of gradients as the tree
+            says that it sends.
+        tree: of the step.
         synchronizes: whether summing and gathering wait for the other ranks. All groups are summed, and gathered, one
             right after the other, so the first group's wait is enough for all.
     """
 
-    def __init__(self, size: int, world: World, memory: torch.Tensor, *, synchronizes: bool) -> None:
-        self._world, self._synchronizes = world, synchronizes
+    def __init__(self, size: int, world: World, memory: torch.Tensor, tree: StepTree, *, synchronizes: bool) -> None:
+        self._world, self._tree, self._synchronizes = world, tree, synchronizes
         self.weights = memory[:size]
-        self._all_gradients = memory[size:].view(world.size, size)
-        self.gradients = self._all_gradients[world.rank]
+        self._shared_rows = memory[size:].view(world.size, tree.rows_sent, size)
+        self.sums, self.gradients = _leaf_sums([*self._shared_rows[world.rank]], world, tree)
         self._part = _part(size, world)
         self.part = self.weights[self._part]
         self._sum = torch.zeros_like(self.part) if world.size > 1 else self.gradients
@@ -80,7 +85,8 @@ class SharedMemoryBuffers(FlatBuffers):
     def sum_own_part(self) -> torch.Tensor:
         if self._synchronizes:
             barrier(self._world)
-        return _sum_rows(self._all_gradients[:, self._part], self._sum)
+        # The other ranks' rows are written to as well: no other rank reads this part of them.
+        return _sum_rows(self._shared_rows[:, :, self._part], self._tree, self._sum)
 
     def start_from_main(self) -> None:
         barrier(self._world)
@@ -98,24 +104,27 @@ class CollectiveBuffers(FlatBuffers):
     Args:
         size: n, a multiple of the number of ranks.
         world: the ranks.
+        tree: of the step.
         releasable: whether this rank's part of the weights has memory of its own, so that the others' can be freed.
     """
 
-    def __init__(self, size: int, world: World, *, releasable: bool) -> None:
-        self._world = world
+    def __init__(self, size: int, world: World, tree: StepTree, *, releasable: bool) -> None:
+        self._world, self._tree = world, tree
         self.weights = torch.zeros(size, device=world.device)
-        self.gradients = torch.zeros(size, device=world.device)
+        self._rows = [torch.zeros(size, device=world.device) for _ in range(tree.rows_sent)]
+        self.sums, self.gradients = _leaf_sums(self._rows, world, tree)
         self._part = _part(size, world)
         self._releasable = releasable
         self.part = self.weights[self._part].clone() if releasable else self.weights[self._part]
         self._sum = torch.zeros_like(self.part)
 
     def sum_own_part(self) -> torch.Tensor:
-        # Half of the bytes of an all-reduce.
-        received = torch.empty_like(self.gradients)
+        # Half of the bytes of an all-reduce, if a rank has one sum to send.
+        received = self.gradients.new_empty(len(self._rows), self._world.size, len(self.part))
         with communication():
-            dist.all_to_all_single(received, self.gradients)
-        return _sum_rows(received.view(self._world.size, -1), self._sum)
+            for place, row in zip(received, self._rows, strict=True):
+                dist.all_to_all_single(place.view(-1), row)
+        return _sum_rows(received.transpose(0, 1), self._tree, self._sum)
 
     def start_from_main(self) -> None:
         dist.broadcast(self.weights, 0)
@@ -141,31 +150,38 @@ class CollectiveBuffers(FlatBuffers):
             self.weights.untyped_storage().resize_(0)
 
 
-def make_buffers(size: int, world: World, *, is_first: bool, releasable: bool) -> FlatBuffers:
+def make_buffers(size: int, world: World, tree: StepTree, *, is_first: bool, releasable: bool) -> FlatBuffers:
     """Create the buffers of one parameter group, of the kind that suits the ranks; a collective.
 
     Args:
         size: n, a multiple of the number of ranks.
         world: the ranks.
+        tree: of the step.
         is_first: whether the group is summed and gathered before the others, which follow at once.
         releasable: whether the other ranks' parts of the weights shall take no memory between the steps.
     """
     if world.size == 1:
-        return SharedMemoryBuffers(size, world, torch.zeros(2 * size, device=world.device), synchronizes=False)
+        return SharedMemoryBuffers(size, world, torch.zeros(2 * size, device=world.device), tree, synchronizes=False)
     if world.device.type == "cpu" and world.local_size == world.size:
-        memory = _map_shared_memory(size * (world.size + 1), world)
+        memory = _map_shared_memory(size * (world.size * tree.rows_sent + 1), world)
         if memory is not None:
-            return SharedMemoryBuffers(size, world, memory, synchronizes=is_first)
-    return CollectiveBuffers(size, world, releasable=releasable)
+            return SharedMemoryBuffers(size, world, memory, tree, synchronizes=is_first)
+    return CollectiveBuffers(size, world, tree, releasable=releasable)
 
 
-def _sum_rows(rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Add the rows [ranks, k] in their order into `out` [k]; the order of `torch.sum` is not defined."""
-    if len(rows) > 1:
-        torch.add(rows[0], rows[1], out=out)
-    for row in rows[2:]:
-        out.add_(row)
-    return out
+def _leaf_sums(rows: list[torch.Tensor], world: World, tree: StepTree) -> tuple[LeafSums, torch.Tensor]:
+    """Return a rank's sums, in the rows [n] that it sends and as many more as it needs, and the running one."""
+    segment = tree.segments[world.rank]
+    rows = rows + [torch.zeros_like(rows[0]) for _ in range(segment.most_parked + 1 - len(rows))]
+    return LeafSums(rows, segment.additions), rows[0]
+
+
+def _sum_rows(rows: torch.Tensor, tree: StepTree, out: torch.Tensor) -> torch.Tensor:
+    """Add the ranks' rows [ranks, rows, k] along the tree into `out` [k]; they are overwritten. One rank's is `out`."""
+    if len(rows) == 1:
+        return out
+    sums = [(node, rows[rank, row]) for rank, segment in enumerate(tree.segments) for node, row in rows_of(segment)]
+    return add_nodes(sums, tree.leaves, out)
 
 
 def _part(size: int, world: World) -> slice:

@@ -5,6 +5,10 @@ https://arxiv.org/abs/1910.02054). Every rank owns an equal part: it receives th
 the optimizer's state of it and updates it; then the parts are gathered again. That is one message in each direction
 and no Python per parameter, which is where DeepSpeed spends its time on models of this size.
 
+The same weights come out on any number of ranks, to the bit: gradients are added along one tree over the leaves of a
+step, whoever computes them (`training.parallel.summation_tree`), every leaf has its own BatchNorm statistics, and norms
+are sums over blocks whose boundaries do not depend on the ranks.
+
 Images are channels_last, and so are the weights of convolutions, their gradients and moments in the flat buffers:
 kernels would otherwise convert them in every step. Everything else sees the usual order of dimensions.
 """
@@ -16,7 +20,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from training.parallel.collectives import sum_over_ranks
+from training.parallel.batchnorm import ModelBuffers
+from training.parallel.block_norms import BLOCK, BlockSum
 from training.parallel.compilation import compile_mode
 from training.parallel.engine import Engine, EngineSetup, StepResult
 from training.parallel.flat_buffers import make_buffers
@@ -31,15 +36,14 @@ from training.parallel.parameter_shards import (
     from_channels_last,
     frozen_parameters,
     frozen_shards,
-    one_version_of_buffers,
     parameter_shapes,
 )
 from training.parallel.precision import DynamicLossScale, under_autocast
+from training.parallel.summation_tree import StepTree
 from training.parallel.world import World
 from training.recipe.lamb import bind_lamb
 from training.recipe.optimizer import create_state, moment_kinds, set_applied_steps
 
-VALUES_SUMMED_IN_FLOAT32 = 1024
 ALIGNMENT = 16  # elements: every parameter begins on a cache line
 
 
@@ -47,18 +51,21 @@ class FlatGroup:
     """One parameter group in one flat buffer.
 
     Attributes:
-        buffers: weights and gradients.
+        buffers: weights and gradients; a part is a whole number of blocks.
+        elements: of the parameters, with what aligns them; the same on any number of ranks.
         master: this rank's part of the weights [n / ranks], the one parameter that the optimizer sees.
         gradient: of the master, [n / ranks]; set by each step.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], world: World, *, is_first: bool, releasable: bool) -> None:
-        self._parameters, self._starts, end = parameters, dict[str, int](), 0
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], world: World, tree: StepTree, *, is_first: bool, releasable: bool
+    ) -> None:
+        self._parameters, self._starts, self.elements = parameters, dict[str, int](), 0
         for name, parameter in parameters.items():
-            self._starts[name] = end
-            end += _round_up(parameter.numel(), ALIGNMENT)
-        size = _round_up(end, ALIGNMENT * world.size)
-        self.buffers = make_buffers(size, world, is_first=is_first, releasable=releasable)
+            self._starts[name] = self.elements
+            self.elements += _round_up(parameter.numel(), ALIGNMENT)
+        size = _round_up(self.elements, BLOCK * world.size)
+        self.buffers = make_buffers(size, world, tree, is_first=is_first, releasable=releasable)
         part = size // world.size
         self._low, self._high = world.rank * part, (world.rank + 1) * part
         for name, parameter in parameters.items():
@@ -101,30 +108,39 @@ class NativeEngine(Engine):
         # The fused rules skip an update by a flag on the device. fp16's loss scale needs the verdict at once.
         is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
         self.defers_verdict = self._world.device.type == "cuda" and is_fused and self.loss_scale is None
+        tree = StepTree(self._world.size, self._accumulation_steps)
+        self.buffers = ModelBuffers(self.module, versions=self._accumulation_steps)
         self._micro_steps = 0
         self._applied_steps: int | torch.Tensor = 0
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self._groups: list[FlatGroup] = []
         for group in self.optimizer.param_groups:
             parameters = {names[id(parameter)]: parameter for parameter in group["params"]}
-            flat = FlatGroup(parameters, self._world, is_first=not self._groups, releasable=self._releases)
+            flat = FlatGroup(parameters, self._world, tree, is_first=not self._groups, releasable=self._releases)
             group["params"] = [flat.master]
             self._groups.append(flat)
         create_state(self.optimizer, (group.master for group in self._groups))
+        self._block_sum = BlockSum([(group.elements, len(group.master)) for group in self._groups], self._world)
         self._has_all_weights = True
-        bind_lamb(self.optimizer, self.state(), setup.world)
+        bind_lamb(self.optimizer, self.state(), setup.world, by_blocks=True)
         if setup.compiles:
             self._network.compile(mode=compile_mode(self._world.device, setup.batch_size, setup.plan))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         self._gather()
+        if self.module.training:
+            self.buffers.select(self._micro_steps % self._accumulation_steps)
         return self._network(images)
 
     def backward(self, loss: torch.Tensor) -> None:
         scale = 1 / (self._world.size * self._accumulation_steps)
         if self.loss_scale is not None:
             scale *= self.loss_scale.value
+        for group in self._groups:
+            group.buffers.sums.before_backward()
         (loss * scale).backward()
+        for group in self._groups:
+            group.buffers.sums.after_backward()
 
     def step(self) -> StepResult | None:
         self._micro_steps += 1
@@ -142,20 +158,18 @@ class NativeEngine(Engine):
         if applied is not False:
             self._update(norm, scale)
         for group in self._groups:
-            group.buffers.gradients.zero_()
+            group.buffers.sums.clear()
         self._applied_steps += applied
         if self.loss_scale is not None:
             self.loss_scale.update(bool(applied))
         return StepResult(applied, norm)
 
     def _sum_gradients(self) -> torch.Tensor:
-        """Set each group's gradient to its sum over the ranks; return the global L2 norm, float64 []; a collective."""
-        squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        """Set each group's gradient to its sum over the leaves; return the global L2 norm, float64 []; a collective."""
         for group in self._groups:
             group.gradient = group.master.grad = group.buffers.sum_own_part()
-            squares += sum_of_squares(group.gradient)
         # All ranks have read the gradients when this returns: they may be written again.
-        return sum_over_ranks(squares, self._world).sqrt()
+        return self._block_sum([group.gradient for group in self._groups]).sqrt()
 
     @torch.no_grad()
     def _update(self, norm: torch.Tensor, scale: float) -> None:
@@ -178,8 +192,9 @@ class NativeEngine(Engine):
         shards = frozen_shards(self.module, self._world)
         for group in self._groups:
             shards += group.shards({kind: state[group.master][kind] for kind in kinds})
-        buffers = one_version_of_buffers(self.module)
-        return EngineState(parameter_shapes(self.module), kinds, shards, buffers, int(self._applied_steps))
+        return EngineState(
+            parameter_shapes(self.module), kinds, shards, self.buffers.by_name(), int(self._applied_steps)
+        )
 
     @torch.no_grad()
     def load_state(
@@ -192,10 +207,8 @@ class NativeEngine(Engine):
         set_applied_steps(self.optimizer, applied_steps)
         for name, parameter in frozen_parameters(self.module).items():
             parameter.copy_(tensors[WEIGHTS][name])
-        state = self.state()
-        fill_shards(state.shards, tensors)
-        for name, buffer in state.buffers.items():
-            buffer.copy_(buffers[name])
+        fill_shards(self.state().shards, tensors)
+        self.buffers.write(buffers)
         self._gather(changed=True)
 
     def close(self) -> None: ...
@@ -219,15 +232,3 @@ def _view(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the squares of float32 [N] as float64 [], to about float32's precision for any N.
-
-    A CPU's single sum in float32 loses digits: the norm of 5 million values was off by 1e-4, that of 138 million by
-    1e-2, by another amount on another number of ranks. All in float64 takes 100 times as long.
-    """
-    count = len(values) // VALUES_SUMMED_IN_FLOAT32
-    rows, rest = values.split([count * VALUES_SUMMED_IN_FLOAT32, len(values) - count * VALUES_SUMMED_IN_FLOAT32])
-    norms = torch.linalg.vector_norm(rows.view(count, VALUES_SUMMED_IN_FLOAT32), dim=1)
-    return norms.double().square().sum() + torch.linalg.vector_norm(rest).double().square()

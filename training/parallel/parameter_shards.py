@@ -142,11 +142,6 @@ def frozen_shards(module: nn.Module, world: World) -> list[ParameterShard]:
     ]
 
 
-def one_version_of_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's buffers as `EngineState` has them, of an engine that has one version on each rank."""
-    return {name: buffer.detach().unsqueeze(0) for name, buffer in module.named_buffers()}
-
-
 def fill_shards(shards: Sequence[ParameterShard], tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     """Copy shards from whole tensors; arguments as of `Engine.load_state`."""
     for shard in shards:

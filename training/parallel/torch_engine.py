@@ -14,15 +14,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from training.parallel.batchnorm import ModelBuffers
+from training.parallel.block_norms import sum_of_squares
 from training.parallel.collectives import sum_over_ranks
 from training.parallel.engine import Engine, EngineSetup, StepResult
-from training.parallel.native_engine import sum_of_squares
 from training.parallel.parameter_shards import (
     WEIGHTS,
     EngineState,
     ParameterShard,
     fill_shards,
-    one_version_of_buffers,
     parameter_shapes,
 )
 from training.parallel.precision import DynamicLossScale
@@ -53,7 +53,7 @@ class TorchEngine(Engine):
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         grouped = [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]
         self._distribution: Distribution = (Replicated if setup.plan.zero_stage == 1 else Sharded)(setup)
-        parameters = dict(self.module.named_parameters())
+        parameters, self.buffers = dict(self.module.named_parameters()), ModelBuffers(self.module)
         # Without the parameters of which this rank has no rows.
         self._trained = {
             name: _local_parameter(parameters[name])
@@ -125,7 +125,7 @@ class TorchEngine(Engine):
 
     def _state_of(self, shards: list[ParameterShard]) -> EngineState:
         shapes, kinds = parameter_shapes(self.module), moment_kinds(self.optimizer)
-        return EngineState(shapes, kinds, shards, one_version_of_buffers(self.module), int(self._applied_steps))
+        return EngineState(shapes, kinds, shards, self.buffers.by_name(), int(self._applied_steps))
 
     def _shards(self) -> list[ParameterShard]:
         """Return this rank's parts of all parameters, also of those that another rank reports."""
@@ -150,8 +150,7 @@ class TorchEngine(Engine):
         self._applied_steps = applied_steps
         set_applied_steps(self.optimizer, applied_steps)
         fill_shards(self._shards(), tensors)
-        for name, buffer in one_version_of_buffers(self.module).items():
-            buffer.copy_(buffers[name])
+        self.buffers.write(buffers)
 
     def close(self) -> None: ...
 

@@ -2,7 +2,8 @@
 
 Under ZeRO an optimizer updates this rank's flat part of many parameters. LAMB's trust ratio (You et al. 2020,
 https://arxiv.org/abs/1904.00962, algorithm 2) is a ratio of norms per parameter; norms of flat parts would differ from
-it, and with the number of ranks. Here the squared norms of a parameter's pieces are summed over the ranks first.
+it, and with the number of ranks. Here the squared norms of a parameter's pieces are summed over the ranks first: along
+blocks of the flat tensors, in an order that does not depend on the ranks, if the engine asks for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from timm.optim import Lamb
 
+from training.parallel.block_norms import ParameterBlocks
 from training.parallel.collectives import sum_over_ranks
 from training.parallel.parameter_shards import WEIGHTS, EngineState
 from training.parallel.world import World
@@ -29,20 +31,25 @@ class ShardedLamb(Lamb):
         self._state: EngineState | None = None
         self._world: World | None = None
         self._copies = 1
+        self._blocks: dict[torch.Tensor, ParameterBlocks] = {}
         # Of each tensor that is updated: number, sizes, strides and start of the parameters' parts in it.
         self._places: dict[torch.Tensor, list[tuple[int, torch.Size, tuple[int, ...], int]]] = {}
 
-    def bind_shards(self, state: EngineState, world: World, copies: int = 1) -> None:
-        """Note which parts of which parameters lie where in the tensors that are updated.
+    def bind_shards(self, state: EngineState, world: World, copies: int = 1, *, by_blocks: bool = False) -> None:
+        """Note which parts of which parameters lie where in the tensors that are updated; a collective.
 
         Args:
             state: with all shards that this rank updates.
             world: the ranks.
             copies: ranks that update the same shard.
+            by_blocks: whether every group is one flat tensor, of which each rank has whole blocks.
         """
         self._state, self._world, self._copies, self._places = state, world, copies, {}
-        for tensor in (tensor for group in self.param_groups for tensor in group["params"]):
-            self._places_in(tensor)
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                self._places_in(tensor)
+                if by_blocks and group["weight_decay"]:
+                    self._blocks[tensor] = ParameterBlocks(tensor, state, world)
 
     def _places_in(self, tensor: torch.Tensor) -> list[tuple[int, torch.Size, tuple[int, ...], int]]:
         """Return the parts of parameters in a tensor as they lay at its first step, or when the shards were bound."""
@@ -96,16 +103,23 @@ class ShardedLamb(Lamb):
                 parts.append((number, weights, part))
         # Offloaded shards are in CPU memory, which NCCL cannot reach.
         squares = torch.zeros(2, len(self._state.shapes), dtype=torch.float64, device=self._world.device)
-        for number, *tensors in parts:
-            for row, tensor in enumerate(tensors):
-                squares[row, number] += tensor.square().sum(dtype=torch.float64).to(squares.device)
-        weight_norms, update_norms = (sum_over_ranks(squares, self._world) / self._copies).sqrt()
+        if self._blocks:
+            for pair in updates:
+                squares += torch.stack([self._blocks[pair[0]].squares(values) for values in pair])
+        else:
+            for number, *tensors in parts:
+                for row, tensor in enumerate(tensors):
+                    squares[row, number] += tensor.square().sum(dtype=torch.float64).to(squares.device)
+            squares = sum_over_ranks(squares, self._world) / self._copies
+        weight_norms, update_norms = squares.sqrt()
         ratios = torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
         for number, _, part in parts:
             part.mul_(ratios[number].to(part.device, part.dtype))
 
 
-def bind_lamb(optimizer: torch.optim.Optimizer, state: EngineState, world: World, copies: int = 1) -> None:
+def bind_lamb(
+    optimizer: torch.optim.Optimizer, state: EngineState, world: World, copies: int = 1, *, by_blocks: bool = False
+) -> None:
     """Bind a `ShardedLamb`, as its `bind_shards` says; other rules need nothing."""
     if isinstance(optimizer, ShardedLamb):
-        optimizer.bind_shards(state, world, copies)
+        optimizer.bind_shards(state, world, copies, by_blocks=by_blocks)

@@ -14,7 +14,6 @@ import torch
 from training.data.reader import Batch
 from training.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
 from training.observe.loggers import Loggers
-from training.parallel.batchnorm import ModelBuffers
 from training.parallel.collectives import gather_objects
 from training.parallel.engine import Engine, StepResult
 from training.parallel.exchange import flag, list_of, row_of, text
@@ -79,7 +78,7 @@ class NonFiniteGuard:
     ) -> None:
         self._engine, self._world, self._loggers = engine, world, loggers
         self._most_consecutive, self._name_of = most_consecutive, name_of
-        self._buffers = ModelBuffers(engine.module)
+        self._buffers = engine.buffers
         self._kept: list[torch.Tensor] = []
         self._evidence: list[_Evidence] = []
         self._pending: list[_PendingStep] = []

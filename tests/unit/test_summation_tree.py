@@ -1,0 +1,81 @@
+"""The tree of sums: every number of ranks adds the same pairs, whatever part of the leaves a rank has."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from training.parallel.summation_tree import TreeNode, add_nodes, join, plan_segment
+
+SHARINGS = [(leaves, ranks) for leaves in range(1, 41) for ranks in range(1, leaves + 1) if leaves % ranks == 0]
+
+
+def tree_over(leaves: list, add):
+    """The definition: pair neighbours, level by level; an odd last node passes up."""
+    while len(leaves) > 1:
+        pairs = [add(*pair) for pair in zip(leaves[::2], leaves[1::2], strict=False)]
+        leaves = pairs + leaves[len(pairs) * 2 :]
+    return leaves[0]
+
+
+def sums_of_rank(first: int, end: int, leaves: int, values: list, add):
+    """Play a rank's plan with `values` for its leaves; `add` stands for backward, too."""
+    plan = plan_segment(first, end, leaves)
+    parked, running = [], None
+    for leaf, (parks, joins) in zip(range(first, end), plan.additions, strict=True):
+        if parks:
+            parked.append(running)
+            running = None
+        running = values[leaf] if running is None else add(running, values[leaf])
+        assert len(parked) <= plan.most_parked
+        for _ in range(joins):
+            running = add(parked.pop(), running)
+    return list(zip(plan.nodes, [*parked, running], strict=True))
+
+
+@pytest.mark.parametrize(("leaves", "ranks"), SHARINGS)
+def test_any_number_of_ranks_adds_the_same_pairs(leaves, ranks):
+    """A sum is written as the unordered pair of its two halves."""
+    names, count = list(range(leaves)), leaves // ranks
+    pair = lambda left, right: frozenset((left, right))  # noqa: E731
+    stack: list = []
+    for rank in range(ranks):
+        for node, total in sums_of_rank(rank * count, (rank + 1) * count, leaves, names, pair):
+            while stack and (both := join(stack[-1][0], node, leaves)):
+                node, total = both, pair(stack.pop()[1], total)
+            stack.append((node, total))
+    assert stack == [(TreeNode(0, leaves), tree_over(names, pair))]
+
+
+@pytest.mark.parametrize(("leaves", "ranks"), SHARINGS)
+def test_what_a_rank_keeps_and_sends(leaves, ranks):
+    count = leaves // ranks
+    plans = [plan_segment(rank * count, (rank + 1) * count, leaves) for rank in range(ranks)]
+    for plan in plans:
+        assert plan.most_parked <= 2 * math.log2(count)
+        if ranks == 1 or count & (count - 1) == 0:
+            assert len(plan.nodes) == 1, "no extra byte travels"
+    if count & (count - 1) == 0:
+        assert {plan.most_parked for plan in plans} == {max(int(math.log2(count)) - 1, 0)}
+    nodes = [node for plan in plans for node in plan.nodes]
+    assert [node.first for node in nodes] == [0, *(node.end for node in nodes[:-1])]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12])
+def test_the_bits_of_float32_sums(ranks):
+    """Leaves of very different sizes: another order of the same twelve numbers gives other bits."""
+    leaves = 12
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(leaves, 1000, generator=generator) * 10.0 ** torch.arange(leaves).remainder(5)[:, None]
+    expected = tree_over(list(values), torch.add)
+    assert not torch.equal(expected, sum(values[1:], values[0])), "the numbers must tell the orders apart"
+    count = leaves // ranks
+    sums = itertools.chain.from_iterable(
+        sums_of_rank(rank * count, (rank + 1) * count, leaves, list(values), torch.add) for rank in range(ranks)
+    )
+    sums = [(node, total.clone()) for node, total in sums]
+    result = add_nodes(sums, leaves, torch.empty(1000)) if len(sums) > 1 else sums[0][1]
+    assert torch.equal(result.view(torch.int32), expected.view(torch.int32))
