@@ -58,7 +58,7 @@ class Replicated(Distribution):
         if setup.compiles:
             self._network.compile(mode=compile_mode(world.device, setup.batch_size, setup.plan))
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        # Not a static graph: its first backward reduces otherwise than all others, and afterwards it saves nothing.
+        # Not a static graph: what it saves, the search for unused parameters, is not done here either.
         self._parallel = DistributedDataParallel(_AllUsed(self._network, trained), gradient_as_bucket_view=True)
         self._parallel.broadcast_buffers = False  # the argument has another name from torch 2.15 on
         self._rehearse(trained)
