@@ -11,7 +11,6 @@ import fcntl
 import os
 import shutil
 import signal
-import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,7 +23,6 @@ from training.observe.heartbeat import FOLDER_VARIABLE
 PREFIX = "zerovision-"
 # A socket's path may have 107 bytes; those of multiprocessing add '/pymp-12345678/listener-12345678'.
 LONGEST_PATH = 107 - 32
-COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 MOST_DESCRIPTORS = 4096
 
@@ -112,10 +110,7 @@ def private_variables(folder: Path, given: Mapping[str, str]) -> dict[str, str]:
         folder: the launch's folder.
         given: their variables so far.
     """
-    # What torch.compile makes is worth keeping, with other compiled code; each machine's apart, as processors differ.
-    extensions = given.get("TORCH_EXTENSIONS_DIR") or extensions_folder()
-    cache = given.get(COMPILE_CACHE) or f"{extensions}/inductor-{socket.gethostname()}"
-    variables = {"TORCH_EXTENSIONS_DIR": extensions, COMPILE_CACHE: cache}
+    variables = {"TORCH_EXTENSIONS_DIR": given.get("TORCH_EXTENSIONS_DIR") or extensions_folder()}
     if len(os.fsencode(folder)) <= LONGEST_PATH:
         variables["TMPDIR"] = str(folder)
     return variables

@@ -110,7 +110,8 @@ class TrainConfig:
     )
     compile: Literal["auto", "on", "off"] = option(
         "auto",
-        "Run the model through torch.compile (a minute or two at the start); auto: where it was measured to be faster.",
+        "Run the model through torch.compile (a minute or two at the first start); auto: in long runs of models that "
+        "were measured to be faster.",
     )
     threads_per_rank: int = option(
         0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 import traceback
@@ -56,6 +57,7 @@ from training.observe.timing import measured_communication
 from training.parallel.build_engine import build_engine, resolve_engine
 from training.parallel.collectives import agreed, error_on_any_rank, ranks_per_machine
 from training.parallel.compilation import resolve_compile
+from training.parallel.compiled_code import CompiledCode
 from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
 from training.parallel.engine import EngineSetup
 from training.parallel.model import build_training_model
@@ -129,7 +131,7 @@ class RunContext:
     """Everything that a run consists of.
 
     Attributes:
-        config: the user's settings.
+        config: the user's settings, `compile` as resolved.
         world: the ranks.
         precision: 'bf16', 'fp16' or 'fp32', never 'auto'.
         data: training and validation set.
@@ -147,6 +149,7 @@ class RunContext:
         notes: lines for the log about the choice of the checkpoint.
         train_loader: this rank's training batches.
         val_loader: this rank's validation batches.
+        compiled_code: what `torch.compile` makes; None unless the run is compiled.
     """
 
     config: TrainConfig
@@ -167,6 +170,7 @@ class RunContext:
     notes: list[str]
     train_loader: TrainLoader
     val_loader: EvaluationLoader
+    compiled_code: CompiledCode | None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -184,6 +188,8 @@ class RunContext:
         self.train_loader.close()
         self.val_loader.close()
         self.state.engine.close()
+        if self.compiled_code is not None:
+            self.compiled_code.close()
         if self.lock is not None:
             self.lock.close()
 
@@ -224,13 +230,19 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
     engine_name = agreed(
         lambda: resolve_engine(config.engine, parallel, strategy_json, built.module, world.device), world
     )
-    compiles = agreed(lambda: resolve_compile(config.compile, world.device), world)
+    pixels = config.epochs * len(data.train) * data.preprocessing["image_size"] ** 2
+    compiles = resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, world)
     first_step = plan.position(found.manifest.progress) if found else 0
     loggers = Loggers([])
     if world.is_main:
         loggers = open_loggers(config, folder, describe_run(world, precision, data, built), sharding, first_step)
     optimizer = build_optimizer(built.module, config, built.head_parameter_names, discriminative=head_epochs > 0)
     freezer = BackboneFreezer(built.module, built.head_parameter_names)
+    compiled_code = None
+    if compiles:
+        recipe = (built.description, config.batch_size, precision, config.strategy, engine_name)
+        compiled_code = CompiledCode(recipe, world)
+        notes = [*notes, *compiled_code.notes]
     setup = EngineSetup(
         built.module,
         optimizer,
@@ -244,8 +256,10 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
         compiles=compiles,
     )
     engine = build_engine(setup, engine_name)
+    if compiled_code is not None:  # after DeepSpeed's own first step, of zeros, in its constructor
+        compiled_code.keep_after_first_step(optimizer)
     return RunContext(
-        config=config,
+        config=dataclasses.replace(config, compile="on" if compiles else "off"),
         world=world,
         precision=precision,
         data=data,
@@ -263,6 +277,7 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
         notes=notes,
         train_loader=train_loader,
         val_loader=val_loader,
+        compiled_code=compiled_code,
     )
 
 
@@ -326,6 +341,8 @@ def _train_and_evaluate(context: RunContext, loop: TrainContext, saver: Saver) -
             else:
                 stop_signal = scores
     with clock.saving:
+        if context.compiled_code is not None:
+            context.compiled_code.keep()  # with the code of the evaluation
         saver.save(write_weights)
     return stop_signal
 

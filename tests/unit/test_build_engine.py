@@ -17,7 +17,7 @@ from training.errors import UserError
 from training.parallel import model as model_module
 from training.parallel.block_norms import BLOCK, BlockSum, sum_of_squares
 from training.parallel.build_engine import build_engine, resolve_engine
-from training.parallel.compilation import FASTER_ON, compile_mode, resolve_compile
+from training.parallel.compilation import PIXELS_THAT_PAY, compile_mode, resolve_compile
 from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.engine import EngineSetup
 from training.parallel.strategies import STRATEGIES, plan_of
@@ -93,18 +93,37 @@ def test_the_users_word_holds(engine):
     assert resolve_engine(engine, plan_of("ddp", 2), {}, model(LARGE), GPU) == engine
 
 
-@pytest.mark.parametrize("device", [CPU, GPU])
-def test_compile_is_as_asked_and_auto_follows_the_measurements(device):
-    assert resolve_compile("on", device)
-    assert not resolve_compile("off", device)
-    assert resolve_compile("auto", device) == (device.type in FASTER_ON)
+ON_GPU = World(0, 0, 1, 1, GPU)
+LONG, SHORT = PIXELS_THAT_PAY, PIXELS_THAT_PAY - 1
+
+
+@pytest.mark.parametrize(
+    ("choice", "model_type", "pixels", "world", "saved", "expected"),
+    [
+        ("on", "vgg", SHORT, ALONE, "off", True),
+        ("on", "vgg", SHORT, ON_GPU, None, True),
+        ("off", "mobilenet", LONG, ALONE, "on", False),
+        ("auto", "mobilenet", LONG, ALONE, None, True),
+        ("auto", "mobilenet", SHORT, ALONE, None, False),
+        ("auto", "basic_cnn", LONG, ALONE, None, False),
+        ("auto", "mobilenet", LONG, ON_GPU, None, False),
+        ("auto", "basic_cnn", SHORT, ALONE, "on", True),
+        ("auto", "mobilenet", LONG, ALONE, "off", False),
+        ("auto", "mobilenet", LONG, ALONE, "auto", False),  # of a version whose auto never compiled
+    ],
+)
+def test_auto_compiles_long_runs_of_measured_models_and_keeps_a_runs_choice(
+    choice, model_type, pixels, world, saved, expected
+):
+    assert resolve_compile(TrainConfig(compile=choice, model_type=model_type), saved, pixels, world) == expected
 
 
 def test_compile_without_a_compiler_is_one_line(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match=r"--compile on: needs a C\+\+ compiler"):
-        resolve_compile("on", CPU)
-    assert not resolve_compile("auto", CPU)
+    for choice, saved in (("on", None), ("auto", "on")):
+        with pytest.raises(UserError, match=r"--compile on: needs a C\+\+ compiler"):
+            resolve_compile(TrainConfig(compile=choice), saved, LONG, ALONE)
+    assert not resolve_compile(TrainConfig(model_type="mobilenet"), None, LONG, ALONE)
 
 
 def test_small_batches_on_a_gpu_take_cuda_graphs_if_the_weights_stay_where_they_are():

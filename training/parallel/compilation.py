@@ -6,30 +6,49 @@ import shutil
 
 import torch
 
-from training.errors import UserError
+from training.config import TrainConfig
+from training.errors import AgreedError
+from training.parallel.collectives import error_on_any_rank
 from training.parallel.strategies import ParallelPlan
+from training.parallel.world import World
 
-# Devices on which `auto` compiles: those for which a measurement shows that it pays. On a CPU a step takes 0.90 of its
-# time (docs/performance.md) after one or two minutes of compilation, which pays only in a long run.
-FASTER_ON: frozenset[str] = frozenset()
+# `auto` compiles the models that were measured to be faster on CPU ranks (docs/performance.md), in runs that train on
+# so many pixels in all (images x epochs x side x side): several times what pays for the compilation.
+FASTER_ON_CPU = frozenset({"mobilenet", "efficientnet"})
+PIXELS_THAT_PAY = 20 * 10**9
 COMPILERS = ("g++", "clang++", "c++")
 # Up to this a GPU is bound by kernel launches, not by arithmetic, and CUDA graphs remove the launches.
 LARGEST_BATCH_FOR_CUDA_GRAPHS = 32
 
 
-def resolve_compile(choice: str, device: torch.device) -> bool:
-    """Return whether to compile for 'auto', 'on' or 'off'.
+def resolve_compile(config: TrainConfig, saved: str | None, pixels: int, world: World) -> bool:
+    """Return whether to compile, the same on all ranks; a collective.
+
+    Compiled code computes other last bits. So 'auto' depends neither on the number of ranks nor on a clock, and a run
+    that is resumed keeps its choice.
+
+    Args:
+        config: with `compile` and the model.
+        saved: `compile` in the checkpoint that is resumed, None for a fresh start.
+        pixels: of all images that the run trains on, each counted in every epoch.
+        world: the ranks.
 
     Raises:
-        UserError: for 'on' without a C++ compiler.
+        UserError: on all ranks, if a machine has no C++ compiler; under 'auto' a fresh run is not compiled there.
     """
-    if choice == "auto":
-        return device.type in FASTER_ON
-    if choice == "on" and not any(shutil.which(compiler) for compiler in COMPILERS):
-        raise UserError(
-            f"--compile on: needs a C++ compiler ({', '.join(COMPILERS)}): install one, or use --compile off."
-        )
-    return choice == "on"
+    wanted = config.compile == "on"
+    if config.compile == "auto" and saved is not None:
+        wanted = saved == "on"
+    elif config.compile == "auto" and world.device.type == "cpu":
+        wanted = config.model_type in FASTER_ON_CPU and pixels >= PIXELS_THAT_PAY
+    if not wanted:
+        return False
+    has_compiler = any(shutil.which(compiler) for compiler in COMPILERS)
+    missing = f"--compile on: needs a C++ compiler ({', '.join(COMPILERS)}): install one, or use --compile off."
+    error = error_on_any_rank(None if has_compiler else missing, world)
+    if error and (config.compile == "on" or saved is not None):
+        raise AgreedError(error)
+    return not error
 
 
 def compile_mode(device: torch.device, batch_size_per_rank: int, plan: ParallelPlan) -> str | None:
