@@ -120,7 +120,7 @@ def keep_threads(config: TrainConfig, found: FoundCheckpoint | None, world: Worl
     threads, cores, notes = config.threads_per_rank or saved or own, len(os.sched_getaffinity(0)), []
     used = threads * world.local_size
     if threads != own and used != cores:
-        cost = "they wait for each other" if used > cores else f"{cores - used} idle"
+        cost = "slower (OMP_WAIT_POLICY=passive helps)" if used > cores else f"{cores - used} idle"
         notes.append(f"{threads} thread(s) x {world.local_size} ranks on {cores} cores: {cost}, for the same bytes")
     if saved and threads != saved:
         notes.append(f"--threads-per-rank {threads} instead of {saved}: the bytes will not be those of the run so far")
