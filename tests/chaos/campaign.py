@@ -101,7 +101,7 @@ class Campaign:
         say = partial(self._say_fault, result, injected, faults)
         result = Trial(result, oracle, disk, say).run(draws, deadline)
         self._deck.put_back(result.unused)
-        self._say(number, f"{_verdict(result)} after {result.seconds:.0f} s, {result.launches} launches")
+        self._say(number, f"{_verdict(result)} after {result.seconds:.0f} s, launches on {result.ranks} ranks")
         if result.identical:
             shutil.rmtree(result.folder)
         return result
@@ -117,7 +117,7 @@ class Campaign:
         return draws
 
     def _oracle(self, case: Case) -> Path:
-        folder = self._folder / f"oracle-{case.strategy}-{case.engine}-{case.accumulation}"
+        folder = self._folder / f"oracle-{case.strategy}-{case.engine}-{case.micro_batches}"
         if not folder.exists():
             start = time.time()
             run_oracle(case, folder)

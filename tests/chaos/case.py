@@ -16,10 +16,10 @@ from tests.chaos.damage import manifests
 from tests.chaos.processes import LAUNCH_MARK, MARK, kill_all
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = "basic_cnn"  # BatchNorm and dropout; 50 ms a micro-step on 2 CPU ranks
-RANKS = 2
-BATCH_SIZE = 16
-EPOCHS_OF_ACCUMULATION = {1: 3, 2: 4}  # 135 and 92 optimizer steps on 1,437 digits
+MODEL = "basic_cnn"  # BatchNorm and dropout
+RANKS = (1, 2, 4)  # of a launch: the bytes are promised for any number
+GLOBAL_BATCH = 64
+EPOCHS = 4  # 92 optimizer steps on 1,437 digits
 STRATEGIES = ("ddp", "fsdp_stage2", "fsdp_stage3")
 LAUNCHERS = ("direct", "deepspeed", "torchrun")
 RUN = "run"
@@ -44,44 +44,39 @@ class Case:
 
     strategy: str
     launcher: str
-    accumulation: int
+    micro_batches: int  # of a step, over all ranks
     workers: int
-    epochs: int
-    engine: str = "auto"
+    engine: str = "native"
 
     def __str__(self) -> str:
-        how = f"accumulation {self.accumulation}, workers {self.workers}, engine {self.engine}"
+        how = f"{self.micro_batches} micro-batches, workers {self.workers}, engine {self.engine}"
         return f"{self.strategy}, {self.launcher}, {how}"
 
     @property
-    def oracle(self) -> Case:
-        """The case whose uninterrupted run has to give the same bytes: launcher and workers must not matter."""
-        return replace(self, launcher="direct", workers=0)
+    def ranks(self) -> tuple[int, ...]:
+        """The numbers of ranks that a launch may have for the same bytes; the first is the oracle's."""
+        return RANKS if self.engine == "native" else (2,)
 
-    def start(self, mark: str, log_dir: Path, output: Path, *flags: str) -> subprocess.Popen:
+    @property
+    def oracle(self) -> Case:
+        """The case whose uninterrupted run has to give the same bytes: all of the native engine's strategies agree."""
+        strategy = "ddp" if self.engine == "native" else self.strategy
+        return replace(self, strategy=strategy, launcher="direct", workers=0)
+
+    def start(self, ranks: int, mark: str, log_dir: Path, output: Path, *flags: str) -> subprocess.Popen:
         """Start the launcher; it appends to the file `output`.
 
         Args:
+            ranks: to start.
             mark: given to every process in its environment.
             log_dir: the run lies in `log_dir`/runs/run.
             output: gets standard output and standard error.
             flags: added to the training's flags.
         """
-        words = ["bash", "scripts/launch_distributed.sh", MODEL, self.strategy, RANKS, BATCH_SIZE, self.epochs]
-        words += ["--learning-rate", 0.01, "--gradient-accumulation-steps", self.accumulation]
-        words += [
-            "--engine",
-            self.engine,
-            "--workers",
-            self.workers,
-            "--log-every-steps",
-            1,
-            "--log-dir",
-            log_dir,
-            "--run-name",
-            RUN,
-            *flags,
-        ]
+        batch_size, accumulation = GLOBAL_BATCH // self.micro_batches, self.micro_batches // ranks
+        words = ["bash", "scripts/launch_distributed.sh", MODEL, self.strategy, ranks, batch_size, EPOCHS]
+        words += ["--learning-rate", 0.01, "--gradient-accumulation-steps", accumulation, "--engine", self.engine]
+        words += ["--workers", self.workers, "--log-every-steps", 1, "--log-dir", log_dir, "--run-name", RUN, *flags]
         kept = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
         changes = {
             MARK: mark,
@@ -108,14 +103,12 @@ def make_case(number: int) -> Case:
 
     A quarter of them trains with PyTorch's own engine, under all strategies within 12.
     """
-    accumulation = 1 + number // 9 % 2
     return Case(
         STRATEGIES[number % 3],
         LAUNCHERS[number // 3 % 3],
-        accumulation,
+        micro_batches=4 << number // 9 % 2,
         workers=(number + number // 18) % 2,
-        epochs=EPOCHS_OF_ACCUMULATION[accumulation],
-        engine="torch" if number % 4 == 1 else "auto",
+        engine="torch" if number % 4 == 1 else "native",
     )
 
 
@@ -125,7 +118,7 @@ def run_folder(log_dir: Path) -> Path:
 
 
 def run_oracle(case: Case, folder: Path) -> Path:
-    """Run a training without faults, and without saves in mid-epoch, to its end; return the run's folder.
+    """Run a training to its end, without faults and saves in mid-epoch; return the run's folder.
 
     Raises:
         OracleError: where it fails, or takes too long.
@@ -134,7 +127,7 @@ def run_oracle(case: Case, folder: Path) -> Path:
     folder.mkdir(parents=True)
     output = folder / "output.log"
     try:
-        code = case.start(mark, folder / "logs", output).wait(timeout=ORACLE_SECONDS)
+        code = case.start(case.ranks[0], mark, folder / "logs", output).wait(timeout=ORACLE_SECONDS)
     except subprocess.TimeoutExpired:
         raise OracleError(
             f"the uninterrupted training ({case}) took over {ORACLE_SECONDS} s:\n{tail(output)}"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import safetensors
+import torch
+from safetensors.torch import load_file
 
 from tests.chaos.damage import newest_checkpoint
+from training.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from training.checkpoint.shards import CheckpointReader
 
 WEIGHTS = "model.safetensors"
 NAMED = 5  # of many tensors that differ
@@ -17,7 +21,7 @@ def differences(run: Path, oracle: Path) -> list[str]:
     """Return one line for each thing in which a finished run differs from the uninterrupted one; none if none.
 
     Compared are `model.safetensors` (all bytes: weights, names, metadata), the position of the last checkpoint, and
-    dtype, shape and bytes of every tensor in its shards: weights, buffers and moments.
+    dtype, shape and bytes of every tensor in it, whatever the number of ranks: weights, moments and buffers.
 
     Args:
         run: the run's folder.
@@ -40,33 +44,37 @@ def _checkpoint_differences(run: Path, oracle: Path) -> list[str]:
         raise FileNotFoundError(f"the uninterrupted run {oracle} has no checkpoint")
     if ours is None or ours.name != theirs.name:
         return [f"last checkpoint: {ours.name if ours else 'none'}, expected {theirs.name}"]
-    our_shards, their_shards = (sorted(path.name for path in folder.glob("*.safetensors")) for folder in (ours, theirs))
-    if our_shards != their_shards:
-        return [f"last checkpoint: shards {our_shards}, expected {their_shards}"]
-    lines = (
-        f"{ours.name}/{name}: {line}"
-        for name in their_shards
-        for line in _tensor_differences(ours / name, theirs / name)
-    )
-    return list(lines)
+    try:
+        content = _content(ours)
+    except DamagedCheckpoint as error:
+        return [f"last checkpoint: {error}"]
+    return [f"{ours.name}: {line}" for line in _differences(content, _content(theirs))]
+
+
+def _content(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return weights, moments and all versions of the buffers, put together from the shards of all ranks."""
+    reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
+    whole = {f"{kind}/{name}": tensors[name] for kind, tensors in reader.tensors.items() for name in tensors}
+    return whole | {f"buffer/{name}": buffer for name, buffer in reader.all_buffers().items()}
 
 
 def _tensor_differences(ours: Path, theirs: Path) -> list[str]:
     try:
-        first = _tensors(ours)
+        return _differences(*(load_file(path) for path in (ours, theirs)))
     except safetensors.SafetensorError as error:
         return [f"cannot be read: {error}"]
-    second = _tensors(theirs)
-    lines = [
-        f"{name} is {'missing' if name in second else 'too many'}" for name in sorted(first.keys() ^ second.keys())
-    ]
-    differing = [name for name in sorted(first.keys() & second.keys()) if first[name] != second[name]]
+
+
+def _differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> list[str]:
+    lines = [f"{name} is {'missing' if name in theirs else 'too many'}" for name in sorted({*ours} ^ {*theirs})]
+    differing = [name for name in sorted({*ours} & {*theirs}) if not _have_equal_bits(ours[name], theirs[name])]
     if differing:
         named = ", ".join(differing[:NAMED]) + (", ..." if len(differing) > NAMED else "")
-        lines.append(f"{len(differing)} of {len(second)} tensors differ: {named}")
+        lines.append(f"{len(differing)} of {len(theirs)} tensors differ: {named}")
     return lines
 
 
-def _tensors(path: Path) -> dict[str, Any]:
-    """Return {name: {"dtype", "shape", "data": bytes}} of a safetensors file."""
-    return dict(safetensors.deserialize(path.read_bytes()))
+def _have_equal_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        return False
+    return ours.contiguous().numpy().tobytes() == theirs.contiguous().numpy().tobytes()

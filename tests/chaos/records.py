@@ -74,7 +74,7 @@ class TrialResult:
         folder: where its files are; removed where nothing is to be explained.
         injections: the faults, in order.
         unused: kinds that were to come when the training had finished.
-        launches: how often the launcher was started.
+        ranks: of each launch.
         seconds: how long it all took.
         miss: why it did not survive; empty where it did.
         differences: in what it differs from the uninterrupted run; see `compare`.
@@ -85,7 +85,7 @@ class TrialResult:
     folder: Path
     injections: list[Injection] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
-    launches: int = 0
+    ranks: list[int] = field(default_factory=list)
     seconds: float = 0.0
     miss: str = ""
     differences: list[str] = field(default_factory=list)

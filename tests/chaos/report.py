@@ -101,7 +101,7 @@ def _record(result: TrialResult) -> dict[str, Any]:
         "bit_identical": result.identical,
         "miss": result.miss,
         "differences": result.differences,
-        "launches": result.launches,
+        "ranks": result.ranks,
         "seconds": result.seconds,
         "folder": str(result.folder),
         "faults": faults,

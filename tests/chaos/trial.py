@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import psutil
 
@@ -47,6 +48,7 @@ class Trial:
         self._log_dir = result.folder / "logs"
         self._watch = Watch(run_folder(self._log_dir))
         self._finished = False
+        self._rng = Random(f"ranks-{result.number}")
 
     def run(self, draws: list[Draw], deadline: float) -> TrialResult:
         """Inject the faults that are due before `deadline` (of `time.time`), let the training finish, and judge it."""
@@ -72,11 +74,11 @@ class Trial:
         return self.result
 
     def _start(self) -> None:
-        output = self.result.folder / "output.log"
-        self._launch = self.result.case.start(self._mark, self._log_dir, output, *SURVIVAL_FLAGS)
+        output, ranks = self.result.folder / "output.log", self._rng.choice(self.result.case.ranks)
+        self._launch = self.result.case.start(ranks, self._mark, self._log_dir, output, *SURVIVAL_FLAGS)
         self._launcher = psutil.Process(self._launch.pid)
         self._started_at = time.time()
-        self.result.launches += 1
+        self.result.ranks.append(ranks)
 
     def _inject(self, draw: Draw) -> bool:
         """Wait for the moment and inject; return False where the training finished before."""

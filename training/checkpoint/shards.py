@@ -201,10 +201,8 @@ class CheckpointReader:
             world_size: ranks.
             versions: that each rank has.
         """
-        every = [self._buffers_of(saved) for saved in range(len(self._files))]
         result = {}
-        for name in every[0]:
-            saved = torch.cat([buffers[name] for buffers in every])
+        for name, saved in self.all_buffers().items():
             if len(saved) == world_size * versions:
                 result[name] = saved[rank * versions : (rank + 1) * versions]
             else:
@@ -212,6 +210,11 @@ class CheckpointReader:
                 mean = saved.mean(0, keepdim=True) if saved.is_floating_point() else saved[:1]
                 result[name] = mean.expand(versions, *mean.shape[1:])
         return result
+
+    def all_buffers(self) -> dict[str, torch.Tensor]:
+        """Return all versions of the buffers, in the order of the ranks: name -> [n, ...]."""
+        every = [self._buffers_of(rank) for rank in range(len(self._files))]
+        return {name: torch.cat([buffers[name] for buffers in every]) for name in every[0]}
 
     def epoch_sums(self, rank: int, world_size: int) -> torch.Tensor:
         """Return a rank's share of the epoch's sums so far: its own, or all of them on rank 0."""
