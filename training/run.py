@@ -210,7 +210,7 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
     if config.threads_per_rank:
         torch.set_num_threads(config.threads_per_rank)
     notes = [*notes, *thread_notes, *note_other_leaves(config, found)]
-    head_epochs = config.head_epochs if model_spec(config.model_type).always_pretrained else 0
+    head_epochs = _head_epochs(config)
     plan = BatchPlan(len(data.train), config.batch_size, config.gradient_accumulation_steps, world.size, config.seed)
     # Worker processes take seconds to start: they do so while the model and the engine are built.
     train_loader, val_loader = agreed(lambda: build_loaders(config, data, plan, world), world)
@@ -218,46 +218,23 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
     if found is not None:
         checkpoint, identity = found, _identity(data, built, plan)
         agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch), world)
-    shards = ranks_per_machine(world) if config.replicate_across == "nodes" else world.size
-    parallel = plan_of(config.strategy, world.size, config.offload, shards)
-    sharding = deepspeed_config(
-        strategy_json,
-        batch_size_per_rank=config.batch_size,
-        accumulation_steps=config.gradient_accumulation_steps,
-        gradient_clipping=config.gradient_clipping,
-        offload=config.offload,
-    )
-    engine_name = agreed(
-        lambda: resolve_engine(config.engine, parallel, strategy_json, built.module, world.device), world
-    )
     pixels = config.epochs * len(data.train) * data.preprocessing["image_size"] ** 2
     compiles = resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, world)
+    setup, engine_name = _set_up_engine(config, built, strategy_json, precision, world, compiles=compiles)
     first_step = plan.position(found.manifest.progress) if found else 0
     loggers = Loggers([])
     if world.is_main:
-        loggers = open_loggers(config, folder, describe_run(world, precision, data, built), sharding, first_step)
-    optimizer = build_optimizer(built.module, config, built.head_parameter_names, discriminative=head_epochs > 0)
+        facts = describe_run(world, precision, data, built)
+        loggers = open_loggers(config, folder, facts, dict(setup.deepspeed_config), first_step)
     freezer = BackboneFreezer(built.module, built.head_parameter_names)
     compiled_code = None
     if compiles:
         recipe = (built.description, config.batch_size, precision, config.strategy, engine_name)
         compiled_code = CompiledCode(recipe, world)
         notes = [*notes, *compiled_code.notes]
-    setup = EngineSetup(
-        built.module,
-        optimizer,
-        parallel,
-        precision,
-        world,
-        batch_size=config.batch_size,
-        accumulation_steps=config.gradient_accumulation_steps,
-        gradient_clipping=config.gradient_clipping,
-        deepspeed_config=sharding,
-        compiles=compiles,
-    )
     engine = build_engine(setup, engine_name)
     if compiled_code is not None:  # after DeepSpeed's own first step, of zeros, in its constructor
-        compiled_code.keep_after_first_step(optimizer)
+        compiled_code.keep_after_first_step(setup.optimizer)
     return RunContext(
         config=dataclasses.replace(config, compile="on" if compiles else "off"),
         world=world,
@@ -279,6 +256,46 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
         val_loader=val_loader,
         compiled_code=compiled_code,
     )
+
+
+def _set_up_engine(
+    config: TrainConfig,
+    built: BuiltModel,
+    strategy_json: dict[str, Any],
+    precision: str,
+    world: World,
+    *,
+    compiles: bool,
+) -> tuple[EngineSetup, str]:
+    """Return what the engine is built from, with a new optimizer, and the engine's name; a collective."""
+    shards = ranks_per_machine(world) if config.replicate_across == "nodes" else world.size
+    parallel = plan_of(config.strategy, world.size, config.offload, shards)
+    name = agreed(lambda: resolve_engine(config.engine, parallel, strategy_json, built.module, world.device), world)
+    head_epochs = _head_epochs(config)
+    setup = EngineSetup(
+        built.module,
+        build_optimizer(built.module, config, built.head_parameter_names, discriminative=head_epochs > 0),
+        parallel,
+        precision,
+        world,
+        batch_size=config.batch_size,
+        accumulation_steps=config.gradient_accumulation_steps,
+        gradient_clipping=config.gradient_clipping,
+        deepspeed_config=deepspeed_config(
+            strategy_json,
+            batch_size_per_rank=config.batch_size,
+            accumulation_steps=config.gradient_accumulation_steps,
+            gradient_clipping=config.gradient_clipping,
+            offload=config.offload,
+        ),
+        compiles=compiles,
+    )
+    return setup, name
+
+
+def _head_epochs(config: TrainConfig) -> int:
+    """Return the epochs in which only the head is trained."""
+    return config.head_epochs if model_spec(config.model_type).always_pretrained else 0
 
 
 def train(context: RunContext, stop: StopRequest, start: RunStart = FIRST_START, deliver: Deliver | None = None) -> int:
