@@ -101,7 +101,7 @@ def test_a_run_with_other_bytes_is_a_miss(tmp_path: Path):
     dead = TrialResult(2, make_case(2), tmp_path / "dead", [injection], miss="the launch ended with exit code 1")
     assert misses([good, other, dead]) == [other, dead]
 
-    console = Console(record=True, width=160, file=(tmp_path / "console").open("w"))
+    console = Console(record=True, width=400, file=(tmp_path / "console").open("w"))
     print_report(console, [good, other, dead], {"fill_disk": "not permitted"})
     text = console.export_text()
     row = next(line for line in text.splitlines() if " flip_bits " in line)

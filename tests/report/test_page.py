@@ -210,6 +210,8 @@ def test_copies_the_command(browser, pages):
 @pytest.mark.parametrize("name", ["single", "several"])
 def test_everything_is_reached_with_the_keyboard(browser, pages, name):
     with opened(browser, pages[name]) as page:
+        # The page takes areas that need no scrolling out of the order once they are laid out, which is before a frame.
+        page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         page.evaluate(
             "selector => document.querySelectorAll(selector).forEach((one, place) => one.place = place)", FOCUSABLE
         )

@@ -13,7 +13,7 @@ from PIL import Image
 
 from training.data import DataOptions, load_data
 from training.data.sampler import BatchPlan
-from training.parallel.strategies import CONFIG_FOLDER
+from training.parallel.deepspeed_config import CONFIG_FOLDER
 
 
 def make_folder(root, classes=("cat", "dog"), count=12):
