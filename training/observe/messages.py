@@ -102,7 +102,8 @@ def announce_end(context: RunContext, stop_signal: int, point: RunPoint) -> None
     if point.images_per_second:
         context.loggers.end(point)
     log(f"run folder   {shown_path(context.folder.path)}")
-    log(f"TensorBoard  tensorboard --logdir {shown_path(context.folder.tensorboard.parent)}")
+    if context.config.tensorboard:
+        log(f"TensorBoard  tensorboard --logdir {shown_path(context.folder.tensorboard.parent)}")
     log(f"log          {shown_path(context.folder.text_log)}")
 
 
