@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from training.parallel.parameter_shards import CHANNELS_LAST, CONVOLUTION_DIMENSIONS, boxes
-
-USUAL_FROM_CHANNELS_LAST = [CHANNELS_LAST.index(dimension) for dimension in range(CONVOLUTION_DIMENSIONS)]
+from training.parallel.parameter_shards import (
+    CHANNELS_LAST,
+    CONVOLUTION_DIMENSIONS,
+    USUAL_FROM_CHANNELS_LAST,
+    boxes,
+)
 
 
 class FlatPlace(NamedTuple):

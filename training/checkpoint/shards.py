@@ -25,7 +25,7 @@ from training.checkpoint.atomic_write import sync_to_disk
 from training.checkpoint.format_1 import FlatPlace, is_format_1, shards_of_format_1
 from training.checkpoint.manifest import DamagedCheckpoint, Manifest, ShardFacts, file_size, shard_name
 from training.errors import one_line
-from training.parallel.parameter_shards import WEIGHTS, EngineState
+from training.parallel.parameter_shards import WEIGHTS, EngineState, index_of
 
 BUFFER_PREFIX = "buffer/"
 EPOCH_SUMS = "epoch_sums"
@@ -116,7 +116,7 @@ class _StoredShard(NamedTuple):
 
     @property
     def box(self) -> tuple[slice, ...]:
-        return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
+        return index_of(self.offsets, self.sizes)
 
 
 class CheckpointReader:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 WEIGHTS = "weights"
 CHANNELS_LAST = (0, 2, 3, 1)  # the order of a convolution's dimensions in memory
 CONVOLUTION_DIMENSIONS = len(CHANNELS_LAST)
+# Where each dimension of the usual order is in that.
+USUAL_FROM_CHANNELS_LAST = tuple(CHANNELS_LAST.index(dimension) for dimension in range(CONVOLUTION_DIMENSIONS))
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,7 @@ class ParameterShard:
     @property
     def box(self) -> tuple[slice, ...]:
         """The index of the part in the whole parameter."""
-        sizes = self.tensors[WEIGHTS].shape
-        return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, sizes, strict=True))
+        return index_of(self.offsets, self.tensors[WEIGHTS].shape)
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ class EngineState:
     shards: list[ParameterShard]
     buffers: dict[str, torch.Tensor]
     applied_steps: int
+
+
+def index_of(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of a box in the whole tensor."""
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
 def flat_shards(
@@ -89,9 +95,9 @@ def flat_shards(
 
 def from_channels_last(shard: ParameterShard) -> ParameterShard:
     """Return a shard of a convolution's weights in the usual order of dimensions, given one in `CHANNELS_LAST`."""
-    order = [CHANNELS_LAST.index(dimension) for dimension in range(CONVOLUTION_DIMENSIONS)]
-    tensors = {kind: tensor.permute(order) for kind, tensor in shard.tensors.items()}
-    return ParameterShard(shard.name, tuple(shard.offsets[dimension] for dimension in order), tensors)
+    tensors = {kind: tensor.permute(USUAL_FROM_CHANNELS_LAST) for kind, tensor in shard.tensors.items()}
+    offsets = tuple(shard.offsets[dimension] for dimension in USUAL_FROM_CHANNELS_LAST)
+    return ParameterShard(shard.name, offsets, tensors)
 
 
 def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -144,21 +150,20 @@ def frozen_shards(module: nn.Module, world: World) -> list[ParameterShard]:
 
 def fill_shards(shards: Sequence[ParameterShard], tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     """Copy shards from whole tensors; arguments as of `Engine.load_state`."""
-    for shard in shards:
-        for kind, part in shard.tensors.items():
-            if kind in tensors:
-                part.copy_(tensors[kind][shard.name][shard.box])
+    for name, parts in _by_name(shards).items():
+        for kind in parts[0].tensors.keys() & tensors.keys():
+            whole = tensors[kind][name]  # read once: a checkpoint assembles it
+            for part in parts:
+                part.tensors[kind].copy_(whole[part.box])
 
 
 def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
     """Return all fp32 weights and buffers by name in CPU memory on rank 0, nothing on the others; a collective."""
     state, weights = engine.state(), {}
-    shards: dict[str, list[ParameterShard]] = {name: [] for name in state.shapes}
-    for shard in state.shards:
-        shards[shard.name].append(shard)
+    shards = _by_name(state.shards)
     for name, shape in state.shapes.items():
         whole = torch.zeros(shape, device=world.device)
-        for shard in shards[name]:
+        for shard in shards.get(name, []):
             whole[shard.box] = shard.tensors[WEIGHTS]
         if world.size > 1:
             with communication():  # the bits of each element are those of one rank, and 0 on the others
@@ -168,3 +173,10 @@ def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
     if not world.is_main:
         return {}
     return weights | {name: buffer.detach().to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
+
+
+def _by_name(shards: Sequence[ParameterShard]) -> dict[str, list[ParameterShard]]:
+    grouped: dict[str, list[ParameterShard]] = {}
+    for shard in shards:
+        grouped.setdefault(shard.name, []).append(shard)
+    return grouped
