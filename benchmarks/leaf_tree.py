@@ -52,8 +52,8 @@ def engine_of(
     )
     assert isinstance(engine, NativeEngine)
     if not tree:
-        for group in engine._groups:
-            group.buffers.sums = LeafSums([group.buffers.gradients], [LeafAdditions(False, 0)] * accumulation)
+        for bucket in engine._buckets:
+            bucket.buffers.sums = LeafSums([bucket.buffers.gradients], [LeafAdditions(False, 0)] * accumulation)
         engine.buffers.select = lambda version: None  # type: ignore[method-assign]
         engine._block_sum = lambda parts: sum_over_ranks(  # type: ignore[assignment]
             sum(squares_of_rows(part.view(-1, BLOCK)).sum() for part in parts), world
@@ -98,8 +98,8 @@ def main() -> None:
             if number >= 2:  # the first rounds only warm up
                 ratios.append(seconds[True] / seconds[False])
         low, middle, high = statistics.quantiles(ratios, n=4)
-        rows = len(engines[True]._groups[0].buffers.sums._rows)
-        values = sum(group.buffers.gradients.numel() for group in engines[True]._groups)
+        rows = len(engines[True]._buckets[0].buffers.sums._rows)
+        values = sum(bucket.buffers.gradients.numel() for bucket in engines[True]._buckets)
         table.add_row(
             str(accumulation), f"{middle:.3f} ({low:.3f}-{high:.3f})", str(rows), f"{rows * values * 4 / 1e6:.1f}"
         )

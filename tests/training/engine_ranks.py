@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from training.observe.heartbeat import HeartbeatWriter
 from training.observe.loggers import Loggers
 from training.observe.scores import ScoreSums, sample_losses
 from training.observe.step_metrics import Timing
-from training.parallel import flat_buffers
+from training.parallel import buckets, flat_buffers
 from training.parallel.activation_checkpointing import enable_activation_checkpointing
 from training.parallel.batchnorm import ModelBuffers, synchronize_batchnorm
 from training.parallel.build_engine import build_engine, resolve_engine
@@ -38,6 +40,7 @@ from training.state import Progress, TrainContext, TrainState
 
 BATCH_SIZE = 8
 CLASSES = 10
+buckets.FEWEST_ELEMENTS = 256  # several buckets for models as small as these
 
 
 class SmallNet(nn.Module):
@@ -186,27 +189,34 @@ def train_with_engine(
     return result
 
 
-def train_over_collectives(world: World, steps: int, strategy: str, optimizer: str):
-    """As `train_with_engine`, natively, on a machine without memory to share; say how the ranks exchanged."""
-    flat_buffers.SHARED_MEMORY, kept = Path("/nowhere"), flat_buffers.SHARED_MEMORY
+@contextmanager
+def without_shared_memory() -> Iterator[None]:
+    """Let native engines that are built inside the block exchange as if every rank had a machine of its own."""
+    kept, flat_buffers.SHARED_MEMORY = flat_buffers.SHARED_MEMORY, Path("/nowhere")
     try:
-        engine = make_engine(
-            world, make_model(True), configuration(strategy=strategy, optimizer=optimizer, engine="native")
-        )
+        yield
     finally:
         flat_buffers.SHARED_MEMORY = kept
+
+
+def train_over_collectives(world: World, steps: int, strategy: str, optimizer: str):
+    """As `train_with_engine`, natively, on a machine without memory to share; say how the ranks exchanged."""
+    config = configuration(strategy=strategy, optimizer=optimizer, engine="native")
+    with without_shared_memory():
+        engine = make_engine(world, make_model(True), config)
     losses = train_steps(world, engine, range(steps))
     live = live_weight_bytes(engine)
     return {"losses": losses, "weights": weights_of(engine), "live": live}
 
 
-def train_blocks(world: World, strategy: str, engine: str, **changes: Any):
+def train_blocks(world: World, strategy: str, engine: str, over_collectives: bool = False, **changes: Any):
     """Train the head alone for three steps of two micro-batches, evaluate, and train all layers for three."""
     torch.manual_seed(0)
     module = BlockNet()
     module.stem.bias.requires_grad_(False)
     config = configuration(strategy=strategy, engine=engine, gradient_accumulation_steps=2, **changes)
-    engine = make_engine(world, module, config)
+    with without_shared_memory() if over_collectives else nullcontext():
+        engine = make_engine(world, module, config)
     freezer = BackboneFreezer(module, {"head.weight", "head.bias"})
     freezer.freeze()
     losses = train_steps(world, engine, range(3), 2)
@@ -238,12 +248,8 @@ def train_leaves(world: World, leaves: int, optimizer: str, over_collectives: bo
     """Train natively on so many micro-batches a step; return the sha256 of gradient norms and the whole state."""
     accumulation = leaves // world.size
     config = configuration(optimizer=optimizer, engine="native", gradient_accumulation_steps=accumulation)
-    kept = flat_buffers.SHARED_MEMORY
-    flat_buffers.SHARED_MEMORY = Path("/nowhere") if over_collectives else kept
-    try:
+    with without_shared_memory() if over_collectives else nullcontext():
         engine = make_engine(world, make_model(True), config, discriminative=True)
-    finally:
-        flat_buffers.SHARED_MEMORY = kept
     digest = hashlib.sha256()
     for step, micro_step in product(range(3), range(accumulation)):
         images, labels = make_batch(step, world.rank * accumulation + micro_step)

@@ -65,6 +65,8 @@ def test_torch_trains_blocks_heads_first_as_the_native_engine_does(world_size, r
     fixed = {"strategy": "ddp", "engine": "native"}
     expected = run_cases("train_blocks", world_size, fixed=fixed)[()][0]
     assert np.ptp(expected["losses"]) > 1e-3, "the weights must have moved for this to mean anything"
+    for report in run_cases("train_blocks", world_size, fixed=fixed | {"over_collectives": True})[()]:
+        assert report == expected, "the native engine's own two ways of exchange"
     cases = [("ddp", "none"), ("fsdp_stage2", "optimizer"), ("fsdp_stage3", "none"), ("fsdp_stage3", "all")]
     for strategy, offload in cases:
         case = {"strategy": strategy, "offload": offload, "engine": "torch"}

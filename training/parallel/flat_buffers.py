@@ -1,8 +1,9 @@
 """Flat buffers of all ranks: sums of gradients, and weights of which each rank updates one part.
 
-A buffer is cut into one equal part per rank. CPU ranks of one machine share memory: a rank reads the others' gradients
-in place, and there is one copy of the weights. Otherwise collectives transfer them. Both add along one tree over the
-leaves of the step, see `training.parallel.summation_tree`, so the results are equal to the bit on any number of ranks.
+A bucket of parameters has one. It is cut into one equal part per rank. CPU ranks of one machine share memory: a rank
+reads the others' gradients in place, and there is one copy of the weights. Otherwise collectives transfer them, the
+gradients while backward computes those of other buckets. Both add along one tree over the leaves of the step, see
+`training.parallel.summation_tree`, so the results are equal to the bit on any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,19 +31,24 @@ BYTES = 4  # of a float32
 
 
 class FlatBuffers(Protocol):
-    """Weights and gradients of one parameter group on all ranks: fp32, cut into one equal part per rank.
+    """Weights and gradients of one bucket on all ranks: fp32, cut into one equal part per rank.
 
     Attributes:
+        sends: whether `start_sum` sends gradients, so that it pays to call it while backward still runs.
         weights: [n], of which the parameters are views.
         gradients: [n], to which this rank's backward adds.
         sums: of the gradients over this rank's leaves.
         part: this rank's part of the weights, [n / ranks].
     """
 
+    sends: bool
     weights: torch.Tensor
     gradients: torch.Tensor
     sums: LeafSums
     part: torch.Tensor
+
+    def start_sum(self) -> None:
+        """Start what `sum_own_part` waits for; a collective. The gradients of this rank's leaves are final."""
 
     def sum_own_part(self) -> torch.Tensor:
         """Return this rank's part of the gradients summed over all leaves, [n / ranks]; a collective.
@@ -53,8 +59,11 @@ class FlatBuffers(Protocol):
     def start_from_main(self) -> None:
         """Copy the weights that rank 0 has written to all ranks; a collective."""
 
-    def gather_weights(self) -> None:
-        """Fill `weights` with every rank's part; a collective."""
+    def start_gather(self) -> None:
+        """Start to fill `weights` with every rank's part; a collective."""
+
+    def finish_gather(self) -> None:
+        """Wait until `weights` are complete."""
 
     def release_weights(self) -> None:
         """Free the memory of the other ranks' parts, if they have any of their own."""
@@ -69,9 +78,11 @@ class SharedMemoryBuffers(FlatBuffers):
         memory: the mapping, float32 [n x (ranks x rows + 1)], in which a rank has as many rows of gradients as the tree
             says that it sends.
         tree: of the step.
-        synchronizes: whether summing and gathering wait for the other ranks. All groups are summed, and gathered, one
-            right after the other, so the first group's wait is enough for all.
+        synchronizes: whether summing and gathering wait for the other ranks. All buckets are summed, and gathered, one
+            right after the other, so the first one's wait is enough for all.
     """
+
+    sends = False
 
     def __init__(self, size: int, world: World, memory: torch.Tensor, tree: StepTree, *, synchronizes: bool) -> None:
         self._world, self._tree, self._synchronizes = world, tree, synchronizes
@@ -82,6 +93,8 @@ class SharedMemoryBuffers(FlatBuffers):
         self.part = self.weights[self._part]
         self._sum = torch.zeros_like(self.part) if world.size > 1 else self.gradients
 
+    def start_sum(self) -> None: ...
+
     def sum_own_part(self) -> torch.Tensor:
         if self._synchronizes:
             barrier(self._world)
@@ -91,9 +104,11 @@ class SharedMemoryBuffers(FlatBuffers):
     def start_from_main(self) -> None:
         barrier(self._world)
 
-    def gather_weights(self) -> None:
+    def start_gather(self) -> None:
         if self._synchronizes:
             barrier(self._world)
+
+    def finish_gather(self) -> None: ...
 
     def release_weights(self) -> None: ...
 
@@ -108,6 +123,8 @@ class CollectiveBuffers(FlatBuffers):
         releasable: whether this rank's part of the weights has memory of its own, so that the others' can be freed.
     """
 
+    sends = True
+
     def __init__(self, size: int, world: World, tree: StepTree, *, releasable: bool) -> None:
         self._world, self._tree = world, tree
         self.weights = torch.zeros(size, device=world.device)
@@ -117,47 +134,60 @@ class CollectiveBuffers(FlatBuffers):
         self._releasable = releasable
         self.part = self.weights[self._part].clone() if releasable else self.weights[self._part]
         self._sum = torch.zeros_like(self.part)
+        self._received = torch.zeros(0)
+        self._works: list[dist.Work | None] = []  # under way
+
+    def start_sum(self) -> None:
+        # Half of the bytes of an all-reduce, if a rank has one sum to send.
+        self._received = self.gradients.new_empty(len(self._rows), self._world.size, len(self.part))
+        self._works = [
+            dist.all_to_all_single(place.view(-1), row, async_op=True)
+            for place, row in zip(self._received, self._rows, strict=True)
+        ]
 
     def sum_own_part(self) -> torch.Tensor:
-        # Half of the bytes of an all-reduce, if a rank has one sum to send.
-        received = self.gradients.new_empty(len(self._rows), self._world.size, len(self.part))
-        with communication():
-            for place, row in zip(received, self._rows, strict=True):
-                dist.all_to_all_single(place.view(-1), row)
-        return _sum_rows(received.transpose(0, 1), self._tree, self._sum)
+        self._wait()
+        return _sum_rows(self._received.transpose(0, 1), self._tree, self._sum)
 
     def start_from_main(self) -> None:
         dist.broadcast(self.weights, 0)
         self.part.copy_(self.weights[self._part])
 
-    def gather_weights(self) -> None:
+    def start_gather(self) -> None:
         storage = self.weights.untyped_storage()
         if self._releasable:
             storage.resize_(self.weights.numel() * BYTES)
         if self._world.device.type == "cuda":
-            with communication():
-                dist.all_gather_into_tensor(self.weights, self.part)
+            self._works = [dist.all_gather_into_tensor(self.weights, self.part, async_op=True)]
             return
         if self._releasable:
             self.weights[self._part].copy_(self.part)
         # On gloo, broadcasts of the parts take 2.8 ms where an all-gather of 6 MB takes 4.7.
-        with communication():
-            for rank, part in enumerate(self.weights.view(self._world.size, -1)):
-                dist.broadcast(part, rank)
+        parts = self.weights.view(self._world.size, -1)
+        self._works = [dist.broadcast(part, rank, async_op=True) for rank, part in enumerate(parts)]
+
+    def finish_gather(self) -> None:
+        self._wait()
 
     def release_weights(self) -> None:
         if self._releasable:
             self.weights.untyped_storage().resize_(0)
 
+    def _wait(self) -> None:
+        with communication():
+            for work in self._works:
+                work.wait()  # type: ignore[union-attr]  # None outside a group only
+        self._works = []
+
 
 def make_buffers(size: int, world: World, tree: StepTree, *, is_first: bool, releasable: bool) -> FlatBuffers:
-    """Create the buffers of one parameter group, of the kind that suits the ranks; a collective.
+    """Create the buffers of one bucket, of the kind that suits the ranks; a collective.
 
     Args:
         size: n, a multiple of the number of ranks.
         world: the ranks.
         tree: of the step.
-        is_first: whether the group is summed and gathered before the others, which follow at once.
+        is_first: whether the bucket is summed and gathered before the others, which follow at once.
         releasable: whether the other ranks' parts of the weights shall take no memory between the steps.
     """
     if world.size == 1:

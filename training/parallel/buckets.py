@@ -1,0 +1,168 @@
+"""Buckets: the flat buffers that parameters lie in, and when backward has finished with each.
+
+Which parameters share a bucket does not depend on the ranks, and so neither do the blocks of a norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from training.parallel.block_norms import BLOCK
+from training.parallel.flat_buffers import make_buffers
+from training.parallel.parameter_shards import (
+    CHANNELS_LAST,
+    CONVOLUTION_DIMENSIONS,
+    WEIGHTS,
+    ParameterShard,
+    flat_shards,
+    from_channels_last,
+)
+from training.parallel.summation_tree import StepTree
+from training.parallel.world import World
+
+ALIGNMENT = 16  # elements: every parameter begins on a cache line
+FEWEST_ELEMENTS = 1 << 18  # of a bucket to which no further parameter is added: 1 MB
+
+
+class Bucket:
+    """Some parameters of one group of the optimizer, in one flat buffer.
+
+    Attributes:
+        parameters: by name.
+        buffers: weights and gradients; a part is a whole number of blocks.
+        elements: of the parameters, with what aligns them; the same on any number of ranks.
+        master: this rank's part of the weights [n / ranks], the one parameter that the optimizer sees.
+        gradient: of the master, [n / ranks]; set by each step.
+    """
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], world: World, tree: StepTree, *, is_first: bool, releasable: bool
+    ) -> None:
+        self.parameters, self._starts, self.elements = parameters, dict[str, int](), 0
+        for name, parameter in parameters.items():
+            self._starts[name] = self.elements
+            self.elements += _round_up(parameter.numel(), ALIGNMENT)
+        size = _round_up(self.elements, BLOCK * world.size)
+        self.buffers = make_buffers(size, world, tree, is_first=is_first, releasable=releasable)
+        part = size // world.size
+        self._low, self._high = world.rank * part, (world.rank + 1) * part
+        for name, parameter in parameters.items():
+            weight, gradient = (
+                _view(flat, self._starts[name], parameter.shape)
+                for flat in (self.buffers.weights, self.buffers.gradients)
+            )
+            if world.is_main:
+                weight.copy_(parameter.detach())
+            parameter.data, parameter.grad = weight, gradient
+        self.buffers.start_from_main()
+        self.master = nn.Parameter(self.buffers.part)
+        self.gradient = torch.zeros(0)
+
+    def shards(self, moments: Mapping[str, torch.Tensor]) -> Iterator[ParameterShard]:
+        """Yield the parts of parameters that lie in this rank's part, with the optimizer's state of it."""
+        flats = {WEIGHTS: self.master, **moments}
+        for name, parameter in self.parameters.items():
+            start = self._starts[name]
+            low, high = max(start, self._low), min(start + parameter.numel(), self._high)
+            shape, is_convolution = parameter.shape, parameter.ndim == CONVOLUTION_DIMENSIONS
+            order = [shape[dimension] for dimension in CHANNELS_LAST] if is_convolution else shape
+            for shard in flat_shards(name, order, low - start, high - start, flats, low - self._low):
+                yield from_channels_last(shard) if is_convolution else shard
+
+
+class BackwardOrder:
+    """Completes every bucket in backward, as soon as all its gradients are there.
+
+    Buckets are completed in one order, which all ranks share: in that of backward, so that their sums over the ranks
+    travel while it computes the gradients of earlier layers.
+
+    Args:
+        module: whose parameters are in the buckets, in the order of forward, more or less.
+        buckets: of the module.
+    """
+
+    def __init__(self, module: nn.Module, buckets: list[Bucket]) -> None:
+        number_of = {name: number for number, (name, _) in enumerate(module.named_parameters())}
+        self._buckets = sorted(buckets, key=lambda bucket: min(map(number_of.__getitem__, bucket.parameters)))[::-1]
+        self._missing: list[int] = []  # gradients of each bucket
+        self._completed, self._sums_over_ranks = 0, False
+        for position, bucket in enumerate(self._buckets):
+            for parameter in bucket.parameters.values() if bucket.buffers.sends else ():
+                parameter.register_post_accumulate_grad_hook(lambda _, position=position: self._count(position))
+
+    def begin(self, *, sums_over_ranks: bool) -> None:
+        """Prepare for backward of a leaf.
+
+        Args:
+            sums_over_ranks: whether it is this rank's last of the step, so that each bucket's sum is started.
+        """
+        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+        self._completed, self._sums_over_ranks = 0, sums_over_ranks
+
+    def end(self) -> None:
+        """Complete the buckets that are left after backward: parameters without a gradient are in them."""
+        while self._completed < len(self._buckets):
+            self._complete_next()
+
+    def _count(self, position: int) -> None:
+        self._missing[position] -= 1
+        while self._completed < len(self._buckets) and not self._missing[self._completed]:
+            self._complete_next()
+
+    def _complete_next(self) -> None:
+        buffers = self._buckets[self._completed].buffers
+        self._completed += 1
+        buffers.sums.after_backward()
+        if self._sums_over_ranks:
+            buffers.start_sum()
+
+
+def make_buckets(
+    module: nn.Module, optimizer: torch.optim.Optimizer, world: World, tree: StepTree, *, releasable: bool
+) -> list[Bucket]:
+    """Move the optimizer's parameters into buckets, whose masters become its parameters; a collective.
+
+    Args:
+        module: whose parameters they are.
+        optimizer: over them.
+        world: the ranks.
+        tree: of the step.
+        releasable: whether the other ranks' parts of the weights shall take no memory between the steps.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    buckets: list[Bucket] = []
+    for group in optimizer.param_groups:
+        parameters = {names[id(parameter)]: parameter for parameter in group["params"]}
+        group["params"] = []
+        for members in _cut(parameters):
+            buckets.append(Bucket(members, world, tree, is_first=not buckets, releasable=releasable))
+            group["params"].append(buckets[-1].master)
+    return buckets
+
+
+def _cut(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
+    """Yield consecutive parameters, each time as few as have `FEWEST_ELEMENTS`; the last are what is left."""
+    members: dict[str, nn.Parameter] = {}
+    for name, parameter in parameters.items():
+        members[name] = parameter
+        if sum(member.numel() for member in members.values()) >= FEWEST_ELEMENTS:
+            yield members
+            members = {}
+    if members:
+        yield members
+
+
+def _view(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
+    """Return a view of a flat tensor in a parameter's shape; for a convolution's weights in channels_last."""
+    place = flat.narrow(0, start, shape.numel())
+    if len(shape) != CONVOLUTION_DIMENSIONS:
+        return place.view(shape)
+    outputs, inputs, height, width = shape
+    return place.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
