@@ -1,10 +1,9 @@
-"""ZeRO over flat buffers, in plain PyTorch: what DeepSpeed does, for models whose gradients fit one bucket.
+"""ZeRO over flat buffers, in plain PyTorch: what DeepSpeed does, without its Python per parameter.
 
 Parameters are views of a few flat fp32 buffers, a bucket each (Rajbhandari et al. 2020,
 https://arxiv.org/abs/1910.02054). Every rank owns an equal part of a bucket: it receives the sum of that part's
 gradients, while backward still computes those of other buckets, keeps the optimizer's state of it and updates it; then
-the parts are gathered again. Nothing but a count is Python per parameter, which is where DeepSpeed spends its time on
-models of this size.
+the parts are gathered again.
 
 The same weights come out on any number of ranks, to the bit: gradients are added along one tree over the leaves of a
 step, whoever computes them (`training.parallel.summation_tree`), every leaf has its own BatchNorm statistics, and norms
