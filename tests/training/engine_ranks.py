@@ -244,12 +244,12 @@ def live_weight_bytes(engine: Engine) -> int:
     return sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in engine.module.parameters()}.values())
 
 
-def train_leaves(world: World, leaves: int, optimizer: str, over_collectives: bool) -> str:
+def train_leaves(world: World, leaves: int, optimizer: str, precision: str, over_collectives: bool) -> str:
     """Train natively on so many micro-batches a step; return the sha256 of gradient norms and the whole state."""
     accumulation = leaves // world.size
     config = configuration(optimizer=optimizer, engine="native", gradient_accumulation_steps=accumulation)
     with without_shared_memory() if over_collectives else nullcontext():
-        engine = make_engine(world, make_model(True), config, discriminative=True)
+        engine = make_engine(world, make_model(True), config, precision, discriminative=True)
     digest = hashlib.sha256()
     for step, micro_step in product(range(3), range(accumulation)):
         images, labels = make_batch(step, world.rank * accumulation + micro_step)

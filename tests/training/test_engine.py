@@ -82,10 +82,10 @@ def test_machines_of_different_sizes_cannot_replicate_each_other(run_cases):
         assert report.startswith("--replicate-across nodes: the machines have 1 and 2 ranks")
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_any_number_of_ranks_computes_the_same_bytes(rule, run_cases):
+@pytest.mark.parametrize(("rule", "precision"), [*((rule, "fp32") for rule in RULES), ("adamw", "bf16")])
+def test_any_number_of_ranks_computes_the_same_bytes(rule, precision, run_cases):
     """6 leaves: one rank with all, two with 3 each, which are no subtree, three with 2; both ways of exchange."""
-    fixed = {"leaves": 6, "optimizer": rule}
+    fixed = {"leaves": 6, "optimizer": rule, "precision": precision}
     runs = [run_cases("train_leaves", size, over_collectives=(False, True), fixed=fixed) for size in (1, 2, 3)]
     assert len({digest for cases in runs for ranks in cases.values() for digest in ranks}) == 1
 
