@@ -64,7 +64,7 @@ def _read_rate(dataset: ImageDataset) -> float:
     start = time.perf_counter()
     while time.perf_counter() - start < READ_SECONDS:
         indices = order[np.arange(read, read + READ_BATCH) % len(dataset)]
-        reader[BatchKey(0, indices, np.ones(READ_BATCH, dtype=np.float32))]
+        reader[BatchKey(0, indices, np.ones(READ_BATCH, dtype=np.float32), indices)]
         read += READ_BATCH
     return read / (time.perf_counter() - start)
 

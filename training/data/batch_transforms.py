@@ -58,7 +58,7 @@ class BatchTransforms:
         Args:
             images: uint8 [B, 1 or 3, S, S] on any device; floating-point images are returned unchanged.
             epoch: Decides the augmentation.
-            indices: int64 [B], positions in the data set.
+            indices: int64 [B], the `draw_keys` of a `BatchKey`.
 
         Returns:
             float32 [B, 3, S, S], channels_last, normalised.
@@ -86,7 +86,7 @@ class BatchTransforms:
             bordered: uint8 [N, S + 2 * border, S + 2 * border, 1 or 3].
             positions: int64 [B], of the images in `bordered`.
             epoch: Decides the augmentation.
-            indices: int64 [B], positions in the data set.
+            indices: int64 [B], the `draw_keys` of a `BatchKey`.
         """
         if not (self.augmentation.shift or self.augmentation.mirror):
             return self._normalise(bordered.index_select(0, to_device(torch.from_numpy(positions), bordered.device)))

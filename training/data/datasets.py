@@ -70,11 +70,17 @@ class ImageDataset(Dataset):
         return self.batch_transforms(image[None], epoch, indices)[0], int(self.source.labels[index])
 
     def draws(self, epoch: int, indices: np.ndarray) -> list[list[float]]:
-        """Return what `read` needs for each sample of `indices` (int64 [B]): all at once, because that is faster."""
+        """Return what `read` needs for each sample of `indices` (int64 [B], the `draw_keys` of a `BatchKey`)."""
         return uniform_draws(self.seed, epoch, indices, BATCH_DRAWS + CROP_DRAWS)[:, BATCH_DRAWS:].tolist()
 
-    def read(self, epoch: int, index: int, draws: list[float]) -> torch.Tensor:
+    def read(self, epoch: int, index: int, draws: list[float], offset: int = 0) -> torch.Tensor:
         """Return the image as uint8 [3, S, S], before `batch_transforms`; may leave the global generators seeded.
+
+        Args:
+            epoch: Decides the augmentation.
+            index: Position in the data set.
+            draws: Of this sample, from `draws`.
+            offset: From `index` to the sample's key in `BatchKey.draw_keys`.
 
         Raises:
             ImageError: The image cannot be read.
@@ -85,7 +91,7 @@ class ImageDataset(Dataset):
             image = self._geometry(self.source.read(index))
         if self._policy is None:
             return image
-        seed_generators(self.seed, epoch, index)
+        seed_generators(self.seed, epoch, index + offset)
         return self._policy(image)
 
     def from_pixels(self, pixels: torch.Tensor, draws: list[float]) -> torch.Tensor:

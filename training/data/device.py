@@ -42,7 +42,7 @@ def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: t
 
 def _transformed(batch: Batch, dataset: ImageDataset, device: torch.device) -> Batch:
     images, labels, weights = (to_device(tensor, device) for tensor in (batch.images, batch.labels, batch.weights))
-    images = dataset.batch_transforms(images, batch.epoch, batch.indices.numpy())
+    images = dataset.batch_transforms(images, batch.epoch, batch.draw_keys)
     return dataclasses.replace(batch, images=images, labels=labels, weights=weights)
 
 
@@ -73,7 +73,7 @@ class ImagesOnDevice:
 
     def batch(self, key: BatchKey) -> Batch:
         """Return the batch of a key: images float32 [B, 3, S, S] on the device, the other tensors on the CPU."""
-        images = self._dataset.batch_transforms.from_set(self._bordered, key.indices, key.epoch, key.indices)
+        images = self._dataset.batch_transforms.from_set(self._bordered, key.indices, key.epoch, key.draw_keys)
         indices = torch.from_numpy(key.indices)
         labels = self._dataset.source.labels[indices]
         return Batch(images, labels, torch.from_numpy(key.weights), indices, epoch=key.epoch)

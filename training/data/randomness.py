@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+COPY = 2**32  # copy k of a sample in an epoch draws as index + k * COPY would; no set has so many samples
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -28,7 +29,7 @@ def uniform_draws(seed: int, epoch: int, indices: np.ndarray, count: int) -> np.
     Args:
         seed: Seed of the run, at least 0.
         epoch: Number of the epoch.
-        indices: int64 [B], positions in the data set.
+        indices: int64 [B], positions in the data set, or the `draw_keys` of a `BatchKey`.
         count: Draws of each sample.
     """
     state = _mix(np.full(1, seed, dtype=np.uint64))

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -28,6 +29,7 @@ class Batch:
         labels: int64 [B].
         weights: float32 [B]; 0 for padding and for images that could not be read, else 1.
         indices: int64 [B], positions in the data set.
+        draw_keys: int64 [B], see `BatchKey`; empty once the images are augmented.
         bad_images: Path and reason of the images of this batch that could not be read; others fill their slots.
         notes: Path and note of the images that are odd, see `image_notes`.
         epoch: Decides the rest of the augmentation.
@@ -38,6 +40,7 @@ class Batch:
     labels: torch.Tensor
     weights: torch.Tensor
     indices: torch.Tensor
+    draw_keys: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     bad_images: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     epoch: int = 0
@@ -66,11 +69,11 @@ class BatchReader(Dataset):
     def _read(self, key: BatchKey) -> Batch:
         weights = torch.from_numpy(key.weights)
         bad_images: dict[str, str] = {}
-        draws = self._dataset.draws(key.epoch, key.indices)
+        draws, offsets = self._dataset.draws(key.epoch, key.draw_keys), (key.draw_keys - key.indices).tolist()
         images: list[torch.Tensor] = []
         with collected_notes() as notes:
             for slot, index in enumerate(key.indices.tolist()):
-                read = partial(self._read_image, key.epoch, draws=draws[slot])
+                read = partial(self._read_image, key.epoch, draws=draws[slot], offset=offsets[slot])
                 image, error = read_or_replace(read, index, self._dataset)
                 if error is not None:
                     bad_images[error.path] = error.reason
@@ -79,7 +82,7 @@ class BatchReader(Dataset):
         indices = torch.from_numpy(key.indices)
         labels = self._dataset.source.labels[indices]
         stacked, encoded = (torch.empty(0), images) if self._dataset.source.decodes_later else (_stack(images), [])
-        return Batch(stacked, labels, weights, indices, bad_images, notes, key.epoch, encoded)
+        return Batch(stacked, labels, weights, indices, key.draw_keys, bad_images, notes, key.epoch, encoded)
 
 
 def _stack(images: list[torch.Tensor]) -> torch.Tensor:

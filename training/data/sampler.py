@@ -26,11 +26,13 @@ class BatchKey(NamedTuple):
         epoch: Decides the augmentation.
         indices: int64 [B], positions in the data set.
         weights: float32 [B], 1 for a sample and 0 for padding.
+        draw_keys: int64 [B], what the augmentation is drawn from: index + k * COPY for copy k of a sample in the epoch.
     """
 
     epoch: int
     indices: np.ndarray
     weights: np.ndarray
+    draw_keys: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class BatchPlan:
         first = step * self.global_batch + leaf * self.batch_size_per_rank
         positions = np.arange(first, first + self.batch_size_per_rank)
         weights = (positions < self.num_samples).astype(np.float32)
-        return BatchKey(epoch, self.permutation(epoch)[positions % self.num_samples], weights)
+        indices = self.permutation(epoch)[positions % self.num_samples]
+        return BatchKey(epoch, indices, weights, indices)
 
     def epoch_keys(self, epoch: int, rank: int, first_step: int = 0) -> Iterator[BatchKey]:
         """Yield the micro-batches of `rank` in order, from optimizer step `first_step` to the end of the epoch."""
@@ -125,7 +128,8 @@ class EvaluationPlan:
         """Yield the batches of `rank`: r, r+R, r+2R, ...; padding of the last ones has weight 0."""
         for batch in range(rank, self.batches_per_rank * self.world_size, self.world_size):
             positions = batch * self.batch_size_per_rank + np.arange(self.batch_size_per_rank)
-            yield BatchKey(0, positions % self.num_samples, (positions < self.num_samples).astype(np.float32))
+            indices = positions % self.num_samples
+            yield BatchKey(0, indices, (positions < self.num_samples).astype(np.float32), indices)
 
 
 @lru_cache(maxsize=2)

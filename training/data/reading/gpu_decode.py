@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from training.data.reader import Batch
 
 
-def read_encoded(dataset: ImageDataset, epoch: int, index: int, draws: list[float]) -> torch.Tensor:
+def read_encoded(dataset: ImageDataset, epoch: int, index: int, draws: list[float], offset: int) -> torch.Tensor:
     """Return the bytes of a plain JPEG file, uint8 [n]; of other files what `ImageDataset.read` returns.
 
     Raises:
@@ -37,7 +37,7 @@ def read_encoded(dataset: ImageDataset, epoch: int, index: int, draws: list[floa
     data = read_file(path)
     header = jpeg_header(data, path)
     if header is None or not header.is_plain:
-        return dataset.read(epoch, index, draws)
+        return dataset.read(epoch, index, draws, offset)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
@@ -51,7 +51,7 @@ def decode_batch(batch: Batch, dataset: ImageDataset, device: torch.device) -> B
         UserError: nvJPEG does not work here at all, or too many consecutive images cannot be read.
     """
     decoded = _decode_files([image for image in batch.encoded if image.ndim == 1], device)
-    draws = dataset.draws(batch.epoch, batch.indices.numpy())
+    draws = dataset.draws(batch.epoch, batch.draw_keys)
     bad_slots, bad_images, notes = [], dict(batch.bad_images), dict(batch.notes)
     images: list[torch.Tensor] = []
     for slot, (image, index) in enumerate(zip(batch.encoded, batch.indices.tolist(), strict=True)):
