@@ -135,6 +135,16 @@ class TrainConfig:
         0, "Side of the square images, in pixels; 0: the data set's own.", low=0, high=LARGEST_IMAGE_SIZE
     )
     augmentation: str = option("auto", f"Training augmentation: {', '.join(AUGMENTATION_NAMES)}.")
+    sampling: Literal["uniform", "balanced"] = option(
+        "uniform",
+        "What an epoch consists of; uniform: each sample once; balanced: as many samples, equally many of each class.",
+    )
+    repeated_augmentation: int = option(
+        1,
+        "Differently augmented copies of each sample of an epoch, next to each other; its length stays.",
+        low=1,
+        high=64,
+    )
     decode: Literal["cpu", "exact", "gpu"] = option(
         "cpu", f"How image files are decoded: {'; '.join(f'{name}: {text}' for name, text in DECODERS.items())}."
     )

@@ -34,7 +34,7 @@ from training.data import data_options, load_data
 from training.data.bad_images import check_bad_images
 from training.data.datasets import DatasetPair
 from training.data.loader import EvaluationLoader, TrainLoader, build_loaders
-from training.data.sampler import BatchPlan
+from training.data.sampler import BatchPlan, build_plan
 from training.errors import (
     DIVERGED_EXIT_CODE,
     RANK_0_MESSAGE_SECONDS,
@@ -211,7 +211,7 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
         torch.set_num_threads(config.threads_per_rank)
     notes = [*notes, *thread_notes, *note_other_leaves(config, found)]
     head_epochs = _head_epochs(config)
-    plan = BatchPlan(len(data.train), config.batch_size, config.gradient_accumulation_steps, world.size, config.seed)
+    plan = build_plan(config, data.train.source.labels, world.size)
     # Worker processes take seconds to start: they do so while the model and the engine are built.
     train_loader, val_loader = agreed(lambda: build_loaders(config, data, plan, world), world)
     built, flops = build_training_model(config, data, world)

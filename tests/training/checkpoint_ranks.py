@@ -247,7 +247,7 @@ def poisoned(
 ) -> dict[str, Any]:
     """Break one step of the first epoch by an image, a loss or a gradient on one rank; return what became of it."""
     broken_sample = (
-        int(BatchPlan(SAMPLES, MICRO_BATCH, 1, world.size, seed=3).permutation(0)[6]) if culprit == "image" else -1
+        int(BatchPlan(SAMPLES, MICRO_BATCH, 1, world.size, seed=3).draw_keys(0)[6]) if culprit == "image" else -1
     )
     job = Job(
         world,

@@ -464,7 +464,7 @@ def epoch_with_plain_pytorch(world: World, global_batch: int):
     from training.data.sampler import BatchPlan
 
     config, data, model = configuration(), make_small_data(), make_model(False)
-    order = BatchPlan(EPOCH_SAMPLES, global_batch, 1, 1, 0).permutation(0)
+    order = BatchPlan(EPOCH_SAMPLES, global_batch, 1, 1, 0).draw_keys(0)
     rule = torch.optim.AdamW(decayed_and_not(model, config.weight_decay), lr=config.learning_rate)
     loss_sum = hits = 0.0
     for start in range(0, EPOCH_SAMPLES, global_batch):

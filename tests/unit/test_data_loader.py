@@ -49,9 +49,11 @@ def damage(root: Path, *names: str) -> list[str]:
     return [str(root / name) for name in names]
 
 
-def epoch_bytes(pair, world, accumulation, workers, epoch=1) -> dict[tuple[int, int, int], tuple[bytes, ...]]:
+def epoch_bytes(
+    pair, world, accumulation, workers, epoch=1, repeats=1
+) -> dict[tuple[int, int, int], tuple[bytes, ...]]:
     """Every micro-batch of an epoch by (step, place in the global batch): images, labels, weights, indices."""
-    plan = BatchPlan(len(pair.train), 16 // (world * accumulation), accumulation, world, seed=0)
+    plan = BatchPlan(len(pair.train), 16 // (world * accumulation), accumulation, world, seed=0, repeats=repeats)
     found = defaultdict(list)
     for rank in range(world):
         loader = TrainLoader(pair, plan, rank, workers=workers)
@@ -65,14 +67,28 @@ def epoch_bytes(pair, world, accumulation, workers, epoch=1) -> dict[tuple[int, 
     return found
 
 
-@pytest.mark.parametrize("augmentation", ["crop_flip", "randaugment"])
-def test_same_bytes_for_any_ranks_accumulation_and_workers(folder, augmentation):
+@pytest.mark.parametrize(("augmentation", "repeats"), [("crop_flip", 1), ("randaugment", 1), ("randaugment", 3)])
+def test_same_bytes_for_any_ranks_accumulation_and_workers(folder, augmentation, repeats):
     pair = load_folder(folder, augmentation=augmentation)
-    expected = epoch_bytes(pair, world=1, accumulation=1, workers=0)
+    expected = epoch_bytes(pair, world=1, accumulation=1, workers=0, repeats=repeats)
     assert len(expected) == 64  # 60 images and 4 of padding
     for world, accumulation, workers in ((2, 1, 0), (8, 1, 0), (2, 2, 0), (1, 1, 2)):
-        assert epoch_bytes(pair, world, accumulation, workers) == expected
-    assert epoch_bytes(pair, 1, 1, 0, epoch=2) != expected
+        assert epoch_bytes(pair, world, accumulation, workers, repeats=repeats) == expected
+    assert epoch_bytes(pair, 1, 1, 0, epoch=2, repeats=repeats) != expected
+
+
+@pytest.mark.parametrize("augmentation", ["shift_flip", "crop_flip", "randaugment"])
+def test_copies_of_a_sample_are_augmented_differently(augmentation):
+    pair = load_data(DataOptions(data="fake", image_size=24, augmentation=augmentation))
+    once, plan = train_loader(pair, len(pair.train)), BatchPlan(len(pair.train), 3, 1, 1, 0, repeats=3)
+    copies = next(TrainLoader(pair, plan, 0).epoch(0))
+    assert len(set(copies.indices.tolist())) == 1
+    assert len({image.numpy().tobytes() for image in copies.images}) == 3
+    batch = next(once.epoch(0))
+    alone = batch.images[batch.indices == copies.indices[0]]
+    assert torch.equal(copies.images[:1], alone), "the first copy is the sample without copies"
+    for image, draw_key in zip(copies.images, plan.draw_keys(0).tolist(), strict=False):
+        assert torch.equal(image, pair.train[0, draw_key][0])
 
 
 def test_shapes_and_types():

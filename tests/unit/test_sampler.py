@@ -1,4 +1,4 @@
-"""The order of samples: a function of (seed, epoch) alone, each sample once, whole steps."""
+"""The order of samples: a function of (seed, epoch) alone, each sample once unless asked otherwise, whole steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
+from sklearn.utils.class_weight import compute_sample_weight
+from timm.data.distributed_sampler import RepeatAugSampler
 
+from training.data.randomness import COPY
 from training.data.sampler import BatchPlan, EvaluationPlan
 
 SHAPES = [
@@ -48,14 +52,20 @@ def test_loss_scale_makes_the_average_over_ranks_the_mean_over_samples(samples, 
             for key, (indices, weights) in epoch_of(plan).items()
             if key[0] == step
         ]
-        chosen = plan.permutation(0)[step * plan.global_batch :][: plan.global_batch]
+        chosen = plan.draw_keys(0)[step * plan.global_batch :][: plan.global_batch]
         assert plan.real_samples(step) == len(chosen)
         assert np.mean(parts) == pytest.approx(losses[chosen].mean())
 
 
-def test_order_is_the_same_for_any_number_of_ranks():
+# 101 samples of classes 0, 2 and 3; the padding of an epoch repeats samples, so counts are taken without it
+SKEWED = np.repeat([0, 2, 3], [90, 8, 3])[np.random.Generator(np.random.PCG64(1)).permutation(101)]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"labels": SKEWED.tobytes()}, {"repeats": 3}])
+def test_order_is_the_same_for_any_number_of_ranks(sampling):
     plans = [
-        BatchPlan(1000, 64 // (world * steps), steps, world, 7) for world, steps in ((1, 1), (1, 2), (2, 1), (8, 2))
+        BatchPlan(101, 64 // (world * steps), steps, world, 7, **sampling)
+        for world, steps in ((1, 1), (1, 2), (2, 1), (8, 2))
     ]
     orders = []
     for plan in plans:
@@ -80,11 +90,47 @@ def test_the_leaves_of_a_step_are_the_same_on_any_number_of_ranks(ranks):
 
 def test_permutation_depends_on_seed_and_epoch_only():
     plan = BatchPlan(500, 8, 1, 1, seed=1)
-    np.testing.assert_array_equal(np.sort(plan.permutation(0)), np.arange(500))
-    np.testing.assert_array_equal(plan.permutation(3), BatchPlan(500, 2, 5, 4, seed=1).permutation(3))
-    orders = [plan.permutation(0), plan.permutation(1), BatchPlan(500, 8, 1, 1, seed=2).permutation(0)]
+    np.testing.assert_array_equal(np.sort(plan.draw_keys(0)), np.arange(500))
+    np.testing.assert_array_equal(plan.draw_keys(3), BatchPlan(500, 2, 5, 4, seed=1).draw_keys(3))
+    orders = [plan.draw_keys(0), plan.draw_keys(1), BatchPlan(500, 8, 1, 1, seed=2).draw_keys(0)]
     for first, second in itertools.combinations(orders, 2):
         assert (first == second).mean() < 0.05
+
+
+def test_balanced_sampling_draws_each_sample_as_often_as_scikit_learn_weighs_it():
+    plan, epochs = BatchPlan(101, 8, 1, 1, seed=1, labels=SKEWED.tobytes()), 600
+    counts = np.zeros(101)
+    for epoch in range(epochs):
+        keys = plan.draw_keys(epoch)
+        assert len(np.unique(keys)) == len(keys) == 101, "copies of a sample have draws of their own"
+        own = np.bincount(keys % COPY, minlength=101)
+        shares = [own[label == SKEWED] for label in (0, 2, 3)]
+        assert sorted(map(sum, shares)) == [33, 34, 34]
+        assert all(share.max() - share.min() <= 1 for share in shares)
+        counts += own
+    for label in (0, 2, 3):
+        assert counts[label == SKEWED].sum() == epochs * 101 / 3, "no class is favoured in the long run"
+    np.testing.assert_allclose(counts / epochs, compute_sample_weight("balanced", SKEWED), rtol=0.2)
+    assert (plan.draw_keys(0) != plan.draw_keys(1)).mean() > 0.9
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_repeated_augmentation_takes_the_samples_that_timm_takes(monkeypatch, ranks):
+    """timm deals the order to its ranks in turn: its global batches hold what ours do."""
+    order = BatchPlan(101, 1, 1, 1, 5).draw_keys(2)[:34]
+    monkeypatch.setattr(torch, "randperm", lambda count, generator: torch.tensor(order))
+    samplers = [RepeatAugSampler(range(101), ranks, rank, num_repeats=3, selected_round=0) for rank in range(ranks)]
+    theirs = np.stack([list(sampler) for sampler in samplers], axis=1).reshape(-1)[:101]
+    keys = BatchPlan(101, 8, 2, 1, 5, repeats=3).draw_keys(2)
+    np.testing.assert_array_equal(keys % COPY, theirs)
+    np.testing.assert_array_equal(keys // COPY, np.arange(101) % 3)
+
+
+def test_balanced_samples_are_repeated_too():
+    keys = BatchPlan(101, 8, 1, 1, 5, SKEWED.tobytes(), repeats=3).draw_keys(2)
+    assert len(np.unique(keys)) == len(keys)
+    assert sorted(np.unique(SKEWED[keys[::3] % COPY], return_counts=True)[1]) == [11, 11, 12]
+    np.testing.assert_array_equal(keys[:99:3] % COPY, keys[2:99:3] % COPY)
 
 
 def test_permutation_is_uniform():
@@ -92,7 +138,7 @@ def test_permutation_is_uniform():
     epochs = 6000
     counts = np.zeros((6, 6))
     for epoch in range(epochs):
-        counts[np.arange(6), BatchPlan(6, 1, 1, 1, 0).permutation(epoch)] += 1
+        counts[np.arange(6), BatchPlan(6, 1, 1, 1, 0).draw_keys(epoch)] += 1
     chi_squared = ((counts - epochs / 6) ** 2 / (epochs / 6)).sum()
     assert chi_squared < 52.6  # exceeded by 1 in 1,000
 
@@ -102,7 +148,7 @@ def test_padding_comes_from_the_start_of_the_permutation():
     batches = epoch_of(plan)
     tail = np.concatenate([batches[1, 0, rank][0] for rank in range(2)])
     weights = np.concatenate([batches[1, 0, rank][1] for rank in range(2)])
-    order = plan.permutation(0)
+    order = plan.draw_keys(0)
     np.testing.assert_array_equal(tail, np.concatenate([order[8:], order[:6]]))
     np.testing.assert_array_equal(weights, [1, 1, 0, 0, 0, 0, 0, 0])
 

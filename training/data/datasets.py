@@ -20,7 +20,7 @@ from training.data import AUGMENTATIONS, Augmentation, DataOptions, bad_image_sh
 from training.data.augment import CROP_DRAWS, evaluation_geometry, randaugment, random_box, resize
 from training.data.bad_images import bad_image_budget
 from training.data.batch_transforms import BATCH_DRAWS, BatchTransforms
-from training.data.randomness import preserved_generators, seed_generators, uniform_draws
+from training.data.randomness import COPY, preserved_generators, seed_generators, uniform_draws
 from training.data.reading.sources import ArraySource, ImageFile, Source, open_files
 from training.errors import UserError
 
@@ -29,7 +29,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ImageDataset(Dataset):
-    """Samples by (epoch, index): `(image float32 [3, S, S] normalised, label)`.
+    """Samples by (epoch, draw key): `(image float32 [3, S, S] normalised, label)`.
 
     Attributes:
         source: The raw images.
@@ -58,16 +58,16 @@ class ImageDataset(Dataset):
         return len(self.source.labels)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
-        """Return one sample as it is in one epoch; leaves the global random generators unchanged.
+        """Return one sample of an epoch by its number in `BatchKey.draw_keys`; leaves the global generators unchanged.
 
         Raises:
             ImageError: The image cannot be read.
         """
-        epoch, index = key
-        indices = np.array([index])
+        epoch, draw_key = key
+        index, draw_keys = draw_key % COPY, np.array([draw_key])
         with preserved_generators():
-            image = self.read(epoch, index, self.draws(epoch, indices)[0])
-        return self.batch_transforms(image[None], epoch, indices)[0], int(self.source.labels[index])
+            image = self.read(epoch, index, self.draws(epoch, draw_keys)[0], draw_key - index)
+        return self.batch_transforms(image[None], epoch, draw_keys)[0], int(self.source.labels[index])
 
     def draws(self, epoch: int, indices: np.ndarray) -> list[list[float]]:
         """Return what `read` needs for each sample of `indices` (int64 [B], the `draw_keys` of a `BatchKey`)."""

@@ -1,8 +1,12 @@
 """The samples that a rank reads at a step: pure functions of (seed, epoch, step), for any number of ranks.
 
-An epoch is one permutation of the samples, divided into whole optimizer steps. The last step is padded with samples
-from the start of the same permutation, of weight 0, so each sample counts exactly once per epoch and all batches have
-one shape. Any step can be computed without the ones before it: resuming within an epoch reads nothing unnecessarily.
+An epoch of N samples is one permutation of them, divided into whole optimizer steps. The last step is padded with
+samples from the start of the same permutation, of weight 0, so each sample counts exactly once per epoch and all
+batches have one shape. Any step can be computed without the ones before it: resuming within an epoch reads nothing
+unnecessarily.
+
+With balanced sampling and repeated augmentation an epoch still has N samples, each of which counts once, but a sample
+of the set may be among them several times, as copies that are augmented differently, or not at all.
 """
 
 from __future__ import annotations
@@ -15,7 +19,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from training.data.randomness import COPY
+
 if TYPE_CHECKING:
+    import torch
+
+    from training.config import TrainConfig
     from training.state import Progress
 
 
@@ -45,6 +54,8 @@ class BatchPlan:
         accumulation_steps: Micro-batches A of each rank in one optimizer step.
         world_size: Ranks R.
         seed: Decides the order.
+        labels: Bytes of the int64 labels [N]: an epoch has equally many samples of each class; empty: each sample once.
+        repeats: How often each sample of an epoch occurs in it, in a row.
     """
 
     num_samples: int
@@ -52,6 +63,8 @@ class BatchPlan:
     accumulation_steps: int
     world_size: int
     seed: int
+    labels: bytes = b""
+    repeats: int = 1
 
     @property
     def global_batch(self) -> int:
@@ -67,9 +80,12 @@ class BatchPlan:
         """Return the number of optimizer steps of the run before the next one."""
         return progress.epoch * self.steps_per_epoch + progress.step
 
-    def permutation(self, epoch: int) -> np.ndarray:
-        """Return the order of the samples in `epoch`: int64 [N], read-only, the same for any number of ranks."""
-        return _permutation(self.num_samples, self.seed, epoch)
+    def draw_keys(self, epoch: int) -> np.ndarray:
+        """Return the samples of `epoch` in order, as `BatchKey.draw_keys`: int64 [N], the same for any number of ranks.
+
+        If each sample occurs once, these are their positions in the data set.
+        """
+        return _order(self.num_samples, self.seed, epoch, self.labels, self.repeats)
 
     def micro_batch(self, epoch: int, step: int, micro_step: int, rank: int) -> BatchKey:
         """Return the samples of one forward pass of one rank.
@@ -81,8 +97,8 @@ class BatchPlan:
         first = step * self.global_batch + leaf * self.batch_size_per_rank
         positions = np.arange(first, first + self.batch_size_per_rank)
         weights = (positions < self.num_samples).astype(np.float32)
-        indices = self.permutation(epoch)[positions % self.num_samples]
-        return BatchKey(epoch, indices, weights, indices)
+        draw_keys = self.draw_keys(epoch)[positions % self.num_samples]
+        return BatchKey(epoch, draw_keys % COPY, weights, draw_keys)
 
     def epoch_keys(self, epoch: int, rank: int, first_step: int = 0) -> Iterator[BatchKey]:
         """Yield the micro-batches of `rank` in order, from optimizer step `first_step` to the end of the epoch."""
@@ -132,11 +148,51 @@ class EvaluationPlan:
             yield BatchKey(0, indices, (positions < self.num_samples).astype(np.float32), indices)
 
 
+def build_plan(config: TrainConfig, labels: torch.Tensor, world_size: int) -> BatchPlan:
+    """Build the plan of a run over a training set with these labels, int64 [N]."""
+    return BatchPlan(
+        len(labels),
+        config.batch_size,
+        config.gradient_accumulation_steps,
+        world_size,
+        config.seed,
+        labels.numpy().tobytes() if config.sampling == "balanced" else b"",
+        config.repeated_augmentation,
+    )
+
+
 @lru_cache(maxsize=2)
-def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
+def _order(num_samples: int, seed: int, epoch: int, labels: bytes, repeats: int) -> np.ndarray:
+    """Return the keys of an epoch's samples in order, see `BatchKey.draw_keys`: int64 [N], read-only.
+
+    Repeated augmentation (Berman et al. 2019, https://arxiv.org/abs/1902.05509, section 3.2; the `RepeatAugSampler` of
+    timm): of the first N / `repeats` samples of the order, rounded up, each is repeated, next to each other.
+    """
     # NumPy guarantees the raw bits of a bit generator, but not the order of its shuffle: sorting raw bits keeps a run
     # resumable under another NumPy. Equal keys (1 in 10^7 at a million) stay in order.
-    bits = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(num_samples)
-    order = np.argsort(bits, kind="stable")
-    order.setflags(write=False)
-    return order
+    bits = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
+    keys = np.argsort(bits.random_raw(num_samples), kind="stable")
+    distinct = -(-num_samples // repeats)
+    if labels:
+        keys = _balanced(keys, np.frombuffer(labels, dtype=np.int64), bits.random_raw(distinct), epoch)
+    if repeats > 1:
+        index, copy = keys[:distinct, None] % COPY, keys[:distinct, None] // COPY
+        keys = (index + COPY * (copy * repeats + np.arange(repeats))).reshape(-1)[:num_samples]
+    keys.setflags(write=False)
+    return keys
+
+
+def _balanced(permutation: np.ndarray, labels: np.ndarray, bits: np.ndarray, epoch: int) -> np.ndarray:
+    """Return keys of as many samples as `bits`, uint64 [M]: each class equally often, to within one sample.
+
+    The samples of a class, in the order of the permutation, follow each other until the class has its share: those of
+    a large class are in some epochs only, those of a small one are repeated as equally often as possible.
+    """
+    classes, counts = np.unique(labels, return_counts=True)
+    by_class = permutation[np.argsort(labels[permutation], kind="stable")]
+    # from epoch to epoch, another class comes first, and has one sample more if the classes do not divide M
+    turn, shift = np.divmod(np.arange(len(bits)), len(classes))
+    chosen = (shift + epoch) % len(classes)
+    copy, place = np.divmod(turn, counts[chosen])
+    keys = by_class[(np.cumsum(counts) - counts)[chosen] + place] + COPY * copy
+    return keys[np.argsort(bits, kind="stable")]

@@ -155,9 +155,9 @@ def _warnings(context: RunContext) -> list[str]:
 def _augmented_sample(context: RunContext) -> torch.Tensor:
     """Return the first training images of epoch 0 as the model sees them, float32 [N, 3, S, S] in 0..1."""
     images = []
-    for index in context.plan.permutation(0)[:AUGMENTED_IMAGES_SHOWN]:
+    for draw_key in context.plan.draw_keys(0)[:AUGMENTED_IMAGES_SHOWN]:
         # The loader reports an unreadable image, on all ranks; this runs on rank 0 alone.
         with contextlib.suppress(ImageError):
-            images.append(context.data.train[(0, int(index))][0])
+            images.append(context.data.train[(0, int(draw_key))][0])
     mean, std = (torch.tensor(context.data.preprocessing[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
     return (torch.stack(images) * std + mean).clamp(0, 1) if images else torch.empty(0)
