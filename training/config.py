@@ -19,6 +19,8 @@ from models import LARGEST_IMAGE_SIZE, MODELS, MOST_MEMBERS, check_model_name
 from training.data import AUGMENTATION_NAMES, BAD_IMAGES_USAGE, DATASETS, DECODERS, bad_image_share
 from training.errors import UserError, shown, unknown_name
 from training.parallel.strategies import STRATEGIES
+from training.recipe.class_weights import USAGE as CLASS_WEIGHTS_USAGE
+from training.recipe.class_weights import given_weights
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
 LARGEST_BATCH = 65_536  # images of one forward pass
@@ -78,7 +80,14 @@ class TrainConfig:
     )
     momentum: float = option(0.9, "Momentum of sgd.", low=0, high=0.9999)
     gradient_clipping: float = option(1.0, "Largest global gradient norm (L2); 0 switches clipping off.", low=0)
+    loss: Literal["cross_entropy", "bce"] = option(
+        "cross_entropy", "Training loss; bce: binary cross-entropy of each class, averaged over the classes."
+    )
     label_smoothing: float = option(0.1, "Share of each target spread over all classes.", low=0, high=0.99)
+    bce_target_threshold: float = option(
+        0.0, "--loss bce: smoothed and mixed targets above this are 1, the others 0; 0: as they are.", low=0, high=0.99
+    )
+    class_weights: str = option("none", f"Weight of each class in the training loss: {CLASS_WEIGHTS_USAGE}.")
     warmup_epochs: float | Literal["auto"] = option(
         "auto",
         "Epochs of linear warm-up from 0 to the peak learning rate; auto: 1, but at most a tenth of the run.",
@@ -235,6 +244,14 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     if config.augmentation not in AUGMENTATION_NAMES:
         raise unknown_name("augmentation", config.augmentation, AUGMENTATION_NAMES)
     bad_image_share(config.bad_images)
+    given_weights(config.class_weights)
+    if config.class_weights != "none" and config.sampling == "balanced":
+        raise UserError(
+            f"{label_of['class_weights']} and {label_of['sampling']} balanced both make up for rare classes: "
+            "give one of them."
+        )
+    if config.bce_target_threshold and config.loss != "bce":
+        raise UserError(f"{label_of['bce_target_threshold']} is of {label_of['loss']} bce only: give both, or none.")
     if config.workers != "auto" and not re.fullmatch(r"[0-9]{1,3}", config.workers):
         raise UserError(f"{label_of['workers']} {config.workers!r}: expected a whole number from 0 to 999, or auto.")
     if config.run_name and not RUN_NAME_PATTERN.fullmatch(config.run_name):

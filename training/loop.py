@@ -46,7 +46,7 @@ def train_one_epoch(state: TrainState, batches: Iterable[Batch], context: TrainC
             leaf = world.rank * plan.accumulation_steps + micro_step
             seed_dropout(context.seed, position, leaf, world.device)
             logits = engine.forward(batch.images)
-            losses = sample_losses(logits, batch.labels, context.label_smoothing)
+            losses = context.loss(logits, batch)
             engine.backward((losses * batch.weights).sum() * plan.loss_scale_for(step))
             result = engine.step()
             sums.add(losses, logits, batch.labels, batch.weights)

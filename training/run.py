@@ -69,6 +69,7 @@ from training.parallel.strategies import plan_of
 from training.parallel.world import World, start_world, stop_world
 from training.recipe.divergence import find_divergence
 from training.recipe.freezing import BackboneFreezer
+from training.recipe.loss import Loss, build_loss
 from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.recipe.optimizer import build_optimizer
 from training.recipe.schedule import Schedule, build_schedule
@@ -139,6 +140,7 @@ class RunContext:
         folder: paths of the run's files.
         lock: on rank 0 the file that locks the run folder as long as it is open.
         plan: which samples are in which batch.
+        loss: each sample's training loss.
         schedule: learning rate by step.
         head_epochs: epochs in which only the head is trained.
         state: model, optimizer and position.
@@ -160,6 +162,7 @@ class RunContext:
     folder: RunFolder
     lock: IO[bytes] | None
     plan: BatchPlan
+    loss: Loss
     schedule: Schedule
     head_epochs: int
     state: TrainState
@@ -212,6 +215,7 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
     notes = [*notes, *thread_notes, *note_other_leaves(config, found)]
     head_epochs = _head_epochs(config)
     plan = build_plan(config, data.train.source.labels, world.size)
+    loss = agreed(lambda: build_loss(config, data.class_names, data.train_counts, world.device), world)
     # Worker processes take seconds to start: they do so while the model and the engine are built.
     train_loader, val_loader = agreed(lambda: build_loaders(config, data, plan, world), world)
     built, flops = build_training_model(config, data, world)
@@ -244,6 +248,7 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
         folder=folder,
         lock=lock,
         plan=plan,
+        loss=loss,
         schedule=build_schedule(config, plan.steps_per_epoch, plan.global_batch, head_epochs),
         head_epochs=head_epochs,
         state=TrainState(engine, ScoreSums(len(data.class_names), world.device), Progress()),
@@ -437,7 +442,7 @@ def _train_context(context: RunContext, stop: StopRequest, start: RunStart) -> T
         num_classes=len(context.data.class_names),
         image_size=context.data.preprocessing["image_size"],
         seed=config.seed,
-        label_smoothing=config.label_smoothing,
+        loss=context.loss,
         log_every_steps=config.log_every_steps,
         epochs=config.epochs,
         loggers=loggers,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from training.parallel.engine import Engine
     from training.parallel.signals import StopRequest
     from training.parallel.world import World
+    from training.recipe.loss import Loss
     from training.recipe.nonfinite_steps import NonFiniteGuard
     from training.recipe.schedule import Schedule
 
@@ -86,7 +87,7 @@ class TrainContext:
         num_classes: classes C of the data set.
         image_size: side of the square images, in pixels.
         seed: of sample order, augmentation and dropout.
-        label_smoothing: share of each target that is spread over all classes.
+        loss: each sample's training loss, [B], of logits [B, C] and their batch.
         log_every_steps: optimizer steps between two logging points.
         epochs: epochs of the run.
         loggers: destinations of the numbers; none on ranks other than 0.
@@ -103,7 +104,7 @@ class TrainContext:
     num_classes: int
     image_size: int
     seed: int
-    label_smoothing: float
+    loss: Loss
     log_every_steps: int
     epochs: int
     loggers: Loggers

@@ -33,6 +33,7 @@ from training.parallel.signals import StopRequest
 from training.parallel.strategies import plan_of
 from training.parallel.world import World
 from training.recipe.freezing import BackboneFreezer
+from training.recipe.loss import build_loss
 from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.recipe.optimizer import build_optimizer
 from training.recipe.schedule import Schedule
@@ -437,7 +438,8 @@ def loop_context(world: World, engine: Engine, plan: BatchPlan, image_size: int 
         "heartbeat": HeartbeatWriter(None, 0, 0.0),
         "timing": Timing(),
     } | changes
-    fixed = {"num_classes": CLASSES, "image_size": image_size, "seed": 0, "label_smoothing": 0.0}
+    fixed = {"num_classes": CLASSES, "image_size": image_size, "seed": 0}
+    fixed["loss"] = build_loss(configuration(label_smoothing=0.0), [], [], world.device)
     return TrainContext(world=world, plan=plan, **({"log_every_steps": 1, "epochs": 1} | fixed | values))
 
 

@@ -29,10 +29,11 @@ class Batch:
         labels: int64 [B].
         weights: float32 [B]; 0 for padding and for images that could not be read, else 1.
         indices: int64 [B], positions in the data set.
-        draw_keys: int64 [B], see `BatchKey`; empty once the images are augmented.
         bad_images: Path and reason of the images of this batch that could not be read; others fill their slots.
         notes: Path and note of the images that are odd, see `image_notes`.
         epoch: Decides the rest of the augmentation.
+        draw_keys: int64 [B], as in `BatchKey`: decides it too.
+        targets: float32 [B, classes], if they are not just the labels; each row adds up to 1.
         encoded: Images still to be decoded on the GPU, see `gpu_decode`; `images` is empty then.
     """
 
@@ -40,10 +41,11 @@ class Batch:
     labels: torch.Tensor
     weights: torch.Tensor
     indices: torch.Tensor
-    draw_keys: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     bad_images: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     epoch: int = 0
+    draw_keys: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    targets: torch.Tensor | None = None
     encoded: list[torch.Tensor] = field(default_factory=list)
 
     def pin_memory(self) -> Batch:
@@ -82,7 +84,17 @@ class BatchReader(Dataset):
         indices = torch.from_numpy(key.indices)
         labels = self._dataset.source.labels[indices]
         stacked, encoded = (torch.empty(0), images) if self._dataset.source.decodes_later else (_stack(images), [])
-        return Batch(stacked, labels, weights, indices, key.draw_keys, bad_images, notes, key.epoch, encoded)
+        return Batch(
+            stacked,
+            labels,
+            weights,
+            indices,
+            bad_images,
+            notes,
+            epoch=key.epoch,
+            draw_keys=key.draw_keys,
+            encoded=encoded,
+        )
 
 
 def _stack(images: list[torch.Tensor]) -> torch.Tensor:

@@ -150,6 +150,6 @@ class SampleRecorder:
         return Scores(float(losses.sum()) / divisor, top1, top5, len(details), details)
 
 
-def sample_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Return each sample's cross entropy [B] in float32."""
-    return F.cross_entropy(logits.float(), labels, label_smoothing=label_smoothing, reduction="none")
+def sample_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return each sample's cross entropy [B] in float32, whatever the training loss is."""
+    return F.cross_entropy(logits.float(), labels, reduction="none")

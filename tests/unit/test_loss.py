@@ -1,0 +1,107 @@
+"""The training loss against PyTorch, timm and scikit-learn; bad values are one line."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.utils.class_weight import compute_class_weight
+from timm.data.mixup import mixup_target
+from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
+from torch.nn.functional import cross_entropy
+
+from training.command_line import parse_args
+from training.data.reader import Batch
+from training.errors import UserError
+from training.recipe.class_weights import class_weights
+from training.recipe.loss import build_loss
+
+NAMES = ["cat", "dog", "a=b", "owl"]
+COUNTS = [5, 2, 40, 0]  # of no owl is there a training image
+LABELS = torch.arange(4).repeat_interleave(torch.tensor(COUNTS))
+LOGITS = torch.randn(len(LABELS), 4, generator=torch.Generator().manual_seed(1)) * 3
+BALANCED = [*compute_class_weight("balanced", classes=np.arange(3), y=LABELS.numpy()), 0.0]
+LAMBDA = 0.3
+
+
+def losses(*flags: str, targets: torch.Tensor | None = None, labels: torch.Tensor = LABELS) -> torch.Tensor:
+    """Return our loss of each sample, by the command line's flags."""
+    config, _ = parse_args(flags)
+    batch = Batch(torch.empty(0), labels, torch.ones(len(labels)), torch.arange(len(labels)), targets=targets)
+    return build_loss(config, NAMES, COUNTS, torch.device("cpu"))(LOGITS, batch)
+
+
+def mixed(smoothing: float) -> torch.Tensor:
+    """Return timm's targets of a batch mixed with itself in reverse order."""
+    return mixup_target(LABELS, 4, LAMBDA, smoothing)
+
+
+def test_the_default_is_pytorchs_cross_entropy_with_label_smoothing():
+    expected = cross_entropy(LOGITS, LABELS, label_smoothing=0.1, reduction="none")
+    assert torch.equal(losses(), expected)
+    assert losses().dtype == torch.float32
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_mixed_targets_are_smoothed_as_by_timm(smoothing):
+    found = losses("--label-smoothing", str(smoothing), targets=mixed(0.0))
+    torch.testing.assert_close(found.mean(), SoftTargetCrossEntropy()(LOGITS, mixed(smoothing)))
+
+
+@pytest.mark.parametrize(("smoothing", "threshold"), [(0.0, None), (0.1, None), (0.1, 0.2), (0.3, 0.5)])
+def test_binary_cross_entropy_is_timms(smoothing, threshold):
+    flags = ("--loss", "bce", "--label-smoothing", str(smoothing))
+    flags += () if threshold is None else ("--bce-target-threshold", str(threshold))
+    oracle = BinaryCrossEntropy(smoothing, threshold, reduction="none")
+    torch.testing.assert_close(losses(*flags), oracle(LOGITS, LABELS).mean(1))
+    torch.testing.assert_close(losses(*flags, targets=mixed(0.0)), oracle(LOGITS, mixed(smoothing)).mean(1))
+
+
+def test_balanced_weights_are_scikit_learns():
+    np.testing.assert_allclose(class_weights("balanced", NAMES, COUNTS), BALANCED)
+
+
+@pytest.mark.parametrize(
+    ("value", "weights"), [("balanced", BALANCED), ("dog=3,a=b=0.25", [1, 3, 0.25, 1]), ("cat=0", [0, 1, 1, 1])]
+)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_mean_over_the_training_set_is_pytorchs_weighted_mean(value, weights, smoothing):
+    flags = ("--class-weights", value, "--label-smoothing", str(smoothing))
+    oracle = cross_entropy(LOGITS, LABELS, torch.tensor(weights).float(), label_smoothing=smoothing)
+    torch.testing.assert_close(losses(*flags).mean(), oracle)
+    whole, parts = losses(*flags, targets=mixed(0.0)), [losses(*flags), losses(*flags, labels=LABELS.flip(0))]
+    torch.testing.assert_close(whole, LAMBDA * parts[0] + (1 - LAMBDA) * parts[1])
+
+
+def test_class_weights_of_binary_cross_entropy_weigh_samples():
+    weights = torch.tensor(BALANCED).float()
+    plain, weighted = losses("--loss", "bce"), losses("--loss", "bce", "--class-weights", "balanced")
+    torch.testing.assert_close(weighted, plain * weights[LABELS])
+    soft = losses("--loss", "bce", "--class-weights", "balanced", targets=mixed(0.0))
+    by_hand = losses("--loss", "bce", targets=mixed(0.0)) * (
+        LAMBDA * weights[LABELS] + (1 - LAMBDA) * weights[LABELS.flip(0)]
+    )
+    torch.testing.assert_close(soft, by_hand)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--class-weights", "frequency"], ["frequency", "none, balanced, or CLASS=WEIGHT"]),
+        (["--class-weights", "cat=heavy"], ["cat=heavy", "a weight is from 0 to 1000000"]),
+        (["--class-weights", "cat=-1"], ["a weight is from 0"]),
+        (["--class-weights", "cat=nan"], ["a weight is from 0"]),
+        (["--class-weights", "=1"], ["CLASS=WEIGHT"]),
+        (["--class-weights", "cats=2"], ["no class 'cats'", "Did you mean 'cat'?"]),
+        (["--class-weights", "cat=0,dog=0,a=b=0"], ["all training images have weight 0"]),
+        (["--class-weights", "balanced", "--sampling", "balanced"], ["give one of them"]),
+        (["--bce-target-threshold", "0.2"], ["--loss bce only"]),
+        (["--loss", "focal"], ["cross_entropy | bce"]),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused_in_one_line(flags, words):
+    with pytest.raises(UserError) as error:
+        losses(*flags)
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)

@@ -1,0 +1,69 @@
+"""The training loss of each sample: hard or soft targets, smoothed, weighted by class. Evaluation has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from training.config import TrainConfig
+from training.data.reader import Batch
+from training.recipe.class_weights import class_weights
+
+Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
+"""From logits [B, C] and their batch to losses, float32 [B]."""
+
+
+def build_loss(config: TrainConfig, class_names: Sequence[str], counts: Sequence[int], device: torch.device) -> Loss:
+    """Build the loss of a run; it is a function of the micro-batch alone.
+
+    Args:
+        config: the run's configuration.
+        class_names: the name of each class.
+        counts: training samples of each class.
+        device: device of the logits.
+
+    Raises:
+        UserError: for class weights that do not fit the data.
+    """
+    weights = class_weights(config.class_weights, class_names, counts)
+    return LOSSES[config.loss](config, None if weights is None else torch.tensor(weights, device=device))
+
+
+def _cross_entropy(config: TrainConfig, weights: torch.Tensor | None) -> Loss:
+    """Build the sum over the classes of -weight x target x log softmax, as PyTorch has it."""
+
+    def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        targets = batch.labels if batch.targets is None else batch.targets
+        return F.cross_entropy(
+            logits.float(), targets, weights, label_smoothing=config.label_smoothing, reduction="none"
+        )
+
+    return loss
+
+
+def _binary_cross_entropy(config: TrainConfig, weights: torch.Tensor | None) -> Loss:
+    """Build the mean over the classes of each one's binary cross-entropy, as timm's `BinaryCrossEntropy`.
+
+    Wightman et al. 2021 (https://arxiv.org/abs/2110.00476, section 2.2). The weight of a sample is the mean of its
+    targets' weights: those of the columns would weigh the absence of a class, too.
+    """
+    smoothing, threshold = config.label_smoothing, config.bce_target_threshold
+
+    def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        classes = logits.shape[1]
+        targets = F.one_hot(batch.labels, classes).float() if batch.targets is None else batch.targets
+        smoothed = targets * (1 - smoothing) + smoothing / classes
+        if threshold:
+            smoothed = (smoothed > threshold).float()
+        losses = F.binary_cross_entropy_with_logits(logits.float(), smoothed, reduction="none").mean(1)
+        return losses if weights is None else losses * (targets @ weights)
+
+    return loss
+
+
+LOSSES: dict[str, Callable[[TrainConfig, torch.Tensor | None], Loss]] = {
+    "cross_entropy": _cross_entropy,
+    "bce": _binary_cross_entropy,
+}
