@@ -30,6 +30,7 @@ from training.parallel.preserved_process import preserved_process
 from training.parallel.world import World, start_world, stop_world
 
 CLASSES_SHOWN = 20
+FLIP_SHOWN = {"top1": "top-1", "top5": "top-5", "loss": "loss"}
 
 
 def evaluate(
@@ -40,6 +41,7 @@ def evaluate(
     data_root: str = "",
     bad_images: str = "",
     allow_missing_classes: bool = False,
+    flip: bool = False,
     batch_size: int = 64,
     precision: str = "auto",
     output: str | Path | None = "",
@@ -57,13 +59,15 @@ def evaluate(
         data_root: folder of torchvision's data sets; default: the run's own.
         bad_images: "stop" or "skip", as in training; default: the run's own.
         allow_missing_classes: whether the data may lack some of the model's classes.
+        flip: whether to score the mean probabilities of each image and its mirror image, too.
         batch_size: images per rank and forward pass.
         precision: "auto", "bf16", "fp16" or "fp32", as in training.
         output: folder of the files; default: in the run's folder; None: no files are written.
         verbose: whether to print scores and progress.
 
     Returns:
-        The keys of `training.observe.evaluation.describe_scores`, and epoch, data, split and precision.
+        The keys of `training.observe.evaluation.describe_scores`, and epoch, data, split and precision; with `flip`
+        also "flip": top1, top5 and loss of the mean probabilities.
 
     Raises:
         UserError: for a mistake in the arguments, and for files that cannot be used; on all ranks.
@@ -82,10 +86,13 @@ def evaluate(
             if folder is not None:
                 agreed(lambda: check_replaceable(folder), world)
             network = under_autocast(module.to(world.device), used_precision, world.device)
-            result = score(network, evaluated, world, len(metadata["class_names"]), batch_size, verbose=verbose)
+            num_classes = len(metadata["class_names"])
+            result = score(network, evaluated, world, num_classes, batch_size, flip=flip, verbose=verbose)
             scores = {"epoch": metadata["extra"].get("epoch"), "data": evaluated.data, "split": evaluated.split}
             scores |= {"precision": used_precision}
-            scores |= describe_scores(result, metadata["class_names"], evaluated.datasets.val.source.name)
+            scores |= describe_scores(result[0], metadata["class_names"], evaluated.datasets.val.source.name)
+            if flip:
+                scores["flip"] = {key: getattr(result[1], key) for key in FLIP_SHOWN}
             if folder is not None:
                 agreed(lambda: _write(folder, scores, evaluated) if world.is_main else None, world)
         finally:
@@ -96,9 +103,18 @@ def evaluate(
 
 
 def score(
-    network: nn.Module, data: EvaluationData, world: World, num_classes: int, batch_size: int, *, verbose: bool = False
-) -> Scores:
-    """Return the exact scores of every image, each counted once; a collective.
+    network: nn.Module,
+    data: EvaluationData,
+    world: World,
+    num_classes: int,
+    batch_size: int,
+    *,
+    flip: bool = False,
+    verbose: bool = False,
+) -> list[Scores]:
+    """Return the exact scores of every image, each counted once, and with `flip` those with its mirror image.
+
+    A collective.
 
     Args:
         network: images float32 [B, 3, S, S] to logits [B, classes], in evaluation mode, on the rank's device.
@@ -106,6 +122,7 @@ def score(
         world: the ranks, which share the images.
         num_classes: classes of the model.
         batch_size: images of one forward pass of one rank.
+        flip: whether to average the probabilities of each image and its mirror image, too.
         verbose: whether to show a progress bar on a terminal.
 
     Raises:
@@ -116,14 +133,18 @@ def score(
     workers = automatic_workers(dataset, world.device, world.local_size)
     loader = EvaluationLoader(data.datasets, plan, world.rank, workers=workers, device=world.device)
     label_map = data.label_map.to(world.device)
-    recorder, console = SampleRecorder(num_classes), Console(stderr=True)
+    recorders, console = [SampleRecorder(num_classes) for _ in range(1 + flip)], Console(stderr=True)
     is_silent = not (verbose and world.is_main and console.is_terminal)
 
     def all_batches() -> None:
         with torch.inference_mode():
             for batch in track(loader, "evaluating", len(loader), console=console, transient=True, disable=is_silent):
-                logits, labels = network(batch.images), label_map[batch.labels]
-                recorder.add(sample_losses(logits, labels), logits, labels, batch.weights, batch.indices)
+                logits, labels = [network(batch.images)], label_map[batch.labels]
+                if flip:  # the logarithm of twice the mean of both probabilities: their softmax is the mean
+                    both = [one.float().log_softmax(1) for one in (logits[0], network(batch.images.flip(3)))]
+                    logits.append(torch.logaddexp(both[0], both[1]))
+                for recorder, one in zip(recorders, logits, strict=True):
+                    recorder.add(sample_losses(one, labels), one, labels, batch.weights, batch.indices)
 
     try:
         agreed(all_batches, world)
@@ -133,7 +154,7 @@ def score(
     for line in bad_image_lines([loader], world):
         if world.is_main:
             print(line, file=sys.stderr)
-    return recorder.gather(world)
+    return [recorder.gather(world) for recorder in recorders]
 
 
 def _output_folder(
@@ -167,6 +188,9 @@ def _show(scores: dict[str, Any], folder: Path | None) -> None:
         f"{scores['split']})",
         soft_wrap=True,
     )
+    if "flip" in scores:
+        flipped = "  ".join(f"{name} {scores['flip'][key]:.4f}" for key, name in FLIP_SHOWN.items())
+        console.print(f"{flipped}  with mirrored images, mean of both probabilities (--flip)", soft_wrap=True)
     classes, title = scores["classes"], None
     if len(classes) > CLASSES_SHOWN:
         title = f"the {CLASSES_SHOWN} classes with the lowest F1, of {len(classes)}"

@@ -24,6 +24,9 @@ def evaluate_parser(description: str | None) -> OneLineParser:
         default="auto",
         help="Part of the data; auto: what the run held out, or all of a folder that it was not trained on.",
     )
+    parser.add_argument(
+        "--flip", action="store_true", help="Score the mean probabilities of image and mirrored image beside the plain."
+    )
     parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images per rank and forward pass.")
     parser.add_choice("--precision", ("auto", "bf16", "fp16", "fp32"), default="auto", help="As in training.")
     parser.add_argument("--output", default="", help="Folder of the files; default: in the run's folder.")

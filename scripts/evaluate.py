@@ -32,6 +32,7 @@ def evaluate(given: argparse.Namespace) -> int:
         data_root=given.data_root,
         bad_images=given.bad_images,
         allow_missing_classes=given.allow_missing_classes,
+        flip=given.flip,
         batch_size=given.batch_size,
         precision=given.precision,
         output=given.output,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.metrics import classification_report
+from sklearn.metrics import accuracy_score, classification_report, log_loss, top_k_accuracy_score
 
 from delivery.predict import Prediction
 from delivery.prediction_output import FORMATS
@@ -198,6 +198,24 @@ def test_flips_average_both_probabilities(call, run, pictures, data):
     with torch.no_grad():
         mean = (model(image).softmax(1) + model(image.flip(3)).softmax(1)) / 2
     assert json.loads(out)["probability"] == pytest.approx(float(mean.max()), abs=1e-6)
+
+
+def test_an_evaluation_reports_flips_beside_the_plain_scores(call, run, data, logits, tmp_path):
+    code, out, err = call(evaluate, run, "--flip", "--output", tmp_path / "flip")
+    assert (code, err) == (0, "")
+    assert call(evaluate, run, "--output", tmp_path / "plain")[0] == 0
+    facts, plain = (read_json(tmp_path / name / "scores.json") for name in ("flip", "plain"))
+    flipped = facts.pop("flip")
+    assert facts == plain
+    model, _ = load_model(run / "model.safetensors")
+    with torch.no_grad():
+        mirrored = model(torch.stack([data.val[0, index][0] for index in range(len(data.val))]).flip(3))
+    mean, labels = (logits.double().softmax(1) + mirrored.double().softmax(1)) / 2, data.val.source.labels
+    assert flipped["top1"] == accuracy_score(labels, mean.argmax(1))
+    assert flipped["top5"] == top_k_accuracy_score(labels, mean, k=5)
+    assert flipped["loss"] == pytest.approx(log_loss(labels, mean), rel=1e-5)
+    assert f"top-1 {flipped['top1']:.4f}" in out
+    assert f"top-1 {plain['top1']:.4f}" in out
 
 
 def test_unreadable_images_are_named_and_passed_over(call, run, pictures, tmp_path):
