@@ -46,6 +46,7 @@ def build_model(
     weights: str | None = None,
     members: Sequence[str] = DEFAULT_MEMBERS,
     batch_size: int = 2,
+    keep_stem: bool = False,
 ) -> BuiltModel:
     """Build the network that is to be trained, in float32 on the CPU.
 
@@ -57,6 +58,7 @@ def build_model(
         weights: path of a safetensors or `weights_only` file to load instead.
         members: the model names of an ensemble, two or more; other models ignore it.
         batch_size: images per step and rank, to refuse a size that BatchNorm cannot take.
+        keep_stem: whether the stem's stride stays for small images, too.
 
     Raises:
         UserError: for a name, size, batch or file that does not work, with what to type.
@@ -69,7 +71,9 @@ def build_model(
     notes: list[str] = []
     for prefix, part in _parts(description).items():
         # Before anything is downloaded for it: the size may not work.
-        module, changes = create_for_image_size(partial(_create, part), part["model_type"], image_size, batch_size)
+        module, changes = create_for_image_size(
+            partial(_create, part), part["model_type"], image_size, batch_size, keep_stem=keep_stem
+        )
         if not weights and (pretrained or model_spec(part["model_type"]).always_pretrained):
             module = _create_pretrained(part, notes)
             set_strides(module, {name: new for name, (_, new) in changes.items()})

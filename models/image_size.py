@@ -17,7 +17,7 @@ StrideChanges = dict[str, list[int]]
 
 
 def create_for_image_size(
-    create: Callable[[int], nn.Module], name: str, image_size: int, batch_size: int
+    create: Callable[[int], nn.Module], name: str, image_size: int, batch_size: int, *, keep_stem: bool = False
 ) -> tuple[nn.Module, StrideChanges]:
     """Create a network, lower its stem's stride if images are small, and check the shapes of one training step.
 
@@ -29,6 +29,7 @@ def create_for_image_size(
         name: the model as the user typed it.
         image_size: height and width in pixels.
         batch_size: images per step and rank.
+        keep_stem: whether the stride stays for small images, too.
 
     Returns:
         The network and the strides that were changed.
@@ -36,12 +37,13 @@ def create_for_image_size(
     Raises:
         UserError: if the size does not work, with one that does.
     """
-    module, changes, failure = _create_and_fit(create, image_size, batch_size)
+    own_stem_from = 0 if keep_stem else SMALL_IMAGE_PIXELS
+    module, changes, failure = _create_and_fit(create, image_size, batch_size, own_stem_from)
     if failure is None:
         return module, changes
 
     def works(size: int, batch: int) -> bool:
-        return _create_and_fit(create, size, batch)[2] is None
+        return _create_and_fit(create, size, batch, own_stem_from)[2] is None
 
     given = f"model '{name}' does not work with {image_size}-pixel images"
     if batch_size == 1 and works(image_size, 2):
@@ -58,14 +60,17 @@ def create_for_image_size(
 
 
 def _create_and_fit(
-    create: Callable[[int], nn.Module], image_size: int, batch_size: int
+    create: Callable[[int], nn.Module], image_size: int, batch_size: int, own_stem_from: int
 ) -> tuple[nn.Module, StrideChanges, str | None]:
-    """Return the network, the strides that were changed, and why the size does not work (None if it does)."""
+    """Return the network, the strides that were changed below the size `own_stem_from`, and why the size does not work.
+
+    The last is None if it does.
+    """
     try:
         module = create(image_size)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:  # a vision transformer's own refusal
         return nn.Identity(), {}, str(error).partition("\n")[0] or type(error).__name__
-    changes = _stem_strides_to_lower(module) if image_size < SMALL_IMAGE_PIXELS else {}
+    changes = _stem_strides_to_lower(module) if image_size < own_stem_from else {}
     set_strides(module, {name: new for name, (_, new) in changes.items()})
     failure = forward_failure(module, image_size, batch_size)
     if failure is not None and changes:

@@ -70,6 +70,9 @@ class TrainConfig:
     backbone_learning_rate_scale: float = option(
         0.1, "mobilenet_finetuned: learning rate of the backbone as a share of the head's.", above=0, high=1
     )
+    stem: Literal["auto", "keep"] = option(
+        "auto", "First layer's stride; auto: 1 instead of 2 for images below 64 pixels; keep: the network's own."
+    )
     activation_checkpointing: bool = option(False, "Recompute activations in backward: less memory, more time.")
     sync_batchnorm: bool = option(False, "BatchNorm statistics over all ranks' samples instead of each rank's own.")
 

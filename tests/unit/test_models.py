@@ -196,6 +196,15 @@ def test_small_images_lower_the_stem_stride():
         assert torch.equal(network(images), built.module(images))
 
 
+def test_a_kept_stem_is_timms_own():
+    built = build("timm:resnet18", image_size=32, keep_stem=True)
+    assert built.description["stem_stride_changed"] == {}
+    network, images = timm.create_model("resnet18", num_classes=5), torch.randn(2, 3, 32, 32)
+    network.load_state_dict(built.module.state_dict())
+    with torch.no_grad():
+        assert torch.equal(network.eval()(images), built.module.eval()(images))
+
+
 @pytest.mark.parametrize(
     ("model_type", "image_size"),
     [

@@ -44,6 +44,7 @@ def build_training_model(
             weights=config.weights or None,
             members=tuple(config.ensemble_members.split(",")),
             batch_size=config.batch_size,
+            keep_stem=config.stem == "keep",
         )
 
     # One rank per machine goes first and downloads hub weights; the others then find them in the cache.
