@@ -22,7 +22,7 @@ SHAPES = [
 def epoch_of(plan: BatchPlan, epoch: int = 0):
     """All micro-batches of an epoch as {(step, micro_step, rank): (indices, weights)}."""
     return {
-        (step, micro_step, rank): plan.micro_batch(epoch, step, micro_step, rank)[1:]
+        (step, micro_step, rank): plan.micro_batch(epoch, step, micro_step, rank)[1:3]
         for step in range(plan.steps_per_epoch)
         for micro_step in range(plan.accumulation_steps)
         for rank in range(plan.world_size)
