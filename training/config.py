@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from models import LARGEST_IMAGE_SIZE, MODELS, MOST_MEMBERS, check_model_name
-from training.data import AUGMENTATION_NAMES, BAD_IMAGES_USAGE, DATASETS, DECODERS, bad_image_share
+from training.data import BAD_IMAGES_USAGE, DATASETS, DECODERS, bad_image_share
+from training.data.augmentations import AUGMENTATION_NAMES, CROP_RATIO, CROP_SCALE, RANDAUGMENT, augmentation_of
 from training.errors import UserError, shown, unknown_name
 from training.parallel.strategies import STRATEGIES
 from training.recipe.class_weights import USAGE as CLASS_WEIGHTS_USAGE
@@ -147,6 +148,25 @@ class TrainConfig:
         0, "Side of the square images, in pixels; 0: the data set's own.", low=0, high=LARGEST_IMAGE_SIZE
     )
     augmentation: str = option("auto", f"Training augmentation: {', '.join(AUGMENTATION_NAMES)}.")
+    randaugment: str = option(
+        RANDAUGMENT, "timm's string for --augmentation randaugment: m magnitude, n operations, mstd, inc1, ..."
+    )
+    crop_scale: str = option(CROP_SCALE, "Smallest and largest share of the image's area that a crop takes.")
+    crop_ratio: str = option(CROP_RATIO, "Smallest and largest width of a crop, as a multiple of its height.")
+    mirror: Literal["auto", "off", "random", "alternate"] = option(
+        "auto", "Left to right: half of the time, or every other epoch (alternate); auto: the augmentation's own."
+    )
+    shift_pixels: int | Literal["auto"] = option(
+        "auto", "Farthest shift; 0: none; auto: the augmentation's own.", low=0, high=LARGEST_IMAGE_SIZE
+    )
+    shift_padding: Literal["zeros", "reflect"] = option("zeros", "What comes in at the edge of a shifted image.")
+    color_jitter: float = option(
+        0.0, "Most by which brightness, contrast and saturation change, as a share; 0: none.", low=0, high=1
+    )
+    random_erasing: float = option(0.0, "Probability that a rectangle of an image is erased.", low=0, high=1)
+    random_erasing_mode: Literal["pixel", "rand", "const"] = option(
+        "pixel", "What fills it: noise, one random colour, or the mean colour."
+    )
     sampling: Literal["uniform", "balanced"] = option(
         "uniform",
         "What an epoch consists of; uniform: each sample once; balanced: as many samples, equally many of each class.",
@@ -244,8 +264,7 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     check_model_name(config.model_type)
     if config.strategy not in STRATEGIES:
         raise unknown_name("strategy", config.strategy, STRATEGIES)
-    if config.augmentation not in AUGMENTATION_NAMES:
-        raise unknown_name("augmentation", config.augmentation, AUGMENTATION_NAMES)
+    augmentation_of(config, default="crop_flip")
     bad_image_share(config.bad_images)
     given_weights(config.class_weights)
     if config.class_weights != "none" and config.sampling == "balanced":

@@ -48,13 +48,21 @@ def test_draws_depend_on_seed_epoch_and_index_alone():
     assert len({float(uniform_draws(s, e, np.array([i]), 1)[0, 0]) for s, e, i in others}) == 27
 
 
-@pytest.mark.parametrize("size", [(375, 500), (500, 375), (40, 400), (7, 9)])
-def test_crops_have_the_distribution_of_torchvision(size):
+@pytest.mark.parametrize(
+    ("size", "ranges"),
+    [
+        *((size, {}) for size in [(375, 500), (500, 375), (40, 400), (7, 9)]),
+        ((375, 500), {"scale": (0.35, 0.8), "ratio": (0.5, 3)}),
+        ((40, 400), {"scale": (0.9, 1), "ratio": (0.5, 0.9)}),
+    ],
+    ids=str,
+)
+def test_crops_have_the_distribution_of_torchvision(size, ranges):
     height, width = size
     draws = uniform_draws(0, 0, np.arange(SAMPLES), CROP_DRAWS)
-    ours = np.array([random_box(height, width, row) for row in draws.tolist()])
+    ours = np.array([random_box(height, width, row, **ranges) for row in draws.tolist()])
     torch.manual_seed(0)
-    crop, image = v2.RandomResizedCrop(8), torch.empty(3, height, width)
+    crop, image = v2.RandomResizedCrop(8, **ranges), torch.empty(3, height, width)
     made = [crop.make_params([image]) for _ in range(SAMPLES)]
     theirs = np.array([[params[key] for key in ("top", "left", "height", "width")] for params in made])
     for boxes in (ours, theirs):
@@ -85,10 +93,15 @@ def test_shifts_and_mirrors_have_the_distribution_of_torchvision():
     assert stats.chisquare(list(counts.values())).pvalue > LEAST_P
 
 
-@pytest.mark.parametrize("augmentation", ["none", "shift", "shift_flip", "crop_flip"])
+CHANGED = {"mirror": "alternate", "shift_pixels": 5, "shift_padding": "reflect", "random_erasing": 0.5}
+
+
+@pytest.mark.parametrize(
+    "options", [*({"augmentation": name} for name in ("none", "shift", "shift_flip", "crop_flip")), CHANGED], ids=str
+)
 @pytest.mark.parametrize(("data", "image_size"), [("digits", 0), ("fake", 0), ("fake", 24)])
-def test_a_batch_in_memory_is_its_samples_one_by_one(data, image_size, augmentation):
-    pair = load_data(DataOptions(data=data, image_size=image_size, augmentation=augmentation, seed=2))
+def test_a_batch_in_memory_is_its_samples_one_by_one(data, image_size, options):
+    pair = load_data(DataOptions(data=data, image_size=image_size, seed=2, **options))
     loader = train_loader(pair, 32)
     batch = next(loader.epoch(3))
     for place, index in enumerate(batch.indices.tolist()):

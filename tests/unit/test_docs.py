@@ -25,7 +25,8 @@ from models import MODELS
 from training.command_line import parse_args
 from training.config import FLAG_OF
 from training.config_file import read_config_file
-from training.data import AUGMENTATION_NAMES, DATASETS
+from training.data import DATASETS
+from training.data.augmentations import AUGMENTATION_NAMES
 from training.errors import UserError
 from training.observe.loggers.points import DeviceUse, EpochPoint, RunPoint, StepPoint
 from training.observe.timing import SPANS

@@ -10,9 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from training.data import AUGMENTATIONS
-from training.data.batch_transforms import BatchTransforms, to_device
+from training.data.augmentations import AUGMENTATIONS, Augmentation
+from training.data.batch_transforms import BatchTransforms
 from training.data.reading import gpu_decode
+from training.data.transfer import to_device
 from training.observe.scores import SampleRecorder
 
 BATCH, SIZE = 4, 8
@@ -51,7 +52,12 @@ def copies(monkeypatch):
         yield noted
 
 
-@pytest.mark.parametrize("augmentation", AUGMENTATIONS.values(), ids=AUGMENTATIONS)
+ALL_IN_BATCHES = Augmentation(shift=True, shift_padding="reflect", mirror="alternate", erasing=1.0)
+
+
+@pytest.mark.parametrize(
+    "augmentation", [*AUGMENTATIONS.values(), ALL_IN_BATCHES], ids=[*AUGMENTATIONS, "all in batches"]
+)
 @pytest.mark.parametrize("is_there", [True, False], ids=["set on the GPU", "batch from the loader"])
 def test_a_batch_is_finished_without_a_wait(copies, augmentation, is_there):
     transforms = BatchTransforms({"image_size": SIZE, "mean": [0.5] * 3, "std": [0.5] * 3}, augmentation, seed=0)

@@ -1,4 +1,4 @@
-"""Training data: the tables of data sets, augmentations and decoders, and `load_data`.
+"""Training data: the tables of data sets and decoders, and `load_data`; augmentations have one of their own.
 
 Importing this module imports neither torch nor Pillow, so that `--help` prints the tables at once; the module of a data
 set is imported on demand. A new data set is one module with `load(options)` and one line in `DATASETS`.
@@ -13,6 +13,15 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from training.data.augmentations import (
+    CROP_RATIO,
+    CROP_SCALE,
+    ERASING_MODES,
+    MIRRORS,
+    PADDINGS,
+    RANDAUGMENT,
+    augmentation_of,
+)
 from training.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
@@ -60,37 +69,6 @@ DATASETS: dict[str, DatasetEntry] = {
 }
 
 
-@dataclass(frozen=True)
-class Augmentation:
-    """One line of `AUGMENTATIONS`.
-
-    Attributes:
-        crop: Whether a random part of 8-100 % of the area is resized, instead of the whole image.
-        randaugment: Whether timm's RandAugment follows.
-        shift: Whether the image is shifted by up to 10 % of its size (3 pixels at 32), padded with zeros.
-        mirror: Whether it is mirrored left to right half of the time.
-    """
-
-    crop: bool = False
-    randaugment: bool = False
-    shift: bool = False
-    mirror: bool = False
-
-    @property
-    def in_batches(self) -> bool:
-        """Whether all of it can be done on whole batches of images of one size."""
-        return not (self.crop or self.randaugment)
-
-
-AUGMENTATIONS: dict[str, Augmentation] = {
-    "none": Augmentation(),
-    "shift": Augmentation(shift=True),
-    "shift_flip": Augmentation(shift=True, mirror=True),
-    "crop_flip": Augmentation(crop=True, mirror=True),
-    "randaugment": Augmentation(crop=True, randaugment=True, mirror=True),
-}
-AUGMENTATION_NAMES = ("auto", *AUGMENTATIONS)  # auto: the data set's own
-
 DECODERS: dict[str, str] = {
     "cpu": "JPEG files shrunk while decoding, never below twice --image-size",
     "exact": "every pixel decoded at full size",
@@ -119,6 +97,15 @@ class DataOptions:
     val_fraction: float = 0.2
     image_size: int = 0
     augmentation: str = "auto"
+    randaugment: str = RANDAUGMENT
+    crop_scale: str = CROP_SCALE
+    crop_ratio: str = CROP_RATIO
+    mirror: str = "auto"
+    shift_pixels: int | str = "auto"
+    shift_padding: str = "zeros"
+    color_jitter: float = 0.0
+    random_erasing: float = 0.0
+    random_erasing_mode: str = "pixel"
     bad_images: str = "error"
     download: bool = False
     seed: int = 0
@@ -184,7 +171,9 @@ def find_dataset(data: str) -> DatasetEntry:
 
 def _check_options(options: DataOptions) -> None:
     tables = (
-        ("augmentation", options.augmentation, AUGMENTATION_NAMES),
+        ("mirror", options.mirror, MIRRORS),
+        ("shift padding", options.shift_padding, PADDINGS),
+        ("random erasing mode", options.random_erasing_mode, ERASING_MODES),
         ("interpolation", options.interpolation, INTERPOLATIONS),
         ("decoder", options.decode, DECODERS),
         ("cache", options.cache, CACHES),
@@ -193,8 +182,11 @@ def _check_options(options: DataOptions) -> None:
     for kind, given, allowed in tables:
         if given not in allowed:
             raise unknown_name(kind, given, allowed)
-    if options.decode == "gpu" and options.augmentation == "randaugment":
-        raise UserError("the decoder gpu does not go with the augmentation randaugment: take the decoder cpu.")
+    if augmentation_of(options, default="crop_flip").uses_pillow and options.decode == "gpu":
+        raise UserError(
+            f"the decoder gpu does not go with --color-jitter or the augmentation {options.augmentation}: take the "
+            "decoder cpu, or the augmentation crop_flip without --color-jitter."
+        )
     if not 0 < options.val_fraction < 1:
         raise UserError(f"the validation fraction is {options.val_fraction}: give a number above 0 and below 1.")
     if options.image_size and not MIN_IMAGE_SIZE <= options.image_size <= MAX_IMAGE_SIZE:

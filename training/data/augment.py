@@ -1,4 +1,4 @@
-"""What happens to an image before it is stacked into a batch: cropped, resized, or changed by timm's RandAugment.
+"""What happens to an image before it is stacked into a batch: cropped and resized; `policies` may follow.
 
 Training and evaluation return uint8 [3, S, S]; shifting, mirroring and normalising follow on the device, a batch at a
 time (`batch_transforms`). `evaluation_transform` is all of it for one image, for users of a trained model.
@@ -15,13 +15,8 @@ from torchvision.transforms import InterpolationMode, v2
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
-# of random crops, as in torchvision's `RandomResizedCrop`
-SCALE = (0.08, 1.0)
-RATIO = (3 / 4, 4 / 3)
-TRIES = 10
+TRIES = 10  # of random crops, as in torchvision's `RandomResizedCrop`
 CROP_DRAWS = 2 * TRIES + 2
-
-RANDAUGMENT = "rand-m9-mstd0.5"
 
 
 class Box(NamedTuple):
@@ -36,7 +31,13 @@ class Box(NamedTuple):
 BoxChooser = Callable[[int, int], Box]  # from height and width of an image to a part of it
 
 
-def random_box(height: int, width: int, draws: Sequence[float]) -> Box:
+def random_box(
+    height: int,
+    width: int,
+    draws: Sequence[float],
+    scale: tuple[float, float] = (0.08, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+) -> Box:
     """Choose a part of 8 to 100 % of the area, of sides 3:4 to 4:3, anywhere in the image.
 
     Area and shape (uniform in its logarithm) are drawn until they fit, at most 10 times; then the largest central part
@@ -46,17 +47,19 @@ def random_box(height: int, width: int, draws: Sequence[float]) -> Box:
         height: Height of the image in pixels.
         width: Width of the image in pixels.
         draws: `CROP_DRAWS` numbers, uniform in [0, 1).
+        scale: Smallest and largest share of the area.
+        ratio: Smallest and largest width, as a multiple of the height.
     """
     across, down = draws[0], draws[1]
-    log_ratio = (math.log(RATIO[0]), math.log(RATIO[1]))
+    log_ratio = (math.log(ratio[0]), math.log(ratio[1]))
     for attempt in range(1, TRIES + 1):
-        area = height * width * _between(*SCALE, draws[2 * attempt])
-        ratio = math.exp(_between(*log_ratio, draws[2 * attempt + 1]))
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        area = height * width * _between(*scale, draws[2 * attempt])
+        shape = math.exp(_between(*log_ratio, draws[2 * attempt + 1]))
+        w, h = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
         if 0 < w <= width and 0 < h <= height:
             return Box(int(down * (height - h + 1)), int(across * (width - w + 1)), h, w)
-    w = min(width, round(height * RATIO[1]))
-    h = min(height, round(width / RATIO[0]))
+    w = min(width, max(1, round(height * ratio[1])))
+    h = min(height, max(1, round(width / ratio[0])))
     return Box((height - h) // 2, (width - w) // 2, h, w)
 
 
@@ -97,13 +100,3 @@ def resize(image: torch.Tensor, preprocessing: dict[str, Any]) -> torch.Tensor:
     # the new dimension is put before the height, else torch does not see that the channels are innermost
     batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
     return torch.nn.functional.interpolate(batch, (size, size), mode=mode, antialias=True)[0]
-
-
-def randaugment(preprocessing: dict[str, Any]) -> Transform:
-    """Build timm's RandAugment, from uint8 [3, S, S] to the same; draws from the generators of Python and NumPy."""
-    from timm.data.auto_augment import rand_augment_transform  # timm takes seconds to import
-
-    size, mean = preprocessing["image_size"], preprocessing["mean"]
-    fill = tuple(round(255 * value) for value in mean)
-    policy = rand_augment_transform(RANDAUGMENT, {"translate_const": int(0.45 * size), "img_mean": fill})
-    return v2.Compose([v2.ToPILImage(), policy, v2.PILToTensor()])

@@ -16,11 +16,13 @@ from torch.utils.data import Dataset
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from training.data import AUGMENTATIONS, Augmentation, DataOptions, bad_image_share
-from training.data.augment import CROP_DRAWS, evaluation_geometry, randaugment, random_box, resize
+from training.data import DataOptions, bad_image_share
+from training.data.augment import CROP_DRAWS, BoxChooser, evaluation_geometry, random_box, resize
+from training.data.augmentations import AUGMENTATIONS, Augmentation, augmentation_of
 from training.data.bad_images import bad_image_budget
-from training.data.batch_transforms import BATCH_DRAWS, BatchTransforms
-from training.data.randomness import COPY, preserved_generators, seed_generators, uniform_draws
+from training.data.batch_transforms import BatchTransforms
+from training.data.policies import build_policy
+from training.data.randomness import COPY, FIRST_CROP_DRAW, preserved_generators, seed_generators, uniform_draws
 from training.data.reading.sources import ArraySource, ImageFile, Source, open_files
 from training.errors import UserError
 
@@ -52,7 +54,7 @@ class ImageDataset(Dataset):
         self.most_bad = most_bad
         self.batch_transforms = BatchTransforms(preprocessing, augmentation, seed)
         self._geometry = evaluation_geometry(preprocessing)
-        self._policy = randaugment(preprocessing) if augmentation.randaugment else None
+        self._policy = build_policy(augmentation, preprocessing)
 
     def __len__(self) -> int:
         return len(self.source.labels)
@@ -71,7 +73,7 @@ class ImageDataset(Dataset):
 
     def draws(self, epoch: int, indices: np.ndarray) -> list[list[float]]:
         """Return what `read` needs for each sample of `indices` (int64 [B], the `draw_keys` of a `BatchKey`)."""
-        return uniform_draws(self.seed, epoch, indices, BATCH_DRAWS + CROP_DRAWS)[:, BATCH_DRAWS:].tolist()
+        return uniform_draws(self.seed, epoch, indices, CROP_DRAWS, first=FIRST_CROP_DRAW).tolist()
 
     def read(self, epoch: int, index: int, draws: list[float], offset: int = 0) -> torch.Tensor:
         """Return the image as uint8 [3, S, S], before `batch_transforms`; may leave the global generators seeded.
@@ -86,7 +88,7 @@ class ImageDataset(Dataset):
             ImageError: The image cannot be read.
         """
         if self.augmentation.crop:
-            image = resize(self.source.read(index, partial(random_box, draws=draws)), self.preprocessing)
+            image = resize(self.source.read(index, self._crop(draws)), self.preprocessing)
         else:
             image = self._geometry(self.source.read(index))
         if self._policy is None:
@@ -95,13 +97,17 @@ class ImageDataset(Dataset):
         return self._policy(image)
 
     def from_pixels(self, pixels: torch.Tensor, draws: list[float]) -> torch.Tensor:
-        """As `read` without RandAugment, from the whole image, uint8 [3, H, W] on any device."""
+        """As `read` without a policy, from the whole image, uint8 [3, H, W] on any device."""
         if not self.augmentation.crop:
             return self._geometry(pixels)
         _, height, width = pixels.shape
         size, filter_mode = self.preprocessing["image_size"], InterpolationMode(self.preprocessing["interpolation"])
-        box = random_box(height, width, draws)
+        box = self._crop(draws)(height, width)
         return functional.resized_crop(pixels, *box, [size, size], filter_mode, antialias=True)
+
+    def _crop(self, draws: list[float]) -> BoxChooser:
+        scale, ratio = self.augmentation.crop_scale, self.augmentation.crop_ratio
+        return partial(random_box, draws=draws, scale=scale, ratio=ratio)
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,7 @@ def make_dataset_pair(
     """Put the transforms around two sources and check their labels.
 
     Raises:
-        UserError: A set is empty, there is only one class, or a label is out of range.
+        UserError: A set is empty, there is only one class, or a label is out of range; the augmentation does not fit.
     """
     size = options.image_size or defaults.image_size
     preprocessing = {
@@ -175,16 +181,20 @@ def make_dataset_pair(
         "std": list(options.std or defaults.std),
         "interpolation": options.interpolation,
     }
-    augmentation = defaults.augmentation if options.augmentation == "auto" else options.augmentation
+    augmentation = augmentation_of(options, defaults.augmentation)
+    if (augmentation.shift_pixels or 0) >= size:
+        raise UserError(
+            f"--shift-pixels {augmentation.shift_pixels}: images of {size} pixels can be shifted by at most {size - 1}."
+        )
     train_bad, val_bad = (
         bad_image_budget(bad_image_share(options.bad_images), len(set_.labels)) for set_ in (train, val)
     )
     return DatasetPair(
-        train=ImageDataset(train, preprocessing, AUGMENTATIONS[augmentation], options.seed, train_bad),
+        train=ImageDataset(train, preprocessing, augmentation, options.seed, train_bad),
         val=ImageDataset(val, preprocessing, most_bad=val_bad),
         class_names=class_names,
         preprocessing=preprocessing,
-        augmentation=augmentation,
+        augmentation=defaults.augmentation if options.augmentation == "auto" else options.augmentation,
         train_counts=_count_labels(train.labels, class_names, "training"),
         val_counts=_count_labels(val.labels, class_names, "validation"),
         fingerprint=fingerprint,

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from training.data.batch_transforms import to_device
 from training.data.datasets import ImageDataset
 from training.data.reader import Batch
 from training.data.reading.sources import ArraySource
 from training.data.sampler import BatchKey
+from training.data.transfer import to_device
 
 MAX_BYTES = 2 * 10**9
 MAX_SHARE_OF_GPU = 0.25  # of the memory that is free before the model is there

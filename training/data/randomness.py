@@ -1,8 +1,8 @@
 """Makes the augmentation of a sample a function of (seed, epoch, index) alone.
 
-`uniform_draws` are hashes, without state. timm's RandAugment draws from two global generators, Python's `random` and
-NumPy's legacy one; these are seeded before each of its samples, and restored after each batch, so that reading data in
-the main process does not change other random numbers of the training.
+`uniform_draws` are hashes, without state. The policies of timm and torchvision draw from global generators, of Python,
+NumPy and torch; these are seeded before each sample, and restored after each batch, so that reading data in the main
+process does not change other random numbers of the training.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import numpy as np
 import torch
 
 COPY = 2**32  # copy k of a sample in an epoch draws as index + k * COPY would; no set has so many samples
+# The first draw of a sample that decides its crop, and what is erased; those before decide mirror and shift.
+FIRST_CROP_DRAW, FIRST_ERASING_DRAW = 3, 25
+
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
-def uniform_draws(seed: int, epoch: int, indices: np.ndarray, count: int) -> np.ndarray:
+def uniform_draws(seed: int, epoch: int, indices: np.ndarray, count: int, first: int = 0) -> np.ndarray:
     """Return `count` independent draws for each sample of an epoch: float64 [B, count], uniform in [0, 1).
 
     The hash is the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
@@ -31,11 +34,12 @@ def uniform_draws(seed: int, epoch: int, indices: np.ndarray, count: int) -> np.
         epoch: Number of the epoch.
         indices: int64 [B], positions in the data set, or the `draw_keys` of a `BatchKey`.
         count: Draws of each sample.
+        first: Number of the first of them.
     """
     state = _mix(np.full(1, seed, dtype=np.uint64))
     state = _mix(state + np.uint64(epoch))
     state = _mix(state + indices.astype(np.uint64))
-    bits = _mix(state[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN_GAMMA)
+    bits = _mix(state[:, None] + np.arange(first + 1, first + count + 1, dtype=np.uint64) * _GOLDEN_GAMMA)
     return (bits >> np.uint64(11)) * 2.0**-53
 
 

@@ -63,7 +63,7 @@ class BatchReader(Dataset):
 
     def __getitem__(self, key: BatchKey) -> Batch | str:
         try:
-            with preserved_generators() if self._dataset.augmentation.randaugment else nullcontext():
+            with preserved_generators() if self._dataset.augmentation.uses_pillow else nullcontext():
                 return self._read(key)
         except UserError as error:
             return str(error)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from training.data.batch_transforms import to_device
+from training.data.transfer import to_device
 from training.parallel.collectives import gather_rows, sum_over_ranks
 from training.parallel.world import World
 

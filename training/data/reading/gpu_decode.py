@@ -17,10 +17,10 @@ from simplejpeg import encode_jpeg
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from training.data.bad_images import read_or_replace
-from training.data.batch_transforms import to_device
 from training.data.datasets import ImageDataset
 from training.data.reading.decode import jpeg_header
 from training.data.reading.images import read_file
+from training.data.transfer import to_device
 from training.errors import UserError
 
 if TYPE_CHECKING:
