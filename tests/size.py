@@ -16,7 +16,7 @@ BUDGET = {
     "launch": 3300,
     "models": 1160,
     "training": 1480,
-    "training/data": 3040,
+    "training/data": 3600,
     "training/recipe": 660,
     "training/parallel": 3730,
     "training/checkpoint": 1620,

@@ -167,6 +167,15 @@ class TrainConfig:
     random_erasing_mode: Literal["pixel", "rand", "const"] = option(
         "pixel", "What fills it: noise, one random colour, or the mean colour."
     )
+    mixup: float = option(
+        0.0, "Mixup's alpha: images and targets of a micro-batch are blended; 0: none.", low=0, high=100
+    )
+    cutmix: float = option(0.0, "Cutmix's alpha: images get a rectangle of another one; 0: none.", low=0, high=100)
+    mixup_probability: float = option(1.0, "Probability that a micro-batch is mixed.", low=0, high=1)
+    mixup_switch_probability: float = option(
+        0.5, "Probability of cutmix instead of mixup, if both are on.", low=0, high=1
+    )
+    mixup_off_epochs: int = option(0, "Last epochs without mixup and cutmix.", low=0, high=100_000)
     sampling: Literal["uniform", "balanced"] = option(
         "uniform",
         "What an epoch consists of; uniform: each sample once; balanced: as many samples, equally many of each class.",
@@ -292,6 +301,10 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
         )
     if config.warmup_epochs != "auto" and config.warmup_epochs > config.epochs:
         raise UserError(f"{label_of['warmup_epochs']} {config.warmup_epochs}: the run has {config.epochs} epochs only.")
+    if config.mixup_off_epochs > config.epochs:
+        raise UserError(
+            f"{label_of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has {config.epochs} epochs only."
+        )
     if config.weights and config.pretrained:
         raise UserError(f"{label_of['weights']} and {label_of['pretrained']} exclude each other: give one of them.")
     return config

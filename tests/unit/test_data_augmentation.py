@@ -204,8 +204,9 @@ def test_flags_change_a_line_of_the_table():
 
 def test_validation_images_stay_as_they_are():
     plain = load_data(DataOptions(augmentation="none"))
-    changed = load_data(DataOptions(color_jitter=0.5, random_erasing=1.0, mirror="alternate"))
+    changed = load_data(DataOptions(color_jitter=0.5, random_erasing=1.0, mirror="alternate", mixup=1.0))
     assert torch.equal(plain.val[1, 0][0], changed.val[1, 0][0])
+    assert changed.val.mixing is None
     assert not torch.equal(plain.train[1, 0][0], changed.train[1, 0][0])
 
 
@@ -245,6 +246,8 @@ def test_a_shift_wider_than_the_image_and_a_decoder_without_pillow_are_one_line(
     for options in ({"augmentation": "trivialaugment"}, {"color_jitter": 0.1}):
         with pytest.raises(UserError, match="the decoder gpu does not go with"):
             load_data(DataOptions(decode="gpu", **options))
+    with pytest.raises(UserError, match="7: the run has 6 epochs only"):
+        check_config(TrainConfig(mixup_off_epochs=7, epochs=6), dict.fromkeys(TrainConfig.__dataclass_fields__, ""))
 
 
 def test_every_string_for_randaugment_that_is_let_through_works():

@@ -90,7 +90,7 @@ class DataOptions:
         interpolation: Filter of every resize, one of `INTERPOLATIONS`.
         mean: Per channel, of pixels in 0..1; None for the data set's own (a pretrained backbone brings its own).
         std: As `mean`.
-        epochs: How often the images are read: `cache` "auto" depends on it.
+        epochs: How often the images are read: `cache` "auto" and the end of mixing depend on it.
     """
 
     data: str = "digits"
@@ -106,6 +106,11 @@ class DataOptions:
     color_jitter: float = 0.0
     random_erasing: float = 0.0
     random_erasing_mode: str = "pixel"
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mixup_probability: float = 1.0
+    mixup_switch_probability: float = 0.5
+    mixup_off_epochs: int = 0
     bad_images: str = "error"
     download: bool = False
     seed: int = 0

@@ -21,6 +21,7 @@ from training.data.augment import CROP_DRAWS, BoxChooser, evaluation_geometry, r
 from training.data.augmentations import AUGMENTATIONS, Augmentation, augmentation_of
 from training.data.bad_images import bad_image_budget
 from training.data.batch_transforms import BatchTransforms
+from training.data.mixing import Mixing
 from training.data.policies import build_policy
 from training.data.randomness import COPY, FIRST_CROP_DRAW, preserved_generators, seed_generators, uniform_draws
 from training.data.reading.sources import ArraySource, ImageFile, Source, open_files
@@ -40,6 +41,7 @@ class ImageDataset(Dataset):
         seed: Seed of the augmentation.
         most_bad: Images that may be unreadable and get weight 0; with 0 the first is an error.
         batch_transforms: Applied after `read`, on the device and to a whole batch.
+        mixing: Applied after that to a whole batch; None if nothing is mixed.
     """
 
     def __init__(
@@ -49,9 +51,10 @@ class ImageDataset(Dataset):
         augmentation: Augmentation = AUGMENTATIONS["none"],
         seed: int = 0,
         most_bad: int = 0,
+        mixing: Mixing | None = None,
     ) -> None:
         self.source, self.preprocessing, self.augmentation, self.seed = source, preprocessing, augmentation, seed
-        self.most_bad = most_bad
+        self.most_bad, self.mixing = most_bad, mixing
         self.batch_transforms = BatchTransforms(preprocessing, augmentation, seed)
         self._geometry = evaluation_geometry(preprocessing)
         self._policy = build_policy(augmentation, preprocessing)
@@ -60,7 +63,9 @@ class ImageDataset(Dataset):
         return len(self.source.labels)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
-        """Return one sample of an epoch by its number in `BatchKey.draw_keys`; leaves the global generators unchanged.
+        """Return one sample of an epoch by its number in `BatchKey.draw_keys`, before mixing.
+
+        The global generators stay as they are.
 
         Raises:
             ImageError: The image cannot be read.
@@ -186,11 +191,12 @@ def make_dataset_pair(
         raise UserError(
             f"--shift-pixels {augmentation.shift_pixels}: images of {size} pixels can be shifted by at most {size - 1}."
         )
+    mixing = Mixing(options, size, len(class_names)) if options.mixup or options.cutmix else None
     train_bad, val_bad = (
         bad_image_budget(bad_image_share(options.bad_images), len(set_.labels)) for set_ in (train, val)
     )
     return DatasetPair(
-        train=ImageDataset(train, preprocessing, augmentation, options.seed, train_bad),
+        train=ImageDataset(train, preprocessing, augmentation, options.seed, train_bad, mixing),
         val=ImageDataset(val, preprocessing, most_bad=val_bad),
         class_names=class_names,
         preprocessing=preprocessing,

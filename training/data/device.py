@@ -19,7 +19,7 @@ MAX_SHARE_OF_GPU = 0.25  # of the memory that is free before the model is there
 
 
 def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: torch.device) -> Iterator[Batch]:
-    """Yield the batches with transformed images, labels and weights on `device`; indices stay on the CPU.
+    """Yield the batches with transformed images, labels, targets and weights on `device`; indices stay on the CPU.
 
     On a GPU copies and transforms run on a stream of their own, one batch ahead of the computation.
     """
@@ -42,14 +42,16 @@ def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: t
 
 def _transformed(batch: Batch, dataset: ImageDataset, device: torch.device) -> Batch:
     images, labels, weights = (to_device(tensor, device) for tensor in (batch.images, batch.labels, batch.weights))
-    images = dataset.batch_transforms(images, batch.epoch, batch.draw_keys)
-    return dataclasses.replace(batch, images=images, labels=labels, weights=weights)
+    images, targets = dataset.batch_transforms(images, batch.epoch, batch.draw_keys), None
+    if dataset.mixing is not None:
+        images, targets = dataset.mixing(images, labels, batch.weights.numpy(), batch.epoch, batch.leaf)
+    return dataclasses.replace(batch, images=images, labels=labels, weights=weights, targets=targets)
 
 
 def _ready(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
     current = torch.cuda.current_stream(device)
     current.wait_event(copied)
-    for tensor in (batch.images, batch.labels, batch.weights):
+    for tensor in (batch.images, batch.labels, batch.weights, *([] if batch.targets is None else [batch.targets])):
         tensor.record_stream(current)  # its memory must not be reused by the other stream while this one reads it
     return batch
 
@@ -76,7 +78,7 @@ class ImagesOnDevice:
         images = self._dataset.batch_transforms.from_set(self._bordered, key.indices, key.epoch, key.draw_keys)
         indices = torch.from_numpy(key.indices)
         labels = self._dataset.source.labels[indices]
-        return Batch(images, labels, torch.from_numpy(key.weights), indices, epoch=key.epoch)
+        return Batch(images, labels, torch.from_numpy(key.weights), indices, epoch=key.epoch, leaf=key.leaf)
 
 
 def images_on_device(dataset: ImageDataset, device: torch.device) -> ImagesOnDevice | None:

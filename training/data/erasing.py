@@ -31,13 +31,13 @@ class RandomErasing:
 
     def __init__(self, probability: float, mode: str, size: int, seed: int) -> None:
         self._probability, self._size, self._seed = probability, size, seed
-        self._noise_shape = {"const": None, "rand": (3, 1, 1), "pixel": (3, size, size)}[mode]
+        self._noise_shape = {"const": None, "rand": (1, 1, 3), "pixel": (size, size, 3)}[mode]
 
     def __call__(self, images: torch.Tensor, epoch: int, indices: np.ndarray) -> torch.Tensor:
         """Erase in place.
 
         Args:
-            images: float32 [B, 3, S, S], normalised.
+            images: float32 [B, 3, S, S], normalised, channels_last.
             epoch: Decides, with the indices, what is erased.
             indices: int64 [B], positions in the data set.
         """
@@ -48,13 +48,13 @@ class RandomErasing:
         slots, top, left, height, width, start = to_device(torch.from_numpy(boxes), images.device).unsqueeze(2)
         along = torch.arange(self._size, device=images.device)
         rows, columns = (along >= top) & (along < top + height), (along >= left) & (along < left + width)
-        inside = rows[:, None, :, None] & columns[:, None, None, :]
-        slots = slots.squeeze(1)
-        filled = torch.where(inside, self._fill(start), images.index_select(0, slots))
-        return images.index_copy_(0, slots, filled)
+        inside = rows[:, :, None, None] & columns[:, None, :, None]
+        slots, pixels = slots.squeeze(1), images.permute(0, 2, 3, 1)  # in the order of the memory
+        pixels.index_copy_(0, slots, torch.where(inside, self._fill(start), pixels.index_select(0, slots)))
+        return images
 
     def _fill(self, start: torch.Tensor) -> torch.Tensor:
-        """Return what is put in: float32 [], or [K, 3, 1 or S, 1 or S]: the noise from `start` (int64 [K, 1]) on."""
+        """Return what is put in: float32 [], or [K, 1 or S, 1 or S, 3]: the noise from `start` (int64 [K, 1]) on."""
         if self._noise_shape is None:
             return torch.zeros((), device=start.device)
         places = start + torch.arange(math.prod(self._noise_shape), device=start.device)

@@ -33,7 +33,8 @@ class Batch:
         notes: Path and note of the images that are odd, see `image_notes`.
         epoch: Decides the rest of the augmentation.
         draw_keys: int64 [B], as in `BatchKey`: decides it too.
-        targets: float32 [B, classes], if they are not just the labels; each row adds up to 1.
+        leaf: As in `BatchKey`.
+        targets: float32 [B, classes], if they are not just the labels, see `mixing`; each row adds up to 1.
         encoded: Images still to be decoded on the GPU, see `gpu_decode`; `images` is empty then.
     """
 
@@ -45,6 +46,7 @@ class Batch:
     notes: dict[str, str] = field(default_factory=dict)
     epoch: int = 0
     draw_keys: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    leaf: int = 0
     targets: torch.Tensor | None = None
     encoded: list[torch.Tensor] = field(default_factory=list)
 
@@ -93,6 +95,7 @@ class BatchReader(Dataset):
             notes,
             epoch=key.epoch,
             draw_keys=key.draw_keys,
+            leaf=key.leaf,
             encoded=encoded,
         )
 

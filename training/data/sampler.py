@@ -36,12 +36,14 @@ class BatchKey(NamedTuple):
         indices: int64 [B], positions in the data set.
         weights: float32 [B], 1 for a sample and 0 for padding.
         draw_keys: int64 [B], what the augmentation is drawn from: index + k * COPY for copy k of a sample in the epoch.
+        leaf: Number of the micro-batch in the epoch, over all ranks: what is drawn for all of it.
     """
 
     epoch: int
     indices: np.ndarray
     weights: np.ndarray
     draw_keys: np.ndarray
+    leaf: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class BatchPlan:
         positions = np.arange(first, first + self.batch_size_per_rank)
         weights = (positions < self.num_samples).astype(np.float32)
         draw_keys = self.draw_keys(epoch)[positions % self.num_samples]
-        return BatchKey(epoch, draw_keys % COPY, weights, draw_keys)
+        return BatchKey(epoch, draw_keys % COPY, weights, draw_keys, first // self.batch_size_per_rank)
 
     def epoch_keys(self, epoch: int, rank: int, first_step: int = 0) -> Iterator[BatchKey]:
         """Yield the micro-batches of `rank` in order, from optimizer step `first_step` to the end of the epoch."""

@@ -1,0 +1,100 @@
+"""Mixup and cutmix of whole batches on the device: images of a micro-batch are blended in pairs, and so are targets.
+
+One choice for all of a micro-batch, with the distribution of timm's `Mixup` in its mode "batch", is a function of
+(seed, epoch, leaf): the same on any number of ranks and after a resume; for leaves see `BatchPlan.micro_batch`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from training.data import DataOptions
+from training.data.transfer import to_device
+
+
+class Mix(NamedTuple):
+    """How the images of a micro-batch are mixed.
+
+    Attributes:
+        share: Of the image itself, 0 to 1; the rest is its partner's.
+        box: Top, bottom, left and right of the part that cutmix takes of the partner; None for mixup.
+    """
+
+    share: float
+    box: tuple[int, int, int, int] | None
+
+
+class Mixing:
+    """Mixes the batches of a training set.
+
+    Mixup: Zhang et al., arXiv:1710.09412; cutmix: Yun et al., arXiv:1905.04899.
+
+    Args:
+        options: Parameters of the two beta distributions, probabilities, and epochs.
+        image_size: Side S of the images in pixels.
+        num_classes: Classes C.
+    """
+
+    def __init__(self, options: DataOptions, image_size: int, num_classes: int) -> None:
+        self._options, self._size, self._num_classes = options, image_size, num_classes
+
+    def __call__(
+        self, images: torch.Tensor, labels: torch.Tensor, weights: np.ndarray, epoch: int, leaf: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Mix a micro-batch; the images may be changed in place.
+
+        The partner of the first sample is the last one, that of the second the last but one, and so on. Samples of
+        weight 0 (padding, unreadable images) have none: they stay as they are and get into no other.
+
+        Args:
+            images: float32 [B, 3, S, S], normalised, channels_last.
+            labels: int64 [B], on the same device.
+            weights: float32 [B].
+            epoch: Decides, with the leaf, how to mix.
+            leaf: Number of the micro-batch in its epoch, over all ranks.
+
+        Returns:
+            The images, and their targets, float32 [B, C], rows of sum 1; None if nothing is mixed.
+        """
+        mix = self.drawn(epoch, leaf)
+        if mix is None:
+            return images, None
+        real, partners = np.flatnonzero(weights), np.arange(len(weights))
+        partners[real] = real[::-1]
+        partner = to_device(torch.from_numpy(partners), images.device)
+        targets = torch.zeros(len(labels), self._num_classes, device=images.device).scatter_(1, labels[:, None], 1)
+        targets = torch.lerp(targets.index_select(0, partner), targets, mix.share)
+        pixels = images.permute(0, 2, 3, 1)  # in the order of the memory, which `index_select` does not keep
+        if mix.box is None:
+            return torch.lerp(pixels.index_select(0, partner), pixels, mix.share).permute(0, 3, 1, 2), targets
+        top, bottom, left, right = mix.box
+        part = pixels[:, top:bottom, left:right]
+        part.copy_(part.index_select(0, partner))
+        return images, targets
+
+    def drawn(self, epoch: int, leaf: int) -> Mix | None:
+        """Return how a micro-batch is mixed, None if it is not."""
+        options, size = self._options, self._size
+        if epoch >= options.epochs - options.mixup_off_epochs:
+            return None
+        # NumPy keeps the numbers of RandomState the same in all versions; those of its newer generators may change.
+        draws = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((options.seed, epoch, leaf))))
+        if draws.rand() >= options.mixup_probability:
+            return None
+        cuts = options.cutmix > 0
+        if cuts and options.mixup > 0:
+            cuts = draws.rand() < options.mixup_switch_probability
+        alpha = options.cutmix if cuts else options.mixup
+        share = float(draws.beta(alpha, alpha))
+        if not cuts:
+            return Mix(share, None)
+        # a square with the rest of the area, around any pixel; the targets count what of it is inside the image
+        side = int(size * np.sqrt(1 - share))
+        ends = []
+        for centre in (int(draws.randint(size)), int(draws.randint(size))):
+            ends += [max(centre - side // 2, 0), min(centre + (side + 1) // 2, size)]
+        top, bottom, left, right = ends
+        return Mix(1 - (bottom - top) * (right - left) / size**2, (top, bottom, left, right))
