@@ -67,7 +67,7 @@ def epoch_bytes(
     return found
 
 
-@pytest.mark.parametrize(("augmentation", "repeats"), [("crop_flip", 1), ("randaugment", 1), ("randaugment", 3)])
+@pytest.mark.parametrize(("augmentation", "repeats"), [("crop_flip", 1), ("randaugment", 1), ("3augment", 3)])
 def test_same_bytes_for_any_ranks_accumulation_and_workers(folder, augmentation, repeats):
     pair = load_folder(folder, augmentation=augmentation)
     expected = epoch_bytes(pair, world=1, accumulation=1, workers=0, repeats=repeats)

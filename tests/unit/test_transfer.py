@@ -10,8 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from training.data import DataOptions
 from training.data.augmentations import AUGMENTATIONS, Augmentation
 from training.data.batch_transforms import BatchTransforms
+from training.data.mixing import Mixing
 from training.data.reading import gpu_decode
 from training.data.transfer import to_device
 from training.observe.scores import SampleRecorder
@@ -70,6 +72,15 @@ def test_a_batch_is_finished_without_a_wait(copies, augmentation, is_there):
     assert (finished.device, finished.shape) == (GPU, (BATCH, 3, SIZE, SIZE))
     assert len(copies.can_run_beside) >= 2, "the factors of the normalisation at least"
     assert all(copies.can_run_beside)
+
+
+@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+def test_a_batch_is_mixed_without_a_wait(copies, kind):
+    images = torch.empty(BATCH, 3, SIZE, SIZE, device=GPU, memory_format=torch.channels_last)
+    mixing = Mixing(DataOptions(**{kind: 1.0}), SIZE, 5)
+    mixed, targets = mixing(images, torch.empty(BATCH, dtype=torch.int64, device=GPU), np.ones(BATCH), 0, 0)
+    assert (mixed.shape, targets.shape, targets.device) == (images.shape, (BATCH, 5), GPU)
+    assert copies.can_run_beside == [True]
 
 
 def test_an_evaluation_does_not_wait_for_its_indices(copies):

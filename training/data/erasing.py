@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ class RandomErasing:
     def __init__(self, probability: float, mode: str, size: int, seed: int) -> None:
         self._probability, self._size, self._seed = probability, size, seed
         self._noise_shape = {"const": None, "rand": (1, 1, 3), "pixel": (size, size, 3)}[mode]
+        self._noise_on: dict[torch.device, torch.Tensor] = {}
 
     def __call__(self, images: torch.Tensor, epoch: int, indices: np.ndarray) -> torch.Tensor:
         """Erase in place.
@@ -58,7 +59,20 @@ class RandomErasing:
         if self._noise_shape is None:
             return torch.zeros((), device=start.device)
         places = start + torch.arange(math.prod(self._noise_shape), device=start.device)
-        return _noise(self._seed, start.device)[places % NOISE_LENGTH].view(-1, *self._noise_shape)
+        return self._noise(start.device)[places % NOISE_LENGTH].view(-1, *self._noise_shape)
+
+    def _noise(self, device: torch.device) -> torch.Tensor:
+        """Return normal numbers, float32 [NOISE_LENGTH]: new ones for every pixel would take longer than a step.
+
+        NumPy keeps the numbers of `RandomState` the same in all versions.
+        """
+        if device not in self._noise_on:
+            noise = np.random.RandomState(self._seed).standard_normal(NOISE_LENGTH)
+            self._noise_on[device] = to_device(torch.from_numpy(noise.astype(np.float32)), device)
+        return self._noise_on[device]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_noise_on": {}}  # tensors on a GPU are not sent to worker processes
 
 
 def erased_boxes(size: int, probability: float, draws: np.ndarray) -> np.ndarray:
@@ -82,12 +96,3 @@ def erased_boxes(size: int, probability: float, draws: np.ndarray) -> np.ndarray
     height, width = heights[slots, attempt], widths[slots, attempt]
     tops, lefts = np.floor(top * (size - height + 1)), np.floor(left * (size - width + 1))
     return np.stack([slots, tops, lefts, height, width, np.floor(start * NOISE_LENGTH)]).astype(np.int64)
-
-
-@lru_cache(maxsize=1)
-def _noise(seed: int, device: torch.device) -> torch.Tensor:
-    """Return normal numbers, float32 [NOISE_LENGTH]: to make new ones for every pixel would take longer than a step.
-
-    NumPy keeps the numbers of `RandomState` the same in all versions.
-    """
-    return to_device(torch.from_numpy(np.random.RandomState(seed).standard_normal(NOISE_LENGTH)).float(), device)
