@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from PIL import Image, ImageFilter
+from PIL import Image, ImageFilter, ImageOps
 from torchvision.transforms import InterpolationMode, v2
 
 from training.data.augment import Transform
@@ -21,11 +21,21 @@ SOLARIZED_FROM = 128  # grey level
 
 def _randaugment(augmentation: Augmentation, preprocessing: dict[str, Any]) -> Callable:
     """Return timm's RandAugment, with its defaults for pixels from beyond the edge."""
-    from timm.data.auto_augment import rand_augment_transform  # timm takes seconds to import
+    from timm.data import auto_augment  # timm takes seconds to import
 
     size, mean = preprocessing["image_size"], preprocessing["mean"]
     fill = tuple(round(255 * value) for value in mean)
-    return rand_augment_transform(augmentation.randaugment, {"translate_const": int(0.45 * size), "img_mean": fill})
+    hyperparameters = {"translate_const": int(0.45 * size), "img_mean": fill}
+    policy = auto_augment.rand_augment_transform(augmentation.randaugment, hyperparameters)
+    for operation in policy.ops:
+        if operation.aug_fn is auto_augment.posterize:
+            operation.aug_fn = _posterize
+    return policy
+
+
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    """Keep 1 to 8 bits of each pixel, or none: black, as before Pillow 13, which refuses what timm asks for then."""
+    return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)
 
 
 def _trivialaugment(augmentation: Augmentation, preprocessing: dict[str, Any]) -> Callable:
