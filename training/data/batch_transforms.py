@@ -86,8 +86,8 @@ class BatchTransforms:
             indices: int64 [B], the `draw_keys` of a `BatchKey`.
         """
         if not self.augmentation.shift and self.augmentation.mirror == "off":
-            chosen = to_device(torch.from_numpy(positions), bordered.device)
-            return self._finish(bordered.index_select(0, chosen), epoch, indices)
+            places = to_device(torch.from_numpy(positions), bordered.device)
+            return self._finish(bordered.index_select(0, places), epoch, indices)
         draws = self._draws(epoch, indices)
         tops, lefts = (draws[:, 1:] * (2 * self.border + 1)).astype(np.int64).T
         # few numbers are copied; the position of every pixel follows from them on the device
