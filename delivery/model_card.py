@@ -30,7 +30,8 @@ TO_FILL = "to-be-filled-in"
 CLASSES_SHOWN = 50
 RECIPE = (
     *("epochs", "batch_size", "gradient_accumulation_steps", "optimizer", "learning_rate", "base_batch_size"),
-    *("warmup_epochs", "final_learning_rate_scale", "weight_decay", "gradient_clipping", "loss", "label_smoothing"),
+    *("schedule", "warmup_epochs", "final_learning_rate_scale", "weight_decay", "gradient_clipping"),
+    *("loss", "label_smoothing"),
     *("class_weights", "sampling", "repeated_augmentation", "augmentation", "pretrained", "weights", "seed"),
 )
 

@@ -22,11 +22,23 @@ from training.errors import UserError, shown, unknown_name
 from training.parallel.strategies import STRATEGIES
 from training.recipe.class_weights import USAGE as CLASS_WEIGHTS_USAGE
 from training.recipe.class_weights import given_weights
+from training.recipe.rules import (
+    ALLOWED,
+    ELEMENT_WISE,
+    MATRIX_RULES,
+    OPTION_READERS,
+    SQUARED_DECAY,
+    check_optimizer,
+    read_options,
+)
+from training.recipe.schedule import SCHEDULES
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
 LARGEST_BATCH = 65_536  # images of one forward pass
 # The words that YAML 1.1 reads as booleans.
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+DECAY_WITHIN_RUN = {"wsd": ["decay_epochs"]}  # schedules whose decay must leave room in the run
+MILESTONES_PATTERN = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?(,[0-9]{1,6}(\.[0-9]{1,6})?)*")
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
@@ -78,11 +90,25 @@ class TrainConfig:
     sync_batchnorm: bool = option(False, "BatchNorm statistics over all ranks' samples instead of each rank's own.")
 
     # Optimizer and schedule.
-    optimizer: Literal["adamw", "sgd", "lamb"] = option("adamw", "Update rule; sgd has Nesterov momentum.")
+    optimizer: str = option(
+        "adamw",
+        "Update rule, by timm's name; sgd has Nesterov momentum. Under every strategy: "
+        f"{', '.join([*ELEMENT_WISE, 'lamb'])}. Under ddp alone: {', '.join(ALLOWED[len(ELEMENT_WISE) + 1 :])}.",
+    )
+    fallback_optimizer: str = option(
+        "adamw", f"{', '.join(MATRIX_RULES)}: rule of the head, and of all that is no matrix and no convolution."
+    )
+    fallback_learning_rate_scale: float = option(
+        1.0, "Learning rate of --fallback-optimizer, as a share of --learning-rate.", above=0, high=1000
+    )
+    optimizer_options: str = option(
+        "", f"More of the rule, such as betas=0.9/0.95,eps=1e-6: {', '.join(sorted(OPTION_READERS))}."
+    )
+    fallback_options: str = option("", "The same of --fallback-optimizer, such as momentum=0.85.")
     weight_decay: float = option(
         0.05, "Decay of weights (decoupled in adamw); biases and norms have none.", low=0, high=10
     )
-    momentum: float = option(0.9, "Momentum of sgd.", low=0, high=0.9999)
+    momentum: float = option(0.9, "Momentum of rules that have one, such as sgd.", low=0, high=0.9999)
     gradient_clipping: float = option(1.0, "Largest global gradient norm (L2); 0 switches clipping off.", low=0)
     loss: Literal["cross_entropy", "bce"] = option(
         "cross_entropy", "Training loss; bce: binary cross-entropy of each class, averaged over the classes."
@@ -97,9 +123,26 @@ class TrainConfig:
         "Epochs of linear warm-up from 0 to the peak learning rate; auto: 1, but at most a tenth of the run.",
         low=0,
     )
-    final_learning_rate_scale: float = option(
-        0.01, "Learning rate at the end of the cosine, as a share of the peak.", low=0, high=1
+    schedule: str = option(
+        "cosine",
+        f"How the learning rate falls after the warm-up: {', '.join(SCHEDULES)}; wsd: warm-up, stable, decay; "
+        "sweep: it rises, for scripts/find_learning_rate.py.",
     )
+    final_learning_rate_scale: float = option(
+        0.01, "Learning rate at the end of the schedule, as a share of the peak; not of step.", low=0, high=1
+    )
+    decay_epochs: float | Literal["auto"] = option(
+        "auto",
+        "step: epochs between two decays; wsd: epochs of the decay, whole ones. auto: a third, or a fifth, of the run.",
+        low=0.1,
+    )
+    decay_rate: float = option(0.1, "step: factor on the learning rate at each decay.", above=0, high=1)
+    milestones: str = option("", "step: epochs at which the rate decays, such as 30,60,80; default: --decay-epochs.")
+    decay_power: float = option(1.0, "polynomial: exponent; 1 is linear.", above=0, high=100)
+    decay_shape: Literal["sqrt", "linear", "cosine"] = option(
+        "sqrt", "wsd: how the rate falls with the share p of the decay; sqrt: as 1 - sqrt(p)."
+    )
+    cooldown_epochs: float = option(0.0, "Last epochs of the run, at the final learning rate.", low=0)
     base_batch_size: int = option(
         0, "Scale --learning-rate by global batch / this (linear scaling rule); 0 leaves it alone.", low=0
     )
@@ -241,7 +284,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         *("strategy", "precision", "offload", "engine", "replicate_across", "compile", "threads_per_rank"),
         "deepspeed_config",
         *("activation_checkpointing", "deterministic"),
-        *("batch_size", "gradient_accumulation_steps", "pretrained", "weights", "early_stopping_patience"),
+        *("batch_size", "gradient_accumulation_steps", "pretrained", "weights", "early_stopping_patience", "epochs"),
         *("data", "data_root", "download", "workers", "cache", "cache_gb", "bad_images"),
         *("run_name", "log_dir", "log_every_steps", "progress", "tensorboard", "report", "profile"),
         *("resume", "save_every_steps", "save_every_minutes", "keep_last", "max_bad_steps", "hang_timeout"),
@@ -299,8 +342,9 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
         raise UserError(
             f"{label_of['replicate_across']} nodes: only --engine torch does it, at fsdp_stage2 and fsdp_stage3."
         )
-    if config.warmup_epochs != "auto" and config.warmup_epochs > config.epochs:
-        raise UserError(f"{label_of['warmup_epochs']} {config.warmup_epochs}: the run has {config.epochs} epochs only.")
+    check_optimizer(label_of["optimizer"], config.optimizer, config.strategy, config.engine)
+    _check_rules(config, label_of)
+    _check_schedule(config, label_of)
     if config.mixup_off_epochs > config.epochs:
         raise UserError(
             f"{label_of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has {config.epochs} epochs only."
@@ -308,6 +352,39 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     if config.weights and config.pretrained:
         raise UserError(f"{label_of['weights']} and {label_of['pretrained']} exclude each other: give one of them.")
     return config
+
+
+def _check_rules(config: TrainConfig, label_of: Mapping[str, str]) -> None:
+    """Check values that the update rules do not go with; raise UserError."""
+    rule = f"{label_of['optimizer']} {config.optimizer}"
+    if config.fallback_optimizer not in ELEMENT_WISE:
+        raise unknown_name("fallback optimizer", config.fallback_optimizer, ELEMENT_WISE)
+    options = {
+        name: read_options(label_of[name], getattr(config, name)) for name in ("optimizer_options", "fallback_options")
+    }
+    momenta = [one.get("momentum", config.momentum) for one in options.values()]
+    if config.optimizer in MATRIX_RULES and 0 in momenta:
+        raise UserError(f"{rule}: {label_of['momentum']} 0 is for sgd alone: give one above 0, such as 0.95.")
+    if config.optimizer in SQUARED_DECAY and config.base_batch_size:
+        raise UserError(
+            f"{rule} and {label_of['base_batch_size']} exclude each other: its decay refers to --learning-rate itself."
+        )
+
+
+def _check_schedule(config: TrainConfig, label_of: Mapping[str, str]) -> None:
+    """Check what belongs to the schedule; raise UserError."""
+    if config.schedule not in SCHEDULES:
+        raise unknown_name("schedule", config.schedule, SCHEDULES)
+    used = 0.0  # epochs of the run
+    for name in ("warmup_epochs", "cooldown_epochs", *DECAY_WITHIN_RUN.get(config.schedule, ())):
+        used += 0.0 if getattr(config, name) == "auto" else getattr(config, name)
+        if used > config.epochs:
+            before = "" if used == getattr(config, name) else " with the epochs before it"
+            raise UserError(
+                f"{label_of[name]} {getattr(config, name)}{before}: the run has {config.epochs} epochs only."
+            )
+    if config.milestones and not MILESTONES_PATTERN.fullmatch(config.milestones):
+        raise UserError(f"{label_of['milestones']} {shown(config.milestones)}: expected epochs such as 30,60,80.")
 
 
 @cache

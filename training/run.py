@@ -16,6 +16,7 @@ from models import model_spec
 from models.build import BuiltModel
 from models.weights_file import not_finite
 from training.checkpoint.best_weights import bring_along, write_best
+from training.checkpoint.other_epochs import before_decay, note_other_epochs
 from training.checkpoint.resume import (
     FIRST_START,
     RunStart,
@@ -208,11 +209,12 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
     data = agreed(lambda: load_data(data_options(config)), world)
     folder, lock = create_folder(config, start, world)
     found, notes = find_checkpoint(config, folder, start, world)
+    found, decay_notes = before_decay(config, found, world)
     config = agreed(lambda: keep_global_batch(config, found, world), world)
     config, thread_notes = keep_threads(config, found, world)
     if config.threads_per_rank:
         torch.set_num_threads(config.threads_per_rank)
-    notes = [*notes, *thread_notes, *note_other_leaves(config, found)]
+    notes = [*notes, *decay_notes, *thread_notes, *note_other_leaves(config, found)]
     head_epochs = _head_epochs(config)
     plan = build_plan(config, data.train.source.labels, world.size)
     loss = agreed(lambda: build_loss(config, data.class_names, data.train_counts, world.device), world)
@@ -222,6 +224,7 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
     if found is not None:
         checkpoint, identity = found, _identity(data, built, plan)
         agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch), world)
+        notes = [*notes, *note_other_epochs(config, found, plan, head_epochs)]
     pixels = config.epochs * len(data.train) * data.preprocessing["image_size"] ** 2
     compiles = resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, world)
     setup, engine_name = _set_up_engine(config, built, strategy_json, precision, world, compiles=compiles)
@@ -275,7 +278,10 @@ def _set_up_engine(
     """Return what the engine is built from, with a new optimizer, and the engine's name; a collective."""
     shards = ranks_per_machine(world) if config.replicate_across == "nodes" else world.size
     parallel = plan_of(config.strategy, world.size, config.offload, shards)
-    name = agreed(lambda: resolve_engine(config.engine, parallel, strategy_json, built.module, world.device), world)
+    name = agreed(
+        lambda: resolve_engine(config.engine, parallel, strategy_json, built.module, world.device, config.optimizer),
+        world,
+    )
     head_epochs = _head_epochs(config)
     setup = EngineSetup(
         built.module,

@@ -275,7 +275,7 @@ def decayed_and_not(model: nn.Module, weight_decay: float) -> list[dict[str, Any
 
 def train_with_plain_pytorch(world: World, steps: int, optimizer: str, with_batchnorm: bool = True):
     """The oracle: DistributedDataParallel, PyTorch's (or timm's) optimizer, clip_grad_norm_."""
-    from timm.optim import Lamb
+    from timm.optim import MADGRAD, Adan, Lamb, Lars
 
     config, model = configuration(), make_model(with_batchnorm)
     groups = decayed_and_not(model, config.weight_decay)
@@ -283,6 +283,9 @@ def train_with_plain_pytorch(world: World, steps: int, optimizer: str, with_batc
         "adamw": lambda: torch.optim.AdamW(groups, lr=config.learning_rate),
         "sgd": lambda: torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, nesterov=True),
         "lamb": lambda: Lamb(groups, lr=config.learning_rate, max_grad_norm=None),
+        "adan": lambda: Adan(groups, lr=config.learning_rate),
+        "madgrad": lambda: MADGRAD(groups, lr=config.learning_rate, momentum=config.momentum),
+        "lars": lambda: Lars(groups, lr=config.learning_rate, momentum=config.momentum),
     }
     rule = rules[optimizer]()
     # Our ranks keep their own BatchNorm buffers between evaluations.

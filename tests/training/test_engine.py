@@ -15,6 +15,8 @@ from training.parallel.strategies import STRATEGIES
 VARIANTS = [*product(STRATEGIES, ENGINES)]
 RANKS = "tests.training.engine_ranks"
 RULES = ("adamw", "sgd", "lamb")
+# Of timm's others one with all that a state may have, and one whose state does not begin with zeros.
+MORE_RULES = ("adan", "madgrad")
 PRECISIONS = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
@@ -33,21 +35,30 @@ def run_cases(run_on_ranks):
 
 @pytest.fixture(scope="module")
 def oracle(run_cases):
-    return run_cases("train_with_plain_pytorch", optimizer=RULES, fixed={"steps": 5})
+    return run_cases("train_with_plain_pytorch", optimizer=(*RULES, *MORE_RULES, "lars"), fixed={"steps": 5})
 
 
 @pytest.fixture(scope="module")
 def ours(run_cases):
-    return run_cases("train_with_engine", strategy=STRATEGIES, engine=ENGINES, optimizer=RULES, fixed={"steps": 5})
+    rules = (*RULES, *MORE_RULES)
+    return run_cases("train_with_engine", strategy=STRATEGIES, engine=ENGINES, optimizer=rules, fixed={"steps": 5})
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [*RULES, *MORE_RULES])
 @pytest.mark.parametrize(("strategy", "engine"), VARIANTS)
 def test_losses_and_weights_equal_plain_ddp(strategy, engine, rule, ours, oracle, largest_difference):
     expected, result = oracle[(rule,)][0], ours[strategy, engine, rule][0]
     np.testing.assert_allclose(result["losses"], expected["losses"], atol=1e-5)
     assert largest_difference(result["weights"], expected["weights"]) < 1e-5
     assert np.ptp(expected["losses"]) > 1e-3, "the weights must have moved for this to mean anything"
+
+
+def test_a_rule_of_whole_parameters_equals_plain_ddp(run_cases, oracle, largest_difference):
+    reports = run_cases("train_with_engine", fixed={"steps": 5, "optimizer": "lars", "engine": "torch"})[()]
+    for report, expected in zip(reports, oracle[("lars",)], strict=True):
+        np.testing.assert_allclose(report["losses"], expected["losses"], atol=1e-5)
+        assert largest_difference(report["weights"], expected["weights"]) < 1e-5
+        assert np.ptp(expected["losses"]) > 1e-3
 
 
 def test_collectives_give_the_bits_of_shared_memory(run_cases, ours):
@@ -82,7 +93,9 @@ def test_machines_of_different_sizes_cannot_replicate_each_other(run_cases):
         assert report.startswith("--replicate-across nodes: the machines have 1 and 2 ranks")
 
 
-@pytest.mark.parametrize(("rule", "precision"), [*((rule, "fp32") for rule in RULES), ("adamw", "bf16")])
+@pytest.mark.parametrize(
+    ("rule", "precision"), [*((rule, "fp32") for rule in (*RULES, *MORE_RULES)), ("adamw", "bf16")]
+)
 def test_any_number_of_ranks_computes_the_same_bytes(rule, precision, run_cases):
     """6 leaves: one rank with all, two with 3 each, which are no subtree, three with 2; both ways of exchange."""
     fixed = {"leaves": 6, "optimizer": rule, "precision": precision}
@@ -176,12 +189,16 @@ CHANGES = [  # strategy and engine of the first steps, and of the last
 ]
 
 
+RESUMED = [*product(CHANGES, (*RULES, "madgrad")), (("ddp", "torch") * 2, "muon")]
+
+
 @pytest.fixture(scope="module")
 def resume_reports(run_cases):
-    return run_cases("resume_report", change=CHANGES, optimizer=RULES)
+    reports = run_cases("resume_report", change=CHANGES, optimizer=(*RULES, "madgrad"))
+    return reports | run_cases("resume_report", change=[("ddp", "torch") * 2], optimizer=["muon"])
 
 
-@pytest.mark.parametrize(("change", "rule"), [*product(CHANGES, RULES)])
+@pytest.mark.parametrize(("change", "rule"), RESUMED)
 def test_state_read_and_written_goes_on_as_if_nothing_had_happened(change, rule, resume_reports, largest_difference):
     whole, split = resume_reports[change, rule][0]
     if change[:2] == change[2:] or change[1] == change[3] == "native":

@@ -42,7 +42,9 @@ class DdpEngine:
     def __init__(self, world: World) -> None:
         self.module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, CLASSES))
         self.buffers = ModelBuffers(self.module)
-        self.optimizer = torch.optim.SGD([{"params": list(self.module.parameters()), "rate_scale": 1.0}], lr=0.1)
+        self.optimizer = torch.optim.SGD(
+            [{"params": list(self.module.parameters()), "rate_scale": 1.0, "is_backbone": False}], lr=0.1
+        )
         self.forward = DistributedDataParallel(self.module)
 
     def backward(self, loss):

@@ -82,6 +82,7 @@ def write_checkpoint(
     ranks: int = 2,
     is_best: bool = False,
     keep_last: int = 3,
+    kept: str = "",
     **facts,
 ) -> Path:
     """Write and commit a checkpoint of as many pretended ranks; `facts` replace those of its manifest."""
@@ -102,7 +103,7 @@ def write_checkpoint(
         "parameters": {name: list(shape) for name, shape in SHAPES.items()},
         "shards": tuple(shards),
     }
-    commit(folder, name, Manifest(**content | facts), is_best=is_best, keep_last=keep_last)
+    commit(folder, name, Manifest(**content | facts), is_best=is_best, keep_last=keep_last, kept=kept)
     return folder / name
 
 

@@ -118,7 +118,7 @@ def test_the_promises_of_the_manual_are_free():
         "progress",
         "log_dir",
     } <= CHANGEABLE_ON_RESUME
-    assert not {"seed", "model_type", "optimizer", "learning_rate", "epochs", "augmentation"} & CHANGEABLE_ON_RESUME
+    assert not {"seed", "model_type", "optimizer", "learning_rate", "schedule", "augmentation"} & CHANGEABLE_ON_RESUME
 
 
 @pytest.mark.parametrize(

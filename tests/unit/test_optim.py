@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
+import itertools
 
 import pytest
 import torch
 from timm.optim import Lamb
 from torch import nn
+from torch.optim import lr_scheduler
 
-from training.config import TrainConfig, field_types
+from training.config import FLAG_OF, TrainConfig, check_config
+from training.errors import UserError
 from training.recipe.optimizer import (
     build_optimizer,
     create_state,
     moment_kinds,
     set_applied_steps,
 )
-from training.recipe.schedule import build_schedule, schedule_notes
+from training.recipe.schedule import SCHEDULES, build_schedule, schedule_notes
 
 CONFIG = TrainConfig(epochs=10, warmup_epochs=2, learning_rate=0.1, final_learning_rate_scale=0.0)
 
@@ -26,18 +28,102 @@ def rates(schedule, steps):
     return [schedule.learning_rate(step) for step in range(steps)]
 
 
-def test_equals_pytorchs_warm_up_and_cosine():
-    schedule = build_schedule(CONFIG, steps_per_epoch=5, global_batch=32, head_epochs=0)
+def rates_of_pytorch(*parts, steps=50):
+    """Return the rates of PyTorch's schedulers one after another, each given as (steps, name, options)."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=9)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
-    oracle = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], milestones=[10])
+    schedulers = [getattr(lr_scheduler, name)(optimizer, **options) for _, name, options in parts]
+    ends = list(itertools.accumulate(steps for steps, _, _ in parts))[:-1]
+    oracle = lr_scheduler.SequentialLR(optimizer, schedulers, milestones=ends)
     expected = []
-    for _ in range(50):
+    for _ in range(steps):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         oracle.step()
+    return expected
+
+
+WARM_UP = (10, "LinearLR", {"start_factor": 0.1, "total_iters": 9})
+STABLE = {"factor": 1.0, "total_iters": 0}
+ENDED = {"lr_lambda": lambda _step: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "oracle"),
+    [
+        ({}, [WARM_UP, (40, "CosineAnnealingLR", {"T_max": 40})]),
+        ({"cooldown_epochs": 2}, [WARM_UP, (30, "CosineAnnealingLR", {"T_max": 30}), (10, "LambdaLR", ENDED)]),
+        ({"schedule": "linear"}, [WARM_UP, (40, "LinearLR", {"start_factor": 1, "end_factor": 0, "total_iters": 40})]),
+        (
+            {"schedule": "polynomial", "decay_power": 2.0},
+            [WARM_UP, (40, "PolynomialLR", {"power": 2.0, "total_iters": 40})],
+        ),
+        ({"schedule": "constant"}, [WARM_UP, (40, "ConstantLR", STABLE)]),
+        (
+            {"schedule": "step", "milestones": "5,3.2,9", "decay_rate": 0.5, "warmup_epochs": 0},
+            [(50, "MultiStepLR", {"milestones": [16, 25, 45], "gamma": 0.5})],
+        ),
+        (
+            {"schedule": "step", "decay_epochs": 3.0, "warmup_epochs": 0},
+            [(50, "StepLR", {"step_size": 15, "gamma": 0.1})],
+        ),
+        (
+            {"schedule": "wsd", "decay_shape": "linear", "decay_epochs": 3.0},
+            [
+                WARM_UP,
+                (25, "ConstantLR", STABLE),
+                (15, "LinearLR", {"start_factor": 1, "end_factor": 0, "total_iters": 15}),
+            ],
+        ),
+        (
+            {"schedule": "wsd", "decay_shape": "cosine", "cooldown_epochs": 1},  # a fifth of the run
+            [
+                WARM_UP,
+                (25, "ConstantLR", STABLE),
+                (10, "CosineAnnealingLR", {"T_max": 10}),
+                (5, "LambdaLR", ENDED),
+            ],
+        ),
+        (
+            {"schedule": "wsd", "warmup_epochs": 0},
+            [
+                (40, "ConstantLR", STABLE),
+                (10, "LambdaLR", {"lr_lambda": lambda step: 1 - (step / 10) ** 0.5}),
+            ],
+        ),
+    ],
+)
+def test_equals_pytorchs_schedulers(changes, oracle):
+    config = dataclasses.replace(CONFIG, **changes)
+    schedule = build_schedule(config, steps_per_epoch=5, global_batch=32, head_epochs=0)
+    expected = rates_of_pytorch(*oracle)
     assert rates(schedule, 50) == pytest.approx(expected, abs=1e-9)
+    assert len({*expected}) > 3
+
+
+@pytest.mark.parametrize("changes", [{"schedule": name} for name in SCHEDULES] + [{"cooldown_epochs": 3.0}])
+def test_every_schedule_is_positive_and_ends_where_it_is_told(changes):
+    config = dataclasses.replace(CONFIG, final_learning_rate_scale=0.25, **changes)
+    schedule = build_schedule(config, steps_per_epoch=5, global_batch=32, head_epochs=0)
+    end = {"step": 0.01 * 0.1, "constant": 0.1, "sweep": 0.1}.get(config.schedule, 0.025)
+    assert schedule.learning_rate(50) == pytest.approx(end)
+    assert max(rates(schedule, 50)) == pytest.approx(0.1)
+    assert min(rates(schedule, 60)) >= min(end, 0.01) * 0.999
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"schedule": "cosin"}, "unknown schedule 'cosin'. Did you mean 'cosine'?"),
+        ({"warmup_epochs": 11}, "--warmup-epochs 11: the run has 10 epochs only."),
+        ({"cooldown_epochs": 8.5}, "--cooldown-epochs 8.5 with the epochs before it: the run has 10 epochs only."),
+        ({"schedule": "wsd", "decay_epochs": 9.0}, "--decay-epochs 9.0 with the epochs before it"),
+        ({"milestones": "3;4"}, "--milestones '3;4': expected epochs such as 30,60,80."),
+    ],
+)
+def test_what_no_schedule_can_be_is_one_line(changes, told):
+    with pytest.raises(UserError) as caught:
+        check_config(dataclasses.replace(CONFIG, **changes), FLAG_OF)
+    assert told in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -66,13 +152,6 @@ def test_a_warm_up_longer_than_half_the_run_is_noted(warmup_epochs, noted):
     ] * noted
 
 
-def test_ends_at_the_final_share():
-    config = dataclasses.replace(CONFIG, final_learning_rate_scale=0.25)
-    schedule = build_schedule(config, steps_per_epoch=5, global_batch=32, head_epochs=0)
-    assert schedule.learning_rate(50) == pytest.approx(0.025)
-    assert max(rates(schedule, 50)) == pytest.approx(0.1)
-
-
 def test_linear_scaling_only_where_asked_for():
     scaled = dataclasses.replace(CONFIG, base_batch_size=256)
     assert build_schedule(scaled, 5, global_batch=1024, head_epochs=0).peak == pytest.approx(0.4)
@@ -81,9 +160,19 @@ def test_linear_scaling_only_where_asked_for():
 
 def test_the_backbone_is_frozen_in_the_head_epochs():
     schedule = build_schedule(CONFIG, steps_per_epoch=5, global_batch=32, head_epochs=3)
-    assert [schedule.group_learning_rate(step, 0.1) for step in range(15)] == [0.0] * 15
-    assert schedule.group_learning_rate(15, 0.1) == pytest.approx(0.1 * schedule.learning_rate(15))
-    assert schedule.group_learning_rate(3, 1.0) == schedule.learning_rate(3) > 0
+    assert [schedule.group_learning_rate(step, 0.1, is_backbone=True) for step in range(15)] == [0.0] * 15
+    rate = schedule.group_learning_rate(15, 0.1, is_backbone=True)
+    assert rate == pytest.approx(0.1 * schedule.learning_rate(15))
+    assert schedule.group_learning_rate(3, 1.0, is_backbone=False) == schedule.learning_rate(3) > 0
+
+
+def test_the_head_learns_first_whatever_its_own_rate_and_rule():
+    module = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 2))
+    config = dataclasses.replace(CONFIG, optimizer="muon", fallback_learning_rate_scale=10.0)  # 10 x 0.1 for vectors
+    optimizer = build_optimizer(module, config, {"2.weight", "2.bias"}, discriminative=True)
+    build_schedule(config, 5, 32, head_epochs=1).set_learning_rates(optimizer.param_groups, step=0)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert [rates[id(p)] for p in module.parameters()] == [0.0, 0.0, pytest.approx(0.1), pytest.approx(0.1)]
 
 
 def test_groups_tell_decay_and_head():
@@ -108,7 +197,7 @@ def test_groups_tell_decay_and_head():
     assert {group["rate_scale"] for group in same_rate.param_groups} == {1.0}
 
 
-@pytest.mark.parametrize("name", get_args(field_types()["optimizer"]))
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb"])
 def test_the_created_state_is_what_the_rule_itself_creates_in_its_first_step(name):
     """LAMB's through timm's own class, which ours follows."""
     module = nn.Linear(3, 2)

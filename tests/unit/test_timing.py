@@ -190,7 +190,7 @@ def test_the_wait_for_data_is_the_devices():
     """The host takes its time over each batch; the device, whose time moves by hand, waits for some of them alone."""
     marks, logger = Steps(), Recorder()
     module = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
-    rule = torch.optim.SGD([{"params": list(module.parameters()), "rate_scale": 1.0}], lr=0.1)
+    rule = torch.optim.SGD([{"params": list(module.parameters()), "rate_scale": 1.0, "is_backbone": False}], lr=0.1)
 
     class PlainEngine:
         optimizer, loss_scale, buffers = rule, None, ModelBuffers(module)

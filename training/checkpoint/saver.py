@@ -24,7 +24,8 @@ from training.observe.loggers import Loggers
 from training.parallel.collectives import gather_objects
 from training.parallel.exchange import flag, optional, row_of, text, whole_number
 from training.parallel.world import World
-from training.state import TrainState
+from training.recipe.schedule import stable_epochs
+from training.state import Progress, TrainState
 
 SHORTEST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 120.0
@@ -223,7 +224,10 @@ class Saver:
             if self._unsaved_best is not None:
                 self._unsaved_best()
             manifest = Manifest(shards=tuple(ShardFacts(*row) for row in rows), **facts)
-            commit(self._folder, save.name, manifest, is_best=save.is_best, keep_last=self._config.keep_last)
+            # What a run of more epochs goes on from, see `other_epochs.before_decay`.
+            kept = checkpoint_name(Progress(stable_epochs(self._config)))
+            keep_last = self._config.keep_last
+            commit(self._folder, save.name, manifest, is_best=save.is_best, keep_last=keep_last, kept=kept)
 
         error = self._agree(prepare, only_main=True)
         if error is None:

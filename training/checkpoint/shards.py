@@ -2,9 +2,9 @@
 
 A rank stores its shards of the parameters, without any communication: shard number i as `weights.<i>` and
 `<moment>.<i>`, fp32 tensors in the usual order of dimensions. The metadata has the name and the offsets of each, so any
-engine, strategy and number of ranks can read them; a shard of a frozen parameter has no moments. The module's buffers
-are `buffer/<name>` [n, ...] in the n versions that the rank has, because BatchNorm's statistics differ between
-evaluations.
+engine, strategy and number of ranks can read them; a shard of a frozen parameter has no moments, and where several
+rules update the model, the metadata names those of each shard. The module's buffers are `buffer/<name>` [n, ...] in the
+n versions that the rank has, because BatchNorm's statistics differ between evaluations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from training.checkpoint.atomic_write import sync_to_disk
 from training.checkpoint.format_1 import FlatPlace, is_format_1, shards_of_format_1
 from training.checkpoint.manifest import DamagedCheckpoint, Manifest, ShardFacts, file_size, shard_name
 from training.errors import one_line
-from training.parallel.parameter_shards import WEIGHTS, EngineState, index_of
+from training.parallel.parameter_shards import WEIGHTS, EngineState, ParameterShard, index_of
 
 BUFFER_PREFIX = "buffer/"
 EPOCH_SUMS = "epoch_sums"
@@ -58,7 +58,7 @@ class Snapshot:
             self._copied = torch.cuda.current_stream(epoch_sums.device).record_event()
         self.layout = {
             "moments": sorted(state.moment_kinds),
-            "shards": [[shard.name, list(shard.offsets)] for shard in state.shards],
+            "shards": [[shard.name, list(shard.offsets), *_own_moments(shard, state)] for shard in state.shards],
         }
 
     def wait(self) -> None:
@@ -72,6 +72,12 @@ class Snapshot:
         if kept is None or kept.shape != source.shape:
             kept = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type == "cuda")
         return kept.copy_(source, non_blocking=True)
+
+
+def _own_moments(shard: ParameterShard, state: EngineState) -> list[list[str]]:
+    """Return nothing for a shard with all moments or none, else a list of those that it has."""
+    own = sorted(shard.tensors.keys() & {*state.moment_kinds})
+    return [own] if 0 < len(own) < len(state.moment_kinds) else []
 
 
 def write_shard(path: Path, snapshot: Snapshot) -> ShardFacts:
@@ -157,9 +163,12 @@ class CheckpointReader:
     def _note_shards(self, rank: int, layout: dict[str, Any]) -> None:
         """Note the shards in a rank's file; raise ValueError if one is not what its parameter and its moments say."""
         stored = {*self._files[rank].keys()}
-        for number, (name, offsets) in enumerate(layout["shards"]):
+        for number, (name, offsets, *own_moments) in enumerate(layout["shards"]):
             shape, has_moments = self.shapes[name], any(f"{kind}.{number}" in stored for kind in self.moment_kinds)
-            sizes = self._sizes(rank, number, self.moment_kinds if has_moments else [])
+            (kinds,) = own_moments or [self.moment_kinds]
+            if not {*kinds} <= {*self.moment_kinds}:
+                raise ValueError(f"shard {number} of rank {rank} has moments that are not the optimizer's")
+            sizes = self._sizes(rank, number, kinds if has_moments else [])
             is_inside = len(offsets) == len(sizes) == len(shape) and all(
                 type(offset) is int and 0 <= offset <= whole - size
                 for offset, size, whole in zip(offsets, sizes, shape, strict=True)

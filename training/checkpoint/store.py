@@ -48,10 +48,18 @@ def temporary_folder(folder: Path, name: str) -> Path:
     return folder / f".{name}.tmp"
 
 
-def commit(folder: Path, name: str, manifest: Manifest, *, is_best: bool, keep_last: int) -> None:
+def commit(folder: Path, name: str, manifest: Manifest, *, is_best: bool, keep_last: int, kept: str = "") -> None:
     """Name a checkpoint whose shards are on the disk, then point at it, then remove old ones; on rank 0 alone.
 
     A kill at any moment leaves the checkpoint before this one, or this one.
+
+    Args:
+        folder: the run's checkpoints folder.
+        name: of the checkpoint.
+        manifest: of the checkpoint.
+        is_best: whether it is the best epoch's.
+        keep_last: newest checkpoints that stay, beside the best epoch's.
+        kept: name of another one that stays.
 
     Raises:
         OSError: if it cannot be written.
@@ -66,7 +74,7 @@ def commit(folder: Path, name: str, manifest: Manifest, *, is_best: bool, keep_l
     _point(folder / LAST, name)
     if is_best:
         _point(folder / BEST, name)
-    _remove_old(folder, name, keep_last)
+    _remove_old(folder, name, keep_last, kept)
 
 
 def discard(folder: Path, name: str) -> None:
@@ -189,13 +197,13 @@ def _point(pointer: Path, name: str) -> None:
         temporary.write_text(name + "\n", encoding="utf-8")
 
 
-def _remove_old(folder: Path, current: str, keep_last: int) -> None:
+def _remove_old(folder: Path, current: str, keep_last: int, kept: str) -> None:
     """Keep the best, and the newest up to the current one; later ones are from before a resume."""
     names = _names(folder)
     up_to_now = [name for name in names if _position(name) <= _position(current)]
-    kept = {*up_to_now[-keep_last:], _read_pointer(folder / BEST)[0]}
+    stay = {*up_to_now[-keep_last:], _read_pointer(folder / BEST)[0], *({kept} & {*up_to_now})}
     for name in names:
-        if name not in kept:
+        if name not in stay:
             # Renamed first: a kill while files are removed leaves nothing that looks like a checkpoint.
             shutil.rmtree(_set_aside(folder / name), ignore_errors=True)
     for leftover in folder.glob(".step-*"):

@@ -15,6 +15,7 @@ from training.parallel.deepspeed_config import keys_of_deepspeed_alone
 from training.parallel.engine import Engine, EngineSetup
 from training.parallel.parameter_shards import frozen_parameters
 from training.parallel.strategies import ParallelPlan
+from training.recipe.rules import WHOLE_PARAMETER
 
 # Module and class of each, built from an `EngineSetup`; a collective.
 ENGINES = {
@@ -25,12 +26,18 @@ ENGINES = {
 
 
 def resolve_engine(
-    engine: str, plan: ParallelPlan, strategy_json: Mapping[str, Any], module: nn.Module, device: torch.device
+    engine: str,
+    plan: ParallelPlan,
+    strategy_json: Mapping[str, Any],
+    module: nn.Module,
+    device: torch.device,
+    optimizer: str = "adamw",
 ) -> str:
     """Return the engine of a run, a key of `ENGINES`.
 
     'auto' is the native one if that was measured to be faster: on CPU ranks, for models whose gradients fit into one
-    bucket (any model under ddp, whose gradients are whole on every rank).
+    bucket (any model under ddp, whose gradients are whole on every rank); PyTorch's if the update rule needs whole
+    parameters.
 
     Args:
         engine: 'auto' or a key of `ENGINES`.
@@ -38,10 +45,13 @@ def resolve_engine(
         strategy_json: the strategy's JSON for DeepSpeed.
         module: the model.
         device: this rank's device.
+        optimizer: name of the update rule.
 
     Raises:
         UserError: if an engine is asked for something that it does not do.
     """
+    if engine == "auto" and optimizer in WHOLE_PARAMETER:
+        engine = "torch"
     needs_deepspeed = keys_of_deepspeed_alone(strategy_json)
     if plan.offload != "none" and engine != "torch":
         needs_deepspeed.append("--offload")

@@ -29,7 +29,7 @@ from training.parallel.parameter_shards import (
 )
 from training.parallel.precision import DynamicLossScale, under_autocast
 from training.recipe.lamb import bind_lamb
-from training.recipe.optimizer import create_state, moment_kinds, set_applied_steps
+from training.recipe.optimizer import create_state, moment_kinds, moments_of, set_applied_steps
 
 
 class DeepSpeedEngine(Engine):
@@ -57,10 +57,17 @@ class DeepSpeedEngine(Engine):
         self._backend = deepspeed.comm.comm.cdb
         deepspeed.comm.comm.cdb = TimedBackend(self._backend)
         create_state(self.optimizer, self._flat_partitions())
+        self.optimizer.register_step_pre_hook(lambda rule, *_: self._count_once(rule))
         bind_lamb(self.optimizer, self.state(), setup.world)
         if setup.compiles:
             mode = compile_mode(setup.world.device, setup.batch_size, setup.plan)
             self._engine.compile(compile_kwargs={"mode": mode})
+
+    def _count_once(self, rule: torch.optim.Optimizer) -> None:
+        """Correct rules that count steps per group: DeepSpeed calls them once for each part of the weights."""
+        for group in rule.param_groups:
+            if "step" in group:
+                group["step"] = self._applied_steps
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self._engine(images)
@@ -88,7 +95,7 @@ class DeepSpeedEngine(Engine):
         shards_of = _stage_3_shards if self._is_stage_3 else _stage_1_and_2_shards
         shards: list[ParameterShard] = []
         for flat, group in zip(self._flat_partitions(), groups, strict=True):
-            flats = {WEIGHTS: flat} | {kind: self.optimizer.state[flat][kind] for kind in kinds}
+            flats = {WEIGHTS: flat} | moments_of(self.optimizer, flat)
             shards += shards_of({names[id(parameter)]: parameter for parameter in group}, flats)
         if self._is_stage_3:  # which shards frozen parameters as it does the others
             for name, parameter in frozen_parameters(self.module).items():

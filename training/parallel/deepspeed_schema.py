@@ -81,7 +81,7 @@ OWNED_BY_COMMAND_LINE = {
     "gradient_accumulation_steps": "--gradient-accumulation-steps",
     "gradient_clipping": "--gradient-clipping",
     "optimizer": "--optimizer, --learning-rate and --weight-decay",
-    "scheduler": "--warmup-epochs and --final-learning-rate-scale",
+    "scheduler": "--schedule, --warmup-epochs and --final-learning-rate-scale",
     "bf16": "--precision",
     "bfloat16": "--precision",
     "fp16": "--precision",

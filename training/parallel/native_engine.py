@@ -35,7 +35,7 @@ from training.parallel.parameter_shards import (
 from training.parallel.precision import DynamicLossScale, under_autocast
 from training.parallel.summation_tree import StepTree
 from training.recipe.lamb import bind_lamb
-from training.recipe.optimizer import create_state, moment_kinds, set_applied_steps
+from training.recipe.optimizer import create_state, moment_kinds, moments_of, set_applied_steps
 
 
 class NativeEngine(Engine):
@@ -130,10 +130,9 @@ class NativeEngine(Engine):
             self._gather(changed=True)
 
     def state(self) -> EngineState:
-        kinds, state = moment_kinds(self.optimizer), self.optimizer.state
-        shards = frozen_shards(self.module, self._world)
+        kinds, shards = moment_kinds(self.optimizer), frozen_shards(self.module, self._world)
         for bucket in self._buckets:
-            shards += bucket.shards({kind: state[bucket.master][kind] for kind in kinds})
+            shards += bucket.shards(moments_of(self.optimizer, bucket.master))
         return EngineState(
             parameter_shapes(self.module), kinds, shards, self.buffers.by_name(), int(self._applied_steps)
         )

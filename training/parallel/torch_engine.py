@@ -28,7 +28,7 @@ from training.parallel.parameter_shards import (
 from training.parallel.precision import DynamicLossScale
 from training.parallel.torch_distribution import Distribution, Replicated, Sharded
 from training.recipe.lamb import bind_lamb
-from training.recipe.optimizer import create_state, moment_kinds, set_applied_steps
+from training.recipe.optimizer import create_state, moment_kinds, moments_of, set_applied_steps
 
 VALUES_NORMED_IN_FLOAT32 = 1 << 14
 
@@ -130,11 +130,11 @@ class TorchEngine(Engine):
     def _shards(self) -> list[ParameterShard]:
         """Return this rank's parts of all parameters, also of those that another rank reports."""
         self._distribution.settle()
-        kinds, shards = moment_kinds(self.optimizer), []
+        shards = []
         for name, parameter in self.module.named_parameters():
             tensors = {WEIGHTS: _local(parameter).detach()}
             if name in self._trained:
-                tensors |= {kind: self.optimizer.state[self._trained[name]][kind] for kind in kinds}
+                tensors |= moments_of(self.optimizer, self._trained[name])
             if tensors[WEIGHTS].numel():
                 offsets = (self._distribution.first_row(parameter), *[0] * (parameter.ndim - 1))[: parameter.ndim]
                 shards.append(ParameterShard(name, offsets, tensors))

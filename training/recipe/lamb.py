@@ -19,6 +19,8 @@ from training.parallel.collectives import sum_over_ranks
 from training.parallel.parameter_shards import WEIGHTS, EngineState
 from training.parallel.world import World
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class ShardedLamb(Lamb):
     """timm's Lamb over shards, whose state the engine creates; needs `bind_shards` before the first step.
@@ -28,6 +30,8 @@ class ShardedLamb(Lamb):
 
     def __init__(self, params: Any, **defaults: Any) -> None:
         super().__init__(params, max_grad_norm=None, **defaults)
+        for group in self.param_groups:  # for `create_state`
+            group["created_state"] = {"step": torch.zeros(()), **{kind: torch.zeros(2, 2) for kind in MOMENTS}}
         self._state: EngineState | None = None
         self._world: World | None = None
         self._copies = 1

@@ -1,13 +1,28 @@
-"""Parameter groups, the optimizer, and its state as both engines see it."""
+"""Parameter groups, the optimizer, and its state as all engines see it."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from training.config import TrainConfig
+from training.errors import UserError, one_line
+from training.recipe.composite import Composite, rules_of
+from training.recipe.rules import MATRIX_RULES, OPTION_READERS, read_options
+
+# Options of timm's rules, beside the rate, the decay and the momentum.
+OPTIONS: dict[str, dict[str, Any]] = {
+    # One pass over each flat tensor: 0.87 of the step time of PyTorch's default.
+    **{name: {"fused": True} for name in ("adam", "adamw", "sgd", "momentum", "nesterov")},
+    # Gradient clipping is the engine's.
+    **{name: {"max_grad_norm": None} for name in ("lambc", "lambw", "lambcw", "lambcd", "clamb", "clambw")},
+}
+# What does not begin with zeros, by the rule's class.
+STARTS = {("RMSpropTF", "square_avg"): torch.ones_like, ("MADGRAD", "x0"): torch.clone}
 
 
 def build_optimizer(
@@ -15,71 +30,158 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer with timm, with separate groups for weight decay or none, and for head and backbone.
 
-    Each group has 'rate_scale', the factor on the schedule's learning rate.
+    Each group has 'rate_scale', the factor on the schedule's learning rate, and 'is_backbone', whether it waits for the
+    head at first.
 
     Args:
         module: the model.
         config: the run's configuration.
         head_parameter_names: names of the classifier's parameters.
         discriminative: whether the backbone's learning rate is `backbone_learning_rate_scale` times the head's.
-    """
-    from timm.optim import create_optimizer_v2
 
-    backbone_scale = config.backbone_learning_rate_scale if discriminative else 1.0
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    Raises:
+        UserError: if the rule refuses a value.
+    """
+    groups: dict[tuple[float, float, bool, str], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
         # Biases and norm weights are vectors: decaying them only hurts (Goyal et al. 2017, section 3).
         decay = 0.0 if parameter.ndim <= 1 else config.weight_decay
-        scale = 1.0 if name in head_parameter_names else backbone_scale
-        groups.setdefault((decay, scale), []).append(parameter)
-    param_groups = [
-        {"params": parameters, "weight_decay": decay, "rate_scale": scale, "lr": config.learning_rate * scale}
-        for (decay, scale), parameters in groups.items()
-    ]
-    if config.optimizer == "lamb":
-        from training.recipe.lamb import ShardedLamb
+        is_backbone, rule = discriminative and name not in head_parameter_names, config.optimizer
+        scale = config.backbone_learning_rate_scale if is_backbone else 1.0
+        if rule in MATRIX_RULES and (name in head_parameter_names or not _is_matrix(parameter)):
+            scale, rule = scale * config.fallback_learning_rate_scale, config.fallback_optimizer
+        groups.setdefault((decay, scale, is_backbone, rule), []).append(parameter)
+    by_rule: dict[str, list[dict[str, Any]]] = {}
+    for (decay, scale, is_backbone, rule), parameters in groups.items():
+        group = {"params": parameters, "weight_decay": decay, "lr": config.learning_rate * scale}
+        by_rule.setdefault(rule, []).append(group | {"rate_scale": scale, "is_backbone": is_backbone})
+    rules = [_build_rule(rule, param_groups, config) for rule, param_groups in by_rule.items()]
+    return rules[0] if len(rules) == 1 else Composite(rules)
 
-        return ShardedLamb(param_groups, lr=config.learning_rate, weight_decay=config.weight_decay)
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    """Return whether Muon can update a parameter: a matrix or a convolution, but no depthwise one."""
+    from timm.optim.muon import _is_suitable_for_muon
+
+    return bool(_is_suitable_for_muon(parameter))
+
+
+def _build_rule(name: str, param_groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
+    from timm.optim import create_optimizer_v2
+
+    given = _given_options(name, config)
+    options = {"lr": config.learning_rate, "weight_decay": config.weight_decay, **given}
+    momentum = given.get("momentum", config.momentum)
+    if name in MATRIX_RULES:
+        param_groups = [{**group, "use_muon": True} for group in param_groups]
     # "momentum" is timm's name of SGD without Nesterov's rule, which refuses a momentum of 0.
-    is_plain_sgd = config.optimizer == "sgd" and config.momentum == 0
-    # timm passes the momentum only to the optimizers that have one.
-    return create_optimizer_v2(
-        param_groups,
-        opt="momentum" if is_plain_sgd else config.optimizer,
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        fused=True,  # one pass over each flat tensor: 0.87 of the step time of PyTorch's default
-    )
+    is_plain_sgd = name in ("sgd", "nesterov") and momentum == 0
+    try:
+        if name == "lamb":
+            from training.recipe.lamb import ShardedLamb
+
+            return ShardedLamb(param_groups, **options)
+        # timm passes the momentum only to the optimizers that have one.
+        options = {"momentum": momentum} | OPTIONS.get(name, {}) | options
+        return create_optimizer_v2(param_groups, opt="momentum" if is_plain_sgd else name, **options)
+    except ValueError as error:
+        raise UserError(f"--optimizer {name} --momentum {momentum}: {one_line(error)}.") from None
+
+
+def _given_options(name: str, config: TrainConfig) -> dict[str, Any]:
+    """Return the options that the user gave for a rule.
+
+    Raises:
+        UserError: for one that the rule does not have.
+    """
+    from timm.optim import get_optimizer_class, get_optimizer_info
+
+    flag, text = "--optimizer-options", config.optimizer_options
+    if config.optimizer in MATRIX_RULES and name not in MATRIX_RULES:
+        flag, text = "--fallback-options", config.fallback_options
+    options = read_options(flag, text)
+    known = inspect.signature(get_optimizer_class(name, bind_defaults=False)).parameters
+    for option in options:
+        if option not in known:
+            allowed = ", ".join(sorted(OPTION_READERS.keys() & known)) or "none"
+            raise UserError(f"{flag} {option}: {name} has no such option. Allowed: {allowed}.")
+    betas = get_optimizer_info(name).num_betas
+    if len(options.get("betas", range(betas))) != betas:
+        raise UserError(f"{flag} betas: {name} has {betas} of them.")
+    return options
 
 
 def moment_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Return the names of the optimizer's state tensors per weight; SGD without momentum has none."""
-    group = optimizer.param_groups[0]
-    if "betas" in group:
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if group["momentum"] else ()
+    created = [_created_state(rule, group) for rule in rules_of(optimizer) for group in rule.param_groups]
+    return tuple(dict.fromkeys(kind for state in created for kind, value in state.items() if _is_moment(value)))
+
+
+def moments_of(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the live state tensors of a weight by their kinds, those of `moment_kinds` that it has."""
+    state, kinds = optimizer.state[weight], moment_kinds(optimizer)
+    return {kind: state[kind] for kind in kinds if kind in state}
 
 
 def create_state(optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tensor]) -> None:
-    """Create the optimizer's state of these weights, all zeros, as its first step would.
+    """Create the optimizer's state of these weights as its first step would, before that step.
 
     So every engine has moments to save, and a fused optimizer can skip its first step: SGD would otherwise use
     uninitialized memory as its momentum.
     """
-    group, kinds = optimizer.param_groups[0], moment_kinds(optimizer)
+    groups = [(rule, group) for rule in rules_of(optimizer) for group in rule.param_groups]
+    group_of = {weight: pair for pair in groups for weight in pair[1]["params"]}
     for weight in weights:
-        optimizer.state[weight] = {kind: torch.zeros_like(weight) for kind in kinds}
-        if "betas" in group:
-            # The fused kernels read the count on the weights' device, the others keep it on the CPU.
-            place = weight.device if group.get("fused") else "cpu"
-            optimizer.state[weight]["step"] = torch.zeros((), device=place)
+        rule, group = group_of.get(weight, groups[0])  # DeepSpeed fills its groups at stage 3 in each step
+        # The fused kernels read the count on the weights' device, the others keep it on the CPU.
+        place = weight.device if group.get("fused") else torch.device("cpu")
+        optimizer.state[weight] = {
+            kind: _first_value(rule, kind, value, weight, place) for kind, value in _created_state(rule, group).items()
+        }
+    set_applied_steps(optimizer, 0)
 
 
 def set_applied_steps(optimizer: torch.optim.Optimizer, applied_steps: int) -> None:
-    """Set the number of updates for Adam's bias correction; other optimizers do not count."""
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"].fill_(applied_steps)
+    """Set the number of updates, which bias corrections need, wherever the rules count it."""
+    for place in (*optimizer.state.values(), *optimizer.param_groups):
+        if isinstance(place.get("step"), torch.Tensor):
+            place["step"].fill_(applied_steps)
+        elif "step" in place:
+            place["step"] = applied_steps
+
+
+def _created_state(rule: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Return what a rule creates for a parameter in its first step; found once, by a step on zeros of 2 x 2.
+
+    Raises:
+        UserError: if there is something in it that no checkpoint holds.
+    """
+    if "created_state" not in group:
+        weight = nn.Parameter(torch.zeros(2, 2))
+        weight.grad = torch.zeros(2, 2)
+        settings = {name: value for name, value in group.items() if name not in ("params", "step")}
+        trial = type(rule)([{**settings, "params": [weight]}])  # type: ignore[call-arg]
+        trial.step()
+        if "step" in trial.param_groups[0]:
+            group["step"] = trial.param_groups[0]["step"]
+        created = {kind: value for kind, value in trial.state[weight].items() if value is not None}
+        for kind, value in created.items():
+            if not (kind == "step" or isinstance(value, bool) or _is_moment(value)):
+                raise UserError(f"{type(rule).__name__}: no checkpoint holds its state {kind!r}: use another rule.")
+        group["created_state"] = created
+    return group["created_state"]
+
+
+def _is_moment(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == (2, 2)
+
+
+def _first_value(
+    rule: torch.optim.Optimizer, kind: str, created: Any, weight: torch.Tensor, place: torch.device
+) -> Any:
+    """Return the state of a kind that a weight begins with, given what the rule creates for 2 x 2 zeros."""
+    if _is_moment(created):
+        return STARTS.get((type(rule).__name__, kind), torch.zeros_like)(weight.detach())
+    return created.to(place, copy=True) if isinstance(created, torch.Tensor) else created

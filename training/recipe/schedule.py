@@ -3,19 +3,58 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from training.config import TrainConfig
+if TYPE_CHECKING:  # which imports the table of this module
+    from training.config import TrainConfig
+
+
+def _cosine(progress: float) -> float:
+    """Half a cosine (Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983, eq. 5)."""
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _polynomial(progress: float, power: float = 1.0) -> float:
+    return (1 - progress) ** power
+
+
+def _sqrt(progress: float) -> float:
+    """The decay of a stable rate that Haegele et al. 2024 (https://arxiv.org/abs/2405.18392, eq. 3) found best."""
+    return 1 - math.sqrt(progress)
+
+
+def _sweep(progress: float, lowest: float) -> float:
+    """The inverse: the rate grows exponentially from `lowest`, a share of the peak, to the peak."""
+    lowest = min(max(lowest, 1e-9), 0.999)
+    return (lowest ** (1 - progress) - lowest) / (1 - lowest)
+
+
+# How far the rate is above its final value, from 1 to 0, at each share of the decay.
+SHAPES: dict[str, Callable[[float], float]] = {"cosine": _cosine, "linear": _polynomial, "sqrt": _sqrt}
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, then half a cosine (Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983, eq. 5).
+    """Linear warm-up, a stable rate for `stable_steps` with the warm-up, decay, and the final rate.
 
     With `base_batch_size` the peak follows the linear scaling rule of Goyal et al. 2017
     (https://arxiv.org/abs/1706.02677, section 2.1): peak = learning_rate * global_batch / base_batch_size.
+
+    Attributes:
+        peak: highest rate.
+        total_steps: optimizer steps of the run.
+        warmup_steps: until the peak.
+        final_scale: final rate as a share of the peak.
+        head_steps: in which the backbone is frozen.
+        shape: of the decay, as in `SHAPES`.
+        stable_steps: before the decay, if they are more than the warm-up.
+        cooldown_steps: at the final rate, at the end of the run.
+        drops: steps at which the rate is multiplied by `drop_rate`, in ascending order.
+        drop_rate: a factor.
     """
 
     peak: float
@@ -23,24 +62,30 @@ class Schedule:
     warmup_steps: int
     final_scale: float
     head_steps: int = 0
+    shape: Callable[[float], float] = _cosine
+    stable_steps: int = 0
+    cooldown_steps: int = 0
+    drops: tuple[int, ...] = ()
+    drop_rate: float = 1.0
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, counted from 0 over the whole run."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
-        cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-        return self.peak * (self.final_scale + (1 - self.final_scale) * cosine)
+        first, last = max(self.warmup_steps, self.stable_steps), self.total_steps - self.cooldown_steps
+        progress = min(max(step - first, 0) / max(1, last - first), 1.0)
+        scale = self.final_scale + (1 - self.final_scale) * self.shape(progress)
+        return self.peak * scale * self.drop_rate ** bisect_right(self.drops, step)
 
-    def group_learning_rate(self, step: int, group_scale: float) -> float:
+    def group_learning_rate(self, step: int, group_scale: float, *, is_backbone: bool) -> float:
         """Return a parameter group's learning rate: 0 for the backbone while only the head is trained."""
-        is_frozen = step < self.head_steps and group_scale != 1.0
+        is_frozen = step < self.head_steps and is_backbone
         return 0.0 if is_frozen else self.learning_rate(step) * group_scale
 
     def set_learning_rates(self, groups: Iterable[dict[str, Any]], step: int) -> None:
         """Set the learning rate of every parameter group for optimizer step `step`."""
         for group in groups:
-            group["lr"] = self.group_learning_rate(step, group["rate_scale"])
+            group["lr"] = self.group_learning_rate(step, group["rate_scale"], is_backbone=group["is_backbone"])
 
 
 def build_schedule(config: TrainConfig, steps_per_epoch: int, global_batch: int, head_epochs: int) -> Schedule:
@@ -52,14 +97,52 @@ def build_schedule(config: TrainConfig, steps_per_epoch: int, global_batch: int,
         global_batch: images per optimizer step over all ranks and micro-steps.
         head_epochs: epochs in which only the new head is trained; 0 to train all layers from the start.
     """
-    scale = global_batch / config.base_batch_size if config.base_batch_size else 1.0
+    batch_scale = global_batch / config.base_batch_size if config.base_batch_size else 1.0
+    fields = {
+        "final_scale": config.final_learning_rate_scale,
+        "cooldown_steps": round(config.cooldown_epochs * steps_per_epoch),
+    }
     return Schedule(
-        peak=config.learning_rate * scale,
+        peak=config.learning_rate * batch_scale,
         total_steps=config.epochs * steps_per_epoch,
         warmup_steps=_warmup_steps(config, steps_per_epoch),
-        final_scale=config.final_learning_rate_scale,
         head_steps=head_epochs * steps_per_epoch,
+        **(fields | SCHEDULES[config.schedule](config, steps_per_epoch)),
     )
+
+
+def stable_epochs(config: TrainConfig) -> int:
+    """Return the whole epochs before the decay of wsd, which a run of more epochs has too; 0 for other schedules."""
+    return SCHEDULES[config.schedule](config, 1).get("stable_steps", 0)
+
+
+def _steps_fields(config: TrainConfig, steps_per_epoch: int) -> dict[str, Any]:
+    """As `torch.optim.lr_scheduler.MultiStepLR` and `StepLR`; the warm-up counts."""
+    if config.milestones:
+        epochs = sorted(map(float, config.milestones.split(",")))
+    else:
+        every = config.epochs / 3 if config.decay_epochs == "auto" else config.decay_epochs
+        epochs = [every * number for number in range(1, math.ceil(config.epochs / every))]
+    drops = tuple(round(epoch * steps_per_epoch) for epoch in epochs)
+    return {"final_scale": 1.0, "drops": drops, "drop_rate": config.decay_rate}
+
+
+def _stable_fields(config: TrainConfig, steps_per_epoch: int) -> dict[str, Any]:
+    decay = config.epochs / 5 if config.decay_epochs == "auto" else config.decay_epochs
+    epochs = max(0, math.floor(config.epochs - config.cooldown_epochs - decay))
+    return {"shape": SHAPES[config.decay_shape], "stable_steps": epochs * steps_per_epoch}
+
+
+# Fields of `Schedule` that make each.
+SCHEDULES: dict[str, Callable[[TrainConfig, int], dict[str, Any]]] = {
+    "cosine": lambda _config, _steps: {"shape": _cosine},
+    "linear": lambda _config, _steps: {"shape": _polynomial},
+    "polynomial": lambda config, _steps: {"shape": partial(_polynomial, power=config.decay_power)},
+    "step": _steps_fields,
+    "constant": lambda _config, _steps: {"final_scale": 1.0},
+    "wsd": _stable_fields,
+    "sweep": lambda config, _steps: {"shape": partial(_sweep, lowest=config.final_learning_rate_scale)},
+}
 
 
 def _warmup_steps(config: TrainConfig, steps_per_epoch: int) -> int:

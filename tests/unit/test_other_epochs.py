@@ -1,0 +1,138 @@
+"""Going on with another number of epochs: what a longer run goes back to, and what the log says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+from small_checkpoints import ALONE, newest, write_checkpoint
+
+from training.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from training.checkpoint.other_epochs import before_decay, note_other_epochs
+from training.config import TrainConfig
+from training.data.sampler import BatchPlan
+from training.run import run
+from training.state import Progress
+
+pytestmark = pytest.mark.usefixtures("no_sync")
+CONFIG = TrainConfig(schedule="wsd", epochs=20, warmup_epochs=0.5, resume="auto")  # stable for 16 epochs
+SHORT = dataclasses.replace(CONFIG, epochs=10)  # stable for 8
+PLAN = BatchPlan(num_samples=70, batch_size_per_rank=10, accumulation_steps=1, world_size=1, seed=0)
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """The checkpoints of a run of 10 epochs that kept the last one, and the last one before the decay."""
+    for epoch in range(1, 11):
+        write_checkpoint(
+            tmp_path, Progress(epoch), keep_last=1, kept="step-00008-0000000", config=dataclasses.asdict(SHORT)
+        )
+    return tmp_path
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def test_the_last_checkpoint_before_the_decay_is_kept(finished):
+    assert names(finished) == ["step-00008-0000000", "step-00010-0000000"]
+    # A run that went back further keeps nothing of the later one.
+    write_checkpoint(finished, Progress(7), keep_last=1, kept="step-00008-0000000")
+    assert names(finished) == ["step-00007-0000000"]
+
+
+def test_a_longer_run_goes_back_to_where_the_decay_began(finished):
+    found, _ = newest(finished)
+    earlier, notes = before_decay(CONFIG, found, ALONE)
+    assert earlier.path.name == "step-00008-0000000"
+    assert notes == ["going back to epoch 8, the last before the learning rate decayed"]
+    assert note_other_epochs(CONFIG, earlier, PLAN, 0) == [
+        "--epochs 20 instead of 10: the bytes will be those of a run that began with 20"
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"epochs": 10},
+        {"epochs": 10, "schedule": "cosine"},
+        {"schedule": "cosine"},
+        {"epochs": 9},
+        {"resume": "{folder}/step-00010-0000000"},
+    ],
+)
+def test_other_runs_go_on_from_the_newest(finished, changes):
+    changes = {
+        name: str(value).format(folder=finished) if name == "resume" else value for name, value in changes.items()
+    }
+    found, _ = newest(finished)
+    assert before_decay(dataclasses.replace(CONFIG, **changes), found, ALONE) == (found, [])
+
+
+def test_a_run_that_is_still_stable_goes_on_where_it_is(tmp_path):
+    write_checkpoint(tmp_path, Progress(7, 3), config=dataclasses.asdict(SHORT))
+    found, _ = newest(tmp_path)
+    assert before_decay(CONFIG, found, ALONE) == (found, [])
+    assert before_decay(CONFIG, None, ALONE) == (None, [])
+
+
+def test_a_damaged_one_is_told_and_the_newest_taken(finished):
+    (finished / "step-00008-0000000" / MANIFEST_FILE).unlink()
+    found, _ = newest(finished)
+    same, (note,) = before_decay(CONFIG, found, ALONE)
+    assert same is found
+    assert note.startswith("the checkpoint of epoch 8, before the decay, cannot be used: it has no manifest.json")
+    (note,) = note_other_epochs(CONFIG, found, PLAN, 0)
+    assert "from here on learning rate and mixing are those of a run of 20 epochs, up to here they were not" in note
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_same"),
+    [
+        ({"schedule": "cosine"}, False),
+        ({"schedule": "linear"}, False),
+        ({"schedule": "constant"}, True),
+        ({"schedule": "step", "milestones": "2,4"}, True),
+        ({"schedule": "step"}, False),  # a third of the run
+        ({"schedule": "step", "decay_epochs": 3.0}, True),
+        ({"schedule": "constant", "warmup_epochs": "auto"}, False),  # a tenth of the run
+        ({"schedule": "constant", "mixup_off_epochs": 1}, True),
+        ({"schedule": "constant", "mixup_off_epochs": 2}, False),
+        ({"epochs": 6}, True),
+        ({"epochs": 4}, False),
+    ],
+)
+def test_the_log_says_whether_the_steps_so_far_had_the_rates_of_the_longer_run(tmp_path, changes, is_same):
+    config = dataclasses.replace(CONFIG, **changes)
+    saved = dataclasses.asdict(dataclasses.replace(config, epochs=5))
+    write_checkpoint(tmp_path, Progress(4), config=saved)
+    found, _ = newest(tmp_path)
+    (note,) = note_other_epochs(config, found, PLAN, 0)
+    assert ("the bytes will be those of a run that began with" in note) == is_same
+    assert note_other_epochs(dataclasses.replace(config, epochs=5), found, PLAN, 0) == []
+
+
+@pytest.mark.parametrize("epochs", [None, 0, -3, True, "10", 10**30, [10]])
+def test_strange_epochs_of_a_checkpoint_are_none(tmp_path, epochs):
+    write_checkpoint(tmp_path, Progress(4), config=dataclasses.asdict(SHORT) | {"epochs": epochs})
+    found, _ = newest(tmp_path)
+    assert before_decay(CONFIG, found, ALONE) == (found, [])
+    assert note_other_epochs(CONFIG, found, PLAN, 0) == []
+
+
+def test_an_extended_run_has_the_bytes_of_one_that_began_with_more_epochs(tmp_path, monkeypatch, capsys):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    fixed = {"model_type": "basic_cnn", "data": "fake", "image_size": 16, "batch_size": 250, "workers": "0"}
+    quiet = {"tensorboard": False, "report": False, "progress": "lines", "log_dir": str(tmp_path)}
+    short = dataclasses.replace(SHORT, **fixed, **quiet, epochs=2, optimizer="muon", keep_last=1, run_name="extended")
+    assert run(short) == 0
+    assert run(dataclasses.replace(short, epochs=3)) == 0
+    assert "going back to epoch 1, the last before the learning rate decayed" in capsys.readouterr().out
+    assert run(dataclasses.replace(short, epochs=3, run_name="whole")) == 0
+    folders = [tmp_path / "runs" / name / "checkpoints" for name in ("extended", "whole")]
+    extended, whole = (read_manifest(folder / "step-00003-0000000") for folder in folders)
+    assert extended.shards == whole.shards
+    assert (extended.progress, extended.applied_steps) == (whole.progress, whole.applied_steps)
+    assert "step-00002-0000000" in os.listdir(folders[0]), "before the decay of the longer run"

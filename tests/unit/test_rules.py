@@ -1,0 +1,277 @@
+"""The table of update rules against timm's optimizers: what each needs to see, and the state that it begins with."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from small_checkpoints import ALONE
+from timm.optim import Muon, create_optimizer_v2, list_optimizers
+from torch import nn
+
+from training.config import FLAG_OF, TrainConfig, check_config
+from training.errors import UserError
+from training.parallel.build_engine import build_engine, resolve_engine
+from training.parallel.engine import EngineSetup
+from training.parallel.strategies import STRATEGIES, plan_of
+from training.recipe.composite import rules_of
+from training.recipe.optimizer import (
+    build_optimizer,
+    create_state,
+    moment_kinds,
+    moments_of,
+    set_applied_steps,
+)
+from training.recipe.rules import ALLOWED, ELEMENT_WISE, MATRIX_RULES, REFUSED, WHOLE_PARAMETER
+
+CONFIG = TrainConfig(learning_rate=0.01, weight_decay=0.05)
+BY_TIMM = [name for name in ALLOWED if name != "lamb"]  # ours, see `tests/training/test_engine.py`
+
+
+def make(name: str, **changes):
+    """Return a small network and a rule over its convolution, matrix and vectors.
+
+    Their sizes are multiples of 64, as where engines cut: the last few values of a vector may be rounded otherwise.
+    """
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(4, 64, 3), nn.Flatten(), nn.Linear(64, 64))
+    config = dataclasses.replace(CONFIG, optimizer=name, **changes)
+    return module, build_optimizer(module, config, [], discriminative=False)
+
+
+def set_gradients(module: nn.Module, step: int) -> None:
+    """Set other gradients for each step, at right angles to the weights: AdamP and SGDP project only such."""
+    generator = torch.Generator().manual_seed(step)
+    for number, weight in enumerate(module.parameters()):
+        gradient = torch.randn(weight.shape, generator=generator) * (number + 1)
+        weight.grad = gradient - weight.detach() * (gradient * weight.detach()).sum() / weight.detach().square().sum()
+
+
+def train(module: nn.Module, rule: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
+    for step in steps:
+        set_gradients(module, step)
+        rule.step()
+    return [weight.detach().clone() for weight in module.parameters()]
+
+
+def train_flat(name: str, cut: int) -> list[torch.Tensor]:
+    """Train as an engine of flat parts does: each group one vector, here in two parts."""
+    module, rule = make(name)
+    parts: list[tuple[list[nn.Parameter], list[nn.Parameter]]] = []
+    for group in rule.param_groups:
+        members = group["params"]
+        flat = torch.cat([member.detach().flatten() for member in members])
+        group["params"] = [nn.Parameter(part) for part in flat.split([cut, len(flat) - cut])]
+        parts.append((members, group["params"]))
+    create_state(rule, [part for _, masters in parts for part in masters])
+    for step in range(3):
+        set_gradients(module, step)
+        for members, masters in parts:
+            gradient = torch.cat([member.grad.flatten() for member in members])
+            for master, part in zip(masters, gradient.split([cut, len(gradient) - cut]), strict=True):
+                master.grad = part.clone()
+        rule.step()
+        for members, masters in parts:
+            for member, values in zip(
+                members, torch.cat([*masters]).split([member.numel() for member in members]), strict=True
+            ):
+                member.data.copy_(values.detach().view(member.shape))
+    return [weight.detach() for weight in module.parameters()]
+
+
+def test_every_optimizer_of_timm_is_in_the_table_once():
+    names = [*ALLOWED, *REFUSED]
+    assert sorted(names) == sorted(list_optimizers())
+    assert len({*names}) == len(names)
+
+
+@pytest.mark.parametrize("name", [*ELEMENT_WISE, *WHOLE_PARAMETER])
+def test_flat_parts_give_the_bits_of_whole_parameters_iff_a_rule_is_element_wise(name):
+    module, rule = make(name)
+    create_state(rule, module.parameters())
+    whole = train(module, rule, range(3))
+    if name in MATRIX_RULES:
+        with pytest.raises(AssertionError, match="Input must be 2D or 3D"):
+            train_flat(name, cut=64)
+        return
+    is_same = all(torch.equal(ours, theirs) for ours, theirs in zip(train_flat(name, cut=64), whole, strict=True))
+    assert is_same == (name in ELEMENT_WISE)
+
+
+@pytest.mark.parametrize("name", BY_TIMM)
+def test_created_state_and_what_a_checkpoint_holds_of_it_give_the_bits_of_the_rule_itself(name):
+    module, own = make(name)
+    whole = train(module, own, range(5))
+    module, rule = make(name)
+    create_state(rule, module.parameters())
+    train(module, rule, range(2))
+    kinds = moment_kinds(rule)
+    stored = [{kind: value.clone() for kind, value in moments_of(rule, p).items()} for p in module.parameters()]
+    assert {kind for one in stored for kind in one} == {*kinds}
+    resumed, again = make(name)
+    create_state(again, resumed.parameters())
+    for old, new, moments in zip(module.parameters(), resumed.parameters(), stored, strict=True):
+        assert all(value.shape == new.shape for value in moments.values())
+        new.data.copy_(old.detach())
+        for kind, value in moments.items():
+            moments_of(again, new)[kind].copy_(value)
+    set_applied_steps(again, 2)
+    for ours, expected in zip(train(resumed, again, range(2, 5)), whole, strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in BY_TIMM if name not in MATRIX_RULES])
+def test_a_rule_is_timms_by_that_name(name):
+    module, rule = make(name)
+    ours = train(module, rule, range(3))
+    module, rule = make(name)
+    groups = [{key: group[key] for key in ("params", "weight_decay")} for group in rule.param_groups]
+    unclipped = {"max_grad_norm": None} if "lamb" in name else {}
+    oracle = create_optimizer_v2(groups, opt=name, lr=CONFIG.learning_rate, momentum=CONFIG.momentum, **unclipped)
+    for one, other in zip(ours, train(module, oracle, range(3)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MATRIX_RULES)
+@pytest.mark.parametrize("fallback", ["adamw", "sgd"])
+def test_matrices_and_convolutions_are_timms_muons_and_the_rest_another_rules(name, fallback):
+    changes = {"fallback_optimizer": fallback, "fallback_learning_rate_scale": 0.5}
+    module, rule = make(name, **changes)
+    assert [type(one).__name__ for one in rules_of(rule)] == ["Muon", {"adamw": "AdamW", "sgd": "SGD"}[fallback]]
+    assert [group["rate_scale"] for group in rule.param_groups] == [1.0, 0.5]
+    ours = train(module, rule, range(3))
+    module, _ = make(name, **changes)
+    matrices, vectors = ([p for p in module.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+    muon = create_optimizer_v2(matrices, opt=name, lr=0.01, weight_decay=0.05, momentum=CONFIG.momentum)
+    assert isinstance(muon, Muon)
+    other = create_optimizer_v2(vectors, opt=fallback, lr=0.005, weight_decay=0.0, momentum=CONFIG.momentum)
+    train(module, muon, range(0))
+    for step in range(3):
+        set_gradients(module, step)
+        muon.step()
+        other.step()
+    for one, theirs in zip(ours, module.parameters(), strict=True):
+        torch.testing.assert_close(one, theirs.detach(), atol=1e-6, rtol=1e-5)
+
+
+def test_the_head_and_depthwise_convolutions_are_the_fallbacks():
+    module = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 16, 1), nn.Flatten(), nn.Linear(16, 10))
+    config = dataclasses.replace(CONFIG, optimizer="muon", fallback_optimizer="lion")
+    rule = build_optimizer(module, config, {"3.weight", "3.bias"}, discriminative=True)
+    rules = {
+        name: type(one).__name__
+        for one in rules_of(rule)
+        for group in one.param_groups
+        for name, parameter in module.named_parameters()
+        if any(parameter is member for member in group["params"])
+    }
+    assert [name for name, rule in rules.items() if rule == "Muon"] == ["1.weight"]
+    assert rules["0.weight"] == rules["3.weight"] == rules["3.bias"] == rules["1.bias"] == "Lion"
+
+
+@pytest.mark.parametrize("name", ELEMENT_WISE)
+def test_a_step_that_is_not_finite_leaves_no_trace(name):
+    """Under the native engine, also if it is the first of all, for which some rules have another formula."""
+    results = []
+    for poisoned in ((), (0, 2)):
+        module, rule = make(name)
+        setup = EngineSetup(module, rule, plan_of("ddp", 1), "fp32", ALONE, batch_size=8, gradient_clipping=1.0)
+        engine = build_engine(setup, "native")
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            images = torch.randn(8, 4, 3, 3, generator=generator)
+            if step in poisoned:
+                images[0, 0, 0, 0] = torch.nan
+            elif step in (0, 2):
+                continue
+            engine.backward(engine.forward(images).square().mean())
+            assert bool(engine.step().applied) == (step not in poisoned)
+        assert engine.state().applied_steps == 2
+        results.append([parameter.detach().clone() for parameter in module.parameters()])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_rules_of_whole_parameters_go_to_torchs_engine_at_ddp():
+    module, cpu = nn.Linear(2, 2), torch.device("cpu")
+    assert resolve_engine("auto", plan_of("ddp", 2), {}, module, cpu, "muon") == "torch"
+    assert resolve_engine("auto", plan_of("ddp", 2), {}, module, torch.device("cuda"), "clion") == "torch"
+    assert resolve_engine("auto", plan_of("ddp", 2), {}, module, cpu, "lion") == "native"
+    with pytest.raises(UserError, match="--engine torch does not know flops_profiler"):
+        resolve_engine("auto", plan_of("ddp", 2), {"flops_profiler": {"enabled": True}}, module, cpu, "muon")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"optimizer": "adamx"}, "unknown optimizer 'adamx'. Did you mean 'adamax'?"),
+        ({"optimizer": "kron"}, "--optimizer kron: its state is factored and random: use muon."),
+        ({"optimizer": "bnbadamw8bit"}, "--optimizer bnbadamw8bit: it needs a package that is not installed here"),
+        ({"optimizer": "muon", "strategy": "fsdp_stage2"}, "which --strategy fsdp_stage2 shards: use --strategy ddp"),
+        (
+            {"optimizer": "larc", "engine": "native"},
+            "--engine native cuts into flat parts: use --engine torch, or auto",
+        ),
+        ({"optimizer": "larc", "engine": "deepspeed"}, "--engine deepspeed cuts into flat parts"),
+        ({"optimizer": "muon", "momentum": 0.0}, "--optimizer muon: --momentum 0 is for sgd alone"),
+        ({"optimizer": "adamc", "base_batch_size": 256}, "--optimizer adamc and --base-batch-size exclude each other"),
+        ({"optimizer_options": "beta=0.9"}, "--optimizer-options 'beta=0.9': expected NAME=VALUE with a NAME of alpha"),
+        ({"fallback_options": "eps=nan"}, "--fallback-options 'eps=nan': expected NAME=VALUE"),
+        ({"optimizer": "muon", "fallback_optimizer": "lars"}, "unknown fallback optimizer 'lars'"),
+    ],
+)
+def test_what_is_unsound_is_one_line_with_what_to_type(changes, told):
+    with pytest.raises(UserError) as caught:
+        check_config(dataclasses.replace(CONFIG, **changes), FLAG_OF)
+    assert told in str(caught.value)
+
+
+def test_what_is_sound_is_allowed():
+    for name in ELEMENT_WISE:
+        for strategy in STRATEGIES:
+            check_config(dataclasses.replace(CONFIG, optimizer=name, strategy=strategy), FLAG_OF)
+    for name in WHOLE_PARAMETER:
+        check_config(dataclasses.replace(CONFIG, optimizer=name, engine="torch"), FLAG_OF)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("sgdw", {"momentum": 0.0}, "--optimizer sgdw --momentum 0.0: Nesterov momentum requires"),
+        (
+            "sgdw",
+            {"optimizer_options": "eps=1e-3"},
+            "--optimizer-options eps: sgdw has no such option. Allowed: momentum",
+        ),
+        ("adan", {"optimizer_options": "betas=0.9/0.99"}, "--optimizer-options betas: adan has 3 of them."),
+        (
+            "muon",
+            {"fallback_options": "alpha=1"},
+            "--fallback-options alpha: adamw has no such option. Allowed: amsgrad",
+        ),
+        ("adamw", {"optimizer_options": "betas=0.9/2.5"}, "Invalid beta parameter at index 1: 2.5"),
+    ],
+)
+def test_what_timm_refuses_is_one_line(name, changes, told):
+    with pytest.raises(UserError) as caught:
+        make(name, **changes)
+    assert told in str(caught.value)
+
+
+def test_options_reach_the_rule_that_they_are_for():
+    _, rule = make("rmsproptf", optimizer_options="eps=0.001,alpha=0.95,centered=true")
+    group = rule.param_groups[0]
+    assert (group["eps"], group["alpha"], group["centered"], group["momentum"]) == (0.001, 0.95, True, 0.9)
+    assert moment_kinds(rule) == ("square_avg", "momentum_buffer", "grad_avg")
+    _, rule = make(
+        "muon",
+        optimizer_options="momentum=0.6,nesterov=true,ns_steps=3",
+        fallback_optimizer="sgd",
+        fallback_options="momentum=0.85",
+    )
+    matrices, vectors = rule.param_groups
+    assert (matrices["momentum"], matrices["nesterov"], matrices["ns_steps"]) == (0.6, True, 3)
+    assert (vectors["momentum"], vectors["nesterov"]) == (0.85, True)
+    _, rule = make("lamb", optimizer_options="betas=0.8/0.95")
+    assert rule.param_groups[0]["betas"] == (0.8, 0.95)

@@ -1,0 +1,79 @@
+"""A run that goes on with another number of epochs than its checkpoint was made with."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from training.checkpoint.store import FoundCheckpoint, checkpoint_name, choose
+from training.config import FIELDS, TrainConfig
+from training.data.sampler import BatchPlan
+from training.parallel.world import World
+from training.recipe.schedule import build_schedule, stable_epochs
+from training.state import Progress
+
+
+def before_decay(
+    config: TrainConfig, found: FoundCheckpoint | None, world: World
+) -> tuple[FoundCheckpoint | None, list[str]]:
+    """Return the checkpoint to resume from, and notes for the log; a collective.
+
+    A longer run goes back to where the rate began to decay, if it is the schedule's that until then does not depend on
+    the epochs. A checkpoint that the user named stays.
+    """
+    saved = _with_saved_epochs(config, found)
+    if (
+        found is None
+        or saved is None
+        or saved.epochs >= config.epochs
+        or found.path == Path(config.resume).expanduser()
+    ):
+        return found, []
+    start = Progress(stable_epochs(saved))
+    progress = found.manifest.progress
+    if start.epoch == 0 or (progress.epoch, progress.step) <= (start.epoch, 0):
+        return found, []
+    earlier, refused = choose([found.path.parent / checkpoint_name(start)], world)
+    if earlier is None:
+        reason = next(iter(refused.values()))
+        return found, [f"the checkpoint of epoch {start.epoch}, before the decay, cannot be used: {reason}"]
+    return earlier, [f"going back to epoch {start.epoch}, the last before the learning rate decayed"]
+
+
+def note_other_epochs(
+    config: TrainConfig, found: FoundCheckpoint | None, plan: BatchPlan, head_epochs: int
+) -> list[str]:
+    """Return a note for the log if the epochs are not those of the checkpoint: whether that changes what came before.
+
+    Args:
+        config: this run's.
+        found: the checkpoint, which fits.
+        plan: this run's.
+        head_epochs: epochs in which only the head is trained.
+    """
+    saved = _with_saved_epochs(config, found)
+    if found is None or saved is None or saved.epochs == config.epochs:
+        return []
+    steps = plan.position(found.manifest.progress)
+    before, now = (
+        build_schedule(settings, plan.steps_per_epoch, plan.global_batch, head_epochs) for settings in (saved, config)
+    )
+    is_same = all(before.learning_rate(step) == now.learning_rate(step) for step in range(steps))
+    if config.mixup_off_epochs:
+        last_mixed = min(saved.epochs, config.epochs) - config.mixup_off_epochs
+        is_same &= steps <= last_mixed * plan.steps_per_epoch
+    change = f"--epochs {config.epochs} instead of {saved.epochs}"
+    if is_same:
+        return [f"{change}: the bytes will be those of a run that began with {config.epochs}"]
+    return [
+        f"{change}: from here on learning rate and mixing are those of a run of {config.epochs} epochs, up to here "
+        "they were not; --schedule wsd can be extended exactly"
+    ]
+
+
+def _with_saved_epochs(config: TrainConfig, found: FoundCheckpoint | None) -> TrainConfig | None:
+    """Return the configuration with the checkpoint's epochs; None if it has none that can be."""
+    epochs = found.manifest.config.get("epochs") if found else None
+    if type(epochs) is not int or not 1 <= epochs <= FIELDS["epochs"].metadata["high"]:
+        return None
+    return dataclasses.replace(config, epochs=epochs)
