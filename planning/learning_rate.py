@@ -1,0 +1,109 @@
+"""The learning-rate range test: a training whose rate grows exponentially, and what its losses say.
+
+After Smith 2017 (https://arxiv.org/abs/1506.01186, section 3.3), with exponential steps and smoothing as in fastai.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.arguments import check_training, read_arguments
+from training.command_line import OneLineParser
+from training.config import REPO_ROOT
+from training.errors import DIVERGED_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE, UserError
+from training.observe.run_folder import METRICS
+
+RESULT = "learning_rate.json"
+SMOOTHING = 0.95  # share of the past in the mean of the losses
+SAFETY = 10  # times below the rate of the smallest loss
+FEWEST_STEPS = 20
+ROWS = 16  # of the printed table
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    """What was asked for: a launch, and the range of its rates."""
+
+    launch: list[str]
+    run_folder: Path
+
+
+def parse(arguments: Sequence[str], description: str | None) -> RangeTest:
+    """Read the command line.
+
+    Raises:
+        UserError: for whatever the launcher or the trainer would refuse.
+    """
+    parser = OneLineParser("find_learning_rate", description)
+    parser.add_number("--lowest", 1e-12, 1.0, default=1e-6, help="Learning rate of the first step (default: 1e-6).")
+    parser.add_number("--highest", 1e-9, 100.0, default=1.0, help="Learning rate of the last step (default: 1).")
+    parser.add_argument(
+        "launch", nargs=argparse.REMAINDER, metavar="LAUNCH", help="Arguments of scripts/launch_distributed.sh."
+    )
+    given = parser.parse(arguments)
+    if given.lowest >= given.highest:
+        raise UserError(f"--lowest {given.lowest:g} must be below --highest {given.highest:g}.")
+    read_arguments("launch_distributed.sh", given.launch, {})  # by themselves, for a mistake in their number
+    name = time.strftime("learning-rate-%Y%m%d-%H%M%S")
+    sweep = ["--schedule", "sweep", "--learning-rate", f"{given.highest!r}", "--warmup-epochs", "0"]
+    sweep += ["--final-learning-rate-scale", f"{given.lowest / given.highest!r}", "--log-every-steps", "1"]
+    launch = [*given.launch, *sweep, "--run-name", name, "--save-every-minutes", "0", "--max-restarts", "0"]
+    config = check_training(read_arguments("launch_distributed.sh", launch, {}).training)
+    if config.base_batch_size:
+        raise UserError("--base-batch-size: leave it out, the rates that are tried are those of this batch.")
+    logs = Path(config.log_dir).expanduser() if config.log_dir else REPO_ROOT / "logs"
+    return RangeTest(launch, logs / "runs" / name)
+
+
+def run(test: RangeTest) -> int:
+    """Train, print the curve and the rate that it suggests, and return the exit code.
+
+    Raises:
+        UserError: if too few steps had a loss.
+    """
+    code = subprocess.run(["bash", str(REPO_ROOT / "scripts" / "launch_distributed.sh"), *test.launch]).returncode
+    if code not in (0, DIVERGED_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE):  # at its highest rates it may well diverge
+        return code
+    curve = read_curve(test.run_folder / METRICS)
+    smooth = smoothed([loss for _, loss in curve])
+    if len(curve) < FEWEST_STEPS:
+        raise UserError(f"{len(curve)} steps had a loss, {FEWEST_STEPS} are needed: give more epochs.")
+    best = suggested(curve)
+    points = [[rate, loss, mean] for (rate, loss), mean in zip(curve, smooth, strict=True)]
+    content = {"suggested": best, "columns": ["learning_rate", "loss", "smoothed_loss"], "curve": points}
+    (test.run_folder / RESULT).write_text(json.dumps(content) + "\n", encoding="utf-8")
+    print("\nlearning rate   loss (smoothed)")
+    for rate, _, mean in points[:: math.ceil(len(points) / ROWS)]:
+        print(f"{rate:13.2g}   {mean:.4f}")
+    print(f"\nsuggested    --learning-rate {best:.2g}, a tenth of the rate of the smallest loss")
+    print(f"curve        {test.run_folder / RESULT}")
+    return 0
+
+
+def read_curve(metrics: Path) -> list[tuple[float, float]]:
+    """Return learning rate and loss (nats) of every step that had one."""
+    entries = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
+    points = [(entry["learning_rate"], entry["loss"]) for entry in entries if entry["kind"] == "step"]
+    return [(rate, loss) for rate, loss in points if loss is not None and math.isfinite(loss)]
+
+
+def smoothed(losses: Iterable[float]) -> list[float]:
+    """Return exponentially weighted means of each value and those before it, whose weights add up to 1."""
+    total, weight, means = 0.0, 0.0, []
+    for loss in losses:
+        total, weight = SMOOTHING * total + loss, SMOOTHING * weight + 1
+        means.append(total / weight)
+    return means
+
+
+def suggested(curve: Sequence[tuple[float, float]]) -> float:
+    """Return a tenth of the rate at which the smoothed loss is smallest."""
+    means = smoothed([loss for _, loss in curve])
+    return curve[min(range(len(means)), key=means.__getitem__)][0] / SAFETY

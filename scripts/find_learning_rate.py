@@ -1,0 +1,27 @@
+"""Find a learning rate: a short training whose rate grows with every step, and the loss at each rate.
+
+python scripts/find_learning_rate.py mobilenet ddp 2 16 1
+python scripts/find_learning_rate.py --lowest 1e-4 --highest 10 basic_cnn ddp 2 16 1 --data fake --optimizer sgd
+
+After the flags of its own come the arguments of scripts/launch_distributed.sh: any strategy, any number of ranks. Two
+hundred steps or more give a smooth curve: choose EPOCHS so. The curve is printed and in learning_rate.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from planning.learning_rate import parse, run
+from training.command_line import run_script
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    return run_script("find_learning_rate", lambda arguments: parse(arguments, __doc__), run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
