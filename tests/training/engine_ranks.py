@@ -183,7 +183,7 @@ def train_with_engine(
     config = configuration(gradient_accumulation_steps=accumulation, **changes)
     engine = make_engine(world, make_model(with_batchnorm), config)
     if defers_verdict:
-        engine.defers_verdict = True  # as on a GPU: the rule itself looks at whether the gradient is finite
+        engine.updates.defers_verdict = True  # as on a GPU: the rule itself looks at whether the gradient is finite
     losses = train_steps(world, engine, range(steps), accumulation)
     result = {"losses": losses, "weights": weights_of(engine)}
     engine.close()
@@ -335,7 +335,7 @@ def nan_report(
     for poison in ((good_steps, 1), None):
         engine = make_engine(world, make_model(False), config, precision)
         if defers_verdict:
-            engine.defers_verdict = True  # as on a GPU
+            engine.updates.defers_verdict = True  # as on a GPU
         train_steps(world, engine, range(good_steps))
         states = [state_report(engine)]
         if poison:

@@ -5,7 +5,7 @@ An engine is a model with its optimizer, distributed over the ranks. Only the en
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +31,68 @@ class StepResult:
 
     applied: bool | torch.Tensor
     gradient_norm: float | torch.Tensor | None
+
+
+class Updates:
+    """The updates of an engine: whether each is applied, how many were, and what the gradients are scaled by.
+
+    Args:
+        optimizer: whose attribute `found_inf` the fused rules read on the device.
+        precision: 'bf16', 'fp16' or 'fp32'.
+        clipping: largest global L2 norm of the gradient; 0 for none.
+        device: of the weights that the optimizer updates.
+
+    Attributes:
+        loss_scale: of fp16, else None.
+        applied: updates applied so far, an int or an int tensor [] on the device.
+        defers_verdict: whether the optimizer's rule itself skips an update, so that nothing waits for the device;
+            fp16's loss scale needs the verdict at once.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, precision: str, clipping: float, device: torch.device) -> None:
+        self._optimizer, self._clipping = optimizer, clipping
+        self.loss_scale = DynamicLossScale() if precision == "fp16" else None
+        self.applied: int | torch.Tensor = 0
+        is_fused = all(group.get("fused") for group in optimizer.param_groups)
+        self.defers_verdict = device.type == "cuda" and is_fused and self.loss_scale is None
+
+    @property
+    def scale(self) -> float:
+        """The factor on losses, and so on gradients before `factor`."""
+        return self.loss_scale.value if self.loss_scale is not None else 1.0
+
+    def factor(self, norm: torch.Tensor) -> torch.Tensor | None:
+        """Return what the gradients are multiplied by, float64 []: it undoes the loss scale and clips; None for 1.
+
+        Args:
+            norm: float64 [], the global L2 norm of the gradient without the loss scale.
+        """
+        if not self._clipping and self.scale == 1.0:
+            return None
+        factor = torch.full_like(norm, 1 / self.scale)
+        return factor * (self._clipping / (norm + 1e-6)).clamp(max=1.0) if self._clipping else factor
+
+    def apply(self, norm: torch.Tensor, update: Callable[[], None]) -> StepResult:
+        """Count an update and adapt the loss scale, after `update` if the gradient is finite.
+
+        If the verdict is deferred, `update` is called all the same, and the optimizer's rule skips it.
+
+        Args:
+            norm: as of `factor`.
+            update: updates the weights.
+        """
+        is_finite = norm.isfinite()
+        applied: bool | torch.Tensor = is_finite
+        if self.defers_verdict:
+            self._optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+        else:
+            applied = bool(is_finite)  # a sync on a GPU
+        if applied is not False:
+            update()
+        self.applied += applied
+        if self.loss_scale is not None:
+            self.loss_scale.update(bool(applied))
+        return StepResult(applied, norm)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from training.parallel.batchnorm import ModelBuffers
 from training.parallel.block_norms import BlockSum
 from training.parallel.buckets import BackwardOrder, make_buckets
 from training.parallel.compilation import compile_mode
-from training.parallel.engine import Engine, EngineSetup, StepResult
+from training.parallel.engine import Engine, EngineSetup, StepResult, Updates
 from training.parallel.parameter_shards import (
     WEIGHTS,
     EngineState,
@@ -32,7 +32,7 @@ from training.parallel.parameter_shards import (
     frozen_shards,
     parameter_shapes,
 )
-from training.parallel.precision import DynamicLossScale, under_autocast
+from training.parallel.precision import under_autocast
 from training.parallel.summation_tree import StepTree
 from training.recipe.lamb import bind_lamb
 from training.recipe.optimizer import create_state, moment_kinds, moments_of, set_applied_steps
@@ -47,17 +47,13 @@ class NativeEngine(Engine):
     def __init__(self, setup: EngineSetup) -> None:
         """Take over the parameters; a collective."""
         self.module, self.optimizer, self._world = setup.module, setup.optimizer, setup.world
-        self.loss_scale = DynamicLossScale() if setup.precision == "fp16" else None
+        self.updates = Updates(self.optimizer, setup.precision, setup.gradient_clipping, self._world.device)
+        self.loss_scale = self.updates.loss_scale
         self._network = under_autocast(setup.module, setup.precision, setup.world.device)
-        self._accumulation_steps, self._clipping = setup.accumulation_steps, setup.gradient_clipping
-        self._releases = setup.plan.releases_weights
-        # The fused rules skip an update by a flag on the device. fp16's loss scale needs the verdict at once.
-        is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
-        self.defers_verdict = self._world.device.type == "cuda" and is_fused and self.loss_scale is None
+        self._accumulation_steps, self._releases = setup.accumulation_steps, setup.plan.releases_weights
         tree = StepTree(self._world.size, self._accumulation_steps)
         self.buffers = ModelBuffers(self.module, versions=self._accumulation_steps)
         self._micro_steps = 0
-        self._applied_steps: int | torch.Tensor = 0
         self._buckets = make_buckets(self.module, self.optimizer, self._world, tree, releasable=self._releases)
         self._order = BackwardOrder(self.module, self._buckets)
         create_state(self.optimizer, (bucket.master for bucket in self._buckets))
@@ -74,9 +70,7 @@ class NativeEngine(Engine):
         return self._network(images)
 
     def backward(self, loss: torch.Tensor) -> None:
-        scale = 1 / (self._world.size * self._accumulation_steps)
-        if self.loss_scale is not None:
-            scale *= self.loss_scale.value
+        scale = self.updates.scale / (self._world.size * self._accumulation_steps)
         is_last_leaf = (self._micro_steps + 1) % self._accumulation_steps == 0
         for bucket in self._buckets:
             bucket.buffers.sums.before_backward()
@@ -88,23 +82,11 @@ class NativeEngine(Engine):
         self._micro_steps += 1
         if self._micro_steps % self._accumulation_steps:
             return None
-        scale = self.loss_scale.value if self.loss_scale is not None else 1.0
-        norm = self._sum_gradients() / scale
-        is_finite = norm.isfinite()
-        applied: bool | torch.Tensor = is_finite
-        if self.defers_verdict:
-            # The rule itself reads it on the device: nothing here waits.
-            self.optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
-        else:
-            applied = bool(is_finite)  # a sync on a GPU
-        if applied is not False:
-            self._update(norm, scale)
+        norm = self._sum_gradients() / self.updates.scale
+        result = self.updates.apply(norm, lambda: self._update(norm))
         for bucket in self._buckets:
             bucket.buffers.sums.clear()
-        self._applied_steps += applied
-        if self.loss_scale is not None:
-            self.loss_scale.update(bool(applied))
-        return StepResult(applied, norm)
+        return result
 
     def _sum_gradients(self) -> torch.Tensor:
         """Set the buckets' gradients to their sums over the leaves; return the L2 norm, float64 []; a collective."""
@@ -114,11 +96,9 @@ class NativeEngine(Engine):
         return self._block_sum([bucket.gradient for bucket in self._buckets]).sqrt()
 
     @torch.no_grad()
-    def _update(self, norm: torch.Tensor, scale: float) -> None:
-        factor: float | torch.Tensor = 1 / scale
-        if self._clipping:
-            factor = factor * (self._clipping / (norm + 1e-6)).clamp(max=1.0)
-        if self._clipping or scale != 1.0:
+    def _update(self, norm: torch.Tensor) -> None:
+        factor = self.updates.factor(norm)
+        if factor is not None:
             for bucket in self._buckets:
                 bucket.gradient.mul_(factor)
         self.optimizer.step()
@@ -134,7 +114,7 @@ class NativeEngine(Engine):
         for bucket in self._buckets:
             shards += bucket.shards(moments_of(self.optimizer, bucket.master))
         return EngineState(
-            parameter_shapes(self.module), kinds, shards, self.buffers.by_name(), int(self._applied_steps)
+            parameter_shapes(self.module), kinds, shards, self.buffers.by_name(), int(self.updates.applied)
         )
 
     @torch.no_grad()
@@ -144,7 +124,7 @@ class NativeEngine(Engine):
         buffers: Mapping[str, torch.Tensor],
         applied_steps: int,
     ) -> None:
-        self._applied_steps = applied_steps
+        self.updates.applied = applied_steps
         set_applied_steps(self.optimizer, applied_steps)
         for name, parameter in frozen_parameters(self.module).items():
             parameter.copy_(tensors[WEIGHTS][name])

@@ -1,8 +1,7 @@
 """PyTorch's own data parallelism as an engine.
 
-`training.parallel.torch_distribution` distributes the parameters. Precision, clipping and the verdict on a step are
-this module's, so that they mean the same under every engine. The optimizer sees plain tensors, the rows of a parameter
-that this rank has: an operation on a DTensor costs many times its dispatch.
+`training.parallel.torch_distribution` distributes the parameters. The optimizer sees plain tensors, the rows of
+a parameter that this rank has: an operation on a DTensor costs many times its dispatch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from training.parallel.batchnorm import ModelBuffers
 from training.parallel.block_norms import sum_of_squares
 from training.parallel.collectives import sum_over_ranks
-from training.parallel.engine import Engine, EngineSetup, StepResult
+from training.parallel.engine import Engine, EngineSetup, StepResult, Updates
 from training.parallel.parameter_shards import (
     WEIGHTS,
     EngineState,
@@ -25,7 +24,6 @@ from training.parallel.parameter_shards import (
     fill_shards,
     parameter_shapes,
 )
-from training.parallel.precision import DynamicLossScale
 from training.parallel.torch_distribution import Distribution, Replicated, Sharded
 from training.recipe.lamb import bind_lamb
 from training.recipe.optimizer import create_state, moment_kinds, moments_of, set_applied_steps
@@ -42,14 +40,10 @@ class TorchEngine(Engine):
     def __init__(self, setup: EngineSetup) -> None:
         """Distribute the model; a collective."""
         self.module, self.optimizer, self._world = setup.module, setup.optimizer, setup.world
-        self.loss_scale = DynamicLossScale() if setup.precision == "fp16" else None
-        self._accumulation_steps, self._clipping = setup.accumulation_steps, setup.gradient_clipping
-        self._micro_steps = 0
-        self._applied_steps: int | torch.Tensor = 0
-        # As in the native engine: the fused rules skip an update by a flag on the weights' device.
-        is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
-        is_on_gpu = setup.world.device.type == "cuda" and setup.plan.offload == "none"
-        self.defers_verdict = is_on_gpu and is_fused and self.loss_scale is None
+        device = self._world.device if setup.plan.offload == "none" else torch.device("cpu")
+        self.updates = Updates(self.optimizer, setup.precision, setup.gradient_clipping, device)
+        self.loss_scale = self.updates.loss_scale
+        self._accumulation_steps, self._micro_steps = setup.accumulation_steps, 0
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         grouped = [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]
         self._distribution: Distribution = (Replicated if setup.plan.zero_stage == 1 else Sharded)(setup)
@@ -72,35 +66,20 @@ class TorchEngine(Engine):
         return self._distribution.forward(images, is_last_micro_step=is_last)
 
     def backward(self, loss: torch.Tensor) -> None:
-        scale = 1 / self._accumulation_steps  # PyTorch divides by the ranks
-        if self.loss_scale is not None:
-            scale *= self.loss_scale.value
-        (loss * scale).backward()
+        (loss * (self.updates.scale / self._accumulation_steps)).backward()  # PyTorch divides by the ranks
 
     @torch.no_grad()
     def step(self) -> StepResult | None:
         self._micro_steps += 1
         if self._micro_steps % self._accumulation_steps:
             return None
-        scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         gradients = self._take_gradients()
         squares = _sum_of_squares(gradients, self._world.device)
-        norm = (sum_over_ranks(squares, self._world) / self._distribution.copies).sqrt() / scale
-        is_finite = norm.isfinite()
-        applied: bool | torch.Tensor = is_finite
-        if self.defers_verdict:
-            self.optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
-        else:
-            applied = bool(is_finite)  # a sync on a GPU
-        if applied is not False:
-            self._scale_gradients(gradients, norm, scale)
-            self.optimizer.step()
+        norm = (sum_over_ranks(squares, self._world) / self._distribution.copies).sqrt() / self.updates.scale
+        result = self.updates.apply(norm, lambda: self._update(gradients, norm))
         for name, parameter in self._live.items():
             parameter.grad = self._trained[name].grad = None
-        self._applied_steps += applied
-        if self.loss_scale is not None:
-            self.loss_scale.update(bool(applied))
-        return StepResult(applied, norm)
+        return result
 
     def _take_gradients(self) -> list[torch.Tensor]:
         """Give the optimizer's parameters the values and gradients of the model's; return the gradients."""
@@ -111,21 +90,18 @@ class TorchEngine(Engine):
             trained.grad = torch.zeros_like(trained) if gradient is None else _local(gradient)
         return [cast(torch.Tensor, trained.grad) for trained in self._trained.values()]
 
-    def _scale_gradients(self, gradients: list[torch.Tensor], norm: torch.Tensor, scale: float) -> None:
-        """Undo fp16's loss scale and clip."""
-        if not gradients or (not self._clipping and scale == 1.0):
-            return
-        factor = torch.full_like(norm, 1 / scale)
-        if self._clipping:
-            factor *= (self._clipping / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device, torch.float32))
+    def _update(self, gradients: list[torch.Tensor], norm: torch.Tensor) -> None:
+        factor = self.updates.factor(norm)
+        if gradients and factor is not None:
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device, torch.float32))
+        self.optimizer.step()
 
     def state(self) -> EngineState:
         return self._state_of([shard for shard in self._shards() if self._distribution.owns(shard.name)])
 
     def _state_of(self, shards: list[ParameterShard]) -> EngineState:
         shapes, kinds = parameter_shapes(self.module), moment_kinds(self.optimizer)
-        return EngineState(shapes, kinds, shards, self.buffers.by_name(), int(self._applied_steps))
+        return EngineState(shapes, kinds, shards, self.buffers.by_name(), int(self.updates.applied))
 
     def _shards(self) -> list[ParameterShard]:
         """Return this rank's parts of all parameters, also of those that another rank reports."""
@@ -147,7 +123,7 @@ class TorchEngine(Engine):
         buffers: Mapping[str, torch.Tensor],
         applied_steps: int,
     ) -> None:
-        self._applied_steps = applied_steps
+        self.updates.applied = applied_steps
         set_applied_steps(self.optimizer, applied_steps)
         fill_shards(self._shards(), tensors)
         self.buffers.write(buffers)
