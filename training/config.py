@@ -118,6 +118,16 @@ class TrainConfig:
         0.0, "--loss bce: smoothed and mixed targets above this are 1, the others 0; 0: as they are.", low=0, high=0.99
     )
     class_weights: str = option("none", f"Weight of each class in the training loss: {CLASS_WEIGHTS_USAGE}.")
+    ema: float = option(
+        0.0,
+        "Evaluate and export an exponential moving average of the weights that keeps this share of itself in each step "
+        "(less in the first ones); 0: the weights themselves.",
+        low=0,
+        high=0.999999,
+    )
+    lookahead: int = option(
+        0, "Steps between two pulls of the weights halfway back to slow ones (timm's default is 6); 0: none.", low=0
+    )
     warmup_epochs: float | Literal["auto"] = option(
         "auto",
         "Epochs of linear warm-up from 0 to the peak learning rate; auto: 1, but at most a tenth of the run.",

@@ -74,6 +74,7 @@ from training.recipe.loss import Loss, build_loss
 from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.recipe.optimizer import build_optimizer
 from training.recipe.schedule import Schedule, build_schedule
+from training.recipe.weight_average import WeightAverages
 from training.state import Progress, TrainContext, TrainState
 
 # Writes evaluation, model card and report of a run and returns lines for the log, as `delivery.end_of_run.leave_files`.
@@ -145,6 +146,7 @@ class RunContext:
         schedule: learning rate by step.
         head_epochs: epochs in which only the head is trained.
         state: model, optimizer and position.
+        averages: of the weights over the steps.
         freezer: freezes the backbone.
         flops: counts the model's operations, on rank 0.
         loggers: none on ranks other than 0.
@@ -167,6 +169,7 @@ class RunContext:
     schedule: Schedule
     head_epochs: int
     state: TrainState
+    averages: WeightAverages
     freezer: BackboneFreezer
     flops: TrainingFlops | None
     loggers: Loggers
@@ -255,6 +258,7 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
         schedule=build_schedule(config, plan.steps_per_epoch, plan.global_batch, head_epochs),
         head_epochs=head_epochs,
         state=TrainState(engine, ScoreSums(len(data.class_names), world.device), Progress()),
+        averages=WeightAverages(engine, config.ema, config.lookahead, plan.steps_per_epoch),
         freezer=freezer,
         flops=flops,
         loggers=loggers,
@@ -361,13 +365,14 @@ def _train_and_evaluate(context: RunContext, loop: TrainContext, saver: Saver) -
             engine.buffers.average(world)
         if not stop_signal:
             evaluation_start = time.perf_counter()
-            with clock.evaluation:
-                scores = evaluate(engine, context.val_loader, loop, is_interruptible=True)
-            if isinstance(scores, Scores):
-                seconds = time.perf_counter() - evaluation_start
-                write_weights = _end_epoch(context, loop, result, scores, seconds)
-            else:
-                stop_signal = scores
+            with context.averages.in_use():
+                with clock.evaluation:
+                    scores = evaluate(engine, context.val_loader, loop, is_interruptible=True)
+                if isinstance(scores, Scores):
+                    seconds = time.perf_counter() - evaluation_start
+                    write_weights = _end_epoch(context, loop, result, scores, seconds)
+                else:
+                    stop_signal = scores
     with clock.saving:
         if context.compiled_code is not None:
             context.compiled_code.keep()  # with the code of the evaluation
@@ -456,6 +461,7 @@ def _train_context(context: RunContext, stop: StopRequest, start: RunStart) -> T
         guard=guard,
         heartbeat=start.heartbeat,
         saver=saver,
+        averages=context.averages,
         timing=start_timing(world, context.flops, config.profile, context.folder.path / "profile", loggers),
     )
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from training.recipe.loss import Loss
     from training.recipe.nonfinite_steps import NonFiniteGuard
     from training.recipe.schedule import Schedule
+    from training.recipe.weight_average import WeightAverages
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class TrainContext:
         heartbeat: signs of life for the launcher.
         timing: what measures time.
         saver: writes checkpoints; None if nothing is saved.
+        averages: of the weights over the steps; None for none.
     """
 
     world: World
@@ -113,6 +115,7 @@ class TrainContext:
     heartbeat: HeartbeatWriter
     timing: Timing
     saver: Saver | None = None
+    averages: WeightAverages | None = None
 
     @property
     def total_steps(self) -> int:

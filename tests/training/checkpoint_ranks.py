@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.recording import Recorder
-from tests.training.engine_ranks import CLASSES, configuration, make_engine, weights_of
+from tests.training.engine_ranks import CLASSES, configuration, make_engine, weights_of, whole_tensors
 from training.checkpoint.resume import restore
 from training.checkpoint.saver import GIVE_UP_SECONDS, Saver
 from training.checkpoint.store import choose, find_candidates
@@ -34,11 +34,13 @@ from training.observe.scores import ScoreSums
 from training.observe.step_metrics import Timing
 from training.parallel.collectives import barrier, broadcast_object
 from training.parallel.exchange import text
+from training.parallel.model_buffers import AVERAGE
 from training.parallel.signals import StopRequest
 from training.parallel.strategies import STRATEGIES
 from training.parallel.world import World
 from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.recipe.schedule import Schedule
+from training.recipe.weight_average import EMA, SLOW_WEIGHTS, WeightAverages
 from training.state import Progress, TrainContext, TrainState
 
 SAMPLES = 45  # three steps of 16, the last of them with a remainder
@@ -120,6 +122,7 @@ class Job:
         engine: str = "auto",
         is_frozen: bool = False,
         replicate_across: str = "none",
+        is_averaged: bool = False,
     ) -> None:
         accumulation = GLOBAL_BATCH // (MICRO_BATCH * world.size)
         config = configuration(
@@ -148,6 +151,7 @@ class Job:
         self.loader = TrainLoader(self.data, plan, world.rank)
         self.stop = StopRequest()
         self.state = TrainState(self.engine, ScoreSums(CLASSES, world.device), Progress())
+        self.averages = WeightAverages(self.engine, 0.6, 2, plan.steps_per_epoch) if is_averaged else None
         self.folder = Path(folder)
         if resume != "never":
             candidates, _ = find_candidates(resume, self.folder, is_restart=False)
@@ -176,6 +180,7 @@ class Job:
             report,
             Timing(),
             self.saver,
+            self.averages,
         )
 
     def train(self) -> None:
@@ -194,12 +199,23 @@ class Job:
         """Return what the tests compare."""
         return {
             "losses": {str(point.step): point.loss for point in self.recorder.points},
-            "weights": weights_of(self.engine),
+            "weights": weights_of(self.engine) | self.averages_by_name(),
             "samples": self.epoch_scores.samples,
             "train_loss": self.epoch_scores.loss,
             "events": [{"kind": kind} | values for kind, values in self.recorder.events],
             "messages": self.recorder.messages,
         }
+
+    def averages_by_name(self) -> dict[str, Any]:
+        """Return averages of the weights and buffers, which are the same in all leaves after an epoch."""
+        if self.averages is None:
+            return {}
+        whole = whole_tensors(self.engine)
+        tensors = {f"{kind} {name}": tensor for kind in (EMA, SLOW_WEIGHTS) for name, tensor in whole[kind].items()}
+        tensors |= {
+            name: leaves[0] for name, leaves in self.engine.buffers.by_name().items() if name.startswith(AVERAGE)
+        }
+        return {name: tensor.double().tolist() for name, tensor in tensors.items()}
 
     def close(self) -> None:
         self.stop.close()

@@ -24,11 +24,12 @@ from training.observe.scores import ScoreSums, sample_losses
 from training.observe.step_metrics import Timing
 from training.parallel import buckets, flat_buffers
 from training.parallel.activation_checkpointing import enable_activation_checkpointing
-from training.parallel.batchnorm import ModelBuffers, synchronize_batchnorm
+from training.parallel.batchnorm import synchronize_batchnorm
 from training.parallel.build_engine import build_engine, resolve_engine
 from training.parallel.collectives import gather_rows, ranks_per_machine
 from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
 from training.parallel.engine import Engine, EngineSetup
+from training.parallel.model_buffers import ModelBuffers
 from training.parallel.signals import StopRequest
 from training.parallel.strategies import plan_of
 from training.parallel.world import World

@@ -190,6 +190,28 @@ def test_torchs_runs_go_on_with_the_same_bytes_and_under_the_native_engine(
         assert largest_difference(report["weights"], whole_runs["ddp", 1, False][0]["weights"]) < 1e-5
 
 
+def test_averages_of_the_weights_go_on_bit_for_bit(launches):
+    """From 2 ranks to 1 and 4 natively, and to 2 ranks under the engines whose sums depend on the ranks."""
+    engines = [("native", "ddp"), ("deepspeed", "fsdp_stage3"), ("torch", "fsdp_stage2")]
+    shared = [
+        {"strategy": strategy, "engine": engine, "is_averaged": True, "with_batchnorm": True}
+        for engine, strategy in engines
+    ]
+    folders = [launches.folder / f"averaged-{engine}" for engine, _ in engines]
+    whole = launches.run("train_whole", 2, [case | {"folder": str(f)} for case, f in zip(shared, folders, strict=True)])
+    for world_size in (1, 2, 4):
+        cases = [
+            case | {"checkpoint": str(folder / MIDDLE), "folder": f"{folder}-to-{world_size}"}
+            for case, folder in zip(shared, folders, strict=True)
+            if world_size == 2 or case["engine"] == "native"
+        ]
+        for expected, ranks in zip(whole, launches.run("resume_from", world_size, cases), strict=False):
+            for report in ranks:
+                assert_same_steps(report, expected[0], ["3", "4", "5", "6"])
+    names = whole[0][0]["weights"].keys()
+    assert {"ema head.weight", "slow_weights head.weight", "average/norm.running_var"} < names
+
+
 def test_the_runs_mean_something(whole_runs):
     losses = whole_runs["ddp", 1, False][0]["losses"]
     assert np.ptp(list(losses.values())) > 0.02

@@ -25,8 +25,8 @@ from training.observe.loggers import Loggers
 from training.observe.scores import ScoreSums
 from training.observe.step_metrics import Timing, name_hosts
 from training.observe.timing import SpanClock, measured_communication, shares
-from training.parallel.batchnorm import ModelBuffers
 from training.parallel.engine import StepResult
+from training.parallel.model_buffers import ModelBuffers
 from training.parallel.world import World
 from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.state import Progress, TrainState

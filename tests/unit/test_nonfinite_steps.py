@@ -18,8 +18,9 @@ from training.data.reader import Batch
 from training.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
 from training.observe.loggers import Loggers
 from training.observe.scores import sample_losses
-from training.parallel.batchnorm import ModelBuffers, synchronize_batchnorm
+from training.parallel.batchnorm import synchronize_batchnorm
 from training.parallel.engine import StepResult
+from training.parallel.model_buffers import ModelBuffers
 from training.parallel.precision import DynamicLossScale
 from training.parallel.world import World
 from training.recipe.nonfinite_steps import NAMES_IN_MESSAGE, NonFiniteGuard

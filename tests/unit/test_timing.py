@@ -30,7 +30,7 @@ from training.observe.slow_links import SlowLink, SlowLinkDetector, exchange_sha
 from training.observe.slow_ranks import SlowRankDetector, work_seconds
 from training.observe.step_metrics import Timing, device_use
 from training.observe.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
-from training.parallel.batchnorm import ModelBuffers, _SumOverRanks
+from training.parallel.batchnorm import _SumOverRanks
 from training.parallel.collectives import (
     barrier,
     broadcast_object,
@@ -41,6 +41,7 @@ from training.parallel.collectives import (
 from training.parallel.deepspeed_engine import TimedBackend
 from training.parallel.engine import StepResult
 from training.parallel.exchange import text
+from training.parallel.model_buffers import ModelBuffers
 from training.parallel.signals import StopRequest
 from training.parallel.world import World
 from training.state import Progress, TrainState

@@ -84,7 +84,11 @@ class EpochObserver:
         """
         state, context = self._state, self._context
         position = context.plan.position(state.progress)
-        state.sums.keep_if(self._guard.after_step(result, position + 1), self._sums_before)
+        applied = self._guard.after_step(result, position + 1)
+        state.sums.keep_if(applied, self._sums_before)
+        if context.averages is not None:
+            with self._clock.optimizer:
+                context.averages.after_step(applied, position + 1)
         state.progress = dataclasses.replace(state.progress, step=state.progress.step + 1)
         with self._clock.logging:
             self._metrics.after_step(position, result)

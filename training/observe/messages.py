@@ -147,6 +147,8 @@ def _warnings(context: RunContext) -> list[str]:
             "without a deterministic version runs all the same, and warns by its name"
         )
     warnings += schedule_notes(context.schedule)
+    if config.ema:
+        warnings.append(f"evaluated and saved is the moving average of the weights, --ema {config.ema}")
     if context.head_epochs:
         warnings.append(f"only the head learns for the first {context.head_epochs} epoch(s)")
     return warnings

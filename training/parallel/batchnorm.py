@@ -1,13 +1,7 @@
-"""BatchNorm over ranks: averaged running statistics, and synchronized BatchNorm on any device.
-
-Running statistics follow a leaf's samples under the native engine, which has one version of them per leaf, and a rank's
-under DeepSpeed, which neither broadcasts nor averages buffers. They are averaged before every evaluation, so that the
-reported accuracy is that of the saved file.
-"""
+"""BatchNorm: synchronized over ranks on any device, and frozen."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,111 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from training.observe.timing import communication
-from training.parallel.collectives import gather_rows
 from training.parallel.world import World
 
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-class ModelBuffers:
-    """All buffers of a model (BatchNorm's statistics), in one version or several: under the native engine one per leaf.
-
-    The module computes with the selected version. Its buffers become views of one flat tensor per dtype: copying
-    mobilenet's 138 buffers one by one takes as long as the optimizer. They keep their names, and the modules still
-    update them in place.
-
-    Args:
-        module: the model.
-        versions: of all buffers, equal at first.
-    """
-
-    ALIGNMENT = 32  # elements: that of a tensor of its own
-
-    def __init__(self, module: nn.Module, versions: int = 1) -> None:
-        self._selected = 0
-        self._live: list[torch.Tensor] = []  # [n] of each dtype, of which the module's buffers are views
-        self._rows: list[torch.Tensor] = []  # [versions, n]; the selected row is up to date after `_store`
-        self._by_name: dict[str, torch.Tensor] = {}
-        by_kind: dict[tuple[torch.dtype, torch.device], dict[str, torch.Tensor]] = {}
-        for name, buffer in module.named_buffers():
-            by_kind.setdefault((buffer.dtype, buffer.device), {})[name] = buffer
-        for (dtype, device), buffers in by_kind.items():
-            starts = [0]
-            for buffer in buffers.values():
-                starts.append(starts[-1] + -(-buffer.numel() // self.ALIGNMENT) * self.ALIGNMENT)
-            live = torch.zeros(starts[-1], dtype=dtype, device=device)
-            for buffer, start in zip(buffers.values(), starts, strict=False):
-                buffer.data = live[start : start + buffer.numel()].view(buffer.shape).copy_(buffer)
-            rows = live[None] if versions == 1 else live.repeat(versions, 1)
-            for (name, buffer), start in zip(buffers.items(), starts, strict=False):
-                self._by_name[name] = rows[:, start : start + buffer.numel()].view(versions, *buffer.shape)
-            self._live.append(live)
-            self._rows.append(rows)
-
-    def select(self, version: int) -> None:
-        """Let the module compute with this version."""
-        if version != self._selected:
-            self._store()
-            self._selected = version
-            self._load()
-
-    def by_name(self) -> dict[str, torch.Tensor]:
-        """Return every buffer [versions, ...] by name: views, up to date until the module's next forward."""
-        self._store()
-        return self._by_name
-
-    @torch.no_grad()
-    def write(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set all buffers, [versions, ...] by name."""
-        for name, buffer in self._by_name.items():
-            buffer.copy_(values[name])
-        self._load()
-
-    def copy(self) -> list[torch.Tensor]:
-        """Return copies of all versions, for `restore`."""
-        self._store()
-        return [rows.clone() for rows in self._rows]
-
-    def restore(self, copies: list[torch.Tensor]) -> None:
-        """Set all versions to what `copy` returned."""
-        for rows, kept in zip(self._rows, copies, strict=True):
-            rows.copy_(kept)
-        self._load()
-
-    def restore_unless(self, applied: torch.Tensor, copies: list[torch.Tensor]) -> None:
-        """As `restore` if the bool tensor `applied` [] is false, without a synchronization."""
-        self._store()
-        for rows, kept in zip(self._rows, copies, strict=True):
-            rows.copy_(torch.where(applied, rows, kept))
-        self._load()
-
-    @torch.no_grad()
-    def average(self, world: World) -> None:
-        """Replace every floating-point buffer by its mean over the versions of all ranks; a collective.
-
-        They are added in the order of the leaves, so that the number of ranks changes no digit.
-        """
-        self._store()
-        for rows in self._rows:
-            if rows.is_floating_point():
-                every = gather_rows(rows.reshape(-1), world).view(-1, rows.shape[1])
-                mean = every[0].clone()
-                for row in every[1:]:
-                    mean += row
-                rows.copy_(mean.div_(len(every)))
-        self._load()
-
-    def _store(self) -> None:
-        """Copy what the module computes with into the selected version; they are one if there is only one."""
-        for live, rows in zip(self._live, self._rows, strict=True):
-            if len(rows) > 1:
-                rows[self._selected].copy_(live)
-
-    def _load(self) -> None:
-        """Let the module compute with the selected version as it is now."""
-        for live, rows in zip(self._live, self._rows, strict=True):
-            if len(rows) > 1:
-                live.copy_(rows[self._selected])
 
 
 def synchronize_batchnorm(module: nn.Module, world: World) -> nn.Module:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from training.observe.timing import communication
-from training.parallel.batchnorm import ModelBuffers
 from training.parallel.compilation import compile_mode
 from training.parallel.engine import Engine, EngineSetup, StepResult
+from training.parallel.model_buffers import ModelBuffers
 from training.parallel.parameter_shards import (
     WEIGHTS,
     EngineState,
@@ -87,6 +87,20 @@ class DeepSpeedEngine(Engine):
         if self.loss_scale is not None:
             self.loss_scale.update(applied)
         return StepResult(applied, self._engine.get_global_grad_norm())
+
+    @torch.no_grad()
+    def change_weights(self, change: Callable[[torch.Tensor, dict[str, torch.Tensor]], None]) -> None:
+        zero = self._engine.optimizer
+        if self._is_stage_3:
+            zero.checkpoint_event_prologue()  # releases whole weights, which would be those of before
+        for flat in self._flat_partitions():
+            change(flat, self.optimizer.state[flat])
+        if self._is_stage_3:  # as after a step
+            for number in range(len(zero.fp16_groups)):
+                zero._reassign_or_swap_out_partitioned_parameters(number)
+            zero.checkpoint_event_epilogue()
+        else:
+            zero.update_lp_params()
 
     def state(self) -> EngineState:
         zero, kinds = self._engine.optimizer, moment_kinds(self.optimizer)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from training.parallel.batchnorm import ModelBuffers
+from training.parallel.model_buffers import ModelBuffers
 from training.parallel.parameter_shards import EngineState
 from training.parallel.precision import DynamicLossScale
 from training.parallel.strategies import ParallelPlan
@@ -150,6 +150,13 @@ class Engine(Protocol):
 
         Returns:
             None between the updates. An update is skipped on all ranks when the gradient's norm is not finite.
+        """
+
+    def change_weights(self, change: Callable[[torch.Tensor, dict[str, torch.Tensor]], None]) -> None:
+        """Let `change` write this rank's part of the trained weights, and the model compute with them; a collective.
+
+        Args:
+            change: called with each tensor that the optimizer updates and its state, by kind.
         """
 
     def state(self) -> EngineState:

@@ -15,15 +15,16 @@ kernels would otherwise convert them in every step. Everything else sees the usu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
-from training.parallel.batchnorm import ModelBuffers
 from training.parallel.block_norms import BlockSum
 from training.parallel.buckets import BackwardOrder, make_buckets
+from training.parallel.collectives import barrier
 from training.parallel.compilation import compile_mode
 from training.parallel.engine import Engine, EngineSetup, StepResult, Updates
+from training.parallel.model_buffers import ModelBuffers
 from training.parallel.parameter_shards import (
     WEIGHTS,
     EngineState,
@@ -102,12 +103,23 @@ class NativeEngine(Engine):
             for bucket in self._buckets:
                 bucket.gradient.mul_(factor)
         self.optimizer.step()
+        self._spread_weights()
+
+    def _spread_weights(self) -> None:
+        """Let every rank compute with what its own and the other ranks' parts are now; a collective."""
         if self._releases:
             for bucket in self._buckets:
                 bucket.buffers.release_weights()
             self._has_all_weights = False
         else:
             self._gather(changed=True)
+
+    @torch.no_grad()
+    def change_weights(self, change: Callable[[torch.Tensor, dict[str, torch.Tensor]], None]) -> None:
+        barrier(self._world)  # no rank computes any more with weights that all share
+        for bucket in self._buckets:
+            change(bucket.master, self.optimizer.state[bucket.master])
+        self._spread_weights()
 
     def state(self) -> EngineState:
         kinds, shards = moment_kinds(self.optimizer), frozen_shards(self.module, self._world)

@@ -36,7 +36,7 @@ class ParameterShard:
         name: of the parameter.
         offsets: the first index of the part in each dimension of the parameter.
         tensors: kind -> fp32 tensor, all of the part's sizes, with any strides: 'weights', and the optimizer's moments
-            by their names. A frozen parameter has no moments.
+            and averages of the weights by their names. A frozen parameter has neither.
     """
 
     name: str
@@ -55,7 +55,7 @@ class EngineState:
 
     Attributes:
         shapes: the whole shape of every parameter, in the same order on all ranks.
-        moment_kinds: names of the optimizer's moments.
+        moment_kinds: names of the optimizer's moments, and of averages of the weights.
         shards: the parts of this rank. Every element of every parameter is in one shard of one rank.
         buffers: name -> [n, ...]: the module's buffers, in as many versions as this rank has.
         applied_steps: updates applied so far, for Adam's bias correction.

@@ -6,17 +6,17 @@ a parameter that this rank has: an operation on a DTensor costs many times its d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from training.parallel.batchnorm import ModelBuffers
 from training.parallel.block_norms import sum_of_squares
 from training.parallel.collectives import sum_over_ranks
 from training.parallel.engine import Engine, EngineSetup, StepResult, Updates
+from training.parallel.model_buffers import ModelBuffers
 from training.parallel.parameter_shards import (
     WEIGHTS,
     EngineState,
@@ -82,13 +82,26 @@ class TorchEngine(Engine):
         return result
 
     def _take_gradients(self) -> list[torch.Tensor]:
-        """Give the optimizer's parameters the values and gradients of the model's; return the gradients."""
+        """Give the optimizer's parameters values and gradients of the model's; return the gradients."""
+        self._take_weights()
         for name, parameter in self._live.items():
             trained, gradient = self._trained[name], parameter.grad
-            if trained is not parameter:
-                trained.data = _local(parameter)  # FSDP2 may have moved it
             trained.grad = torch.zeros_like(trained) if gradient is None else _local(gradient)
         return [cast(torch.Tensor, trained.grad) for trained in self._trained.values()]
+
+    def _take_weights(self) -> None:
+        """Give the optimizer's parameters the values of the model's, which FSDP2 may have moved."""
+        for name, parameter in self._live.items():
+            trained = self._trained[name]
+            if trained is not parameter:
+                trained.data = _local(parameter)
+
+    @torch.no_grad()
+    def change_weights(self, change: Callable[[torch.Tensor, dict[str, torch.Tensor]], None]) -> None:
+        self._distribution.settle()
+        self._take_weights()
+        for trained in self._trained.values():
+            change(trained, self.optimizer.state[trained])
 
     def _update(self, gradients: list[torch.Tensor], norm: torch.Tensor) -> None:
         factor = self.updates.factor(norm)

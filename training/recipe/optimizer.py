@@ -24,6 +24,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # What does not begin with zeros, by the rule's class.
 STARTS = {("RMSpropTF", "square_avg"): torch.ones_like, ("MADGRAD", "x0"): torch.clone}
 
+AVERAGES = "averages"  # of a parameter group: names of the averages of its weights that are in the optimizer's state
+
 
 def build_optimizer(
     module: nn.Module, config: TrainConfig, head_parameter_names: Collection[str], *, discriminative: bool
@@ -114,9 +116,13 @@ def _given_options(name: str, config: TrainConfig) -> dict[str, Any]:
 
 
 def moment_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the names of the optimizer's state tensors per weight; SGD without momentum has none."""
+    """Return the names of the optimizer's state tensors per weight; SGD without momentum has none.
+
+    Averages of the weights are among them, see `training.recipe.weight_average`.
+    """
     created = [_created_state(rule, group) for rule in rules_of(optimizer) for group in rule.param_groups]
-    return tuple(dict.fromkeys(kind for state in created for kind, value in state.items() if _is_moment(value)))
+    moments = dict.fromkeys(kind for state in created for kind, value in state.items() if _is_moment(value))
+    return (*moments, *optimizer.param_groups[0].get(AVERAGES, ()))
 
 
 def moments_of(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:

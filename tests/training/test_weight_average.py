@@ -1,0 +1,42 @@
+"""Averages of the weights on real ranks: timm's EMA under every engine, the same bytes on any number of ranks."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from training.parallel.build_engine import ENGINES
+from training.parallel.strategies import STRATEGIES
+
+AVERAGE = "tests.training.average_ranks:average"
+CASES = [{"strategy": strategy, "engine": engine} for strategy, engine in product(STRATEGIES, ENGINES)] + [
+    {"strategy": "fsdp_stage3", "engine": "torch", "offload": "all"},
+    {"strategy": "fsdp_stage3", "engine": "native", "over_collectives": True},
+]
+
+
+@pytest.fixture(scope="module")
+def reports(run_on_ranks):
+    """The reports of each case, of both ranks."""
+    return [*zip(*run_on_ranks(AVERAGE, 2, CASES), strict=True)]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: "-".join(map(str, CASES[number].values())))
+def test_timms_ema_is_evaluated_and_exported_and_training_goes_on_as_without_it(number, reports):
+    first, second = reports[number]
+    for report in (first, second):
+        assert report["is_timms"]
+        assert report["is_undisturbed"]
+        assert report["difference"] < 1e-5
+    np.testing.assert_allclose(first["logits"], second["logits"], atol=1e-6)
+
+
+def test_any_number_of_ranks_averages_to_the_same_bytes(run_on_ranks, reports):
+    cases = [case for case in CASES if case["engine"] == "native"]
+    runs = [report for size in (1, 4) for rank in run_on_ranks(AVERAGE, size, cases) for report in rank]
+    runs += [
+        report for case, ranks in zip(CASES, reports, strict=True) if case["engine"] == "native" for report in ranks
+    ]
+    assert len({report["digest"] for report in runs}) == 1
