@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,6 +47,7 @@ def build_model(
     members: Sequence[str] = DEFAULT_MEMBERS,
     batch_size: int = 2,
     keep_stem: bool = False,
+    drop_path: float = 0.0,
 ) -> BuiltModel:
     """Build the network that is to be trained, in float32 on the CPU.
 
@@ -59,9 +60,11 @@ def build_model(
         members: the model names of an ensemble, two or more; other models ignore it.
         batch_size: images per step and rank, to refuse a size that BatchNorm cannot take.
         keep_stem: whether the stem's stride stays for small images, too.
+        drop_path: see `models.timm_models.create`; no part of the description, because it is for training alone.
 
     Raises:
-        UserError: for a name, size, batch or file that does not work, with what to type.
+        UserError: for a name, size, batch or file that does not work, with what to type; for a drop path of a model
+            that has none.
     """
     if pretrained and weights:
         raise UserError("--pretrained and --weights both give the starting weights: leave one of them out")
@@ -70,12 +73,13 @@ def build_model(
     heads: list[str] = []
     notes: list[str] = []
     for prefix, part in _parts(description).items():
+        create = partial(_create, part, drop_path=drop_path)
+        if drop_path:
+            _check_drop_path(part, drop_path)
         # Before anything is downloaded for it: the size may not work.
-        module, changes = create_for_image_size(
-            partial(_create, part), part["model_type"], image_size, batch_size, keep_stem=keep_stem
-        )
+        module, changes = create_for_image_size(create, part["model_type"], image_size, batch_size, keep_stem=keep_stem)
         if not weights and (pretrained or model_spec(part["model_type"]).always_pretrained):
-            module = _create_pretrained(part, notes)
+            module = _create_pretrained(part, create, notes)
             set_strides(module, {name: new for name, (_, new) in changes.items()})
         modules.append(module)
         heads += [prefix + name for name in as_names(getattr(module, "default_cfg", {}).get("classifier"))]
@@ -182,19 +186,29 @@ def _assemble(description: dict[str, Any], parts: list[nn.Module]) -> nn.Module:
     return Ensemble(parts) if description["members"] else parts[0]
 
 
-def _create(part: dict[str, Any], image_size: int | None = None, *, pretrained: bool = False) -> nn.Module:
+def _create(
+    part: dict[str, Any], image_size: int | None = None, *, pretrained: bool = False, drop_path: float = 0.0
+) -> nn.Module:
     """Create a part for the image size of its description, or for another one."""
     family = importlib.import_module(model_spec(part["model_type"]).module)
-    return family.create(part["num_classes"], image_size or part["image_size"], part["timm_name"], pretrained)
+    options = {"drop_path": drop_path} if drop_path else {}
+    size = image_size or part["image_size"]
+    return family.create(part["num_classes"], size, part["timm_name"], pretrained, **options)
 
 
-def _create_pretrained(part: dict[str, Any], notes: list[str]) -> nn.Module:
+def _check_drop_path(part: dict[str, Any], rate: float) -> None:
+    if part["timm_name"] is None:
+        raise UserError(f"--drop-path {rate}: model '{part['model_type']}' has no blocks to skip: leave it out.")
+    importlib.import_module("models.timm_models").check_drop_path(part["timm_name"], rate)
+
+
+def _create_pretrained(part: dict[str, Any], create: Callable[..., nn.Module], notes: list[str]) -> nn.Module:
     """Create a part with the hub's weights, and note what became of its head."""
     name, timm_name = part["model_type"], part["timm_name"]
     if timm_name is None:
         raise UserError(f"model '{name}' has no pretrained weights: leave out --pretrained, or give --weights FILE")
     try:
-        module = _create(part, pretrained=True)
+        module = create(pretrained=True)
     except UserError as error:
         twins = [n for n, s in MODELS.items() if s.timm_name == timm_name and not s.always_pretrained]
         from_nothing = f"--model-type {twins[0]}" if model_spec(name).always_pretrained else "no --pretrained"

@@ -8,8 +8,10 @@ from typing import Any
 
 import huggingface_hub
 import timm
+import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import get_session
+from timm.layers import DropPath
 from torch import nn
 
 from models.errors import UserError, nearest
@@ -33,10 +35,35 @@ def check_timm_name(name: str) -> None:
         raise UserError(f"unknown weights tag '{tag}' in 'timm:{name}'. Allowed: {', '.join([architecture, *tagged])}.")
 
 
-def create(num_classes: int, image_size: int, timm_name: str | None, pretrained: bool) -> nn.Module:
+def check_drop_path(name: str, rate: float) -> None:
+    """Refuse a network without residual blocks that timm can skip.
+
+    Raises:
+        UserError: for such a network.
+    """
+    try:
+        with torch.device("meta"):
+            modules = [*timm.create_model(name, drop_path_rate=rate).modules()]
+    except TypeError:  # it does not take the argument
+        modules = []
+    if not any(isinstance(module, DropPath) and module.drop_prob for module in modules):
+        raise UserError(f"--drop-path {rate}: timm's {name} has no residual blocks to skip: leave it out.")
+
+
+def create(
+    num_classes: int, image_size: int, timm_name: str | None, pretrained: bool, drop_path: float = 0.0
+) -> nn.Module:
     """Build timm's network with a head of `num_classes`, as `timm.create_model` would.
 
     Networks with a fixed input size (vision transformers and the like) are made for `image_size`.
+
+    Args:
+        num_classes: width of the head.
+        image_size: height and width of the images, pixels.
+        timm_name: timm's name of it.
+        pretrained: load the hub's weights.
+        drop_path: probability that the last residual block is skipped for an image, linearly less in those before
+            (Huang et al. 2016, https://arxiv.org/abs/1603.09382); see `check_drop_path`.
 
     Raises:
         UserError: for an unknown name or tag, or if the pretrained weights are not available.
@@ -45,12 +72,14 @@ def create(num_classes: int, image_size: int, timm_name: str | None, pretrained:
         raise ValueError("a timm model needs its timm_name")
     check_timm_name(timm_name)
     config = timm.get_pretrained_cfg(timm_name)
-    size: dict[str, Any] = {"img_size": image_size} if config and config.fixed_input_size else {}
+    options: dict[str, Any] = {"img_size": image_size} if config and config.fixed_input_size else {}
+    if drop_path:
+        options["drop_path_rate"] = drop_path
     if not pretrained:
-        return timm.create_model(timm_name, num_classes=num_classes, **size)
+        return timm.create_model(timm_name, num_classes=num_classes, **options)
     try:
         with _offline_where_unreachable():
-            return timm.create_model(timm_name, pretrained=True, num_classes=num_classes, **size)
+            return timm.create_model(timm_name, pretrained=True, num_classes=num_classes, **options)
     except Exception as error:  # the hub's clients raise a dozen types with no common base
         reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
         if isinstance(error, LocalEntryNotFoundError):

@@ -86,6 +86,12 @@ class TrainConfig:
     stem: Literal["auto", "keep"] = option(
         "auto", "First layer's stride; auto: 1 instead of 2 for images below 64 pixels; keep: the network's own."
     )
+    drop_path: float = option(
+        0.0,
+        "Probability that the last residual block of a timm model is skipped for an image; less before.",
+        low=0,
+        high=0.99,
+    )
     activation_checkpointing: bool = option(False, "Recompute activations in backward: less memory, more time.")
     sync_batchnorm: bool = option(False, "BatchNorm statistics over all ranks' samples instead of each rank's own.")
 
@@ -105,8 +111,12 @@ class TrainConfig:
         "", f"More of the rule, such as betas=0.9/0.95,eps=1e-6: {', '.join(sorted(OPTION_READERS))}."
     )
     fallback_options: str = option("", "The same of --fallback-optimizer, such as momentum=0.85.")
-    weight_decay: float = option(
-        0.05, "Decay of weights (decoupled in adamw); biases and norms have none.", low=0, high=10
+    weight_decay: float = option(0.05, "Decay of weights (decoupled in adamw); see --no-weight-decay.", low=0, high=10)
+    no_weight_decay: Literal["vectors", "model"] = option(
+        "vectors", "What has no weight decay: vectors (biases, norms); model: also what a timm model names."
+    )
+    layer_decay: float = option(
+        1.0, "Learning rate of a layer as a share of that of the next one, towards the head.", above=0, high=1
     )
     momentum: float = option(0.9, "Momentum of rules that have one, such as sgd.", low=0, high=0.9999)
     gradient_clipping: float = option(1.0, "Largest global gradient norm (L2); 0 switches clipping off.", low=0)

@@ -286,10 +286,13 @@ def _set_up_engine(
         lambda: resolve_engine(config.engine, parallel, strategy_json, built.module, world.device, config.optimizer),
         world,
     )
-    head_epochs = _head_epochs(config)
+    discriminative = _head_epochs(config) > 0
+    optimizer = agreed(
+        lambda: build_optimizer(built.module, config, built.head_parameter_names, discriminative=discriminative), world
+    )
     setup = EngineSetup(
         built.module,
-        build_optimizer(built.module, config, built.head_parameter_names, discriminative=head_epochs > 0),
+        optimizer,
         parallel,
         precision,
         world,

@@ -16,6 +16,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from timm.layers import DropPath
 from torch import nn
 from torch.nn import functional
 
@@ -236,6 +237,36 @@ def test_a_damaged_description_is_refused(damage):
         rebuild_model({**build("mobilenet").description, **damage})
     with pytest.raises(UserError, match="no description"):
         rebuild_model({})
+
+
+@pytest.mark.parametrize("model_type", ["mobilenet", "timm:convnext_atto"])
+def test_drop_path_is_timms_and_changes_neither_weights_nor_description(model_type):
+    built, plain = build(model_type, drop_path=0.2), build(model_type)
+    name = built.description["timm_name"]
+    oracle = timm.create_model(name, num_classes=5, drop_path_rate=0.2)
+    rates, expected = (
+        {place: module.drop_prob for place, module in network.named_modules() if isinstance(module, DropPath)}
+        for network in (built.module, oracle)
+    )
+    assert rates == expected
+    assert max(rates.values()) > 0.1
+    assert built.description == plain.description
+    for ours, without in zip(built.module.parameters(), plain.module.parameters(), strict=True):
+        assert torch.equal(ours, without)
+    images = torch.randn(8, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(built.module.eval()(images), plain.module.eval()(images))
+    built.module.train()
+    assert not torch.equal(built.module(images), built.module(images)), "blocks are skipped at random"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "named"),
+    [("basic_cnn", "model 'basic_cnn'"), ("vgg", "timm's vgg16_bn"), ("ensemble", "model 'basic_cnn'")],
+)
+def test_drop_path_of_a_model_without_blocks_to_skip_is_refused(model_type, named):
+    with pytest.raises(UserError, match=rf"^--drop-path 0.2: {named} has no (residual )?blocks to skip"):
+        build(model_type, drop_path=0.2)
 
 
 # --- the ensemble ----------------------------------------------------------------------------------------------

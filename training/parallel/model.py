@@ -45,6 +45,7 @@ def build_training_model(
             members=tuple(config.ensemble_members.split(",")),
             batch_size=config.batch_size,
             keep_stem=config.stem == "keep",
+            drop_path=config.drop_path,
         )
 
     # One rank per machine goes first and downloads hub weights; the others then find them in the cache.

@@ -12,6 +12,7 @@ from torch import nn
 from training.config import TrainConfig
 from training.errors import UserError, one_line
 from training.recipe.composite import Composite, rules_of
+from training.recipe.layer_groups import parameter_settings
 from training.recipe.rules import MATRIX_RULES, OPTION_READERS, read_options
 
 # Options of timm's rules, beside the rate, the decay and the momentum.
@@ -30,7 +31,7 @@ AVERAGES = "averages"  # of a parameter group: names of the averages of its weig
 def build_optimizer(
     module: nn.Module, config: TrainConfig, head_parameter_names: Collection[str], *, discriminative: bool
 ) -> torch.optim.Optimizer:
-    """Build the optimizer with timm, with separate groups for weight decay or none, and for head and backbone.
+    """Build the optimizer with timm, with separate groups for weight decay or none, and for each learning rate.
 
     Each group has 'rate_scale', the factor on the schedule's learning rate, and 'is_backbone', whether it waits for the
     head at first.
@@ -42,16 +43,16 @@ def build_optimizer(
         discriminative: whether the backbone's learning rate is `backbone_learning_rate_scale` times the head's.
 
     Raises:
-        UserError: if the rule refuses a value.
+        UserError: if the rule refuses a value, or as `parameter_settings`.
     """
+    settings = parameter_settings(module, config)
     groups: dict[tuple[float, float, bool, str], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        # Biases and norm weights are vectors: decaying them only hurts (Goyal et al. 2017, section 3).
-        decay = 0.0 if parameter.ndim <= 1 else config.weight_decay
+        decay = config.weight_decay if settings[name].decays else 0.0
         is_backbone, rule = discriminative and name not in head_parameter_names, config.optimizer
-        scale = config.backbone_learning_rate_scale if is_backbone else 1.0
+        scale = settings[name].rate_scale * (config.backbone_learning_rate_scale if is_backbone else 1.0)
         if rule in MATRIX_RULES and (name in head_parameter_names or not _is_matrix(parameter)):
             scale, rule = scale * config.fallback_learning_rate_scale, config.fallback_optimizer
         groups.setdefault((decay, scale, is_backbone, rule), []).append(parameter)
