@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from models import LARGEST_IMAGE_SIZE, MODELS, MOST_MEMBERS, check_model_name
+from models import LARGEST_IMAGE_SIZE, MODELS, MOST_MEMBERS, check_model_name, model_spec
 from training.data import BAD_IMAGES_USAGE, DATASETS, DECODERS, bad_image_share
 from training.data.augmentations import AUGMENTATION_NAMES, CROP_RATIO, CROP_SCALE, RANDAUGMENT, augmentation_of
 from training.errors import UserError, shown, unknown_name
@@ -85,6 +85,9 @@ class TrainConfig:
     )
     stem: Literal["auto", "keep"] = option(
         "auto", "First layer's stride; auto: 1 instead of 2 for images below 64 pixels; keep: the network's own."
+    )
+    whitened_stem: bool = option(
+        False, "The first convolution whitens patches of the training images, and is not trained."
     )
     drop_path: float = option(
         0.0,
@@ -369,6 +372,10 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
         raise UserError(
             f"{label_of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has {config.epochs} epochs only."
         )
+    if config.whitened_stem and (
+        config.weights or config.pretrained or model_spec(config.model_type).always_pretrained
+    ):
+        raise UserError(f"{label_of['whitened_stem']} would replace weights that are loaded: leave it out.")
     if config.weights and config.pretrained:
         raise UserError(f"{label_of['weights']} and {label_of['pretrained']} exclude each other: give one of them.")
     return config

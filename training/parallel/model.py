@@ -14,6 +14,7 @@ from training.parallel.activation_checkpointing import enable_activation_checkpo
 from training.parallel.batchnorm import synchronize_batchnorm
 from training.parallel.collectives import agreed
 from training.parallel.world import World
+from training.recipe.whitening import whiten_stem
 
 
 def build_training_model(
@@ -52,6 +53,8 @@ def build_training_model(
     built = agreed(lambda: build() if world.local_rank == 0 else None, world)
     if built is None:
         built = build()
+    if config.whitened_stem:
+        agreed(lambda: whiten_stem(built, data, computes=world.is_main), world)
     module = built.module.to(world.device)
     # Before the conversion for several ranks: only rank 0 counts.
     flops = TrainingFlops(module, data.preprocessing["image_size"]) if world.is_main else None
