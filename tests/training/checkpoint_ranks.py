@@ -38,6 +38,7 @@ from training.parallel.model_buffers import AVERAGE
 from training.parallel.signals import StopRequest
 from training.parallel.strategies import STRATEGIES
 from training.parallel.world import World
+from training.recipe.loss import build_loss
 from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.recipe.schedule import Schedule
 from training.recipe.weight_average import EMA, SLOW_WEIGHTS, WeightAverages
@@ -171,7 +172,7 @@ class Job:
             CLASSES,
             8,
             3,
-            0.1,
+            build_loss(config, self.data.class_names, self.data.train_counts, world.device),
             1,
             EPOCHS,
             loggers,
