@@ -31,7 +31,7 @@ CLASSES_SHOWN = 50
 RECIPE = (
     *("epochs", "batch_size", "gradient_accumulation_steps", "optimizer", "learning_rate", "base_batch_size"),
     *("schedule", "warmup_epochs", "final_learning_rate_scale", "weight_decay", "gradient_clipping"),
-    *("loss", "label_smoothing"),
+    *("loss", "label_smoothing", "tune"),
     *("class_weights", "sampling", "repeated_augmentation", "augmentation", "pretrained", "weights", "seed"),
 )
 

@@ -39,6 +39,10 @@ class BasicCNN(nn.Module):
         self.dropout = nn.Dropout(DROPOUT)
         self.head = nn.Linear(128, num_classes)
 
+    def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        """Return which parameters are in one layer, as timm's models do."""
+        return {"blocks": r"^blocks\.(\d+)"}
+
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Map images `[B, 3, H, W]` to logits `[B, num_classes]`."""
         features = self.blocks(images).mean(dim=(2, 3))

@@ -17,7 +17,7 @@ from models import DEFAULT_MEMBERS, MODELS, MOST_MEMBERS, model_spec
 from models.ensemble import Ensemble
 from models.errors import UserError, one_line
 from models.image_size import as_names, create_for_image_size, set_strides
-from models.weights_file import load_weights_file
+from models.weights_file import StateDict, load_weights_file
 
 MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT = 2**30, 16  # a network's tables of indices are less than the larger of the two
 
@@ -90,7 +90,8 @@ def build_model(
             )
     module = _assemble(description, modules)
     if weights:
-        notes += load_weights_file(module, weights, model_type=model_type, heads=heads)
+        adapt = partial(_adapt_weights, description)
+        notes += load_weights_file(module, weights, model_type=model_type, heads=heads, adapt=adapt)
     head_names = (name for name, _ in module.named_parameters() for head in heads if name.startswith(f"{head}."))
     return BuiltModel(module, description, notes, frozenset(head_names))
 
@@ -200,6 +201,19 @@ def _check_drop_path(part: dict[str, Any], rate: float) -> None:
     if part["timm_name"] is None:
         raise UserError(f"--drop-path {rate}: model '{part['model_type']}' has no blocks to skip: leave it out.")
     importlib.import_module("models.timm_models").check_drop_path(part["timm_name"], rate)
+
+
+def _adapt_weights(description: dict[str, Any], tensors: StateDict) -> StateDict:
+    """Return the tensors of the described network for its image size, from those of another; or them, if that fails."""
+    from models.timm_models import adapt_weights
+
+    adapted: StateDict = {}
+    for prefix, part in _parts(description).items():
+        own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+        if part["timm_name"] is not None:
+            own = adapt_weights(part["timm_name"], part["image_size"], own)
+        adapted |= {prefix + key: tensor for key, tensor in own.items()}
+    return adapted
 
 
 def _create_pretrained(part: dict[str, Any], create: Callable[..., nn.Module], notes: list[str]) -> nn.Module:

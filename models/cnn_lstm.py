@@ -32,6 +32,10 @@ class CNNLSTM(nn.Module):
         self.dropout = nn.Dropout(DROPOUT)
         self.head = nn.Linear(2 * HIDDEN_SIZE, num_classes)
 
+    def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        """Return which parameters are in one layer, as timm's models do."""
+        return {"blocks": r"^blocks\.(\d+)"}
+
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Map images `[B, 3, H, W]` to logits `[B, num_classes]`."""
         columns = self.blocks(images).mean(dim=2).transpose(1, 2)  # [B, columns, 128]

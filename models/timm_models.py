@@ -15,6 +15,7 @@ from timm.layers import DropPath
 from torch import nn
 
 from models.errors import UserError, nearest
+from models.image_size import as_names
 
 HUB_TIMEOUT_SECONDS = 5.0
 
@@ -71,8 +72,7 @@ def create(
     if timm_name is None:
         raise ValueError("a timm model needs its timm_name")
     check_timm_name(timm_name)
-    config = timm.get_pretrained_cfg(timm_name)
-    options: dict[str, Any] = {"img_size": image_size} if config and config.fixed_input_size else {}
+    options = _size_option(timm_name, image_size)
     if drop_path:
         options["drop_path_rate"] = drop_path
     if not pretrained:
@@ -85,6 +85,40 @@ def create(
         if isinstance(error, LocalEntryNotFoundError):
             reason = f"{huggingface_hub.constants.ENDPOINT} cannot be reached, and they are not in its local cache"
         raise UserError(f"the pretrained weights of timm's {timm_name} could not be loaded: {reason}") from error
+
+
+def adapt_weights(timm_name: str, image_size: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a network's tensors for an image size, from those of another size, as timm adapts published weights.
+
+    timm resamples position embeddings, and sums or repeats a stem's weights for another number of channels.
+
+    Args:
+        timm_name: the network.
+        image_size: in pixels.
+        tensors: its whole state dict at another size, with the head.
+
+    Returns:
+        The adapted state dict; `tensors` if they cannot be adapted, because they are of another network.
+    """
+    config: Any = timm.get_pretrained_cfg(timm_name)
+    try:
+        head, stem = (f"{as_names(name)[0]}.weight" for name in (config.classifier, config.first_conv))
+        overlay = {
+            "state_dict": tensors,
+            "num_classes": len(tensors[head]),
+            "input_size": (tensors[stem].shape[1], *config.input_size[1:]),
+            "custom_load": False,
+            "label_offset": 0,
+        }
+        options = {"num_classes": overlay["num_classes"], "in_chans": 3, **_size_option(timm_name, image_size)}
+        return timm.create_model(timm_name, pretrained=True, pretrained_cfg_overlay=overlay, **options).state_dict()
+    except Exception:  # tensors of another network may end in anything: the caller says how they differ
+        return tensors
+
+
+def _size_option(timm_name: str, image_size: int) -> dict[str, Any]:
+    config = timm.get_pretrained_cfg(timm_name)
+    return {"img_size": image_size} if config and config.fixed_input_size else {}
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,14 @@ from models.weights_metadata import WrongMetadata, open_weights, read_facts
 StateDict = dict[str, torch.Tensor]
 
 
-def load_weights_file(module: nn.Module, path: str, *, model_type: str, heads: Iterable[str]) -> list[str]:
+def load_weights_file(
+    module: nn.Module,
+    path: str,
+    *,
+    model_type: str,
+    heads: Iterable[str],
+    adapt: Callable[[StateDict], StateDict],
+) -> list[str]:
     """Load a safetensors or `weights_only` file into `module`; a head of another class count stays as it is.
 
     Args:
@@ -27,6 +34,8 @@ def load_weights_file(module: nn.Module, path: str, *, model_type: str, heads: I
         path: the file.
         model_type: the model as the user typed it, for the messages.
         heads: names of the classifier's submodules.
+        adapt: returns the same network's tensors for `module`'s image size and channels, from those of another size; or
+            those that it is given, if they do not fit.
 
     Returns:
         Messages for the log, one line each.
@@ -42,6 +51,9 @@ def load_weights_file(module: nn.Module, path: str, *, model_type: str, heads: I
     _check_class_names(path, facts, {found for _, found in counts})
     replaced = sorted((found, wanted) for wanted, found in counts if found != wanted)
     left_out = {key for key in head_keys if key in tensors and _other_class_count(expected[key], tensors[key])}
+    resized = _other_shapes(expected, tensors, left_out)
+    if resized and tensors.keys() == expected.keys():
+        tensors = adapt(tensors)
     _check_same_network(path, model_type, expected, tensors, left_out)
     check_finite(path, tensors)
     module.load_state_dict({**expected, **{key: tensors[key] for key in expected.keys() - left_out}})
@@ -49,6 +61,10 @@ def load_weights_file(module: nn.Module, path: str, *, model_type: str, heads: I
     if replaced:
         found, wanted = replaced[0]
         notes.append(f"head replaced: {found} -> {wanted} classes, it starts from random weights")
+    if resized:
+        key, shape = next(iter(resized.items()))
+        more = f" and {len(resized) - 1} more" if len(resized) > 1 else ""
+        notes.append(f"adapted to this model's input: {key} {shape} -> {list(expected[key].shape)}{more}")
     return notes
 
 
@@ -136,9 +152,17 @@ def _check_same_network(
             f"weights file '{path}' is of another model than '{model_type}': {len(missing)} tensors missing, "
             f"{len(unexpected)} unexpected (first {', first '.join(firsts)})"
         )
-    for key, tensor in tensors.items():
-        if key not in left_out and tensor.shape != expected[key].shape:
-            raise UserError(
-                f"weights file '{path}' is of another model than '{model_type}': {key!r} is "
-                f"{list(tensor.shape)} there, {list(expected[key].shape)} here"
-            )
+    for key, shape in _other_shapes(expected, tensors, left_out).items():
+        raise UserError(
+            f"weights file '{path}' is of another model than '{model_type}': {key!r} is "
+            f"{shape} there, {list(expected[key].shape)} here"
+        )
+
+
+def _other_shapes(expected: StateDict, tensors: StateDict, left_out: set[str]) -> dict[str, list[int]]:
+    """Return the shapes in a file, by name, that are not those of the network."""
+    return {
+        key: list(tensor.shape)
+        for key, tensor in tensors.items()
+        if key in expected and key not in left_out and tensor.shape != expected[key].shape
+    }

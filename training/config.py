@@ -20,6 +20,7 @@ from training.data import BAD_IMAGES_USAGE, DATASETS, DECODERS, bad_image_share
 from training.data.augmentations import AUGMENTATION_NAMES, CROP_RATIO, CROP_SCALE, RANDAUGMENT, augmentation_of
 from training.errors import UserError, shown, unknown_name
 from training.parallel.strategies import STRATEGIES
+from training.recipe import TUNE_USAGE, read_tune
 from training.recipe.class_weights import USAGE as CLASS_WEIGHTS_USAGE
 from training.recipe.class_weights import given_weights
 from training.recipe.rules import (
@@ -74,6 +75,11 @@ class TrainConfig:
     # Model.
     pretrained: bool = option(False, "Start from the model's published weights (needs a network or a warm cache).")
     weights: str = option("", "Start from this local file: safetensors, or a pickle of plain tensors.")
+    tune: str = option(
+        "full",
+        f"What is trained of a model with trained weights: {TUNE_USAGE} (the last N layers; adapters of rank R). "
+        "The head always is; all else keeps its weights.",
+    )
     ensemble_members: str = option(
         "mobilenet,efficientnet,vgg", f"Members of --model-type ensemble, comma-separated; at most {MOST_MEMBERS}."
     )
@@ -378,6 +384,12 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
         raise UserError(f"{label_of['whitened_stem']} would replace weights that are loaded: leave it out.")
     if config.weights and config.pretrained:
         raise UserError(f"{label_of['weights']} and {label_of['pretrained']} exclude each other: give one of them.")
+    has_weights = config.weights or config.pretrained or model_spec(config.model_type).always_pretrained
+    if read_tune(config.tune)[0] != "full" and not has_weights and config.resume in ("never", "auto"):
+        raise UserError(
+            f"{label_of['tune']} {config.tune}: what is not trained would keep random weights: "
+            f"add {label_of['pretrained']}, or {label_of['weights']} FILE."
+        )
     return config
 
 

@@ -16,6 +16,7 @@ from models import model_spec
 from models.build import BuiltModel
 from models.weights_file import not_finite
 from training.checkpoint.best_weights import bring_along, write_best
+from training.checkpoint.frozen import FrozenWeights, keep_frozen
 from training.checkpoint.other_epochs import before_decay, note_other_epochs
 from training.checkpoint.resume import (
     FIRST_START,
@@ -62,18 +63,20 @@ from training.parallel.compiled_code import CompiledCode
 from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
 from training.parallel.engine import EngineSetup
 from training.parallel.model import build_training_model
-from training.parallel.parameter_shards import gather_weights
+from training.parallel.parameter_shards import frozen_parameters, gather_weights
 from training.parallel.precision import resolve_precision
 from training.parallel.preserved_process import preserved_process
 from training.parallel.signals import StopRequest, exit_code_of
 from training.parallel.strategies import plan_of
 from training.parallel.world import World, start_world, stop_world
+from training.recipe import read_tune
 from training.recipe.divergence import find_divergence
 from training.recipe.freezing import BackboneFreezer
 from training.recipe.loss import Loss, build_loss
 from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.recipe.optimizer import build_optimizer
 from training.recipe.schedule import Schedule, build_schedule
+from training.recipe.tuning import Adapters
 from training.recipe.weight_average import WeightAverages
 from training.state import Progress, TrainContext, TrainState
 
@@ -147,7 +150,9 @@ class RunContext:
         head_epochs: epochs in which only the head is trained.
         state: model, optimizer and position.
         averages: of the weights over the steps.
-        freezer: freezes the backbone.
+        freezer: freezes what does not learn in an epoch.
+        adapters: of the model, to be merged into its weights.
+        frozen: the file of weights that are not trained; None if all are.
         flops: counts the model's operations, on rank 0.
         loggers: none on ranks other than 0.
         found: the checkpoint to resume from, None for a fresh start.
@@ -171,6 +176,8 @@ class RunContext:
     state: TrainState
     averages: WeightAverages
     freezer: BackboneFreezer
+    adapters: Adapters
+    frozen: FrozenWeights | None
     flops: TrainingFlops | None
     loggers: Loggers
     found: FoundCheckpoint | None
@@ -236,7 +243,8 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
     if world.is_main:
         facts = describe_run(world, precision, data, built)
         loggers = open_loggers(config, folder, facts, dict(setup.deepspeed_config), first_step)
-    freezer = BackboneFreezer(built.module, built.head_parameter_names)
+    freezer, adapters = BackboneFreezer(built.module, built.head_parameter_names), Adapters(built.module)
+    frozen = agreed(lambda: _keep_frozen(config, built, folder, found, world), world)
     compiled_code = None
     if compiles:
         recipe = (built.description, config.batch_size, precision, config.strategy, engine_name)
@@ -260,6 +268,8 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
         state=TrainState(engine, ScoreSums(len(data.class_names), world.device), Progress()),
         averages=WeightAverages(engine, config.ema, config.lookahead, plan.steps_per_epoch),
         freezer=freezer,
+        adapters=adapters,
+        frozen=frozen,
         flops=flops,
         loggers=loggers,
         found=found,
@@ -311,9 +321,19 @@ def _set_up_engine(
     return setup, name
 
 
+def _keep_frozen(
+    config: TrainConfig, built: BuiltModel, folder: RunFolder, found: FoundCheckpoint | None, world: World
+) -> FrozenWeights | None:
+    """Write the weights that fine-tuning leaves alone beside the checkpoints, which then do not contain them."""
+    if read_tune(config.tune)[0] == "full":
+        return None
+    return keep_frozen(folder.checkpoints, frozen_parameters(built.module), found, is_main=world.is_main)
+
+
 def _head_epochs(config: TrainConfig) -> int:
-    """Return the epochs in which only the head is trained."""
-    return config.head_epochs if model_spec(config.model_type).always_pretrained else 0
+    """Return the epochs in which only the head is trained, before parts of the backbone."""
+    trains_backbone = read_tune(config.tune)[0] in ("full", "layers")
+    return config.head_epochs if trains_backbone and model_spec(config.model_type).always_pretrained else 0
 
 
 def train(context: RunContext, stop: StopRequest, start: RunStart = FIRST_START, deliver: Deliver | None = None) -> int:
@@ -352,11 +372,7 @@ def _train_and_evaluate(context: RunContext, loop: TrainContext, saver: Saver) -
     """Train and evaluate one epoch, or the part of it before a signal, and save; return the signal."""
     state, world, clock = context.state, context.world, loop.timing.clock
     engine, epoch = state.engine, state.progress.epoch
-    engine.module.train()
-    if epoch < context.head_epochs:
-        context.freezer.freeze()
-    else:
-        context.freezer.unfreeze()
+    context.freezer.start_epoch(only_head=epoch < context.head_epochs)
     only_evaluation_is_left = state.progress.step == context.plan.steps_per_epoch
     write_weights = None
     result = train_one_epoch(state, context.train_loader.epoch(epoch, state.progress.step), loop)
@@ -394,7 +410,7 @@ def _end_epoch(
     write_weights = None
     if diverged is None and scores.top1 > state.progress.best_top1:
         with clock.saving:
-            weights = gather_weights(state.engine, world)
+            weights = context.adapters.merge(gather_weights(state.engine, world))
             broken = error_on_any_rank(not_finite(weights), world)
         if broken is None:
             epoch = state.progress.epoch + 1
@@ -439,6 +455,7 @@ def _train_context(context: RunContext, stop: StopRequest, start: RunStart) -> T
         loggers,
         start.heartbeat,
         patience_s=SLOW_PHASE * config.hang_timeout,
+        frozen=context.frozen,
     )
     guard = NonFiniteGuard(
         state.engine,

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from models.build import BuiltModel
 from tests.recording import Recorder
 from tests.training.engine_ranks import CLASSES, configuration, make_engine, weights_of, whole_tensors
+from training.checkpoint.frozen import keep_frozen
 from training.checkpoint.resume import restore
 from training.checkpoint.saver import GIVE_UP_SECONDS, Saver
 from training.checkpoint.store import choose, find_candidates
@@ -35,12 +37,15 @@ from training.observe.step_metrics import Timing
 from training.parallel.collectives import barrier, broadcast_object
 from training.parallel.exchange import text
 from training.parallel.model_buffers import AVERAGE
+from training.parallel.parameter_shards import frozen_parameters
 from training.parallel.signals import StopRequest
 from training.parallel.strategies import STRATEGIES
 from training.parallel.world import World
+from training.recipe.freezing import BackboneFreezer
 from training.recipe.loss import build_loss
 from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.recipe.schedule import Schedule
+from training.recipe.tuning import tune
 from training.recipe.weight_average import EMA, SLOW_WEIGHTS, WeightAverages
 from training.state import Progress, TrainContext, TrainState
 
@@ -49,6 +54,7 @@ MICRO_BATCH = 4
 GLOBAL_BATCH = 16
 EPOCHS = 2
 RATE = 0.01
+HEAD = frozenset({"head.weight", "head.bias"})
 
 
 class DropoutNet(nn.Module):
@@ -124,6 +130,7 @@ class Job:
         is_frozen: bool = False,
         replicate_across: str = "none",
         is_averaged: bool = False,
+        tuning: str = "full",
     ) -> None:
         accumulation = GLOBAL_BATCH // (MICRO_BATCH * world.size)
         config = configuration(
@@ -145,6 +152,18 @@ class Job:
         if is_frozen:
             # Other values on each rank: rank 0's count.
             self.module.convolution.requires_grad_(False).weight += world.rank
+        self.folder, found, frozen = Path(folder), None, None
+        if resume != "never":
+            candidates, _ = find_candidates(resume, self.folder, is_restart=False)
+            found, self.refused = choose(candidates, world)
+            assert found is not None, self.refused
+        if tuning != "full":
+            tune(BuiltModel(self.module, {}, head_parameter_names=HEAD), tuning)
+            self.folder.mkdir(exist_ok=True)
+            parameters = frozen_parameters(self.module)
+            frozen = keep_frozen(self.folder, parameters, found, is_main=world.is_main)
+            barrier(world)
+        self.freezer = BackboneFreezer(self.module, HEAD)
         self.engine = make_engine(world, self.module, config, precision)
         plan = BatchPlan(SAMPLES, MICRO_BATCH, accumulation, world.size, seed=3)
         schedule = Schedule(RATE, total_steps=EPOCHS * plan.steps_per_epoch, warmup_steps=1, final_scale=0.1)
@@ -153,17 +172,14 @@ class Job:
         self.stop = StopRequest()
         self.state = TrainState(self.engine, ScoreSums(CLASSES, world.device), Progress())
         self.averages = WeightAverages(self.engine, 0.6, 2, plan.steps_per_epoch) if is_averaged else None
-        self.folder = Path(folder)
-        if resume != "never":
-            candidates, _ = find_candidates(resume, self.folder, is_restart=False)
-            found, self.refused = choose(candidates, world)
-            assert found is not None, self.refused
+        if found is not None:
             restore(found, self.state, world)
         report = HeartbeatWriter(None, world.rank, 0.0)
         self.clock_ahead_s = 0.0
         clock = lambda: time.monotonic() + self.clock_ahead_s  # noqa: E731
         identity = {"global batch": plan.global_batch}
-        self.saver = Saver(self.folder, identity, config, plan, self.state, world, loggers, report, 60.0, clock)
+        run = (identity, config, plan, self.state, world, loggers, report)
+        self.saver = Saver(self.folder, *run, 60.0, clock, frozen=frozen)
         guard = NonFiniteGuard(self.engine, world, loggers, most_bad_steps, name_of=lambda index: f"sample-{index}")
         self.context = TrainContext(
             world,
@@ -188,6 +204,7 @@ class Job:
         """Train to the end, averaging BatchNorm's buffers after each epoch as the real run does."""
         state = self.state
         for epoch in range(state.progress.epoch, EPOCHS):
+            self.freezer.start_epoch(only_head=False)
             train_one_epoch(state, self.loader.epoch(epoch, state.progress.step), self.context)
             self.engine.buffers.average(self.world)
             self.epoch_scores = state.sums.reduce(self.world)

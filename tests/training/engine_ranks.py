@@ -220,12 +220,12 @@ def train_blocks(world: World, strategy: str, engine: str, over_collectives: boo
     with without_shared_memory() if over_collectives else nullcontext():
         engine = make_engine(world, module, config)
     freezer = BackboneFreezer(module, {"head.weight", "head.bias"})
-    freezer.freeze()
+    freezer.start_epoch(only_head=True)
     losses = train_steps(world, engine, range(3), 2)
     with torch.no_grad():
         logits = engine.forward(make_batch(3, 0)[0])
     before = weights_of(engine)
-    freezer.unfreeze()
+    freezer.start_epoch(only_head=False)
     losses += train_steps(world, engine, range(3, 6), 2)
     result = {"losses": losses, "logits": logits.tolist(), "before": before, "weights": weights_of(engine)}
     engine.close()

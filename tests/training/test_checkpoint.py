@@ -169,6 +169,44 @@ def test_frozen_parameters_are_rank_0s_are_saved_and_come_back(strategy, engine,
     assert np.ptp(list(whole[0]["losses"].values())) > 0.01, "the head must have moved for this to mean anything"
 
 
+@pytest.fixture(scope="module")
+def tuned_runs(launches):
+    """{(strategy, engine): every rank's report of a run with adapters, of its resumption, and on one rank}."""
+    keys = [*product(("ddp", "fsdp_stage3"), ENGINES)]
+    folders = [launches.folder / f"tuned-{strategy}-{engine}" for strategy, engine in keys]
+    shared = [
+        {"strategy": strategy, "engine": engine, "tuning": "lora:2", "with_batchnorm": True}
+        for strategy, engine in keys
+    ]
+    whole = launches.run("train_whole", 2, [case | {"folder": str(f)} for case, f in zip(shared, folders, strict=True)])
+    places = [{"checkpoint": str(folder / MIDDLE), "folder": f"{folder}-resumed"} for folder in folders]
+    same = launches.run("resume_from", 2, [case | place for case, place in zip(shared, places, strict=True)])
+    native = [shared[keys.index((strategy, "native"))] for strategy, _ in keys]
+    alone = launches.run(
+        "resume_from", 1, [case | p | {"folder": f"{f}-1"} for case, p, f in zip(native, places, folders, strict=True)]
+    )
+    return dict(zip(keys, zip(whole, same, alone, strict=True), strict=True))
+
+
+@pytest.mark.parametrize(("strategy", "engine"), [*product(("ddp", "fsdp_stage3"), ENGINES)])
+def test_adapters_go_on_under_every_engine_and_all_else_stays(strategy, engine, tuned_runs, largest_difference):
+    whole, same, alone = tuned_runs[strategy, engine]
+    torch.manual_seed(0)
+    untouched = DropoutNet(with_batchnorm=True)
+    kept = {
+        name.replace("convolution.", "convolution.base_layer."): tensor.double().tolist()
+        for name, tensor in untouched.state_dict().items()
+        if not name.startswith("head")
+    }
+    for report in (*whole, *same, *alone):
+        assert {name: report["weights"][name] for name in kept} == kept
+    for expected, resumed in zip(whole, same, strict=True):
+        assert resumed["weights"] == expected["weights"]
+        assert resumed["losses"] == {step: loss for step, loss in expected["losses"].items() if int(step) > 2}
+    assert np.any(whole[0]["weights"]["convolution.lora_B.default.weight"])
+    assert largest_difference(alone[0]["weights"], whole[0]["weights"]) <= (0 if engine == "native" else 1e-5)
+
+
 @pytest.mark.parametrize(
     ("strategy", "replicate_across"), [("ddp", "none"), *product(("fsdp_stage2", "fsdp_stage3"), ("none", "nodes"))]
 )

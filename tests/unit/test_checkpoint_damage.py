@@ -84,10 +84,10 @@ def test_no_flipped_bit_of_a_shard_passes(tmp_path):
         position = chance.randrange(facts[rank].bytes)
         flip(shard, position)
         with pytest.raises(DamagedCheckpoint, match=shard.name):
-            verify_shard(path, rank, facts[rank])
+            verify_shard(shard, facts[rank])
         flip(shard, position)
     for rank in range(2):
-        verify_shard(path, rank, facts[rank])
+        verify_shard(path / shard_name(rank), facts[rank])
 
 
 def test_no_flipped_bit_of_a_manifest_changes_what_is_read(tmp_path):

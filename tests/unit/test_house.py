@@ -15,6 +15,7 @@ PACKAGES = ("models", "training", "launch", "delivery", "planning", "scripts")
 OWNERS = {
     "pickle": {"models/weights_file.py"},  # the name of an error alone
     "deepspeed": {"training/parallel/deepspeed_engine.py"},
+    "peft": {"training/recipe/tuning.py"},
     "torch.utils.tensorboard": {"training/observe/loggers/tensorboard.py"},
     "onnx": {f"delivery/export/{name}.py" for name in ("int8", "onnx_format")},
     "onnxruntime": {f"delivery/export/{name}.py" for name in ("int8", "onnx_format")},

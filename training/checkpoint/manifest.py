@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,7 @@ class Manifest:
         loss_scale: state of the dynamic loss scale, None unless fp16.
         parameters: shape of every parameter.
         shards: one entry per rank.
+        frozen: of the file of weights that are not trained, None if they are in the shards.
     """
 
     progress: Progress
@@ -60,11 +62,17 @@ class Manifest:
     loss_scale: dict[str, float] | None
     parameters: dict[str, list[int]]
     shards: tuple[ShardFacts, ...]
+    frozen: ShardFacts | None = None
 
 
 def shard_name(rank: int) -> str:
     """Return the name of a rank's file."""
     return f"shard-{rank:05d}.safetensors"
+
+
+def frozen_name(facts: ShardFacts) -> str:
+    """Return the name of the file of frozen weights, which lies beside the checkpoints that need it."""
+    return f"frozen-{facts.sha256[:16]}.safetensors"
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -139,8 +147,22 @@ def _parse(content: dict[str, Any]) -> Manifest:
         parameters={
             name: [_count(size, f"shape of {name}") for size in shape] for name, shape in content["parameters"].items()
         },
-        shards=tuple(ShardFacts(_count(shard["bytes"], "bytes"), str(shard["sha256"])) for shard in shards),
+        shards=tuple(map(_shard_facts, shards)),
+        frozen=_frozen_facts(content.get("frozen")),
     )
+
+
+def _shard_facts(shard: dict[str, Any]) -> ShardFacts:
+    return ShardFacts(_count(shard["bytes"], "bytes"), str(shard["sha256"]))
+
+
+def _frozen_facts(file: dict[str, Any] | None) -> ShardFacts | None:
+    """Return the facts of a file whose name is made from its hash, which therefore must be one."""
+    if file is None:
+        return None
+    if not re.fullmatch(r"[0-9a-f]{64}", file["sha256"]):
+        raise ValueError("sha256")
+    return _shard_facts(file)
 
 
 def _count(value: Any, name: str) -> int:

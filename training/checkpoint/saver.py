@@ -13,6 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from training.checkpoint.frozen import FrozenWeights
 from training.checkpoint.manifest import Manifest, ShardFacts, shard_name
 from training.checkpoint.shards import Snapshot, write_shard
 from training.checkpoint.store import checkpoint_name, commit, discard, temporary_folder
@@ -61,6 +62,7 @@ class Saver:
         patience_s: seconds that training may wait for a save before the rank counts as hung.
         clock: returns seconds that never go back.
         sleep: waits for so many seconds.
+        frozen: the file of weights that are not trained, None if the shards contain them.
     """
 
     def __init__(
@@ -76,10 +78,13 @@ class Saver:
         patience_s: float,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        *,
+        frozen: FrozenWeights | None = None,
     ) -> None:
         self._folder, self._identity, self._config, self._plan = folder, identity, config, plan
         self._state, self._world, self._loggers, self._heartbeat = state, world, loggers, heartbeat
         self._patience_s, self._clock, self._sleep = patience_s, clock, sleep
+        self._frozen = frozen
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._running: _Save | None = None
@@ -128,8 +133,9 @@ class Saver:
             "applied_steps": state.applied_steps,
             "loss_scale": engine.loss_scale.state() if engine.loss_scale else None,
             "parameters": {name: list(shape) for name, shape in state.shapes.items()},
+            "frozen": self._frozen.facts if self._frozen else None,
         }
-        self._snapshot.take(state, self._state.sums.state())
+        self._snapshot.take(state, self._state.sums.state(), self._frozen.names if self._frozen else ())
         save = self._running = _Save(
             checkpoint_name(progress),
             position=self._plan.position(progress),

@@ -5,6 +5,8 @@ A rank stores its shards of the parameters, without any communication: shard num
 engine, strategy and number of ranks can read them; a shard of a frozen parameter has no moments, and where several
 rules update the model, the metadata names those of each shard. The module's buffers are `buffer/<name>` [n, ...] in the
 n versions that the rank has, because BatchNorm's statistics differ between evaluations.
+
+A fine-tuning run writes the weights that it does not train once, into a file of the same kind beside its checkpoints.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +25,14 @@ from safetensors.torch import save_file
 from models.weights_metadata import METADATA_KEY
 from training.checkpoint.atomic_write import sync_to_disk
 from training.checkpoint.format_1 import FlatPlace, is_format_1, shards_of_format_1
-from training.checkpoint.manifest import DamagedCheckpoint, Manifest, ShardFacts, file_size, shard_name
+from training.checkpoint.manifest import (
+    DamagedCheckpoint,
+    Manifest,
+    ShardFacts,
+    file_size,
+    frozen_name,
+    shard_name,
+)
 from training.errors import one_line
 from training.parallel.parameter_shards import WEIGHTS, EngineState, ParameterShard, index_of
 
@@ -39,17 +48,17 @@ class Snapshot:
         self.layout: dict[str, Any] = {}
         self._copied: torch.cuda.Event | None = None
 
-    def take(self, state: EngineState, epoch_sums: torch.Tensor) -> None:
+    def take(self, state: EngineState, epoch_sums: torch.Tensor, left_out: Collection[str] = ()) -> None:
         """Copy the current state; on a GPU the copies are queued, before the next step changes the state.
 
         Args:
             state: of the engine.
             epoch_sums: what `ScoreSums.state` returned, float64 [4].
+            left_out: names of the parameters that are in the file of frozen weights.
         """
+        shards = [shard for shard in state.shards if shard.name not in left_out]
         sources = {
-            f"{kind}.{number}": tensor
-            for number, shard in enumerate(state.shards)
-            for kind, tensor in shard.tensors.items()
+            f"{kind}.{number}": tensor for number, shard in enumerate(shards) for kind, tensor in shard.tensors.items()
         }
         sources |= {BUFFER_PREFIX + name: buffer for name, buffer in state.buffers.items()}
         sources[EPOCH_SUMS] = epoch_sums
@@ -58,7 +67,7 @@ class Snapshot:
             self._copied = torch.cuda.current_stream(epoch_sums.device).record_event()
         self.layout = {
             "moments": sorted(state.moment_kinds),
-            "shards": [[shard.name, list(shard.offsets), *_own_moments(shard, state)] for shard in state.shards],
+            "shards": [[shard.name, list(shard.offsets), *_own_moments(shard, state)] for shard in shards],
         }
 
     def wait(self) -> None:
@@ -92,13 +101,28 @@ def write_shard(path: Path, snapshot: Snapshot) -> ShardFacts:
     return ShardFacts(path.stat().st_size, _sha256(path))
 
 
-def verify_shard(folder: Path, rank: int, facts: ShardFacts) -> None:
+def write_frozen(path: Path, parameters: Mapping[str, torch.Tensor]) -> ShardFacts:
+    """Write frozen weights, on any device, as shards without moments, and wait until they are on the disk.
+
+    Raises:
+        OSError, SafetensorError: if that fails.
+    """
+    tensors = {
+        f"{WEIGHTS}.{number}": parameter.detach().cpu().contiguous()
+        for number, parameter in enumerate(parameters.values())
+    }
+    layout = {"moments": [], "shards": [[name, [0] * tensor.ndim] for name, tensor in parameters.items()]}
+    save_file(tensors, path, metadata={METADATA_KEY: json.dumps(layout)})
+    sync_to_disk(path)
+    return ShardFacts(path.stat().st_size, _sha256(path))
+
+
+def verify_shard(path: Path, facts: ShardFacts) -> None:
     """Compare a file with its entry in the manifest.
 
     Raises:
         DamagedCheckpoint: if it is missing, or has another size or sha256.
     """
-    path = folder / shard_name(rank)
     try:
         size = file_size(path)
         if size != facts.bytes:
@@ -146,12 +170,17 @@ class CheckpointReader:
         self.frozen: set[str] = set()
         self._shards: dict[str, list[_StoredShard]] = {name: [] for name in self.shapes}
         try:
-            self._files = [safe_open(folder / shard_name(rank), "pt") for rank in range(len(manifest.shards))]
+            paths = [folder / shard_name(rank) for rank in range(len(manifest.shards))]
+            if manifest.frozen is not None:  # as the file of one rank more
+                paths.append(folder.parent / frozen_name(manifest.frozen))
+            self._files = [safe_open(path, "pt") for path in paths]
+            self._ranks = len(manifest.shards)
             layouts = [json.loads(file.metadata()[METADATA_KEY]) for file in self._files]
             self.moment_kinds: list[str] = layouts[0]["moments"]
             self._is_format_1 = is_format_1(layouts[0])
             for rank, layout in enumerate(layouts):
-                if layout["moments"] != self.moment_kinds or any(type(kind) is not str for kind in self.moment_kinds):
+                kinds = self.moment_kinds if rank < self._ranks else []
+                if layout["moments"] != kinds or any(type(kind) is not str for kind in kinds):
                     raise ValueError(f"rank {rank} has other moments than rank 0")
                 (self._note_format_1 if self._is_format_1 else self._note_shards)(rank, layout)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -215,21 +244,22 @@ class CheckpointReader:
             if len(saved) == world_size * versions:
                 result[name] = saved[rank * versions : (rank + 1) * versions]
             else:
-                # Counters, such as BatchNorm's number of batches, are the same on all ranks.
-                mean = saved.mean(0, keepdim=True) if saved.is_floating_point() else saved[:1]
-                result[name] = mean.expand(versions, *mean.shape[1:])
+                # Counters and the statistics of frozen layers are the same on all ranks: no mean may round them.
+                mean = saved.mean(0) if saved.is_floating_point() else saved[0]
+                mean = torch.where((saved == saved[0]).all(0), saved[0], mean)
+                result[name] = mean.expand(versions, *mean.shape)
         return result
 
     def all_buffers(self) -> dict[str, torch.Tensor]:
         """Return all versions of the buffers, in the order of the ranks: name -> [n, ...]."""
-        every = [self._buffers_of(rank) for rank in range(len(self._files))]
+        every = [self._buffers_of(rank) for rank in range(self._ranks)]
         return {name: torch.cat([buffers[name] for buffers in every]) for name in every[0]}
 
     def epoch_sums(self, rank: int, world_size: int) -> torch.Tensor:
         """Return a rank's share of the epoch's sums so far: its own, or all of them on rank 0."""
-        if world_size == len(self._files):
+        if world_size == self._ranks:
             return self._files[rank].get_tensor(EPOCH_SUMS)
-        total = torch.stack([file.get_tensor(EPOCH_SUMS) for file in self._files]).sum(0)
+        total = torch.stack([file.get_tensor(EPOCH_SUMS) for file in self._files[: self._ranks]]).sum(0)
         return total if rank == 0 else torch.zeros_like(total)
 
     def assemble(self, kind: str, name: str) -> torch.Tensor:

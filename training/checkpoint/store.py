@@ -16,7 +16,9 @@ from training.checkpoint.manifest import (
     DamagedCheckpoint,
     Manifest,
     file_size,
+    frozen_name,
     read_manifest,
+    shard_name,
     write_manifest,
 )
 from training.checkpoint.shards import verify_shard
@@ -127,8 +129,11 @@ def choose(candidates: list[Path], world: World) -> tuple[FoundCheckpoint | None
         error, manifest = None, None
         try:
             manifest = read_manifest(path)
-            for rank in range(world.rank, len(manifest.shards), world.size):
-                verify_shard(path, rank, manifest.shards[rank])
+            files = [(path / shard_name(rank), facts) for rank, facts in enumerate(manifest.shards)]
+            if manifest.frozen is not None:
+                files.append((path.parent / frozen_name(manifest.frozen), manifest.frozen))
+            for file, facts in files[world.rank :: world.size]:
+                verify_shard(file, facts)
         except DamagedCheckpoint as damage:
             error = str(damage)
         error = error_on_any_rank(error, world)

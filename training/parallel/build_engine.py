@@ -63,7 +63,7 @@ def resolve_engine(
         _check_torch(plan, module)
     if engine != "auto":
         return engine
-    parameters = sum(parameter.numel() for parameter in module.parameters())
+    parameters = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     fits = plan.zero_stage == 1 or parameters <= plan.bucket_elements
     return "native" if fits and device.type == "cpu" and not needs_deepspeed else "deepspeed"
 

@@ -14,6 +14,7 @@ from training.parallel.activation_checkpointing import enable_activation_checkpo
 from training.parallel.batchnorm import synchronize_batchnorm
 from training.parallel.collectives import agreed
 from training.parallel.world import World
+from training.recipe.tuning import tune
 from training.recipe.whitening import whiten_stem
 
 
@@ -37,7 +38,7 @@ def build_training_model(
     def build() -> BuiltModel:
         # The same seed on every rank: all have the same initial weights.
         torch.manual_seed(config.seed)
-        return build_model(
+        built = build_model(
             config.model_type,
             num_classes=len(data.class_names),
             image_size=data.preprocessing["image_size"],
@@ -48,6 +49,7 @@ def build_training_model(
             keep_stem=config.stem == "keep",
             drop_path=config.drop_path,
         )
+        return tune(built, config.tune)
 
     # One rank per machine goes first and downloads hub weights; the others then find them in the cache.
     built = agreed(lambda: build() if world.local_rank == 0 else None, world)

@@ -126,7 +126,8 @@ class ModelBuffers:
     def average(self, world: World) -> None:
         """Replace every floating-point buffer, and running average, by its mean over all leaves; a collective.
 
-        They are added in the order of the leaves, so that the number of ranks changes no digit.
+        They are added in the order of the leaves, so that the number of ranks changes no digit. What is the same in all
+        versions stays as it is, as the statistics of frozen layers: a third of three times a number may be another one.
         """
         self._store()
         for rows in (*self._rows, *self._averages):
@@ -135,7 +136,7 @@ class ModelBuffers:
                 mean = every[0].clone()
                 for row in every[1:]:
                     mean += row
-                rows.copy_(mean.div_(len(every)))
+                rows.copy_(torch.where((every == every[0]).all(0), every[0], mean.div_(len(every))))
         self._load()
 
     def _views(self, every: list[torch.Tensor]) -> dict[str, torch.Tensor]:

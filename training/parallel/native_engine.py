@@ -26,6 +26,7 @@ from training.parallel.compilation import compile_mode
 from training.parallel.engine import Engine, EngineSetup, StepResult, Updates
 from training.parallel.model_buffers import ModelBuffers
 from training.parallel.parameter_shards import (
+    CONVOLUTION_DIMENSIONS,
     WEIGHTS,
     EngineState,
     fill_shards,
@@ -54,6 +55,9 @@ class NativeEngine(Engine):
         self._accumulation_steps, self._releases = setup.accumulation_steps, setup.plan.releases_weights
         tree = StepTree(self._world.size, self._accumulation_steps)
         self.buffers = ModelBuffers(self.module, versions=self._accumulation_steps)
+        for parameter in frozen_parameters(self.module).values():
+            if parameter.ndim == CONVOLUTION_DIMENSIONS:
+                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         self._micro_steps = 0
         self._buckets = make_buckets(self.module, self.optimizer, self._world, tree, releasable=self._releases)
         self._order = BackwardOrder(self.module, self._buckets)

@@ -1,0 +1,312 @@
+"""Fine-tuning: what is trained, adapters against timm and peft, what a checkpoint holds, and going on from one."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from timm.layers import resample_abs_pos_embed
+from timm.models import adapt_input_conv
+from torch import nn
+
+from models.build import BuiltModel, build_model
+from training.checkpoint.manifest import frozen_name, read_manifest
+from training.config import FLAG_OF, TrainConfig, check_config
+from training.errors import UserError
+from training.parallel.model_buffers import ModelBuffers
+from training.parallel.world import World
+from training.recipe import read_tune
+from training.recipe.freezing import BackboneFreezer
+from training.recipe.optimizer import build_optimizer
+from training.recipe.tuning import Adapters, tune
+from training.run import run
+
+IMAGE_SIZE = 32
+ADAPTED = (  # with an example of a layer that has an adapter
+    ("vit_tiny_patch16_224", "blocks.3.attn.qkv"),
+    ("mobilenetv3_small_100", "blocks.4.0.conv_pw"),
+    ("tf_mobilenetv3_small_minimal_100", "conv_stem"),  # "same" padding
+    ("resnet18", "layer4.0.conv1"),
+    ("convnext_atto", "stages.2.blocks.0.mlp.fc1"),
+)
+
+
+def built(model_type: str, word: str = "full", seed: int = 0) -> BuiltModel:
+    torch.manual_seed(seed)
+    return tune(build_model(model_type, num_classes=5, image_size=IMAGE_SIZE), word)
+
+
+def trained(module: nn.Module) -> set[str]:
+    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def of_parts(module: nn.Module, *prefixes: str) -> set[str]:
+    return {name for name, _ in module.named_parameters() if name.startswith(prefixes)}
+
+
+# --- the words -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "meaning"),
+    [("full", ("full", 0)), ("head", ("head", 0)), ("layers:2", ("layers", 2)), ("lora:8", ("lora", 8))],
+)
+def test_words(word, meaning):
+    assert read_tune(word) == meaning
+
+
+@pytest.mark.parametrize(
+    "word", ["", "heads", "head:1", "layers", "layers:", "layers:0", "lora:-1", "lora:1000", "lora:8:9"]
+)
+def test_other_words_are_refused_in_one_line(word):
+    with pytest.raises(UserError, match=r"^--tune .*: expected full, head, layers:N, lora:R, such as lora:8"):
+        check_config(TrainConfig(tune=word, weights="w"), FLAG_OF)
+
+
+def test_random_weights_are_not_kept():
+    with pytest.raises(UserError, match=r"--tune head: .* random weights: add --pretrained, or --weights FILE"):
+        check_config(TrainConfig(tune="head"), FLAG_OF)
+    for changes in ({"weights": "w"}, {"pretrained": True}, {"model_type": "mobilenet_finetuned"}, {"resume": "must"}):
+        check_config(TrainConfig(tune="head", **changes), FLAG_OF)
+
+
+# --- what is trained -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "word", "prefixes"),
+    [
+        ("basic_cnn", "head", ["head."]),
+        ("basic_cnn", "layers:1", ["head.", "blocks.2."]),
+        ("cnn_lstm", "layers:2", ["head.", "lstm.", "blocks.3."]),
+        ("mobilenet", "layers:2", ["classifier.", "conv_head.", "blocks.5."]),
+        ("timm:resnet18", "layers:2", ["fc.", "layer4."]),
+        ("timm:vit_tiny_patch16_224", "layers:2", ["head.", "norm.", "blocks.10.", "blocks.11."]),
+        ("timm:vit_tiny_patch16_224", "full", [""]),
+    ],
+)
+def test_the_head_and_the_last_layers_are_trained(model_type, word, prefixes):
+    model = built(model_type, word)
+    assert trained(model.module) == of_parts(model.module, *prefixes)
+    if word != "full":
+        assert model.notes[-1].startswith(f"--tune {word}: ")
+
+
+def test_layers_of_an_ensemble_are_those_of_each_member():
+    model = build_model("ensemble", num_classes=5, image_size=IMAGE_SIZE, members=("basic_cnn", "cnn_lstm"))
+    tune(model, "layers:1")
+    expected = ("members.0.head.", "members.0.blocks.2.", "members.1.head.", "members.1.lstm.")
+    assert trained(model.module) == of_parts(model.module, *expected)
+
+
+def test_a_network_with_fewer_layers_or_an_unknown_head_is_refused():
+    with pytest.raises(UserError, match="--tune layers:4: there are 3 layers before the head: use --tune full"):
+        built("basic_cnn", "layers:4")
+    with pytest.raises(UserError, match="--tune head: it is not known which layer of this model is its head"):
+        tune(BuiltModel(nn.Linear(3, 2), {}), "head")
+    # The second one standardizes the weights of its convolutions.
+    for model_type, rank in (("basic_cnn", 999), ("timm:nf_resnet50", 1)):
+        with pytest.raises(
+            UserError, match=f"--tune lora:{rank}: no layer of this model takes an adapter of this rank"
+        ):
+            built(model_type, f"lora:{rank}")
+
+
+@pytest.mark.parametrize("word", ["head", "layers:1", "lora:2"])
+def test_frozen_batchnorms_keep_their_statistics_and_the_others_do_not(word):
+    model = built("basic_cnn", word)
+    model.module.blocks[0].append(nn.BatchNorm2d(32, affine=False))  # it has no parameter that could be frozen
+    freezer = BackboneFreezer(model.module, model.head_parameter_names)
+    freezer.start_epoch(only_head=False)
+    before = {name: buffer.clone() for name, buffer in model.module.named_buffers()}
+    model.module(torch.rand(4, 3, IMAGE_SIZE, IMAGE_SIZE))
+    changed = {name for name, buffer in model.module.named_buffers() if not torch.equal(buffer, before[name])}
+    last = {name for name in before if name.startswith("blocks.2.")}
+    assert changed == (last if word == "layers:1" else set())
+    freezer.start_epoch(only_head=True)
+    assert not any(child.training for child in model.module.modules() if isinstance(child, nn.BatchNorm2d))
+
+
+def test_statistics_that_are_the_same_everywhere_are_not_rounded_by_their_mean():
+    module = nn.BatchNorm2d(1000)
+    module.running_mean.copy_(torch.rand(1000, generator=torch.Generator().manual_seed(0)))
+    kept = module.running_mean.clone()
+    assert not torch.equal((kept + kept + kept) / 3, kept), "else this shows nothing"
+    buffers = ModelBuffers(module, versions=3)
+    buffers.average(World(0, 0, 1, 1, torch.device("cpu")))
+    assert torch.equal(module.running_mean, kept)
+
+
+def test_learning_rates_of_head_and_backbone():
+    config = TrainConfig(learning_rate=0.1)
+    for word, rates in (("head", {1.0}), ("layers:1", {1.0, 0.1}), ("full", {1.0, 0.1})):
+        model = built("basic_cnn", word)
+        optimizer = build_optimizer(model.module, config, model.head_parameter_names, discriminative=True)
+        assert {group["rate_scale"] for group in optimizer.param_groups} == rates
+        assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
+            id(p) for p in model.module.parameters() if p.requires_grad
+        }
+
+
+# --- adapters --------------------------------------------------------------------------------------------------
+
+
+def randomize_adapters(module: nn.Module) -> None:
+    """Give B, which begins with zeros, other values."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in module.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1, generator=generator)
+
+
+@pytest.mark.parametrize(("name", "layer"), ADAPTED)
+def test_merged_weights_compute_the_same_in_plain_timm(name, layer):
+    model = built(f"timm:{name}", "lora:2")
+    images = torch.rand(2, 3, IMAGE_SIZE, IMAGE_SIZE)
+    size = {"img_size": IMAGE_SIZE} if timm.get_pretrained_cfg(name).fixed_input_size else {}
+    plain = timm.create_model(name, num_classes=5, **size).eval()
+    names = plain.state_dict().keys()
+    begin = Adapters(model.module).merge(model.module.state_dict())
+    randomize_adapters(model.module)
+    merged = Adapters(model.module).merge({key: value.clone() for key, value in model.module.state_dict().items()})
+    assert merged.keys() == names
+    assert not torch.equal(merged[f"{layer}.weight"], begin[f"{layer}.weight"])
+    plain.load_state_dict(merged)
+    for convolution, (_, stride) in ((c, s) for c, s in model.description["stem_stride_changed"].items()):
+        plain.get_submodule(convolution).stride = (stride, stride)
+    with torch.no_grad():
+        ours, theirs = model.module.eval()(images), plain(images)
+        plain.load_state_dict(begin)
+        unadapted = plain(images)
+    effect = (ours - unadapted).abs().max()
+    assert effect > 0
+    assert (ours - theirs).abs().max() < 1e-3 * effect
+
+
+def test_merging_is_pefts_own():
+    from peft import LoraConfig, get_peft_model
+
+    theirs = get_peft_model(
+        build_model("basic_cnn", num_classes=5, image_size=IMAGE_SIZE).module,
+        LoraConfig(r=2, lora_alpha=2, target_modules=["blocks.1.0", "blocks.2.3"]),
+    )
+    randomize_adapters(theirs)
+    module = theirs.base_model.model
+    ours = Adapters(module).merge({name: tensor.clone() for name, tensor in module.state_dict().items()})
+    expected = theirs.merge_and_unload().state_dict()
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_adapters_are_small_and_all_else_but_the_head_is_frozen():
+    model = built("timm:vit_tiny_patch16_224", "lora:2")
+    adapters = {name for name, _ in model.module.named_parameters() if "lora_" in name}
+    assert trained(model.module) == adapters | model.head_parameter_names
+    sizes = {name: parameter.numel() for name, parameter in model.module.named_parameters()}
+    assert sum(sizes[name] for name in adapters) < 0.05 * sum(sizes.values())
+    # The layers whose adapter would not be smaller than they are have none: here the head alone.
+    assert {name.partition(".lora_A")[0] for name in adapters if "lora_A" in name} >= {
+        "patch_embed.proj",
+        "blocks.0.attn.qkv",
+    }
+
+
+# --- other image sizes and channels ----------------------------------------------------------------------------
+
+
+def test_position_embeddings_are_resampled_as_timm_does_it(tmp_path):
+    source = timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=64).state_dict()
+    save_file(source, tmp_path / "weights")
+    model = build_model("timm:vit_tiny_patch16_224", num_classes=3, image_size=32, weights=str(tmp_path / "weights"))
+    found = model.module.state_dict()
+    expected = resample_abs_pos_embed(source["pos_embed"], (2, 2), num_prefix_tokens=1)
+    torch.testing.assert_close(found["pos_embed"], expected)
+    others = found.keys() - {"pos_embed", *model.head_parameter_names}
+    assert all(torch.equal(found[name], source[name]) for name in others)
+    assert "adapted to this model's input: pos_embed [1, 17, 192] -> [1, 5, 192]" in model.notes
+    assert any("head replaced: 5 -> 3" in note for note in model.notes)
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_the_stem_of_other_channels_is_adapted_as_timm_does_it(tmp_path, channels):
+    source = timm.create_model("resnet18", num_classes=5, in_chans=channels).state_dict()
+    save_file(source, tmp_path / "weights")
+    model = build_model("timm:resnet18", num_classes=5, image_size=64, weights=str(tmp_path / "weights"))
+    expected = adapt_input_conv(3, source["conv1.weight"], base_chans=channels)
+    assert torch.equal(model.module.state_dict()["conv1.weight"], expected)
+
+
+def test_another_network_is_still_refused(tmp_path):
+    save_file(timm.create_model("vit_tiny_patch16_224", num_classes=5).state_dict(), tmp_path / "weights")
+    with pytest.raises(UserError, match="is of another model than 'timm:vit_small_patch16_224'"):
+        build_model("timm:vit_small_patch16_224", num_classes=5, image_size=32, weights=str(tmp_path / "weights"))
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """Weights of basic_cnn with 7 classes, whose statistics are not those that it begins with."""
+    torch.manual_seed(3)
+    module = build_model("basic_cnn", num_classes=7, image_size=16).module.train()
+    for _ in range(3):
+        module(torch.rand(8, 3, 16, 16))
+    path = tmp_path_factory.mktemp("source") / "weights.safetensors"
+    save_file(module.state_dict(), path)
+    return path
+
+
+def train(folder: Path, name: str, **changes) -> Path:
+    config = TrainConfig(
+        model_type="basic_cnn", data="fake", epochs=2, batch_size=128, image_size=16, log_dir=str(folder), run_name=name
+    )
+    quiet = {"progress": "off", "report": False, "tensorboard": False, "keep_last": 9}
+    assert run(dataclasses.replace(config, **quiet, **changes)) == 0
+    return folder / "runs" / name
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.mark.parametrize("word", ["head", "lora:2"])
+def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, logs, source, capsys):
+    name = word.replace(":", "-")
+    whole = train(logs, name, tune=word, weights=str(source))
+    before, after = load_file(source), load_file(whole / "model.safetensors")
+    assert after.keys() == before.keys()
+    changed = {key for key in after if not torch.equal(after[key], before[key])}
+    adapted = {f"blocks.{block}.{layer}.weight" for block in range(3) for layer in (0, 3)} if word != "head" else set()
+    assert changed == {"head.weight", "head.bias"} | adapted
+    build_model("basic_cnn", num_classes=10, image_size=16, weights=str(whole / "model.safetensors"))
+
+    checkpoint = whole / "checkpoints" / "step-00001-0000000"
+    facts = read_manifest(checkpoint).frozen
+    file = checkpoint.parent / frozen_name(facts)
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == facts.sha256
+    assert sum(path.stat().st_size for path in checkpoint.glob("shard*")) < file.stat().st_size / 4
+
+    # The starting weights do not matter any more: they are in the checkpoint's file.
+    resumed = train(logs, f"{name}-resumed", tune=word, resume=str(checkpoint))
+    for path in ("model.safetensors", "checkpoints/step-00002-0000000/shard-00000.safetensors"):
+        assert (resumed / path).read_bytes() == (whole / path).read_bytes()
+    with pytest.raises(AssertionError):
+        train(logs, f"{name}-other", tune="full", resume=str(checkpoint))
+    assert f"was made with --tune '{word}', this run has 'full'" in capsys.readouterr().err
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(AssertionError):
+        train(logs, f"{name}-damaged", tune=word, resume=str(checkpoint))
+    assert f"{file.name} is damaged: its sha256 does not match" in capsys.readouterr().err

@@ -1,0 +1,150 @@
+"""Fine-tuning: which parameters of a network are trained, and adapters beside those that are not."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from timm.layers import Conv2dSame
+from timm.models import group_parameters
+from timm.optim import auto_group_layers
+from torch import nn
+
+from models.build import BuiltModel
+from models.dry_run import without_data
+from models.ensemble import Ensemble
+from training.errors import UserError
+from training.recipe import read_tune
+from training.recipe.freezing import is_adapters
+
+# Layers whose output is linear in their weight as it is: others standardize it first, and a sum with an adapter's
+# weight would not give the sum of the outputs.
+ADAPTABLE = (nn.Linear, nn.Conv2d, Conv2dSame)
+
+
+def tune(built: BuiltModel, word: str) -> BuiltModel:
+    """Freeze what `--tune` does not train, and add adapters, in place.
+
+    Args:
+        built: the network with its trained weights, on the CPU.
+        word: 'full', 'head', 'layers:N' or 'lora:R'.
+
+    Returns:
+        The same with a note for the log.
+
+    Raises:
+        UserError: for a network whose head is not known, that has fewer layers, or no layer for an adapter.
+    """
+    kind, number = read_tune(word)
+    module, heads = built.module, built.head_parameter_names
+    if kind == "full":
+        return built
+    if not heads:
+        raise UserError(f"--tune {word}: it is not known which layer of this model is its head: use --tune full.")
+    trained = heads | (_last_layers(module, heads, number) if kind == "layers" else frozenset())
+    trained &= {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    # Adapters are added first: peft freezes all else, the head too.
+    adapted = _add_adapters(module, heads, number) if kind == "lora" else 0
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in trained or is_adapters(name))
+    count = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    share = count / sum(parameter.numel() for parameter in module.parameters())
+    beside = f", adapters of rank {number} beside {adapted} layers" if adapted else ""
+    note = f"--tune {word}: {count:,} parameters are trained, {share:.1%} of all{beside}"
+    return dataclasses.replace(built, notes=[*built.notes, note])
+
+
+def _last_layers(module: nn.Module, heads: Collection[str], count: int) -> frozenset[str]:
+    """Return the names of the parameters in the last layers before the head, of each member of an ensemble."""
+    if isinstance(module, Ensemble):
+        names: frozenset[str] = frozenset()
+        for prefix, member in ((f"members.{i}.", member) for i, member in enumerate(module.members)):
+            own_heads = {name.removeprefix(prefix) for name in heads if name.startswith(prefix)}
+            names |= {prefix + name for name in _last_layers(member, own_heads, count)}
+        return names
+    layers: dict[int, list[str]] = {}
+    for name, layer in layer_of_parameters(module).items():
+        if name not in heads:
+            layers.setdefault(layer, []).append(name)
+    if count > len(layers):
+        raise UserError(f"--tune layers:{count}: there are {len(layers)} layers before the head: use --tune full.")
+    return frozenset(name for layer in sorted(layers)[-count:] for name in layers[layer])
+
+
+def layer_of_parameters(module: nn.Module) -> dict[str, int]:
+    """Return the number of each parameter's layer, from the input on, as timm groups them for layer-wise decay."""
+    matcher: Any = getattr(module, "group_matcher", None)
+    return auto_group_layers(module) if matcher is None else group_parameters(module, matcher(), reverse=True)
+
+
+def _add_adapters(module: nn.Module, heads: Collection[str], rank: int) -> int:
+    """Add LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685) to all layers that are larger than their adapter.
+
+    W x becomes W x + B A x: A has `rank` rows and begins random, B begins with zeros.
+
+    Returns:
+        The number of these layers.
+
+    Raises:
+        UserError: without the package peft, or if there is no such layer.
+    """
+    names = [name for name, layer in _adaptable(module, rank) if f"{name}.weight" not in heads]
+    if not names:
+        raise UserError(
+            f"--tune lora:{rank}: no layer of this model takes an adapter of this rank: use another --tune."
+        )
+    try:
+        from peft import LoraConfig, inject_adapter_in_model  # it takes seconds to import
+    except ImportError as error:
+        raise UserError(f"--tune lora:{rank}: the package peft cannot be imported ({error}): run make setup.") from None
+    # A pattern: of a list of names, peft would also adapt every layer whose name ends like one of them.
+    pattern = "|".join(map(re.escape, names))
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=pattern), module)
+    return len(names)
+
+
+def _adaptable(module: nn.Module, rank: int) -> Iterator[tuple[str, nn.Module]]:
+    for name, layer in module.named_modules():
+        if type(layer) not in ADAPTABLE:
+            continue
+        assert isinstance(layer, nn.Linear | nn.Conv2d)
+        # peft adds no dilated adapter, and merges none of a grouped convolution.
+        is_plain = isinstance(layer, nn.Linear) or (
+            layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
+        )
+        weight = layer.weight
+        if is_plain and rank * (weight[0].numel() + len(weight)) < weight.numel():
+            yield name, layer
+
+
+class Adapters:
+    """The adapters of a network, none if it has none: what merges them into its weights.
+
+    Args:
+        module: the network, whole.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        names = {name.rpartition(".lora_A.")[0] for name, _ in module.named_parameters() if is_adapters(name)}
+        self._layers: Mapping[str, Any] = {
+            name: without_data(module.get_submodule(name)) for name in sorted(names - {""})
+        }
+
+    @torch.no_grad()
+    def merge(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the weights of the network without adapters that computes the same, under its names.
+
+        Args:
+            weights: all tensors of the network by name, in CPU memory; or none. Those that are merged into change.
+        """
+        merged = dict(weights)
+        for name, empty in self._layers.items() if weights else ():
+            layer = copy.deepcopy(empty)
+            layer.load_state_dict({key: merged.pop(f"{name}.{key}") for key in layer.state_dict()}, assign=True)
+            layer.merge()  # adds to the base layer's weight, which nothing else holds
+            merged |= {f"{name}.{key}": tensor for key, tensor in layer.get_base_layer().state_dict().items()}
+        return merged
