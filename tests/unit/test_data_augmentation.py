@@ -200,6 +200,18 @@ def test_flags_change_a_line_of_the_table():
         assert augmentation(augmentation=name) == line
 
 
+def test_crops_keep_to_the_ranges_of_the_flags(monkeypatch):
+    chosen = augmentation(augmentation="crop_flip", crop_scale="0.35,0.6", crop_ratio="1/2,2")
+    dataset = ImageDataset(ArraySource(IMAGES, torch.zeros(6)), PREPROCESSING, chosen)
+    boxes = []
+    monkeypatch.setattr(dataset.source, "read", lambda _, choose: boxes.append(choose(375, 500)) or IMAGES[0])
+    for draws in dataset.draws(0, np.arange(500)):
+        dataset.read(0, 0, draws)
+    heights, widths = np.array(boxes)[:, 2:].T
+    for values, low, high in ((heights * widths / (375 * 500), 0.35, 0.6), (widths / heights, 0.5, 2)):
+        assert (values.min(), values.max()) == pytest.approx((low, high), rel=0.05)
+
+
 def test_validation_images_stay_as_they_are():
     plain = load_data(DataOptions(augmentation="none"))
     changed = load_data(DataOptions(color_jitter=0.5, random_erasing=1.0, mirror="alternate", mixup=1.0))
