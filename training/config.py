@@ -18,6 +18,8 @@ from typing import Any, Literal, get_args, get_type_hints
 from models import LARGEST_IMAGE_SIZE, MODELS, MOST_MEMBERS, check_model_name, model_spec
 from training.data import BAD_IMAGES_USAGE, DATASETS, DECODERS, bad_image_share
 from training.data.augmentations import AUGMENTATION_NAMES, CROP_RATIO, CROP_SCALE, RANDAUGMENT, augmentation_of
+from training.data.image_sizes import USAGE as SIZE_USAGE
+from training.data.image_sizes import size_ramp
 from training.errors import UserError, shown, unknown_name
 from training.parallel.strategies import STRATEGIES
 from training.recipe import TUNE_USAGE, read_tune
@@ -219,6 +221,13 @@ class TrainConfig:
     image_size: int = option(
         0, "Side of the square images, in pixels; 0: the data set's own.", low=0, high=LARGEST_IMAGE_SIZE
     )
+    eval_image_size: int = option(
+        0, "Side of the validation images, at least --image-size; 0: --image-size.", low=0, high=LARGEST_IMAGE_SIZE
+    )
+    progressive_size: str = option(
+        "",
+        f"{SIZE_USAGE}: training images of LOW pixels up to epoch FIRST (from 0) that grow to --image-size until LAST.",
+    )
     augmentation: str = option("auto", f"Training augmentation: {', '.join(AUGMENTATION_NAMES)}.")
     randaugment: str = option(
         RANDAUGMENT, "timm's string for --augmentation randaugment: m magnitude, n operations, mstd, inc1, ..."
@@ -348,6 +357,12 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     augmentation_of(config, default="crop_flip")
     bad_image_share(config.bad_images)
     given_weights(config.class_weights)
+    size_ramp(config.progressive_size)
+    if config.compile == "on" and (config.progressive_size or config.eval_image_size):
+        raise UserError(
+            f"{label_of['compile']} on: images of several sizes are not compiled, leave out "
+            f"{label_of['progressive_size']} and {label_of['eval_image_size']}."
+        )
     if config.class_weights != "none" and config.sampling == "balanced":
         raise UserError(
             f"{label_of['class_weights']} and {label_of['sampling']} balanced both make up for rare classes: "

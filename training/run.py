@@ -235,7 +235,7 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
         checkpoint, identity = found, _identity(data, built, plan)
         agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch), world)
         notes = [*notes, *note_other_epochs(config, found, plan, head_epochs)]
-    pixels = config.epochs * len(data.train) * data.preprocessing["image_size"] ** 2
+    pixels = config.epochs * len(data.train) * data.train.preprocessing["image_size"] ** 2
     compiles = resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, world)
     setup, engine_name = _set_up_engine(config, built, strategy_json, precision, world, compiles=compiles)
     first_step = plan.position(found.manifest.progress) if found else 0

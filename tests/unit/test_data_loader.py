@@ -67,9 +67,12 @@ def epoch_bytes(
     return found
 
 
-@pytest.mark.parametrize(("augmentation", "repeats"), [("crop_flip", 1), ("randaugment", 1), ("3augment", 3)])
-def test_same_bytes_for_any_ranks_accumulation_and_workers(folder, augmentation, repeats):
-    pair = load_folder(folder, augmentation=augmentation)
+@pytest.mark.parametrize(
+    ("augmentation", "repeats", "sizes"),
+    [("crop_flip", 1, "8:0:2"), ("randaugment", 1, ""), ("3augment", 3, "")],
+)
+def test_same_bytes_for_any_ranks_accumulation_and_workers(folder, augmentation, repeats, sizes):
+    pair = load_folder(folder, augmentation=augmentation, progressive_size=sizes)
     expected = epoch_bytes(pair, world=1, accumulation=1, workers=0, repeats=repeats)
     assert len(expected) == 64  # 60 images and 4 of padding
     for world, accumulation, workers in ((2, 1, 0), (8, 1, 0), (2, 2, 0), (1, 1, 2)):
@@ -77,9 +80,16 @@ def test_same_bytes_for_any_ranks_accumulation_and_workers(folder, augmentation,
     assert epoch_bytes(pair, 1, 1, 0, epoch=2, repeats=repeats) != expected
 
 
-@pytest.mark.parametrize("augmentation", ["shift_flip", "crop_flip", "randaugment"])
-def test_copies_of_a_sample_are_augmented_differently(augmentation):
-    pair = load_data(DataOptions(data="fake", image_size=24, augmentation=augmentation))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"augmentation": "shift_flip"},
+        {"augmentation": "crop_flip"},
+        {"augmentation": "trivialaugment", "crop_scale": "1,1", "crop_ratio": "1,1", "mirror": "off"},
+    ],
+)
+def test_copies_of_a_sample_are_augmented_differently(options):
+    pair = load_data(DataOptions(data="fake", image_size=24, **options))
     once, plan = train_loader(pair, len(pair.train)), BatchPlan(len(pair.train), 3, 1, 1, 0, repeats=3)
     copies = next(TrainLoader(pair, plan, 0).epoch(0))
     assert len(set(copies.indices.tolist())) == 1

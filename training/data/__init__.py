@@ -96,6 +96,8 @@ class DataOptions:
     data: str = "digits"
     val_fraction: float = 0.2
     image_size: int = 0
+    eval_image_size: int = 0
+    progressive_size: str = ""
     augmentation: str = "auto"
     randaugment: str = RANDAUGMENT
     crop_scale: str = CROP_SCALE

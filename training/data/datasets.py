@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from training.data.augment import CROP_DRAWS, BoxChooser, evaluation_geometry, r
 from training.data.augmentations import AUGMENTATIONS, Augmentation, augmentation_of
 from training.data.bad_images import bad_image_budget
 from training.data.batch_transforms import BatchTransforms
+from training.data.image_sizes import SizeRamp, size_ramp
 from training.data.mixing import Mixing
 from training.data.policies import build_policy
 from training.data.randomness import COPY, FIRST_CROP_DRAW, preserved_generators, seed_generators, uniform_draws
@@ -40,6 +41,7 @@ class ImageDataset(Dataset):
         augmentation: The augmentation; by default none.
         seed: Seed of the augmentation.
         most_bad: Images that may be unreadable and get weight 0; with 0 the first is an error.
+        ramp: Size of the images by epoch; None if it is always `preprocessing`'s.
         batch_transforms: Applied after `read`, on the device and to a whole batch.
         mixing: Applied after that to a whole batch; None if nothing is mixed.
     """
@@ -52,9 +54,11 @@ class ImageDataset(Dataset):
         seed: int = 0,
         most_bad: int = 0,
         mixing: Mixing | None = None,
+        ramp: SizeRamp | None = None,
     ) -> None:
         self.source, self.preprocessing, self.augmentation, self.seed = source, preprocessing, augmentation, seed
-        self.most_bad, self.mixing = most_bad, mixing
+        self.most_bad, self.mixing, self.ramp = most_bad, mixing, ramp
+        self._smaller: ImageDataset | None = None
         self.batch_transforms = BatchTransforms(preprocessing, augmentation, seed)
         self._geometry = evaluation_geometry(preprocessing)
         self._policy = build_policy(augmentation, preprocessing)
@@ -71,10 +75,31 @@ class ImageDataset(Dataset):
             ImageError: The image cannot be read.
         """
         epoch, draw_key = key
+        if (sized := self.for_epoch(epoch)) is not self:
+            return sized[key]
         index, draw_keys = draw_key % COPY, np.array([draw_key])
         with preserved_generators():
             image = self.read(epoch, index, self.draws(epoch, draw_keys)[0], draw_key - index)
         return self.batch_transforms(image[None], epoch, draw_keys)[0], int(self.source.labels[index])
+
+    def for_epoch(self, epoch: int) -> ImageDataset:
+        """Return the set with the images of the size that they have in an epoch: itself, if that is the full size."""
+        full = self.preprocessing["image_size"]
+        size = full if self.ramp is None else self.ramp.size(epoch, full)
+        if size == full:
+            return self
+        if self._smaller is None or self._smaller.preprocessing["image_size"] != size:
+            preprocessing, mixing = at_size(self.preprocessing, size), self.mixing and self.mixing.at_size(size)
+            self._smaller = ImageDataset(
+                self.source, preprocessing, self.augmentation, self.seed, self.most_bad, mixing
+            )
+        return self._smaller
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sides in pixels that the images have in some epoch."""
+        full = self.preprocessing["image_size"]
+        return [full] if self.ramp is None else self.ramp.sizes(full)
 
     def draws(self, epoch: int, indices: np.ndarray) -> list[list[float]]:
         """Return what `read` needs for each sample of `indices` (int64 [B], the `draw_keys` of a `BatchKey`)."""
@@ -123,7 +148,8 @@ class DatasetPair:
         train: Training samples, augmented by (seed, epoch, index).
         val: Validation samples, never augmented; the epoch of their key is ignored.
         class_names: Name of each label.
-        preprocessing: The evaluation transform as JSON values, see `augment.evaluation_transform`.
+        preprocessing: The evaluation transform as JSON values, see `augment.evaluation_transform`; that of the
+            training images, if it is of another size, is `train.preprocessing`.
         augmentation: The augmentation in use, never "auto".
         train_counts: Training images of each class.
         val_counts: Validation images of each class.
@@ -164,6 +190,12 @@ class DatasetDefaults:
 PHOTOGRAPHS = DatasetDefaults(224, "crop_flip", centre_crop=True, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 
 
+def at_size(preprocessing: dict[str, Any], size: int) -> dict[str, Any]:
+    """Return a `DatasetPair.preprocessing` for images of another size."""
+    resize_size = preprocessing["resize_size"] and round(size * CROP_RATIO)
+    return preprocessing | {"image_size": size, "resize_size": resize_size}
+
+
 def make_dataset_pair(
     train: Source,
     val: Source,
@@ -186,25 +218,32 @@ def make_dataset_pair(
         "std": list(options.std or defaults.std),
         "interpolation": options.interpolation,
     }
-    augmentation = augmentation_of(options, defaults.augmentation)
-    if (augmentation.shift_pixels or 0) >= size:
+    augmentation, ramp = augmentation_of(options, defaults.augmentation), size_ramp(options.progressive_size)
+    smallest, eval_size = ramp.low if ramp else size, options.eval_image_size or size
+    if smallest > size:
+        raise UserError(f"--progressive-size {options.progressive_size}: images grow, to {size} pixels: begin below.")
+    if eval_size < size:
+        raise UserError(f"--eval-image-size {eval_size}: images are trained on at {size} pixels: give {size} or more.")
+    if (augmentation.shift_pixels or 0) >= smallest:
         raise UserError(
-            f"--shift-pixels {augmentation.shift_pixels}: images of {size} pixels can be shifted by at most {size - 1}."
+            f"--shift-pixels {augmentation.shift_pixels}: images of {smallest} pixels can be shifted by at most "
+            f"{smallest - 1}."
         )
     mixing = Mixing(options, size, len(class_names)) if options.mixup or options.cutmix else None
+    evaluation = at_size(preprocessing, eval_size)
     train_bad, val_bad = (
         bad_image_budget(bad_image_share(options.bad_images), len(set_.labels)) for set_ in (train, val)
     )
     return DatasetPair(
-        train=ImageDataset(train, preprocessing, augmentation, options.seed, train_bad, mixing),
-        val=ImageDataset(val, preprocessing, most_bad=val_bad),
+        train=ImageDataset(train, preprocessing, augmentation, options.seed, train_bad, mixing, ramp),
+        val=ImageDataset(val, evaluation, most_bad=val_bad),
         class_names=class_names,
-        preprocessing=preprocessing,
+        preprocessing=evaluation,
         augmentation=defaults.augmentation if options.augmentation == "auto" else options.augmentation,
         train_counts=_count_labels(train.labels, class_names, "training"),
         val_counts=_count_labels(val.labels, class_names, "validation"),
         fingerprint=fingerprint,
-        notes=list(notes),
+        notes=[*notes, *_size_notes(size, eval_size, ramp)],
     )
 
 
@@ -232,7 +271,8 @@ def make_file_datasets(
     root: Path, parts: Sequence[list[ImageFile]], class_names: list[str], options: DataOptions, notes: Iterable[str]
 ) -> DatasetPair:
     """As `make_dataset_pair`, of training and validation files below `root`; one list of files is used as both."""
-    sources, cache_notes = open_files(root, parts, options.image_size or PHOTOGRAPHS.image_size, options)
+    largest = max(options.image_size or PHOTOGRAPHS.image_size, options.eval_image_size)
+    sources, cache_notes = open_files(root, parts, largest, options)
     digest = hashlib.sha256("\0".join(class_names).encode("utf-8", "surrogateescape"))
     for part in parts:
         digest.update(b"\n\n")
@@ -240,6 +280,14 @@ def make_file_datasets(
             digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.label}\n"))
     all_notes = [*notes, *cache_notes]
     return make_dataset_pair(sources[0], sources[-1], class_names, PHOTOGRAPHS, options, digest.hexdigest(), all_notes)
+
+
+def _size_notes(size: int, eval_size: int, ramp: SizeRamp | None) -> Iterator[str]:
+    if ramp:
+        last = max(ramp.last, ramp.first + 1)
+        yield f"training images have {ramp.low} pixels up to epoch {ramp.first + 1}, {size} from epoch {last + 1} on"
+    if eval_size != size:
+        yield f"training images have {size} pixels, validation images {eval_size}, for which the model is made"
 
 
 def _pixel_statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:

@@ -42,6 +42,7 @@ def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: t
 
 def _transformed(batch: Batch, dataset: ImageDataset, device: torch.device) -> Batch:
     images, labels, weights = (to_device(tensor, device) for tensor in (batch.images, batch.labels, batch.weights))
+    dataset = dataset.for_epoch(batch.epoch)
     images, targets = dataset.batch_transforms(images, batch.epoch, batch.draw_keys), None
     if dataset.mixing is not None:
         images, targets = dataset.mixing(images, labels, batch.weights.numpy(), batch.epoch, batch.leaf)
@@ -66,18 +67,25 @@ class ImagesOnDevice:
     """
 
     def __init__(self, dataset: ImageDataset, images: torch.Tensor, device: torch.device) -> None:
-        self._dataset = dataset
-        size = dataset.preprocessing["image_size"]
+        self._dataset, self._images, self._device = dataset, images, device
+        self._fill(dataset.for_epoch(0))
+
+    def _fill(self, dataset: ImageDataset) -> None:
+        """Put the images on the device as `dataset` shows them."""
+        images, size = self._images, dataset.preprocessing["image_size"]
         if images.shape[2:] != (size, size):  # each resized as `ImageDataset.read` does it: not one bit may differ
             images = torch.stack([dataset.read(0, index, [])[: images.shape[1]] for index in range(len(dataset))])
         bordered = dataset.batch_transforms.with_border(images.permute(0, 2, 3, 1).contiguous())
-        self._bordered = bordered.to(device)
+        self._filled_with, self._bordered = dataset, bordered.to(self._device)
 
     def batch(self, key: BatchKey) -> Batch:
         """Return the batch of a key: images float32 [B, 3, S, S] on the device, the other tensors on the CPU."""
-        images = self._dataset.batch_transforms.from_set(self._bordered, key.indices, key.epoch, key.draw_keys)
+        dataset = self._dataset.for_epoch(key.epoch)
+        if dataset is not self._filled_with:
+            self._fill(dataset)
+        images = dataset.batch_transforms.from_set(self._bordered, key.indices, key.epoch, key.draw_keys)
         indices = torch.from_numpy(key.indices)
-        labels = self._dataset.source.labels[indices]
+        labels = dataset.source.labels[indices]
         return Batch(images, labels, torch.from_numpy(key.weights), indices, epoch=key.epoch, leaf=key.leaf)
 
 

@@ -25,9 +25,12 @@ def load(options: DataOptions) -> DatasetPair:
         np.arange(len(digits.target)), test_size=VAL_IMAGES, stratify=digits.target, random_state=0
     )
     size = options.image_size or IMAGE_SIZE
+    sides = (size, options.eval_image_size or size)
     raw = torch.from_numpy(np.rint(digits.images * (255 / MAX_VALUE)).astype(np.uint8)).unsqueeze(1)
     # resized once here: 1,797 grey images take 2 MB at 32 pixels
-    images = functional.resize(raw, [size, size], InterpolationMode(options.interpolation), antialias=True)
-    labels = torch.from_numpy(digits.target).long()
-    train, val = (ArraySource(images[indices], labels[indices]) for indices in parts)
+    labels, filter_mode = torch.from_numpy(digits.target).long(), InterpolationMode(options.interpolation)
+    train, val = (
+        ArraySource(functional.resize(raw[indices], [side, side], filter_mode, antialias=True), labels[indices])
+        for indices, side in zip(parts, sides, strict=True)
+    )
     return make_array_datasets(train, val, [str(name) for name in digits.target_names], options, image_size=IMAGE_SIZE)

@@ -41,6 +41,10 @@ class Mixing:
     def __init__(self, options: DataOptions, image_size: int, num_classes: int) -> None:
         self._options, self._size, self._num_classes = options, image_size, num_classes
 
+    def at_size(self, image_size: int) -> Mixing:
+        """Return the same for images of another size."""
+        return Mixing(self._options, image_size, self._num_classes)
+
     def __call__(
         self, images: torch.Tensor, labels: torch.Tensor, weights: np.ndarray, epoch: int, leaf: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

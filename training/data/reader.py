@@ -61,7 +61,6 @@ class BatchReader(Dataset):
 
     def __init__(self, dataset: ImageDataset) -> None:
         self._dataset = dataset
-        self._read_image = partial(read_encoded, dataset) if dataset.source.decodes_later else dataset.read
 
     def __getitem__(self, key: BatchKey) -> Batch | str:
         try:
@@ -71,21 +70,22 @@ class BatchReader(Dataset):
             return str(error)
 
     def _read(self, key: BatchKey) -> Batch:
-        weights = torch.from_numpy(key.weights)
+        dataset, weights = self._dataset.for_epoch(key.epoch), torch.from_numpy(key.weights)
+        read_image = partial(read_encoded, dataset) if dataset.source.decodes_later else dataset.read
         bad_images: dict[str, str] = {}
-        draws, offsets = self._dataset.draws(key.epoch, key.draw_keys), (key.draw_keys - key.indices).tolist()
+        draws, offsets = dataset.draws(key.epoch, key.draw_keys), (key.draw_keys - key.indices).tolist()
         images: list[torch.Tensor] = []
         with collected_notes() as notes:
             for slot, index in enumerate(key.indices.tolist()):
-                read = partial(self._read_image, key.epoch, draws=draws[slot], offset=offsets[slot])
-                image, error = read_or_replace(read, index, self._dataset)
+                read = partial(read_image, key.epoch, draws=draws[slot], offset=offsets[slot])
+                image, error = read_or_replace(read, index, dataset)
                 if error is not None:
                     bad_images[error.path] = error.reason
                     weights[slot] = 0
                 images.append(image)
         indices = torch.from_numpy(key.indices)
-        labels = self._dataset.source.labels[indices]
-        stacked, encoded = (torch.empty(0), images) if self._dataset.source.decodes_later else (_stack(images), [])
+        labels = dataset.source.labels[indices]
+        stacked, encoded = (torch.empty(0), images) if dataset.source.decodes_later else (_stack(images), [])
         return Batch(
             stacked,
             labels,

@@ -36,10 +36,10 @@ def announce_start(context: RunContext) -> None:
         f"{config.gradient_accumulation_steps} accumulation step(s); {plan.steps_per_epoch} steps per epoch; "
         f"peak learning rate {context.schedule.peak:.3g}"
     )
-    data = context.data
+    data, pixels = context.data, context.data.train.preprocessing["image_size"]
     log(
         f"data {config.data}: {len(data.train)} training and {len(data.val)} validation images, "
-        f"{len(data.class_names)} classes, {data.preprocessing['image_size']} pixels, augmentation {data.augmentation}"
+        f"{len(data.class_names)} classes, {pixels} pixels, augmentation {data.augmentation}"
     )
     for note in [*data.notes, *context.built.notes, *_warnings(context)]:
         log(f"note: {note}")

@@ -40,7 +40,8 @@ def resolve_compile(config: TrainConfig, saved: str | None, pixels: int, world: 
     if config.compile == "auto" and saved is not None:
         wanted = saved == "on"
     elif config.compile == "auto" and world.device.type == "cpu":
-        wanted = config.model_type in FASTER_ON_CPU and pixels >= PIXELS_THAT_PAY
+        has_one_size = not (config.progressive_size or config.eval_image_size)
+        wanted = config.model_type in FASTER_ON_CPU and pixels >= PIXELS_THAT_PAY and has_one_size
     if not wanted:
         return False
     has_compiler = any(shutil.which(compiler) for compiler in COMPILERS)

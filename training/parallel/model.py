@@ -7,8 +7,10 @@ import dataclasses
 import torch
 
 from models.build import BuiltModel, build_model
+from models.dry_run import forward_failure
 from training.config import TrainConfig
 from training.data.datasets import DatasetPair
+from training.errors import UserError
 from training.observe.flops import TrainingFlops
 from training.parallel.activation_checkpointing import enable_activation_checkpointing
 from training.parallel.batchnorm import synchronize_batchnorm
@@ -49,6 +51,12 @@ def build_training_model(
             keep_stem=config.stem == "keep",
             drop_path=config.drop_path,
         )
+        for size in data.train.sizes:
+            if size != data.preprocessing["image_size"] and forward_failure(built.module, size, config.batch_size):
+                raise UserError(
+                    f"model '{config.model_type}' is made for images of {data.preprocessing['image_size']} pixels, and "
+                    f"does not work with {size}: leave out --progressive-size and --eval-image-size, or take another."
+                )
         return tune(built, config.tune)
 
     # One rank per machine goes first and downloads hub weights; the others then find them in the cache.
@@ -59,7 +67,8 @@ def build_training_model(
         agreed(lambda: whiten_stem(built, data, computes=world.is_main), world)
     module = built.module.to(world.device)
     # Before the conversion for several ranks: only rank 0 counts.
-    flops = TrainingFlops(module, data.preprocessing["image_size"]) if world.is_main else None
+    has_one_size = len(data.train.sizes) == 1  # else the operations are those of no epoch
+    flops = TrainingFlops(module, data.train.sizes[0]) if world.is_main and has_one_size else None
     if config.sync_batchnorm:  # before the next, which keeps references to layers that this may replace
         module = synchronize_batchnorm(module, world)
     if config.activation_checkpointing:

@@ -50,6 +50,7 @@ def decode_batch(batch: Batch, dataset: ImageDataset, device: torch.device) -> B
         ImageError: Neither decoder reads a file, and none may be unreadable.
         UserError: nvJPEG does not work here at all, or too many consecutive images cannot be read.
     """
+    dataset = dataset.for_epoch(batch.epoch)
     decoded = _decode_files([image for image in batch.encoded if image.ndim == 1], device)
     draws = dataset.draws(batch.epoch, batch.draw_keys)
     bad_slots, bad_images, notes = [], dict(batch.bad_images), dict(batch.notes)
