@@ -27,7 +27,7 @@ def parameter_settings(module: nn.Module, config: TrainConfig) -> dict[str, Para
     https://arxiv.org/abs/2106.08254, appendix); the layers are timm's, see `timm.optim.param_groups_layer_decay`.
 
     Raises:
-        UserError: for a layer decay of a model that timm does not divide into layers.
+        UserError: for a layer decay of a model of which one layer is trained, or that timm does not divide into layers.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if config.layer_decay == 1 and config.no_weight_decay == "vectors":
@@ -45,8 +45,8 @@ def parameter_settings(module: nn.Module, config: TrainConfig) -> dict[str, Para
         )
         if config.layer_decay < 1 and len({group["lr_scale"] for group in groups}) == 1:
             raise UserError(
-                f"--layer-decay {config.layer_decay}: timm does not divide {type(part).__name__} into layers: "
-                "leave it out, or take a model of timm's."
+                f"--layer-decay {config.layer_decay}: what is trained of {type(part).__name__} is one layer: "
+                "leave it out."
             )
         for group in groups:
             settings = ParameterSettings(group["weight_decay"] > 0, group["lr_scale"])
