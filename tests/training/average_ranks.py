@@ -59,8 +59,8 @@ def evaluate(world: World, engine: Engine, oracle: torch.nn.Module) -> dict[str,
     engine.module.eval()
     images, _ = make_batch(99, 0)
     with torch.no_grad():
-        logits = engine.forward(images)
         exported = gather_weights(engine, world)
+        logits = engine.forward(images)  # last: an engine may keep the weights that it gathered for it
         engine.module.train()
         plain = make_model(True).eval()
         plain.load_state_dict(exported or plain.state_dict())
