@@ -1,7 +1,7 @@
 """The command lines of all scripts: argparse, with each mistake in one line.
 
-The fields of `TrainConfig` declare the trainer's flags. Its values come from the defaults, then the file, then the
-command line. Like `training.config`, this module imports the standard library alone.
+The fields of `TrainConfig` declare the trainer's flags. Its values come from the defaults, then the preset, then the
+file, then the command line. Like `training.config`, this module imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -160,12 +160,14 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
         SystemExit: after `--help`.
     """
     given = vars(training_parser().parse(argv))
-    values = {}
-    if given["config"]:
-        from training.config_file import read_config_file  # needs PyYAML
+    flags = {name: value for name, value in given.items() if name in FIELDS}
+    values: dict[str, Any] = {}
+    if given["config"] or "preset" in flags:
+        from training.config_file import read_config_file, read_preset  # need PyYAML
 
-        values = read_config_file(Path(given["config"]))
-    values |= {name: value for name, value in given.items() if name in FIELDS}
+        values = read_config_file(Path(given["config"])) if given["config"] else {}
+        values = read_preset(flags.get("preset") or values.get("preset", "")) | values
+    values |= flags
     return check_config(TrainConfig(**values), FLAG_OF), given["check_config"]
 
 

@@ -37,6 +37,7 @@ from training.recipe.rules import (
 from training.recipe.schedule import SCHEDULES
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
+PRESETS = tuple(sorted(path.stem for path in (REPO_ROOT / "presets").glob("*.yaml")))
 LARGEST_BATCH = 65_536  # images of one forward pass
 # The words that YAML 1.1 reads as booleans.
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -63,6 +64,8 @@ def option(
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """All settings of a run. Field `batch_size` is the flag `--batch-size`, and so on."""
+
+    preset: str = option("", f"Start from these values, which files and flags override: {', '.join(PRESETS)}.")
 
     # What is trained, and how it is sharded.
     model_type: str = option("mobilenet", f"Model: one of {', '.join(MODELS)}, or timm:<name> for any timm model.")
@@ -324,7 +327,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         *("activation_checkpointing", "deterministic"),
         *("batch_size", "gradient_accumulation_steps", "pretrained", "weights", "early_stopping_patience", "epochs"),
         *("data", "data_root", "download", "workers", "cache", "cache_gb", "bad_images"),
-        *("run_name", "log_dir", "log_every_steps", "progress", "tensorboard", "report", "profile"),
+        *("preset", "run_name", "log_dir", "log_every_steps", "progress", "tensorboard", "report", "profile"),
         *("resume", "save_every_steps", "save_every_minutes", "keep_last", "max_bad_steps", "hang_timeout"),
     }
 )

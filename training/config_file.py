@@ -11,12 +11,35 @@ import yaml
 from yaml.composer import ComposerError
 
 from training.command_line import wrong_value
-from training.config import FIELDS, FLAG_OF, TrainConfig, allowed_names, allowed_values, check_config, read_value
-from training.errors import UserError, nearest, one_line
+from training.config import (
+    FIELDS,
+    FLAG_OF,
+    PRESETS,
+    REPO_ROOT,
+    TrainConfig,
+    allowed_names,
+    allowed_values,
+    check_config,
+    read_value,
+)
+from training.errors import UserError, nearest, one_line, unknown_name
 from training.small_files import read_small_text
 
 LARGEST_FILE = 64 * 2**10  # bytes of a configuration file; one with every flag has 3,000
 PLAIN_LINES = "expected lines such as 'batch-size: 16', each with one value"
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """Return the values of a preset, none for an empty name.
+
+    Raises:
+        UserError: if there is no preset of this name.
+    """
+    if not name:
+        return {}
+    if name not in PRESETS:
+        raise unknown_name("preset", name, PRESETS)
+    return read_config_file(REPO_ROOT / "presets" / f"{name}.yaml")
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import get_args
 import pytest
 
 from training.command_line import parse_args
-from training.config import FIELDS, FLAG_OF, TrainConfig, check_config, field_types, save_config
+from training.config import FIELDS, FLAG_OF, PRESETS, TrainConfig, check_config, field_types, save_config
 from training.config_file import read_config_file
 from training.errors import UserError
 
@@ -178,3 +178,25 @@ def test_command_line_needs_neither_torch_nor_deepspeed():
     program = "import sys; import training.command_line; print({'torch', 'timm', 'deepspeed'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert result.stdout.strip() == "set()"
+
+
+def test_order_is_preset_file_command_line(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("batch-size: 8\nepochs: 4\npreset: digits\n")
+    config, _ = parse_args(["--epochs", "7", "--config", str(file)])
+    assert (config.preset, config.model_type, config.batch_size, config.epochs) == ("digits", "basic_cnn", 8, 7)
+    with pytest.raises(UserError, match=r"preset 'digit'.*digits"):
+        parse_args(["--preset", "digit"])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_valid_and_names_its_source_and_what_was_measured(name):
+    config, _ = parse_args(["--preset", name])
+    first, source, measured = (ROOT / "presets" / f"{name}.yaml").read_text().splitlines()[:3]
+    assert source.startswith("# Source: ")
+    assert measured.startswith("# Measured here: ")
+    # The line to type gives what the launcher needs, as the preset has it.
+    words = first.partition("launch_distributed.sh ")[2].split()
+    assert words[:2] == [config.model_type, "ddp"]
+    assert [int(word) for word in words[3:5]] == [config.batch_size, config.epochs]
+    assert words[5:7] == ["--preset", name]

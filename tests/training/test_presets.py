@@ -1,0 +1,31 @@
+"""Every preset trains: a short run on made-up images, small ones and in small batches."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from training.config import PRESETS
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--data=fake", "--epochs=1", "--warmup-epochs=0", "--batch-size=16", "--image-size=64", "--report=false"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_trains(name, tmp_path):
+    command = [sys.executable, str(ROOT / "scripts/train_distributed.py"), "--preset", name, *SMALL]
+    result = subprocess.run(
+        [*command, "--log-dir", str(tmp_path), "--run-name", "short"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    entries = [json.loads(line) for line in (tmp_path / "runs/short/metrics.jsonl").read_text().splitlines()]
+    losses = [entry["loss"] for entry in entries if "loss" in entry]
+    assert losses
+    assert all(map(math.isfinite, losses))
