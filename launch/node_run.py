@@ -97,6 +97,7 @@ class NodeRun:
         self._has_rank_0 = has_rank_0
         self._is_alone = is_alone
         self._is_abandoned = False
+        self._has_ended_launcher = False  # which had not left after all of its ranks had
 
     def run(self, command: list[str], environment: dict[str, str]) -> Ending:
         """Start the ranks; return once no process of them is left, and of the launcher none if no start may follow."""
@@ -165,6 +166,7 @@ class NodeRun:
             self._deadline = min(self._deadline, now + DEAD_RANK_SECONDS)
         is_late = now > self._deadline + LAUNCHER_SECONDS
         if self._is_abandoned or is_late or (self._sent and signal.SIGINT in self._received):
+            self._has_ended_launcher = self._launcher.poll() is None and self.monitor.all_ended()
             self._launch.kill()
         elif now > self._deadline:
             self._launch.kill_ranks()
@@ -184,7 +186,7 @@ class NodeRun:
             reason = failure.describe(launcher_code)
             if failure.code and failure.code != -signal.SIGTERM:  # SIGTERM: a launcher's way to end the others
                 code = shell_exit_code(failure.code)
-        elif by_itself or was_asked:  # else the ranks only left because their launcher had been killed
+        elif by_itself or was_asked or self._has_ended_launcher:  # else they left because somebody had killed it
             code = next((stop for stop in STOP_CODES if self.monitor.all_ended(stop)), code)
         return Ending(code, reason, is_final=was_asked or code in FINAL_CODES)
 

@@ -192,6 +192,17 @@ def test_sigterm_of_one_rank_is_a_wish_to_stop(start, tmp_path: Path, launcher: 
     assert not records(tmp_path, 1)
 
 
+def test_a_launcher_that_does_not_leave_after_its_ranks_does_not_undo_their_stop(start, tmp_path: Path) -> None:
+    process = start("deepspeed")
+    wait_until(lambda: len(records(tmp_path)) == 2)
+    psutil.Process(records(tmp_path)[0]["ppid"]).suspend()
+    for rank in records(tmp_path):
+        psutil.Process(rank["pid"]).terminate()
+    lines, code = output_and_code(process)
+    assert (lines, code) == ([], 128 + signal.SIGTERM)
+    assert not records(tmp_path, 1)
+
+
 def test_exit_code_0_without_the_success_marker_is_a_failure(start) -> None:
     lines, code = output_and_code(start("direct", "--fault", "silent", *NO_RESTART))
     assert code == 1
