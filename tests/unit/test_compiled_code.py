@@ -132,6 +132,7 @@ def test_a_folder_of_the_users_own_is_left_to_pytorch(home, monkeypatch):
     assert (os.environ[VARIABLE], home.exists()) == ("/mine", False)
 
 
+@pytest.mark.slow
 def test_pytorch_compiles_once_for_two_starts(home):
     """The real thing: the second start takes graph and library from the file and gives the same bits."""
     images, results, misses = torch.linspace(-2, 2, 64).view(4, 16), [], []
