@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.step_choices import without_shared_memory
 from training.config import TrainConfig
 from training.data.sampler import BatchPlan
 from training.errors import AgreedError
@@ -22,7 +21,7 @@ from training.observe.heartbeat import HeartbeatWriter
 from training.observe.loggers import Loggers
 from training.observe.scores import ScoreSums, sample_losses
 from training.observe.step_metrics import Timing
-from training.parallel import buckets, flat_buffers
+from training.parallel import buckets
 from training.parallel.activation_checkpointing import enable_activation_checkpointing
 from training.parallel.batchnorm import synchronize_batchnorm
 from training.parallel.build_engine import build_engine, resolve_engine
@@ -189,16 +188,6 @@ def train_with_engine(
     result = {"losses": losses, "weights": weights_of(engine)}
     engine.close()
     return result
-
-
-@contextmanager
-def without_shared_memory() -> Iterator[None]:
-    """Let native engines that are built inside the block exchange as if every rank had a machine of its own."""
-    kept, flat_buffers.SHARED_MEMORY = flat_buffers.SHARED_MEMORY, Path("/nowhere")
-    try:
-        yield
-    finally:
-        flat_buffers.SHARED_MEMORY = kept
 
 
 def train_over_collectives(world: World, steps: int, strategy: str, optimizer: str):

@@ -86,7 +86,9 @@ class BackwardOrder:
 
     def __init__(self, module: nn.Module, buckets: list[Bucket]) -> None:
         number_of = {name: number for number, (name, _) in enumerate(module.named_parameters())}
-        self._buckets = sorted(buckets, key=lambda bucket: min(map(number_of.__getitem__, bucket.parameters)))[::-1]
+        self._buckets = sorted(
+            buckets, key=lambda bucket: min(number_of[name] for name in bucket.parameters), reverse=True
+        )
         self._missing: list[int] = []  # gradients of each bucket
         self._completed, self._sums_over_ranks = 0, False
         for position, bucket in enumerate(self._buckets):
@@ -146,11 +148,13 @@ def make_buckets(
 def _cut(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
     """Yield consecutive parameters, each time as few as have `FEWEST_ELEMENTS`; the last are what is left."""
     members: dict[str, nn.Parameter] = {}
+    elements = 0
     for name, parameter in parameters.items():
         members[name] = parameter
-        if sum(member.numel() for member in members.values()) >= FEWEST_ELEMENTS:
+        elements += parameter.numel()
+        if elements >= FEWEST_ELEMENTS:
             yield members
-            members = {}
+            members, elements = {}, 0
     if members:
         yield members
 
