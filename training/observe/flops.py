@@ -30,7 +30,9 @@ PEAK_TFLOPS = {
     "L4": 121.0,  # NVIDIA L4 data sheet (242 with sparsity)
     "T4": 65.0,  # NVIDIA T4 data sheet (FP16)
     "RTX 4090": 165.2,  # NVIDIA Ada GPU architecture whitepaper, appendix A
+    "RTX A6000": 154.8,  # NVIDIA Ampere GA102 GPU architecture whitepaper (309.7 with sparsity)
     "RTX 3090": 71.0,  # NVIDIA Ampere GA102 GPU architecture whitepaper
+    "RTX 3060": 25.5,  # as the RTX 3090 per tensor core and clock: 112 at 1.777 GHz
 }
 
 

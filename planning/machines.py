@@ -1,0 +1,237 @@
+"""GPUs and interconnects by name, from their data sheets, and the machine that this process runs on.
+
+A new GPU or interconnect is one entry of `GPUS` or `INTERCONNECTS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from training.errors import UserError, nearest, one_line
+from training.observe.flops import PEAK_TFLOPS, peak_tflops
+
+GB, TERA = 1e9, 1e12
+NCCL_LATENCY = "latency of a ring's hop: NCCL, src/graph/tuning.cc, hwLat (Ring, Simple)"
+MATMUL_SIZE = 768
+COPY_BYTES = 64 * 2**20
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What one rank computes with: a GPU, or a CPU rank's share of a machine.
+
+    Attributes:
+        name: as `--gpu` takes it.
+        memory_bytes: the data sheet's GB as 10^9 bytes: a little less than the driver reports.
+        bandwidth_bytes_per_s: of its memory.
+        peaks: dense operations per second of matrix products by precision, accumulated in fp32: 'fp32' without and
+            'tf32' with tensor cores, 'bf16', 'fp16'; a precision that the GPU lacks is absent.
+        source: of these numbers.
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    peaks: Mapping[str, float]
+    source: str
+
+
+@dataclass(frozen=True)
+class Interconnect:
+    """A link that a ring of ranks goes over.
+
+    Attributes:
+        name: as `--interconnect` takes it.
+        latency_s: of one hop of a collective.
+        bandwidth_bytes_per_s: of one GPU in one direction, by the data sheet.
+        source: of these numbers.
+    """
+
+    name: str
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Equal machines of a job.
+
+    Attributes:
+        gpu: of each rank.
+        ranks: on each machine.
+        inside: link between the ranks of a machine.
+        between: link between machines.
+    """
+
+    gpu: Gpu
+    ranks: int
+    inside: Interconnect
+    between: Interconnect
+
+
+def _gpu(name: str, memory: float, bandwidth: float, fp32: float, tf32: float | None, peak16: str, source: str) -> Gpu:
+    """Build a GPU from GB, GB/s, TFLOP/s, and its key in `PEAK_TFLOPS`; what has tf32 has bf16 too."""
+    peaks = {"fp32": fp32 * TERA, "fp16": PEAK_TFLOPS[peak16] * TERA}
+    if tf32 is not None:
+        peaks |= {"tf32": tf32 * TERA, "bf16": PEAK_TFLOPS[peak16] * TERA}
+    return Gpu(name, int(memory * GB), bandwidth * GB, peaks, source)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu(
+            "rtx3060", 12, 360, 12.7, 12.7, "RTX 3060", "NVIDIA RTX 3060 page; tensor cores as GA102 per SM and clock"
+        ),
+        _gpu("rtx3090", 24, 936, 35.6, 35.6, "RTX 3090", "NVIDIA Ampere GA102 GPU architecture whitepaper, table 9"),
+        _gpu("rtx4090", 24, 1008, 82.6, 82.6, "RTX 4090", "NVIDIA Ada GPU architecture whitepaper, appendix A"),
+        _gpu("a6000", 48, 768, 38.7, 77.4, "RTX A6000", "NVIDIA RTX A6000 data sheet; GA102 whitepaper, appendix A"),
+        _gpu("v100-16gb", 16, 900, 15.7, None, "V100", "NVIDIA V100 data sheet, SXM2"),
+        _gpu("v100-32gb", 32, 900, 15.7, None, "V100", "NVIDIA V100 data sheet, SXM2"),
+        _gpu("a100-40gb", 40, 1555, 19.5, 156.0, "A100", "NVIDIA A100 data sheet, 40 GB"),
+        _gpu("a100-80gb", 80, 2039, 19.5, 156.0, "A100", "NVIDIA A100 data sheet, 80 GB SXM"),
+        _gpu("l40s", 48, 864, 91.6, 183.0, "L40S", "NVIDIA L40S data sheet"),
+        _gpu("h100-80gb", 80, 3350, 67.0, 494.5, "H100", "NVIDIA H100 data sheet, SXM (tf32 989 with sparsity)"),
+        _gpu("h200-141gb", 141, 4800, 67.0, 494.5, "H200", "NVIDIA H200 data sheet, SXM (tf32 989 with sparsity)"),
+        _gpu("b200-180gb", 180, 7700, 75.0, 1100.0, "B200", "NVIDIA HGX B200 data sheet (tf32 2,200 with sparsity)"),
+    )
+}
+INTERCONNECTS = {
+    link.name: link
+    for link in (
+        Interconnect("nvlink2", 3.4e-6, 150 * GB, f"NVIDIA V100 data sheet (300 GB/s both ways); {NCCL_LATENCY}"),
+        Interconnect("nvlink3", 3.4e-6, 300 * GB, f"NVIDIA A100 data sheet (600 GB/s both ways); {NCCL_LATENCY}"),
+        Interconnect("nvlink4", 3.4e-6, 450 * GB, f"NVIDIA H100 data sheet (900 GB/s both ways); {NCCL_LATENCY}"),
+        Interconnect("nvlink5", 3.4e-6, 900 * GB, f"NVIDIA HGX B200 data sheet (1.8 TB/s both ways); {NCCL_LATENCY}"),
+        Interconnect("pcie3", 5.7e-6, 15.75 * GB, f"PCI Express 3.0, 16 lanes; {NCCL_LATENCY}"),
+        Interconnect("pcie4", 5.7e-6, 31.5 * GB, f"PCI Express 4.0, 16 lanes; {NCCL_LATENCY}"),
+        Interconnect("pcie5", 5.7e-6, 63 * GB, f"PCI Express 5.0, 16 lanes; {NCCL_LATENCY}"),
+        Interconnect("ib100", 9.6e-6, 12.5 * GB, f"InfiniBand EDR, a port per GPU; {NCCL_LATENCY}"),
+        Interconnect("ib200", 9.6e-6, 25 * GB, f"InfiniBand HDR, a port per GPU; {NCCL_LATENCY}"),
+        Interconnect("ib400", 9.6e-6, 50 * GB, f"InfiniBand NDR, a port per GPU; {NCCL_LATENCY}"),
+    )
+}
+ETHERNET_LATENCY_S = 50e-6  # of TCP between machines of one switch; the doctor measures a cluster's own
+# The fastest link inside a machine that is usual with a GPU; between machines, if none is named.
+USUAL_LINK = {"v100": "nvlink2", "a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "b200": "nvlink5"}
+USUAL_NETWORK = "ib400"
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return a GPU by its key in `GPUS`, also with other punctuation or without its memory, as 'H100' or 'RTX 3090'.
+
+    Raises:
+        UserError: for an unknown name, or one of several, with the nearest.
+    """
+    wanted = re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
+    plain = {re.sub(r"[^a-z0-9]", "", key): gpu for key, gpu in GPUS.items()}
+    found = [gpu for key, gpu in plain.items() if wanted and (key.startswith(wanted) or key == "rtx" + wanted)]
+    if wanted in plain or len(found) == 1:
+        return plain.get(wanted) or found[0]
+    if found:
+        raise UserError(f"--gpu {one_line(name, 50)} is one of several: give {' or '.join(gpu.name for gpu in found)}.")
+    raise UserError(f"unknown --gpu '{one_line(name, 50)}'.{nearest(wanted, GPUS)} Known: {', '.join(GPUS)}.")
+
+
+def find_interconnect(name: str) -> Interconnect:
+    """Return a link by its key in `INTERCONNECTS`, or 'ethernet<Gbit/s>', such as ethernet25.
+
+    Raises:
+        UserError: for an unknown name, with the nearest.
+    """
+    ethernet = re.fullmatch(r"ethernet(\d{1,4}(?:\.\d{1,3})?)", name)
+    if ethernet and float(ethernet[1]) > 0:
+        rate = float(ethernet[1]) * GB / 8
+        return Interconnect(name, ETHERNET_LATENCY_S, rate, "Ethernet's nominal rate, a port per rank; TCP latency")
+    if name not in INTERCONNECTS:
+        known = [*INTERCONNECTS, "ethernet10", "ethernet25", "ethernet100"]
+        hint = nearest(name, known)
+        raise UserError(f"unknown --interconnect '{one_line(name, 50)}'.{hint} Known: {', '.join(known)}.")
+    return INTERCONNECTS[name]
+
+
+def find_machine(gpu: str, ranks: int, interconnect: str | None = None) -> Machine:
+    """Return machines of `ranks` GPUs each.
+
+    Args:
+        gpu: a name for `find_gpu`.
+        ranks: on each machine.
+        interconnect: inside a machine and between machines, as 'nvlink4+ib400', or the first alone; 'nvlink' is the
+            GPU's own; None for what is usual with it: NVLink on the boards that have it, else PCIe 4.
+
+    Raises:
+        UserError: for unknown names.
+    """
+    found = find_gpu(gpu)
+    usual = USUAL_LINK.get(found.name.partition("-")[0], "pcie4")
+    inside, _, between = (interconnect or usual).lower().partition("+")
+    inside = usual if inside == "nvlink" and usual.startswith(inside) else inside
+    return Machine(found, ranks, find_interconnect(inside), find_interconnect(between or USUAL_NETWORK))
+
+
+def detect_machine(ranks: int = 1) -> Machine:
+    """Return the machine that this process runs on: its GPUs, or a CPU rank's share, measured in some 0.2 s.
+
+    Args:
+        ranks: that share it.
+
+    Raises:
+        UserError: if its GPU is in no table.
+    """
+    if not torch.cuda.is_available():
+        cpu = _measure_cpu(ranks)
+        shared = Interconnect("shared-memory", 20e-6, cpu.bandwidth_bytes_per_s, "a copy, measured; latency estimated")
+        return Machine(cpu, ranks, shared, find_interconnect("ethernet10"))
+    properties = torch.cuda.get_device_properties(0)
+    machine = find_machine(gpu_of_device(properties.name, properties.total_memory), ranks)
+    peak16 = (peak_tflops(properties.name) or 0) * TERA  # of its very form, such as a PCIe card
+    peaks = {key: peak16 if key in ("bf16", "fp16") and peak16 else peak for key, peak in machine.gpu.peaks.items()}
+    gpu = dataclasses.replace(machine.gpu, memory_bytes=properties.total_memory, peaks=peaks)
+    return dataclasses.replace(machine, gpu=gpu)
+
+
+def gpu_of_device(device_name: str, memory_bytes: int) -> str:
+    """Return the key in `GPUS` for a device as PyTorch names it, the one nearest in memory of those with its name.
+
+    Raises:
+        UserError: if none has its name.
+    """
+    words = re.sub(r"[^a-z0-9]+", " ", device_name.lower()).replace("rtx ", "rtx").replace("rtxa", "a").split()
+    found = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words]
+    if not found or "mig" in words or "laptop" in words or "ti" in words:
+        near = min(GPUS.values(), key=lambda gpu: abs(gpu.memory_bytes - memory_bytes)).name
+        device = one_line(device_name, 80)
+        raise UserError(f"this machine's {device} is not in planning/machines.py: give --gpu, for instance {near}.")
+    return min(found, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes)).name
+
+
+def _measure_cpu(ranks: int) -> Gpu:
+    """Measure matrix products and a copy with all cores, of which each rank gets its part; bf16 gains nothing there."""
+    left, right = torch.rand(2, MATMUL_SIZE, MATMUL_SIZE)
+    source = torch.zeros(COPY_BYTES // 4)
+    target = torch.empty_like(source)
+    flops = 2 * MATMUL_SIZE**3 / _best_s(lambda: torch.mm(left, right))
+    bandwidth = 2 * COPY_BYTES / _best_s(lambda: target.copy_(source))  # a byte read and a byte written
+    memory = psutil.virtual_memory().total // ranks
+    text = f"measured on {len(os.sched_getaffinity(0))} cores shared by {ranks} ranks"
+    return Gpu("cpu", memory, bandwidth / ranks, {"fp32": flops / ranks}, text)
+
+
+def _best_s(work: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of several repeats, after one that does not count."""
+    best = float("inf")
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best
