@@ -20,6 +20,8 @@ from training.observe.flops import PEAK_TFLOPS, peak_tflops
 
 GB, TERA = 1e9, 1e12
 NCCL_LATENCY = "latency of a ring's hop: NCCL, src/graph/tuning.cc, hwLat (Ring, Simple)"
+IB_SHARE = 0.96  # 12 of 12.5 GB/s: NCCL, src/graph/topo.h
+TCP_SHARE = 0.94  # payload of a frame: 1448 of 1538 bytes
 MATMUL_SIZE = 768
 COPY_BYTES = 64 * 2**20
 REPEATS = 5
@@ -54,12 +56,15 @@ class Interconnect:
         latency_s: of one hop of a collective.
         bandwidth_bytes_per_s: of one GPU in one direction, by the data sheet.
         source: of these numbers.
+        achieved_share: of the bandwidth that collectives reach: NCCL, src/graph/topo.h, has 20.6 GB/s of 25 for a link
+            of NVLink 4, 20 for older ones, 12 of 15.75 for PCIe 3; 1 for a measured bandwidth.
     """
 
     name: str
     latency_s: float
     bandwidth_bytes_per_s: float
     source: str
+    achieved_share: float = 0.8
 
 
 @dataclass(frozen=True)
@@ -116,9 +121,9 @@ INTERCONNECTS = {
         Interconnect("pcie3", 5.7e-6, 15.75 * GB, f"PCI Express 3.0, 16 lanes; {NCCL_LATENCY}"),
         Interconnect("pcie4", 5.7e-6, 31.5 * GB, f"PCI Express 4.0, 16 lanes; {NCCL_LATENCY}"),
         Interconnect("pcie5", 5.7e-6, 63 * GB, f"PCI Express 5.0, 16 lanes; {NCCL_LATENCY}"),
-        Interconnect("ib100", 9.6e-6, 12.5 * GB, f"InfiniBand EDR, a port per GPU; {NCCL_LATENCY}"),
-        Interconnect("ib200", 9.6e-6, 25 * GB, f"InfiniBand HDR, a port per GPU; {NCCL_LATENCY}"),
-        Interconnect("ib400", 9.6e-6, 50 * GB, f"InfiniBand NDR, a port per GPU; {NCCL_LATENCY}"),
+        Interconnect("ib100", 9.6e-6, 12.5 * GB, f"InfiniBand EDR, a port per GPU; {NCCL_LATENCY}", IB_SHARE),
+        Interconnect("ib200", 9.6e-6, 25 * GB, f"InfiniBand HDR, a port per GPU; {NCCL_LATENCY}", IB_SHARE),
+        Interconnect("ib400", 9.6e-6, 50 * GB, f"InfiniBand NDR, a port per GPU; {NCCL_LATENCY}", IB_SHARE),
     )
 }
 ETHERNET_LATENCY_S = 50e-6  # of TCP between machines of one switch; the doctor measures a cluster's own
@@ -152,7 +157,9 @@ def find_interconnect(name: str) -> Interconnect:
     ethernet = re.fullmatch(r"ethernet(\d{1,4}(?:\.\d{1,3})?)", name)
     if ethernet and float(ethernet[1]) > 0:
         rate = float(ethernet[1]) * GB / 8
-        return Interconnect(name, ETHERNET_LATENCY_S, rate, "Ethernet's nominal rate, a port per rank; TCP latency")
+        return Interconnect(
+            name, ETHERNET_LATENCY_S, rate, "Ethernet's nominal rate, a port per rank; TCP latency", TCP_SHARE
+        )
     if name not in INTERCONNECTS:
         known = [*INTERCONNECTS, "ethernet10", "ethernet25", "ethernet100"]
         hint = nearest(name, known)
@@ -190,7 +197,9 @@ def detect_machine(ranks: int = 1) -> Machine:
     """
     if not torch.cuda.is_available():
         cpu = _measure_cpu(ranks)
-        shared = Interconnect("shared-memory", 20e-6, cpu.bandwidth_bytes_per_s, "a copy, measured; latency estimated")
+        shared = Interconnect(
+            "shared-memory", 20e-6, cpu.bandwidth_bytes_per_s, "a copy, measured; latency estimated", 1
+        )
         return Machine(cpu, ranks, shared, find_interconnect("ethernet10"))
     properties = torch.cuda.get_device_properties(0)
     machine = find_machine(gpu_of_device(properties.name, properties.total_memory), ranks)

@@ -21,7 +21,7 @@ BUDGET = {
     "training/parallel": 4020,
     "training/checkpoint": 1860,
     "training/observe": 2632,
-    "planning": 2747,
+    "planning": 2990,
     "delivery": 1190,
     "delivery/export": 1230,
     "delivery/report": 1360,

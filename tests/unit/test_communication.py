@@ -1,0 +1,131 @@
+"""The time of exchanges against simulations of their messages, and volumes against the ZeRO paper and PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from planning.communication import (
+    EXCHANGES,
+    FLAT,
+    all_reduce_s,
+    collective_s,
+    communication_s,
+    exposed,
+    ring_all_reduce_s,
+    tree_all_reduce_s,
+    volumes,
+)
+from planning.machines import Interconnect, find_machine
+from training.parallel.strategies import ParallelPlan
+
+LINK = Interconnect("made-up", 1e-5, 1e9, "", achieved_share=1)
+SIZE = 4_000_000
+PARAMETERS = 25_000_000
+
+
+def simulated_ring_s(size, ranks, link):
+    """Send every part around the ring, message by message; a link has one at a time."""
+    ready = [[0.0] * ranks for _ in range(ranks)]  # by rank and part
+    for step in range(2 * (ranks - 1)):
+        arrives = {}
+        for rank in range(ranks):
+            part = (rank - step) % ranks
+            arrives[(rank + 1) % ranks, part] = ready[rank][part] + link.latency_s + size / ranks / 1e9
+        for (rank, part), time in arrives.items():
+            ready[rank][part] = max(ready[rank][part], time)
+    return max(max(row) for row in ready)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_ring_takes_as_long_as_its_messages(ranks):
+    assert ring_all_reduce_s(SIZE, ranks, LINK) == pytest.approx(simulated_ring_s(SIZE, ranks, LINK))
+
+
+def test_small_messages_of_many_ranks_go_over_trees():
+    assert (
+        all_reduce_s(1000, 1024, LINK)
+        == tree_all_reduce_s(1000, 1024, LINK)
+        < 0.1 * ring_all_reduce_s(1000, 1024, LINK)
+    )
+    assert all_reduce_s(1e9, 8, LINK) == ring_all_reduce_s(1e9, 8, LINK)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "links", "ranks", "size", "bus_bytes_per_s"),
+    [
+        ("h100", "nvlink4+ib400", 8, 4e9, 370e9),  # nccl-tests, issue 212: what NCCL's author says of a ring
+        ("a100-40gb", "nvlink3+ib100", 24, 128e6, 96e9),  # issue 119, the best size: a port of 200 Gbit/s for 2 GPUs
+    ],
+)
+def test_bandwidth_that_nccl_tests_measured(gpu, links, ranks, size, bus_bytes_per_s):
+    seconds = collective_s("all_reduce", size, ranks, find_machine(gpu, 8, links))
+    assert 2 * (ranks - 1) / ranks * size / seconds == pytest.approx(bus_bytes_per_s, rel=0.08)
+
+
+@pytest.mark.parametrize("collective", FLAT)
+def test_two_levels_are_never_faster_than_their_slow_link_allows(collective):
+    machine = find_machine("h100", 8, "nvlink4+ib400")
+    for machines in (2, 16, 128):
+        ranks = 8 * machines
+        least = (machines - 1) / machines * SIZE / 8 / (machine.between.bandwidth_bytes_per_s)
+        assert collective_s(collective, SIZE, ranks, machine) > least
+        assert collective_s(collective, SIZE, ranks, machine) < FLAT[collective](SIZE, ranks, machine.between)
+    one = dataclasses.replace(machine, ranks=1)
+    assert collective_s(collective, SIZE, 4, one) == FLAT[collective](SIZE, 4, machine.between)
+    assert collective_s(collective, SIZE, 1, machine) == 0
+
+
+@pytest.mark.parametrize(
+    ("exchange_s", "messages", "compute_s"), [(1, 1, 5), (1, 10, 5), (9, 4, 5), (3, 7, 0), (2, 5, 2)]
+)
+def test_what_computation_hides(exchange_s, messages, compute_s):
+    end = 0.0
+    for number in range(1, messages + 1):
+        end = max(end, number / messages * compute_s) + exchange_s / messages
+    assert exposed(exchange_s, messages, compute_s) == pytest.approx(end - compute_s)
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "sends"),
+    [("torch", 1, 2), ("torch", 2, 2), ("torch", 3, 3), ("native", 1, 2), ("deepspeed", 1, 3), ("deepspeed", 3, 3)],
+)
+def test_volumes_of_the_zero_paper(engine, stage, sends):
+    """Section 7 of arXiv:1910.02054: 2 x the parameters at stages 1 and 2, 3 x at stage 3; DeepSpeed all-reduces."""
+    ranks = 1000
+    sent = volumes(engine, ParallelPlan(stage, shards=ranks), PARAMETERS)
+    assert sum(sent.values()) == pytest.approx(sends * 4 * PARAMETERS, rel=2 / ranks)
+
+
+def test_volumes_of_accumulated_micro_steps():
+    """DDP and the native engine exchange once; ZeRO-3 gathers twice and scatters once in each."""
+    for engine, stage, times in (("torch", 1, 1), ("native", 1, 1), ("deepspeed", 3, 4)):
+        plan = ParallelPlan(stage, shards=2)
+        once, four = (sum(volumes(engine, plan, PARAMETERS, steps).values()) for steps in (1, 4))
+        assert four == times * once
+    three = volumes("native", ParallelPlan(1, shards=4), PARAMETERS, 3)
+    assert three["all_to_all"] > volumes("native", ParallelPlan(1, shards=4), PARAMETERS, 4)["all_to_all"]
+
+
+def test_shards_of_a_machine_send_little_between_machines():
+    """Replicas of shards (HSDP) sum an 8th of the gradients between machines."""
+    whole = volumes("torch", ParallelPlan(3, shards=64), PARAMETERS)
+    parts = volumes("torch", ParallelPlan(3, shards=8, replicas=8), PARAMETERS)
+    assert parts["all_reduce"] == 2 * 7 / 8 * 4 * PARAMETERS / 8
+    assert sum(whole.values()) == pytest.approx(3 * 63 / 64 * 4 * PARAMETERS)
+
+
+@pytest.mark.parametrize(("engine", "stage"), EXCHANGES)
+def test_a_step_waits_for_no_more_than_all_and_one_rank_for_nothing(engine, stage):
+    machine = find_machine("h100", 8)
+
+    def time(ranks, backward_s=0.02):
+        plan = ParallelPlan(stage, shards=ranks)
+        return communication_s(engine, plan, PARAMETERS, machine, forward_s=0.01, backward_s=backward_s)
+
+    assert time(1).total_s == time(1).exposed_s == 0
+    for ranks in (2, 8, 64, 1024):
+        assert 0 < time(ranks).exposed_s <= time(ranks).total_s * (1 + 1e-9)
+        assert time(ranks).exposed_s <= time(ranks, backward_s=0.001).exposed_s * (1 + 1e-9)
+    assert time(1024).total_s > time(16).total_s > time(8).total_s
