@@ -16,7 +16,8 @@ from delivery.evaluation_data import EvaluationChoice, EvaluationData, load_eval
 from delivery.evaluation_files import write_evaluation
 from delivery.trained_model import TrainedModel, find_model, slug
 from training.checkpoint.weights import load_model
-from training.config import FLAG_OF, TrainConfig, check_config
+from training.config import FLAG_OF, TrainConfig
+from training.config_check import check_config
 from training.data.bad_images import bad_image_lines, check_bad_images
 from training.data.loader import EvaluationLoader, automatic_workers
 from training.data.sampler import EvaluationPlan

@@ -6,8 +6,8 @@ import argparse
 
 from delivery.export import FORMATS, PRECISIONS
 from training.command_line import OneLineParser
-from training.config import LARGEST_BATCH
 from training.data import BAD_IMAGES_USAGE, DATASETS
+from training.model_fields import LARGEST_BATCH
 
 LARGEST_TOP_K = 1000
 MOST_IMAGES, MOST_THREADS = 10**6, 256

@@ -20,7 +20,8 @@ from torch import nn
 from delivery.flags import LARGEST_TOP_K
 from delivery.trained_model import find_model
 from training.checkpoint.weights import load_model
-from training.config import FLAG_OF, TrainConfig, check_config
+from training.config import FLAG_OF, TrainConfig
+from training.config_check import check_config
 from training.data.augment import evaluation_transform
 from training.data.reading.decode import make_decoder
 from training.data.reading.image_notes import collected_notes, noting

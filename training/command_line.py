@@ -15,17 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from training.config import (
-    FIELDS,
-    FLAG_OF,
-    TrainConfig,
-    allowed_names,
-    allowed_values,
-    check_config,
-    field_types,
-    number_type,
-    read_value,
-)
+from training.config import FIELDS, FLAG_OF, TrainConfig
+from training.config_check import check_config
+from training.config_values import allowed_names, allowed_values, field_types, number_type, read_value
 from training.errors import RANK_0_MESSAGE_SECONDS, USER_ERROR_EXIT_CODE, UserError, nearest, shown
 
 Parsed = TypeVar("Parsed")

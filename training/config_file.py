@@ -11,18 +11,11 @@ import yaml
 from yaml.composer import ComposerError
 
 from training.command_line import wrong_value
-from training.config import (
-    FIELDS,
-    FLAG_OF,
-    PRESETS,
-    REPO_ROOT,
-    TrainConfig,
-    allowed_names,
-    allowed_values,
-    check_config,
-    read_value,
-)
+from training.config import FIELDS, FLAG_OF, TrainConfig
+from training.config_check import check_config
+from training.config_values import allowed_names, allowed_values, read_value
 from training.errors import UserError, nearest, one_line, unknown_name
+from training.model_fields import PRESET_FOLDER, PRESETS
 from training.small_files import read_small_text
 
 LARGEST_FILE = 64 * 2**10  # bytes of a configuration file; one with every flag has 3,000
@@ -39,7 +32,7 @@ def read_preset(name: str) -> dict[str, Any]:
         return {}
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
-    return read_config_file(REPO_ROOT / "presets" / f"{name}.yaml")
+    return read_config_file(PRESET_FOLDER / f"{name}.yaml")
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

@@ -31,7 +31,8 @@ from training.checkpoint.resume import (
 )
 from training.checkpoint.saver import Saver
 from training.checkpoint.store import FoundCheckpoint
-from training.config import FLAG_OF, TrainConfig, check_config
+from training.config import FLAG_OF, TrainConfig
+from training.config_check import check_config
 from training.data import data_options, load_data
 from training.data.bad_images import check_bad_images
 from training.data.datasets import DatasetPair

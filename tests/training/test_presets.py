@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from training.config import PRESETS
+from training.model_fields import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--data=fake", "--epochs=1", "--warmup-epochs=0", "--batch-size=16", "--image-size=64", "--report=false"]

@@ -16,7 +16,8 @@ from small_checkpoints import ALONE, IDENTITY
 from training.checkpoint.manifest import Manifest, ShardFacts
 from training.checkpoint.resume import check_fit, keep_global_batch, keep_threads, note_other_leaves
 from training.checkpoint.store import FoundCheckpoint
-from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig, field_types
+from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
+from training.config_values import field_types
 from training.errors import UserError
 from training.parallel.world import World
 from training.state import Progress

@@ -13,9 +13,12 @@ from typing import get_args
 import pytest
 
 from training.command_line import parse_args
-from training.config import FIELDS, FLAG_OF, PRESETS, TrainConfig, check_config, field_types, save_config
+from training.config import FIELDS, FLAG_OF, TrainConfig, save_config
+from training.config_check import check_config
 from training.config_file import read_config_file
+from training.config_values import field_types
 from training.errors import UserError
+from training.model_fields import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,7 +14,8 @@ from timm.data.auto_augment import rand_augment_transform
 from timm.data.random_erasing import RandomErasing as TimmRandomErasing
 from torchvision.transforms import InterpolationMode, v2
 
-from training.config import TrainConfig, check_config
+from training.config import TrainConfig
+from training.config_check import check_config
 from training.data import DataOptions, load_data
 from training.data.augmentations import AUGMENTATIONS, augmentation_of
 from training.data.batch_transforms import BatchTransforms

@@ -11,7 +11,8 @@ from timm.optim import Lamb
 from torch import nn
 from torch.optim import lr_scheduler
 
-from training.config import FLAG_OF, TrainConfig, check_config
+from training.config import FLAG_OF, TrainConfig
+from training.config_check import check_config
 from training.errors import UserError
 from training.recipe.optimizer import (
     build_optimizer,

@@ -10,7 +10,8 @@ from small_checkpoints import ALONE
 from timm.optim import Muon, create_optimizer_v2, list_optimizers
 from torch import nn
 
-from training.config import FLAG_OF, TrainConfig, check_config
+from training.config import FLAG_OF, TrainConfig
+from training.config_check import check_config
 from training.errors import UserError
 from training.parallel.build_engine import build_engine, resolve_engine
 from training.parallel.engine import EngineSetup

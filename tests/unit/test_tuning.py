@@ -16,7 +16,8 @@ from torch import nn
 
 from models.build import BuiltModel, build_model
 from training.checkpoint.manifest import frozen_name, read_manifest
-from training.config import FLAG_OF, TrainConfig, check_config
+from training.config import FLAG_OF, TrainConfig
+from training.config_check import check_config
 from training.errors import UserError
 from training.parallel.model_buffers import ModelBuffers
 from training.parallel.world import World

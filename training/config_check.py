@@ -1,0 +1,127 @@
+"""The check of a configuration: types, ranges, names, and values that exclude each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from models import check_model_name, model_spec
+from training.config import FIELDS, TrainConfig
+from training.config_values import allowed_values, is_allowed
+from training.data import bad_image_share
+from training.data.augmentations import augmentation_of
+from training.data.image_sizes import size_ramp
+from training.errors import UserError, shown, unknown_name
+from training.parallel.strategies import STRATEGIES
+from training.recipe import read_tune
+from training.recipe.class_weights import given_weights
+from training.recipe.rules import ELEMENT_WISE, MATRIX_RULES, SQUARED_DECAY, check_optimizer, read_options
+from training.recipe.schedule import SCHEDULES
+
+DECAY_WITHIN_RUN = {"wsd": ["decay_epochs"]}  # schedules whose decay must leave room in the run
+MILESTONES_PATTERN = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?(,[0-9]{1,6}(\.[0-9]{1,6})?)*")
+RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
+
+
+def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfig:
+    """Check what needs neither torch nor the data: types, ranges, names, and values that exclude each other.
+
+    Args:
+        config: the configuration.
+        label_of: the name of each field in a message: its flag, or file and key.
+
+    Raises:
+        UserError: for the first value that is wrong.
+    """
+    for name, field in FIELDS.items():
+        value = getattr(config, name)
+        if not is_allowed(value, field):
+            raise UserError(f"{label_of[name]} {shown(value)}: expected {allowed_values(field)}.")
+    check_model_name(config.model_type)
+    if config.strategy not in STRATEGIES:
+        raise unknown_name("strategy", config.strategy, STRATEGIES)
+    augmentation_of(config, default="crop_flip")
+    bad_image_share(config.bad_images)
+    given_weights(config.class_weights)
+    size_ramp(config.progressive_size)
+    if config.compile == "on" and (config.progressive_size or config.eval_image_size):
+        raise UserError(
+            f"{label_of['compile']} on: images of several sizes are not compiled, leave out "
+            f"{label_of['progressive_size']} and {label_of['eval_image_size']}."
+        )
+    if config.class_weights != "none" and config.sampling == "balanced":
+        raise UserError(
+            f"{label_of['class_weights']} and {label_of['sampling']} balanced both make up for rare classes: "
+            "give one of them."
+        )
+    if config.bce_target_threshold and config.loss != "bce":
+        raise UserError(f"{label_of['bce_target_threshold']} is of {label_of['loss']} bce only: give both, or none.")
+    if config.workers != "auto" and not re.fullmatch(r"[0-9]{1,3}", config.workers):
+        raise UserError(f"{label_of['workers']} {config.workers!r}: expected a whole number from 0 to 999, or auto.")
+    if config.run_name and not RUN_NAME_PATTERN.fullmatch(config.run_name):
+        raise UserError(
+            f"{label_of['run_name']} {config.run_name!r}: use letters, digits, '.', '_' and '-', at most 120, "
+            "beginning with a letter or digit."
+        )
+    offloadable = STRATEGIES[config.strategy].offloadable
+    if config.offload not in offloadable:
+        raise UserError(
+            f"{label_of['offload']} {config.offload}: strategy {config.strategy} allows {', '.join(offloadable)}."
+        )
+    if config.replicate_across == "nodes" and (config.engine != "torch" or STRATEGIES[config.strategy].zero_stage == 1):
+        raise UserError(
+            f"{label_of['replicate_across']} nodes: only --engine torch does it, at fsdp_stage2 and fsdp_stage3."
+        )
+    check_optimizer(label_of["optimizer"], config.optimizer, config.strategy, config.engine)
+    _check_rules(config, label_of)
+    _check_schedule(config, label_of)
+    if config.mixup_off_epochs > config.epochs:
+        raise UserError(
+            f"{label_of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has {config.epochs} epochs only."
+        )
+    if config.whitened_stem and (
+        config.weights or config.pretrained or model_spec(config.model_type).always_pretrained
+    ):
+        raise UserError(f"{label_of['whitened_stem']} would replace weights that are loaded: leave it out.")
+    if config.weights and config.pretrained:
+        raise UserError(f"{label_of['weights']} and {label_of['pretrained']} exclude each other: give one of them.")
+    has_weights = config.weights or config.pretrained or model_spec(config.model_type).always_pretrained
+    if read_tune(config.tune)[0] != "full" and not has_weights and config.resume in ("never", "auto"):
+        raise UserError(
+            f"{label_of['tune']} {config.tune}: what is not trained would keep random weights: "
+            f"add {label_of['pretrained']}, or {label_of['weights']} FILE."
+        )
+    return config
+
+
+def _check_rules(config: TrainConfig, label_of: Mapping[str, str]) -> None:
+    """Check values that the update rules do not go with; raise UserError."""
+    rule = f"{label_of['optimizer']} {config.optimizer}"
+    if config.fallback_optimizer not in ELEMENT_WISE:
+        raise unknown_name("fallback optimizer", config.fallback_optimizer, ELEMENT_WISE)
+    options = {
+        name: read_options(label_of[name], getattr(config, name)) for name in ("optimizer_options", "fallback_options")
+    }
+    momenta = [one.get("momentum", config.momentum) for one in options.values()]
+    if config.optimizer in MATRIX_RULES and 0 in momenta:
+        raise UserError(f"{rule}: {label_of['momentum']} 0 is for sgd alone: give one above 0, such as 0.95.")
+    if config.optimizer in SQUARED_DECAY and config.base_batch_size:
+        raise UserError(
+            f"{rule} and {label_of['base_batch_size']} exclude each other: its decay refers to --learning-rate itself."
+        )
+
+
+def _check_schedule(config: TrainConfig, label_of: Mapping[str, str]) -> None:
+    """Check what belongs to the schedule; raise UserError."""
+    if config.schedule not in SCHEDULES:
+        raise unknown_name("schedule", config.schedule, SCHEDULES)
+    used = 0.0  # epochs of the run
+    for name in ("warmup_epochs", "cooldown_epochs", *DECAY_WITHIN_RUN.get(config.schedule, ())):
+        used += 0.0 if getattr(config, name) == "auto" else getattr(config, name)
+        if used > config.epochs:
+            before = "" if used == getattr(config, name) else " with the epochs before it"
+            raise UserError(
+                f"{label_of[name]} {getattr(config, name)}{before}: the run has {config.epochs} epochs only."
+            )
+    if config.milestones and not MILESTONES_PATTERN.fullmatch(config.milestones):
+        raise UserError(f"{label_of['milestones']} {shown(config.milestones)}: expected epochs such as 30,60,80.")

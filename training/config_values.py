@@ -1,0 +1,82 @@
+"""The values that a field of the configuration takes, from the command line or from a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+from training.config import TrainConfig
+
+# The words that YAML 1.1 reads as booleans.
+BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+@cache
+def field_types() -> dict[str, Any]:
+    """Return each field's type."""
+    return get_type_hints(TrainConfig)
+
+
+def number_type(field: dataclasses.Field) -> type | None:
+    """Return int or float for a field that takes a number, None for any other."""
+    annotation = field_types()[field.name]
+    return next((kind for kind in (int, float) if kind in (annotation, *get_args(annotation))), None)
+
+
+def allowed_names(field: dataclasses.Field) -> list[str]:
+    """Return the names that a field takes: of a `Literal`, or beside a number."""
+    annotation = field_types()[field.name]
+    parts = [annotation, *get_args(annotation)]
+    return [name for part in parts for name in get_args(part) if isinstance(name, str)]
+
+
+def read_value(field: dataclasses.Field, value: Any) -> Any:
+    """Convert a word of the command line, or a value of a file, to the field's type; ranges are checked later.
+
+    Raises:
+        ValueError: it cannot be one of the field's values.
+    """
+    kind, number, names = field_types()[field.name], number_type(field), allowed_names(field)
+    if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        text = str(value)  # YAML reads `workers: 2` as a number
+        os.fsencode(text)  # raises a ValueError for half a character
+        if "\0" in text:
+            raise ValueError
+        return text
+    if isinstance(value, bool):
+        value = "on" if value else "off"  # as YAML reads `compile: on`
+    if value in names:
+        return value
+    if kind is bool and isinstance(value, str) and value.lower() in BOOLEANS:
+        return BOOLEANS[value.lower()]
+    is_read_exactly = isinstance(value, str) or (isinstance(value, int) and abs(value) < 2**63)
+    if number and (is_read_exactly or (number is float and isinstance(value, float))):
+        return number(value)
+    raise ValueError
+
+
+def is_allowed(value: Any, field: dataclasses.Field) -> bool:
+    """Return whether a value has a field's type and lies in its range."""
+    try:
+        if read_value(field, value) != value:
+            return False
+    except ValueError:
+        return False
+    if isinstance(value, (str, bool)):
+        return True
+    low, high, above = (field.metadata[key] for key in ("low", "high", "above"))
+    # Written so that nan is in no range.
+    return (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
+
+
+def allowed_values(field: dataclasses.Field) -> str:
+    """Return the values that a field takes, for a message."""
+    kind, number, names = field_types()[field.name], number_type(field), allowed_names(field)
+    if number:
+        texts = {"above": "above {}", "low": "from {}", "high": "up to {}"}
+        bounds = [text.format(field.metadata[key]) for key, text in texts.items() if field.metadata[key] is not None]
+        or_names = "".join(f", or {name}" for name in names)
+        return " ".join(["a whole number" if number is int else "a number", *bounds]) + or_names
+    return " | ".join(names) if names else {bool: "true or false", str: "text"}[kind]

@@ -1,0 +1,64 @@
+"""The flags of what is trained: preset, model, strategy, epochs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from models import MODELS, MOST_MEMBERS
+from training.fields import option
+from training.parallel.strategies import STRATEGIES
+from training.recipe import TUNE_USAGE
+
+PRESET_FOLDER = Path(__file__).resolve().parents[1] / "presets"
+PRESETS = tuple(sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml")))
+LARGEST_BATCH = 65_536  # images of one forward pass
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFields:
+    """What is trained, and how it is sharded."""
+
+    preset: str = option("", f"Start from these values, which files and flags override: {', '.join(PRESETS)}.")
+
+    model_type: str = option("mobilenet", f"Model: one of {', '.join(MODELS)}, or timm:<name> for any timm model.")
+    strategy: str = option("ddp", f"How training state is sharded: {', '.join(STRATEGIES)}.")
+    epochs: int = option(30, "Passes over the training data.", low=1, high=100_000)
+    batch_size: int = option(16, "Images per GPU (or CPU rank) and micro-step.", low=1, high=LARGEST_BATCH)
+    gradient_accumulation_steps: int = option(
+        1, "Micro-steps per optimizer step; BatchNorm still sees single micro-batches.", low=1, high=4096
+    )
+    learning_rate: float = option(1e-3, "Peak learning rate, before scaling by --base-batch-size.", above=0, high=100)
+
+    # Model.
+    pretrained: bool = option(False, "Start from the model's published weights (needs a network or a warm cache).")
+    weights: str = option("", "Start from this local file: safetensors, or a pickle of plain tensors.")
+    tune: str = option(
+        "full",
+        f"What is trained of a model with trained weights: {TUNE_USAGE} (the last N layers; adapters of rank R). "
+        "The head always is; all else keeps its weights.",
+    )
+    ensemble_members: str = option(
+        "mobilenet,efficientnet,vgg", f"Members of --model-type ensemble, comma-separated; at most {MOST_MEMBERS}."
+    )
+    head_epochs: int = option(
+        2, "mobilenet_finetuned: epochs in which only the new head learns, before all layers do.", low=0, high=100_000
+    )
+    backbone_learning_rate_scale: float = option(
+        0.1, "mobilenet_finetuned: learning rate of the backbone as a share of the head's.", above=0, high=1
+    )
+    stem: Literal["auto", "keep"] = option(
+        "auto", "First layer's stride; auto: 1 instead of 2 for images below 64 pixels; keep: the network's own."
+    )
+    whitened_stem: bool = option(
+        False, "The first convolution whitens patches of the training images, and is not trained."
+    )
+    drop_path: float = option(
+        0.0,
+        "Probability that the last residual block of a timm model is skipped for an image; less before.",
+        low=0,
+        high=0.99,
+    )
+    activation_checkpointing: bool = option(False, "Recompute activations in backward: less memory, more time.")
+    sync_batchnorm: bool = option(False, "BatchNorm statistics over all ranks' samples instead of each rank's own.")
