@@ -50,7 +50,10 @@ def all_gather_s(size_bytes: float, ranks: int, link: Interconnect) -> float:
 
 
 def all_to_all_s(size_bytes: float, ranks: int, link: Interconnect) -> float:
-    """Seconds of pairwise exchange: a rank sends another part of its `size_bytes` to each of the others."""
+    """Seconds of pairwise exchange: a rank sends another part of its `size_bytes` to each of the others.
+
+    One after another: NCCL has several messages under way, so for many ranks and few bytes this is an upper bound.
+    """
     return reduce_scatter_s(size_bytes, ranks, link)
 
 
@@ -179,7 +182,7 @@ def communication_s(
     shares_memory = machine.inside.name == SHARED_MEMORY and ranks <= machine.ranks
     for exchange in EXCHANGES[engine, plan.zero_stage] if ranks > 1 else ():
         size = float(FLOAT32_BYTES * parameters * _rows(exchange, ranks, accumulation_steps))
-        messages = math.ceil(size / exchange.bucket_bytes) if exchange.bucket_bytes else blocks
+        messages = math.ceil(size / exchange.bucket_bytes) or 1 if exchange.bucket_bytes else blocks
         behind = exchange.behind
         if engine == "native" and shares_memory:
             messages, behind = 1, ""

@@ -21,7 +21,7 @@ BUDGET = {
     "training/parallel": 4060,
     "training/checkpoint": 1860,
     "training/observe": 2632,
-    "planning": 2990,
+    "planning": 3248,
     "delivery": 1190,
     "delivery/export": 1230,
     "delivery/report": 1360,
