@@ -1,15 +1,16 @@
-"""Memory per rank, predicted by `planning/memory.py` and measured: VGG-16 and the ensemble under every strategy.
+"""Memory per rank, predicted by `planning/memory.py` and measured: every model, strategy and engine on CPU ranks.
 
-    python benchmarks/memory.py
-    python benchmarks/memory.py --models mobilenet --ranks 1,2
+    python benchmarks/memory.py                                     # make check-memory
+    python benchmarks/memory.py --models mobilenet --ranks 1,2 --engines torch
 
-Small batches, so that the training state is what fills the memory. Each case is a job of its own. The measured value
-is the mean over the ranks of what the process needs beyond its libraries; see `memory_rank.py`.
+Each case is a job of its own. The measured value is the mean over the ranks of what the process needs beyond its
+libraries; see `memory_rank.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -26,11 +27,14 @@ import torch
 from benchmarks.launch import torchrun
 from benchmarks.our_engine import engine_of
 from benchmarks.report import Section, save, show, versions
-from models.build import build_model
-from models.dry_run import activation_bytes, model_sizes
-from planning.memory import MemoryPlan, bucket_elements, plan_memory
-from training.parallel.deepspeed_config import read_strategy_json
-from training.parallel.strategies import STRATEGIES
+from models import MODELS
+from planning.memory import MemoryPlan, plan_memory
+from planning.run_workload import workload_of
+from training.config import TrainConfig
+from training.parallel.strategies import STRATEGIES, plan_of
+
+LARGE = ("vgg", "ensemble")
+GOAL = 0.1  # largest error of a peak
 
 # Freed memory goes back to the kernel at once where a piece is larger than this, so that resident means in use.
 PIECE_BYTES = 4 * 2**20
@@ -56,19 +60,15 @@ class Case:
 
 def predicted(case: Case) -> tuple[MemoryPlan, str]:
     """Ask the formula; return the engine too."""
-    module = build_model(
-        case.model, num_classes=case.classes, image_size=case.image_size, batch_size=case.batch_size
-    ).module
-    sizes = model_sizes(module)
-    engine = engine_of(module, case.strategy, torch.device("cpu"), case.ranks)
+    config = TrainConfig(model_type=case.model, batch_size=case.batch_size)
+    workload = workload_of(config, case.classes, case.image_size)
+    engine = engine_of(workload.network, case.strategy, torch.device("cpu"), case.ranks, case.engine)
     plan = plan_memory(
-        **sizes,
+        sizes=workload.sizes,
         engine=engine,
-        zero_stage=STRATEGIES[case.strategy].zero_stage,
-        ranks=case.ranks,
-        optimizer="adamw",
-        bucket_elements=bucket_elements(read_strategy_json(case.strategy)),
-        activation_bytes=activation_bytes(module, case.batch_size, case.image_size),
+        plan=plan_of(case.strategy, case.ranks),
+        optimizer_values=workload.optimizer_values,
+        activations=workload.activations(case.batch_size, "fp32", "cpu", False),
     )
     return plan, engine
 
@@ -84,38 +84,44 @@ def measured(case: Case) -> dict[str, float]:
     return {key: statistics.mean(rank[key] for rank in found) for key in found[0]}
 
 
-def row(case: Case) -> tuple[str, ...]:
-    """Predict and measure one case."""
+def row(case: Case) -> tuple[tuple[str, ...], float]:
+    """Predict and measure one case; return the row, and the error of the peak as a share."""
     (plan, engine), found = predicted(case), measured(case)
-    figures = []
-    for ours, theirs in ((plan.held, found["held"]), (plan.peak, found["peak"])):
-        figures += [f"{ours / 1e9:.2f}", f"{theirs / 1e9:.2f}", f"{(ours - theirs) / theirs:+.1%}"]
-    return (case.model, f"{case.strategy}, {engine}", str(case.ranks), *figures)
+    error = plan.peak / found["peak"] - 1
+    parts = (plan.weights, plan.optimizer, plan.gradients, plan.activations, plan.peak, found["peak"])
+    megabytes = [f"{part / 1e6:.0f}" for part in parts]
+    return (case.model, f"{case.strategy}, {engine}", str(case.ranks), *megabytes, f"{error:+.0%}"), error
 
 
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="vgg,ensemble", help="comma-separated")
+    models = [name for name, spec in MODELS.items() if not spec.always_pretrained]
+    parser.add_argument("--models", default=",".join(models), help="comma-separated")
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="comma-separated")
+    parser.add_argument("--engines", default="auto,torch", help="comma-separated")
     parser.add_argument("--ranks", default="1,2,4", help="comma-separated")
-    parser.add_argument("--batch-size", type=int, default=2, help="images per rank")
-    parser.add_argument("--image-size", type=int, default=64, help="pixels")
+    parser.add_argument("--batch-size", type=int, default=0, help="images per rank; 0: 32, or 4 of large models")
+    parser.add_argument("--image-size", type=int, default=96, help="pixels")
     parser.add_argument("--classes", type=int, default=1000)
     given = parser.parse_args()
     os.environ.update(MALLOC)
-    rows = []
-    for model in given.models.split(","):
-        for strategy in given.strategies.split(","):
-            for ranks in given.ranks.split(","):
-                case = Case(model, strategy, int(ranks), given.batch_size, given.image_size, given.classes)
-                rows.append(row(case))
-                print(*rows[-1], flush=True)
+    words = (given.models, given.strategies, given.engines, given.ranks)
+    rows, errors = [], []
+    for model, strategy, engine, ranks in itertools.product(*(word.split(",") for word in words)):
+        batch_size = given.batch_size or (4 if model in LARGE else 32)
+        case = Case(model, strategy, int(ranks), batch_size, given.image_size, given.classes, engine)
+        cells, error = row(case)
+        rows.append(cells)
+        errors.append(abs(error))
+        print(*cells, flush=True)
+    within = sum(error <= GOAL for error in errors)
     text = (
-        f"{given.batch_size} images of {given.image_size} pixels per rank, fp32, AdamW, {given.classes} "
-        f"classes. Held: between two steps; peak: within the third step. GB (10^9 bytes) per rank."
+        f"{given.batch_size or '32 (large models 4)'} images of {given.image_size} pixels per rank, fp32, AdamW, "
+        f"{given.classes} classes. MB (10^6 bytes) per rank; peak: within the third step. "
+        f"{within} of {len(errors)} peaks within {GOAL:.0%}, the worst {max(errors):.0%} off."
     )
-    kinds = ("held, predicted", "measured", "error", "peak, predicted", "measured", "error")
+    kinds = ("weights", "optimizer", "gradients", "activations", "peak", "measured", "error")
     section = Section("Memory per rank", text, ("model", "strategy, engine", "ranks", *kinds), rows)
     show(section)
     save(

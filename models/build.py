@@ -42,7 +42,7 @@ def build_model(
     *,
     num_classes: int,
     image_size: int,
-    pretrained: bool = False,
+    pretrained: bool | None = False,
     weights: str | None = None,
     members: Sequence[str] = DEFAULT_MEMBERS,
     batch_size: int = 2,
@@ -55,7 +55,7 @@ def build_model(
         model_type: a name of `MODELS`, or `timm:<name>`.
         num_classes: width of the head.
         image_size: height and width of the images, pixels.
-        pretrained: load the hub's weights (network, or the hub's local cache).
+        pretrained: load the hub's weights (network, or the hub's local cache); None: none, whatever the model.
         weights: path of a safetensors or `weights_only` file to load instead.
         members: the model names of an ensemble, two or more; other models ignore it.
         batch_size: images per step and rank, to refuse a size that BatchNorm cannot take.
@@ -78,7 +78,8 @@ def build_model(
             _check_drop_path(part, drop_path)
         # Before anything is downloaded for it: the size may not work.
         module, changes = create_for_image_size(create, part["model_type"], image_size, batch_size, keep_stem=keep_stem)
-        if not weights and (pretrained or model_spec(part["model_type"]).always_pretrained):
+        always = model_spec(part["model_type"]).always_pretrained and pretrained is not None
+        if not weights and (pretrained or always):
             module = _create_pretrained(part, create, notes)
             set_strides(module, {name: new for name, (_, new) in changes.items()})
         modules.append(module)

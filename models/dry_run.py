@@ -1,4 +1,4 @@
-"""Runs a network without data: whether it works with a size of images, its operations, its activations, its sizes.
+"""Runs a network without data: whether it works with a size of images, its operations.
 
 The network runs on tensors that have shapes but no data. That takes a fraction of a second at any size, and does not
 change weights, BatchNorm statistics or the state of random numbers.
@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
-
-BYTES_OF_PRECISION = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def without_data(module: nn.Module) -> nn.Module:
@@ -76,41 +74,6 @@ def training_flops(module: nn.Module, image_size: int) -> int | None:
     except Exception:  # whatever a user's timm model does with its data: a number less
         return None
     return counter.get_total_flops() or None
-
-
-def activation_bytes(module: nn.Module, batch_size: int, image_size: int, precision: str = "fp32") -> int:
-    """Return the bytes that forward keeps for backward: distinct tensors saved by autograd, and the images.
-
-    Args:
-        module: float32 images [B, 3, S, S] -> logits; it is left as it is.
-        batch_size: images per micro-batch.
-        image_size: S, in pixels.
-        precision: 'fp32', or 'bf16' or 'fp16', whose activations take half.
-    """
-    module = without_data(module)
-    weights = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
-    saved: dict[int, int] = {}
-    kept = []  # a freed storage's address might be used again
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            saved[storage._cdata] = storage.nbytes()
-            kept.append(tensor)
-        return tensor
-
-    images = torch.empty(batch_size, 3, image_size, image_size, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        module(images).sum()
-    saved.setdefault(images.untyped_storage()._cdata, images.nbytes)
-    return sum(saved.values()) * BYTES_OF_PRECISION[precision] // BYTES_OF_PRECISION["fp32"]
-
-
-def model_sizes(module: nn.Module) -> dict[str, int]:
-    """Return `parameters`, `largest_parameter` (elements) and `buffer_bytes`, for `planning.memory.plan_memory`."""
-    elements = [parameter.numel() for parameter in module.parameters()]
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
-    return {"parameters": sum(elements), "largest_parameter": max(elements), "buffer_bytes": buffers}
 
 
 def _forward_on_fake_tensors(module: nn.Module, shape: tuple[int, ...]) -> object:

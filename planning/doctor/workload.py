@@ -116,11 +116,10 @@ def measure_model(
     import torch
 
     from models.build import describe_model, rebuild_model
-    from models.dry_run import model_sizes
 
     description = describe_model(model_type, num_classes, image_size, members)
     with torch.device("meta"):
-        parameters = model_sizes(rebuild_model(description))["parameters"]
+        parameters = sum(parameter.numel() for parameter in rebuild_model(description).parameters())
     found: dict[str, Any] = {"parameters": parameters, "cores": len(os.sched_getaffinity(0))}
     if not torch.cuda.is_available():
         return found | {"device": "cpu", "images_per_second": None}

@@ -1,64 +1,199 @@
-"""The prediction of memory against closed forms; `benchmarks/memory.py` compares it with processes."""
+"""The prediction of memory against closed forms and DeepSpeed's own; `benchmarks/memory.py` compares with processes."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 from torch import nn
 
-from models.dry_run import activation_bytes, model_sizes
-from planning.memory import STATE_RULES, plan_memory
+from models.activations import Activations, activations
+from models.dry_run import without_data
+from planning.memory import STATE_RULES, ModelSizes, plan_memory
+from planning.run_workload import sizes_of, workload_of
+from training.config import TrainConfig
+from training.parallel.activation_checkpointing import enable_activation_checkpointing
+from training.parallel.strategies import ParallelPlan
 
-PARAMETERS, BUCKET, ACTIVATIONS = 1_000_000, 10_000, 500
+PARAMETERS, BUCKET = 1_000_000, 10_000
+SIZES = ModelSizes(PARAMETERS, PARAMETERS, largest_parameter=0, largest_block=100_000, outside=50_000)
+ACTIVATIONS = Activations(500, 0)
 
 
-def plan(stage, ranks, **changes):
-    settings = {"optimizer": "adamw", "engine": "deepspeed", "bucket_elements": BUCKET, "activation_bytes": ACTIVATIONS}
-    return plan_memory(parameters=PARAMETERS, zero_stage=stage, ranks=ranks, **(settings | changes))
+def plan(stage, ranks, engine="deepspeed", sizes=SIZES, values=2, offload="none", **settings):
+    parallel = ParallelPlan(stage, shards=ranks, offload=offload, bucket_elements=BUCKET)
+    settings = {"activations": ACTIVATIONS} | settings
+    return plan_memory(sizes=sizes, engine=engine, plan=parallel, optimizer_values=values, **settings)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_the_state_follows_the_zero_paper(ranks):
     """Section 3 of arXiv:1910.02054 in fp32: the optimizer's 12 bytes (copy, two moments) are shared at every stage."""
-    optimizer = 12 * PARAMETERS / ranks
     for stage, weights in ((1, 4 * PARAMETERS), (2, 4 * PARAMETERS), (3, 4 * PARAMETERS / ranks)):
         found = plan(stage, ranks)
-        assert found.weights + found.moments == pytest.approx(weights + optimizer)
+        assert found.weights == pytest.approx(weights)
+        assert found.optimizer == pytest.approx(12 * PARAMETERS / ranks)
+    assert plan(1, ranks).gradients == pytest.approx(4 * PARAMETERS)
     assert plan(2, ranks).gradients == pytest.approx(4 * PARAMETERS / ranks)
     assert plan(3, ranks).gradients == pytest.approx(4 * PARAMETERS / ranks)
 
 
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+def test_deepspeeds_own_estimators(ranks):
+    """They count 16-bit weights, and at stage 2 gradients in both sizes; here there are fp32 ones only."""
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+    def state(stage):
+        found = plan(stage, ranks)
+        return found.weights + found.optimizer + found.gradients
+
+    _, theirs = estimate_zero2_model_states_mem_needs(PARAMETERS, ranks, cpu_offload=False)
+    assert state(2) == pytest.approx(theirs + 2 * PARAMETERS - 2 * PARAMETERS / ranks)
+    _, theirs, largest_layer = estimate_zero3_model_states_mem_needs(
+        PARAMETERS, 0, ranks, cpu_offload=False, cpu_offload_params=False
+    )
+    assert largest_layer == 0
+    assert state(3) == pytest.approx(theirs + 2 * PARAMETERS / ranks)
+
+
+def test_pytorchs_own():
+    """DDP keeps everything on every rank; FSDP2 its rows, and gathers the whole network, or a block at a time."""
+    ddp, stage_2, stage_3 = (plan(stage, 4, "torch") for stage in (1, 2, 3))
+    assert (ddp.weights, ddp.optimizer, ddp.gradients) == (4 * PARAMETERS, 8 * PARAMETERS, 4 * PARAMETERS)
+    for sharded in (stage_2, stage_3):
+        found = (sharded.weights, sharded.optimizer, sharded.gradients)
+        assert found == (4 * PARAMETERS / 4, 8 * PARAMETERS / 4, 4 * PARAMETERS / 4)
+    assert stage_2.communication - stage_3.communication == 4 * (PARAMETERS - (2 * 100_000 + 50_000))
+    assert plan(2, 4, "torch", accumulation_steps=2).gradients == stage_2.gradients + 4 * PARAMETERS
+
+
 def test_more_ranks_and_higher_stages_need_no_more():
-    peaks = {(stage, ranks): plan(stage, ranks).peak for _, stage in STATE_RULES for ranks in (1, 2, 4)}
-    for stage in (1, 2, 3):
-        assert peaks[stage, 1] > peaks[stage, 2] > peaks[stage, 4]
-    assert peaks[1, 4] > peaks[2, 4]
+    """Except DDP, which shards nothing."""
+    for engine, stage in STATE_RULES:
+        one, two, four = (plan(stage, ranks, engine).held for ranks in (1, 2, 4))
+        assert (one == two == four) if (engine, stage) == ("torch", 1) else (one > two > four)
+    for engine in ("deepspeed", "torch"):
+        peaks = [plan(stage, 4, engine).peak for stage in (1, 2, 3)]
+        assert peaks[0] > peaks[1]
+        assert plan(2, 4, engine).weights >= plan(3, 4, engine).weights
 
 
-def test_sgd_keeps_one_moment_less():
-    assert plan(1, 2).moments - plan(1, 2, optimizer="sgd").moments == 4 * PARAMETERS / 2
+@pytest.mark.parametrize(("steps", "buffers"), [(1, 1), (2, 1), (4, 2), (8, 3), (16, 4)])
+def test_accumulation_of_the_native_engine_parks_sums(steps, buffers):
+    """log2(A) - 1 buffers beside the first of a power of two from 4 on, as docs/strategies.md says."""
+    found = plan(1, 2, "native", accumulation_steps=steps)
+    assert found.gradients == 4 * PARAMETERS * (buffers + 1 / 2)  # and its part of the ranks' sum
+
+
+def test_offload_moves_bytes_to_the_cpu():
+    on_gpu = {offload: plan(3, 2, offload=offload, device="cuda") for offload in ("none", "optimizer", "all")}
+    none, optimizer, everything = on_gpu.values()
+    assert optimizer.offloaded == none.optimizer + none.gradients
+    assert everything.offloaded == optimizer.offloaded + none.weights
+    assert none.tensors - everything.tensors == everything.offloaded
+    assert plan(3, 2, offload="all").offloaded == 0  # a CPU rank has one memory
+
+
+def test_a_gpu_needs_more_than_its_tensors():
+    found = plan(1, 2, device="cuda")
+    assert found.peak > found.tensors
+    assert plan(1, 2).peak == plan(1, 2).tensors
+
+
+def test_frozen_weights_have_no_gradients_and_moments():
+    frozen = ModelSizes(PARAMETERS, PARAMETERS // 10, largest_parameter=0)
+    found = plan(1, 1, "native", sizes=frozen)
+    assert (found.weights, found.gradients) == (4 * PARAMETERS, 4 * PARAMETERS // 10)
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ({}, 2),
+        ({"optimizer": "sgd"}, 1),
+        ({"optimizer": "lamb"}, 2),
+        ({"optimizer": "adan"}, 4),
+        ({"ema": 0.999, "lookahead": 6}, 4),
+    ],
+)
+def test_what_the_optimizer_keeps(words, values):
+    assert workload_of(TrainConfig(model_type="basic_cnn", **words), 10, 32).optimizer_values == values
 
 
 def test_activations_of_a_small_network():
     """Kept are the images (the first layer's input) and the second layer's input, which ReLU keeps as its output."""
-    network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 5), nn.ReLU(), nn.Linear(5, 2))
+    network = without_data(nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 5), nn.ReLU(), nn.Linear(5, 2)))
     images, hidden = 7 * 3 * 4 * 4, 7 * 5
-    assert activation_bytes(network, batch_size=7, image_size=4) == 4 * (images + hidden)
-    assert activation_bytes(network, batch_size=7, image_size=4, precision="bf16") == 2 * (images + hidden)
+    logits = loss = 1  # alive too when forward ends: the logits; their sum when backward begins
+    found = activations(network, batch_size=7, image_size=4)
+    assert found.saved == 4 * (images + hidden + 7 * 2 * logits)
+    # the gradient of the logits' sum, of the logits, and in the end of both the hidden layer and its weights
+    assert 4 * loss <= found.workspace <= 4 * (loss + 7 * 2 + hidden + 3 * 4 * 4 * 5)
 
 
 def test_activations_of_a_convolution_with_batchnorm():
     """Kept are the images, the convolution's output, BatchNorm's mean and deviation per channel, and ReLU's output."""
-    network = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    network = without_data(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()))
     images, maps = 2 * 3 * 6 * 6, 2 * 8 * 6 * 6
-    assert activation_bytes(network, batch_size=2, image_size=6) == 4 * (images + 2 * maps + 2 * 8)
+    assert activations(network, batch_size=2, image_size=6).saved == 4 * (images + 2 * maps + 2 * 8)
+
+
+def test_autocast_halves_activations_and_copies_weights():
+    """In 16 bits: images, hidden layer and logits, and the second weight's copy; the images in fp32 as well.
+
+    The first weight's copy is not needed: the images have no gradient.
+    """
+    network = nn.Sequential(nn.Flatten(), nn.Linear(48, 5, bias=False), nn.ReLU(), nn.Linear(5, 2, bias=False))
+    images, hidden, copy = 7 * 48, 7 * 5, 5 * 2
+    found = activations(without_data(network), 7, 4, "bf16")
+    assert found.saved == 2 * (images + hidden + copy + 7 * 2) + 4 * images
+
+
+def test_norms_in_fp32_on_gpus_alone():
+    network = nn.Sequential(nn.Flatten(), nn.Linear(48, 64), nn.LayerNorm(64), nn.Linear(64, 2))
+    cpu, cuda = (activations(without_data(network), 8, 4, "bf16", device).saved for device in ("cpu", "cuda"))
+    assert cuda > cpu
+
+
+class Blocks(nn.Module):
+    """Four equal blocks, as timm's networks have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(*(layer for _ in range(3) for layer in (nn.Conv2d(3, 3, 1), nn.ReLU()))) for _ in range(4))
+        )
+
+    def forward(self, images):
+        return self.blocks(images).flatten(1)
+
+
+def test_checkpointing_keeps_the_blocks_inputs():
+    """And recomputes a block at a time: its three maps are alive again in backward."""
+    network, maps = Blocks(), 2 * 3 * 8 * 8
+    whole = activations(without_data(network), 2, 8)
+    enable_activation_checkpointing(network)
+    found = activations(without_data(network), 2, 8)
+    assert whole.saved == 4 * maps * (1 + 3 * 4)  # a convolution's output is ReLU's too
+    assert found.saved == 4 * maps * (1 + 4)
+    assert 4 * maps * 3 <= found.workspace < 4 * maps * 6
 
 
 def test_sizes_of_a_model():
-    network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    buffer_bytes = 2 * 4 * torch.float32.itemsize + torch.int64.itemsize
-    assert model_sizes(network) == {
-        "parameters": 3 * 4 + 4 + 4 + 4,
-        "largest_parameter": 3 * 4,
-        "buffer_bytes": buffer_bytes,
-    }
+    network = Blocks()
+    found = sizes_of(network)
+    block = 3 * (3 * 3 + 3)
+    assert found == ModelSizes(4 * block, 4 * block, 9, largest_block=block, outside=0, buffer_bytes=0)
+    norm = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    norm[0].requires_grad_(False)
+    assert sizes_of(norm).trained == 8
+    assert sizes_of(norm).buffer_bytes == 2 * 4 * torch.float32.itemsize + torch.int64.itemsize
+
+
+@pytest.mark.parametrize(("engine", "device"), [*itertools.product(("native", "torch", "deepspeed"), ("cpu", "cuda"))])
+def test_every_part_grows_with_the_model(engine, device):
+    larger = ModelSizes(2 * PARAMETERS, 2 * PARAMETERS, 0, 2 * SIZES.largest_block, 2 * SIZES.outside)
+    for stage in (1, 2, 3):
+        assert plan(stage, 2, engine, larger, device=device).peak > plan(stage, 2, engine, device=device).peak

@@ -1,0 +1,97 @@
+"""What a plan needs to know about a run: its network in numbers, counted without data and without weights."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from models.activations import Activations, activations
+from models.build import build_model
+from models.dry_run import training_flops, without_data
+from planning.memory import ModelSizes
+from training.config import TrainConfig
+from training.parallel.activation_checkpointing import enable_activation_checkpointing, repeated_blocks
+from training.recipe.optimizer import build_optimizer, create_state
+from training.recipe.tuning import tune
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network and what one rank does with it in a micro-step.
+
+    Attributes:
+        network: on the meta device; left as it is.
+        image_size: side of the training images in pixels.
+        sizes: of the network.
+        optimizer_values: that the update rule and averages keep per trained parameter.
+        flops_per_image: of forward and backward; None if the network cannot be counted.
+    """
+
+    network: nn.Module
+    image_size: int
+    sizes: ModelSizes
+    optimizer_values: float
+    flops_per_image: int | None
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019  # as long as the workload, which a command has one of
+    def activations(self, batch_size: int, precision: str, device: str, checkpointing: bool) -> Activations:
+        """Return the activations of a micro-batch of this rank, see `models.activations.activations`."""
+        network = without_data(self.network)
+        if checkpointing:
+            enable_activation_checkpointing(network)
+        return activations(network, batch_size, self.image_size, precision, device)
+
+
+def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
+    """Count a run's network.
+
+    Args:
+        config: with model, optimizer, averages.
+        classes: of the data set.
+        image_size: side of the training images in pixels.
+
+    Raises:
+        UserError: if the network cannot be built for such images.
+    """
+    with torch.device("meta"):
+        built = build_model(
+            config.model_type,
+            num_classes=classes,
+            image_size=image_size,
+            pretrained=None,
+            members=tuple(config.ensemble_members.split(",")),
+            batch_size=config.batch_size,
+            keep_stem=config.stem == "keep",
+            drop_path=config.drop_path,
+        )
+        network = tune(built, config.tune).module.train()
+    flops = training_flops(without_data(network), image_size)
+    optimizer = build_optimizer(network, config, (), discriminative=False)
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    create_state(optimizer, trained)
+    kept = sum(value.numel() for state in optimizer.state.values() for value in state.values() if _per_weight(value))
+    sizes = sizes_of(network)
+    values = kept / sizes.trained + bool(config.ema) + bool(config.lookahead)
+    return Workload(network, image_size, sizes, values, flops)
+
+
+def sizes_of(network: nn.Module) -> ModelSizes:
+    """Return the numbers of a network that memory depends on."""
+    counts = [(parameter.numel(), parameter.requires_grad) for parameter in network.parameters()]
+    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in repeated_blocks(network)]
+    total = sum(count for count, _ in counts)
+    return ModelSizes(
+        parameters=total,
+        trained=sum(count for count, trained in counts if trained),
+        largest_parameter=max(count for count, _ in counts),
+        largest_block=max(blocks, default=0),
+        outside=total - sum(blocks),
+        buffer_bytes=sum(buffer.nbytes for buffer in network.buffers()),
+    )
+
+
+def _per_weight(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
