@@ -1,0 +1,230 @@
+"""Predicts how long an update takes a rank: forward, backward, the optimizer's step, and what it waits for others.
+
+A roofline over the forward's operators, in the sense of Williams, Waterman and Patterson 2009
+(doi:10.1145/1498765.1498785): an operator needs its operations at the device's peak and its values at the memory's
+bandwidth. Real kernels need a multiple of both, and some time whatever their size: `CALIBRATIONS` has these multiples.
+The two times are added rather than the larger taken, which makes the multiples a linear least-squares problem.
+
+CPU: fitted to steps of 19 networks measured in fp32 on a core of an AMD EPYC (torch 2.15), and to what 1, 2 and 4 ranks
+add that share two. GPU: no GPU has been measured. Fitted to published training speeds with 16-bit arithmetic, 224
+pixels and large batches: timm's benchmark files for an RTX 3090 (MobileNetV3-Large 2732 images/s, MobileNetV2 2313,
+EfficientNet-B0 1752, VGG16 546, ResNet-50 1218), NVIDIA DeepLearningExamples for an A100 80 GB (EfficientNet-B0 2489,
+ResNet-50 2470), Lambda for an H100 SXM (ResNet-50 2790). They come from several frameworks and years; with the matrix
+units at their peak and one multiple for all of the memory's traffic, images/s are within 42 % of each of the eight.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from models.operators import CONVOLUTION, DEPTHWISE, NORM, OTHER, POINTWISE, POOL, PRODUCT, Operator
+from planning.communication import SHARED_MEMORY, USUAL_BLOCKS, communication_s
+from planning.machines import Machine
+from planning.memory import FLOAT32_BYTES
+from training.parallel.strategies import ParallelPlan
+
+ACTIVATION_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # under autocast
+ADAMW_PASSES = 7  # over the fp32 values: weight and two moments, read and written; gradient, read
+LARGE_WEIGHT = 1 << 23  # values: above 32 MB malloc maps fresh pages for each copy, on Linux (mallopt(3))
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """Of the ideal time, that operators of one kind need.
+
+    Attributes:
+        flops: of the operations at the peak.
+        activations: of the activations at the bandwidth.
+        weights: of the weights at the bandwidth.
+        operator_s: seconds that each takes whatever its size.
+    """
+
+    flops: float = 0
+    activations: float = 0
+    weights: float = 0
+    operator_s: float = 0
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What ranks cost each other that share a machine's cores and memory.
+
+    Attributes:
+        factor: on forward and backward.
+        step_s: seconds that an update waits for ranks that come later, or for threads.
+    """
+
+    factor: float
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Multiples of one kind of device.
+
+    Attributes:
+        forward: by kind of operator.
+        backward: likewise, of the forward's operators.
+        large_weights: in backward, of weights of more than `LARGE_WEIGHT` values, in place of `weights`.
+        update: of AdamW's passes at the bandwidth.
+        update_s: seconds of an update whatever the size.
+        dispatch_s: of the host for each operator, meanwhile the device computes; once in forward, twice in backward.
+        sharing: by the cores of a machine per rank; the nearest counts.
+    """
+
+    forward: Mapping[str, Multiples]
+    backward: Mapping[str, Multiples]
+    large_weights: float
+    update: float
+    update_s: float
+    dispatch_s: float
+    sharing: Mapping[float, Sharing]
+
+
+GPU_HOST_S = 20e-6  # per operator: assumed, of eager PyTorch under autocast
+CALIBRATIONS = {
+    "cpu": Calibration(
+        forward={
+            CONVOLUTION: Multiples(0.97, 0.48, 2.93, 99e-6),
+            POINTWISE: Multiples(0.72, 0.48, 11.47, 99e-6),
+            DEPTHWISE: Multiples(2.31, 0.48, 0.0, 99e-6),
+            PRODUCT: Multiples(1.11, 0.48),
+            NORM: Multiples(0.0, 2.16),
+            POOL: Multiples(),
+            OTHER: Multiples(0.0, 1.50),
+        },
+        backward={
+            CONVOLUTION: Multiples(1.32, 7.71, 29.22, 138e-6),
+            POINTWISE: Multiples(0.94, 7.71, 18.20, 138e-6),
+            DEPTHWISE: Multiples(15.19, 7.71, 0.0, 138e-6),
+            PRODUCT: Multiples(1.78, 7.71),
+            NORM: Multiples(),
+            POOL: Multiples(0.0, 13.88),
+            OTHER: Multiples(0.0, 2.44),
+        },
+        large_weights=62.78,
+        update=0.81,
+        update_s=0.74e-3,
+        dispatch_s=0.0,
+        sharing={2: Sharing(1.40, 2e-3), 1: Sharing(1.24, 9e-3), 0.5: Sharing(1.28, 27e-3)},
+    ),
+    "gpu": Calibration(
+        forward=dict.fromkeys((CONVOLUTION, POINTWISE, PRODUCT), Multiples(1.0, 2.3, 1.0))
+        | dict.fromkeys((DEPTHWISE, NORM, POOL, OTHER), Multiples(0.0, 2.3, 1.0)),
+        backward=dict.fromkeys((CONVOLUTION, POINTWISE, PRODUCT), Multiples(2.0, 4.6, 2.0))
+        | dict.fromkeys((DEPTHWISE, NORM, POOL, OTHER), Multiples(0.0, 4.6, 2.0)),
+        large_weights=2.0,
+        update=1.0,
+        update_s=0.1e-3,
+        dispatch_s=GPU_HOST_S,
+        sharing={1: Sharing(1.0, 0.0)},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one update of a rank, all its micro-steps together.
+
+    Attributes:
+        forward_s: of the network.
+        backward_s: of its gradients.
+        update_s: of the optimizer.
+        communication_s: of all exchanges.
+        exposed_communication_s: of these, what no computation hides.
+    """
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    communication_s: float
+    exposed_communication_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from one update to the next."""
+        return self.forward_s + self.backward_s + self.update_s + self.exposed_communication_s
+
+
+def predict_step(
+    operators: Sequence[Operator],
+    parameters: int,
+    machine: Machine,
+    plan: ParallelPlan,
+    *,
+    engine: str,
+    batch_size: int,
+    precision: str = "fp32",
+    accumulation_steps: int = 1,
+    checkpointing: bool = False,
+    blocks: int = USUAL_BLOCKS,
+) -> StepTime:
+    """Predict one update; plain arithmetic.
+
+    Args:
+        operators: of the network's forward, see `models.operators.count_operators`.
+        parameters: trained ones.
+        machine: one of those that the ranks fill; of CPU ranks, each one's share.
+        plan: of the strategy, with its shards and replicas.
+        engine: 'native', 'torch' or 'deepspeed'.
+        batch_size: images of a micro-batch.
+        precision: 'fp32', 'bf16' or 'fp16'.
+        accumulation_steps: micro-batches of an update.
+        checkpointing: whether backward computes forward again.
+        blocks: of the network.
+    """
+    is_cpu = machine.inside.name == SHARED_MEMORY
+    calibration = CALIBRATIONS["cpu" if is_cpu else "gpu"]
+    cores = len(os.sched_getaffinity(0)) / machine.ranks if is_cpu else 1
+    sharing = calibration.sharing[min(calibration.sharing, key=lambda known: abs(known - cores))]
+    forward, backward = (
+        sharing.factor * _phase_s(operators, calibration, machine, batch_size, precision, is_backward=is_backward)
+        for is_backward in (False, True)
+    )
+    backward += forward if checkpointing else 0
+    updated = parameters if engine == "torch" and plan.zero_stage == 1 else parameters / plan.shards
+    passes_s = ADAMW_PASSES * FLOAT32_BYTES * updated / machine.gpu.bandwidth_bytes_per_s
+    exchange = communication_s(
+        engine,
+        plan,
+        parameters,
+        machine,
+        forward_s=forward,
+        backward_s=backward,
+        accumulation_steps=accumulation_steps,
+        blocks=blocks,
+    )
+    return StepTime(
+        accumulation_steps * forward,
+        accumulation_steps * backward,
+        calibration.update * passes_s + calibration.update_s + sharing.step_s,
+        exchange.total_s,
+        exchange.exposed_s,
+    )
+
+
+def _phase_s(
+    operators: Sequence[Operator],
+    calibration: Calibration,
+    machine: Machine,
+    batch_size: int,
+    precision: str,
+    *,
+    is_backward: bool,
+) -> float:
+    """Seconds of the forward or the backward of a micro-batch."""
+    gpu, of_kind = machine.gpu, calibration.backward if is_backward else calibration.forward
+    peak = gpu.peaks.get(precision, gpu.peaks["fp32"])
+    seconds = 0.0
+    for operator in operators:
+        multiples = of_kind[operator.kind]
+        weights = multiples.weights
+        if is_backward and operator.weights > LARGE_WEIGHT:
+            weights = calibration.large_weights
+        values = multiples.activations * operator.activations * batch_size * ACTIVATION_BYTES[precision]
+        values += weights * operator.weights * FLOAT32_BYTES
+        seconds += multiples.flops * operator.flops * batch_size / peak + values / gpu.bandwidth_bytes_per_s
+        seconds += multiples.operator_s
+    return max(seconds, len(operators) * calibration.dispatch_s * (1 + is_backward))
