@@ -1,7 +1,4 @@
-"""The learning-rate range test: a training whose rate grows exponentially, and what its losses say.
-
-After Smith 2017 (https://arxiv.org/abs/1506.01186, section 3.3), with exponential steps and smoothing as in fastai.
-"""
+"""The learning-rate range test of its own, see `training.recipe.range_test`: a training whose rate grows."""
 
 from __future__ import annotations
 
@@ -10,20 +7,18 @@ import json
 import math
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.arguments import check_training, read_arguments
+from training.checkpoint.atomic_write import write_json
 from training.command_line import OneLineParser
 from training.config import REPO_ROOT
 from training.errors import DIVERGED_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE, UserError
-from training.observe.run_folder import METRICS
+from training.observe.run_folder import LEARNING_RATE, METRICS
+from training.recipe.range_test import FEWEST_STEPS, HIGHEST, LOWEST, describe_range_test, with_a_loss
 
-RESULT = "learning_rate.json"
-SMOOTHING = 0.95  # share of the past in the mean of the losses
-SAFETY = 10  # times below the rate of the smallest loss
-FEWEST_STEPS = 20
 ROWS = 16  # of the printed table
 
 
@@ -42,8 +37,8 @@ def parse(arguments: Sequence[str], description: str | None) -> RangeTest:
         UserError: for whatever the launcher or the trainer would refuse.
     """
     parser = OneLineParser("find_learning_rate", description)
-    parser.add_number("--lowest", 1e-12, 1.0, default=1e-6, help="Learning rate of the first step (default: 1e-6).")
-    parser.add_number("--highest", 1e-9, 100.0, default=1.0, help="Learning rate of the last step (default: 1).")
+    parser.add_number("--lowest", 1e-12, 1.0, default=LOWEST, help="Learning rate of the first step (default: 1e-6).")
+    parser.add_number("--highest", 1e-9, 100.0, default=HIGHEST, help="Learning rate of the last step (default: 1).")
     parser.add_argument(
         "launch", nargs=argparse.REMAINDER, metavar="LAUNCH", help="Arguments of scripts/launch_distributed.sh."
     )
@@ -72,38 +67,21 @@ def run(test: RangeTest) -> int:
     if code not in (0, DIVERGED_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE):  # at its highest rates it may well diverge
         return code
     curve = read_curve(test.run_folder / METRICS)
-    smooth = smoothed([loss for _, loss in curve])
     if len(curve) < FEWEST_STEPS:
         raise UserError(f"{len(curve)} steps had a loss, {FEWEST_STEPS} are needed: give more epochs.")
-    best = suggested(curve)
-    points = [[rate, loss, mean] for (rate, loss), mean in zip(curve, smooth, strict=True)]
-    content = {"suggested": best, "columns": ["learning_rate", "loss", "smoothed_loss"], "curve": points}
-    (test.run_folder / RESULT).write_text(json.dumps(content) + "\n", encoding="utf-8")
+    result = describe_range_test(curve)
+    write_json(test.run_folder / LEARNING_RATE, result)
+    points = result["curve"]
     print("\nlearning rate   loss (smoothed)")
     for rate, _, mean in points[:: math.ceil(len(points) / ROWS)]:
         print(f"{rate:13.2g}   {mean:.4f}")
-    print(f"\nsuggested    --learning-rate {best:.2g}, a tenth of the rate of the smallest loss")
-    print(f"curve        {test.run_folder / RESULT}")
+    print(f"\nsuggested    --learning-rate {result['suggested']:g}, a tenth of the rate of the smallest loss")
+    print(f"curve        {test.run_folder / LEARNING_RATE}")
     return 0
 
 
 def read_curve(metrics: Path) -> list[tuple[float, float]]:
     """Return learning rate and loss (nats) of every step that had one."""
     entries = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
-    points = [(entry["learning_rate"], entry["loss"]) for entry in entries if entry["kind"] == "step"]
-    return [(rate, loss) for rate, loss in points if loss is not None and math.isfinite(loss)]
-
-
-def smoothed(losses: Iterable[float]) -> list[float]:
-    """Return exponentially weighted means of each value and those before it, whose weights add up to 1."""
-    total, weight, means = 0.0, 0.0, []
-    for loss in losses:
-        total, weight = SMOOTHING * total + loss, SMOOTHING * weight + 1
-        means.append(total / weight)
-    return means
-
-
-def suggested(curve: Sequence[tuple[float, float]]) -> float:
-    """Return a tenth of the rate at which the smoothed loss is smallest."""
-    means = smoothed([loss for _, loss in curve])
-    return curve[min(range(len(means)), key=means.__getitem__)][0] / SAFETY
+    points = ((entry["learning_rate"], entry["loss"]) for entry in entries if entry["kind"] == "step")
+    return with_a_loss(points)

@@ -15,16 +15,16 @@ BUDGET = {
     "scripts": 665,
     "launch": 3300,
     "models": 1463,
-    "training": 1560,
+    "training": 1750,
     "training/data": 3710,
-    "training/recipe": 1535,
+    "training/recipe": 1582,
     "training/parallel": 4060,
     "training/checkpoint": 1860,
     "training/observe": 2632,
     "planning": 3693,
-    "delivery": 1190,
+    "delivery": 1192,
     "delivery/export": 1230,
-    "delivery/report": 1360,
+    "delivery/report": 1390,
 }
 
 

@@ -75,6 +75,10 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     check_optimizer(label_of["optimizer"], config.optimizer, config.strategy, config.engine)
     _check_rules(config, label_of)
     _check_schedule(config, label_of)
+    if config.learning_rate == "auto" and config.base_batch_size:
+        raise UserError(
+            f"{label_of['base_batch_size']}: leave it out, {label_of['learning_rate']} auto tries those of this batch."
+        )
     if config.mixup_off_epochs > config.epochs:
         raise UserError(
             f"{label_of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has {config.epochs} epochs only."

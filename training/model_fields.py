@@ -29,7 +29,12 @@ class ModelFields:
     gradient_accumulation_steps: int = option(
         1, "Micro-steps per optimizer step; BatchNorm still sees single micro-batches.", low=1, high=4096
     )
-    learning_rate: float = option(1e-3, "Peak learning rate, before scaling by --base-batch-size.", above=0, high=100)
+    learning_rate: float | Literal["auto"] = option(
+        1e-3,
+        "Peak learning rate, before scaling by --base-batch-size; auto: as a range test before the training suggests.",
+        above=0,
+        high=100,
+    )
 
     # Model.
     pretrained: bool = option(False, "Start from the model's published weights (needs a network or a warm cache).")

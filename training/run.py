@@ -15,6 +15,7 @@ import torch
 from models import model_spec
 from models.build import BuiltModel
 from models.weights_file import not_finite
+from training.auto_learning_rate import choose_learning_rate
 from training.checkpoint.best_weights import bring_along, write_best
 from training.checkpoint.frozen import FrozenWeights, keep_frozen
 from training.checkpoint.other_epochs import before_decay, note_other_epochs
@@ -226,6 +227,8 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
     if config.threads_per_rank:
         torch.set_num_threads(config.threads_per_rank)
     notes = [*notes, *decay_notes, *thread_notes, *note_other_leaves(config, found)]
+    config, rate_notes = choose_learning_rate(config, folder, found, start, world, build_run)
+    notes += rate_notes
     head_epochs = _head_epochs(config)
     plan = build_plan(config, data.train.source.labels, world.size)
     loss = agreed(lambda: build_loss(config, data.class_names, data.train_counts, world.device), world)

@@ -64,6 +64,7 @@ def draw(
     marks: Sequence[float] = (),
     is_percent: bool = False,
     from_zero: bool = False,
+    is_x_log: bool = False,
 ) -> Chart | None:
     """Lay out a chart.
 
@@ -77,6 +78,7 @@ def draw(
         is_percent: whether the values are shares of 0..1, to be written in percent.
         from_zero: whether the vertical axis begins at 0; other axes than this and percent are logarithmic if the values
             span more than a factor of `LOG_SCALE_FROM`.
+        is_x_log: whether the horizontal axis is logarithmic; it begins at 0 otherwise.
 
     Returns:
         What the template shows, and `data`, what page.js reads values from; None if no line has a finite point.
@@ -88,7 +90,8 @@ def draw(
     values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
     first, low, high = float(values[0]), float(values.min()), float(values.max())
     write: Callable[[float], str] = partial(percent, decimals=2) if is_percent else number
-    x_axis = linear_axis(0.0, max(float(line.x[-1]) for line in lines), plain, is_tight=True)
+    x_low, x_high = min(float(line.x[0]) for line in lines), max(float(line.x[-1]) for line in lines)
+    x_axis = log_axis(x_low, x_high) if is_x_log else linear_axis(0.0, x_high, plain, is_tight=True)
     if is_percent:
         y_axis = linear_axis(0.0 if from_zero else low, high, lambda share: f"{100 * share:.4g}{THIN}%", highest=1.0)
     elif not from_zero and low > 0 and high / low > LOG_SCALE_FROM:
@@ -114,6 +117,7 @@ def draw(
             "x": [x_axis.low, x_axis.high],
             "y": [y_axis.low, y_axis.high],
             "log": y_axis.is_log,
+            "xLog": x_axis.is_log,
             "percent": is_percent,
             "xName": x_name,
             "lines": [{name: one[name] for name in in_script} for one in drawn],

@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from training.errors import UserError
-from training.observe.run_folder import CONFIG, ENVIRONMENT, EVALUATION, METRICS, SCORES, WEIGHTS
+from training.observe.run_folder import CONFIG, ENVIRONMENT, EVALUATION, LEARNING_RATE, METRICS, SCORES, WEIGHTS
 
 CURVES = ("loss", "learning_rate", "images_per_second", "gradient_norm")
 EVENTS = ("skipped_step", "checkpoint_failed", "slow_rank", "slow_link", "diverged", "gave_up")
@@ -223,6 +223,7 @@ class RunFiles:
         config, environment: the JSON objects; empty if the file is missing.
         history: of metrics.jsonl.
         scores: evaluation/scores.json, None if it is missing.
+        range_test: learning_rate.json, None if there was no test.
         parameters: the count of numbers in the weights file, BatchNorm buffers included; None if it is missing.
         notes: a sentence for each missing file.
     """
@@ -232,6 +233,7 @@ class RunFiles:
     environment: dict[str, Any]
     history: History
     scores: dict[str, Any] | None
+    range_test: dict[str, Any] | None
     parameters: int | None
     notes: list[str]
 
@@ -260,7 +262,8 @@ def read_run(folder: Path) -> RunFiles:
             "evaluation/scores.json is missing: there are no scores of single classes. "
             "scripts/evaluate.py writes such files from the weights."
         )
-    return RunFiles(folder, config, environment or {}, history, scores, _count_parameters(folder / WEIGHTS), notes)
+    range_test, parameters = _read_json(folder / LEARNING_RATE), _count_parameters(folder / WEIGHTS)
+    return RunFiles(folder, config, environment or {}, history, scores, range_test, parameters, notes)
 
 
 def count_global_batch(config: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +53,23 @@ def single_run_charts(history: History) -> list[Chart]:
         line = _line(history, key, title.lower(), 1)
         charts.append(draw(key, title, [line], marks=marks, from_zero=key in FROM_ZERO))
     return [chart for chart in charts if chart is not None]
+
+
+def range_test_chart(result: Mapping[str, Any] | None) -> Chart | None:
+    """Return the chart of a learning-rate range test as `training.recipe.range_test.describe_range_test` has it."""
+    if result is None:
+        return None
+    rates, losses, means = np.array(result["curve"], dtype=np.float64).T
+    lines = [
+        Line("loss of the step", 8, rates, losses, "range-loss", is_faint=True),
+        Line("smoothed", 1, rates, means, "range-smoothed", is_faint=True),
+    ]
+    rate = float(result["suggested"])
+    caption = (
+        f"The learning rate grew with every step. Smallest smoothed loss: {number(float(means.min()), 3)}, at a rate "
+        f"of {number(float(rates[means.argmin()]), 2)}; the dotted vertical marks the suggested {number(rate, 2)}."
+    )
+    return draw("range_test", "Range test", lines, caption=caption, x_name="learning rate", marks=[rate], is_x_log=True)
 
 
 def overlaid_charts(histories: Sequence[History], names: Sequence[str]) -> list[Chart]:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 
-from planning.learning_rate import RESULT, SMOOTHING, parse, read_curve, run, smoothed, suggested
+from planning.learning_rate import parse, read_curve, run
+from training.config import FLAG_OF, TrainConfig
+from training.config_check import check_config
 from training.errors import UserError
+from training.observe.run_folder import LEARNING_RATE
+from training.recipe.range_test import SMOOTHING, smoothed, suggested
+from training.run import run as train_run
 
 LAUNCH = ["basic_cnn", "ddp", "2", "16", "1", "--data", "fake"]
 
@@ -56,10 +62,49 @@ def test_a_range_test_on_two_ranks(tmp_path, capfd):
     quiet = ["--tensorboard", "false", "--report", "false", "--progress", "off", "--log-dir", str(tmp_path)]
     test = parse(["--lowest", "1e-5", "--highest", "10", *LAUNCH, *quiet, "--image-size", "16"], "")
     assert run(test) == 0
-    result = json.loads((test.run_folder / RESULT).read_text())
+    result = json.loads((test.run_folder / LEARNING_RATE).read_text())
     rates, losses, _ = np.array(result["curve"]).T
     assert np.diff(np.log(rates)) == pytest.approx(math.log(1e6) / 32)  # 1000 images / 32
     assert rates[0] == pytest.approx(1e-5)
     assert losses[:5].mean() == pytest.approx(math.log(10), abs=0.5)
     assert 1e-5 <= result["suggested"] <= 1
     assert f"--learning-rate {result['suggested']:.2g}," in capfd.readouterr().out
+
+
+def train(log_dir, name, **changes):
+    recipe = {"model_type": "basic_cnn", "data": "fake", "image_size": 16, "batch_size": 125, "epochs": 1}
+    output = {"progress": "off", "tensorboard": False, "report": False, "log_dir": str(log_dir), "run_name": name}
+    assert train_run(TrainConfig(**(recipe | output | changes))) == 0
+    folder = log_dir / "runs" / name
+    return folder, json.loads((folder / "config.json").read_text())["learning_rate"]
+
+
+def test_an_automatic_rate_is_that_of_a_test_and_trains_as_the_same_number(tmp_path, monkeypatch):
+    monkeypatch.setattr("training.auto_learning_rate.TEST_STEPS", 20)  # two epochs of 8 steps, and half of one more
+    auto, rate = train(tmp_path, "auto", learning_rate="auto")
+    result = json.loads((auto / LEARNING_RATE).read_text())
+    rates, losses, means = np.array(result["curve"]).T
+    assert np.diff(np.log(rates)) == pytest.approx(math.log(1e6) / 24)
+    assert means == pytest.approx(smoothed(losses))
+    assert rate == result["suggested"] == pytest.approx(rates[means.argmin()] / 10, rel=0.05)
+    assert not (auto / "range-test").exists()
+
+    typed, _ = train(tmp_path, "typed", learning_rate=rate)
+    for name in ("model.safetensors", "checkpoints/step-00001-0000000/shard-00000.safetensors"):
+        assert (auto / name).read_bytes() == (typed / name).read_bytes(), name
+
+    monkeypatch.setattr("training.auto_learning_rate._test", None)  # a resume makes no other test
+    assert train(tmp_path, "auto", learning_rate="auto", epochs=2, resume="auto")[1] == rate
+    shutil.rmtree(auto / "checkpoints")  # as if it had been stopped before the first one
+    assert train(tmp_path, "auto", learning_rate="auto", resume="auto")[1] == rate
+
+
+def test_an_epoch_is_not_trained_whole_for_a_short_test(tmp_path, monkeypatch):
+    monkeypatch.setattr("training.auto_learning_rate.TEST_STEPS", 25)
+    folder, _ = train(tmp_path, "long", learning_rate="auto", batch_size=20)  # 50 steps an epoch
+    assert len(json.loads((folder / LEARNING_RATE).read_text())["curve"]) == 25
+
+
+def test_an_automatic_rate_is_not_scaled():
+    with pytest.raises(UserError, match="--base-batch-size: leave it out"):
+        check_config(TrainConfig(learning_rate="auto", base_batch_size=256), FLAG_OF)

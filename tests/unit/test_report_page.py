@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import json
+import math
 import os
 import re
 import subprocess
@@ -14,9 +15,13 @@ import numpy as np
 import pytest
 from made_runs import GLOBAL_BATCH, RESTARTED, event, make_run, step
 
+from delivery.report import formatting
 from delivery.report.page import TEMPLATE, watch, write_report
 from delivery.report.run_files import read_history
+from delivery.report.training_curves import range_test_chart
 from training.errors import UserError
+from training.observe.run_folder import LEARNING_RATE
+from training.recipe.range_test import describe_range_test, suggested
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGEST_PAGE_BYTES = 2_000_000
@@ -276,3 +281,28 @@ def test_the_report_needs_no_torch():
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
         == "False\n"
     )
+
+
+def test_a_range_test_is_a_curve_over_rates(tmp_path):
+    curve = [(1e-6 * 10**power, loss) for power, loss in enumerate((2.5, 2.4, 2.0, 1.0, 1.5, 3.0, 9.0))]
+    folder, output = make_run(tmp_path / "run"), tmp_path / "report.html"
+    (folder / LEARNING_RATE).write_text(json.dumps(describe_range_test(curve)))
+    write_report([folder], output)
+    chart = range_test_chart(describe_range_test(curve))
+    assert [text for _, text in chart["x_axis"].ticks][::6] == [formatting.number(1e-6, 1), formatting.number(1.0, 1)]
+    assert chart["lines"][0]["path"].startswith("M0 ")  # at the left edge, and each rate a sixth further
+    assert "L166.7 " in chart["lines"][0]["path"]
+    assert chart["marks"] == pytest.approx([100 * (math.log10(suggested(curve)) + 6) / 6])
+    page = output.read_text()
+    assert 'id="chart-range_test"' in page
+    assert chart["caption"] in page
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", '{"curve": [[1]], "suggested": 1}', '{"curve": [], "suggested": null}']
+)
+def test_a_damaged_range_test_is_named(tmp_path, content):
+    folder = make_run(tmp_path / "run")
+    (folder / LEARNING_RATE).write_text(content)
+    with pytest.raises(UserError, match=LEARNING_RATE):
+        write_report([folder], tmp_path / "report.html")

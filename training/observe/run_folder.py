@@ -16,6 +16,7 @@ from training.observe.run_lock import LOCK, Origin, lock_run
 CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
+LEARNING_RATE = "learning_rate.json"  # of a range test
 WEIGHTS = "model.safetensors"
 EVALUATION = "evaluation"
 REPORT = "report.html"

@@ -45,6 +45,7 @@ def build_optimizer(
     Raises:
         UserError: if the rule refuses a value, or as `parameter_settings`.
     """
+    assert config.learning_rate != "auto"  # chosen before
     settings = parameter_settings(module, config)
     groups: dict[tuple[float, float, bool, str], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():

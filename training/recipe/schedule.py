@@ -97,6 +97,7 @@ def build_schedule(config: TrainConfig, steps_per_epoch: int, global_batch: int,
         global_batch: images per optimizer step over all ranks and micro-steps.
         head_epochs: epochs in which only the new head is trained; 0 to train all layers from the start.
     """
+    assert config.learning_rate != "auto"  # chosen before
     batch_scale = global_batch / config.base_batch_size if config.base_batch_size else 1.0
     fields = {
         "final_scale": config.final_learning_rate_scale,

@@ -76,9 +76,11 @@
       dot.style.setProperty("--dot", `var(--c${line.style})`);
       return dot;
     });
-    const scale = chart.log ? Math.log : (value) => value;
-    const left = (x) => 100 * (x - chart.x[0]) / (chart.x[1] - chart.x[0]);
-    const bottom = (y) => 100 * (scale(y) - scale(chart.y[0])) / (scale(chart.y[1]) - scale(chart.y[0]));
+    const place = (isLog, [low, high]) => {
+      const scale = isLog ? Math.log : (value) => value;
+      return (value) => 100 * (scale(value) - scale(low)) / (scale(high) - scale(low));
+    };
+    const left = place(chart.xLog, chart.x), bottom = place(chart.log, chart.y);
     const isOff = (line) => figure.querySelector(`g[data-switch="${CSS.escape(line.switch)}"]`).classList.contains("off");
     let at = -1;
     const hide = () => { for (const part of [cursor, readout, ...dots]) part.hidden = true; };
@@ -121,8 +123,8 @@
     });
     const follow = (event) => {
       const box = canvas.getBoundingClientRect();
-      const wanted = chart.x[0] + (event.clientX - box.left) / box.width * (chart.x[1] - chart.x[0]);
-      const distances = places.map((place) => Math.abs(place - wanted));
+      const wanted = 100 * (event.clientX - box.left) / box.width;
+      const distances = places.map((x) => Math.abs(left(x) - wanted));
       show(distances.indexOf(Math.min(...distances)));
     };
     canvas.addEventListener("pointermove", follow);

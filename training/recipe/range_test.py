@@ -1,0 +1,45 @@
+"""The learning-rate range test: what the losses of a training say whose rate grows exponentially with every step.
+
+After Smith 2017 (https://arxiv.org/abs/1506.01186, section 3.3), with exponential steps and smoothing as in fastai.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+LOWEST, HIGHEST = 1e-6, 1.0  # rates of the first and of the last step, unless others are asked for
+FEWEST_STEPS = 20
+SMOOTHING = 0.95  # share of the past in the mean of the losses
+SAFETY = 10  # times below the rate of the smallest loss
+
+Curve = Sequence[tuple[float, float]]  # learning rate and loss (nats) of each step that had a finite one
+
+
+def with_a_loss(points: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:
+    """Return the points whose loss is finite."""
+    return [(rate, loss) for rate, loss in points if loss is not None and math.isfinite(loss)]
+
+
+def smoothed(losses: Iterable[float]) -> list[float]:
+    """Return exponentially weighted means of each value and those before it, whose weights add up to 1."""
+    total, weight, means = 0.0, 0.0, []
+    for loss in losses:
+        total, weight = SMOOTHING * total + loss, SMOOTHING * weight + 1
+        means.append(total / weight)
+    return means
+
+
+def suggested(curve: Curve) -> float:
+    """Return a tenth of the rate at which the smoothed loss is smallest, in two digits."""
+    means = smoothed([loss for _, loss in curve])
+    rate = curve[min(range(len(means)), key=means.__getitem__)][0] / SAFETY
+    return float(f"{rate:.2g}")
+
+
+def describe_range_test(curve: Curve) -> dict[str, Any]:
+    """Return the suggested rate and the curve as `learning_rate.json` has them."""
+    means = smoothed([loss for _, loss in curve])
+    points = [[rate, loss, mean] for (rate, loss), mean in zip(curve, means, strict=True)]
+    return {"suggested": suggested(curve), "columns": ["learning_rate", "loss", "smoothed_loss"], "curve": points}
