@@ -11,16 +11,18 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planning.machines import Interconnect, Machine
 from planning.memory import FLOAT32_BYTES
+from training.parallel.block_norms import BLOCK
 from training.parallel.buckets import FEWEST_ELEMENTS
 from training.parallel.strategies import ParallelPlan
 from training.parallel.summation_tree import StepTree
 
 SHARED_MEMORY = "shared-memory"  # the link inside a machine of CPU ranks: no messages, a rank reads the others' memory
-DDP_BUCKET_BYTES = 25 << 20  # DistributedDataParallel's bucket_cap_mb
+DDP_BUCKET_BYTES, DDP_FIRST_BYTES = 25 << 20, 1 << 20  # DistributedDataParallel's bucket_cap_mb, and its first bucket
 USUAL_BLOCKS = 16  # of a network: FSDP2 and ZeRO-3 gather and scatter one at a time
 
 
@@ -110,12 +112,14 @@ class Exchange:
         bucket_bytes: of one message; 0 for one per block of the network.
         behind: what computes meanwhile, 'forward' or 'backward' of a micro-step; '' if nothing does.
         each_micro_step: whether it happens in each of an update's micro-steps, rather than once.
+        first_bytes: of the first message, if it is smaller.
     """
 
     collective: str
     bucket_bytes: int
     behind: str = ""
     each_micro_step: bool = False
+    first_bytes: int = 0
 
 
 # By engine and ZeRO stage. `--engine torch` is DistributedDataParallel at stage 1 and FSDP2 at 2 and 3. DeepSpeed sums
@@ -126,7 +130,7 @@ _DEEPSPEED_BUCKET = ParallelPlan(zero_stage=1).bucket_elements * FLOAT32_BYTES
 _GATHER, _SCATTER = Exchange("all_gather", 0, "forward"), Exchange("reduce_scatter", 0, "backward")
 EXCHANGES: dict[tuple[str, int], tuple[Exchange, ...]] = {
     **{("native", stage): _NATIVE for stage in (1, 2, 3)},
-    ("torch", 1): (Exchange("all_reduce", DDP_BUCKET_BYTES, "backward"),),
+    ("torch", 1): (Exchange("all_reduce", DDP_BUCKET_BYTES, "backward", first_bytes=DDP_FIRST_BYTES),),
     ("torch", 2): (_GATHER, _SCATTER),
     ("torch", 3): (
         Exchange("all_gather", 0, "forward", each_micro_step=True),
@@ -181,28 +185,46 @@ def communication_s(
     compute_s = {"forward": forward_s, "backward": backward_s, "": 0.0}
     shares_memory = machine.inside.name == SHARED_MEMORY and ranks <= machine.ranks
     for exchange in EXCHANGES[engine, plan.zero_stage] if ranks > 1 else ():
-        size = float(FLOAT32_BYTES * parameters * _rows(exchange, ranks, accumulation_steps))
-        messages = math.ceil(size / exchange.bucket_bytes) or 1 if exchange.bucket_bytes else blocks
-        behind = exchange.behind
-        if engine == "native" and shares_memory:
-            messages, behind = 1, ""
-            if exchange.collective == "all_gather":  # there is one copy of the weights
-                size = 0.0
-        seconds = messages * _message_s(exchange, size / messages, plan, engine, machine)
+        size, behind = _size_bytes(engine, exchange, parameters, ranks, accumulation_steps), exchange.behind
+        messages = _messages(exchange, size, blocks)
+        if engine == "native" and shares_memory:  # where there is one copy of the weights
+            messages, behind = [0.0 if exchange.collective == "all_gather" else size], ""
+        seconds = [_message_s(exchange, message, plan, engine, machine) for message in messages]
         times = accumulation_steps if exchange.each_micro_step else 1
-        total_s += times * seconds
-        exposed_s += times * exposed(seconds, messages, compute_s[behind])
+        total_s += times * sum(seconds)
+        exposed_s += times * exposed(seconds, compute_s[behind])
     return CommunicationTime(total_s, exposed_s)
 
 
-def exposed(exchange_s: float, messages: int, compute_s: float) -> float:
-    """Seconds of equal messages that remain after the computation that makes them one after another, evenly.
+def exposed(messages_s: Sequence[float], compute_s: float) -> float:
+    """Seconds of messages that remain after the computation that makes them one after another, each its share of it.
 
-    As in wait-free backpropagation (Zhang et al. 2017, "Poseidon", arXiv:1706.03292, section 3), message k of m starts
-    at k / m of the computation or after the message before it. So the last one ends one message after the computation,
-    or, if they queue from the first on, all of them after the first m-th of it.
+    As in wait-free backpropagation (Zhang et al. 2017, "Poseidon", arXiv:1706.03292, section 3), a message starts when
+    its part of the computation has ended, or the message before it. Of m equal ones the last ends one message after
+    the computation, or, if they queue from the first on, all of them after the first m-th of it. Fetching weights in
+    time for the layers that need them is the same in reverse.
     """
-    return max(exchange_s / messages, compute_s / messages + exchange_s - compute_s)
+    total, ready, end = sum(messages_s), 0.0, 0.0
+    for seconds in messages_s:
+        ready += compute_s * seconds / total if total else 0.0
+        end = max(end, ready) + seconds
+    return max(end - compute_s, 0.0)
+
+
+def measured_link(name: str, small: tuple[float, float], large: tuple[float, float], ranks: int) -> Interconnect:
+    """Return the link over which a ring of ranks would take as long as two measured all-reduces, such as the doctor's.
+
+    Args:
+        name: of the link.
+        small: bytes and seconds of one that latency decides.
+        large: of one that bandwidth decides.
+        ranks: that took part, at least 2.
+    """
+    (small_bytes, small_s), (large_bytes, large_s) = small, large
+    passes = 2 * (ranks - 1)
+    byte_s = (large_s - small_s) / (large_bytes - small_bytes) * ranks / passes
+    latency_s = max(small_s / passes - small_bytes / ranks * byte_s, 0.0)
+    return Interconnect(name, latency_s, 1 / byte_s, f"an all-reduce of {ranks} ranks, measured", 1)
 
 
 def volumes(engine: str, plan: ParallelPlan, parameters: int, accumulation_steps: int = 1) -> dict[str, float]:
@@ -213,16 +235,35 @@ def volumes(engine: str, plan: ParallelPlan, parameters: int, accumulation_steps
     for exchange in EXCHANGES[engine, plan.zero_stage] if ranks > 1 else ():
         passes = 2 if exchange.collective == "all_reduce" else 1
         times = accumulation_steps if exchange.each_micro_step else 1
-        size = FLOAT32_BYTES * parameters * _rows(exchange, ranks, accumulation_steps)
+        size = _size_bytes(engine, exchange, parameters, ranks, accumulation_steps)
         sent[exchange.collective] += times * passes * size * (group - 1) / group
         if group < ranks and exchange.collective == "reduce_scatter":
             sent["all_reduce"] += times * 2 * size / group * (plan.replicas - 1) / plan.replicas
     return dict(sent)
 
 
-def _rows(exchange: Exchange, ranks: int, accumulation_steps: int) -> int:
-    """Sums that a rank sends: the native engine's tree leaves several if its micro-steps are no power of two."""
-    return _tree_rows(ranks, accumulation_steps) if exchange.collective == "all_to_all" else 1
+def _size_bytes(engine: str, exchange: Exchange, parameters: int, ranks: int, accumulation_steps: int) -> float:
+    """Bytes of the whole vector that is exchanged.
+
+    The native engine's buckets are whole blocks on every rank, and its tree leaves a rank with several sums to send if
+    its micro-steps are no power of two.
+    """
+    size = float(FLOAT32_BYTES * parameters)
+    if engine != "native":
+        return size
+    padding = max(BLOCK * ranks / FEWEST_ELEMENTS, 1.0)
+    rows = _tree_rows(ranks, accumulation_steps) if exchange.collective == "all_to_all" else 1
+    return size * padding * rows
+
+
+def _messages(exchange: Exchange, size_bytes: float, blocks: int) -> list[float]:
+    """Return the bytes of each message."""
+    if not exchange.bucket_bytes:
+        return [size_bytes / blocks] * blocks
+    first = min(exchange.first_bytes, size_bytes)
+    count = math.ceil((size_bytes - first) / exchange.bucket_bytes)
+    rest = [(size_bytes - first) / count] * count if count else []
+    return [first, *rest] if first or not rest else rest
 
 
 @functools.cache

@@ -21,7 +21,7 @@ BUDGET = {
     "training/parallel": 4060,
     "training/checkpoint": 1860,
     "training/observe": 2632,
-    "planning": 3693,
+    "planning": 4043,
     "delivery": 1192,
     "delivery/export": 1230,
     "delivery/report": 1390,

@@ -89,8 +89,18 @@ class OneLineParser(argparse.ArgumentParser):
             UserError: for whatever cannot be parsed.
             SystemExit: after `--help`.
         """
+        given, unknown = self.parse_known(words)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            hint = nearest(word, flags) if word.startswith("--") and word != "--" else ""
+            self.error(f"unknown argument {shown(word)}.{hint}")
+        return given
+
+    def parse_known(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return what this parser knows, and the other words; the errors are those of `parse`."""
         try:
-            given, unknown = self.parse_known_args(words)
+            return self.parse_known_args(words)
         except argparse.ArgumentError as error:
             flag = error.argument_name
             if flag not in self.expected:
@@ -99,12 +109,6 @@ class OneLineParser(argparse.ArgumentParser):
             following = words[words.index(flag) + 1 :][:1] if flag in words else ()
             value = "".join(f" {shown(word)}" for word in following)
             raise UserError(f"{flag}{value}: expected {self.expected[flag]}.") from None
-        if unknown:
-            word = unknown[0].partition("=")[0]
-            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            hint = nearest(word, flags) if word.startswith("--") and word != "--" else ""
-            self.error(f"unknown argument {shown(word)}.{hint}")
-        return given
 
     def error(self, message: str) -> NoReturn:
         """Raise the mistake, for `run_script` to print."""

@@ -241,7 +241,7 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
         notes = [*notes, *note_other_epochs(config, found, plan, head_epochs)]
     pixels = config.epochs * len(data.train) * data.train.preprocessing["image_size"] ** 2
     compiles = resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, world)
-    setup, engine_name = _set_up_engine(config, built, strategy_json, precision, world, compiles=compiles)
+    setup, engine_name = set_up_engine(config, built, strategy_json, precision, world, compiles=compiles)
     first_step = plan.position(found.manifest.progress) if found else 0
     loggers = Loggers([])
     if world.is_main:
@@ -284,7 +284,7 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
     )
 
 
-def _set_up_engine(
+def set_up_engine(
     config: TrainConfig,
     built: BuiltModel,
     strategy_json: dict[str, Any],

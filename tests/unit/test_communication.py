@@ -13,6 +13,7 @@ from planning.communication import (
     collective_s,
     communication_s,
     exposed,
+    measured_link,
     ring_all_reduce_s,
     tree_all_reduce_s,
     volumes,
@@ -78,13 +79,32 @@ def test_two_levels_are_never_faster_than_their_slow_link_allows(collective):
 
 
 @pytest.mark.parametrize(
-    ("exchange_s", "messages", "compute_s"), [(1, 1, 5), (1, 10, 5), (9, 4, 5), (3, 7, 0), (2, 5, 2)]
+    ("exchange_s", "messages", "compute_s"), [(1, 1, 5), (1, 10, 5), (9, 4, 5), (3, 7, 0), (2, 5, 2), (0, 3, 1)]
 )
-def test_what_computation_hides(exchange_s, messages, compute_s):
-    end = 0.0
-    for number in range(1, messages + 1):
-        end = max(end, number / messages * compute_s) + exchange_s / messages
-    assert exposed(exchange_s, messages, compute_s) == pytest.approx(end - compute_s)
+def test_what_computation_hides_of_equal_messages(exchange_s, messages, compute_s):
+    each = exchange_s / messages
+    expected = max(each, compute_s / messages + exchange_s - compute_s)
+    assert exposed([each] * messages, compute_s) == pytest.approx(expected if exchange_s else 0)
+
+
+def test_a_small_first_message_does_not_wait_for_the_others():
+    """It is on its way for 1 s after a fifth of 10 s; the other begins at the end."""
+    assert exposed([1, 4], 10) == 4
+    assert exposed([2, 3], 0) == 5
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_link_from_two_measurements(ranks):
+    sizes = (1024, 64_000_000)
+    measured = [(size, ring_all_reduce_s(size, ranks, LINK)) for size in sizes]
+    link = measured_link("found", *measured, ranks)
+    assert (link.latency_s, link.bandwidth_bytes_per_s) == pytest.approx((LINK.latency_s, LINK.bandwidth_bytes_per_s))
+
+
+def test_the_native_engine_pads_buckets_for_many_ranks():
+    """A bucket of 2^18 elements is whole blocks of 1,024 on each of 1,024 ranks: 2^20."""
+    few, many = (sum(volumes("native", ParallelPlan(1, shards=ranks), PARAMETERS).values()) for ranks in (256, 1024))
+    assert many == pytest.approx(4 * few, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +113,7 @@ def test_what_computation_hides(exchange_s, messages, compute_s):
 )
 def test_volumes_of_the_zero_paper(engine, stage, sends):
     """Section 7 of arXiv:1910.02054: 2 x the parameters at stages 1 and 2, 3 x at stage 3; DeepSpeed all-reduces."""
-    ranks = 1000
+    ranks = 256
     sent = volumes(engine, ParallelPlan(stage, shards=ranks), PARAMETERS)
     assert sum(sent.values()) == pytest.approx(sends * 4 * PARAMETERS, rel=2 / ranks)
 
