@@ -8,11 +8,12 @@ import sys
 import time
 from dataclasses import dataclass
 
+from launch.adaptation import oom_kills
 from launch.heartbeat_reader import HeartbeatFolder
 from launch.node_launcher import NodeLauncher
 from launch.process_tree import POLL_SECONDS, Launch, shell_exit_code
 from launch.rank_monitor import AGREED_CODES, STOP_CODES, Death, RankMonitor, how_it_ended
-from training.errors import USER_ERROR_EXIT_CODE
+from training.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE
 from training.observe.heartbeat import SLOW_IMPORT_S
 
 LOOK_SECONDS = 0.25  # between two looks at the ranks
@@ -23,7 +24,7 @@ NO_RANK_SECONDS = 2 * SLOW_IMPORT_S  # until the first rank has started; the lau
 LAUNCHER_SECONDS = 3.0  # that a launcher needs to notice the end of its ranks
 HANG_CODE = 124  # as `timeout` has it
 # Another start would end the same way.
-FINAL_CODES = AGREED_CODES | {USER_ERROR_EXIT_CODE}
+FINAL_CODES = AGREED_CODES | {USER_ERROR_EXIT_CODE, OUT_OF_MEMORY_EXIT_CODE}
 # Signals to the launch, and what its ranks get for each.
 PASSED_ON = {
     signal.SIGINT: signal.SIGINT,
@@ -93,6 +94,7 @@ class NodeRun:
         self._stop_timeout_s = stop_timeout_s
         self._sent = 0  # the signal that the ranks were sent to stop them
         self._deadline = math.inf  # when the ranks are ended
+        self._oom_kills = 0  # before the start
         self._cause: Death | None = None  # the failure of a rank that the launcher outlived
         self._has_rank_0 = has_rank_0
         self._is_alone = is_alone
@@ -102,6 +104,7 @@ class NodeRun:
     def run(self, command: list[str], environment: dict[str, str]) -> Ending:
         """Start the ranks; return once no process of them is left, and of the launcher none if no start may follow."""
         child = self._launcher
+        self._oom_kills = oom_kills()
         child.start(command, environment)
         give_up = time.monotonic() + NO_RANK_SECONDS
         was_asked = False
@@ -186,6 +189,8 @@ class NodeRun:
             reason = failure.describe(launcher_code)
             if failure.code and failure.code != -signal.SIGTERM:  # SIGTERM: a launcher's way to end the others
                 code = shell_exit_code(failure.code)
+            if failure.code == -signal.SIGKILL and oom_kills() > self._oom_kills:
+                code, reason = OUT_OF_MEMORY_EXIT_CODE, f"{reason}, the kernel's, because memory was short"
         elif by_itself or was_asked or self._has_ended_launcher:  # else they left because somebody had killed it
             code = next((stop for stop in STOP_CODES if self.monitor.all_ended(stop)), code)
         return Ending(code, reason, is_final=was_asked or code in FINAL_CODES)

@@ -14,7 +14,12 @@ import psutil
 
 from launch.heartbeat_reader import HeartbeatFolder
 from launch.process_tree import POLL_SECONDS, Launch, code_of_zombie, is_alive, send
-from training.errors import CANNOT_SAVE_EXIT_CODE, DIVERGED_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE
+from training.errors import (
+    CANNOT_SAVE_EXIT_CODE,
+    DIVERGED_EXIT_CODE,
+    OUT_OF_MEMORY_EXIT_CODE,
+    TOO_MANY_BAD_STEPS_EXIT_CODE,
+)
 from training.observe.heartbeat import ENDED, Heartbeat
 
 SEARCH_SECONDS = 0.5  # between two looks at all processes of the machine, until every rank has been found
@@ -191,6 +196,8 @@ def how_it_ended(code: int | None) -> str:
     """Return how a process ended, given its exit code as by Popen, deepspeed or the shell."""
     if code is None:
         return "is gone"
+    if code == OUT_OF_MEMORY_EXIT_CODE:
+        return "ran out of memory"
     number = -code if code < 0 else 256 - code if code > 256 - 32 else code - 128
     if number > 0:
         with contextlib.suppress(ValueError):

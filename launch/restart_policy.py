@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from launch.adaptation import Adaptation
 from launch.node_run import PASSED_ON, Ending
 from launch.process_tree import POLL_SECONDS
+from training.errors import OUT_OF_MEMORY_EXIT_CODE
 
 LONGEST_DELAY_SECONDS = 30.0
 
@@ -39,6 +41,10 @@ class RestartPolicy:
         self._in_a_row = 0
         self._position = -1
 
+    def after_adaptation(self) -> None:
+        """Count a start with smaller settings, which is no restart without progress: there are only so many."""
+        self.total += 1
+
     def after_failure(self, reason: str, position: int) -> float | None:
         """Print to stderr what follows; return the seconds to wait before the next start, None if none follows.
 
@@ -59,19 +65,23 @@ class RestartPolicy:
 
 
 def start_until_done(
-    start: Callable[[int, list[str]], Started], restarts: RestartPolicy, received: list[int]
+    start: Callable[[int, list[str]], Started], restarts: RestartPolicy, adaptation: Adaptation, received: list[int]
 ) -> Started:
     """Start a training, and again after every failure; return how the last start ended, and the newest checkpoint.
 
     Args:
         start: runs it once, given the number of restarts so far and the flags that make it go on with its run.
         restarts: decides how many there may be.
+        adaptation: decides what follows if memory was short.
         received: the list to which the signal handlers append.
     """
     run_name, newest = "", -1
     while True:
-        started = start(restarts.total, [f"--run-name={run_name}"] if run_name else [])
+        started = start(restarts.total, adaptation.flags + ([f"--run-name={run_name}"] if run_name else []))
         ending, run_name, newest = started.ending, started.run_name or run_name, max(newest, started.position)
+        if ending.code == OUT_OF_MEMORY_EXIT_CODE and not received and adaptation.step_down(ending.reason):
+            restarts.after_adaptation()
+            continue
         if not ending.is_final:
             delay_s = restarts.after_failure(ending.reason, started.position)
             if delay_s is not None:

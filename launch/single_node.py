@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from launch.adaptation import Adaptation
 from launch.arguments import (
     ENTRY,
     LaunchArguments,
@@ -62,7 +63,8 @@ def main(arguments: list[str]) -> int:
         new_port = free_port() if restart and not given.master_port else port
         return rank_command(given, new_port, gpus, present, engine)
 
-    return supervise(command_of, given.stop_timeout, given.max_restarts)
+    adaptation = Adaptation(given.training, ranks, has_gpus=bool(gpus))
+    return supervise(command_of, given.stop_timeout, given.max_restarts, adaptation)
 
 
 def rank_command(

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from launch.adaptation import Adaptation
 from launch.node_launcher import NodeLauncher
 from launch.node_run import NodeRun, receive_signals
 from launch.process_tree import Launch, extensions_folder, remove_stale_build_locks
@@ -23,7 +24,9 @@ from launch.temporary_folder import launch_environment, launch_folder
 from training.observe.heartbeat import RESTARTS_VARIABLE, SECRET_VARIABLE
 
 
-def supervise(command_of: Callable[[int], list[str]], stop_timeout_s: float, max_restarts: int) -> int:
+def supervise(
+    command_of: Callable[[int], list[str]], stop_timeout_s: float, max_restarts: int, adaptation: Adaptation
+) -> int:
     """Run a launcher, again after every failure; return the exit code once no process of it is left.
 
     SIGINT, SIGTERM, SIGHUP (which the ranks get as SIGTERM) and SIGUSR1 go to all ranks at once; a second SIGINT
@@ -33,6 +36,7 @@ def supervise(command_of: Callable[[int], list[str]], stop_timeout_s: float, max
         command_of: returns the launcher and its arguments, those of the training entry last, for a number of restarts.
         stop_timeout_s: seconds the ranks have to save and leave after a signal.
         max_restarts: restarts allowed in a row without a newer checkpoint.
+        adaptation: decides what follows if memory was short.
 
     Raises:
         UserError: if no temporary folder can be made.
@@ -50,4 +54,4 @@ def supervise(command_of: Callable[[int], list[str]], stop_timeout_s: float, max
             ending = node_run.run(command_of(restart) + resuming, environment | of_this_start)
             return Started(ending, node_run.monitor.run_name, folder.checkpoint_position())
 
-        return start_until_done(start, RestartPolicy(max_restarts), received).ending.code
+        return start_until_done(start, RestartPolicy(max_restarts), adaptation, received).ending.code

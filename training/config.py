@@ -49,6 +49,11 @@ class TrainConfig(DataFields, ParallelFields, RecipeFields, ModelFields):
     save_every_minutes: float = option(5.0, "Minutes between checkpoints within an epoch; 0: none by time.", low=0)
     keep_last: int = option(2, "Newest checkpoints to keep, beside the best epoch's.", low=1, high=100_000)
     max_bad_steps: int = option(10, "Skipped steps in a row (gradient not finite) that end the run; 0: never.", low=0)
+    on_oom: Literal["stop", "adapt"] = option(
+        "stop",
+        "Out of memory: all ranks save and stop; adapt: the launcher then starts them again with a smaller micro-batch "
+        "(the same global batch), recomputed activations, a higher ZeRO stage, offload, whichever is the first left.",
+    )
     hang_timeout: float = option(
         300.0,
         "Seconds without a finished step after which a rank counts as hung (first step and saves: 5 times).",
@@ -68,7 +73,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         *("batch_size", "gradient_accumulation_steps", "pretrained", "weights", "early_stopping_patience", "epochs"),
         *("data", "data_root", "download", "workers", "cache", "cache_gb", "bad_images"),
         *("preset", "run_name", "log_dir", "log_every_steps", "progress", "tensorboard", "report", "profile"),
-        *("resume", "save_every_steps", "save_every_minutes", "keep_last", "max_bad_steps", "hang_timeout"),
+        *("resume", "save_every_steps", "save_every_minutes", "keep_last", "max_bad_steps", "on_oom", "hang_timeout"),
     }
 )
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}

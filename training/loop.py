@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
 
 from training.data.bad_images import check_bad_images
 from training.data.loader import Batch, EvaluationLoader
-from training.errors import AgreedError, UserError
-from training.observe.epoch_observer import EpochObserver, EpochResult
+from training.errors import UserError
+from training.memory_guard import MemoryGuard
+from training.observe.epoch_observer import EpochObserver, EpochResult, TimedEngine
 from training.observe.scores import SampleRecorder, Scores, sample_losses
 from training.observe.timing import SpanClock
-from training.parallel.collectives import error_on_any_rank
 from training.parallel.engine import Engine
-from training.parallel.world import World
+from training.parallel.signals import OUT_OF_MEMORY
 from training.state import TrainContext, TrainState
 
 
@@ -36,7 +37,7 @@ def train_one_epoch(state: TrainState, batches: Iterable[Batch], context: TrainC
     plan, world, sums = context.plan, context.world, state.sums
     micro_batches = (plan.steps_per_epoch - state.progress.step) * plan.accumulation_steps
     waiting = SafeBatches(batches, micro_batches, context, context.timing.clock)
-    observer = EpochObserver(state, context)
+    observer, memory = EpochObserver(state, context), MemoryGuard(world)
     engine = observer.timed_engine
     for step in range(state.progress.step, plan.steps_per_epoch):
         position = observer.before_step()
@@ -45,16 +46,28 @@ def train_one_epoch(state: TrainState, batches: Iterable[Batch], context: TrainC
             batch = next(waiting)
             leaf = world.rank * plan.accumulation_steps + micro_step
             seed_dropout(context.seed, position, leaf, world.device)
-            logits = engine.forward(batch.images)
-            losses = context.loss(logits, batch)
-            engine.backward((losses * batch.weights).sum() * plan.loss_scale_for(step))
+            computed = memory.attempt(
+                step,
+                partial(_forward_and_backward, engine, batch, context, plan.loss_scale_for(step)),
+                partial(observer.give_up, batch, position),
+            )
             result = engine.step()
-            sums.add(losses, logits, batch.labels, batch.weights)
-            observer.after_micro_step(batch, losses)
-        if observer.after_step(result, has_failed=waiting.error is not None):
+            if computed is not None:
+                sums.add(*computed, batch.labels, batch.weights)
+                observer.after_micro_step(batch, computed[0])
+        if observer.after_step(result, failure=memory.failure(waiting.error)):
             break
-    waiting.raise_error_of_any_rank(world)
-    return observer.finish()
+    return observer.finish(memory.settle(waiting.error))
+
+
+def _forward_and_backward(
+    engine: TimedEngine, batch: Batch, context: TrainContext, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return losses [B] and logits [B, C] of a micro-batch, after backward of their weighted sum."""
+    logits = engine.forward(batch.images)
+    losses = context.loss(logits, batch)
+    engine.backward((losses * batch.weights).sum() * scale)
+    return losses, logits
 
 
 @torch.no_grad()
@@ -72,25 +85,30 @@ def evaluate(
         is_interruptible: whether a stop signal ends the evaluation.
 
     Returns:
-        The scores, or the number of the stop signal that ended the evaluation.
+        The scores, or the number of the stop signal that ended the evaluation, as of `StopRequest.poll`.
 
     Raises:
         UserError: on all ranks, if an image on any rank cannot be read.
     """
     engine.module.eval()
     recorder = SampleRecorder(context.num_classes)
-    waiting = SafeBatches(batches, len(batches), context)
+    waiting, memory = SafeBatches(batches, len(batches), context), MemoryGuard(context.world)
     stop_signal = 0
-    for batch in waiting:
+
+    def compute(batch: Batch) -> None:
         logits = engine.forward(batch.images)
         losses = sample_losses(logits, batch.labels)
         recorder.add(losses, logits, batch.labels, batch.weights, batch.indices)
+
+    for number, batch in enumerate(waiting):
+        memory.attempt(number, partial(compute, batch), lambda: not engine.sends_in_forward)
         if is_interruptible:
             context.heartbeat.beat("evaluate")
-            stop_signal = context.stop.poll(context.world, failed=waiting.error is not None).stop_signal
+            stop_signal = context.stop.poll(context.world, failure=memory.failure(waiting.error)).stop_signal
             if stop_signal:
                 break
-    waiting.raise_error_of_any_rank(context.world)
+    if memory.settle(waiting.error) is not None:
+        stop_signal = OUT_OF_MEMORY
     check_bad_images(batches, context.world)
     engine.module.train()
     return stop_signal or recorder.gather(context.world)
@@ -140,12 +158,6 @@ class SafeBatches:
         except UserError as error:
             self.error = error
             return self._empty_batch()
-
-    def raise_error_of_any_rank(self, world: World) -> None:
-        """Raise on every rank the error of the first rank that failed; a collective."""
-        message = error_on_any_rank(str(self.error) if self.error else None, world)
-        if message:
-            raise AgreedError(message)
 
     def _empty_batch(self) -> Batch:
         size, side = self._context.plan.batch_size_per_rank, self._context.image_size

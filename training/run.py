@@ -41,6 +41,7 @@ from training.data.loader import EvaluationLoader, TrainLoader, build_loaders
 from training.data.sampler import BatchPlan, build_plan
 from training.errors import (
     DIVERGED_EXIT_CODE,
+    OUT_OF_MEMORY_EXIT_CODE,
     RANK_0_MESSAGE_SECONDS,
     USER_ERROR_EXIT_CODE,
     AgreedError,
@@ -58,8 +59,9 @@ from training.observe.run_folder import RunFolder
 from training.observe.scores import Scores, ScoreSums
 from training.observe.step_metrics import peak_memory_per_rank, run_point, start_timing
 from training.observe.timing import measured_communication
+from training.out_of_memory import describe_failure, is_out_of_memory
 from training.parallel.build_engine import build_engine, resolve_engine
-from training.parallel.collectives import agreed, error_on_any_rank, ranks_per_machine
+from training.parallel.collectives import agreed, barrier, error_on_any_rank, ranks_per_machine
 from training.parallel.compilation import resolve_compile
 from training.parallel.compiled_code import CompiledCode
 from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
@@ -68,7 +70,7 @@ from training.parallel.model import build_training_model
 from training.parallel.parameter_shards import frozen_parameters, gather_weights
 from training.parallel.precision import resolve_precision
 from training.parallel.preserved_process import preserved_process
-from training.parallel.signals import StopRequest, exit_code_of
+from training.parallel.signals import OUT_OF_MEMORY, StopRequest, exit_code_of
 from training.parallel.strategies import plan_of
 from training.parallel.world import World, start_world, stop_world
 from training.recipe import read_tune
@@ -98,7 +100,7 @@ def run(config: TrainConfig, start: RunStart = FIRST_START, deliver: Deliver | N
 
     Returns:
         The process's exit code: 0 after the last epoch; 130, 138 or 143 after SIGINT, SIGUSR1 or SIGTERM; 2 for a
-        user's mistake; 65, 74 and 78 as in `training.errors`; 1 for anything else.
+        user's mistake; 65, 71, 74 and 78 as in `training.errors`; 1 for anything else.
     """
     check_config(config, FLAG_OF)
     start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
@@ -124,6 +126,9 @@ def run(config: TrainConfig, start: RunStart = FIRST_START, deliver: Deliver | N
             exit_code = error.exit_code
             _give_up(context, error, deliver)
     except Exception as error:
+        if is_out_of_memory(error):  # outside a step, or in one of which messages had been sent
+            print(f"error: {describe_failure(error, world.rank)}", file=sys.stderr, flush=True)
+            return OUT_OF_MEMORY_EXIT_CODE
         # The other ranks do not know of it. Closing anything that needs them would wait for ever.
         print(known_failure(error, world.rank) or traceback.format_exc(), file=sys.stderr, flush=True)
         return 1
@@ -341,7 +346,7 @@ def _head_epochs(config: TrainConfig) -> int:
 
 
 def train(context: RunContext, stop: StopRequest, start: RunStart = FIRST_START, deliver: Deliver | None = None) -> int:
-    """Train to the last epoch, to early stopping or to a signal, and return the exit code; a collective.
+    """Train to the last epoch, to early stopping, to a signal or out of memory; return the exit code. A collective.
 
     Raises:
         RunEnded: on all ranks, if the run cannot go on.
@@ -365,8 +370,12 @@ def train(context: RunContext, stop: StopRequest, start: RunStart = FIRST_START,
             loop.saver.finish(is_stop=bool(stop_signal))
     images = (context.position - first_position) * context.plan.global_batch
     announce_end(context, stop_signal, run_point(context.position, images, loop.timing, world))
-    if world.is_main:  # launchers send SIGTERM once another rank has left: the handler of `stop` still catches it
+    starts_again = stop_signal == OUT_OF_MEMORY and config.on_oom == "adapt"
+    if world.is_main and not starts_again:
+        # Launchers send SIGTERM once another rank has left: the handler of `stop` still catches it.
         _deliver(context, deliver, has_finished=not stop_signal)
+    if stop_signal == OUT_OF_MEMORY:
+        barrier(world)  # launchers end the other ranks soon after one that ended with this code
     if stop_signal:
         return exit_code_of(stop_signal)
     return DIVERGED_EXIT_CODE if state.progress.diverged_epochs_in_row else 0

@@ -78,7 +78,7 @@ class ClusterRun:
             place = ["--nnodes", str(count), "--node_rank", str(node_rank)]
             place += ["--nproc_per_node", str(plan.given.ranks_per_node)]
             place += ["--master_addr", rendezvous.addresses[0], "--master_port", str(rendezvous.port)]
-            arguments = [*plan.arguments, *plan.batch_flags(count), *resuming]
+            arguments = [*plan.arguments, *resuming, *plan.batch_flags(count, resuming)]
             node.send(
                 "start",
                 command=[*starter, *place, ENTRY, *arguments],

@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from launch.adaptation import Adaptation
 from launch.arguments import LaunchArguments, check_training, print_command, read_arguments, run_launcher, run_preflight
 from launch.cluster.cluster_run import ClusterRun
 from launch.cluster.plan import Plan
@@ -64,6 +65,8 @@ def train(plan: Plan, max_restarts: int, received: list[int]) -> Started:
     return start_until_done(
         lambda restart, resuming: ClusterRun(plan, launch_id, received).run(restart, resuming),
         RestartPolicy(max_restarts),
+        # Of clusters without GPUs it may ask for an offload that saves nothing.
+        Adaptation(plan.arguments, len(plan.hosts) * plan.given.ranks_per_node, has_gpus=True),
         received,
     )
 

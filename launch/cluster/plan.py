@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from launch.arguments import LaunchArguments
+from launch.arguments import LaunchArguments, check_training
 from launch.process_tree import extensions_folder
 from training.config import REPO_ROOT, TrainConfig
 from training.observe.environment import software
@@ -64,11 +64,17 @@ class Plan:
         micro_steps = len(self.hosts) * self.config.gradient_accumulation_steps
         return next((n for n in range(reachable, self.min_nodes - 1, -1) if micro_steps % n == 0), 0)
 
-    def batch_flags(self, nodes: int) -> list[str]:
-        """Return the flags that keep the global batch on this many nodes: more micro-steps on fewer of them."""
+    def batch_flags(self, nodes: int, resuming: Sequence[str] = ()) -> list[str]:
+        """Return the flags that keep the global batch on this many nodes: more micro-steps on fewer of them.
+
+        Args:
+            nodes: that take part.
+            resuming: flags of this start, which may have changed the micro-steps.
+        """
         if nodes == len(self.hosts):
             return []
-        micro_steps = len(self.hosts) * self.config.gradient_accumulation_steps
+        config = check_training([*self.arguments, *resuming]) if resuming else self.config
+        micro_steps = len(self.hosts) * config.gradient_accumulation_steps
         return [f"--gradient-accumulation-steps={micro_steps // nodes}"]
 
 

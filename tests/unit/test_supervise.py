@@ -317,6 +317,7 @@ def test_the_delay_doubles_up_to_30_seconds_and_progress_resets_it(capsys: pytes
             (0, False, True),
             (1, True, True),
             (2, True, True),
+            (71, True, True),
             (-9, False, True),
             (-15, False, True),
             (None, False, True),
@@ -338,7 +339,7 @@ def test_the_stack_is_the_main_threads_and_our_own_frames_stay() -> None:
 
 
 def test_final_codes() -> None:
-    assert set(FINAL_CODES) == {2, 65, 74, 78, 130, 138, 143}
+    assert set(FINAL_CODES) == {2, 65, 71, 74, 78, 130, 138, 143}
 
 
 @pytest.mark.parametrize(("how", "expected"), [("exit 7", 7), ("kill -9 $$", -9), ("kill -TERM $$", -15)])

@@ -143,11 +143,15 @@ class Saver:
             stall_seconds=self._clock() - start,
         )
         self._thread = threading.Thread(target=self._write, args=(save, facts), name="checkpoint", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no memory for its stack, or too many threads: training waits
+            self._thread = None
+            self._write(save, facts)
 
     def note_outcome(self) -> None:
         """Log a save that has ended since the last call; called at every step, free if none has."""
-        if self._thread is None or self._thread.is_alive() or self._running is None:
+        if self._running is None or (self._thread is not None and self._thread.is_alive()):
             return
         save, self._thread, self._running = self._running, None, None
         self._backoff.note(failed=save.error is not None)

@@ -11,12 +11,13 @@ from training.data.reader import Batch
 from training.observe.step_metrics import StepMetrics
 from training.observe.timing import SpanClock
 from training.parallel.engine import Engine, StepResult
+from training.parallel.signals import OUT_OF_MEMORY
 from training.state import TrainContext, TrainState
 
 
 @dataclass(frozen=True)
 class EpochResult:
-    """Measurements of one epoch of training; `stop_signal` is 0 unless a signal ended it."""
+    """Measurements of one epoch of training; `stop_signal`, as of `StopRequest.poll`, is 0 unless it ended early."""
 
     seconds: float
     images_per_second: float
@@ -72,12 +73,26 @@ class EpochObserver:
         """Note a micro-batch and its losses [B]."""
         self._guard.note(batch, losses)
 
-    def after_step(self, result: StepResult | None, *, has_failed: bool) -> bool:
+    def give_up(self, batch: Batch, position: int) -> bool:
+        """Take part in a micro-step that has failed on this rank; return whether that is possible. A collective.
+
+        Args:
+            batch: of the micro-step.
+            position: optimizer steps of the run before it.
+        """
+        # A pull of lookahead changes the weights after a skipped step, too.
+        averages = self._context.averages
+        if averages is not None and averages.has_lookahead:
+            return False
+        self._guard.gives_up_from(position + 1)
+        return self._state.engine.give_up(batch.images)
+
+    def after_step(self, result: StepResult | None, *, failure: int) -> bool:
         """Count, log and save; return whether all ranks stop here. A collective.
 
         Args:
             result: what the engine returned after the last micro-step.
-            has_failed: whether this rank cannot go on.
+            failure: why this rank cannot go on, as of `StopRequest.poll`; 0 if it can.
 
         Raises:
             RunEnded: on all ranks, if the run cannot go on.
@@ -91,12 +106,13 @@ class EpochObserver:
                 context.averages.after_step(applied, position + 1)
         state.progress = dataclasses.replace(state.progress, step=state.progress.step + 1)
         with self._clock.logging:
-            self._metrics.after_step(position, result)
+            if not self._guard.has_failed:
+                self._metrics.after_step(position, result)
             context.heartbeat.beat("step", position + 1)
         if self._profiler is not None:
             self._profiler.after_step()
         is_due = context.saver is not None and context.saver.is_due_by_time()
-        verdict = context.stop.poll(context.world, failed=has_failed, save_due=is_due)
+        verdict = context.stop.poll(context.world, failure=failure, save_due=is_due)
         self._stop_signal = verdict.stop_signal
         if not (self._stop_signal or state.progress.step == context.plan.steps_per_epoch):
             self._save_if_due(position + 1, is_due_by_time=verdict.save_due)
@@ -104,8 +120,12 @@ class EpochObserver:
             self._profiler.end_epoch()
         return bool(self._stop_signal)
 
-    def finish(self) -> EpochResult:
+    def finish(self, failed_step: int | None) -> EpochResult:
         """Settle what is still on the device and return what was measured; a collective.
+
+        Args:
+            failed_step: the first step that has run out of memory on a rank, None for none: with it, the steps from
+                there on, none of which was applied, are taken back.
 
         Raises:
             RunEnded: on all ranks, if the run cannot go on.
@@ -113,6 +133,9 @@ class EpochObserver:
         self._settle()
         seconds = self._metrics.elapsed_seconds()
         images = (self._state.progress.step - self._first_step) * self._context.plan.global_batch
+        if failed_step is not None:
+            self._state.progress = dataclasses.replace(self._state.progress, step=failed_step)
+            self._stop_signal = OUT_OF_MEMORY
         return EpochResult(seconds, images / seconds, self._metrics.data_wait_share, self._stop_signal)
 
     def _save_if_due(self, position: int, *, is_due_by_time: bool) -> None:
@@ -123,7 +146,8 @@ class EpochObserver:
             saver.note_outcome()
             if is_due_by_time or saver.is_due_by_steps(position):
                 self._settle()
-                saver.save()
+                if not self._guard.has_failed:
+                    saver.save()
 
     def _settle(self) -> None:
         """Read the pending verdicts on the last steps, and take their counts into the progress; a sync."""

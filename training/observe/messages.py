@@ -15,6 +15,8 @@ from training.data.bad_images import bad_image_lines
 from training.data.reading.images import ImageError
 from training.observe.loggers.points import EpochPoint, RunPoint
 from training.observe.run_folder import shown_path
+from training.out_of_memory import advise
+from training.parallel.signals import OUT_OF_MEMORY
 from training.recipe.schedule import schedule_notes
 from training.state import Progress
 
@@ -89,7 +91,9 @@ def announce_end(context: RunContext, stop_signal: int, point: RunPoint) -> None
     progress, log = context.state.progress, context.loggers.message
     for line in bad_image_lines([context.train_loader, context.val_loader], context.world):
         log(line)
-    if stop_signal:
+    if stop_signal == OUT_OF_MEMORY:
+        _announce_out_of_memory(context)
+    elif stop_signal:
         name, again = signal.Signals(stop_signal).name, f"--run-name {context.folder.name} --resume auto"
         if context.position == 0:
             log(f"stopped by {name} before the first step; start with {again}")
@@ -105,6 +109,16 @@ def announce_end(context: RunContext, stop_signal: int, point: RunPoint) -> None
     if context.config.tensorboard:
         log(f"TensorBoard  tensorboard --logdir {shown_path(context.folder.tensorboard.parent)}")
     log(f"log          {shown_path(context.folder.text_log)}")
+
+
+def _announce_out_of_memory(context: RunContext) -> None:
+    config, world, progress = context.config, context.world, context.state.progress
+    advice = advise(config, world.size, has_gpus=world.device.type == "cuda")
+    context.loggers.event("out_of_memory", {"step": context.position, "advice": advice})
+    context.loggers.message(
+        f"out of memory in epoch {progress.epoch + 1} after {progress.step} steps, checkpoint saved; "
+        f"it goes on with --run-name {context.folder.name} --resume auto; {advice}"
+    )
 
 
 def _result(context: RunContext) -> list[str]:

@@ -9,15 +9,18 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from training.errors import OUT_OF_MEMORY_EXIT_CODE
 from training.observe.timing import communication
 from training.parallel.world import World
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-FAILED = 1000  # not a signal's number: a rank cannot continue, and the others stop with it
+# Not signals' numbers. If several ranks stop, the largest counts.
+FAILED = 1000  # a rank cannot continue, and the others stop with it
+OUT_OF_MEMORY = 1001  # the same, and the state before the step is saved
 
 
 class StopDecision(NamedTuple):
-    """What all ranks do next: the signal to stop by (0 for none, `FAILED`), and whether to save a checkpoint."""
+    """What all ranks do next: the signal to stop by (0 for none; or `FAILED`, `OUT_OF_MEMORY`), and whether to save."""
 
     stop_signal: int
     save_due: bool
@@ -39,15 +42,15 @@ class StopRequest:
         for number in STOP_SIGNALS:
             signal.signal(number, self._remember)
 
-    def poll(self, world: World, *, failed: bool = False, save_due: bool = False) -> StopDecision:
+    def poll(self, world: World, *, failure: int = 0, save_due: bool = False) -> StopDecision:
         """Return what any rank had received or requested by the previous poll, the same on all ranks; a collective.
 
         Args:
             world: the ranks.
-            failed: whether this rank cannot continue.
+            failure: why this rank cannot continue, `FAILED` or `OUT_OF_MEMORY`; 0 if it can.
             save_due: whether this rank requests a checkpoint.
         """
-        number = FAILED if failed else self._signal_number
+        number = failure or self._signal_number
         if world.signal_group is None:
             return StopDecision(number, save_due)
         agreed = self._finish()
@@ -81,5 +84,5 @@ class StopRequest:
 
 
 def exit_code_of(signal_number: int) -> int:
-    """Return the shell's exit code for a signal: 130 for SIGINT, 138 for SIGUSR1, 143 for SIGTERM."""
-    return 128 + signal_number
+    """Return the exit code for a stop: 130 for SIGINT, 138 for SIGUSR1, 143 for SIGTERM, 71 for `OUT_OF_MEMORY`."""
+    return OUT_OF_MEMORY_EXIT_CODE if signal_number == OUT_OF_MEMORY else 128 + signal_number

@@ -43,6 +43,11 @@ class WeightAverages:
         if ema_decay:
             engine.buffers.keep_averages()
 
+    @property
+    def has_lookahead(self) -> bool:
+        """Whether lookahead pulls the weights, also after skipped steps."""
+        return self._lookahead_steps > 0
+
     def after_step(self, applied: bool | torch.Tensor, step: int) -> None:
         """Update the averages; a collective.
 

@@ -1,0 +1,114 @@
+"""Trainings on real ranks that are short of memory at one moment, as the test has it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import resource
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.step_choices import without_shared_memory
+from training.config import TrainConfig
+from training.parallel.engine import Engine
+from training.parallel.signals import StopRequest
+from training.parallel.world import World
+from training.run import build_run, train
+
+SETTINGS: dict[str, Any] = {"data": "fake", "model_type": "basic_cnn", "image_size": 16, "epochs": 1}
+SETTINGS |= {"progress": "off", "tensorboard": False, "report": False, "workers": "0", "log_every_steps": 3}
+FAILING_RANK = 1
+
+
+def run_short_of_memory(
+    world: World, log_dir: str, name: str, phase: str = "", at: int = 0, shared: bool = True, **changes: Any
+) -> dict[str, Any]:
+    """Train; rank 1 runs out of memory in the `at`-th forward, backward or evaluated batch, from 0, if `phase` is one.
+
+    With the phase "limit" it may take `at` MB of memory from the first step on, by the kernel's limit.
+
+    Returns:
+        Exit code, the newest checkpoint's name, and the sha256 of the weights that the run has exported.
+    """
+    config = TrainConfig(**(SETTINGS | {"log_dir": log_dir, "run_name": name} | changes))
+    stop = StopRequest()
+    with nullcontext() if shared else without_shared_memory():
+        context = build_run(config, world)
+    if phase and world.rank == FAILING_RANK:
+        SHORTAGES[phase](context.state.engine, at)
+    result: dict[str, Any] = {"code": train(context, stop)}
+    _set_soft_limit(resource.RLIM_INFINITY)
+    stop.close()
+    context.close()
+    result["last"] = (Path(log_dir) / "runs" / name / "checkpoints" / "last").read_text().strip()
+    if context.folder.weights.exists():
+        result["weights"] = hashlib.sha256(context.folder.weights.read_bytes()).hexdigest()
+    return result
+
+
+def in_forward(engine: Engine, at: int) -> None:
+    """Raise in place of a forward of training."""
+    forward, counter = engine.forward, _Counter(at)
+
+    def fail_once(images: torch.Tensor) -> torch.Tensor:
+        if engine.module.training and counter.is_now():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(images)
+
+    engine.forward = fail_once  # type: ignore[method-assign]
+
+
+def in_backward(engine: Engine, at: int) -> None:
+    """Raise when the gradient of one of the middle parameters is there: others' have been sent, or not yet."""
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    counter = _Counter(at)
+
+    def fail_once(_: torch.Tensor) -> None:
+        if counter.is_now():
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory")
+
+    trained[len(trained) // 2].register_post_accumulate_grad_hook(fail_once)
+
+
+def in_evaluation(engine: Engine, at: int) -> None:
+    """Raise in place of the forward of a batch that is evaluated."""
+    forward, counter = engine.forward, _Counter(at)
+
+    def fail_once(images: torch.Tensor) -> torch.Tensor:
+        if not engine.module.training and counter.is_now():
+            raise MemoryError
+        return forward(images)
+
+    engine.forward = fail_once  # type: ignore[method-assign]
+
+
+def by_limit(_: Engine, at: int) -> None:
+    """Let the kernel refuse more than `at` MB beyond what the process has taken."""
+    taken = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert taken
+    _set_soft_limit(int(taken[1]) * 1024 + at * 10**6)
+
+
+def _set_soft_limit(limit: int) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+
+
+SHORTAGES: dict[str, Callable[[Engine, int], None]] = {
+    "forward": in_forward,
+    "backward": in_backward,
+    "evaluation": in_evaluation,
+    "limit": by_limit,
+}
+
+
+class _Counter:
+    def __init__(self, at: int) -> None:
+        self._left = at
+
+    def is_now(self) -> bool:
+        self._left -= 1
+        return self._left == -1

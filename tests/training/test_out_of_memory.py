@@ -1,0 +1,87 @@
+"""A rank that runs out of memory: all ranks save the state before that step, and the training goes on exactly."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.training.out_of_memory_ranks import SETTINGS
+from training.config import TrainConfig
+from training.errors import OUT_OF_MEMORY_EXIT_CODE
+from training.run import run
+
+STEPS = 4  # 1,000 images, 2 ranks x 125 at a time
+
+
+@pytest.fixture(scope="module")
+def train(run_on_ranks, tmp_path_factory):
+    """Train on two ranks, and return what the first one brings back; both must have come to the same."""
+    log_dir = str(tmp_path_factory.mktemp("logs"))
+
+    def train_on_ranks(**case) -> dict:
+        case = {"log_dir": log_dir, "batch_size": 125} | case
+        first, second = run_on_ranks("tests.training.out_of_memory_ranks:run_short_of_memory", 2, [case])
+        assert first == second
+        return first[0]
+
+    return train_on_ranks
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(train):
+    """The weights of trainings that never were short of memory, by their settings."""
+    known = {}
+
+    def weights_of(**settings) -> str:
+        key = repr(settings)
+        if key not in known:
+            known[key] = train(name=f"whole-{len(known)}", **settings)["weights"]
+        return known[key]
+
+    return weights_of
+
+
+DEEPSPEED = {"engine": "deepspeed", "strategy": "fsdp_stage2"}
+
+
+@pytest.mark.parametrize(
+    ("phase", "at", "settings", "step"),
+    [
+        ("forward", 2, {}, 2),
+        ("backward", 1, {"shared": False, "ema": 0.9}, 1),  # some buckets' sums are on their way
+        ("backward", 3, {}, 3),  # in the last step of the epoch
+        ("evaluation", 0, {}, STEPS),
+        ("forward", 3, {"batch_size": 25, "gradient_accumulation_steps": 5, "shared": False}, 0),
+        ("forward", 1, {"engine": "torch"}, 1),
+        ("forward", 1, DEEPSPEED, 1),
+    ],
+)
+def test_all_ranks_save_the_state_before_and_it_goes_on_bit_for_bit(
+    phase, at, settings, step, train, uninterrupted, request
+):
+    name = request.node.callspec.id
+    stopped = train(name=name, phase=phase, at=at, save_every_steps=1, **settings)
+    assert stopped == {"code": OUT_OF_MEMORY_EXIT_CODE, "last": f"step-00000-{step:07d}"}
+    again = train(name=name, resume="must", activation_checkpointing=not settings, **settings)
+    assert again["code"] == 0
+    assert again["weights"] == uninterrupted(**settings)
+
+
+def test_a_real_limit_of_one_rank(train):
+    """Images of 64 pixels, of which a forward keeps more than the kernel gives; the next rung, half of them, fits."""
+    stopped = train(name="limit", phase="limit", at=100, image_size=64)
+    assert stopped == {"code": OUT_OF_MEMORY_EXIT_CODE, "last": "step-00000-0000000"}
+    again = train(name="limit", resume="must", image_size=64, batch_size=25)
+    assert (again["code"], again["last"]) == (0, "step-00001-0000000")
+
+
+def test_what_cannot_be_taken_back_ends_the_rank_with_the_same_code(monkeypatch, tmp_path, capsys):
+    """DDP allows no second backward: the launcher ends the others, and all go on from the newest checkpoint."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("torch.Tensor.backward", fail)
+    monkeypatch.setattr("training.parallel.torch_distribution.Replicated._rehearse", lambda *_: None)
+    config = TrainConfig(**(SETTINGS | {"engine": "torch", "log_dir": str(tmp_path)}))
+    assert run(config) == OUT_OF_MEMORY_EXIT_CODE
+    assert capsys.readouterr().err.endswith("error: rank 0 ran out of memory: MemoryError\n")

@@ -1,0 +1,171 @@
+"""What follows a shortage of memory: the ladder of smaller settings, and the launch that goes down it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch import node_run
+from launch.adaptation import Adaptation, oom_kills
+from launch.heartbeat_reader import HeartbeatFolder
+from launch.node_launcher import NodeLauncher
+from launch.node_run import Ending
+from launch.process_tree import Launch
+from launch.rank_monitor import Death
+from launch.restart_policy import RestartPolicy, Started, start_until_done
+from training.config import FLAG_OF, TrainConfig
+from training.config_check import check_config
+from training.errors import OUT_OF_MEMORY_EXIT_CODE
+from training.out_of_memory import advise, is_out_of_memory, next_rung
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+GPUS, CPUS = {"has_gpus": True}, {"has_gpus": False}
+TO_8 = "--batch-size=8 --gradient-accumulation-steps=2"
+RECOMPUTE = "--activation-checkpointing=true"
+BELOW_8 = [f"--batch-size={size} --gradient-accumulation-steps={16 // size}" for size in (4, 2, 1)]
+ALL_OFFLOAD = "--strategy=fsdp_stage3 --offload=all"
+
+
+def way_down(ranks: int, where: dict[str, bool], **settings: object) -> list[str]:
+    """Return the flags of all rungs from a configuration on, each checked as the command line is."""
+    config, flags = TrainConfig(**settings), []
+    while rung := next_rung(config, ranks, **where):
+        config = check_config(dataclasses.replace(config, **rung.changes), FLAG_OF)
+        flags.append(" ".join(rung.flags))
+        assert rung.cost
+    return flags
+
+
+@pytest.mark.parametrize(
+    ("ranks", "where", "settings", "middle"),
+    [
+        (
+            *(8, GPUS, {}),
+            [
+                *("--strategy=fsdp_stage2", "--strategy=fsdp_stage3"),
+                *("--strategy=fsdp_stage3 --offload=optimizer", ALL_OFFLOAD),
+            ],
+        ),
+        (1, GPUS, {}, ["--strategy=fsdp_stage2 --offload=optimizer", ALL_OFFLOAD]),
+        # At stage 3 the torch engine offloads all or nothing.
+        (8, GPUS, {"engine": "torch"}, ["--strategy=fsdp_stage2", "--strategy=fsdp_stage3", ALL_OFFLOAD]),
+        (2, CPUS, {}, []),
+        (2, CPUS, {"engine": "deepspeed"}, ["--strategy=fsdp_stage2", "--strategy=fsdp_stage3"]),
+        (8, GPUS, {"deepspeed_config": "own.json"}, []),
+        # A rule that needs whole parameters, which only ddp has.
+        (8, GPUS, {"optimizer": "lars"}, []),
+    ],
+)
+def test_the_rungs_from_the_first_to_the_last(ranks, where, settings, middle):
+    assert way_down(ranks, where, **settings) == [TO_8, RECOMPUTE, *middle, *BELOW_8]
+
+
+def test_every_rung_keeps_the_global_batch():
+    config = TrainConfig(batch_size=96, gradient_accumulation_steps=3)
+    while rung := next_rung(config, 4, **GPUS):
+        config = dataclasses.replace(config, **rung.changes)
+        assert config.batch_size * config.gradient_accumulation_steps == 96 * 3
+        assert config.learning_rate == TrainConfig().learning_rate
+    assert config.batch_size == 3
+    assert advise(config, 4, **GPUS).startswith("nothing is left")
+
+
+def test_the_guide_has_the_same_order():
+    section = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## Out of memory\n")[2]
+    rungs = re.findall(r"^\d\. (.*)", section, re.MULTILINE)
+    first = [re.findall(r"`(--[a-z-]+(?: [a-z0-9_]+)?)`", rung)[:2] for rung in rungs]
+    names = ("--batch-size", "--activation-checkpointing", "--strategy fsdp_stage2", "--offload optimizer")
+    assert [found[0] for found in first[:5]] == [*names, "--offload all"]
+    assert first[2][1] == "--strategy fsdp_stage3"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+            True,
+        ),
+        (RuntimeError("cuBLAS error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (OSError(28, "No space left on device"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_which_errors_say_so(error, expected):
+    assert is_out_of_memory(error) is expected
+
+
+def launched(endings: list[int], *flags: str, allowed: int = 1) -> tuple[Started, list[list[str]]]:
+    """Launch something whose starts end with these codes, and save nothing; return how, and each start's flags."""
+    starts: list[list[str]] = []
+
+    def start(restart: int, resuming: list[str]) -> Started:
+        assert restart == len(starts)
+        starts.append(resuming)
+        code = endings[restart]
+        return Started(Ending(code, f"start {restart}", is_final=code in (0, OUT_OF_MEMORY_EXIT_CODE)), "run-7", -1)
+
+    adaptation = Adaptation(["--model-type=mobilenet", "--batch-size", "16", *flags], 2, has_gpus=False)
+    return start_until_done(start, RestartPolicy(allowed), adaptation, []), starts
+
+
+def test_adapt_goes_down_one_rung_for_each_shortage(capsys):
+    outcome, starts = launched([71, 1, 71, 0], "--on-oom", "adapt")
+    assert outcome.ending.code == 0
+    name, first = "--run-name=run-7", TO_8.split()
+    assert starts == [[], [*first, name], [*first, name], [*first, RECOMPUTE, name]]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"start 0: starting again with {TO_8}: half the activations")
+    assert lines[1] == "start 1: restart 1 of 1"
+    assert "about a third more time" in lines[2]
+
+
+def test_adapt_ends_when_nothing_is_left(capsys):
+    outcome, starts = launched([71] * 9, "--on-oom", "adapt")
+    assert (outcome.ending.code, len(starts)) == (71, 1 + len(way_down(2, CPUS)))
+    assert "nothing is left that would need less memory" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_stop_ends_at_once_with_the_advice(capsys):
+    outcome, starts = launched([71, 0])
+    assert (outcome.ending.code, starts) == (71, [[]])
+    assert capsys.readouterr().err.startswith(f"start 0; next to try: {TO_8}: ")
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/job\n", {"sys/fs/cgroup/job/memory.events": "oom 2\noom_kill 1\noom_group_kill 0\n"}, 1),
+        ("0::/\n", {"sys/fs/cgroup/memory.events": "oom_kill 3\n"}, 3),
+        ("0::/outside\n", {"sys/fs/cgroup/memory.events": "oom_kill 4\n"}, 4),
+        ("5:cpu:/\n4:memory:/job\n", {"sys/fs/cgroup/memory/job/memory.oom_control": "under_oom 0\noom_kill 5\n"}, 5),
+        ("0::/job\n", {"proc/vmstat": "nr_free_pages 7\noom_kill 6\n"}, 6),
+        ("0::/job\n", {}, 0),
+    ],
+)
+def test_the_kernels_kills_are_counted(groups, files, expected, tmp_path):
+    for name, text in {"proc/self/cgroup": groups, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert oom_kills(tmp_path) == expected
+    assert oom_kills(tmp_path / "nowhere") == 0
+
+
+@pytest.mark.parametrize(("kills", "code"), [(3, 71), (2, 137)])
+def test_a_rank_that_the_kernel_kills_is_told_from_one_that_somebody_kills(kills, code, monkeypatch, tmp_path):
+    monkeypatch.setattr(node_run, "oom_kills", lambda: kills)
+    run = node_run.NodeRun(Launch(), NodeLauncher(), HeartbeatFolder(tmp_path), [], 5.0)
+    run._oom_kills = 2
+    run._cause = Death(1, "node01, pid 7", -signal.SIGKILL, noted=False, seconds=0.0)
+    ending = run._ending(128 + signal.SIGKILL, was_asked=False)
+    assert (ending.code, ending.is_final) == (code, code == OUT_OF_MEMORY_EXIT_CODE)
+    assert ("memory was short" in ending.reason) is (code == OUT_OF_MEMORY_EXIT_CODE)

@@ -1,0 +1,140 @@
+"""What a training does that has run out of memory: which errors say so, and the next, smaller configuration.
+
+This module imports no torch: launchers use it too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from training.config import FIELDS, FLAG_OF, TrainConfig
+from training.config_check import check_config
+from training.errors import UserError, one_line
+from training.parallel.strategies import STRATEGIES
+
+FEWEST_IMAGES = 8  # of a micro-batch, before something else is tried: BatchNorm's statistics of fewer are poor
+# Of errors that are no MemoryError: PyTorch's allocators on GPUs and CPUs, libraries of both, and the system's ENOMEM.
+SIGNS = (
+    *("out of memory", "can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc"),
+    *("ALLOC_FAILED", "could not create a memory object"),
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception says that this process could not get memory."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, (RuntimeError, OSError)) and any(sign in str(error) for sign in SIGNS)
+    )
+
+
+def describe_failure(error: BaseException, rank: int) -> str:
+    """Return one line for an exception for which `is_out_of_memory` holds."""
+    reason = one_line(error, 160) or type(error).__name__
+    return f"rank {rank} ran out of memory: {reason}"
+
+
+class Rung(NamedTuple):
+    """A step down the ladder of smaller configurations, which all give the same training.
+
+    Attributes:
+        changes: values of fields of `TrainConfig`.
+        cost: what it saves, and what that costs.
+    """
+
+    changes: dict[str, Any]
+    cost: str
+
+    @property
+    def flags(self) -> list[str]:
+        """The trainer's flags of the changes."""
+        return [f"{FLAG_OF[name]}={str(value).lower()}" for name, value in self.changes.items()]
+
+    def describe(self) -> str:
+        """Return flags and cost for messages."""
+        return f"{' '.join(self.flags)}: {self.cost}"
+
+
+def next_rung(config: TrainConfig, ranks: int, *, has_gpus: bool) -> Rung | None:
+    """Return the cheapest change of a configuration that makes it need less memory; None if nothing is left.
+
+    Args:
+        config: that has run out of memory.
+        ranks: of the run.
+        has_gpus: whether they compute on GPUs; what is sharded by CPU ranks is mostly shared memory already.
+    """
+    for propose in _LADDER:
+        for rung in propose(config, ranks, has_gpus):
+            try:
+                check_config(dataclasses.replace(config, **rung.changes), FLAG_OF)
+            except UserError:  # such as an update rule that one strategy alone has
+                continue
+            return rung
+    return None
+
+
+def advise(config: TrainConfig, ranks: int, *, has_gpus: bool) -> str:
+    """Return what a user can do about a configuration that has run out of memory."""
+    rung = next_rung(config, ranks, has_gpus=has_gpus)
+    if rung is None:
+        return "nothing is left that would need less memory: use a smaller --image-size or model, or more ranks"
+    return f"next to try: {rung.describe()}" + (
+        " (--on-oom adapt does so by itself)" if config.on_oom == "stop" else ""
+    )
+
+
+def _halve(config: TrainConfig, fewest: int) -> Iterator[Rung]:
+    half, steps = config.batch_size // 2, 2 * config.gradient_accumulation_steps
+    if config.batch_size % 2 or half < fewest or steps > FIELDS["gradient_accumulation_steps"].metadata["high"]:
+        return
+    yield Rung(
+        {"batch_size": half, "gradient_accumulation_steps": steps},
+        f"half the activations; global batch and learning rate stay, and BatchNorm sees {half} images at a time",
+    )
+
+
+def _to_few_images(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
+    yield from _halve(config, FEWEST_IMAGES)
+
+
+def _recompute(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
+    if not config.activation_checkpointing:
+        yield Rung(
+            {"activation_checkpointing": True}, "activations are computed again in backward, about a third more time"
+        )
+
+
+def _shard(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
+    """Shard more; the volumes are those of Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 7)."""
+    if ranks == 1 or config.deepspeed_config or not (has_gpus or config.engine in ("deepspeed", "torch")):
+        return
+    costs = {2: "gradients are sharded, for the communication of ddp", 3: "weights too, for half more communication"}
+    for strategy, plan in STRATEGIES.items():
+        if plan.zero_stage == STRATEGIES[config.strategy].zero_stage + 1:
+            yield Rung({"strategy": strategy}, costs[plan.zero_stage])
+
+
+def _offload(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
+    if not has_gpus or config.deepspeed_config:
+        return
+    kinds = ("none", "optimizer", "all")
+    for kind in kinds[kinds.index(config.offload) + 1 :]:
+        whats = {"optimizer": "the optimizer's state is", "all": "parameters are"}
+        for strategy, plan in STRATEGIES.items():
+            is_enough = plan.zero_stage >= STRATEGIES[config.strategy].zero_stage and kind in plan.offloadable
+            # At stage 3 the torch engine has all or nothing.
+            if is_enough and not (config.engine == "torch" and kind == "optimizer" and plan.releases_weights):
+                yield Rung(
+                    {"strategy": strategy, "offload": kind}, f"{whats[kind]} kept in CPU memory, about 30 % slower"
+                )
+
+
+def _to_one_image(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
+    yield from _halve(config, 1)
+
+
+_LADDER: tuple[Callable[[TrainConfig, int, bool], Iterator[Rung]], ...] = (
+    *(_to_few_images, _recompute, _shard, _offload),
+    _to_one_image,
+)
