@@ -13,7 +13,11 @@ import pytest
 from training.model_fields import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["--data=fake", "--epochs=1", "--warmup-epochs=0", "--batch-size=16", "--image-size=64", "--report=false"]
+SMALL = [
+    *("--data=fake", "--epochs=1", "--warmup-epochs=0", "--batch-size=50", "--image-size=32", "--report=false"),
+    *("--progressive-size=", "--eval-image-size=0", "--pretrained=false"),
+    "--learning-rate=0.001",  # the presets' rates are for batches of up to thousands
+]
 
 
 @pytest.mark.slow
