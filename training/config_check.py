@@ -79,6 +79,8 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
         raise UserError(
             f"{label_of['base_batch_size']}: leave it out, {label_of['learning_rate']} auto tries those of this batch."
         )
+    if config.raw_accuracy and not config.ema:
+        raise UserError(f"{label_of['raw_accuracy']} compares with {label_of['ema']}: give both, or none.")
     if config.mixup_off_epochs > config.epochs:
         raise UserError(
             f"{label_of['mixup_off_epochs']} {config.mixup_off_epochs}: the run has {config.epochs} epochs only."

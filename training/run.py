@@ -397,12 +397,13 @@ def _train_and_evaluate(context: RunContext, loop: TrainContext, saver: Saver) -
             engine.buffers.average(world)
         if not stop_signal:
             evaluation_start = time.perf_counter()
+            raw = _evaluate_raw(context, loop)
             with context.averages.in_use():
                 with clock.evaluation:
                     scores = evaluate(engine, context.val_loader, loop, is_interruptible=True)
                 if isinstance(scores, Scores):
                     seconds = time.perf_counter() - evaluation_start
-                    write_weights = _end_epoch(context, loop, result, scores, seconds)
+                    write_weights = _end_epoch(context, loop, result, scores, raw, seconds)
                 else:
                     stop_signal = scores
     with clock.saving:
@@ -412,8 +413,23 @@ def _train_and_evaluate(context: RunContext, loop: TrainContext, saver: Saver) -
     return stop_signal
 
 
+def _evaluate_raw(context: RunContext, loop: TrainContext) -> Scores | None:
+    """Return the scores of the weights that are no average, if they are wanted and no signal came; a collective."""
+    if not context.config.raw_accuracy:
+        return None
+    with loop.timing.clock.evaluation:
+        scores = evaluate(context.state.engine, context.val_loader, loop, is_interruptible=True)
+    # After a signal the evaluation of the average, which begins next, ends as well.
+    return scores if isinstance(scores, Scores) else None
+
+
 def _end_epoch(
-    context: RunContext, loop: TrainContext, result: EpochResult, scores: Scores, evaluation_seconds: float
+    context: RunContext,
+    loop: TrainContext,
+    result: EpochResult,
+    scores: Scores,
+    raw: Scores | None,
+    evaluation_seconds: float,
 ) -> Callable[[], None] | None:
     """Log an epoch and count it; if it is the best so far, return what writes its weights. A collective."""
     state, world, clock = context.state, context.world, loop.timing.clock
@@ -436,7 +452,17 @@ def _end_epoch(
     state.progress = state.progress.after_epoch(scores.top1, is_best=is_best, has_diverged=diverged is not None)
     memory = peak_memory_per_rank(world)
     with clock.logging:
-        log_epoch(context, result, train_scores, scores, evaluation_seconds, memory, is_best=is_best, diverged=diverged)
+        log_epoch(
+            context,
+            result,
+            train_scores,
+            scores,
+            raw,
+            evaluation_seconds,
+            memory,
+            is_best=is_best,
+            diverged=diverged,
+        )
     return write_weights
 
 

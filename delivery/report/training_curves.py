@@ -43,6 +43,7 @@ def single_run_charts(history: History) -> list[Chart]:
         _line(history, "train_top1", "training top-1", 1),
         _line(history, "val_top1", "validation top-1", 2),
         _line(history, "val_top5", "validation top-5", 3),
+        _line(history, "raw_top1", "validation top-1 without the average", 4),
     ]
     charts = [
         draw("loss", "Loss", loss, caption=_validation_loss(history) + marked + augmented, marks=marks),
@@ -90,7 +91,7 @@ def _line(history: History, column: str, name: str, style: int, switch: str = ""
         x, y = np.array(history.steps) / (history.steps_per_epoch or 1), np.array(history.columns[column])
     else:
         x = np.array(sorted(history.epochs), dtype=np.float64)
-        y = np.array([history.epochs[epoch][column] for epoch in sorted(history.epochs)])
+        y = np.array([history.epochs[epoch].get(column, np.nan) for epoch in sorted(history.epochs)])
     return Line(name, style, x, y, switch or column)
 
 

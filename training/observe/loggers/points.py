@@ -70,6 +70,7 @@ class EpochPoint:
         data_wait_share: mean of its logging points'.
         memory_bytes_per_rank: peak of every rank, as `DeviceUse.memory_bytes`.
         diverged: why it counts as diverged, None if it does not.
+        raw: scores of the weights themselves if `validation` are those of their average and `--raw-accuracy` is on.
     """
 
     epoch: int
@@ -86,6 +87,7 @@ class EpochPoint:
     is_best: bool
     diverged: str | None
     class_names: Sequence[str]
+    raw: Scores | None = None
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,10 @@ def epoch_line(point: EpochPoint) -> str:
     """Return the line of an epoch on the console and in the text log."""
     scores = point.validation
     mark = "  diverged" if point.diverged else "  best" if point.is_best else ""
+    raw = f"  raw top-1 {point.raw.top1:.4f}" if point.raw else ""
     return (
         f"epoch {point.epoch}/{point.epochs}  train loss {point.train_loss:.4f}  val loss {scores.loss:.4f}  "
-        f"top-1 {scores.top1:.4f}  top-5 {scores.top5:.4f}  {point.images_per_second:.0f} images/s  "
+        f"top-1 {scores.top1:.4f}  top-5 {scores.top5:.4f}{raw}  {point.images_per_second:.0f} images/s  "
         f"{point.seconds:.1f} s{mark}"
     )
 

@@ -55,6 +55,8 @@ class TensorBoardLogger(RunLogger):
             "epoch/val_loss": point.validation.loss,
             "epoch/val_top1": point.validation.top1,
             "epoch/val_top5": point.validation.top5,
+            "epoch/raw_loss": point.raw.loss if point.raw else None,
+            "epoch/raw_top1": point.raw.top1 if point.raw else None,
         }
         self._write_scalars(scalars, point.epoch)
         details, classes = point.validation.details, len(point.class_names)

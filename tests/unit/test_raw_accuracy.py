@@ -1,0 +1,40 @@
+"""The accuracy of the weights themselves beside that of their average."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from training.config import FLAG_OF, TrainConfig
+from training.config_check import check_config
+from training.errors import UserError
+from training.run import run
+
+
+def train(log_dir, name, **changes):
+    """Return the folder and the lines of its epochs."""
+    recipe = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 125, "epochs": 2}
+    output = {"progress": "off", "tensorboard": False, "report": False, "log_dir": str(log_dir), "run_name": name}
+    assert run(TrainConfig(**recipe, **output, **changes)) == 0
+    folder = log_dir / "runs" / name
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return folder, [line for line in lines if line["kind"] == "epoch"]
+
+
+def test_it_is_that_of_a_training_without_the_average_and_changes_nothing(tmp_path):
+    _, plain = train(tmp_path, "plain")
+    average, without = train(tmp_path, "average", ema=0.9)
+    compared, both = train(tmp_path, "compared", ema=0.9, raw_accuracy=True)
+    scores = [(line["val_loss"], line["val_top1"]) for line in plain]
+    assert [(line["raw_loss"], line["raw_top1"]) for line in both] == scores
+    assert [(line["val_loss"], line["val_top1"]) for line in both] != scores
+    for name in ("model.safetensors", "checkpoints/step-00002-0000000/shard-00000.safetensors"):
+        assert (compared / name).read_bytes() == (average / name).read_bytes(), name
+    assert all("raw_top1" not in line for line in [*plain, *without])
+    assert f"raw top-1 {scores[0][1]:.4f}" in (tmp_path / "training.log").read_text()
+
+
+def test_without_an_average_there_is_nothing_to_compare_with():
+    with pytest.raises(UserError, match="--raw-accuracy compares with --ema"):
+        check_config(TrainConfig(raw_accuracy=True), FLAG_OF)
