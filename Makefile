@@ -1,7 +1,7 @@
 # `make help` lists the targets.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev train test test-slow test-cluster chaos pictures bench lint size check clean
+.PHONY: help setup setup-dev train test test-slow test-cluster chaos pictures bench record lint size check clean
 
 PYTHON ?= python3
 EPOCHS ?= 15
@@ -9,6 +9,7 @@ N ?= 100
 SEED ?= 0
 ROUNDS ?= 2
 MINUTES ?= 15
+TASK ?= digits
 RUN ?= logs/runs/digits
 TRAIN_FLAGS ?= --learning-rate 0.004
 SHELL_FILES := $(wildcard scripts/*.sh tests/cluster/lab/*.sh tests/report/*.sh) .ci/run
@@ -48,6 +49,9 @@ pictures: setup-dev ## Take the README's pictures of a run's report in Chromium 
 bench: ## Compare with bare DDP, ZeRO, Lightning, Accelerate, ... on CPU ranks (ROUNDS=2, MINUTES=15, QUICK=1)
 	@bash scripts/setup_env.sh requirements-bench.txt
 	$(BIN)/python benchmarks/compare.py --rounds $(ROUNDS) --minutes $(MINUTES) $(if $(QUICK),--quick)
+
+record: setup ## Train a preset's task with 10 seeds and write a record (TASK=digits, RECORD_FLAGS="--data FILE --seeds 3")
+	$(BIN)/python benchmarks/record.py $(TASK) $(RECORD_FLAGS)
 
 lint: setup-dev ## Run ruff, mypy, shellcheck and shfmt
 	$(BIN)/ruff check

@@ -5,7 +5,9 @@ Importing this module loads neither torch nor timm: the command line reads the t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from models.errors import unknown_name
 
@@ -30,10 +32,16 @@ class ModelSpec:
     """Whether the model is refused without pretrained weights, from the hub or from `--weights FILE`."""
     takes_members: bool = False
     """Whether the network is made of other models of this table."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What `create` takes besides."""
 
 
 MODELS: dict[str, ModelSpec] = {
     "basic_cnn": ModelSpec("models.basic_cnn", "small plain CNN: a baseline that trains in seconds"),
+    "airbench": ModelSpec(
+        "models.airbench", "airbench's CNN, which trains fast on small images", options={"width": 64}
+    ),
+    "airbench_small": ModelSpec("models.airbench", "airbench's CNN at half its width", options={"width": 32}),
     "mobilenet": ModelSpec("models.timm_models", "MobileNetV3-Small", timm_name="mobilenetv3_small_100"),
     "mobilenet_finetuned": ModelSpec(
         "models.timm_models",

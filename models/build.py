@@ -192,8 +192,9 @@ def _create(
     part: dict[str, Any], image_size: int | None = None, *, pretrained: bool = False, drop_path: float = 0.0
 ) -> nn.Module:
     """Create a part for the image size of its description, or for another one."""
-    family = importlib.import_module(model_spec(part["model_type"]).module)
-    options = {"drop_path": drop_path} if drop_path else {}
+    spec = model_spec(part["model_type"])
+    family = importlib.import_module(spec.module)
+    options = {**spec.options, **({"drop_path": drop_path} if drop_path else {})}
     size = image_size or part["image_size"]
     return family.create(part["num_classes"], size, part["timm_name"], pretrained, **options)
 

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from timm.layers import DropPath
 from torch import nn
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from models import MODELS, check_model_name
 from models.build import BuiltModel, build_model, rebuild_model
@@ -30,7 +31,10 @@ from training.parallel.activation_checkpointing import enable_activation_checkpo
 
 SMALL_MEMBERS = ("basic_cnn", "mobilenet")
 # One of every family, without the two that are slow or need the hub.
-QUICK_MODELS = ("basic_cnn", "mobilenet", "efficientnet", "cnn_lstm", "ensemble", "timm:resnet18", "timm:convnext_atto")
+QUICK_MODELS = (
+    *("basic_cnn", "airbench_small", "mobilenet", "efficientnet", "cnn_lstm", "ensemble"),
+    *("timm:resnet18", "timm:convnext_atto"),
+)
 
 
 def build(model_type: str, num_classes: int = 5, image_size: int = 32, **options) -> BuiltModel:
@@ -530,3 +534,12 @@ def test_evaluation_recomputes_nothing():
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(recomputing(images), plain(images))
+
+
+def test_airbench_has_the_published_size_and_work():
+    """Jordan 2024: 1.97 million parameters, and 3.6e14 operations in 9.9 epochs of 50,000 images of 32 pixels."""
+    module = build("airbench", num_classes=10).module
+    assert round(sum(parameter.numel() for parameter in module.parameters()) / 1e6, 2) == 1.97
+    with FlopCounterMode(display=False) as counter:
+        module(torch.zeros(1, 3, 32, 32)).sum().backward()
+    assert counter.get_total_flops() == pytest.approx(3.6e14 / (9.9 * 50_000), rel=0.05)

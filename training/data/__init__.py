@@ -61,6 +61,12 @@ DATASETS: dict[str, DatasetEntry] = {
         "training.data.torchvision_sets",
         takes_name=True,
     ),
+    "npz": DatasetEntry(
+        "npz:FILE",
+        "arrays x_train, y_train, x_test, y_test in a NumPy file, as Keras stores its data sets",
+        "training.data.npz",
+        takes_name=True,
+    ),
     "folder": DatasetEntry(
         "DIR",
         "a folder with train/ and val/, or one folder that is split; below each, one folder of images per class",

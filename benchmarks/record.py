@@ -1,0 +1,183 @@
+"""Trains a preset with several seeds, beside timm's train.py, and writes a record: accuracy, time, logs.
+
+    python benchmarks/record.py digits --what first --seeds 10
+    python benchmarks/record.py fashion-mnist --what first --data fashion-mnist.npz --timm pytorch-image-models/train.py
+    python benchmarks/record.py --table            # docs/records.md, from all records
+
+Each round trains one seed with ours, and then with timm's script, so that both see the same machine. Time is counted
+from the first training image to the end of the last epoch, without evaluation: for ours what the run itself reports,
+for timm's from the line before its first batch to its last training line. The accuracy is that of the last epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.record_data import file_sha256
+from benchmarks.record_table import write_table
+from benchmarks.report import today, versions
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "records"
+START, TRAINED, TOP1 = re.compile(r"Scheduled epochs"), re.compile(r"Train: \d+ \["), re.compile(r'"top1": ([\d.]+)')
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a record is about; the preset of its name has our side of it."""
+
+    data: str
+    timm: str
+    """Flags of timm's train.py for the same network: the best found for the same accuracy."""
+
+
+COMMON = "--device cpu --amp --amp-dtype bfloat16 --channels-last --no-prefetcher --val-interval 1000 --num-classes 10"
+TASKS = {
+    "digits": Task("digits", ""),
+    "fashion-mnist": Task("npz", ""),
+    "cifar10": Task("npz", ""),
+}
+
+
+def our_command(task: str) -> list[str]:
+    """Return the command in the first line of the preset."""
+    first = (ROOT / "presets" / f"{task}.yaml").read_text().splitlines()[0]
+    return shlex.split(first.partition(": ")[2])
+
+
+def train_ours(command: Sequence[str], seed: int, log: Path) -> dict[str, float]:
+    """Train once; keep what was printed, and the epochs' lines of metrics.jsonl."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--seed", str(seed), "--log-dir", folder, "--run-name", "record", "--progress", "lines"]
+        printed = _run([*command, *flags, "--report", "false", "--tensorboard", "false"])
+        lines = (Path(folder) / "runs" / "record" / "metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if json.loads(line)["kind"] in ("epoch", "end")]
+    log.write_text("".join(f"{line}\n" for line in [*(line for _, line in printed), *kept]))
+    return read_our_log(log.read_text())
+
+
+def read_our_log(text: str) -> dict[str, float]:
+    """Return top-1 of the last epoch and the seconds of training from the lines of metrics.jsonl in a log."""
+    events = [json.loads(line) for line in text.splitlines() if line.startswith('{"kind"')]
+    epochs, ends = ([event for event in events if event["kind"] == kind] for kind in ("epoch", "end"))
+    return {"top1": epochs[-1]["val_top1"], "seconds": round(ends[-1]["seconds"], 2)}
+
+
+def train_timm(command: Sequence[str], seed: int, log: Path) -> dict[str, float]:
+    """Train once; keep what was printed, each line after the second in which it came."""
+    with tempfile.TemporaryDirectory() as folder:
+        printed = _run([*command, "--seed", str(seed), "--output", folder])
+    log.write_text("".join(f"{second:.2f} {line}\n" for second, line in printed))
+    return read_timm_log(log.read_text())
+
+
+def read_timm_log(text: str) -> dict[str, float]:
+    """Return top-1 of the last epoch and the seconds of training, from the stamps of the lines."""
+    lines = text.splitlines()
+    start = next(float(line.split()[0]) for line in lines if START.search(line))
+    last = [float(line.split()[0]) for line in lines if TRAINED.search(line)][-1]
+    return {"top1": float(TOP1.findall(text)[-1]) / 100, "seconds": round(last - start, 2)}
+
+
+def _run(command: Sequence[str]) -> list[tuple[float, str]]:
+    """Return the lines that a command printed, with the second of each since its start."""
+    start, lines = time.monotonic(), []
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append((time.monotonic() - start, line.rstrip("\n")))
+    if process.returncode:
+        raise SystemExit(
+            f"{shlex.join(command)} ended with {process.returncode}:\n" + "\n".join(t for _, t in lines[-20:])
+        )
+    return lines
+
+
+def machine() -> str:
+    """Name the processor and its cores."""
+    models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return f"{models[0] if models else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def summary(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return mean and sample standard deviation of top-1, and the median of the seconds."""
+    top1 = [run["top1"] for run in runs]
+    deviation = statistics.stdev(top1) if len(top1) > 1 else 0.0
+    seconds = statistics.median(run["seconds"] for run in runs)
+    return {"top1_mean": round(statistics.mean(top1), 5), "top1_std": round(deviation, 5), "seconds_median": seconds}
+
+
+def make_record(task: str, folder: Path, *, seeds: int, data: Path | None, timm: Path | None, timm_seeds: int) -> None:
+    """Train all seeds and write the record; it grows by each run, so that a break keeps what is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ours = [*our_command(task), *(["--data", f"npz:{data}"] if data and TASKS[task].data == "npz" else [])]
+    theirs = [sys.executable, "-m", "benchmarks.peers.timm_script", str(timm), str(data), *TASKS[task].timm.split()]
+    record: dict[str, Any] = {
+        "task": task,
+        "date": today(),
+        "machine": machine(),
+        "versions": versions("torch", "torchvision", "timm", "deepspeed"),
+        "data_sha256": file_sha256(data) if data else None,
+        "ours": {"command": shlex.join(_named(ours, data, timm)), "runs": []},
+    }
+    if timm:
+        record["timm"] = {"command": shlex.join(_named(theirs, data, timm)), "runs": []}
+    for seed in range(max(seeds, timm_seeds)):
+        if seed < seeds:
+            record["ours"]["runs"].append({"seed": seed, **train_ours(ours, seed, folder / f"ours-{seed}.log")})
+        if timm and seed < timm_seeds:
+            record["timm"]["runs"].append({"seed": seed, **train_timm(theirs, seed, folder / f"timm-{seed}.log")})
+        for side in ("ours", "timm"):
+            if side in record:
+                record[side]["summary"] = summary(record[side]["runs"])
+                print(side, record[side]["runs"][-1], record[side]["summary"], flush=True)
+        (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _named(command: Sequence[str], data: Path | None, timm: Path | None) -> list[str]:
+    """Return a command without the paths of this machine."""
+    names = {str(data): data and data.name, str(timm): "train.py", sys.executable: "python"}
+    names |= {f"npz:{data}": f"npz:{data.name}" if data else ""}
+    return [names.get(word) or word for word in command]
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", nargs="?", choices=TASKS)
+    parser.add_argument("--what", default="repeat", help="what changed since the record before, for the folder's name")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--data", type=Path, help="the .npz file that benchmarks/record_data.py made")
+    parser.add_argument("--timm", type=Path, help="timm's train.py, to train beside ours")
+    parser.add_argument("--timm-seeds", type=int, help="fewer seeds of timm's side (default: as many)")
+    parser.add_argument("--table", action="store_true", help="only write docs/records.md again")
+    given = parser.parse_args()
+    if given.task:
+        theirs = given.seeds if given.timm_seeds is None else given.timm_seeds
+        folder = RECORDS / given.task / f"{today()}-{given.what}"
+        make_record(given.task, folder, seeds=given.seeds, data=given.data, timm=given.timm, timm_seeds=theirs)
+    elif not given.table:
+        parser.error(f"give a task, one of {', '.join(TASKS)}, or --table")
+    write_table(RECORDS, ROOT / "docs" / "records.md")
+
+
+if __name__ == "__main__":
+    main()

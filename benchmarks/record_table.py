@@ -1,0 +1,64 @@
+"""The table of records in docs/records.md: made from records/*/*/record.json, between two comments of the page."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from scipy import stats
+
+BEGIN, END = "<!-- records: made by benchmarks/record.py --table -->", "<!-- end of records -->"
+COLUMNS = (
+    "record", "top-1, mean ± standard deviation", "seconds", "timm's train.py: top-1", "seconds", "ours / timm",
+    "against the record before",
+)  # fmt: skip
+
+
+def write_table(records: Path, page: Path) -> None:
+    """Replace the table in the page."""
+    text = page.read_text(encoding="utf-8")
+    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    page.write_text(f"{before}\n{table(records)}\n{after}", encoding="utf-8")
+
+
+def table(records: Path) -> str:
+    """Return all records as a Markdown table, by task and date."""
+    rows, before = [COLUMNS, ("---",) * len(COLUMNS)], {}
+    for path in sorted(records.glob("*/*/record.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        name = path.parent.relative_to(records)
+        rows.append((f"[{name}](../records/{name})", *_cells(record, before.get(record["task"]))))
+        before[record["task"]] = record
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _cells(record: dict[str, Any], before: dict[str, Any] | None) -> tuple[str, ...]:
+    ours, theirs = record["ours"], record.get("timm")
+    cells = (_top1(ours), f"{ours['summary']['seconds_median']:.1f}")
+    if theirs:
+        cells += (_top1(theirs), f"{theirs['summary']['seconds_median']:.1f}", f"{time_ratio(record):.2f}")
+    else:
+        cells += ("", "", "")
+    return (*cells, compared(record, before) if before else "the first")
+
+
+def _top1(side: dict[str, Any]) -> str:
+    found = side["summary"]
+    return f"{100 * found['top1_mean']:.2f} ± {100 * found['top1_std']:.2f} % ({len(side['runs'])} seeds)"
+
+
+def time_ratio(record: dict[str, Any]) -> float:
+    """Return the median over the rounds of our seconds over timm's in the same round."""
+    theirs = {run["seed"]: run["seconds"] for run in record["timm"]["runs"]}
+    return statistics.median(r["seconds"] / theirs[r["seed"]] for r in record["ours"]["runs"] if r["seed"] in theirs)
+
+
+def compared(record: dict[str, Any], before: dict[str, Any]) -> str:
+    """Compare the accuracy with the record before by Welch's t-test, two-sided, and say the times' ratio."""
+    new, old = ([run["top1"] for run in side["ours"]["runs"]] for side in (record, before))
+    p = float(stats.ttest_ind(new, old, equal_var=False).pvalue)
+    change = 100 * (statistics.mean(new) - statistics.mean(old))
+    ratio = record["ours"]["summary"]["seconds_median"] / before["ours"]["summary"]["seconds_median"]
+    return f"{change:+.2f} points (p = {p:.2g}), {ratio:.2f} of its seconds"

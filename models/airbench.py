@@ -1,0 +1,58 @@
+"""The small network of airbench, made for fast training on small images (Jordan 2024, https://arxiv.org/abs/2404.00498).
+
+Each block halves the image right after its first convolution, so that most of the work is done at low resolution.
+Other than there, BatchNorm's scales are trained, and PyTorch's default rate updates its running statistics.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+STEM_FILTERS = 24  # twice the values of a 2x2 patch of 3 channels: what --whitened-stem fills in pairs
+LOGIT_SCALE = 1 / 9
+
+
+class Airbench(nn.Module):
+    """Images `[B, 3, H, W]` to logits `[B, num_classes]`; H and W are at least 9 pixels."""
+
+    default_cfg = {"first_conv": "stem", "classifier": "head", "input_size": (3, 32, 32)}  # noqa: RUF012
+
+    def __init__(self, num_classes: int, widths: tuple[int, int, int]) -> None:
+        """Make the layers; `widths` are the channels of the three blocks."""
+        super().__init__()
+        self.stem = nn.Conv2d(3, STEM_FILTERS, 2)
+        self.blocks = nn.Sequential()
+        channels = STEM_FILTERS
+        for width in widths:
+            self.blocks.append(_block(channels, width))
+            channels = width
+        self.head = nn.Linear(channels, num_classes, bias=False)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        """Return which parameters are in one layer, as timm's models do."""
+        return {"stem": r"^stem", "blocks": r"^blocks\.(\d+)"}
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map images `[B, 3, H, W]` to logits `[B, num_classes]`."""
+        features = self.blocks(nn.functional.gelu(self.stem(images))).amax(dim=(2, 3))
+        return self.head(features) * LOGIT_SCALE
+
+
+def _block(in_channels: int, width: int) -> nn.Sequential:
+    first, second = _convolution(in_channels, width), _convolution(width, width)
+    return nn.Sequential(
+        first, nn.MaxPool2d(2), nn.BatchNorm2d(width), nn.GELU(), second, nn.BatchNorm2d(width), nn.GELU()
+    )
+
+
+def _convolution(in_channels: int, width: int) -> nn.Conv2d:
+    """Make a 3x3 convolution that passes as many channels unchanged as there are."""
+    convolution = nn.Conv2d(in_channels, width, 3, padding=1, bias=False)
+    nn.init.dirac_(convolution.weight[:in_channels])
+    return convolution
+
+
+def create(num_classes: int, image_size: int, timm_name: str | None, pretrained: bool, *, width: int) -> nn.Module:
+    """Build the network; it has no pretrained weights. `width` is that of the first block, the others have 4 times."""
+    return Airbench(num_classes, (width, 4 * width, 4 * width))

@@ -1,0 +1,78 @@
+"""`--data npz:FILE`: the arrays as they are, and one line for each that does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from training.data import DataOptions, load_data
+from training.errors import UserError
+
+GENERATOR = np.random.default_rng(0)
+
+
+def arrays(shape=(28, 28)):
+    images = GENERATOR.integers(0, 256, (30, *shape), dtype=np.uint8)
+    labels = (np.arange(30) % 10).astype(np.uint8)
+    return {"x_train": images[:20], "y_train": labels[:20], "x_test": images[20:], "y_test": labels[20:]}
+
+
+def load(path, **options):
+    return load_data(DataOptions(data=f"npz:{path}", mean=(0,) * 3, std=(1,) * 3, **options))
+
+
+@pytest.mark.parametrize("shape", [(28, 28), (12, 12, 1), (32, 32, 3)])
+def test_images_and_labels_are_those_of_the_file(tmp_path, shape):
+    given = arrays(shape)
+    np.savez(tmp_path / "a.npz", **given)
+    pair = load(tmp_path / "a.npz")
+    assert (len(pair.train), len(pair.val), pair.augmentation) == (20, 10, "shift_flip")
+    assert pair.preprocessing["image_size"] == shape[0]
+    assert pair.class_names == [str(label) for label in range(10)]
+    for index in range(10):
+        image, label = pair.val[0, index]
+        expected = given["x_test"][index].reshape(*shape[:2], -1).transpose(2, 0, 1) / 255
+        np.testing.assert_allclose(image, np.broadcast_to(expected, (3, *shape[:2])), rtol=1e-6)
+        assert label == given["y_test"][index]
+
+
+def test_names_and_labels_in_a_column(tmp_path):
+    given = arrays()
+    names = [f"class {label}" for label in range(10)]
+    np.savez(tmp_path / "plain.npz", **given, class_names=names)
+    columns = {name: array[:, None] if name.startswith("y") else array for name, array in given.items()}
+    np.savez_compressed(tmp_path / "column.npz", **columns, class_names=names)
+    plain, column = (load(tmp_path / f"{name}.npz") for name in ("plain", "column"))
+    assert plain.class_names == names
+    assert torch.equal(plain.train.source.labels, column.train.source.labels)
+
+
+WRONG = {
+    "no such file": (None, "no readable .npz file"),
+    "text": ("text", "no readable .npz file"),
+    "missing": (lambda a: a.pop("y_test"), "y_test is missing"),
+    "floats": (lambda a: a.update(x_train=a["x_train"] / 255), "x_train is float64"),
+    "not square": (lambda a: a.update(x_test=a["x_test"][:, :20]), r"uint8 \[10, 20, 28, 1\]"),
+    "two sizes": (lambda a: a.update(x_test=a["x_test"][:, :20, :20]), "different shapes"),
+    "labels of another length": (lambda a: a.update(y_train=a["y_train"][:5]), "expected 20 whole numbers"),
+    "negative": (lambda a: a.update(y_train=a["y_train"].astype(int) - 1), "from 0, one per image"),
+    "empty": (lambda a: a.update(x_test=a["x_test"][:0], y_test=a["y_test"][:0]), "y_test is uint8"),
+    "too few names": (lambda a: a.update(class_names=["a", "b"]), "has 2 names"),
+    "objects": (lambda a: a.update(x_train=np.array([{}] * 20)), "no readable .npz file"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_file_is_one_line(tmp_path, wrong):
+    change, message = WRONG[wrong]
+    file = tmp_path / "a.npz"
+    if change == "text":
+        file.write_text("not an archive")
+    elif change:
+        given = arrays()
+        change(given)
+        np.savez(file, **given)
+    with pytest.raises(UserError, match=message) as caught:
+        load(file)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,96 @@
+"""The records: their numbers follow from their raw logs, and the page from them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import record_data
+from benchmarks.record import RECORDS, TASKS, our_command, read_our_log, read_timm_log, summary
+from benchmarks.record_table import BEGIN, END, compared, table, time_ratio
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(RECORDS.glob("*/*/record.json"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=[str(file.parent.relative_to(RECORDS)) for file in FILES])
+def test_a_record_follows_from_its_logs(file):
+    record = json.loads(file.read_text())
+    for side, read in (("ours", read_our_log), ("timm", read_timm_log)):
+        if side not in record:
+            continue
+        runs = record[side]["runs"]
+        for run in runs:
+            assert {"seed": run["seed"], **read((file.parent / f"{side}-{run['seed']}.log").read_text())} == run
+        assert record[side]["summary"] == summary(runs)
+
+
+def test_the_page_shows_the_records():
+    page = (ROOT / "docs" / "records.md").read_text()
+    assert page[page.index(BEGIN) + len(BEGIN) : page.index(END)].strip() == table(RECORDS).strip()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_command_is_that_of_the_preset(task):
+    words = our_command(task)
+    assert words[:2] == ["bash", "scripts/launch_distributed.sh"]
+    assert words[-2:] == ["--preset", task]
+
+
+def runs(top1, seconds):
+    return [{"seed": i, "top1": a, "seconds": s} for i, (a, s) in enumerate(zip(top1, seconds, strict=True))]
+
+
+def record(top1, seconds, timm_seconds=()):
+    sides = {"ours": {"runs": runs(top1, seconds)}}
+    if timm_seconds:
+        sides["timm"] = {"runs": runs(top1[: len(timm_seconds)], timm_seconds)}
+    for side in sides.values():
+        side["summary"] = summary(side["runs"])
+    return {"task": "digits", **sides}
+
+
+def test_summary_and_comparison():
+    new, old = record([0.93, 0.94, 0.95], [10, 30, 20], [40, 60]), record([0.91, 0.92, 0.93], [40, 40, 40])
+    assert new["ours"]["summary"] == {"top1_mean": 0.94, "top1_std": 0.01, "seconds_median": 20}
+    assert time_ratio(new) == statistics.median([10 / 40, 30 / 60])
+    # Welch's t of two samples of three with deviation 0.01: 0.02 / sqrt(2 * 0.01**2 / 3) = 2.449, 4 degrees of freedom
+    assert compared(new, old) == "+2.00 points (p = 0.07), 0.50 of its seconds"
+
+
+def test_a_log_of_timm():
+    log = """3.10 Scheduled epochs: 2 (epochs + cooldown_epochs).
+4.00 Train: 0 [   0/22 (  5%)]  Loss: 2.48
+9.50 Train: 1 [  21/22 (100%)]  Loss: 0.805
+9.90 Test: [   5/5]  Acc@1:  97.500 ( 93.333)
+10.00             "top1": 93.25,"""
+    assert read_timm_log(log) == {"top1": 0.9325, "seconds": 6.4}
+
+
+def test_the_digits_are_those_of_the_data_set(tmp_path):
+    from training.data import DataOptions, load_data
+
+    np.savez(tmp_path / "digits.npz", **record_data.digits())
+    options = {"image_size": 8, "mean": (0,) * 3, "std": (1,) * 3}
+    own, file = (load_data(DataOptions(data=data, **options)) for data in ("digits", f"npz:{tmp_path}/digits.npz"))
+    for part in ("train", "val"):
+        sources = [getattr(pair, part).source for pair in (own, file)]
+        assert (sources[0].images == sources[1].images).all()
+        assert (sources[0].labels == sources[1].labels).all()
+
+
+def test_fashion_mnist_from_idx_files(tmp_path):
+    import gzip
+
+    images, labels = np.random.default_rng(0).integers(0, 256, (5, 28, 28), np.uint8), np.arange(5, dtype=np.uint8)
+    for stem in ("train", "t10k"):
+        for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
+            header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes()
+            (tmp_path / f"{stem}-{kind}-ubyte.gz").write_bytes(gzip.compress(header + array.tobytes()))
+    found = record_data.fashion_mnist(tmp_path)
+    assert (found["x_train"] == images).all()
+    assert (found["y_test"] == labels).all()

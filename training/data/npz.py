@@ -1,0 +1,66 @@
+"""`npz:FILE`: images in one NumPy file, with the names of Keras' data sets: x_train, y_train, x_test, y_test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from training.data import DataOptions
+from training.data.datasets import DatasetPair, make_array_datasets
+from training.data.reading.sources import ArraySource
+from training.errors import UserError
+
+PARTS = ("train", "test")
+CLASS_NAMES = "class_names"
+
+
+def load(options: DataOptions) -> DatasetPair:
+    """Load uint8 images [N, H, W] or [N, H, W, 1 or 3] and whole labels [N]; class names are optional, str [classes].
+
+    Raises:
+        UserError: The file is missing, no such file, or an array has another shape or type.
+    """
+    path = Path(options.data.partition(":")[2]).expanduser()
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"--data npz:{path}: this is no readable .npz file ({' '.join(str(error).split())}).") from None
+    train, val = (_source(arrays, part, path) for part in PARTS)
+    if train.images.shape[1:] != val.images.shape[1:]:
+        raise UserError(f"--data npz:{path}: images of x_train and x_test have different shapes.")
+    count = int(max(train.labels.max(), val.labels.max())) + 1
+    names = [str(name) for name in arrays.get(CLASS_NAMES, range(count))]
+    if len(names) < count:
+        raise UserError(f"--data npz:{path}: {CLASS_NAMES} has {len(names)} names, the labels are up to {count - 1}.")
+    size = train.images.shape[-1]
+    return make_array_datasets(train, val, names, options, image_size=size, augmentation="shift_flip")
+
+
+def _source(arrays: dict[str, np.ndarray], part: str, path: Path) -> ArraySource:
+    missing = [name for name in (f"x_{part}", f"y_{part}") if name not in arrays]
+    if missing:
+        raise UserError(f"--data npz:{path}: {missing[0]} is missing; expected x_train, y_train, x_test, y_test.")
+    images, labels = arrays[f"x_{part}"], arrays[f"y_{part}"]
+    images = images[..., None] if images.ndim == 3 else images
+    if (
+        images.dtype != np.uint8
+        or images.ndim != 4
+        or images.shape[3] not in (1, 3)
+        or images.shape[1] != images.shape[2]
+    ):
+        raise UserError(
+            f"--data npz:{path}: x_{part} is {images.dtype} {list(images.shape)}; expected square images, uint8 "
+            "[N, S, S], [N, S, S, 1] or [N, S, S, 3]."
+        )
+    labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels  # as Keras' CIFAR-10
+    if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1] or not len(labels) or labels.min() < 0:
+        raise UserError(
+            f"--data npz:{path}: y_{part} is {labels.dtype} {list(labels.shape)}; expected {len(images)} whole numbers "
+            "from 0, one per image."
+        )
+    return ArraySource(
+        torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(labels.astype(np.int64))
+    )
