@@ -1,7 +1,7 @@
 # `make help` lists the targets.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev train test test-slow test-cluster chaos pictures bench record lint size check clean
+.PHONY: help setup setup-dev train test test-slow test-cluster chaos pictures bench record ledger lint size check clean
 
 PYTHON ?= python3
 EPOCHS ?= 15
@@ -52,6 +52,9 @@ bench: ## Compare with bare DDP, ZeRO, Lightning, Accelerate, ... on CPU ranks (
 
 record: setup ## Train a preset's task with 10 seeds and write a record (TASK=digits, RECORD_FLAGS="--data FILE --seeds 3")
 	$(BIN)/python benchmarks/record.py $(TASK) $(RECORD_FLAGS)
+
+ledger: setup-dev ## Predict and measure training steps of every model on 1, 2 and 4 CPU ranks, into planning/ledger.jsonl
+	$(BIN)/python benchmarks/ledger.py
 
 lint: setup-dev ## Run ruff, mypy, shellcheck and shfmt
 	$(BIN)/ruff check

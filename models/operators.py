@@ -50,11 +50,17 @@ def count_operators(module: nn.Module, image_size: int) -> tuple[Operator, ...] 
     """
     counter = _OperatorCounter([*module.parameters(), *module.buffers()])
     images = torch.empty(IMAGES_OF_A_RUN, 3, image_size, image_size, device="meta")
+    recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+    hooks = [part.register_forward_pre_hook(counter.begin_recurrent) for part in recurrent]
+    hooks += [part.register_forward_hook(counter.end_recurrent) for part in recurrent]
     try:
         with torch.no_grad(), counter:
             module(images)
     except Exception:  # whatever a user's timm model does with its data
         return None
+    finally:
+        for hook in hooks:
+            hook.remove()
     return tuple(counter.operators)
 
 
@@ -67,6 +73,19 @@ class _OperatorCounter(TorchDispatchMode):
         self._weight_of = {id(weight): id(weight) for weight in weights}  # also of a view of one
         self._views: list[torch.Tensor] = []  # kept, so that no other tensor gets the identity of one
         self.operators: list[Operator] = []
+        self._recurrent_since = 0
+
+    def begin_recurrent(self, *_: object) -> None:
+        """Note where a recurrent layer begins, which every device computes as one operator."""
+        self._recurrent_since = len(self.operators)
+
+    def end_recurrent(self, _layer: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Put one matrix product in the place of its steps."""
+        steps = self.operators[self._recurrent_since :]
+        tensors = [leaf for leaf in tree_leaves((inputs, outputs)) if isinstance(leaf, torch.Tensor)]
+        values = sum(leaf.numel() for leaf in tensors) / IMAGES_OF_A_RUN
+        flops, weights = sum(step.flops for step in steps), sum(step.weights for step in steps)
+        self.operators[self._recurrent_since :] = [Operator(PRODUCT, flops, values, weights)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

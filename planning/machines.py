@@ -197,16 +197,18 @@ def detect_machine(ranks: int = 1) -> Machine:
     """
     if not torch.cuda.is_available():
         cpu = _measure_cpu(ranks)
-        shared = Interconnect(
-            "shared-memory", 20e-6, cpu.bandwidth_bytes_per_s, "a copy, measured; latency estimated", 1
-        )
-        return Machine(cpu, ranks, shared, find_interconnect("ethernet10"))
+        return Machine(cpu, ranks, shared_memory(cpu.bandwidth_bytes_per_s), find_interconnect("ethernet10"))
     properties = torch.cuda.get_device_properties(0)
     machine = find_machine(gpu_of_device(properties.name, properties.total_memory), ranks)
     peak16 = (peak_tflops(properties.name) or 0) * TERA  # of its very form, such as a PCIe card
     peaks = {key: peak16 if key in ("bf16", "fp16") and peak16 else peak for key, peak in machine.gpu.peaks.items()}
     gpu = dataclasses.replace(machine.gpu, memory_bytes=properties.total_memory, peaks=peaks)
     return dataclasses.replace(machine, gpu=gpu)
+
+
+def shared_memory(bandwidth_bytes_per_s: float) -> Interconnect:
+    """Return the link between CPU ranks of one machine."""
+    return Interconnect("shared-memory", 20e-6, bandwidth_bytes_per_s, "a copy, measured; latency estimated", 1)
 
 
 def gpu_of_device(device_name: str, memory_bytes: int) -> str:

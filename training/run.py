@@ -50,7 +50,7 @@ from training.errors import (
     known_failure,
 )
 from training.loop import evaluate, train_one_epoch
-from training.observe.environment import describe_run
+from training.observe.environment import RunFacts, describe_run
 from training.observe.epoch_observer import EpochResult
 from training.observe.flops import TrainingFlops
 from training.observe.loggers import Loggers, open_loggers
@@ -252,6 +252,9 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
     if world.is_main:
         facts = describe_run(world, precision, data, built)
         loggers = open_loggers(config, folder, facts, dict(setup.deepspeed_config), first_step)
+        if start.predict is not None:
+            steps = config.epochs * plan.steps_per_epoch - first_step
+            start.predict(_facts(config, setup, engine_name, data, folder, steps))
     freezer, adapters = BackboneFreezer(built.module, built.head_parameter_names), Adapters(built.module)
     frozen = agreed(lambda: _keep_frozen(config, built, folder, found, world), world)
     compiled_code = None
@@ -328,6 +331,28 @@ def set_up_engine(
         compiles=compiles,
     )
     return setup, name
+
+
+def _facts(
+    config: TrainConfig, setup: EngineSetup, engine_name: str, data: DatasetPair, folder: RunFolder, steps: int
+) -> RunFacts:
+    world, name, size = setup.world, "", 0
+    if world.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(world.device)
+        name, size = properties.name, properties.total_memory
+    return RunFacts(
+        folder=str(folder.path),
+        config=dataclasses.asdict(config),
+        classes=len(data.class_names),
+        image_size=data.train.sizes[-1],
+        steps=steps,
+        engine=engine_name,
+        precision=setup.precision,
+        ranks=world.size,
+        ranks_per_machine=world.local_size,
+        gpu_name=name,
+        gpu_bytes=size,
+    )
 
 
 def _keep_frozen(

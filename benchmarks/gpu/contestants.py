@@ -55,9 +55,11 @@ def make_network(model_type: str, image_size: int, num_classes: int, batch_size:
     return build_model(model_type, num_classes=num_classes, image_size=image_size, batch_size=batch_size).module
 
 
-def our_contestant(module: nn.Module, world: World, batch_size: int, engine: str = "auto") -> Contestant:
+def our_contestant(
+    module: nn.Module, world: World, batch_size: int, engine: str = "auto", precision: str = "bf16"
+) -> Contestant:
     """An engine under the strategy ddp, as `training.loop` uses it."""
-    built = make_engine(module, "ddp", "bf16", batch_size, world, engine=engine)
+    built = make_engine(module, "ddp", precision, batch_size, world, engine=engine)
     return Contestant(training_step(built), Switches.current(), built.close)
 
 

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.gpu.measure import QUICK, Effort, best_batch, compare, release
+from benchmarks.gpu.points import measure_points
 from benchmarks.report import Section, results_folder, save, show, versions
 from training.parallel.world import World, start_world, stop_world
 
@@ -95,6 +96,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny: to see that it runs")
     parser.add_argument("--minutes", type=float, default=9, help="no section begins later")
     parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument("--points", action="store_true", help="measure the 40 predicted points instead of the tables")
     given = parser.parse_args()
     start = time.monotonic()
     if given.device == "cpu":
@@ -106,7 +108,9 @@ def main() -> None:
     effort = QUICK if given.quick else Effort()
     world = start_world()
     deadline = start + 60 * given.minutes
-    models = given.models.split(",")
+    models = [] if given.points else given.models.split(",")
+    if given.points:
+        measure_points(effort, world, deadline, shlex.join(["python", *sys.argv]))
     for number, model in enumerate(models):
         # Each model has its share of what is left, so that a slow one takes nothing from those after it.
         share = (deadline - time.monotonic()) / (len(models) - number)

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from delivery.predicted import compare_prediction, read_prediction
 from delivery.report.formatting import clip, count, date_and_time, number, percent, plural
-from delivery.report.run_files import History, RunFiles
+from delivery.report.run_files import History, RunFiles, count_global_batch
 from delivery.reproduce_command import reproduce_command
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.observe.units import format_bytes, format_duration
@@ -142,6 +143,13 @@ def key_figures(run: RunFiles) -> list[Fact]:
     if peaks := history.memory_bytes_per_rank:
         remark = "highest of all ranks" if len(peaks) > 1 else "rank 0"
         figures.append(Fact("peak memory", format_bytes(max(peaks)), remark))
+    end = history.processes[-1].end
+    global_batch = count_global_batch(run.config, run.environment)
+    if (prediction := read_prediction(run.folder)) and end and global_batch:
+        figures += [
+            Fact(f"{one.name}, predicted / measured", f"{one.ratio:.2f}", f"{one.predicted} / {one.measured}")
+            for one in compare_prediction(prediction, end, global_batch)
+        ]
     if total := run.parameters:
         value = f"{number(total / 1e6, 3)} million" if total >= 1e6 else count(total)
         figures.append(Fact("weights", value, "numbers in model.safetensors"))

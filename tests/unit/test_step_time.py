@@ -109,6 +109,21 @@ def test_what_a_step_consists_of():
     assert predict_step(operators, parameters, slow, plan, engine="torch", batch_size=256).step_s > whole.step_s
 
 
+def test_a_recurrent_layer_is_one_operator():
+    class Columns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(3 * 8, 16, batch_first=True)
+
+        def forward(self, images):
+            return self.lstm(images.flatten(1, 2).transpose(1, 2))[0]
+
+    # Four gates, each with a product of the input and one of the state, in each of eight steps.
+    (found,) = (one for one in count_operators(without_data(Columns()), 8) if one.flops)
+    assert (found.kind, found.flops) == (PRODUCT, 8 * 4 * 2 * (24 * 16 + 16 * 16))
+    assert found.weights == 4 * (24 * 16 + 16 * 16 + 2 * 16)
+
+
 def test_a_network_that_looks_at_its_data_is_not_counted():
     class Curious(nn.Module):
         def forward(self, images):

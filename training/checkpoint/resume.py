@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +18,7 @@ from training.checkpoint.shards import CheckpointReader
 from training.checkpoint.store import FoundCheckpoint, choose, find_candidates, set_aside
 from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
 from training.errors import AgreedError, UserError, one_line, shown
+from training.observe.environment import RunFacts
 from training.observe.heartbeat import HeartbeatWriter
 from training.observe.run_folder import RunFolder, create_run_folder
 from training.observe.run_lock import Origin
@@ -30,10 +32,17 @@ from training.state import TrainState
 
 @dataclass(frozen=True)
 class RunStart:
-    """A start of a run: what started it and how often it was restarted, and signs of life for the launcher."""
+    """A start of a run.
+
+    Attributes:
+        origin: what started it and how often it was restarted.
+        heartbeat: signs of life for the launcher.
+        predict: gets the run's facts on rank 0 once they are known, and returns at once.
+    """
 
     origin: Origin
     heartbeat: HeartbeatWriter
+    predict: Callable[[RunFacts], None] | None = None
 
 
 FIRST_START = RunStart(Origin(), HeartbeatWriter(None, 0, 0.0))

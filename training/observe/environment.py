@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +27,37 @@ CODE = ("models", "training", "planning", "delivery", "launch", "scripts", "deep
 CODE_SUFFIXES = (".py", ".sh", ".json", ".c")
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a prediction of a run depends on, ready for JSON.
+
+    Attributes:
+        folder: the run's own.
+        config: fields of `TrainConfig`.
+        classes: of the data set.
+        image_size: of the training images, pixels.
+        steps: updates that are left.
+        engine: a key of `ENGINES`.
+        precision: 'fp32', 'bf16' or 'fp16'.
+        ranks: of the run.
+        ranks_per_machine: of these.
+        gpu_name: as PyTorch names it; empty on a CPU.
+        gpu_bytes: of its memory.
+    """
+
+    folder: str
+    config: dict[str, Any]
+    classes: int
+    image_size: int
+    steps: int
+    engine: str
+    precision: str
+    ranks: int
+    ranks_per_machine: int
+    gpu_name: str
+    gpu_bytes: int
 
 
 def describe_run(world: World, precision: str, data: DatasetPair, built: BuiltModel) -> dict[str, Any]:

@@ -17,6 +17,7 @@ CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 LEARNING_RATE = "learning_rate.json"  # of a range test
+PREDICTION = "prediction.json"  # written by planning.prediction
 WEIGHTS = "model.safetensors"
 EVALUATION = "evaluation"
 REPORT = "report.html"

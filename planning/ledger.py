@@ -1,0 +1,139 @@
+"""The ledger: what was predicted and what was measured then, a JSON line each, and the error bar that follows.
+
+`make ledger` measures the CPU part again, `benchmarks/gpu/run.py --points` measures GPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from planning.machines import Gpu, Machine, detect_machine, find_interconnect, shared_memory
+
+LEDGER = Path(__file__).with_name("ledger.jsonl")
+SHARE_NAMED = 0.8  # of the runs alike: the error that these stay within
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """A prediction and its measurement.
+
+    Attributes:
+        device: 'cpu', or a key of `planning.machines.GPUS`.
+        model: as `--model-type`.
+        engine: 'native', 'torch' or 'deepspeed'.
+        strategy: as `--strategy`.
+        ranks: of the run, on one machine.
+        batch_size: images of a rank.
+        image_size: pixels.
+        precision: 'fp32', 'bf16' or 'fp16'.
+        predicted_s: seconds of a step, predicted.
+        measured_s: the median of those measured.
+        peak: operations per second of a rank's share, as the prediction took them.
+        bandwidth: bytes per second, likewise.
+        machine: cores or GPU.
+        versions: of the packages.
+        date: of the measurement.
+    """
+
+    device: str
+    model: str
+    engine: str
+    strategy: str
+    ranks: int
+    batch_size: int
+    image_size: int
+    precision: str
+    predicted_s: float
+    measured_s: float
+    peak: float
+    bandwidth: float
+    machine: str
+    versions: str
+    date: str
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def read_ledger(path: Path = LEDGER) -> list[LedgerEntry]:
+    """Return all entries; none if there is no file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [LedgerEntry(**json.loads(line)) for line in lines]
+
+
+def replace_entries(new: Iterable[LedgerEntry], path: Path = LEDGER) -> None:
+    """Write new entries in place of those of the same run."""
+    entries = {_run_of(entry): entry for entry in (*read_ledger(path), *new)}
+    path.write_text("".join(json.dumps(dataclasses.asdict(entry)) + "\n" for entry in entries.values()))
+
+
+def error_bar(ledger: Sequence[LedgerEntry], device: str, engine: str, ranks: int) -> str:
+    """Say how far predictions like this one were off.
+
+    Alike are runs of the same device and engine, and of the same number of ranks if there are any; else of the device.
+
+    Args:
+        ledger: the entries.
+        device: as in `LedgerEntry`.
+        engine: likewise.
+        ranks: likewise.
+    """
+    alike = [entry for entry in ledger if entry.device == device]
+    for name, value in (("engine", engine), ("ranks", ranks)):
+        alike = [entry for entry in alike if getattr(entry, name) == value] or alike
+    if not alike:
+        return f"no step on {device} has been measured: expect an error of tens of percent"
+    errors = sorted(abs(entry.error) for entry in alike)
+    within = math.ceil(SHARE_NAMED * len(errors))
+    worst = max(alike, key=lambda entry: abs(entry.error))
+    unlike = "" if alike[0].engine == engine else f" of another engine, {alike[0].engine}"
+    return (
+        f"step time within {errors[within - 1]:.0%} on {within} of {len(errors)} runs like this{unlike}; the worst, "
+        f"{worst.model} with {worst.ranks} rank(s) and {worst.image_size} pixels, {worst.error:+.0%}"
+    )
+
+
+def cpu_machine(ranks: int, ledger: Sequence[LedgerEntry] = ()) -> Machine:
+    """Return CPU ranks' share of this machine: as a ledger has it for the same processor, else measured in some 0.2 s.
+
+    Args:
+        ranks: that share it.
+        ledger: its entries.
+    """
+    here = machine_name()
+    known = next((entry for entry in ledger if entry.machine == here), None)
+    if known is None:
+        return detect_machine(ranks)
+    scale = known.ranks / ranks
+    peaks, bandwidth = {"fp32": known.peak * scale}, known.bandwidth * scale
+    gpu = Gpu("cpu", psutil.virtual_memory().total // ranks, bandwidth, peaks, f"{here}, as in the ledger")
+    return Machine(gpu, ranks, shared_memory(bandwidth), find_interconnect("ethernet10"))
+
+
+def machine_name() -> str:
+    """Return cores and processor of this machine, as Linux calls it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"
+
+
+def _run_of(entry: LedgerEntry) -> tuple[object, ...]:
+    return tuple(
+        getattr(entry, name)
+        for name in (
+            *("device", "machine", "model", "engine", "strategy"),
+            *("ranks", "batch_size", "image_size", "precision"),
+        )
+    )

@@ -1,0 +1,129 @@
+"""A run's own prediction: its step time, memory and hours, written into its folder before it has trained a step.
+
+Counting takes some tenths of a second, so a process beside rank 0 does it. It is forked before the run has threads,
+gets the run's facts through a pipe, and knows nothing else of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import torch
+
+from models.dry_run import without_data
+from models.operators import count_operators
+from planning.ledger import cpu_machine, error_bar, read_ledger
+from planning.machines import Machine, find_machine, gpu_of_device
+from planning.memory import plan_memory
+from planning.run_workload import workload_of
+from planning.step_time import predict_step
+from training.checkpoint.atomic_write import write_json
+from training.config import TrainConfig
+from training.observe.environment import RunFacts
+from training.observe.heartbeat import PR_SET_PDEATHSIG
+from training.observe.run_folder import PREDICTION
+from training.parallel.strategies import plan_of
+
+NICENESS = 5  # of the process beside: what trains goes first
+
+
+class PredictionProcess:
+    """A process that writes `PREDICTION` once it is told what the run is."""
+
+    def __init__(self) -> None:
+        """Fork it; the caller has no threads yet."""
+        reading, writing = os.pipe()
+        self._process = os.fork()
+        if not self._process:
+            os.close(writing)
+            _serve(reading)
+        os.close(reading)
+        self._pipe = os.fdopen(writing, "wb")
+
+    def tell(self, facts: RunFacts) -> None:
+        """Send the run's facts; returns at once."""
+        with contextlib.suppress(OSError), self._pipe:  # no run fails for want of a prediction
+            self._pipe.write(json.dumps(dataclasses.asdict(facts)).encode())
+
+    def close(self) -> None:
+        """End the process, if it has not ended yet."""
+        self._pipe.close()
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self._process, signal.SIGKILL)
+            os.waitpid(self._process, 0)
+
+
+def _serve(reading: int) -> NoReturn:
+    """Wait for the facts, write the prediction and exit; a run that ended before it began leaves none."""
+    try:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nowhere, stream)
+        with contextlib.suppress(OSError, AttributeError):  # a killed rank leaves no process behind, if prctl is there
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.nice(NICENESS)
+        torch.set_num_threads(1)
+        with os.fdopen(reading, "rb") as pipe:
+            content = pipe.read()
+        if content:
+            facts = RunFacts(**json.loads(content))
+            write_json(Path(facts.folder) / PREDICTION, predict_run(facts))
+    finally:
+        os._exit(0)  # whatever went wrong: a run may lack a prediction
+
+
+def predict_run(facts: RunFacts) -> dict[str, Any]:
+    """Return the prediction, for JSON: seconds of a step and bytes of a rank by part, hours, and the error bar."""
+    config, device = TrainConfig(**facts.config), "cuda" if facts.gpu_name else "cpu"
+    workload = workload_of(config, facts.classes, facts.image_size)
+    machine = _machine_of(facts)
+    plan = plan_of(config.strategy, facts.ranks, config.offload)
+    activations = workload.activations(config.batch_size, facts.precision, device, config.activation_checkpointing)
+    memory = plan_memory(
+        sizes=workload.sizes,
+        engine=facts.engine,
+        plan=plan,
+        optimizer_values=workload.optimizer_values,
+        activations=activations,
+        accumulation_steps=config.gradient_accumulation_steps,
+        device=device,
+    )
+    process = psutil.Process().memory_info().rss if device == "cpu" else 0
+    prediction: dict[str, Any] = {
+        "memory_bytes": dataclasses.asdict(memory) | {"process": process, "peak": memory.peak + process}
+    }
+    operators = count_operators(without_data(workload.network), facts.image_size)
+    if operators is not None:
+        step = predict_step(
+            operators,
+            workload.sizes.trained,
+            machine,
+            plan,
+            engine=facts.engine,
+            batch_size=config.batch_size,
+            precision=facts.precision,
+            accumulation_steps=config.gradient_accumulation_steps,
+            checkpointing=config.activation_checkpointing,
+        )
+        prediction["seconds"] = dataclasses.asdict(step) | {"step": step.step_s}
+        prediction["hours"] = step.step_s * facts.steps / 3600
+    name = machine.gpu.name
+    return prediction | {
+        "steps": facts.steps,
+        "machine": f"{facts.ranks} x {name} ({machine.gpu.source})",
+        "error_bar": error_bar(read_ledger(), name, facts.engine, facts.ranks),
+    }
+
+
+def _machine_of(facts: RunFacts) -> Machine:
+    if not facts.gpu_name:
+        return cpu_machine(facts.ranks_per_machine, read_ledger())
+    return find_machine(gpu_of_device(facts.gpu_name, facts.gpu_bytes), facts.ranks_per_machine)
