@@ -71,18 +71,18 @@ class DryRun:
     images: int = 0
 
 
-def parse(words: Sequence[str], description: str | None) -> DryRun:
+def parse(words: Sequence[str], description: str | None = None) -> DryRun:
     """Read the command line: flags of its own, then the trainer's.
 
     Raises:
         UserError: for whatever the trainer would refuse.
     """
-    parser = OneLineParser("plan", description)
-    parser.add_argument("--dry-run", action="store_true", required=True, help="Set chosen ranks up and stop.")
+    parser = OneLineParser("check_setup", description)
     parser.add_number("--world", 1, MOST_RANKS, required=True, help="Ranks of the run.")
     parser.add_number("--gpus-per-node", 1, 64, default=8, help="Ranks of a machine (default: 8).")
     parser.add_argument("--gpu", default="", help="GPU whose memory the state has to fit into.")
     parser.add_number("--images", 1, 10**10, default=0, help="Training images, if the data set is not here.")
+    parser.epilog = "All flags of scripts/train_distributed.py are known too, such as --model-type and --strategy."
     given, trainer_words = parser.parse_known(words)
     if given.world % given.gpus_per_node and given.world > given.gpus_per_node:
         near = given.world // given.gpus_per_node * given.gpus_per_node

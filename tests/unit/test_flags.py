@@ -34,7 +34,7 @@ def parser_of(script: str) -> OneLineParser:
     def parse(parser: OneLineParser, _words: list[str]) -> None:
         raise _Built(parser)
 
-    with mock.patch.object(OneLineParser, "parse", parse), mock.patch.object(sys, "argv", [script]):
+    with mock.patch.object(OneLineParser, "parse_known", parse), mock.patch.object(sys, "argv", [script]):
         try:
             runpy.run_path(str(ROOT / "scripts" / f"{script}.py"), run_name="__main__")
         except _Built as built:

@@ -12,7 +12,7 @@ from training.data import data_options, load_data
 from training.data.sampler import BatchPlan
 from training.errors import UserError
 
-WORDS = ["--dry-run", "--model-type", "basic_cnn", "--data", "fake", "--batch-size", "2"]
+WORDS = ["--model-type", "basic_cnn", "--data", "fake", "--batch-size", "2"]
 PLAN = BatchPlan(1000, 4, 2, 16, seed=0)
 
 
