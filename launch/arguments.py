@@ -55,6 +55,7 @@ class LaunchArguments:
     hostfile: str = _setting("", "HOSTFILE", kind="a file of lines 'name slots=N'")
     hosts: str = _setting("", kind="names with commas")
     forward_env: str = _setting("", "FORWARD_ENV", kind="names of variables with commas")
+    gpu: str = _setting("", kind="a GPU's name, such as h100-80gb")
     allow_differences: bool = False
     preflight: bool = False
 
@@ -118,18 +119,18 @@ class Launcher(NamedTuple):
 LAUNCHERS = {
     "launch_distributed.sh": Launcher(
         "model strategy num_gpus batch_size epochs",
-        "master_port max_restarts stop_timeout preflight",
+        "master_port max_restarts stop_timeout gpu preflight",
         launchers=("direct", "deepspeed", "torchrun"),
     ),
     "launch_multi_node.sh": Launcher(
         "model strategy num_nodes gpus_per_node batch_size epochs",
-        "master_port max_restarts stop_timeout start_timeout min_nodes hostfile hosts forward_env allow_differences"
-        " preflight",
+        "master_port max_restarts stop_timeout start_timeout min_nodes hostfile hosts forward_env gpu"
+        " allow_differences preflight",
         removed={"LAUNCHER": "direct", "RENDEZVOUS": "static", "REMOTE_SHELL": "ssh"},
     ),
     "slurm_distributed.sh": Launcher(
         "model strategy num_gpus batch_size epochs",
-        "master_port max_restarts stop_timeout allow_differences preflight",
+        "master_port max_restarts stop_timeout gpu allow_differences preflight",
         removed={"LAUNCHER": "direct", "RENDEZVOUS": "static"},
     ),
 }

@@ -23,6 +23,7 @@ from launch.arguments import (
     run_launcher,
     run_preflight,
 )
+from launch.auto_strategy import resolve_strategy
 from launch.gpus import machine_gpus, visible_gpus
 from launch.node_launcher import local_ranks_command
 from launch.process_tree import extensions_folder
@@ -36,7 +37,7 @@ MAX_CPU_RANKS_PER_CORE = 8
 
 def main(arguments: list[str]) -> int:
     """Train as the arguments and the environment say; return the exit code."""
-    given = read_arguments("launch_distributed.sh", arguments, os.environ)
+    given = resolve_strategy(read_arguments("launch_distributed.sh", arguments, os.environ), nodes=1)
     ranks, present = given.ranks_per_node, machine_gpus()
     gpus = visible_gpus(present, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus and ranks > len(gpus):

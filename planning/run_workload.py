@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +11,11 @@ from torch import nn
 
 from models.activations import Activations, activations
 from models.build import build_model
-from models.dry_run import training_flops, without_data
+from models.dry_run import without_data
+from models.operators import Operator, count_operators
 from planning.memory import ModelSizes
 from training.config import TrainConfig
+from training.errors import UserError
 from training.parallel.activation_checkpointing import enable_activation_checkpointing, repeated_blocks
 from training.recipe.optimizer import build_optimizer, create_state
 from training.recipe.tuning import tune
@@ -27,14 +30,16 @@ class Workload:
         image_size: side of the training images in pixels.
         sizes: of the network.
         optimizer_values: that the update rule and averages keep per trained parameter.
-        flops_per_image: of forward and backward; None if the network cannot be counted.
+        operators: of its forward, for `planning.step_time.predict_step`.
+        blocks: that are gathered one at a time.
     """
 
     network: nn.Module
     image_size: int
     sizes: ModelSizes
     optimizer_values: float
-    flops_per_image: int | None
+    operators: Sequence[Operator]
+    blocks: int
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  # as long as the workload, which a command has one of
     def activations(self, batch_size: int, precision: str, device: str, checkpointing: bool) -> Activations:
@@ -54,7 +59,7 @@ def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
         image_size: side of the training images in pixels.
 
     Raises:
-        UserError: if the network cannot be built for such images.
+        UserError: if the network cannot be built for such images, or not be run without data.
     """
     with torch.device("meta"):
         built = build_model(
@@ -68,14 +73,16 @@ def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
             drop_path=config.drop_path,
         )
         network = tune(built, config.tune).module.train()
-    flops = training_flops(without_data(network), image_size)
     optimizer = build_optimizer(network, config, (), discriminative=False)
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     create_state(optimizer, trained)
     kept = sum(value.numel() for state in optimizer.state.values() for value in state.values() if _per_weight(value))
     sizes = sizes_of(network)
     values = kept / sizes.trained + bool(config.ema) + bool(config.lookahead)
-    return Workload(network, image_size, sizes, values, flops)
+    operators = count_operators(without_data(network), image_size)
+    if operators is None:
+        raise UserError(f"model '{config.model_type}' computes with the values of its images: it cannot be planned.")
+    return Workload(network, image_size, sizes, values, operators, blocks=len(repeated_blocks(network)) or 1)
 
 
 def sizes_of(network: nn.Module) -> ModelSizes:

@@ -11,7 +11,8 @@ Train an image classifier on the GPUs of this machine (on CPU ranks if it has no
     bash launch_distributed.sh <model> <strategy> <num_gpus> <batch_size> <epochs> [flags]
 
   model       mobilenet, efficientnet, vgg, ... or timm:<any timm model>
-  strategy    ddp, fsdp_stage2 or fsdp_stage3: how the training state is sharded
+  strategy    ddp, fsdp_stage2 or fsdp_stage3: how the training state is sharded; auto: as scripts/plan.py recommends,
+              for this machine or --gpu NAME
   num_gpus    GPUs to use; without any GPU, as many CPU ranks
   batch_size  images per GPU
   epochs      passes over the training data

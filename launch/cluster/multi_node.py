@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launch.adaptation import Adaptation
 from launch.arguments import LaunchArguments, check_training, print_command, read_arguments, run_launcher, run_preflight
+from launch.auto_strategy import resolve_strategy
 from launch.cluster.cluster_run import ClusterRun
 from launch.cluster.plan import Plan
 from launch.hostfile import read_hostfile, split_hosts
@@ -29,6 +30,7 @@ def main(arguments: list[str]) -> int:
     """Train as the arguments and the environment say; return the exit code once no rank is left."""
     given = read_arguments("launch_multi_node.sh", arguments, os.environ)
     hosts = _hosts(given)
+    given = resolve_strategy(given, given.nodes)
     config = check_training(given.training)
     if given.dry_run:
         print_command(replace(given, hosts=",".join(hosts), hostfile="").command(__file__))

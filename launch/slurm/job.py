@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launch.arguments import print_command, read_arguments, run_launcher, run_preflight
+from launch.auto_strategy import resolve_strategy
 from launch.cluster.multi_node import train
 from launch.cluster.plan import Plan
 from launch.slurm.requeue import Fate, JobRecord, what_follows
@@ -34,6 +35,7 @@ def main(arguments: list[str]) -> int:
     job = Job.of(os.environ)
     if job is None and not given.dry_run:
         raise UserError("not in a Slurm job: submit it with sbatch, or set DRY_RUN=1.")
+    given = resolve_strategy(given, int(os.environ.get("SLURM_JOB_NUM_NODES") or 1))
     training, config = training_arguments(given.training, job)
     if job is None or given.dry_run:
         print_command(given.command(__file__))

@@ -1,0 +1,244 @@
+"""The command line of scripts/plan.py: from a training's flags to a table, a recommendation, and what to type."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from planning.machines import GPUS, detect_machine, find_machine
+from planning.search import Option, PlannedJob, options, reason, recommend
+from training.command_line import OneLineParser, parse_args
+from training.config import FIELDS, FLAG_OF, TrainConfig
+from training.data import data_options, load_data
+from training.errors import UserError, shown
+from training.parallel.strategies import STRATEGIES
+
+IMAGENET = {"classes": 1000, "image_size": 224, "images": 1_281_167}  # planned for if no --data is given
+GPUS_PER_NODE = 8
+WIDTH = 160  # of the table, if it is not printed to a wide terminal
+POSITIONAL = ("model_type", "strategy", "batch_size", "epochs")  # of a launcher
+DEFAULTS = TrainConfig()
+SUFFIXES = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRequest:
+    """What was asked for."""
+
+    job: PlannedJob
+    as_json: bool
+    assumed: str
+    """What was not given, and what was taken instead."""
+
+
+def parse(words: Sequence[str], description: str | None) -> PlanRequest:
+    """Read the command line: the planner's own flags, and the trainer's.
+
+    Raises:
+        UserError: for whatever cannot be planned.
+    """
+    parser = OneLineParser("plan", description)
+    parser.add_number("--num-gpus", 1, 65536, default=1, help="GPUs (or CPU ranks) of the run (default: 1).")
+    parser.add_number("--gpus-per-node", 1, 1024, help=f"GPUs of a machine (default: at most {GPUS_PER_NODE}).")
+    parser.add_argument("--gpu", metavar="NAME", help=f"One of {', '.join(GPUS)}; default: this machine's, or its CPU.")
+    parser.add_argument(
+        "--interconnect", metavar="A+B", help="Links inside and between machines, such as nvlink4+ib400 or pcie4."
+    )
+    parser.add_choice("--strategy", [*STRATEGIES], default="ddp", help="Begin with this one (default: ddp).")
+    parser.add_number("--global-batch", 1, 10**7, help="Images of an update: sets --gradient-accumulation-steps.")
+    parser.add_argument(
+        "--images", metavar="N", help="Training images, such as 1.28M; default: of --data, or ImageNet."
+    )
+    parser.add_number("--classes", 2, 10**6, help="Classes; default: of --data, or 1000.")
+    parser.add_argument("--with-data", action="store_true", help="Plan for --data's default too, not for ImageNet.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    parser.epilog = "All flags of scripts/train_distributed.py are known too, such as --model-type and --batch-size."
+    given, others = _split(parser, words)
+    config, _ = parse_args([*others, f"--strategy={given.strategy}"])
+    per_node = given.gpus_per_node or min(given.num_gpus, GPUS_PER_NODE)
+    fewer, more = given.num_gpus // per_node * per_node, -(-given.num_gpus // per_node) * per_node
+    if fewer not in (0, more):
+        raise UserError(
+            f"--num-gpus {given.num_gpus} is no multiple of {per_node} GPUs per machine: give {fewer} or {more}, or "
+            "--gpus-per-node."
+        )
+    if given.global_batch:
+        config = _with_global_batch(config, given.num_gpus, given.global_batch)
+    machine = find_machine(given.gpu, per_node, given.interconnect) if given.gpu else detect_machine(per_node)
+    has_data = given.with_data or any(word.partition("=")[0] == "--data" for word in others)
+    data, assumed = _data(config, has_data=has_data)
+    if given.images:
+        data["images"] = _count(given.images)
+    if given.classes:
+        data["classes"] = given.classes
+    return PlanRequest(PlannedJob(config, machine, given.num_gpus, **data), given.json, assumed)
+
+
+def _split(parser: OneLineParser, words: Sequence[str]) -> tuple[Any, list[str]]:
+    """Return what the planner's own parser reads, and the words that it leaves."""
+    own = set(parser._option_string_actions)
+    mine: list[str] = []
+    others: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        flag, equals, _ = word.partition("=")
+        if flag not in own:
+            others.append(word)
+            continue
+        mine.append(word)
+        if not equals and parser._option_string_actions[flag].nargs != 0:
+            mine += [value for value in [next(remaining, None)] if value is not None]
+    return parser.parse(mine), others
+
+
+def _count(text: str) -> int:
+    """Return a number such as 50000, 50k or 1.28M."""
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)([kMG]?)", text)
+    if not match or not (count := round(float(match[1]) * SUFFIXES[match[2]])):
+        raise UserError(f"--images {shown(text)}: expected a number of images, such as 50000, 50k or 1.28M.")
+    return count
+
+
+def _with_global_batch(config: TrainConfig, ranks: int, global_batch: int) -> TrainConfig:
+    one = config.batch_size * ranks
+    if global_batch % one:
+        below, above = global_batch // one * one, -(-global_batch // one) * one
+        nearest = f"{above}" if not below else f"{below} or {above}"
+        raise UserError(
+            f"--global-batch {global_batch} is no multiple of {config.batch_size} images x {ranks} GPUs: "
+            f"give {nearest}, or another --batch-size."
+        )
+    return dataclasses.replace(config, gradient_accumulation_steps=global_batch // one)
+
+
+def _data(config: TrainConfig, *, has_data: bool) -> tuple[dict[str, int], str]:
+    """Return classes, image size and images of the data set, and what was assumed."""
+    if not has_data:
+        size = config.image_size or IMAGENET["image_size"]
+        text = f"no --data: {IMAGENET['images']:,} images of {IMAGENET['classes']:,} classes at {size} pixels"
+        return IMAGENET | {"image_size": size}, text
+    data = load_data(data_options(config))
+    size = data.train.sizes[-1]
+    return {"classes": len(data.class_names), "image_size": size, "images": sum(data.train_counts)}, ""
+
+
+def run(request: PlanRequest) -> int:
+    """Print the plan; return the exit code.
+
+    Raises:
+        UserError: if the training fits nowhere.
+    """
+    job = request.job
+    chosen, rungs = recommend(job)
+    why = reason(job, chosen, rungs)
+    rows = options(job)
+    command = launch_command(job, chosen)
+    if request.as_json:
+        print(json.dumps(_as_json(job, chosen, why, rows, command), indent=2))
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, WIDTH)
+    console.print(_table(job, rows if chosen in rows else [*rows, chosen], chosen))
+    words = chosen.config
+    console.print(
+        f"{words.batch_size} images of {job.image_size} pixels per GPU x {words.gradient_accumulation_steps} x "
+        f"{job.ranks}, {job.precision}; {request.assumed or f'{job.images:,} images, {job.classes:,} classes'}."
+    )
+    hours = chosen.hours(job.images)
+    console.print(
+        f"time         {words.epochs} epochs: {hours:,.3g} hours without evaluation, {job.ranks * hours:,.3g} GPU-hours"
+        + ("; times on GPUs are predictions that no GPU has confirmed yet" if job.has_gpus else "")
+    )
+    console.print(f"recommended  {chosen.config.strategy}, engine {chosen.engine}: {why}.")
+    console.print(f"type         {shlex.join(command)}")
+    return 0
+
+
+def _table(job: PlannedJob, rows: list[Option], chosen: Option) -> Table:
+    gpu = job.machine.gpu
+    each = f"{gpu.memory_bytes / 1e9:.1f} GB each"
+    table = Table(title=f"{job.config.model_type} on {job.ranks} x {gpu.name}, {each}: GB per GPU")
+    for heading in ("strategy, engine", *PARTS, "needs", "fits", "ms/step", "images/s", "exchange", "hours"):
+        table.add_column(heading, justify="left" if heading.startswith("strategy") else "right", no_wrap=True)
+    for option in rows:
+        name = f"{option.config.strategy}, {option.engine}" + (" *" if option == chosen else "")
+        cells = [f"{part / 1e9:.2f}" for part in (*parts(option), option.memory.peak)]
+        step = option.step
+        share = f"{step.exposed_communication_s / step.step_s:.0%}"
+        speed = (f"{1000 * step.step_s:.3g}", f"{option.images_per_s:,.0f}", share, f"{option.hours(job.images):,.1f}")
+        table.add_row(name, *cells, "yes" if option.fits else "no", *speed)
+    return table
+
+
+# Columns of the table: what they add up.
+PARTS = {
+    "parameters": ("weights", "buffers"),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations",),
+    "buckets": ("communication",),
+    "workspace": ("workspace", "overhead"),
+}
+
+
+def parts(option: Option) -> list[int]:
+    """Return an option's memory by the parts of the table, in bytes."""
+    return [sum(getattr(option.memory, name) for name in names) for names in PARTS.values()]
+
+
+def training_flags(config: TrainConfig, start: TrainConfig = DEFAULTS) -> list[str]:
+    """Return the flags of what differs from another configuration, without a launcher's positional arguments."""
+    changed = (name for name in FIELDS if getattr(config, name) != getattr(start, name))
+    return [f"{FLAG_OF[name]}={_word(getattr(config, name))}" for name in changed if name not in POSITIONAL]
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def launch_command(job: PlannedJob, chosen: Option) -> list[str]:
+    """Return the launcher's command line of an option."""
+    config, per_node = chosen.config, min(job.machine.ranks, job.ranks)
+    nodes = job.ranks // per_node
+    script, where = "launch_distributed.sh", [job.ranks]
+    if nodes > 1:
+        script, where = "launch_multi_node.sh", [nodes, per_node]
+    positional = [config.model_type, config.strategy, *where, config.batch_size, config.epochs]
+    return ["bash", f"scripts/{script}", *map(str, positional), *training_flags(config)]
+
+
+def _as_json(job: PlannedJob, chosen: Option, why: str, rows: list[Option], command: list[str]) -> dict[str, Any]:
+    def described(option: Option) -> dict[str, Any]:
+        memory = {field.name: getattr(option.memory, field.name) for field in dataclasses.fields(option.memory)}
+        settings = ("strategy", "batch_size", "gradient_accumulation_steps", "activation_checkpointing", "offload")
+        return {
+            **{name: getattr(option.config, name) for name in settings},
+            "engine": option.engine,
+            "fits": option.fits,
+            "peak_bytes": option.memory.peak,
+            "memory_bytes": memory,
+            "step_s": option.step.step_s,
+            "exposed_communication_s": option.step.exposed_communication_s,
+            "images_per_s": option.images_per_s,
+            "hours": option.hours(job.images),
+        }
+
+    return {
+        "model_type": job.config.model_type,
+        "gpu": job.machine.gpu.name,
+        "gpu_memory_bytes": job.machine.gpu.memory_bytes,
+        "ranks": job.ranks,
+        "image_size": job.image_size,
+        "images": job.images,
+        "precision": job.precision,
+        "options": [described(option) for option in rows],
+        "recommended": described(chosen)
+        | {"reason": why, "changed_flags": training_flags(chosen.config, job.config), "command": command},
+    }

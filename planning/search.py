@@ -1,0 +1,238 @@
+"""Chooses how a training runs on given GPUs: the first rung of the ladder on which it fits.
+
+On each rung it is the engine whose step is predicted to be the fastest. The rungs are those of
+`training.out_of_memory.next_rung`, cheapest first, which a run that is out of memory goes down too. docs/strategies.md
+draws them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from planning.machines import GPUS, Machine
+from planning.memory import MemoryPlan, plan_memory
+from planning.run_workload import Workload, workload_of
+from planning.step_time import StepTime, predict_step
+from training.config import TrainConfig
+from training.errors import UserError
+from training.observe.units import format_bytes
+from training.out_of_memory import Rung, next_rung
+from training.parallel.build_engine import ENGINES, resolve_engine
+from training.parallel.deepspeed_config import read_strategy_json
+from training.parallel.strategies import STRATEGIES, ParallelPlan, plan_of
+
+CLEARLY = 1.05  # times as long as another engine: then the other one is recommended
+SMALLEST_IMAGE = 32  # pixels, of a size that is suggested
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """What is to be planned.
+
+    Attributes:
+        config: of the training; its strategy is where the search begins.
+        machine: one of those that the ranks fill.
+        ranks: of the run.
+        classes: of the data set.
+        image_size: side of the training images in pixels.
+        images: of an epoch.
+    """
+
+    config: TrainConfig
+    machine: Machine
+    ranks: int
+    classes: int
+    image_size: int
+    images: int
+
+    @cached_property
+    def workload(self) -> Workload:
+        """The network, counted when first asked for."""
+        return workload_of(self.config, self.classes, self.image_size)
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether the ranks compute on GPUs."""
+        return self.machine.gpu.name != "cpu"
+
+    @property
+    def precision(self) -> str:
+        """The precision that `--precision` means on these devices, see `training.parallel.precision`.
+
+        Raises:
+            UserError: for one that they do not have.
+        """
+        wanted, peaks = self.config.precision, self.machine.gpu.peaks
+        if wanted == "auto":
+            return next(name for name in ("bf16", "fp16", "fp32") if name in peaks)
+        if wanted not in peaks and self.has_gpus:
+            raise UserError(f"--precision {wanted}: {self.machine.gpu.name} has none; use {' or '.join(peaks)}.")
+        return wanted
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a job, and what it needs."""
+
+    config: TrainConfig
+    engine: str
+    plan: ParallelPlan
+    memory: MemoryPlan
+    fits: bool
+    step: StepTime
+
+    @property
+    def images_per_update(self) -> int:
+        """Images of all ranks in an update."""
+        return self.config.batch_size * self.config.gradient_accumulation_steps * self.plan.shards * self.plan.replicas
+
+    @property
+    def images_per_s(self) -> float:
+        """Images of all ranks."""
+        return self.images_per_update / self.step.step_s
+
+    def hours(self, images: int) -> float:
+        """Hours of training, without evaluation, with `images` in an epoch."""
+        return math.ceil(images / self.images_per_update) * self.config.epochs * self.step.step_s / 3600
+
+
+def evaluate(job: PlannedJob, config: TrainConfig) -> Option:
+    """Predict one configuration of a job, whose network and update rule are the job's.
+
+    Raises:
+        UserError: if the engine does not do what is asked for.
+    """
+    shards = min(job.machine.ranks, job.ranks) if config.replicate_across == "nodes" else 0
+    plan = plan_of(config.strategy, job.ranks, config.offload, shards)
+    json = read_strategy_json(config.strategy, config.deepspeed_config)
+    device, network = torch.device("cuda" if job.has_gpus else "cpu"), job.workload.network
+    name = resolve_engine(config.engine, plan, json, network, device, config.optimizer)
+    memory = plan_memory(
+        sizes=job.workload.sizes,
+        engine=name,
+        plan=plan,
+        optimizer_values=job.workload.optimizer_values,
+        activations=job.workload.activations(
+            config.batch_size, job.precision, device.type, config.activation_checkpointing
+        ),
+        accumulation_steps=config.gradient_accumulation_steps,
+        device=device.type,
+    )
+    step = predict_step(
+        job.workload.operators,
+        job.workload.sizes.trained,
+        job.machine,
+        plan,
+        engine=name,
+        batch_size=config.batch_size,
+        precision=job.precision,
+        accumulation_steps=config.gradient_accumulation_steps,
+        checkpointing=config.activation_checkpointing,
+        blocks=job.workload.blocks,
+    )
+    return Option(config, name, plan, memory, memory.peak <= job.machine.gpu.memory_bytes, step)
+
+
+def by_engine(job: PlannedJob, config: TrainConfig) -> list[Option]:
+    """Return a configuration under the default engine, and under all others if none is asked for.
+
+    Raises:
+        UserError: if the default engine, or the one that is asked for, does not do this.
+    """
+    found = [evaluate(job, config)]
+    for name in ENGINES if config.engine == "auto" else ():
+        if name != found[0].engine:
+            with contextlib.suppress(UserError):  # an engine that does not do this
+                other: Any = name  # of the field's own values
+                found.append(evaluate(job, dataclasses.replace(config, engine=other)))
+    return found
+
+
+def options(job: PlannedJob) -> list[Option]:
+    """Return the job under every strategy that it may have, and every engine."""
+    possible = [name for name, plan in STRATEGIES.items() if job.config.offload in plan.offloadable]
+    return [option for name in possible for option in by_engine(job, dataclasses.replace(job.config, strategy=name))]
+
+
+def fastest(candidates: list[Option], *, keeps_default: bool) -> Option | None:
+    """Return the fastest option that fits, None if none does; the first one if no other is `CLEARLY` faster.
+
+    Args:
+        candidates: the default engine first.
+        keeps_default: whether that one is taken whenever it fits: on CPU ranks, where it was chosen by measurements.
+    """
+    fitting = [option for option in candidates if option.fits]
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda option: option.step.step_s)
+    stays = keeps_default or candidates[0].step.step_s < CLEARLY * best.step.step_s
+    return candidates[0] if candidates[0].fits and stays else best
+
+
+def recommend(job: PlannedJob) -> tuple[Option, list[Rung]]:
+    """Return the fastest engine's option on the first rung that fits, and the rungs from the job's own to there.
+
+    Raises:
+        UserError: if none fits, with the nearest thing that works.
+    """
+    config, rungs = job.config, list[Rung]()
+    while (option := fastest(by_engine(job, config), keeps_default=not job.has_gpus)) is None:
+        rung = next_rung(config, job.ranks, has_gpus=job.has_gpus)
+        if rung is None:
+            raise _fits_nowhere(job, evaluate(job, config))
+        config = dataclasses.replace(config, **rung.changes)
+        rungs.append(rung)
+    return option, rungs
+
+
+def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
+    """Return in one sentence why this option is recommended, and what the most sharded one would save."""
+    gpu = job.machine.gpu
+    need = f"{format_bytes(chosen.memory.peak)} of {format_bytes(gpu.memory_bytes)} per GPU"
+    default = evaluate(job, dataclasses.replace(chosen.config, engine=job.config.engine))
+    if default.engine != chosen.engine:
+        ratio = default.step.step_s / chosen.step.step_s
+        need += f"; --engine {chosen.engine} is predicted {ratio:.2f} times as fast as {default.engine}"
+    if rungs:
+        last = {tuple(rung.changes): rung for rung in rungs}.values()  # of those that change the same
+        way = "; then ".join(rung.describe() for rung in last)
+        asked = format_bytes(evaluate(job, job.config).memory.peak)
+        return f"as asked for it would need {asked} per GPU; {way}; it then needs {need}"
+    sharded = evaluate(job, dataclasses.replace(chosen.config, strategy="fsdp_stage3"))
+    saved, slower = chosen.memory.peak - sharded.memory.peak, sharded.step.step_s / chosen.step.step_s - 1
+    other = f"; stage 3 would save {format_bytes(saved)} and cost {slower:.0%} more time" if saved > 0 else ""
+    return f"it needs {need}, so nothing has to be given up for memory{other}"
+
+
+def _fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
+    """Build the error for a job that does not fit: the least that it needs, and the nearest GPU or size that works."""
+    need, gpu = smallest.memory.peak, job.machine.gpu
+    enough = [
+        other.name
+        for other in sorted(GPUS.values(), key=lambda other: other.memory_bytes)
+        if other.memory_bytes >= need and job.precision in other.peaks
+    ]
+    works = [f"--gpu {enough[0]}"] if enough else []
+    size = job.image_size // 2
+    while size >= SMALLEST_IMAGE:
+        config = dataclasses.replace(smallest.config, image_size=size)
+        try:
+            if evaluate(dataclasses.replace(job, config=config, image_size=size), config).fits:
+                works.append(f"--image-size {size}")
+                break
+        except UserError:  # a network that takes one size alone
+            break
+        size //= 2
+    least = f"{smallest.config.strategy}, {smallest.config.batch_size} images and all else that saves memory"
+    return UserError(
+        f"{job.config.model_type} with {job.image_size}-pixel images does not fit on {job.ranks} x {gpu.name}: "
+        f"it needs {format_bytes(need)} of {format_bytes(gpu.memory_bytes)} each even with {least}. "
+        f"Nearest that works: {' or '.join(works) or 'a smaller model'}."
+    )

@@ -1,0 +1,25 @@
+"""Says before a run which strategy to take, whether it fits into memory, and what to type.
+
+python scripts/plan.py --model-type vgg --num-gpus 8 --gpu h100-80gb
+python scripts/plan.py --model-type timm:vit_large_patch16_224 --num-gpus 16 --gpu a100-40gb --batch-size 64
+python scripts/plan.py --model-type efficientnet --data digits --num-gpus 2 --json     # this machine
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from planning.plan_command import parse, run
+from training.command_line import run_script
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    return run_script("plan", lambda arguments: parse(arguments, __doc__), run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

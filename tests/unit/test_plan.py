@@ -1,0 +1,145 @@
+"""The planner: what it chooses on GPUs of any memory, what it refuses, and that the launcher takes what it prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from launch.arguments import check_training, read_arguments
+from launch.auto_strategy import resolve_strategy
+from planning.machines import find_machine
+from planning.plan_command import parse, run
+from planning.search import PlannedJob, by_engine, evaluate, fastest, recommend
+from training.config import TrainConfig
+from training.errors import UserError
+from training.out_of_memory import next_rung
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = PlannedJob(
+    TrainConfig(model_type="basic_cnn", engine="deepspeed"), find_machine("h100", 8), 8, 1000, 224, 1_281_167
+)
+
+
+def with_memory(memory_bytes):
+    gpu = dataclasses.replace(JOB.machine.gpu, memory_bytes=memory_bytes)
+    job = dataclasses.replace(JOB, machine=dataclasses.replace(JOB.machine, gpu=gpu))
+    job.__dict__["workload"] = JOB.workload  # counted once
+    return job
+
+
+def ladder():
+    """Every configuration from the first to the last rung."""
+    configs = [JOB.config]
+    while rung := next_rung(configs[-1], JOB.ranks, has_gpus=True):
+        configs.append(dataclasses.replace(configs[-1], **rung.changes))
+    return configs
+
+
+def test_the_first_rung_that_fits_is_chosen():
+    """Whatever the memory: every earlier rung needs more than there is."""
+    configs = ladder()
+    peaks = [evaluate(JOB, config).memory.peak for config in configs]
+    assert len(configs) >= 8
+    for memory in sorted(peaks):
+        chosen, rungs = recommend(with_memory(memory))
+        first = next(place for place, peak in enumerate(peaks) if peak <= memory)
+        assert chosen.config == configs[first]
+        assert len(rungs) == first
+
+
+def test_what_fits_nowhere_is_one_line_with_what_does():
+    least = min(evaluate(JOB, config).memory.peak for config in ladder())
+    with pytest.raises(
+        UserError, match=r"does not fit on 8 x h100-80gb: .* Nearest that works: --gpu rtx3060"
+    ) as raised:
+        recommend(with_memory(least - 1))
+    assert "--image-size 112" in str(raised.value)
+
+
+def test_the_fastest_engine_is_chosen_among_those_that_fit():
+    job = dataclasses.replace(JOB, config=dataclasses.replace(JOB.config, engine="auto"))
+    job.__dict__["workload"] = JOB.workload
+    found = by_engine(job, job.config)
+    assert {option.engine for option in found} == {"deepspeed", "native", "torch"}
+    best = min(found, key=lambda option: option.step.step_s)
+    assert fastest(found, keeps_default=False).step.step_s <= 1.05 * best.step.step_s
+    assert fastest(found, keeps_default=True) is found[0]
+    slow_alone = [dataclasses.replace(option, fits=option is not best) for option in found]
+    assert fastest(slow_alone, keeps_default=False) is not best
+    assert fastest([dataclasses.replace(option, fits=False) for option in found], keeps_default=True) is None
+
+
+def test_the_picture_in_the_documentation_is_the_ladder():
+    text = (ROOT / "docs/strategies.md").read_text(encoding="utf-8")
+    drawn = re.findall(r'no --> \w+\["(.*?)"\]', text)
+    configs = ladder()
+    expected = []
+    for before, after in itertools.pairwise(configs):
+        rung = next_rung(before, JOB.ranks, has_gpus=True)
+        assert dataclasses.replace(before, **rung.changes) == after
+        expected.append(" ".join(rung.flags))
+    assert drawn == [*expected, "it fits nowhere"]
+
+
+WORDS = ["--model-type", "basic_cnn", "--num-gpus", "16", "--gpu", "h100", "--epochs", "90"]
+
+
+@pytest.mark.parametrize(
+    "more", [[], ["--global-batch", "1024", "--ema", "0.999"], ["--gpus-per-node", "4", "--compile=on"]]
+)
+def test_the_launcher_takes_the_command_that_is_printed(more, capsys):
+    assert run(parse([*WORDS, "--json", *more], None)) == 0
+    printed = json.loads(capsys.readouterr().out)
+    _, script, *words = printed["recommended"]["command"]
+    given = read_arguments(Path(script).name, words, {})
+    config = check_training(given.training)
+    assert given.nodes * given.ranks_per_node == 16
+    assert config.epochs == 90
+    assert config.ema == (0.999 if "--ema" in more else 0)
+    if "--global-batch" in more:
+        assert 16 * config.batch_size * config.gradient_accumulation_steps == 1024
+    hours = -(-1_281_167 // (16 * config.batch_size * config.gradient_accumulation_steps)) * 90
+    assert printed["recommended"]["hours"] == pytest.approx(hours * printed["recommended"]["step_s"] / 3600)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--gpu", "h101"], "unknown --gpu"),
+        (["--num-gpus", "12"], "give 8 or 16"),
+        (["--global-batch", "100"], "give 96 or 112"),
+        (["--global-batch", "3"], "give 16, or"),
+        (["--images", "many"], "such as 50000, 50k or 1.28M"),
+        (["--gpu", "v100-16gb", "--precision", "bf16"], "v100-16gb has none"),
+        (["--model-type", "vgg16"], "unknown model"),
+        (["--num-gpu", "2"], "unknown argument"),
+    ],
+)
+def test_mistakes_in_one_line(words, answer):
+    with pytest.raises(UserError, match=re.escape(answer)) as raised:
+        run(parse(["--gpu", "h100", "--json", *words], None))
+    assert "\n" not in str(raised.value)
+
+
+def test_auto_becomes_what_the_planner_recommends(capfd):
+    """16 images of 1,024 pixels do not fit into 12 GB; on CPU ranks nothing is known of this GPU."""
+    words = ["vgg", "auto", "2", "16", "5", "--gpu", "rtx3060", "--data=fake", "--image-size=1024"]
+    given = read_arguments("launch_distributed.sh", words, {})
+    resolved = resolve_strategy(given, nodes=1)
+    config = check_training(resolved.training)
+    assert resolved.positional["strategy"] == config.strategy == "ddp"
+    assert config.batch_size * config.gradient_accumulation_steps == 16
+    assert config.batch_size == 8
+    assert "strategy auto: ddp" in capfd.readouterr().err
+    assert resolve_strategy(resolved, nodes=1) is resolved
+
+
+def test_gpu_is_for_auto_alone():
+    given = read_arguments("launch_distributed.sh", ["vgg", "ddp", "2", "16", "5", "--gpu=h100"], {})
+    with pytest.raises(UserError, match="for the strategy auto"):
+        resolve_strategy(given, nodes=1)
