@@ -47,10 +47,22 @@ class Task:
     """Flags of timm's train.py for the same network: the best found for the same accuracy."""
 
 
-COMMON = "--device cpu --amp --amp-dtype bfloat16 --channels-last --no-prefetcher --val-interval 1000 --num-classes 10"
-TASKS = {
-    "digits": Task("digits", ""),
-    "fashion-mnist": Task("npz", ""),
+COMMON = """
+--device cpu --amp --amp-dtype bfloat16 --channels-last --no-prefetcher --workers 0 --val-interval 1000 --num-classes 10
+--sched cosine --sched-on-updates --warmup-epochs 1 --warmup-lr 1e-4 --smoothing 0.1 --color-jitter 0 --crop-pct 1.0
+--train-interpolation bilinear --ratio 0.9 1.1
+"""
+TASKS: dict[str, Task] = {
+    "digits": Task(
+        "digits",
+        "--model basic_cnn --img-size 8 --mean 0.306 0.306 0.306 --std 0.376 0.376 0.376 --hflip 0 --scale 0.8 1 "
+        "--epochs 6 -b 64 --opt adamw --lr 0.006 --min-lr 1e-4 --weight-decay 0.05" + COMMON,
+    ),
+    "fashion-mnist": Task(
+        "npz",
+        "--model airbench_small --img-size 28 --mean 0.286 0.286 0.286 --std 0.353 0.353 0.353 --hflip 0.5 "
+        "--scale 0.7 1 --epochs 5 -b 128 --opt muon --lr 0.02 --min-lr 2e-4 --weight-decay 5e-4" + COMMON,
+    ),
     "cifar10": Task("npz", ""),
 }
 
@@ -96,14 +108,15 @@ def read_timm_log(text: str) -> dict[str, float]:
 
 
 def _run(command: Sequence[str]) -> list[tuple[float, str]]:
-    """Return the lines that a command printed, with the second of each since its start."""
+    """Return the lines that a command printed, with the second of each since its start; no paths of this machine."""
     start, lines = time.monotonic(), []
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            lines.append((time.monotonic() - start, line.rstrip("\n")))
+            shown = line.rstrip("\n").replace(f"{ROOT}/", "").replace(tempfile.gettempdir(), "TMP")
+            lines.append((time.monotonic() - start, shown))
     if process.returncode:
         raise SystemExit(
             f"{shlex.join(command)} ended with {process.returncode}:\n" + "\n".join(t for _, t in lines[-20:])
