@@ -1,7 +1,7 @@
 # `make help` lists the targets.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev train test test-slow test-cluster chaos pictures bench record ledger lint size check clean
+.PHONY: help setup setup-dev train test test-slow test-cluster chaos pictures bench record check-memory ledger lint size check clean
 
 PYTHON ?= python3
 EPOCHS ?= 15

@@ -12,7 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from planning.failures import FAILURES_PER_GPU_DAY
 from planning.machines import GPUS, detect_machine, find_machine
+from planning.scale_command import run_scale
+from planning.scaling import read_counts
 from planning.search import Option, PlannedJob, options, reason, recommend
 from training.command_line import OneLineParser, parse_args
 from training.config import FIELDS, FLAG_OF, TrainConfig
@@ -36,6 +39,9 @@ class PlanRequest:
     as_json: bool
     assumed: str
     """What was not given, and what was taken instead."""
+    scale: Sequence[int] = ()
+    """Numbers of GPUs to compare; none for a plan."""
+    failures_per_gpu_day: float = FAILURES_PER_GPU_DAY
 
 
 def parse(words: Sequence[str], description: str | None) -> PlanRequest:
@@ -58,10 +64,17 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     )
     parser.add_number("--classes", 2, 10**6, help="Classes; default: of --data, or 1000.")
     parser.add_argument("--with-data", action="store_true", help="Plan for --data's default too, not for ImageNet.")
+    parser.add_argument("--scale", metavar="FIRST..LAST", help="Compare numbers of GPUs instead, such as 8..4096.")
+    parser.add_number(
+        "--failures-per-gpu-day", 0.0, 1.0, default=FAILURES_PER_GPU_DAY, help="For --scale; default: of Llama 3's run."
+    )
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.epilog = "All flags of scripts/train_distributed.py are known too, such as --model-type and --batch-size."
     given, others = _split(parser, words)
     config, _ = parse_args([*others, f"--strategy={given.strategy}"])
+    counts = read_counts(given.scale) if given.scale is not None else []
+    if counts:
+        given.num_gpus = counts[0]
     per_node = given.gpus_per_node or min(given.num_gpus, GPUS_PER_NODE)
     fewer, more = given.num_gpus // per_node * per_node, -(-given.num_gpus // per_node) * per_node
     if fewer not in (0, more):
@@ -78,7 +91,8 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
         data["images"] = _count(given.images)
     if given.classes:
         data["classes"] = given.classes
-    return PlanRequest(PlannedJob(config, machine, given.num_gpus, **data), given.json, assumed)
+    job = PlannedJob(config, machine, given.num_gpus, **data)
+    return PlanRequest(job, given.json, assumed, counts, given.failures_per_gpu_day)
 
 
 def _split(parser: OneLineParser, words: Sequence[str]) -> tuple[Any, list[str]]:
@@ -136,6 +150,8 @@ def run(request: PlanRequest) -> int:
         UserError: if the training fits nowhere.
     """
     job = request.job
+    if request.scale:
+        return run_scale(job, request.scale, request.failures_per_gpu_day, as_json=request.as_json)
     chosen, rungs = recommend(job)
     why = reason(job, chosen, rungs)
     rows = options(job)

@@ -3,6 +3,7 @@
 python scripts/plan.py --model-type vgg --num-gpus 8 --gpu h100-80gb
 python scripts/plan.py --model-type timm:vit_large_patch16_224 --num-gpus 16 --gpu a100-40gb --batch-size 64
 python scripts/plan.py --model-type efficientnet --data digits --num-gpus 2 --json     # this machine
+python scripts/plan.py --model-type timm:resnet50 --gpu h100-80gb --batch-size 256 --scale 8..4096
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from planning.plan_command import parse, run
+from planning import plan_command
 from training.command_line import run_script
+
+
+def parse(words: list[str]) -> plan_command.PlanRequest:
+    """Read the command line."""
+    return plan_command.parse(words, __doc__)
 
 
 def main() -> int:
     """Run the command line and return the exit code."""
-    return run_script("plan", lambda arguments: parse(arguments, __doc__), run)
+    return run_script("plan", parse, plan_command.run)
 
 
 if __name__ == "__main__":
