@@ -1,0 +1,39 @@
+"""A preset for each GPU: the planner finds that its batch fits, and that twice as many images would not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from planning.machines import GPUS, find_machine
+from planning.search import PlannedJob, evaluate
+from training.command_line import parse_args
+from training.config import TrainConfig
+from training.model_fields import PRESETS
+
+LARGEST_BATCH = 256
+LARGEST_MODEL = TrainConfig(model_type="ensemble")  # of the guide's; the others need less
+
+
+@pytest.fixture(scope="module")
+def planned() -> PlannedJob:
+    return PlannedJob(LARGEST_MODEL, find_machine("h100-80gb", 1), ranks=1, classes=1000, image_size=224, images=10**6)
+
+
+def test_every_gpu_has_a_preset():
+    assert set(GPUS) <= set(PRESETS)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_the_largest_batch_that_fits(name, planned):
+    config, _ = parse_args(["--preset", name])
+    assert (config.strategy, config.image_size) == ("ddp", 224)
+    job = dataclasses.replace(planned, machine=find_machine(name, 1))
+    job.__dict__["workload"] = planned.workload  # counted once
+
+    def fits(batch_size: int) -> bool:
+        return evaluate(job, dataclasses.replace(LARGEST_MODEL, batch_size=batch_size)).fits
+
+    assert fits(config.batch_size)
+    assert config.batch_size == LARGEST_BATCH or not fits(2 * config.batch_size)
