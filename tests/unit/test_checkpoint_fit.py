@@ -71,7 +71,7 @@ def changed(name):
     value, kind = getattr(CONFIG, name), field_types()[name]
     if get_origin(kind) is Literal:
         return next(choice for choice in get_args(kind) if choice != value)
-    if value == "auto" and {int, float} & {*get_args(kind)}:
+    if {int, float} & {*get_args(kind)}:
         return 0.625 if float in get_args(kind) else 5
     return {
         bool: lambda: not value,
