@@ -32,7 +32,7 @@ def opened(browser: Browser, path: Path, *, width: int = 1280, **options: Any) -
     # Without motion: nothing may move while it is measured.
     settings = {"viewport": {"width": width, "height": 900}, "reduced_motion": "reduce"} | options
     context = browser.new_context(**settings)
-    context.set_default_timeout(10_000)
+    context.set_default_timeout(60_000)
     faults: list[str] = []
     page = context.new_page()
     page.on("console", lambda message: faults.append(f"{message.type}: {message.text}"))

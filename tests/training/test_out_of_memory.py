@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from tests.training.out_of_memory_ranks import SETTINGS
+from tests.training.ranks import Ranks
 from training.config import TrainConfig
 from training.errors import OUT_OF_MEMORY_EXIT_CODE
 from training.run import run
@@ -13,13 +16,20 @@ STEPS = 4  # 1,000 images, 2 ranks x 125 at a time
 
 
 @pytest.fixture(scope="module")
-def train(run_on_ranks, tmp_path_factory):
+def ranks(tmp_path_factory):
+    """Two ranks of their own: in those of the session DeepSpeed and FSDP2 have trained, as in no run before native."""
+    with contextlib.closing(Ranks(2, tmp_path_factory.mktemp("ranks"))) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def train(ranks, tmp_path_factory):
     """Train on two ranks, and return what the first one brings back; both must have come to the same."""
     log_dir = str(tmp_path_factory.mktemp("logs"))
 
     def train_on_ranks(**case) -> dict:
         case = {"log_dir": log_dir, "batch_size": 125} | case
-        first, second = run_on_ranks("tests.training.out_of_memory_ranks:run_short_of_memory", 2, [case])
+        first, second = ranks.run("tests.training.out_of_memory_ranks:run_short_of_memory", [case])
         assert first == second
         return first[0]
 
