@@ -18,7 +18,7 @@ BUDGET = {
     "training": 2056,
     "training/data": 3782,
     "training/recipe": 1610,
-    "training/parallel": 4137,
+    "training/parallel": 4141,
     "training/checkpoint": 1869,
     "training/observe": 2707,
     "planning": 4919,

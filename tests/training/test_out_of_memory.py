@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 
 from tests.training.out_of_memory_ranks import SETTINGS
-from tests.training.ranks import Ranks
 from training.config import TrainConfig
 from training.errors import OUT_OF_MEMORY_EXIT_CODE
 from training.run import run
@@ -16,23 +13,13 @@ STEPS = 4  # 1,000 images, 2 ranks x 125 at a time
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """Two ranks of their own: what the tests of the engines leave in those of the session changes a resumed run's bits.
-
-    Not yet found what it is; a training under DeepSpeed or FSDP2 in the same process does not.
-    """
-    with contextlib.closing(Ranks(2, tmp_path_factory.mktemp("ranks"))) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def train(ranks, tmp_path_factory):
+def train(run_on_ranks, tmp_path_factory):
     """Train on two ranks, and return what the first one brings back; both must have come to the same."""
     log_dir = str(tmp_path_factory.mktemp("logs"))
 
     def train_on_ranks(**case) -> dict:
         case = {"log_dir": log_dir, "batch_size": 125} | case
-        first, second = ranks.run("tests.training.out_of_memory_ranks:run_short_of_memory", [case])
+        first, second = run_on_ranks("tests.training.out_of_memory_ranks:run_short_of_memory", 2, [case])
         assert first == second
         return first[0]
 

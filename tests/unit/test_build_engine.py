@@ -174,3 +174,13 @@ def test_the_gradient_norm_keeps_its_digits_whatever_the_number_of_values(count)
     assert sum_of_squares(values).item() == pytest.approx(exact, rel=1e-6)
     padded[count - 1] = values[-1] = math.inf
     assert square_sum([padded]).item() == sum_of_squares(values).item() == math.inf
+
+
+def test_a_part_without_elements_can_still_give_a_step_up():
+    """A rank whose part of a bucket is padding has only that to say by NaN that the step must be skipped."""
+    values = torch.randn(2 * BLOCK, generator=torch.Generator().manual_seed(0))
+    padded = torch.nn.functional.pad(values, (0, 2 * BLOCK))
+    square_sum, alone = BlockSum([(len(values), len(padded))], ALONE), BlockSum([(len(values), len(values))], ALONE)
+    assert torch.equal(square_sum([padded]), alone([values]))
+    padded[3 * BLOCK :] = math.nan
+    assert square_sum([padded]).isnan()

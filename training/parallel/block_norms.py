@@ -51,11 +51,15 @@ class BlockSum:
             first += part // BLOCK
         # Of every block in the gathered rows: their number does not depend on the ranks.
         self._places = torch.cat(places).to(world.device)
+        unused = torch.ones(row * world.size, dtype=torch.bool).index_fill_(0, torch.cat(places), False)
+        self._zeros = unused.nonzero().view(-1).to(world.device)
 
     def __call__(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum, float64 [], of this rank's parts and the others'; a collective."""
         own = torch.cat([squares_of_rows(part.view(-1, BLOCK)) for part in parts])
-        return gather_rows(own, self._world).view(-1)[self._places].sum()
+        rows = gather_rows(own, self._world).view(-1)
+        # The blocks without elements add 0, or NaN if their rank says by it that it gives the step up.
+        return rows[self._places].sum() + rows[self._zeros].sum()
 
 
 class ParameterBlocks:
