@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import re
 import shlex
 import statistics
@@ -32,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.record_data import file_sha256
 from benchmarks.record_table import write_table
 from benchmarks.report import today, versions
+from planning.ledger import machine_name
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "records"
@@ -124,12 +123,6 @@ def _run(command: Sequence[str]) -> list[tuple[float, str]]:
     return lines
 
 
-def machine() -> str:
-    """Name the processor and its cores."""
-    models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    return f"{models[0] if models else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
-
-
 def summary(runs: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return mean and sample standard deviation of top-1, and the median of the seconds."""
     top1 = [run["top1"] for run in runs]
@@ -146,7 +139,7 @@ def make_record(task: str, folder: Path, *, seeds: int, data: Path | None, timm:
     record: dict[str, Any] = {
         "task": task,
         "date": today(),
-        "machine": machine(),
+        "machine": machine_name(),
         "versions": versions("torch", "torchvision", "timm", "deepspeed"),
         "data_sha256": file_sha256(data) if data else None,
         "ours": {"command": shlex.join(_named(ours, data, timm)), "runs": []},

@@ -70,7 +70,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     )
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.epilog = "All flags of scripts/train_distributed.py are known too, such as --model-type and --batch-size."
-    given, others = _split(parser, words)
+    given, others = parser.parse_known(words)
     config, _ = parse_args([*others, f"--strategy={given.strategy}"])
     counts = read_counts(given.scale) if given.scale is not None else []
     if counts:
@@ -93,23 +93,6 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
         data["classes"] = given.classes
     job = PlannedJob(config, machine, given.num_gpus, **data)
     return PlanRequest(job, given.json, assumed, counts, given.failures_per_gpu_day)
-
-
-def _split(parser: OneLineParser, words: Sequence[str]) -> tuple[Any, list[str]]:
-    """Return what the planner's own parser reads, and the words that it leaves."""
-    own = set(parser._option_string_actions)
-    mine: list[str] = []
-    others: list[str] = []
-    remaining = iter(words)
-    for word in remaining:
-        flag, equals, _ = word.partition("=")
-        if flag not in own:
-            others.append(word)
-            continue
-        mine.append(word)
-        if not equals and parser._option_string_actions[flag].nargs != 0:
-            mine += [value for value in [next(remaining, None)] if value is not None]
-    return parser.parse(mine), others
 
 
 def _count(text: str) -> int:

@@ -18,8 +18,6 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
-from models.dry_run import without_data
-from models.operators import count_operators
 from planning.ledger import cpu_machine, error_bar, read_ledger
 from planning.machines import Machine, find_machine, gpu_of_device
 from planning.memory import plan_memory
@@ -97,26 +95,22 @@ def predict_run(facts: RunFacts) -> dict[str, Any]:
         device=device,
     )
     process = psutil.Process().memory_info().rss if device == "cpu" else 0
-    prediction: dict[str, Any] = {
-        "memory_bytes": dataclasses.asdict(memory) | {"process": process, "peak": memory.peak + process}
-    }
-    operators = count_operators(without_data(workload.network), facts.image_size)
-    if operators is not None:
-        step = predict_step(
-            operators,
-            workload.sizes.trained,
-            machine,
-            plan,
-            engine=facts.engine,
-            batch_size=config.batch_size,
-            precision=facts.precision,
-            accumulation_steps=config.gradient_accumulation_steps,
-            checkpointing=config.activation_checkpointing,
-        )
-        prediction["seconds"] = dataclasses.asdict(step) | {"step": step.step_s}
-        prediction["hours"] = step.step_s * facts.steps / 3600
+    step = predict_step(
+        workload.operators,
+        workload.sizes.trained,
+        machine,
+        plan,
+        engine=facts.engine,
+        batch_size=config.batch_size,
+        precision=facts.precision,
+        accumulation_steps=config.gradient_accumulation_steps,
+        checkpointing=config.activation_checkpointing,
+    )
     name = machine.gpu.name
-    return prediction | {
+    return {
+        "memory_bytes": dataclasses.asdict(memory) | {"process": process, "peak": memory.peak + process},
+        "seconds": dataclasses.asdict(step) | {"step": step.step_s},
+        "hours": step.step_s * facts.steps / 3600,
         "steps": facts.steps,
         "machine": f"{facts.ranks} x {name} ({machine.gpu.source})",
         "error_bar": error_bar(read_ledger(), name, facts.engine, facts.ranks),

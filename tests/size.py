@@ -21,7 +21,7 @@ BUDGET = {
     "training/parallel": 4141,
     "training/checkpoint": 1869,
     "training/observe": 2707,
-    "planning": 4919,
+    "planning": 4896,
     "delivery": 1275,
     "delivery/export": 1230,
     "delivery/report": 1396,
