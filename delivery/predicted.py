@@ -32,11 +32,10 @@ def compare_prediction(prediction: Mapping[str, Any], end: Mapping[str, Any], gl
     """
     rows: list[tuple[str, float, float, Callable[[float], str]]] = []
     if speed := end.get("images_per_second"):
-        if seconds := prediction.get("seconds"):
-            busy = sum(end["time_shares"].get(name, 0.0) for name in STEP_SPANS)
-            rows.append(("step", seconds["step"], busy * global_batch / speed, _milliseconds))
+        busy = sum(end["time_shares"].get(name, 0.0) for name in STEP_SPANS)
+        rows.append(("step", prediction["seconds"]["step"], busy * global_batch / speed, _milliseconds))
         steps = end["seconds"] * speed / global_batch
-        if prediction.get("hours") and round(steps) == prediction["steps"]:
+        if round(steps) == prediction["steps"]:
             rows.append(("training", 3600 * prediction["hours"], end["seconds"], format_duration))
     if peaks := end.get("memory_bytes_per_rank"):
         rows.append(("memory of a rank", prediction["memory_bytes"]["peak"], max(peaks), format_bytes))

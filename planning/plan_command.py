@@ -71,7 +71,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.epilog = "All flags of scripts/train_distributed.py are known too, such as --model-type and --batch-size."
     given, others = parser.parse_known(words)
-    config, _ = parse_args([*others, f"--strategy={given.strategy}"])
+    config, _ = parse_args([f"--strategy={given.strategy}", *others])
     counts = read_counts(given.scale) if given.scale is not None else []
     if counts:
         given.num_gpus = counts[0]

@@ -22,7 +22,7 @@ BUDGET = {
     "training/checkpoint": 1869,
     "training/observe": 2707,
     "planning": 4896,
-    "delivery": 1275,
+    "delivery": 1274,
     "delivery/export": 1230,
     "delivery/report": 1396,
 }

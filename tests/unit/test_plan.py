@@ -111,6 +111,7 @@ def test_the_launcher_takes_the_command_that_is_printed(more, capsys):
     ("words", "answer"),
     [
         (["--gpu", "h101"], "unknown --gpu"),
+        (["--batch-size"], "--batch-size: expected"),
         (["--num-gpus", "12"], "give 8 or 16"),
         (["--global-batch", "100"], "give 96 or 112"),
         (["--global-batch", "3"], "give 16, or"),
