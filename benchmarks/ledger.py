@@ -60,7 +60,7 @@ def measure(models: list[str], ranks: int, seconds: float) -> list[LedgerEntry]:
     """Measure all cases of these ranks in one job."""
     cases = [[model, BATCH, size, "ddp"] for model in models for size in IMAGE_SIZES]
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    gpu = cpu_machine(ranks, read_ledger()).gpu
+    gpu = cpu_machine(ranks).gpu
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "seconds.jsonl"
         words = (f"--cases={json.dumps(cases)}", f"--seconds={seconds}", f"--result={result}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import torch
 
 from planning.machines import Gpu, Machine, detect_machine, find_interconnect, shared_memory
 
@@ -104,15 +105,24 @@ def error_bar(ledger: Sequence[LedgerEntry], device: str, engine: str, ranks: in
     )
 
 
-def cpu_machine(ranks: int, ledger: Sequence[LedgerEntry] = ()) -> Machine:
+def this_machine(ranks: int) -> Machine:
+    """Return this machine: its GPUs, or a CPU rank's share of it, see `cpu_machine`.
+
+    Raises:
+        UserError: if its GPU is in no table.
+    """
+    return detect_machine(ranks) if torch.cuda.is_available() else cpu_machine(ranks)
+
+
+def cpu_machine(ranks: int, ledger: Sequence[LedgerEntry] | None = None) -> Machine:
     """Return CPU ranks' share of this machine: as a ledger has it for the same processor, else measured in some 0.2 s.
 
     Args:
         ranks: that share it.
-        ledger: its entries.
+        ledger: its entries; None for those of the repository.
     """
     here = machine_name()
-    known = next((entry for entry in ledger if entry.machine == here), None)
+    known = next((entry for entry in (read_ledger() if ledger is None else ledger) if entry.machine == here), None)
     if known is None:
         return detect_machine(ranks)
     scale = known.ranks / ranks

@@ -199,10 +199,19 @@ def detect_machine(ranks: int = 1) -> Machine:
         cpu = _measure_cpu(ranks)
         return Machine(cpu, ranks, shared_memory(cpu.bandwidth_bytes_per_s), find_interconnect("ethernet10"))
     properties = torch.cuda.get_device_properties(0)
-    machine = find_machine(gpu_of_device(properties.name, properties.total_memory), ranks)
-    peak16 = (peak_tflops(properties.name) or 0) * TERA  # of its very form, such as a PCIe card
+    return machine_of_device(properties.name, properties.total_memory, ranks)
+
+
+def machine_of_device(device_name: str, memory_bytes: int, ranks: int) -> Machine:
+    """Return machines of `ranks` GPUs each, with what the driver says of one of them.
+
+    Raises:
+        UserError: if none has its name.
+    """
+    machine = find_machine(gpu_of_device(device_name, memory_bytes), ranks)
+    peak16 = (peak_tflops(device_name) or 0) * TERA  # of its very form, such as a PCIe card
     peaks = {key: peak16 if key in ("bf16", "fp16") and peak16 else peak for key, peak in machine.gpu.peaks.items()}
-    gpu = dataclasses.replace(machine.gpu, memory_bytes=properties.total_memory, peaks=peaks)
+    gpu = dataclasses.replace(machine.gpu, memory_bytes=memory_bytes, peaks=peaks)
     return dataclasses.replace(machine, gpu=gpu)
 
 

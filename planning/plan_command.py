@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from planning.failures import FAILURES_PER_GPU_DAY
-from planning.machines import GPUS, detect_machine, find_machine
+from planning.ledger import this_machine
+from planning.machines import GPUS, find_machine
 from planning.scale_command import run_scale
 from planning.scaling import read_counts
 from planning.search import Option, PlannedJob, options, reason, recommend
@@ -84,7 +85,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
         )
     if given.global_batch:
         config = _with_global_batch(config, given.num_gpus, given.global_batch)
-    machine = find_machine(given.gpu, per_node, given.interconnect) if given.gpu else detect_machine(per_node)
+    machine = find_machine(given.gpu, per_node, given.interconnect) if given.gpu else this_machine(per_node)
     has_data = given.with_data or any(word.partition("=")[0] == "--data" for word in others)
     data, assumed = _data(config, has_data=has_data)
     if given.images:

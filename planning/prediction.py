@@ -19,16 +19,13 @@ import psutil
 import torch
 
 from planning.ledger import cpu_machine, error_bar, read_ledger
-from planning.machines import Machine, find_machine, gpu_of_device
-from planning.memory import plan_memory
-from planning.run_workload import workload_of
-from planning.step_time import predict_step
+from planning.machines import machine_of_device
+from planning.search import PlannedJob, evaluate
 from training.checkpoint.atomic_write import write_json
 from training.config import TrainConfig
 from training.observe.environment import RunFacts
 from training.observe.heartbeat import PR_SET_PDEATHSIG
 from training.observe.run_folder import PREDICTION
-from training.parallel.strategies import plan_of
 
 NICENESS = 5  # of the process beside: what trains goes first
 
@@ -80,35 +77,13 @@ def _serve(reading: int) -> NoReturn:
 
 def predict_run(facts: RunFacts) -> dict[str, Any]:
     """Return the prediction, for JSON: seconds of a step and bytes of a rank by part, hours, and the error bar."""
-    config, device = TrainConfig(**facts.config), "cuda" if facts.gpu_name else "cpu"
-    workload = workload_of(config, facts.classes, facts.image_size)
-    machine = _machine_of(facts)
-    plan = plan_of(config.strategy, facts.ranks, config.offload)
-    activations = workload.activations(config.batch_size, facts.precision, device, config.activation_checkpointing)
-    memory = plan_memory(
-        sizes=workload.sizes,
-        engine=facts.engine,
-        plan=plan,
-        optimizer_values=workload.optimizer_values,
-        activations=activations,
-        accumulation_steps=config.gradient_accumulation_steps,
-        device=device,
-    )
-    process = psutil.Process().memory_info().rss if device == "cpu" else 0
-    step = predict_step(
-        workload.operators,
-        workload.sizes.trained,
-        machine,
-        plan,
-        engine=facts.engine,
-        batch_size=config.batch_size,
-        precision=facts.precision,
-        accumulation_steps=config.gradient_accumulation_steps,
-        checkpointing=config.activation_checkpointing,
-    )
+    job = job_of(facts)
+    option = evaluate(job, job.config)
+    machine, memory, step = job.machine, option.memory, option.step
+    process = 0 if facts.gpu_name else psutil.Process().memory_info().rss
     name = machine.gpu.name
     return {
-        "memory_bytes": dataclasses.asdict(memory) | {"process": process, "peak": memory.peak + process},
+        "memory_bytes": dataclasses.asdict(memory) | {"process": process, "peak": memory.tensors + process},
         "seconds": dataclasses.asdict(step) | {"step": step.step_s},
         "hours": step.step_s * facts.steps / 3600,
         "steps": facts.steps,
@@ -117,7 +92,9 @@ def predict_run(facts: RunFacts) -> dict[str, Any]:
     }
 
 
-def _machine_of(facts: RunFacts) -> Machine:
-    if not facts.gpu_name:
-        return cpu_machine(facts.ranks_per_machine, read_ledger())
-    return find_machine(gpu_of_device(facts.gpu_name, facts.gpu_bytes), facts.ranks_per_machine)
+def job_of(facts: RunFacts) -> PlannedJob:
+    """Return a run as the planner sees it, with the engine and the precision that were resolved."""
+    ranks = facts.ranks_per_machine
+    machine = machine_of_device(facts.gpu_name, facts.gpu_bytes, ranks) if facts.gpu_name else cpu_machine(ranks)
+    config = TrainConfig(**facts.config | {"engine": facts.engine, "precision": facts.precision})
+    return PlannedJob(config, machine, facts.ranks, facts.classes, facts.image_size, images=0)

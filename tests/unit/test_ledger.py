@@ -12,7 +12,9 @@ import pytest
 
 from delivery.predicted import compare_prediction, prediction_line
 from planning.ledger import LEDGER, LedgerEntry, cpu_machine, error_bar, machine_name, read_ledger, replace_entries
+from planning.plan_command import parse
 from planning.prediction import PredictionProcess, predict_run
+from planning.search import evaluate
 from training.config import TrainConfig
 from training.observe.environment import RunFacts
 from training.observe.run_folder import METRICS, PREDICTION
@@ -74,6 +76,29 @@ def test_a_run_predicts_its_step_hours_and_memory(facts):
     assert memory["peak"] > memory["weights"] > 0
     assert "8 x h100-80gb" in prediction["machine"]
     assert "no step on h100-80gb" in prediction["error_bar"]
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", ""])
+@pytest.mark.parametrize(
+    ("words", "engine"),
+    [
+        (["--strategy=fsdp_stage3", "--replicate-across=nodes", "--model-type=timm:vit_tiny_patch16_224"], "torch"),
+        (["--strategy=fsdp_stage2", "--gradient-accumulation-steps=3", "--activation-checkpointing"], "deepspeed"),
+    ],
+)
+def test_a_run_predicts_what_the_planner_does(words, engine, device, tmp_path):
+    """Two machines of four ranks: shards and replicas, blocks, accumulation and checkpointing all count."""
+    asked = ["--num-gpus=8", "--gpus-per-node=4", *(["--gpu=h100"] if device else [])]
+    job = parse([*asked, "--precision=bf16", "--image-size=64", f"--engine={engine}", *words], None).job
+    option, config = evaluate(job, job.config), dataclasses.asdict(job.config) | {"engine": "auto"}
+    size = 85_000_000_000
+    facts = RunFacts(str(tmp_path), config, job.classes, 64, 1, option.engine, "bf16", 8, 4, device, size)
+    prediction = predict_run(facts)
+    parts = dataclasses.asdict(option.memory)
+    assert {name: prediction["memory_bytes"][name] for name in parts} == parts
+    assert prediction["seconds"] == dataclasses.asdict(option.step) | {"step": option.step.step_s}
+    if device:  # what is measured there: tensors, without the context
+        assert prediction["memory_bytes"]["peak"] == option.memory.tensors < option.memory.peak
 
 
 ROOT = Path(__file__).resolve().parents[2]
