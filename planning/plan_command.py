@@ -25,7 +25,7 @@ from training.errors import UserError, shown
 from training.parallel.strategies import STRATEGIES
 
 IMAGENET = {"classes": 1000, "image_size": 224, "images": 1_281_167}  # planned for if no --data is given
-GPUS_PER_NODE = 8
+GPUS_PER_NODE, MOST_RANKS = 8, 65536
 WIDTH = 160  # of the table, if it is not printed to a wide terminal
 POSITIONAL = ("model_type", "strategy", "batch_size", "epochs")  # of a launcher
 DEFAULTS = TrainConfig()
@@ -43,6 +43,8 @@ class PlanRequest:
     scale: Sequence[int] = ()
     """Numbers of GPUs to compare; none for a plan."""
     failures_per_gpu_day: float = FAILURES_PER_GPU_DAY
+    dry_run: bool = False
+    """Whether to set ranks up instead."""
 
 
 def parse(words: Sequence[str], description: str | None) -> PlanRequest:
@@ -52,7 +54,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
         UserError: for whatever cannot be planned.
     """
     parser = OneLineParser("plan", description)
-    parser.add_number("--num-gpus", 1, 65536, default=1, help="GPUs (or CPU ranks) of the run (default: 1).")
+    parser.add_number("--num-gpus", 1, MOST_RANKS, default=1, help="GPUs (or CPU ranks) of the run (default: 1).")
     parser.add_number("--gpus-per-node", 1, 1024, help=f"GPUs of a machine (default: at most {GPUS_PER_NODE}).")
     parser.add_argument("--gpu", metavar="NAME", help=f"One of {', '.join(GPUS)}; default: this machine's, or its CPU.")
     parser.add_argument(
@@ -69,31 +71,39 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     parser.add_number(
         "--failures-per-gpu-day", 0.0, 1.0, default=FAILURES_PER_GPU_DAY, help="For --scale; default: of Llama 3's run."
     )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="Set the first, middle and last rank up on this CPU instead."
+    )
+    parser.add_number("--world", 1, MOST_RANKS, help="For --dry-run: ranks of the run; default: --num-gpus.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.epilog = "All flags of scripts/train_distributed.py are known too, such as --model-type and --batch-size."
     given, others = parser.parse_known(words)
     config, _ = parse_args([f"--strategy={given.strategy}", *others])
     counts = read_counts(given.scale) if given.scale is not None else []
-    if counts:
-        given.num_gpus = counts[0]
+    if counts and given.dry_run:
+        raise UserError("--dry-run sets one run up: give --world N instead of --scale.")
+    if given.world and not given.dry_run:
+        raise UserError(f"--world {given.world} is for --dry-run: add it, or give --num-gpus {given.world}.")
+    given.num_gpus = counts[0] if counts else given.world or given.num_gpus
     per_node = given.gpus_per_node or min(given.num_gpus, GPUS_PER_NODE)
     fewer, more = given.num_gpus // per_node * per_node, -(-given.num_gpus // per_node) * per_node
     if fewer not in (0, more):
+        asked = "--world" if given.world else "--num-gpus"
         raise UserError(
-            f"--num-gpus {given.num_gpus} is no multiple of {per_node} GPUs per machine: give {fewer} or {more}, or "
+            f"{asked} {given.num_gpus} is no multiple of {per_node} GPUs per machine: give {fewer} or {more}, or "
             "--gpus-per-node."
         )
     if given.global_batch:
         config = _with_global_batch(config, given.num_gpus, given.global_batch)
     machine = find_machine(given.gpu, per_node, given.interconnect) if given.gpu else this_machine(per_node)
-    has_data = given.with_data or any(word.partition("=")[0] == "--data" for word in others)
+    has_data = given.with_data or given.dry_run or any(word.partition("=")[0] == "--data" for word in others)
     data, assumed = _data(config, has_data=has_data)
     if given.images:
         data["images"] = _count(given.images)
     if given.classes:
         data["classes"] = given.classes
     job = PlannedJob(config, machine, given.num_gpus, **data)
-    return PlanRequest(job, given.json, assumed, counts, given.failures_per_gpu_day)
+    return PlanRequest(job, given.json, assumed, counts, given.failures_per_gpu_day, given.dry_run)
 
 
 def _count(text: str) -> int:
@@ -131,9 +141,13 @@ def run(request: PlanRequest) -> int:
     """Print the plan; return the exit code.
 
     Raises:
-        UserError: if the training fits nowhere.
+        UserError: if the training fits nowhere, or a rank cannot be set up.
     """
     job = request.job
+    if request.dry_run:
+        from planning.rank_setup import set_up_ranks  # imports all that a training does
+
+        return set_up_ranks(job, as_json=request.as_json)
     if request.scale:
         return run_scale(job, request.scale, request.failures_per_gpu_day, as_json=request.as_json)
     chosen, rungs = recommend(job)

@@ -8,6 +8,7 @@ makes too many files shows before the cluster is there.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import multiprocessing
 import os
@@ -18,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -30,10 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planning.doctor.table import print_rows
+from planning.search import PlannedJob
 from planning.setup_checks import RankSetUp, check_evaluation, check_files, check_memory, check_order, check_parts
 from training.checkpoint.shards import Snapshot, write_shard
-from training.command_line import OneLineParser, parse_args
-from training.config import TrainConfig
 from training.data import data_options, load_data
 from training.data.datasets import DatasetPair
 from training.data.sampler import build_plan
@@ -48,67 +47,33 @@ from training.parallel.world import World
 from training.run import set_up_engine
 
 Result = TypeVar("Result")
-MOST_RANKS = 16384
 ALL_RANKS = 8  # of a run of at most so many every rank is set up, of a larger one the first, middle and last
 
 
-@dataclass(frozen=True)
-class DryRun:
-    """What was asked for.
+def set_up_ranks(job: PlannedJob, *, as_json: bool = False) -> int:
+    """Set ranks of a job up, print a row per check, and return the exit code: 1 if anything is wrong.
 
-    Attributes:
-        config: of the training.
-        world: its ranks.
-        per_machine: of them.
-        gpu: whose memory the state has to fit into; '' for none.
-        images: to train on; 0 for those of the data set.
+    Args:
+        job: whose data set is here, perhaps with another number of images.
+        as_json: whether to print JSON.
     """
-
-    config: TrainConfig
-    world: int
-    per_machine: int
-    gpu: str = ""
-    images: int = 0
-
-
-def parse(words: Sequence[str], description: str | None = None) -> DryRun:
-    """Read the command line: flags of its own, then the trainer's.
-
-    Raises:
-        UserError: for whatever the trainer would refuse.
-    """
-    parser = OneLineParser("check_setup", description)
-    parser.add_number("--world", 1, MOST_RANKS, required=True, help="Ranks of the run.")
-    parser.add_number("--gpus-per-node", 1, 64, default=8, help="Ranks of a machine (default: 8).")
-    parser.add_argument("--gpu", default="", help="GPU whose memory the state has to fit into.")
-    parser.add_number("--images", 1, 10**10, default=0, help="Training images, if the data set is not here.")
-    parser.epilog = "All flags of scripts/train_distributed.py are known too, such as --model-type and --strategy."
-    given, trainer_words = parser.parse_known(words)
-    if given.world % given.gpus_per_node and given.world > given.gpus_per_node:
-        near = given.world // given.gpus_per_node * given.gpus_per_node
-        raise UserError(
-            f"--world {given.world}: machines of {given.gpus_per_node} GPUs have {near} or "
-            f"{near + given.gpus_per_node}; give one of these, or another --gpus-per-node."
-        )
-    per_machine = min(given.gpus_per_node, given.world)
-    return DryRun(parse_args(trainer_words)[0], given.world, per_machine, given.gpu, given.images)
-
-
-def run(request: DryRun) -> int:
-    """Set the ranks up, print a row per check, and return the exit code: 1 if anything is wrong."""
     start, rows = time.monotonic(), []
-    config, ranks = request.config, chosen_ranks(request.world)
+    config, ranks = job.config, chosen_ranks(job.ranks)
     data = load_data(data_options(config))
-    labels = torch.zeros(request.images, dtype=torch.int64) if request.images else data.train.source.labels
-    plan = build_plan(config, labels, request.world)
-    rows += [check_order(plan), check_evaluation(len(data.val), config.batch_size, request.world)]
-    found = [in_own_process(set_up_rank, config, data, rank, request) for rank in ranks]
-    rows += [check_parts(found, request.world), check_files(found, request.world), check_memory(found, request.gpu)]
-    print(
-        f"{config.model_type}, {config.strategy}, --engine {found[0].engine}: ranks {', '.join(map(str, ranks))} of "
-        f"{request.world} on {request.world // request.per_machine} machine(s), {plan.global_batch} images a step"
-    )
-    print_rows(rows, time.monotonic() - start)
+    labels = data.train.source.labels if job.images == len(data.train) else torch.zeros(job.images, dtype=torch.int64)
+    plan = build_plan(config, labels, job.ranks)
+    rows += [check_order(plan), check_evaluation(len(data.val), config.batch_size, job.ranks)]
+    found = [in_own_process(set_up_rank, job, data, rank) for rank in ranks]
+    gpu = job.machine.gpu if job.has_gpus else None
+    rows += [check_parts(found, job.ranks), check_files(found, job.ranks), check_memory(found, gpu)]
+    if as_json:
+        print(json.dumps({"ranks": ranks, "rows": [dataclasses.asdict(row) for row in rows]}, indent=2))
+    else:
+        print(
+            f"{config.model_type}, {config.strategy}, --engine {found[0].engine}: ranks {', '.join(map(str, ranks))} "
+            f"of {job.ranks} on {job.ranks // job.machine.ranks} machine(s), {plan.global_batch} images a step"
+        )
+        print_rows(rows, time.monotonic() - start)
     return int(any(row.verdict == "wrong" for row in rows))
 
 
@@ -155,13 +120,14 @@ def fake_world(rank: int, size: int, per_machine: int) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def set_up_rank(config: TrainConfig, data: DatasetPair, rank: int, request: DryRun) -> RankSetUp:
+def set_up_rank(job: PlannedJob, data: DatasetPair, rank: int) -> RankSetUp:
     """Build one rank's model and engine and write its file of a checkpoint into a temporary folder.
 
     Raises:
         UserError: as that rank would.
     """
-    with fake_world(rank, request.world, request.per_machine) as world, tempfile.TemporaryDirectory() as folder:
+    config = job.config
+    with fake_world(rank, job.ranks, job.machine.ranks) as world, tempfile.TemporaryDirectory() as folder:
         strategy_json = read_strategy_json(config.strategy, config.deepspeed_config)
         built, _ = build_training_model(config, data, world)
         setup, engine_name = set_up_engine(config, built, strategy_json, "fp32", world, compiles=False)

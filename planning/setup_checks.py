@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planning.doctor.table import Row
-from planning.machines import find_gpu
+from planning.machines import Gpu
 from planning.memory import FLOAT32_BYTES
 from training.checkpoint.manifest import MOST_SHARDS
 from training.data.sampler import BatchPlan, EvaluationPlan
@@ -120,15 +120,14 @@ def check_files(found: Sequence[RankSetUp], world: int) -> Row:
     return Row("checkpoint", "ok", text)
 
 
-def check_memory(found: Sequence[RankSetUp], gpu: str) -> Row:
-    """Compare what a rank has in memory before its first step with a GPU's memory."""
+def check_memory(found: Sequence[RankSetUp], gpu: Gpu | None) -> Row:
+    """Compare what a rank has in memory before its first step with a GPU's, if one is given."""
     held = max(one.held_bytes for one in found)
     text = f"{format_bytes(held)} of weights, gradients and optimizer state on a rank before its first step"
-    if not gpu:
+    if gpu is None:
         return Row("memory", "ok", text)
-    chosen = find_gpu(gpu)
-    text += f", of {format_bytes(chosen.memory_bytes)} on {chosen.name}"
-    if held > chosen.memory_bytes:
+    text += f", of {format_bytes(gpu.memory_bytes)} on {gpu.name}"
+    if held > gpu.memory_bytes:
         return Row("memory", "wrong", text, "--strategy fsdp_stage3, or --offload all")
     return Row("memory", "ok", text)
 

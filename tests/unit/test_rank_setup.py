@@ -6,19 +6,21 @@ import dataclasses
 
 import pytest
 
-from planning.rank_setup import chosen_ranks, in_own_process, parse, run, set_up_rank
+from planning.machines import find_gpu
+from planning.plan_command import parse, run
+from planning.rank_setup import chosen_ranks, in_own_process, set_up_rank
 from planning.setup_checks import RankSetUp, check_files, check_memory, check_order, check_parts
 from training.data import data_options, load_data
 from training.data.sampler import BatchPlan
 from training.errors import UserError
 
-WORDS = ["--model-type", "basic_cnn", "--data", "fake", "--batch-size", "2"]
+WORDS = ["--dry-run", "--model-type", "basic_cnn", "--data", "fake", "--batch-size", "2"]
 PLAN = BatchPlan(1000, 4, 2, 16, seed=0)
 
 
 def set_up(rank, *words):
-    request = parse([*WORDS, *words], None)
-    return in_own_process(set_up_rank, request.config, load_data(data_options(request.config)), rank, request)
+    job = parse([*WORDS, *words], None).job
+    return in_own_process(set_up_rank, job, load_data(data_options(job.config)), rank)
 
 
 @pytest.mark.parametrize("words", [("native", "fsdp_stage2"), ("torch", "fsdp_stage3"), ("torch", "ddp")])
@@ -44,10 +46,11 @@ def test_a_run_of_1024_ranks(capsys):
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["--world", "1001"], "--world 1001: machines of 8 GPUs have 1000 or 1008"),
-        (["--world", "0"], "--world '0': expected a whole number from 1 to 16384"),
+        (["--world", "1001"], "--world 1001 is no multiple of 8 GPUs per machine: give 1000 or 1008"),
+        (["--world", "0"], "--world '0': expected a whole number from 1 to 65536"),
+        (["--world", "8", "--scale", "8..16"], "--dry-run sets one run up"),
         (["--world"], "--world: expected a whole number"),
-        (["--world", "8", "--strategy", "fsdp"], "unknown strategy 'fsdp'. Did you mean"),
+        (["--world", "8", "--strategy", "fsdp"], "--strategy 'fsdp': expected ddp | fsdp_stage2"),
         (["--world", "8", "--gpuss", "x"], "unknown argument '--gpuss'"),
     ],
 )
@@ -73,7 +76,7 @@ def test_every_sample_is_counted():
 @pytest.mark.parametrize(("gigabytes", "verdict"), [(11, "ok"), (13, "wrong")])
 def test_the_state_has_to_fit(gigabytes, verdict):
     found = RankSetUp(0, "native", {}, 10, 3, gigabytes * 10**9, 1000)
-    assert check_memory([found], "rtx3060").verdict == verdict
+    assert check_memory([found], find_gpu("rtx3060")).verdict == verdict
 
 
 def test_files_of_a_checkpoint():
