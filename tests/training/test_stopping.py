@@ -161,7 +161,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     flags += ["--epochs", "1", "--batch-size", "100"]
     assert train_alone(*flags, "--model-type", "basic_cnn").returncode == 0
     other = train_alone(*flags, "--model-type", "mobilenet", "--resume", "auto")
-    assert_user_error(other, "was made with another model")
+    assert_user_error(other, "was made with --model-type 'basic_cnn', this run has 'mobilenet'")
 
 
 def test_resume_must_needs_a_checkpoint(tmp_path):

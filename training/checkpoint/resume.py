@@ -147,7 +147,7 @@ def note_other_leaves(config: TrainConfig, found: FoundCheckpoint | None) -> lis
 
 
 def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, Any], steps_per_epoch: int) -> None:
-    """Refuse a checkpoint of another model, class list, data set or recipe, or of a position that this run never has.
+    """Refuse a checkpoint of another recipe, model, class list or data set, or of a position that this run never has.
 
     Args:
         found: the checkpoint.
@@ -159,11 +159,6 @@ def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, A
         UserError: with the first difference.
     """
     manifest = found.manifest
-    for key, value in identity.items():
-        saved = manifest.identity.get(key)
-        if saved != value:
-            difference = one_line(_difference(saved, value), 400)
-            raise UserError(f"checkpoint {found.path} was made with another {key}: {difference}.")
     for name, field in FIELDS.items():
         if name in CHANGEABLE_ON_RESUME:
             continue
@@ -174,6 +169,11 @@ def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, A
                 f"checkpoint {found.path} was made with {FLAG_OF[name]} {shown(saved)}, this run has {shown(given)}: "
                 "give the same to go on, or start a new run with --weights."
             )
+    for key, value in identity.items():
+        saved = manifest.identity.get(key)
+        if saved != value:
+            difference = one_line(_difference(saved, value), 400)
+            raise UserError(f"checkpoint {found.path} was made with another {key}: {difference}.")
     progress = manifest.progress
     if progress.epoch > config.epochs or progress.step > steps_per_epoch:
         raise UserError(
