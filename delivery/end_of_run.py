@@ -23,7 +23,7 @@ def leave_files(
 
     Args:
         folder: of the run.
-        read_image: from a validation sample's position to its image, uint8 [3, H, W].
+        read_image: from a validation sample's position to its image, uint8 [C, H, W].
         with_card: whether to write the model card: of a run that has finished, no other.
         with_report: whether to write the report too.
 

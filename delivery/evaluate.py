@@ -118,7 +118,7 @@ def score(
     A collective.
 
     Args:
-        network: images float32 [B, 3, S, S] to logits [B, classes], in evaluation mode, on the rank's device.
+        network: images float32 [B, C, S, S] to logits [B, classes], in evaluation mode, on the rank's device.
         data: the images and the model's number of each of their classes.
         world: the ranks, which share the images.
         num_classes: classes of the model.

@@ -107,6 +107,7 @@ def _data_options(
         data=data,
         val_fraction=config.val_fraction,
         image_size=preprocessing["image_size"],
+        image_channels=len(preprocessing["mean"]),
         augmentation="none",
         bad_images=choice.bad_images or config.bad_images,
         seed=config.seed,

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from torchvision.transforms.v2.functional import to_pil_image
 
 from delivery.csv_cells import inert
 from training.checkpoint.atomic_write import replacing_folder, write_json
+from training.data.augment import viewable
 from training.errors import printable
 from training.observe.evaluation import check_replaceable, dense_confusion
 from training.observe.loggers.confusion import confusion_picture
@@ -30,7 +32,7 @@ def write_evaluation(folder: Path, facts: dict[str, Any], read_image: Callable[[
     Args:
         folder: where they go; what an earlier evaluation left there is replaced.
         facts: of `describe_scores`; more keys may stand beside its own.
-        read_image: from a sample's position to its image, uint8 [3, H, W].
+        read_image: from a sample's position to its image, uint8 [C, H, W].
     """
     class_names = [one["name"] for one in facts["classes"]]
     check_replaceable(folder)
@@ -42,8 +44,8 @@ def write_evaluation(folder: Path, facts: dict[str, Any], read_image: Callable[[
 
 
 def thumbnail(image: torch.Tensor, side: int = THUMBNAIL_PIXELS) -> Image.Image:
-    """Return an image, uint8 [3, H, W], that fits into a square of `side` pixels; small ones keep their pixels."""
-    picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    """Return an image, uint8 [C, H, W], that fits into a square of `side` pixels; small ones keep their pixels."""
+    picture = to_pil_image(viewable(image))
     longest = max(picture.size)
     if longest <= side:
         scale = side // longest

@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import nn
@@ -23,7 +22,7 @@ from training.checkpoint.weights import load_model
 from training.config import FLAG_OF, TrainConfig
 from training.config_check import check_config
 from training.data.augment import evaluation_transform
-from training.data.reading.decode import make_decoder
+from training.data.reading.decode import make_decoder, pixels_of
 from training.data.reading.image_notes import collected_notes, noting
 from training.data.reading.images import IMAGE_EXTENSIONS, MAX_FILE_BYTES, ImageError, open_image
 from training.errors import UserError
@@ -103,14 +102,16 @@ def _predictions(
     decode: str,
 ) -> Iterator[Prediction]:
     preprocessing, class_names = metadata["preprocessing"], metadata["class_names"]
-    decode_file = make_decoder(decode, preprocessing["image_size"])
+    channels = len(preprocessing["mean"])
+    decode_file = make_decoder(decode, preprocessing["image_size"], channels)
     transform = evaluation_transform(preprocessing)
 
     def read(entry: Entry) -> tuple[torch.Tensor, str] | ImageError:
         path, content = entry
         try:
             with collected_notes() as notes:
-                pixels = decode_file(path) if content is None else np.array(open_image(path, data=content))
+                is_file = content is None
+                pixels = decode_file(path) if is_file else pixels_of(open_image(path, data=content, channels=channels))
         except ImageError as error:
             return error
         return transform(torch.from_numpy(pixels).permute(2, 0, 1)), notes.get(path, "")

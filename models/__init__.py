@@ -13,6 +13,7 @@ from models.errors import unknown_name
 
 TIMM_PREFIX = "timm:"
 LARGEST_IMAGE_SIZE = 4096  # pixels
+MOST_IMAGE_CHANNELS = 1024
 MOST_MEMBERS = 32  # of an ensemble
 DEFAULT_MEMBERS = ("mobilenet", "efficientnet", "vgg")
 
@@ -22,8 +23,8 @@ class ModelSpec:
     """One line of the table of models."""
 
     module: str
-    """The module whose `create(num_classes, image_size, timm_name, pretrained)` makes the network; `models.build` makes
-    an ensemble from its members."""
+    """The module whose `create(num_classes, image_size, image_channels, timm_name, pretrained)` makes the network;
+    `models.build` makes an ensemble from its members."""
     summary: str
     """One phrase for `--help` and the guide."""
     timm_name: str | None = None

@@ -31,17 +31,23 @@ class Activations(NamedTuple):
 
 
 def activations(
-    network: nn.Module, batch_size: int, image_size: int, precision: str = "fp32", device: str = "cpu"
+    network: nn.Module,
+    batch_size: int,
+    image_size: int,
+    precision: str = "fp32",
+    device: str = "cpu",
+    image_channels: int = 3,
 ) -> Activations:
     """Count by a forward and a backward on tensors without data, in which gradients are added to existing ones.
 
     Args:
-        network: of `without_data`, float32 images [B, 3, S, S] -> logits; activation checkpointing may be enabled. It
+        network: of `without_data`, float32 images [B, C, S, S] -> logits; activation checkpointing may be enabled. It
             is not to be used afterwards.
         batch_size: images per micro-batch, B.
         image_size: S, in pixels.
         precision: 'fp32', or 'bf16' or 'fp16' by autocast, whose copies of the weights count too.
         device: 'cpu' or 'cuda', whose autocast normalizes in fp32.
+        image_channels: C.
     """
     lower = precision != "fp32"  # fake tensors, which know their device, for autocast; else meta ones, twice as fast
     with FakeTensorMode() if lower else nullcontext():
@@ -49,7 +55,8 @@ def activations(
             _fill_with_fakes(network)
         if lower and device == "cuda":
             _normalize_in_float32(network)
-        images = torch.empty(batch_size, 3, image_size, image_size, device="cpu" if lower else "meta")
+        shape = (batch_size, image_channels, image_size, image_size)
+        images = torch.empty(shape, device="cpu" if lower else "meta")
         gradients = []
         for parameter in network.parameters():
             if parameter.requires_grad:

@@ -9,21 +9,22 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-STEM_FILTERS = 24  # twice the values of a 2x2 patch of 3 channels: what --whitened-stem fills in pairs
+STEM_SIZE = 2  # pixels
+STEM_FILTERS = 24  # twice the values of a patch of 3 channels: what --whitened-stem fills in pairs
 LOGIT_SCALE = 1 / 9
 
 
 class Airbench(nn.Module):
-    """Images `[B, 3, H, W]` to logits `[B, num_classes]`; H and W are at least 9 pixels."""
+    """Images `[B, C, H, W]` to logits `[B, num_classes]`; H and W are at least 9 pixels."""
 
     default_cfg = {"first_conv": "stem", "classifier": "head", "input_size": (3, 32, 32)}  # noqa: RUF012
 
-    def __init__(self, num_classes: int, widths: tuple[int, int, int]) -> None:
+    def __init__(self, num_classes: int, image_channels: int, widths: tuple[int, int, int]) -> None:
         """Make the layers; `widths` are the channels of the three blocks."""
         super().__init__()
-        self.stem = nn.Conv2d(3, STEM_FILTERS, 2)
+        channels = min(STEM_FILTERS, 2 * image_channels * STEM_SIZE**2)
+        self.stem = nn.Conv2d(image_channels, channels, STEM_SIZE)
         self.blocks = nn.Sequential()
-        channels = STEM_FILTERS
         for width in widths:
             self.blocks.append(_block(channels, width))
             channels = width
@@ -34,7 +35,7 @@ class Airbench(nn.Module):
         return {"stem": r"^stem", "blocks": r"^blocks\.(\d+)"}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Map images `[B, 3, H, W]` to logits `[B, num_classes]`."""
+        """Map images `[B, C, H, W]` to logits `[B, num_classes]`."""
         features = self.blocks(nn.functional.gelu(self.stem(images))).amax(dim=(2, 3))
         return self.head(features) * LOGIT_SCALE
 
@@ -53,6 +54,8 @@ def _convolution(in_channels: int, width: int) -> nn.Conv2d:
     return convolution
 
 
-def create(num_classes: int, image_size: int, timm_name: str | None, pretrained: bool, *, width: int) -> nn.Module:
+def create(
+    num_classes: int, image_size: int, image_channels: int, timm_name: str | None, pretrained: bool, *, width: int
+) -> nn.Module:
     """Build the network; it has no pretrained weights. `width` is that of the first block, the others have 4 times."""
-    return Airbench(num_classes, (width, 4 * width, 4 * width))
+    return Airbench(num_classes, image_channels, (width, 4 * width, 4 * width))

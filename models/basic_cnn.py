@@ -27,15 +27,15 @@ def conv_block(
 
 
 class BasicCNN(nn.Module):
-    """Images `[B, 3, H, W]` to logits `[B, num_classes]`."""
+    """Images `[B, C, H, W]` to logits `[B, num_classes]`."""
 
     # The names that timm's models carry too: the one place where other modules look for stem and head.
     default_cfg = {"first_conv": "blocks.0.0", "classifier": "head", "input_size": (3, 224, 224)}  # noqa: RUF012
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, image_channels: int) -> None:
         """Make the layers; the stem's stride is 2, `models.image_size` lowers it for small images."""
         super().__init__()
-        self.blocks = nn.Sequential(conv_block(3, 32, stride=2), conv_block(32, 64), conv_block(64, 128))
+        self.blocks = nn.Sequential(conv_block(image_channels, 32, stride=2), conv_block(32, 64), conv_block(64, 128))
         self.dropout = nn.Dropout(DROPOUT)
         self.head = nn.Linear(128, num_classes)
 
@@ -44,11 +44,13 @@ class BasicCNN(nn.Module):
         return {"blocks": r"^blocks\.(\d+)"}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Map images `[B, 3, H, W]` to logits `[B, num_classes]`."""
+        """Map images `[B, C, H, W]` to logits `[B, num_classes]`."""
         features = self.blocks(images).mean(dim=(2, 3))
         return self.head(self.dropout(features))
 
 
-def create(num_classes: int, image_size: int, timm_name: str | None, pretrained: bool) -> nn.Module:
+def create(
+    num_classes: int, image_size: int, image_channels: int, timm_name: str | None, pretrained: bool
+) -> nn.Module:
     """Build the network; it takes any image size and has no pretrained weights."""
-    return BasicCNN(num_classes)
+    return BasicCNN(num_classes, image_channels)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from timm.models import adapt_input_conv
 from torch import nn
 
 from models import DEFAULT_MEMBERS, MODELS, MOST_MEMBERS, model_spec
@@ -27,10 +28,10 @@ class BuiltModel:
     """A network that is ready to train, and its description."""
 
     module: nn.Module
-    """Maps images `[B, 3, H, W]` float32 to logits `[B, num_classes]`."""
+    """Maps images `[B, C, H, W]` float32 to logits `[B, num_classes]`."""
     description: dict[str, Any]
     """JSON-able, enough for `rebuild_model`: model_type, timm_name, num_classes, image_size (pixels), members
-    (model names of an ensemble), stem_stride_changed {convolution: [old, new]}."""
+    (model names of an ensemble), stem_stride_changed {convolution: [old, new]}; image_channels unless 3."""
     notes: list[str] = field(default_factory=list)
     """One-line messages for the log."""
     head_parameter_names: frozenset[str] = frozenset()
@@ -42,6 +43,7 @@ def build_model(
     *,
     num_classes: int,
     image_size: int,
+    image_channels: int = 3,
     pretrained: bool | None = False,
     weights: str | None = None,
     members: Sequence[str] = DEFAULT_MEMBERS,
@@ -55,6 +57,7 @@ def build_model(
         model_type: a name of `MODELS`, or `timm:<name>`.
         num_classes: width of the head.
         image_size: height and width of the images, pixels.
+        image_channels: of the images.
         pretrained: load the hub's weights (network, or the hub's local cache); None: none, whatever the model.
         weights: path of a safetensors or `weights_only` file to load instead.
         members: the model names of an ensemble, two or more; other models ignore it.
@@ -68,7 +71,7 @@ def build_model(
     """
     if pretrained and weights:
         raise UserError("--pretrained and --weights both give the starting weights: leave one of them out")
-    description = describe_model(model_type, num_classes, image_size, members)
+    description = describe_model(model_type, num_classes, image_size, members, image_channels)
     modules: list[nn.Module] = []
     heads: list[str] = []
     notes: list[str] = []
@@ -77,7 +80,9 @@ def build_model(
         if drop_path:
             _check_drop_path(part, drop_path)
         # Before anything is downloaded for it: the size may not work.
-        module, changes = create_for_image_size(create, part["model_type"], image_size, batch_size, keep_stem=keep_stem)
+        module, changes = create_for_image_size(
+            create, part["model_type"], image_size, batch_size, image_channels=image_channels, keep_stem=keep_stem
+        )
         always = model_spec(part["model_type"]).always_pretrained and pretrained is not None
         if not weights and (pretrained or always):
             module = _create_pretrained(part, create, notes)
@@ -91,7 +96,7 @@ def build_model(
             )
     module = _assemble(description, modules)
     if weights:
-        adapt = partial(_adapt_weights, description)
+        adapt = partial(_adapt_weights, description, modules)
         notes += load_weights_file(module, weights, model_type=model_type, heads=heads, adapt=adapt)
     head_names = (name for name, _ in module.named_parameters() for head in heads if name.startswith(f"{head}."))
     return BuiltModel(module, description, notes, frozenset(head_names))
@@ -151,7 +156,9 @@ def _one_line_for_a_wrong_description() -> Iterator[None]:
         raise UserError(f"this is no description of a model: {one_line(f'{type(error).__name__}: {error}')}") from error
 
 
-def describe_model(model_type: str, num_classes: int, image_size: int, members: Sequence[str]) -> dict[str, Any]:
+def describe_model(
+    model_type: str, num_classes: int, image_size: int, members: Sequence[str], image_channels: int = 3
+) -> dict[str, Any]:
     """Return the description of a network before it is built; raise a UserError for names that do not fit."""
     spec = model_spec(model_type)
     members = list(members) if spec.takes_members else []
@@ -163,6 +170,8 @@ def describe_model(model_type: str, num_classes: int, image_size: int, members: 
         if model_spec(member).takes_members:
             allowed = ", ".join(name for name, spec in MODELS.items() if not spec.takes_members)
             raise UserError(f"'{member}' cannot be a member of an ensemble. Allowed: {allowed}.")
+    # Left out if it is 3: files from before there were others are read, and written, as they were.
+    other_channels = {} if image_channels == 3 else {"image_channels": image_channels}
     return {
         "model_type": model_type,
         "timm_name": spec.timm_name,
@@ -170,14 +179,22 @@ def describe_model(model_type: str, num_classes: int, image_size: int, members: 
         "image_size": image_size,
         "members": members,
         "stem_stride_changed": {},
+        **other_channels,
     }
+
+
+def channels_of(description: Mapping[str, Any]) -> int:
+    """Return the channels of the images that a described network takes."""
+    return description.get("image_channels", 3)
 
 
 def _parts(description: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the description of each member by the prefix of its parameters' names; by '' if there are no members."""
     if not description["members"]:
         return {"": description}
-    shared = {key: description[key] for key in ("num_classes", "image_size")}
+    shared: dict[str, Any] = {
+        key: description[key] for key in ("num_classes", "image_size", "image_channels") if key in description
+    }
     return {
         f"members.{i}.": {**shared, "model_type": name, "timm_name": model_spec(name).timm_name}
         for i, name in enumerate(description["members"])
@@ -196,7 +213,7 @@ def _create(
     family = importlib.import_module(spec.module)
     options = {**spec.options, **({"drop_path": drop_path} if drop_path else {})}
     size = image_size or part["image_size"]
-    return family.create(part["num_classes"], size, part["timm_name"], pretrained, **options)
+    return family.create(part["num_classes"], size, channels_of(part), part["timm_name"], pretrained, **options)
 
 
 def _check_drop_path(part: dict[str, Any], rate: float) -> None:
@@ -205,15 +222,19 @@ def _check_drop_path(part: dict[str, Any], rate: float) -> None:
     importlib.import_module("models.timm_models").check_drop_path(part["timm_name"], rate)
 
 
-def _adapt_weights(description: dict[str, Any], tensors: StateDict) -> StateDict:
-    """Return the tensors of the described network for its image size, from those of another; or them, if that fails."""
+def _adapt_weights(description: dict[str, Any], modules: Sequence[nn.Module], tensors: StateDict) -> StateDict:
+    """Return the tensors of the described network for its images, from those for others; or them, if that fails."""
     from models.timm_models import adapt_weights
 
     adapted: StateDict = {}
-    for prefix, part in _parts(description).items():
+    for (prefix, part), module in zip(_parts(description).items(), modules, strict=True):
         own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
         if part["timm_name"] is not None:
-            own = adapt_weights(part["timm_name"], part["image_size"], own)
+            own = adapt_weights(part["timm_name"], part["image_size"], channels_of(part), own)
+        else:
+            stem = f"{as_names(getattr(module, 'default_cfg', {}).get('first_conv'))[0]}.weight"
+            with suppress(NotImplementedError):  # no weight of a convolution: the caller says how they differ
+                own[stem] = adapt_input_conv(channels_of(part), own[stem], base_chans=own[stem].shape[1])
         adapted |= {prefix + key: tensor for key, tensor in own.items()}
     return adapted
 
@@ -233,4 +254,6 @@ def _create_pretrained(part: dict[str, Any], create: Callable[..., nn.Module], n
     hub_classes = getattr(module, "default_cfg", {}).get("num_classes")
     if hub_classes not in (None, part["num_classes"]):
         notes.append(f"{name}: head replaced: {hub_classes} -> {part['num_classes']} classes")
+    if channels_of(part) != 3:
+        notes.append(f"{name}: first layer adapted: 3 -> {channels_of(part)} channels")
     return module

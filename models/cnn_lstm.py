@@ -15,15 +15,15 @@ HIDDEN_SIZE = 128
 
 
 class CNNLSTM(nn.Module):
-    """Images `[B, 3, H, W]` to logits `[B, num_classes]`."""
+    """Images `[B, C, H, W]` to logits `[B, num_classes]`."""
 
     default_cfg = {"first_conv": "blocks.0.0", "classifier": "head", "input_size": (3, 224, 224)}  # noqa: RUF012
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, image_channels: int) -> None:
         """Make the layers; the stem's stride is 2, `models.image_size` lowers it for small images."""
         super().__init__()
         self.blocks = nn.Sequential(
-            conv_block(3, 32, stride=2),
+            conv_block(image_channels, 32, stride=2),
             conv_block(32, 64),
             conv_block(64, 128, pool=(2, 1)),
             conv_block(128, 128, pool=(2, 1)),
@@ -37,12 +37,14 @@ class CNNLSTM(nn.Module):
         return {"blocks": r"^blocks\.(\d+)"}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Map images `[B, 3, H, W]` to logits `[B, num_classes]`."""
+        """Map images `[B, C, H, W]` to logits `[B, num_classes]`."""
         columns = self.blocks(images).mean(dim=2).transpose(1, 2)  # [B, columns, 128]
         outputs, _ = self.lstm(columns)
         return self.head(self.dropout(outputs.mean(dim=1)))
 
 
-def create(num_classes: int, image_size: int, timm_name: str | None, pretrained: bool) -> nn.Module:
+def create(
+    num_classes: int, image_size: int, image_channels: int, timm_name: str | None, pretrained: bool
+) -> nn.Module:
     """Build the network; it takes any image size and has no pretrained weights."""
-    return CNNLSTM(num_classes)
+    return CNNLSTM(num_classes, image_channels)

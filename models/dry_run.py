@@ -35,10 +35,10 @@ def without_data(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, copied).train()
 
 
-def forward_failure(module: nn.Module, image_size: int, batch_size: int) -> str | None:
+def forward_failure(module: nn.Module, image_size: int, batch_size: int, image_channels: int = 3) -> str | None:
     """Return why a forward in training mode fails at this size, or None; the module is put into training mode."""
     module.train()
-    shape = (batch_size, 3, image_size, image_size)
+    shape = (batch_size, image_channels, image_size, image_size)
     try:
         with torch.no_grad():  # on the meta device: four times as fast as fake tensors
             output = without_data(module)(torch.empty(shape, device="meta"))
@@ -52,20 +52,21 @@ def forward_failure(module: nn.Module, image_size: int, batch_size: int) -> str 
     return None
 
 
-def training_flops(module: nn.Module, image_size: int) -> int | None:
+def training_flops(module: nn.Module, image_size: int, image_channels: int = 3) -> int | None:
     """Return the operations of forward and backward for one image, None if the module cannot be run without data.
 
     Multiplications and additions of convolutions and matrix products count, as `torch.utils.flop_counter` knows them;
     normalization, activations, the optimizer and recomputed activations do not.
 
     Args:
-        module: of `without_data`, float32 images [B, 3, S, S] -> logits; its BatchNorms are removed.
+        module: of `without_data`, float32 images [B, C, S, S] -> logits; its BatchNorms are removed.
         image_size: S, in pixels.
+        image_channels: C.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
     _remove_batchnorm(module)
-    images = torch.empty(1, 3, image_size, image_size, device="meta")
+    images = torch.empty(1, image_channels, image_size, image_size, device="meta")
     formulas = {torch.ops.aten.convolution_backward: convolution_backward_flops}
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     try:

@@ -10,7 +10,7 @@ from torch import nn
 
 
 class Ensemble(nn.Module):
-    """Images `[B, 3, H, W]` to the log of the members' mean probability, float32 `[B, num_classes]`.
+    """Images `[B, C, H, W]` to the log of the members' mean probability, float32 `[B, num_classes]`.
 
     These logits are already normalized, so their softmax is exactly the averaged probability, and cross entropy
     on them is the negative log-likelihood of the average.
@@ -22,6 +22,6 @@ class Ensemble(nn.Module):
         self.members = nn.ModuleList(members)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Map images `[B, 3, H, W]` to log-probabilities, float32 `[B, num_classes]`."""
+        """Map images `[B, C, H, W]` to log-probabilities, float32 `[B, num_classes]`."""
         log_probabilities = torch.stack([torch.log_softmax(member(images).float(), dim=1) for member in self.members])
         return torch.logsumexp(log_probabilities, dim=0) - math.log(len(self.members))

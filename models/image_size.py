@@ -17,7 +17,13 @@ StrideChanges = dict[str, list[int]]
 
 
 def create_for_image_size(
-    create: Callable[[int], nn.Module], name: str, image_size: int, batch_size: int, *, keep_stem: bool = False
+    create: Callable[[int], nn.Module],
+    name: str,
+    image_size: int,
+    batch_size: int,
+    *,
+    image_channels: int = 3,
+    keep_stem: bool = False,
 ) -> tuple[nn.Module, StrideChanges]:
     """Create a network, lower its stem's stride if images are small, and check the shapes of one training step.
 
@@ -25,10 +31,11 @@ def create_for_image_size(
     with the lower stride (parallel branches in the stem), the usual stride stays.
 
     Args:
-        create: makes the network for an image size in pixels; it maps `[B, 3, H, W]` to `[B, num_classes]`.
+        create: makes the network for an image size in pixels; it maps `[B, C, H, W]` to `[B, num_classes]`.
         name: the model as the user typed it.
         image_size: height and width in pixels.
         batch_size: images per step and rank.
+        image_channels: C.
         keep_stem: whether the stride stays for small images, too.
 
     Returns:
@@ -38,12 +45,12 @@ def create_for_image_size(
         UserError: if the size does not work, with one that does.
     """
     own_stem_from = 0 if keep_stem else SMALL_IMAGE_PIXELS
-    module, changes, failure = _create_and_fit(create, image_size, batch_size, own_stem_from)
+    module, changes, failure = _create_and_fit(create, image_size, batch_size, image_channels, own_stem_from)
     if failure is None:
         return module, changes
 
     def works(size: int, batch: int) -> bool:
-        return _create_and_fit(create, size, batch, own_stem_from)[2] is None
+        return _create_and_fit(create, size, batch, image_channels, own_stem_from)[2] is None
 
     given = f"model '{name}' does not work with {image_size}-pixel images"
     if batch_size == 1 and works(image_size, 2):
@@ -60,7 +67,7 @@ def create_for_image_size(
 
 
 def _create_and_fit(
-    create: Callable[[int], nn.Module], image_size: int, batch_size: int, own_stem_from: int
+    create: Callable[[int], nn.Module], image_size: int, batch_size: int, image_channels: int, own_stem_from: int
 ) -> tuple[nn.Module, StrideChanges, str | None]:
     """Return the network, the strides that were changed below the size `own_stem_from`, and why the size does not work.
 
@@ -72,10 +79,10 @@ def _create_and_fit(
         return nn.Identity(), {}, str(error).partition("\n")[0] or type(error).__name__
     changes = _stem_strides_to_lower(module) if image_size < own_stem_from else {}
     set_strides(module, {name: new for name, (_, new) in changes.items()})
-    failure = forward_failure(module, image_size, batch_size)
+    failure = forward_failure(module, image_size, batch_size, image_channels)
     if failure is not None and changes:
         set_strides(module, {name: old for name, (old, _) in changes.items()})
-        changes, failure = {}, forward_failure(module, image_size, batch_size)
+        changes, failure = {}, forward_failure(module, image_size, batch_size, image_channels)
     return module, changes, failure
 
 

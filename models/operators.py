@@ -41,15 +41,16 @@ class Operator:
     weights: int
 
 
-def count_operators(module: nn.Module, image_size: int) -> tuple[Operator, ...] | None:
+def count_operators(module: nn.Module, image_size: int, image_channels: int = 3) -> tuple[Operator, ...] | None:
     """Return what a forward in training mode computes, views left out; None if it cannot run without data.
 
     Args:
-        module: of `models.dry_run.without_data`, float32 images [B, 3, S, S] -> logits; it is left as it is.
+        module: of `models.dry_run.without_data`, float32 images [B, C, S, S] -> logits; it is left as it is.
         image_size: S, in pixels.
+        image_channels: C.
     """
     counter = _OperatorCounter([*module.parameters(), *module.buffers()])
-    images = torch.empty(IMAGES_OF_A_RUN, 3, image_size, image_size, device="meta")
+    images = torch.empty(IMAGES_OF_A_RUN, image_channels, image_size, image_size, device="meta")
     recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
     hooks = [part.register_forward_pre_hook(counter.begin_recurrent) for part in recurrent]
     hooks += [part.register_forward_hook(counter.end_recurrent) for part in recurrent]

@@ -52,7 +52,12 @@ def check_drop_path(name: str, rate: float) -> None:
 
 
 def create(
-    num_classes: int, image_size: int, timm_name: str | None, pretrained: bool, drop_path: float = 0.0
+    num_classes: int,
+    image_size: int,
+    image_channels: int,
+    timm_name: str | None,
+    pretrained: bool,
+    drop_path: float = 0.0,
 ) -> nn.Module:
     """Build timm's network with a head of `num_classes`, as `timm.create_model` would.
 
@@ -61,6 +66,7 @@ def create(
     Args:
         num_classes: width of the head.
         image_size: height and width of the images, pixels.
+        image_channels: of the images; weights for another number are adapted as by timm's `adapt_input_conv`.
         timm_name: timm's name of it.
         pretrained: load the hub's weights.
         drop_path: probability that the last residual block is skipped for an image, linearly less in those before
@@ -72,7 +78,7 @@ def create(
     if timm_name is None:
         raise ValueError("a timm model needs its timm_name")
     check_timm_name(timm_name)
-    options = _size_option(timm_name, image_size)
+    options = _input_options(timm_name, image_size, image_channels)
     if drop_path:
         options["drop_path_rate"] = drop_path
     if not pretrained:
@@ -87,15 +93,18 @@ def create(
         raise UserError(f"the pretrained weights of timm's {timm_name} could not be loaded: {reason}") from error
 
 
-def adapt_weights(timm_name: str, image_size: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a network's tensors for an image size, from those of another size, as timm adapts published weights.
+def adapt_weights(
+    timm_name: str, image_size: int, image_channels: int, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return a network's tensors for images of a size and channels, from those of others, as timm adapts its own.
 
     timm resamples position embeddings, and sums or repeats a stem's weights for another number of channels.
 
     Args:
         timm_name: the network.
         image_size: in pixels.
-        tensors: its whole state dict at another size, with the head.
+        image_channels: of the images.
+        tensors: its whole state dict for other images, with the head.
 
     Returns:
         The adapted state dict; `tensors` if they cannot be adapted, because they are of another network.
@@ -110,15 +119,22 @@ def adapt_weights(timm_name: str, image_size: int, tensors: dict[str, torch.Tens
             "custom_load": False,
             "label_offset": 0,
         }
-        options = {"num_classes": overlay["num_classes"], "in_chans": 3, **_size_option(timm_name, image_size)}
-        return timm.create_model(timm_name, pretrained=True, pretrained_cfg_overlay=overlay, **options).state_dict()
+        options = _input_options(timm_name, image_size, image_channels)
+        return timm.create_model(
+            timm_name,
+            pretrained=True,
+            pretrained_cfg_overlay=overlay,
+            num_classes=overlay["num_classes"],
+            **options,
+        ).state_dict()
     except Exception:  # tensors of another network may end in anything: the caller says how they differ
         return tensors
 
 
-def _size_option(timm_name: str, image_size: int) -> dict[str, Any]:
+def _input_options(timm_name: str, image_size: int, image_channels: int) -> dict[str, Any]:
     config = timm.get_pretrained_cfg(timm_name)
-    return {"img_size": image_size} if config and config.fixed_input_size else {}
+    size = {"img_size": image_size} if config and config.fixed_input_size else {}
+    return size | {"in_chans": image_channels}  # else that of the published weights
 
 
 @contextmanager

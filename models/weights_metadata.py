@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from models import DEFAULT_MEMBERS, LARGEST_IMAGE_SIZE, MOST_MEMBERS, model_spec
+from models import DEFAULT_MEMBERS, LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS, MOST_MEMBERS, model_spec
 from models.errors import shown
 
 # One key for everything: safetensors writes several keys in an order that changes from run to run, and equal runs
@@ -73,7 +73,8 @@ def read_facts(reader: safe_open) -> dict[str, Any]:
     _check(isinstance(class_names, list) and len(class_names) > 0, "class_names", class_names, "a list of names")
     _check_names("class_names", class_names)
     facts["description"] = _checked_description(facts["description"], len(class_names))
-    facts["preprocessing"] = _checked_preprocessing(facts["preprocessing"])
+    channels = facts["description"].get("image_channels", 3)
+    facts["preprocessing"] = _checked_preprocessing(facts["preprocessing"], channels)
     _check_extra(facts["extra"])
     return facts
 
@@ -142,10 +143,13 @@ def _checked_description(value: Any, named: int) -> dict[str, Any]:
         _check(isinstance(pair, list) and len(pair) == 2, "stem_stride_changed", pair, "[old, new]")
         for stride in pair:
             _check_whole("stem_stride_changed", stride, LARGEST_STRIDE)
+    if "image_channels" in value:
+        _check_whole("image_channels", value["image_channels"], MOST_IMAGE_CHANNELS)
+        found["image_channels"] = value["image_channels"]
     return found
 
 
-def _checked_preprocessing(value: Any) -> dict[str, Any]:
+def _checked_preprocessing(value: Any, image_channels: int) -> dict[str, Any]:
     _check(isinstance(value, dict), "preprocessing", value, "an object")
     found = _entries(value, PREPROCESSING_KEYS)
     _check(found["interpolation"] in INTERPOLATIONS, "interpolation", found["interpolation"], ", ".join(INTERPOLATIONS))
@@ -155,8 +159,8 @@ def _checked_preprocessing(value: Any) -> dict[str, Any]:
     for name, low, high in (("mean", -LARGEST_MEAN, LARGEST_MEAN), ("std", SMALLEST_STD, LARGEST_STD)):
         channels = found[name] if isinstance(found[name], list) else []
         # nan is in no range
-        is_right = [type(x) in (int, float) and low <= x <= high for x in channels] == [True] * 3
-        _check(is_right, name, found[name], f"three numbers from {low:g} to {high:g}")
+        is_right = [type(x) in (int, float) and low <= x <= high for x in channels] == [True] * image_channels
+        _check(is_right, name, found[name], f"{image_channels} number(s) from {low:g} to {high:g}")
     return found
 
 

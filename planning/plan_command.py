@@ -102,6 +102,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
         data["images"] = _count(given.images)
     if given.classes:
         data["classes"] = given.classes
+    config = dataclasses.replace(config, image_channels=data.pop("image_channels"))
     job = PlannedJob(config, machine, given.num_gpus, **data)
     return PlanRequest(job, given.json, assumed, counts, given.failures_per_gpu_day, given.dry_run)
 
@@ -127,14 +128,15 @@ def _with_global_batch(config: TrainConfig, ranks: int, global_batch: int) -> Tr
 
 
 def _data(config: TrainConfig, *, has_data: bool) -> tuple[dict[str, int], str]:
-    """Return classes, image size and images of the data set, and what was assumed."""
+    """Return classes, images, their size and channels (those given, unless they are not 3), and what was assumed."""
     if not has_data:
         size = config.image_size or IMAGENET["image_size"]
         text = f"no --data: {IMAGENET['images']:,} images of {IMAGENET['classes']:,} classes at {size} pixels"
-        return IMAGENET | {"image_size": size}, text
+        return IMAGENET | {"image_size": size, "image_channels": config.image_channels}, text
     data = load_data(data_options(config))
     size = data.train.sizes[-1]
-    return {"classes": len(data.class_names), "image_size": size, "images": sum(data.train_counts)}, ""
+    counts = {"classes": len(data.class_names), "images": sum(data.train_counts), "image_size": size}
+    return counts | {"image_channels": config.image_channels if data.image_channels == 3 else data.image_channels}, ""
 
 
 def run(request: PlanRequest) -> int:

@@ -28,6 +28,7 @@ class Workload:
     Attributes:
         network: on the meta device; left as it is.
         image_size: side of the training images in pixels.
+        image_channels: of these.
         sizes: of the network.
         optimizer_values: that the update rule and averages keep per trained parameter.
         operators: of its forward, for `planning.step_time.predict_step`.
@@ -36,6 +37,7 @@ class Workload:
 
     network: nn.Module
     image_size: int
+    image_channels: int
     sizes: ModelSizes
     optimizer_values: float
     operators: Sequence[Operator]
@@ -47,25 +49,27 @@ class Workload:
         network = without_data(self.network)
         if checkpointing:
             enable_activation_checkpointing(network)
-        return activations(network, batch_size, self.image_size, precision, device)
+        return activations(network, batch_size, self.image_size, precision, device, self.image_channels)
 
 
 def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
     """Count a run's network.
 
     Args:
-        config: with model, optimizer, averages.
+        config: with model, channels of the images, optimizer, averages.
         classes: of the data set.
         image_size: side of the training images in pixels.
 
     Raises:
         UserError: if the network cannot be built for such images, or not be run without data.
     """
+    channels = config.image_channels or 3
     with torch.device("meta"):
         built = build_model(
             config.model_type,
             num_classes=classes,
             image_size=image_size,
+            image_channels=channels,
             pretrained=None,
             members=tuple(config.ensemble_members.split(",")),
             batch_size=config.batch_size,
@@ -79,10 +83,11 @@ def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
     kept = sum(value.numel() for state in optimizer.state.values() for value in state.values() if _per_weight(value))
     sizes = sizes_of(network)
     values = kept / sizes.trained + bool(config.ema) + bool(config.lookahead)
-    operators = count_operators(without_data(network), image_size)
+    operators = count_operators(without_data(network), image_size, channels)
     if operators is None:
         raise UserError(f"model '{config.model_type}' computes with the values of its images: it cannot be planned.")
-    return Workload(network, image_size, sizes, values, operators, blocks=len(repeated_blocks(network)) or 1)
+    blocks = len(repeated_blocks(network)) or 1
+    return Workload(network, image_size, channels, sizes, values, operators, blocks)
 
 
 def sizes_of(network: nn.Module) -> ModelSizes:

@@ -160,8 +160,7 @@ class SafeBatches:
             return self._empty_batch()
 
     def _empty_batch(self) -> Batch:
-        size, side = self._context.plan.batch_size_per_rank, self._context.image_size
-        device = self._context.world.device
-        images, weights = torch.zeros(size, 3, side, side, device=device), torch.zeros(size, device=device)
+        size, device = self._context.plan.batch_size_per_rank, self._context.world.device
+        images, weights = torch.zeros(size, *self._context.image_shape, device=device), torch.zeros(size, device=device)
         labels = torch.zeros(size, dtype=torch.int64, device=device)
         return Batch(images, labels, weights, torch.zeros(size, dtype=torch.int64))

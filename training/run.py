@@ -342,7 +342,7 @@ def _facts(
         name, size = properties.name, properties.total_memory
     return RunFacts(
         folder=str(folder.path),
-        config=dataclasses.asdict(config),
+        config=dataclasses.asdict(config) | {"image_channels": data.image_channels},
         classes=len(data.class_names),
         image_size=data.train.sizes[-1],
         steps=steps,
@@ -535,7 +535,7 @@ def _train_context(context: RunContext, stop: StopRequest, start: RunStart) -> T
         plan=context.plan,
         schedule=context.schedule,
         num_classes=len(context.data.class_names),
-        image_size=context.data.preprocessing["image_size"],
+        image_shape=context.data.image_shape,
         seed=config.seed,
         loss=context.loss,
         log_every_steps=config.log_every_steps,

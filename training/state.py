@@ -86,7 +86,7 @@ class TrainContext:
         plan: which samples are in which batch.
         schedule: learning rate by step.
         num_classes: classes C of the data set.
-        image_size: side of the square images, in pixels.
+        image_shape: channels, height and width of the images.
         seed: of sample order, augmentation and dropout.
         loss: each sample's training loss, [B], of logits [B, C] and their batch.
         log_every_steps: optimizer steps between two logging points.
@@ -104,7 +104,7 @@ class TrainContext:
     plan: BatchPlan
     schedule: Schedule
     num_classes: int
-    image_size: int
+    image_shape: tuple[int, int, int]
     seed: int
     loss: Loss
     log_every_steps: int

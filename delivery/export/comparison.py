@@ -127,7 +127,7 @@ def measure_latency(
 
     Args:
         runs: the files by name.
-        images: float32 [N, 3, S, S], repeated if a batch needs more.
+        images: float32 [N, C, S, S], repeated if a batch needs more.
         batch_sizes: images of one forward pass.
     """
     largest = max(batch_sizes)

@@ -18,7 +18,7 @@ from training.data.datasets import ImageDataset
 from training.data.reading.images import ImageError
 from training.errors import UserError
 
-# From images float32 [B, 3, S, S] to logits float32 [B, classes], both on the CPU; B is free.
+# From images float32 [B, C, S, S] to logits float32 [B, classes], both on the CPU; B is free.
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 HELD_OUT = EvaluationChoice(split="val")
@@ -59,7 +59,7 @@ class CheckImages:
     """Real images of known classes, and the trained model's logits for them.
 
     Attributes:
-        images: float32 [N, 3, S, S], prepared as the model was trained.
+        images: float32 [N, C, S, S], prepared as the model was trained.
         labels: int64 [N], classes of the model.
         logits: float32 [N, classes], of the PyTorch module in fp32.
         name: of the data, such as "digits, val".
@@ -92,7 +92,7 @@ class ExportJob:
         metadata: what `training.checkpoint.weights.load_model` returned with it.
         origin: where it came from, as values of JSON.
         check: images that the file is compared on.
-        calibration: float32 [M, 3, S, S] from the training split, None if the precision needs none.
+        calibration: float32 [M, C, S, S] from the training split, None if the precision needs none.
         log: takes one line about progress.
     """
 
@@ -105,9 +105,9 @@ class ExportJob:
     log: Callable[[str], None]
 
     def example(self) -> torch.Tensor:
-        """Return images [2, 3, S, S] to trace the network with: a batch of 1 would be taken for a constant."""
-        size = self.metadata["preprocessing"]["image_size"]
-        return torch.zeros(2, 3, size, size)
+        """Return images [2, C, S, S] to trace the network with: a batch of 1 would be taken for a constant."""
+        size, mean = (self.metadata["preprocessing"][key] for key in ("image_size", "mean"))
+        return torch.zeros(2, len(mean), size, size)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Written:
 
 
 def run_in_batches(forward: Forward, images: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """Return the logits, float32 [N, classes], of images [N, 3, S, S]."""
+    """Return the logits, float32 [N, classes], of images [N, C, S, S]."""
     with torch.inference_mode():
         return torch.cat([forward(batch).float() for batch in images.split(batch_size)])
 
@@ -142,7 +142,7 @@ def load_check_images(data: EvaluationData, module: nn.Module, settings: ExportS
         UserError: if an image cannot be read, or none is left.
     """
     dataset = data.datasets.val
-    bytes_per_image = 4 * 3 * dataset.preprocessing["image_size"] ** 2
+    bytes_per_image = 4 * dataset.source.channels * dataset.preprocessing["image_size"] ** 2
     images, indices = _read(dataset, settings.check_images or max(MAX_BYTES // bytes_per_image, 1))
     labels = data.label_map[dataset.source.labels[indices]]
     logits = run_in_batches(module, images, settings.batch_size)
@@ -150,7 +150,7 @@ def load_check_images(data: EvaluationData, module: nn.Module, settings: ExportS
 
 
 def load_calibration_images(data: EvaluationData, count: int) -> torch.Tensor:
-    """Read images of the training split, evenly spaced and not augmented: float32 [count or fewer, 3, S, S].
+    """Read images of the training split, evenly spaced and not augmented: float32 [count or fewer, C, S, S].
 
     Raises:
         UserError: as `load_check_images`.

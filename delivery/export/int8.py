@@ -140,7 +140,7 @@ class Quantizer:
 
         Args:
             model: as `export_graph` returned it.
-            calibration: images, float32 [M, 3, S, S].
+            calibration: images, float32 [M, C, S, S].
             folder: for temporary files.
         """
         constant_names = constants(model).keys()

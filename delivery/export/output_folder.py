@@ -16,6 +16,13 @@ from training.errors import UserError
 
 PREPROCESSING = "preprocessing.json"
 INPUT_NAME, OUTPUT_NAME = "images", "logits"
+# By number of channels: their names, and how a file gets them; of other arrays the user knows them.
+CHANNELS = {
+    1: ("channel grey", "convert to 8-bit grey (ITU-R BT.601), transparent pixels on white"),
+    3: ("channels red, green, blue", "convert to 8-bit RGB, transparent pixels on white"),
+    4: ("channels as in the training data, of files red, green, blue, alpha", "convert files to 8-bit RGBA"),
+}
+OTHER_CHANNELS = ("channels as in the training data", "take the channels as 8-bit values")
 
 Publish = Callable[[dict[Path, str]], list[Path]]
 
@@ -63,6 +70,8 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
     """
     preprocessing = metadata["preprocessing"]
     size, resize_size = preprocessing["image_size"], preprocessing["resize_size"]
+    channels = len(preprocessing["mean"])
+    names, conversion = CHANNELS.get(channels, OTHER_CHANNELS)
     how = f"({preprocessing['interpolation']}, antialiased)"
     geometry = (
         [f"resize to {size} x {size} pixels {how}"]
@@ -78,8 +87,8 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
         "input": {
             "name": INPUT_NAME,
             "dtype": "float32",
-            "shape": ["batch", 3, size, size],
-            "layout": "NCHW, channels red, green, blue",
+            "shape": ["batch", channels, size, size],
+            "layout": f"NCHW, {names}",
             "value_range": "pixels divided by 255, so 0 to 1, then minus mean and divided by std, per channel",
         },
         "output": {
@@ -90,7 +99,7 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
         },
         "steps": [
             "turn the image upright by its EXIF orientation",
-            "convert to 8-bit RGB, transparent pixels on white",
+            conversion,
             *geometry,
             "divide by 255, subtract mean, divide by std, per channel",
             "put the channels first, and images of one size into one batch",

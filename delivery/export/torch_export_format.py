@@ -29,7 +29,7 @@ class StoredInBf16(nn.Module):
                 parameter.data = parameter.data.bfloat16()
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Map images `[B, 3, S, S]` to logits `[B, classes]`, both float32."""
+        """Map images `[B, C, S, S]` to logits `[B, classes]`, both float32."""
         widened = {name: parameter.float() for name, parameter in self.inner.named_parameters()}
         return torch.func.functional_call(self.inner, widened, (images,))
 

@@ -174,6 +174,7 @@ def _ask_workload(host: str, request: Request) -> tuple[Answer, Answer]:
                     num_classes=dataset.get("classes", CLASSES_WITHOUT_DATA),
                     image_size=dataset.get("image_size", config.image_size or IMAGE_SIZE_WITHOUT_DATA),
                     batch_size=config.batch_size,
+                    image_channels=dataset.get("image_channels", config.image_channels or 3),
                 )
     except Unreachable as error:
         if request.with_dataset and not dataset:

@@ -44,6 +44,7 @@ def measure_dataset(options: Mapping[str, Any]) -> dict[str, Any]:
         "train": sum(datasets.train_counts),
         "val": sum(datasets.val_counts),
         "image_size": datasets.preprocessing["image_size"],
+        "image_channels": datasets.image_channels,
         "decoded": report.decoded,
         "unreadable": [f"{path} ({reason})" for path, reason in report.unreadable],
         "in_memory": datasets.train.source.in_memory,
@@ -106,7 +107,7 @@ def _entries(folder: str) -> Iterator[tuple[str, int]]:
 
 
 def measure_model(
-    model_type: str, members: Sequence[str], num_classes: int, image_size: int, batch_size: int
+    model_type: str, members: Sequence[str], num_classes: int, image_size: int, batch_size: int, image_channels: int = 3
 ) -> dict[str, Any]:
     """Return `parameters`, `cores`, `device`, and the `images_per_second` of one rank (None without a GPU).
 
@@ -117,7 +118,7 @@ def measure_model(
 
     from models.build import describe_model, rebuild_model
 
-    description = describe_model(model_type, num_classes, image_size, members)
+    description = describe_model(model_type, num_classes, image_size, members, image_channels)
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in rebuild_model(description).parameters())
     found: dict[str, Any] = {"parameters": parameters, "cores": len(os.sched_getaffinity(0))}
@@ -125,11 +126,11 @@ def measure_model(
         return found | {"device": "cpu", "images_per_second": None}
     with torch.device("cuda"):
         module = rebuild_model(description)
-    seconds = _gpu_step_seconds(module, batch_size, image_size)
+    seconds = _gpu_step_seconds(module, batch_size, image_size, image_channels)
     return found | {"device": torch.cuda.get_device_name(), "images_per_second": batch_size / seconds}
 
 
-def _gpu_step_seconds(module: nn.Module, batch_size: int, image_size: int) -> float:
+def _gpu_step_seconds(module: nn.Module, batch_size: int, image_size: int, image_channels: int = 3) -> float:
     """Time forward and backward on random images, in the precision of a training; the optimizer's part is small."""
     import torch
 
@@ -137,7 +138,7 @@ def _gpu_step_seconds(module: nn.Module, batch_size: int, image_size: int) -> fl
 
     # Not is_bf16_supported, which is true of GPUs before Ampere, too: they only emulate it.
     dtype = DTYPES[resolve_precision("auto", torch.device("cuda"))]
-    images = torch.rand(batch_size, 3, image_size, image_size, device="cuda")
+    images = torch.rand(batch_size, image_channels, image_size, image_size, device="cuda")
     for step in range(WARM_UP_STEPS + TIMED_STEPS):
         if step == WARM_UP_STEPS:
             torch.cuda.synchronize()

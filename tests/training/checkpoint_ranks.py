@@ -60,9 +60,9 @@ HEAD = frozenset({"head.weight", "head.bias"})
 class DropoutNet(nn.Module):
     """A convolution, BatchNorm where asked for, dropout and a head; 7 blocks of weights, so that 4 ranks have some."""
 
-    def __init__(self, with_batchnorm: bool) -> None:
+    def __init__(self, with_batchnorm: bool, image_channels: int = 3) -> None:
         super().__init__()
-        self.convolution = nn.Conv2d(3, 192, 3, padding=1, bias=not with_batchnorm)
+        self.convolution = nn.Conv2d(image_channels, 192, 3, padding=1, bias=not with_batchnorm)
         self.norm = nn.BatchNorm2d(192) if with_batchnorm else nn.Identity()
         self.dropout = nn.Dropout(0.3)
         self.head = nn.Linear(192, CLASSES)
@@ -84,11 +84,11 @@ class InfiniteGradient(torch.autograd.Function):
         return (gradient / 0 if context.broken else gradient), None
 
 
-def make_data(broken_sample: int = -1) -> DatasetPair:
+def make_data(broken_sample: int = -1, image_channels: int = 3) -> DatasetPair:
     """45 images with a little augmentation; one of them may come out of it as NaN."""
     generator = torch.Generator().manual_seed(5)
     pixels = torch.randint(256, (SAMPLES, 1, 8, 8), generator=generator, dtype=torch.uint8)
-    source = ArraySource(pixels, torch.arange(SAMPLES) % CLASSES)
+    source = ArraySource(pixels, torch.arange(SAMPLES) % CLASSES, image_channels)
     defaults = DatasetDefaults(8, "shift", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
     names = [f"class-{number}" for number in range(CLASSES)]
     pair = make_dataset_pair(source, source, names, defaults, DataOptions(), "fingerprint")
@@ -131,6 +131,7 @@ class Job:
         replicate_across: str = "none",
         is_averaged: bool = False,
         tuning: str = "full",
+        image_channels: int = 3,
     ) -> None:
         accumulation = GLOBAL_BATCH // (MICRO_BATCH * world.size)
         config = configuration(
@@ -148,7 +149,7 @@ class Job:
         loggers = Loggers([self.recorder])
         # A resumed run must not owe its weights to the seed.
         torch.manual_seed(0 if resume == "never" else 99)
-        self.module = DropoutNet(with_batchnorm)
+        self.module = DropoutNet(with_batchnorm, image_channels)
         if is_frozen:
             # Other values on each rank: rank 0's count.
             self.module.convolution.requires_grad_(False).weight += world.rank
@@ -167,7 +168,7 @@ class Job:
         self.engine = make_engine(world, self.module, config, precision)
         plan = BatchPlan(SAMPLES, MICRO_BATCH, accumulation, world.size, seed=3)
         schedule = Schedule(RATE, total_steps=EPOCHS * plan.steps_per_epoch, warmup_steps=1, final_scale=0.1)
-        self.data = make_data(broken_sample)
+        self.data = make_data(broken_sample, image_channels)
         self.loader = TrainLoader(self.data, plan, world.rank)
         self.stop = StopRequest()
         self.state = TrainState(self.engine, ScoreSums(CLASSES, world.device), Progress())
@@ -186,7 +187,7 @@ class Job:
             plan,
             schedule,
             CLASSES,
-            8,
+            self.data.image_shape,
             3,
             build_loss(config, self.data.class_names, self.data.train_counts, world.device),
             1,

@@ -431,7 +431,7 @@ def loop_context(world: World, engine: Engine, plan: BatchPlan, image_size: int 
         "heartbeat": HeartbeatWriter(None, 0, 0.0),
         "timing": Timing(),
     } | changes
-    fixed = {"num_classes": CLASSES, "image_size": image_size, "seed": 0}
+    fixed = {"num_classes": CLASSES, "image_shape": (3, image_size, image_size), "seed": 0}
     fixed["loss"] = build_loss(configuration(label_smoothing=0.0), [], [], world.device)
     return TrainContext(world=world, plan=plan, **({"log_every_steps": 1, "epochs": 1} | fixed | values))
 

@@ -18,6 +18,7 @@ from training.parallel.strategies import STRATEGIES
 RANKS = "tests.training.checkpoint_ranks"
 WORLDS = (1, 2, 4)
 LEAVES = 4  # of a step
+CHANNELS = {False: 3, True: 1}  # of the images, without and with BatchNorm
 MIDDLE = "step-00000-0000002"  # two of three steps of the first epoch
 MATRIX = [*product(STRATEGIES, WORLDS, STRATEGIES, WORLDS)]
 CULPRITS = ("image", "loss", "gradient")
@@ -52,6 +53,7 @@ def whole_runs(launches):
                 "folder": str(checkpoints_of(launches, strategy, world_size, norm)),
                 "strategy": strategy,
                 "with_batchnorm": norm,
+                "image_channels": CHANNELS[norm],
             }
             for strategy, norm in keys
         ]
@@ -76,6 +78,7 @@ def resumed_runs(launches, whole_runs):
                 "folder": str(launches.folder / f"from-{saved}-{saved_size}-to-{strategy}-{world_size}-{norm}"),
                 "strategy": strategy,
                 "with_batchnorm": norm,
+                "image_channels": CHANNELS[norm],
             }
             for saved, saved_size, strategy, norm in keys
         ]

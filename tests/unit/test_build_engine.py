@@ -141,7 +141,8 @@ def test_recomputed_stages_have_synchronized_batchnorms_on_gpus(monkeypatch):
     monkeypatch.setattr(model_module, "agreed", lambda action, _world: action())
     monkeypatch.setattr(nn.Module, "to", lambda module, _device: module)
     config = TrainConfig(activation_checkpointing=True, sync_batchnorm=True)
-    data = SimpleNamespace(class_names=["a", "b"], preprocessing={"image_size": 8}, train=SimpleNamespace(sizes=[8]))
+    data = SimpleNamespace(class_names=["a", "b"], preprocessing={"image_size": 8}, image_channels=3)
+    data.train = SimpleNamespace(sizes=[8])
     built, _ = model_module.build_training_model(config, data, World(1, 0, 1, 2, GPU))
     ((first, second),) = built.module[0].forward.args
     assert [type(layer) for layer in (first[1], second[0])] == [nn.SyncBatchNorm] * 2

@@ -134,11 +134,11 @@ def test_erased_rectangles_have_the_distribution_of_timm(size):
     assert stats.kstest(boxes[5] / NOISE_LENGTH, "uniform").pvalue > LEAST_P
 
 
-@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
-def test_what_is_erased_is_filled_as_timm_fills_it(mode):
-    images = torch.full((300, 3, 32, 32), 9.0).contiguous(memory_format=torch.channels_last)
+@pytest.mark.parametrize(("mode", "channels"), [("const", 3), ("rand", 5), ("pixel", 1)])
+def test_what_is_erased_is_filled_as_timm_fills_it(mode, channels):
+    images = torch.full((300, channels, 32, 32), 9.0).contiguous(memory_format=torch.channels_last)
     indices = np.arange(300)
-    erased = RandomErasing(1.0, mode, 32, seed=1)(images.clone(), 2, indices)
+    erased = RandomErasing(1.0, mode, 32, 1, channels)(images.clone(), 2, indices)
     boxes = erased_boxes(32, 1.0, uniform_draws(1, 2, indices, ERASING_DRAWS, first=25))
     values = []
     for slot, top, left, height, width, _ in boxes.T.tolist():

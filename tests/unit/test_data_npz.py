@@ -19,21 +19,32 @@ def arrays(shape=(28, 28)):
 
 
 def load(path, **options):
-    return load_data(DataOptions(data=f"npz:{path}", mean=(0,) * 3, std=(1,) * 3, **options))
+    return load_data(DataOptions(data=f"npz:{path}", mean=(0,), std=(1,), **options))
 
 
-@pytest.mark.parametrize("shape", [(28, 28), (12, 12, 1), (32, 32, 3)])
-def test_images_and_labels_are_those_of_the_file(tmp_path, shape):
+@pytest.mark.parametrize(
+    ("shape", "asked", "channels"),
+    [
+        ((28, 28), 0, 3),
+        ((28, 28), 1, 1),
+        ((12, 12, 1), 0, 3),
+        ((12, 12, 2), 0, 2),
+        ((32, 32, 3), 0, 3),
+        ((12, 12, 4), 4, 4),
+        ((12, 12, 9), 0, 9),
+    ],
+)
+def test_images_and_labels_are_those_of_the_file(tmp_path, shape, asked, channels):
     given = arrays(shape)
     np.savez(tmp_path / "a.npz", **given)
-    pair = load(tmp_path / "a.npz")
+    pair = load(tmp_path / "a.npz", image_channels=asked)
     assert (len(pair.train), len(pair.val), pair.augmentation) == (20, 10, "shift_flip")
     assert pair.preprocessing["image_size"] == shape[0]
     assert pair.class_names == [str(label) for label in range(10)]
     for index in range(10):
         image, label = pair.val[0, index]
         expected = given["x_test"][index].reshape(*shape[:2], -1).transpose(2, 0, 1) / 255
-        np.testing.assert_allclose(image, np.broadcast_to(expected, (3, *shape[:2])), rtol=1e-6)
+        np.testing.assert_allclose(image, np.broadcast_to(expected, (channels, *shape[:2])), rtol=1e-6)
         assert label == given["y_test"][index]
 
 

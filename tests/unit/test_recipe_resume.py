@@ -1,4 +1,7 @@
-"""A recipe whose samples, targets and sizes change from epoch to epoch ends with the same bytes after a resume."""
+"""A recipe whose samples, targets and sizes change from epoch to epoch ends with the same bytes after a resume.
+
+On grey images.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ RECIPE = {
     "data": "fake",
     "model_type": "basic_cnn",
     "image_size": 16,
+    "image_channels": 1,
     "epochs": 3,
     "batch_size": 125,
     "loss": "bce",

@@ -217,7 +217,7 @@ def test_adapters_are_small_and_all_else_but_the_head_is_frozen():
     }
 
 
-# --- other image sizes and channels ----------------------------------------------------------------------------
+# --- other image sizes -----------------------------------------------------------------------------------------
 
 
 def test_position_embeddings_are_resampled_as_timm_does_it(tmp_path):
@@ -231,15 +231,6 @@ def test_position_embeddings_are_resampled_as_timm_does_it(tmp_path):
     assert all(torch.equal(found[name], source[name]) for name in others)
     assert "adapted to this model's input: pos_embed [1, 17, 192] -> [1, 5, 192]" in model.notes
     assert any("head replaced: 5 -> 3" in note for note in model.notes)
-
-
-@pytest.mark.parametrize("channels", [1, 4])
-def test_the_stem_of_other_channels_is_adapted_as_timm_does_it(tmp_path, channels):
-    source = timm.create_model("resnet18", num_classes=5, in_chans=channels).state_dict()
-    save_file(source, tmp_path / "weights")
-    model = build_model("timm:resnet18", num_classes=5, image_size=64, weights=str(tmp_path / "weights"))
-    expected = adapt_input_conv(3, source["conv1.weight"], base_chans=channels)
-    assert torch.equal(model.module.state_dict()["conv1.weight"], expected)
 
 
 def test_another_network_is_still_refused(tmp_path):
@@ -283,16 +274,19 @@ def logs(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 
-@pytest.mark.parametrize("word", ["head", "lora:2"])
-def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, logs, source, capsys):
+@pytest.mark.parametrize(("word", "channels"), [("head", 1), ("lora:2", 3)])
+def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, channels, logs, source, capsys):
+    """The weights are for RGB; the first layer of a run on grey images is adapted, and frozen as that."""
     name = word.replace(":", "-")
-    whole = train(logs, name, tune=word, weights=str(source))
+    whole = train(logs, name, tune=word, weights=str(source), image_channels=channels)
     before, after = load_file(source), load_file(whole / "model.safetensors")
+    before["blocks.0.0.weight"] = adapt_input_conv(channels, before["blocks.0.0.weight"])
     assert after.keys() == before.keys()
     changed = {key for key in after if not torch.equal(after[key], before[key])}
     adapted = {f"blocks.{block}.{layer}.weight" for block in range(3) for layer in (0, 3)} if word != "head" else set()
     assert changed == {"head.weight", "head.bias"} | adapted
-    build_model("basic_cnn", num_classes=10, image_size=16, weights=str(whole / "model.safetensors"))
+    file = str(whole / "model.safetensors")
+    build_model("basic_cnn", num_classes=10, image_size=16, image_channels=channels, weights=file)
 
     checkpoint = whole / "checkpoints" / "step-00001-0000000"
     facts = read_manifest(checkpoint).frozen
@@ -301,13 +295,14 @@ def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, lo
     assert sum(path.stat().st_size for path in checkpoint.glob("shard*")) < file.stat().st_size / 4
 
     # The starting weights do not matter any more: they are in the checkpoint's file.
-    resumed = train(logs, f"{name}-resumed", tune=word, resume=str(checkpoint))
+    same = {"image_channels": channels, "resume": str(checkpoint)}
+    resumed = train(logs, f"{name}-resumed", tune=word, **same)
     for path in ("model.safetensors", "checkpoints/step-00002-0000000/shard-00000.safetensors"):
         assert (resumed / path).read_bytes() == (whole / path).read_bytes()
     with pytest.raises(AssertionError):
-        train(logs, f"{name}-other", tune="full", resume=str(checkpoint))
+        train(logs, f"{name}-other", tune="full", **same)
     assert f"was made with --tune '{word}', this run has 'full'" in capsys.readouterr().err
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(AssertionError):
-        train(logs, f"{name}-damaged", tune=word, resume=str(checkpoint))
+        train(logs, f"{name}-damaged", tune=word, **same)
     assert f"{file.name} is damaged: its sha256 does not match" in capsys.readouterr().err

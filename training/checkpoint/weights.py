@@ -20,14 +20,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from models.build import rebuild_model, tensor_mismatch
+from models.build import channels_of, rebuild_model, tensor_mismatch
 from models.dry_run import forward_failure
 from models.weights_file import check_finite
 from models.weights_metadata import METADATA_KEY, METADATA_KEYS, WrongMetadata, open_weights, read_facts
 from training.checkpoint.atomic_write import replacing
 from training.data.augment import evaluation_transform
 from training.data.randomness import preserved_generators
-from training.data.reading.images import to_rgb
+from training.data.reading.images import to_channels
 from training.errors import UserError
 
 
@@ -47,8 +47,8 @@ def save_weights(
         state_dict: the full tensors on any device; each keeps its dtype.
         description: `BuiltModel.description`.
         class_names: the class of each logit, in order.
-        preprocessing: image_size and resize_size (pixels; resize_size null for no crop), mean and std (3 numbers
-            each, for pixels in 0..1), interpolation (bilinear, bicubic or nearest); see `preprocess`.
+        preprocessing: image_size and resize_size (pixels; resize_size null for no crop), mean and std (a number
+            per channel, for pixels in 0..1), interpolation (bilinear, bicubic or nearest); see `preprocess`.
         extra: anything else that JSON can contain.
     """
     values = (description, class_names, preprocessing, extra or {})
@@ -88,7 +88,7 @@ def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]
     """Rebuild the network of a file and load its weights: float32, on the CPU, in evaluation mode.
 
     Returns:
-        The network (images `[B, 3, H, W]` to logits `[B, classes]`) and the metadata of `read_metadata`.
+        The network (images `[B, C, H, W]` to logits `[B, classes]`) and the metadata of `read_metadata`.
 
     Raises:
         UserError: for a file that is missing, broken or contradicts itself, or contains NaN or infinity.
@@ -117,24 +117,24 @@ def _empty_network(path: str | os.PathLike[str], metadata: dict[str, Any]) -> nn
     mismatch = tensor_mismatch(description, shapes)
     if mismatch is None:
         module = rebuild_model(description)
-        mismatch = forward_failure(module, image_size, batch_size=2)
+        mismatch = forward_failure(module, image_size, 2, channels_of(description))
     if mismatch is not None:
         raise UserError(mismatch)
     return module
 
 
 def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor]:
-    """Return the function that turns a PIL image into the network's input, float32 `[3, H, W]`.
+    """Return the function that turns a PIL image into the network's input, float32 `[1, 3 or 4, H, W]`.
 
-    The image is turned upright (EXIF), made RGB, resized (the shorter side to resize_size, then a center crop of
-    image_size; or straight to image_size if resize_size is null), and normalized with mean and std.
+    The image is turned upright (EXIF), made grey, RGB or RGBA, resized (the shorter side to resize_size, then a center
+    crop of image_size; or straight to image_size if resize_size is null), and normalized with mean and std.
 
     Args:
         metadata: what `read_metadata` or `load_model` returned.
     """
-    transform = evaluation_transform(metadata["preprocessing"])
+    transform, channels = evaluation_transform(metadata["preprocessing"]), len(metadata["preprocessing"]["mean"])
 
     def to_input(image: Image.Image) -> torch.Tensor:
-        return transform(pil_to_tensor(to_rgb(ImageOps.exif_transpose(image))))
+        return transform(pil_to_tensor(to_channels(ImageOps.exif_transpose(image), channels)))
 
     return to_input

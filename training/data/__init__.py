@@ -103,6 +103,7 @@ class DataOptions:
     val_fraction: float = 0.2
     image_size: int = 0
     eval_image_size: int = 0
+    image_channels: int = 0
     progressive_size: str = ""
     augmentation: str = "auto"
     randaugment: str = RANDAUGMENT
@@ -200,6 +201,8 @@ def _check_options(options: DataOptions) -> None:
             f"the decoder gpu does not go with --color-jitter or the augmentation {options.augmentation}: take the "
             "decoder cpu, or the augmentation crop_flip without --color-jitter."
         )
+    if options.image_channels not in (0, 3) and options.decode == "gpu":
+        raise UserError(f"the decoder gpu reads RGB, not {options.image_channels} channels: take the decoder cpu.")
     if not 0 < options.val_fraction < 1:
         raise UserError(f"the validation fraction is {options.val_fraction}: give a number above 0 and below 1.")
     if options.image_size and not MIN_IMAGE_SIZE <= options.image_size <= MAX_IMAGE_SIZE:

@@ -1,6 +1,6 @@
 """What happens to an image before it is stacked into a batch: cropped and resized; `policies` may follow.
 
-Training and evaluation return uint8 [3, S, S]; shifting, mirroring and normalising follow on the device, a batch at a
+Training and evaluation return uint8 [C, S, S]; shifting, mirroring and normalising follow on the device, a batch at a
 time (`batch_transforms`). `evaluation_transform` is all of it for one image, for users of a trained model.
 """
 
@@ -76,7 +76,7 @@ def evaluation_transform(preprocessing: dict[str, Any]) -> Transform:
             `interpolation`, a name of torchvision's `InterpolationMode`.
 
     Returns:
-        A function from uint8 [3, H, W] to float32 [3, S, S].
+        A function from uint8 [C, H, W] to float32 [C, S, S].
     """
     normalise = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(preprocessing["mean"], preprocessing["std"])]
     return v2.Compose([evaluation_geometry(preprocessing), *normalise])
@@ -91,8 +91,13 @@ def evaluation_geometry(preprocessing: dict[str, Any]) -> Transform:
     return v2.Compose([v2.Resize(resize_size, interpolation=filter_mode, antialias=True), v2.CenterCrop(size)])
 
 
+def viewable(images: torch.Tensor) -> torch.Tensor:
+    """Return the channels [..., 1 or 3, H, W] of images that are shown as grey or RGB: the first ones."""
+    return images[..., : 3 if images.shape[-3] >= 3 else 1, :, :]
+
+
 def resize(image: torch.Tensor, preprocessing: dict[str, Any]) -> torch.Tensor:
-    """Resize uint8 [3, h, w] to [3, S, S] with antialiasing: torchvision's `resize`, which would copy a cropped view.
+    """Resize uint8 [C, h, w] to [C, S, S] with antialiasing: torchvision's `resize`, which would copy a cropped view.
 
     The fastest if the channels are innermost in memory.
     """

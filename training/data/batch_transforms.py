@@ -37,11 +37,12 @@ class BatchTransforms:
         self.augmentation, self.seed, self.size = augmentation, seed, size
         farthest = int(SHIFT_FRACTION * size) if augmentation.shift_pixels is None else augmentation.shift_pixels
         self.border = farthest if augmentation.shift else 0
-        self._erase = RandomErasing(augmentation.erasing, augmentation.erasing_mode, size, seed)
+        self.channels = len(preprocessing["mean"])
+        self._erase = RandomErasing(augmentation.erasing, augmentation.erasing_mode, size, seed, self.channels)
         mean, std = (np.array(preprocessing[key], dtype=np.float64) for key in ("mean", "std"))
         std = np.maximum(std, SMALLEST_STD)
         # (x / 255 - mean) / std is x * scale + offset; repeated for each pixel of a row, because the arithmetic on
-        # a CPU is four times as fast along whole rows as along the three channels
+        # a CPU is four times as fast along whole rows as along the channels
         self._factors = [torch.from_numpy(np.tile(values, size)).float() for values in (1 / (255 * std), -mean / std)]
         self._factors_on: dict[torch.device, list[torch.Tensor]] = {}
 
@@ -49,12 +50,12 @@ class BatchTransforms:
         """Transform a batch.
 
         Args:
-            images: uint8 [B, 1 or 3, S, S] on any device; floating-point images are returned unchanged.
+            images: uint8 [B, 1 or C, S, S] on any device; floating-point images are returned unchanged.
             epoch: Decides the augmentation.
             indices: int64 [B], the `draw_keys` of a `BatchKey`.
 
         Returns:
-            float32 [B, 3, S, S], channels_last, normalised.
+            float32 [B, C, S, S], channels_last, normalised.
         """
         if images.is_floating_point():
             return images
@@ -69,7 +70,7 @@ class BatchTransforms:
         return self._finish(images, epoch, indices)
 
     def with_border(self, images: torch.Tensor) -> torch.Tensor:
-        """Pad images [N, S, S, C], wide enough for the farthest shift, with zeros or their mirror image."""
+        """Pad images [N, S, S, 1 or C], wide enough for the farthest shift, with zeros or their mirror image."""
         if self.augmentation.shift_padding == "zeros":
             return pad(images, [0, 0] + [self.border] * 4)
         reflected = torch.from_numpy(np.pad(np.arange(self.size), self.border, mode="reflect"))
@@ -80,7 +81,7 @@ class BatchTransforms:
         """Take images out of a set that `with_border` has padded, and transform them.
 
         Args:
-            bordered: uint8 [N, S + 2 * border, S + 2 * border, 1 or 3].
+            bordered: uint8 [N, S + 2 * border, S + 2 * border, 1 or C].
             positions: int64 [B], of the images in `bordered`.
             epoch: Decides the augmentation.
             indices: int64 [B], the `draw_keys` of a `BatchKey`.
@@ -115,18 +116,18 @@ class BatchTransforms:
         return (draws[:, 0] < 0.5) & (self.augmentation.mirror == "random")
 
     def _finish(self, images: torch.Tensor, epoch: int, indices: np.ndarray) -> torch.Tensor:
-        """Normalise and erase: from uint8 [B, S, S, 1 or 3] to float32 [B, 3, S, S]."""
+        """Normalise and erase: from uint8 [B, S, S, 1 or C] to float32 [B, C, S, S]."""
         images = self._normalise(images)
         return self._erase(images, epoch, indices) if self.augmentation.erasing else images
 
     def _normalise(self, images: torch.Tensor) -> torch.Tensor:
-        """Convert uint8 [B, S, S, 1 or 3] to float32 [B, 3, S, S]."""
+        """Convert uint8 [B, S, S, 1 or C] to float32 [B, C, S, S]."""
         if images.device not in self._factors_on:
             self._factors_on[images.device] = [to_device(factors, images.device) for factors in self._factors]
         scale, offset = self._factors_on[images.device]
-        size = self.size
-        rows = images.expand(-1, -1, -1, 3).reshape(-1, size, 3 * size).float()
-        return torch.addcmul(offset, rows, scale).view(-1, size, size, 3).permute(0, 3, 1, 2)
+        size, channels = self.size, self.channels
+        rows = images.expand(-1, -1, -1, channels).reshape(-1, size, channels * size).float()
+        return torch.addcmul(offset, rows, scale).view(-1, size, size, channels).permute(0, 3, 1, 2)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_factors_on": {}}  # tensors on a GPU are not sent to worker processes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from models import LARGEST_IMAGE_SIZE
+from models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS
 from training.data import BAD_IMAGES_USAGE, DATASETS, DECODERS
 from training.data.augmentations import AUGMENTATION_NAMES, CROP_RATIO, CROP_SCALE, RANDAUGMENT
 from training.data.image_sizes import USAGE as SIZE_USAGE
@@ -30,6 +30,13 @@ class DataFields:
     )
     eval_image_size: int = option(
         0, "Side of the validation images, at least --image-size; 0: --image-size.", low=0, high=LARGEST_IMAGE_SIZE
+    )
+    image_channels: int = option(
+        0,
+        "Channels of the images: 1 grey, 3 RGB, 4 RGBA, others of arrays only; 0: 3, or as many as arrays of 2, 4 or "
+        "more have.",
+        low=0,
+        high=MOST_IMAGE_CHANNELS,
     )
     progressive_size: str = option(
         "",

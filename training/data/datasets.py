@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ImageDataset(Dataset):
-    """Samples by (epoch, draw key): `(image float32 [3, S, S] normalised, label)`.
+    """Samples by (epoch, draw key): `(image float32 [C, S, S] normalised, label)`.
 
     Attributes:
         source: The raw images.
@@ -106,7 +106,7 @@ class ImageDataset(Dataset):
         return uniform_draws(self.seed, epoch, indices, CROP_DRAWS, first=FIRST_CROP_DRAW).tolist()
 
     def read(self, epoch: int, index: int, draws: list[float], offset: int = 0) -> torch.Tensor:
-        """Return the image as uint8 [3, S, S], before `batch_transforms`; may leave the global generators seeded.
+        """Return the image as uint8 [C, S, S], before `batch_transforms`; may leave the global generators seeded.
 
         Args:
             epoch: Decides the augmentation.
@@ -167,6 +167,16 @@ class DatasetPair:
     fingerprint: str
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def image_channels(self) -> int:
+        """Channels C of the images."""
+        return len(self.preprocessing["mean"])
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of the validation images."""
+        return self.image_channels, self.preprocessing["image_size"], self.preprocessing["image_size"]
+
 
 @dataclass(frozen=True)
 class DatasetDefaults:
@@ -188,6 +198,7 @@ class DatasetDefaults:
 
 
 PHOTOGRAPHS = DatasetDefaults(224, "crop_flip", centre_crop=True, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+RGBA_PHOTOGRAPHS = replace(PHOTOGRAPHS, mean=(*IMAGENET_MEAN, 0.5), std=(*IMAGENET_STD, 0.5))  # alpha: -1 to 1
 
 
 def at_size(preprocessing: dict[str, Any], size: int) -> dict[str, Any]:
@@ -210,15 +221,23 @@ def make_dataset_pair(
     Raises:
         UserError: A set is empty, there is only one class, or a label is out of range; the augmentation does not fit.
     """
+    channels = train.channels
     size = options.image_size or defaults.image_size
     preprocessing = {
         "image_size": size,
         "resize_size": round(size * CROP_RATIO) if defaults.centre_crop else None,
-        "mean": list(options.mean or defaults.mean),
-        "std": list(options.std or defaults.std),
+        "mean": _for_channels(options.mean, channels) or _for_channels(defaults.mean, channels),
+        "std": _for_channels(options.std, channels) or _for_channels(defaults.std, channels),
         "interpolation": options.interpolation,
     }
     augmentation, ramp = augmentation_of(options, defaults.augmentation), size_ramp(options.progressive_size)
+    if channels != 3 and augmentation.uses_pillow:
+        flag = "--color-jitter" if augmentation.color_jitter else f"--augmentation {options.augmentation}"
+        plain = ", ".join(name for name, line in AUGMENTATIONS.items() if not line.uses_pillow)
+        raise UserError(
+            f"{flag} changes the colours of RGB images, these have {channels} channel(s): give one of {plain} without "
+            "--color-jitter."
+        )
     smallest, eval_size = ramp.low if ramp else size, options.eval_image_size or size
     if smallest > size:
         raise UserError(f"--progressive-size {options.progressive_size}: images grow, to {size} pixels: begin below.")
@@ -258,6 +277,7 @@ def make_array_datasets(
     notes: Iterable[str] = (),
 ) -> DatasetPair:
     """As `make_dataset_pair`, with mean and standard deviation of the training images as the defaults."""
+    train, val = (source.in_channels(options.image_channels) for source in (train, val))
     mean, std = _pixel_statistics(train.images)
     defaults = DatasetDefaults(image_size, augmentation, centre_crop=False, mean=mean, std=std)
     digest = hashlib.sha256("\0".join(class_names).encode())
@@ -278,8 +298,8 @@ def make_file_datasets(
         digest.update(b"\n\n")
         for file in sorted(part):
             digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.label}\n"))
-    all_notes = [*notes, *cache_notes]
-    return make_dataset_pair(sources[0], sources[-1], class_names, PHOTOGRAPHS, options, digest.hexdigest(), all_notes)
+    all_notes, defaults = [*notes, *cache_notes], RGBA_PHOTOGRAPHS if sources[0].channels == 4 else PHOTOGRAPHS
+    return make_dataset_pair(sources[0], sources[-1], class_names, defaults, options, digest.hexdigest(), all_notes)
 
 
 def _size_notes(size: int, eval_size: int, ramp: SizeRamp | None) -> Iterator[str]:
@@ -291,7 +311,7 @@ def _size_notes(size: int, eval_size: int, ramp: SizeRamp | None) -> Iterator[st
 
 
 def _pixel_statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation per channel of uint8 [N, C, H, W] as values in 0..1, 4 decimals, 3 entries."""
+    """Return mean and standard deviation per channel of uint8 [N, C, H, W] as values in 0..1, 4 decimals."""
     means, stds = [], []
     levels = np.arange(256) / 255
     for channel in images.unbind(1):
@@ -299,8 +319,17 @@ def _pixel_statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
         mean = float(shares @ levels)
         means.append(round(mean, 4))
         stds.append(round(float(shares @ (levels - mean) ** 2) ** 0.5, 4))
-    repeats = 3 // len(means)
-    return means * repeats, stds * repeats
+    return means, stds
+
+
+def _for_channels(values: Sequence[float] | None, channels: int) -> list[float]:
+    """Return means or deviations for a number of channels; none if those given are for another one.
+
+    One for all, and the mean of all for grey images, because a first layer of 3 channels is summed for them.
+    """
+    if values is None or (len(values) not in (1, channels) and channels != 1):
+        return []
+    return [sum(values) / len(values)] if channels == 1 else list(values) * (channels // len(values))
 
 
 def _count_labels(labels: torch.Tensor, class_names: list[str], what: str) -> list[int]:

@@ -62,7 +62,7 @@ class ImagesOnDevice:
 
     Args:
         dataset: A set of arrays with an augmentation that works on batches.
-        images: Its images, uint8 [N, 1 or 3, H, W].
+        images: Its images, uint8 [N, 1 or C, H, W].
         device: Where the images are kept.
     """
 
@@ -79,7 +79,7 @@ class ImagesOnDevice:
         self._filled_with, self._bordered = dataset, bordered.to(self._device)
 
     def batch(self, key: BatchKey) -> Batch:
-        """Return the batch of a key: images float32 [B, 3, S, S] on the device, the other tensors on the CPU."""
+        """Return the batch of a key: images float32 [B, C, S, S] on the device, the other tensors on the CPU."""
         dataset = self._dataset.for_epoch(key.epoch)
         if dataset is not self._filled_with:
             self._fill(dataset)

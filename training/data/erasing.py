@@ -27,18 +27,19 @@ class RandomErasing:
         mode: "const": zeros, which is the mean; "rand": one normal number for each channel; "pixel": for each pixel.
         size: Side S of the images in pixels.
         seed: Of the run.
+        channels: C of the images.
     """
 
-    def __init__(self, probability: float, mode: str, size: int, seed: int) -> None:
+    def __init__(self, probability: float, mode: str, size: int, seed: int, channels: int = 3) -> None:
         self._probability, self._size, self._seed = probability, size, seed
-        self._noise_shape = {"const": None, "rand": (1, 1, 3), "pixel": (size, size, 3)}[mode]
+        self._noise_shape = {"const": None, "rand": (1, 1, channels), "pixel": (size, size, channels)}[mode]
         self._noise_on: dict[torch.device, torch.Tensor] = {}
 
     def __call__(self, images: torch.Tensor, epoch: int, indices: np.ndarray) -> torch.Tensor:
         """Erase in place.
 
         Args:
-            images: float32 [B, 3, S, S], normalised, channels_last.
+            images: float32 [B, C, S, S], normalised, channels_last.
             epoch: Decides, with the indices, what is erased.
             indices: int64 [B], positions in the data set.
         """
@@ -55,7 +56,7 @@ class RandomErasing:
         return images
 
     def _fill(self, start: torch.Tensor) -> torch.Tensor:
-        """Return what is put in: float32 [], or [K, 1 or S, 1 or S, 3]: the noise from `start` (int64 [K, 1]) on."""
+        """Return what is put in: float32 [], or [K, 1 or S, 1 or S, C]: the noise from `start` (int64 [K, 1]) on."""
         if self._noise_shape is None:
             return torch.zeros((), device=start.device)
         places = start + torch.arange(math.prod(self._noise_shape), device=start.device)

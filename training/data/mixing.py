@@ -54,7 +54,7 @@ class Mixing:
         weight 0 (padding, unreadable images) have none: they stay as they are and get into no other.
 
         Args:
-            images: float32 [B, 3, S, S], normalised, channels_last.
+            images: float32 [B, channels, S, S], normalised, channels_last.
             labels: int64 [B], on the same device.
             weights: float32 [B].
             epoch: Decides, with the leaf, how to mix.

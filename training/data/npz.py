@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from models import MOST_IMAGE_CHANNELS
 from training.data import DataOptions
 from training.data.datasets import DatasetPair, make_array_datasets
 from training.data.reading.sources import ArraySource
@@ -17,7 +18,7 @@ CLASS_NAMES = "class_names"
 
 
 def load(options: DataOptions) -> DatasetPair:
-    """Load uint8 images [N, H, W] or [N, H, W, 1 or 3] and whole labels [N]; class names are optional, str [classes].
+    """Load uint8 images [N, S, S] or [N, S, S, C] and whole labels [N]; class names are optional, str [classes].
 
     Raises:
         UserError: The file is missing, no such file, or an array has another shape or type.
@@ -48,12 +49,12 @@ def _source(arrays: dict[str, np.ndarray], part: str, path: Path) -> ArraySource
     if (
         images.dtype != np.uint8
         or images.ndim != 4
-        or images.shape[3] not in (1, 3)
+        or not 1 <= images.shape[3] <= MOST_IMAGE_CHANNELS
         or images.shape[1] != images.shape[2]
     ):
         raise UserError(
             f"--data npz:{path}: x_{part} is {images.dtype} {list(images.shape)}; expected square images, uint8 "
-            "[N, S, S], [N, S, S, 1] or [N, S, S, 3]."
+            f"[N, S, S] or [N, S, S, C] with up to {MOST_IMAGE_CHANNELS} channels C."
         )
     labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels  # as Keras' CIFAR-10
     if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1] or not len(labels) or labels.min() < 0:

@@ -25,7 +25,7 @@ class Batch:
     """One micro-batch of one rank.
 
     Attributes:
-        images: uint8 [B, 3, S, S] as read; float32, normalised, as the loaders yield them.
+        images: uint8 [B, C, S, S] as read; float32, normalised, as the loaders yield them.
         labels: int64 [B].
         weights: float32 [B]; 0 for padding and for images that could not be read, else 1.
         indices: int64 [B], positions in the data set.
@@ -101,7 +101,7 @@ class BatchReader(Dataset):
 
 
 def _stack(images: list[torch.Tensor]) -> torch.Tensor:
-    """Stack images [3, S, S] into [B, 3, S, S], channels innermost."""
+    """Stack images [C, S, S] into [B, C, S, S], channels innermost."""
     batch = torch.empty((len(images), *images[0].shape), dtype=images[0].dtype, memory_format=torch.channels_last)
     for slot, image in enumerate(images):
         batch[slot] = image

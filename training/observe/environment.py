@@ -35,7 +35,7 @@ class RunFacts:
 
     Attributes:
         folder: the run's own.
-        config: fields of `TrainConfig`.
+        config: fields of `TrainConfig`; its image_channels are those of the images.
         classes: of the data set.
         image_size: of the training images, pixels.
         steps: updates that are left.

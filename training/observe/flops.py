@@ -39,14 +39,14 @@ PEAK_TFLOPS = {
 class TrainingFlops:
     """Counts the operations of training on one image when first asked, in some 0.1 s; see `training_flops`."""
 
-    def __init__(self, module: nn.Module, image_size: int) -> None:
+    def __init__(self, module: nn.Module, image_size: int, image_channels: int = 3) -> None:
         """Copy the shapes of a module, see `without_data`, for images of `image_size` pixels."""
-        self._module, self._image_size = without_data(module), image_size
+        self._module, self._images = without_data(module), (image_size, image_channels)
 
     @cached_property
     def per_image(self) -> int | None:
         """Operations of forward and backward for one image, None if the model cannot be run without data."""
-        return training_flops(self._module, self._image_size)
+        return training_flops(self._module, *self._images)
 
 
 def peak_tflops(device_name: str) -> float | None:

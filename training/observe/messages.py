@@ -11,6 +11,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from training.checkpoint.best_weights import epoch_of
+from training.data.augment import viewable
 from training.data.bad_images import bad_image_lines
 from training.data.reading.images import ImageError
 from training.observe.loggers.points import EpochPoint, RunPoint
@@ -39,9 +40,10 @@ def announce_start(context: RunContext) -> None:
         f"peak learning rate {context.schedule.peak:.3g}"
     )
     data, pixels = context.data, context.data.train.preprocessing["image_size"]
+    channels = f" of {data.image_channels} channel(s)" if data.image_channels != 3 else ""
     log(
         f"data {config.data}: {len(data.train)} training and {len(data.val)} validation images, "
-        f"{len(data.class_names)} classes, {pixels} pixels, augmentation {data.augmentation}"
+        f"{len(data.class_names)} classes, {pixels} pixels{channels}, augmentation {data.augmentation}"
     )
     for note in [*data.notes, *context.built.notes, *_warnings(context)]:
         log(f"note: {note}")
@@ -171,11 +173,11 @@ def _warnings(context: RunContext) -> list[str]:
 
 
 def _augmented_sample(context: RunContext) -> torch.Tensor:
-    """Return the first training images of epoch 0 as the model sees them, float32 [N, 3, S, S] in 0..1."""
+    """Return the first training images of epoch 0 as the model sees them, float32 [N, 1 or 3, S, S] in 0..1."""
     images = []
     for draw_key in context.plan.draw_keys(0)[:AUGMENTED_IMAGES_SHOWN]:
         # The loader reports an unreadable image, on all ranks; this runs on rank 0 alone.
         with contextlib.suppress(ImageError):
             images.append(context.data.train[(0, int(draw_key))][0])
-    mean, std = (torch.tensor(context.data.preprocessing[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
-    return (torch.stack(images) * std + mean).clamp(0, 1) if images else torch.empty(0)
+    mean, std = (torch.tensor(context.data.preprocessing[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
+    return viewable((torch.stack(images) * std + mean).clamp(0, 1)) if images else torch.empty(0)

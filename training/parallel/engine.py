@@ -102,7 +102,7 @@ class EngineSetup:
     """What every engine is built from.
 
     Attributes:
-        module: the model in fp32 on `world.device`, float32 images [B, 3, H, W] -> logits [B, classes].
+        module: the model in fp32 on `world.device`, float32 images [B, C, H, W] -> logits [B, classes].
         optimizer: the optimizer over the module's parameters; the engine may replace them by its own.
         plan: how the state is distributed.
         precision: 'bf16', 'fp16' or 'fp32'.
@@ -146,7 +146,7 @@ class Engine(Protocol):
     def sends_in_forward(self) -> bool: ...
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, classes] in float32 for images [B, 3, H, W]; a collective at ZeRO 3."""
+        """Return logits [B, classes] in float32 for images [B, C, H, W]; a collective at ZeRO 3."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradient of a scalar loss; a collective, because an engine may reduce it here."""
@@ -157,7 +157,7 @@ class Engine(Protocol):
         The gradient of the step is then not finite, so that its update is skipped on all ranks.
 
         Args:
-            images: [B, 3, H, W], of which a few may go through the model.
+            images: [B, C, H, W], of which a few may go through the model.
 
         Returns:
             False if this is not possible, because messages of the micro-step have been sent that cannot be completed.

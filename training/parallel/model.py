@@ -27,7 +27,7 @@ def build_training_model(
 
     Args:
         config: with the model and its initial weights.
-        data: with the number of classes and the image size.
+        data: with the number of classes, size and channels of the images.
         world: the ranks.
 
     Returns:
@@ -37,6 +37,8 @@ def build_training_model(
         UserError: on all ranks, if the model cannot be built.
     """
 
+    channels = data.image_channels
+
     def build() -> BuiltModel:
         # The same seed on every rank: all have the same initial weights.
         torch.manual_seed(config.seed)
@@ -44,6 +46,7 @@ def build_training_model(
             config.model_type,
             num_classes=len(data.class_names),
             image_size=data.preprocessing["image_size"],
+            image_channels=channels,
             pretrained=config.pretrained,
             weights=config.weights or None,
             members=tuple(config.ensemble_members.split(",")),
@@ -52,7 +55,8 @@ def build_training_model(
             drop_path=config.drop_path,
         )
         for size in data.train.sizes:
-            if size != data.preprocessing["image_size"] and forward_failure(built.module, size, config.batch_size):
+            is_other = size != data.preprocessing["image_size"]
+            if is_other and forward_failure(built.module, size, config.batch_size, channels):
                 raise UserError(
                     f"model '{config.model_type}' is made for images of {data.preprocessing['image_size']} pixels, and "
                     f"does not work with {size}: leave out --progressive-size and --eval-image-size, or take another."
@@ -68,7 +72,7 @@ def build_training_model(
     module = built.module.to(world.device)
     # Before the conversion for several ranks: only rank 0 counts.
     has_one_size = len(data.train.sizes) == 1  # else the operations are those of no epoch
-    flops = TrainingFlops(module, data.train.sizes[0]) if world.is_main and has_one_size else None
+    flops = TrainingFlops(module, data.train.sizes[0], channels) if world.is_main and has_one_size else None
     if config.sync_batchnorm:  # before the next, which keeps references to layers that this may replace
         module = synchronize_batchnorm(module, world)
     if config.activation_checkpointing:

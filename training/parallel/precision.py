@@ -69,7 +69,7 @@ class UnderAutocast(nn.Module):
         self._autocast = torch.autocast(device.type, dtype=dtype)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits [B, classes] for images [B, 3, H, W]."""
+        """Return float32 logits [B, classes] for images [B, C, H, W]."""
         with self._autocast:
             logits = self.module(images)
         return logits.float()

@@ -32,20 +32,21 @@ _MEMORY_LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 
 class ImageCache:
-    """The images of one data set by position, as uint8 [H, W, 3]; can be sent to worker processes.
+    """The images of one data set by position, as uint8 [H, W, C]; can be sent to worker processes.
 
     While a process has it open, that process has a shared `flock` on its index, so that no other removes it.
 
     Args:
         folder: An existing folder; its name is part of every checksum.
         max_bytes: Most bytes of `pixels`; images beyond are not kept.
+        channels: C.
 
     Attributes:
         is_full: Whether this process no longer adds images.
     """
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self.folder, self.max_bytes, self.is_full = folder, max_bytes, False
+    def __init__(self, folder: Path, max_bytes: int, channels: int = 3) -> None:
+        self.folder, self.max_bytes, self.channels, self.is_full = folder, max_bytes, channels, False
         self._open()
 
     def get(self, index: int) -> np.ndarray | None:
@@ -55,7 +56,7 @@ class ImageCache:
             if len(entry) < _ENTRY.size:
                 return None
             offset, height, width, checksum = _ENTRY.unpack(entry)
-            size = height * width * 3
+            size = height * width * self.channels
             if size == 0 or offset + size > self.max_bytes:
                 return None
             words = np.empty(-(-size // _WORD), dtype=np.uint64)
@@ -65,10 +66,10 @@ class ImageCache:
             return None
         if checksum != self._checksum(index, offset, height, width, words):
             return None
-        return words.view(np.uint8)[:size].reshape(height, width, 3)
+        return words.view(np.uint8)[:size].reshape(height, width, self.channels)
 
     def put(self, index: int, pixels: np.ndarray) -> None:
-        """Add an image, uint8 [H, W, 3], unless the cache or the disk is full."""
+        """Add an image, uint8 [H, W, C], unless the cache or the disk is full."""
         if self.is_full:
             return
         height, width, _ = pixels.shape
@@ -102,7 +103,7 @@ class ImageCache:
         return blake2b(facts.encode(), digest_size=8).digest()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "max_bytes": self.max_bytes, "is_full": self.is_full}
+        return {name: getattr(self, name) for name in ("folder", "max_bytes", "channels", "is_full")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -167,7 +168,7 @@ def open_cache(
     refused = []
     for location in locations:
         try:
-            cache = _open_in(location, key, expected_bytes)
+            cache = _open_in(location, key, expected_bytes, options.image_channels or 3)
         except OSError as error:
             refused.append(f"{location.root}: {error.strerror}")
             continue
@@ -192,7 +193,7 @@ def _room(location: CacheLocation) -> int:
     return min(location.max_bytes, shutil.disk_usage(existing).free + sum(map(_size, _caches(location.root))))
 
 
-def _open_in(location: CacheLocation, key: str, expected_bytes: int) -> ImageCache:
+def _open_in(location: CacheLocation, key: str, expected_bytes: int, channels: int) -> ImageCache:
     """Open a cache in `location`; remove others, the least recently used first, if they leave too little room."""
     root, own = location.root, location.root / key
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -212,7 +213,7 @@ def _open_in(location: CacheLocation, key: str, expected_bytes: int) -> ImageCac
                 size = _size(folder)
                 taken -= size if _remove(folder) else 0
             own.mkdir(mode=0o700, exist_ok=True)
-            cache = ImageCache(own, max_bytes=max(0, location.max_bytes - taken))
+            cache = ImageCache(own, max(0, location.max_bytes - taken), channels)
             os.utime(own / INDEX)
             return cache
     finally:

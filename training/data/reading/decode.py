@@ -20,8 +20,9 @@ from PIL import Image, ImageOps
 
 from training.data.augment import BoxChooser
 from training.data.reading.image_notes import add_note, noting
-from training.data.reading.images import MAX_PIXELS, ImageError, open_image, read_file
+from training.data.reading.images import CHANNEL_MODES, MAX_PIXELS, ImageError, open_image, read_file
 from training.data.reading.native import crop_jpeg
+from training.errors import UserError
 
 SCALE_NUMERATORS = (1, 2, 4)  # of eighths; the others that libjpeg-turbo has are slower than the work they save
 _STANDALONE_MARKERS = (0x01, *range(0xD0, 0xD8))  # without a length
@@ -36,36 +37,51 @@ class Decoder(Protocol):
     """Decodes image files; the same file gives the same pixels always."""
 
     def __call__(self, path: str, choose: BoxChooser | None = None) -> np.ndarray:
-        """Return the image, or the part that `choose` takes of it: uint8 [h, w, 3].
+        """Return the image, or the part that `choose` takes of it: uint8 [h, w, C].
 
         Raises:
             ImageError: The image cannot be used.
         """
 
 
-def make_decoder(name: str, image_size: int) -> Decoder:
-    """Return the decoder `name` of `training.data.DECODERS`, for images that the model sees at `image_size`."""
+def make_decoder(name: str, image_size: int, channels: int = 3) -> Decoder:
+    """Return the decoder `name` of `training.data.DECODERS`, for images that the model sees at `image_size`.
+
+    Args:
+        name: Of the decoder.
+        image_size: In pixels.
+        channels: 1 (grey), 3 (RGB) or 4 (RGBA).
+
+    Raises:
+        UserError: Another number of channels.
+    """
+    if channels not in CHANNEL_MODES:
+        raise UserError(
+            f"image files are read as 1 (grey), 3 (RGB) or 4 (RGBA) channels, not as {channels} (--image-channels): "
+            "put others into arrays, --data npz:FILE."
+        )
     # what --decode gpu leaves to the CPU is decoded in full too
-    return partial(decode_shrunk, image_size=image_size) if name == "cpu" else decode_exact
+    decode = partial(decode_shrunk, image_size=image_size) if name == "cpu" else decode_exact
+    return decode if channels == 3 else partial(decode, channels=channels)
 
 
-def decode_exact(path: str, choose: BoxChooser | None = None) -> np.ndarray:
+def decode_exact(path: str, choose: BoxChooser | None = None, *, channels: int = 3) -> np.ndarray:
     """Decode every pixel, by Pillow; see `Decoder`."""
-    return crop(np.array(open_image(path)), choose)
+    return crop(pixels_of(open_image(path, channels=channels)), choose)
 
 
-def decode_shrunk(path: str, choose: BoxChooser | None = None, *, image_size: int) -> np.ndarray:
+def decode_shrunk(path: str, choose: BoxChooser | None = None, *, image_size: int, channels: int = 3) -> np.ndarray:
     """Decode the image shrunk as far as `image_size` pixels allow, and of a JPEG only the part if that is safe."""
     data = read_file(path)
     header = jpeg_header(data, path)
     if header is None:
-        return crop(_reduced(path, data, image_size), choose)
+        return crop(_reduced(path, data, image_size, channels), choose)
     numerator = scale_numerator(header.height, header.width, image_size)
     height, width = (-(-side * numerator // 8) for side in (header.height, header.width))  # libjpeg rounds up
     if choose is not None and header.is_plain:
         part = crop_jpeg(data, numerator, choose(height, width))
         if part is not None:
-            return part
+            return _as_channels(part, channels)
     try:
         pixels = simplejpeg.decode_jpeg(data, min_height=height, min_width=width)
     except ValueError as warning:
@@ -76,7 +92,7 @@ def decode_shrunk(path: str, choose: BoxChooser | None = None, *, image_size: in
         image = Image.fromarray(pixels)
         image.getexif()[_ORIENTATION] = header.orientation
         pixels = np.array(ImageOps.exif_transpose(image))
-    return crop(pixels, choose)
+    return _as_channels(crop(pixels, choose), channels)
 
 
 def header_size(path: str) -> tuple[int, int]:
@@ -92,14 +108,14 @@ def header_size(path: str) -> tuple[int, int]:
         raise ImageError(path, str(error) or type(error).__name__) from None
 
 
-def shrunk_bytes(height: int, width: int, image_size: int) -> int:
+def shrunk_bytes(height: int, width: int, image_size: int, channels: int = 3) -> int:
     """Return the size of the image that `decode_shrunk` gives of one with these sides, in bytes."""
     numerator = scale_numerator(height, width, image_size)
-    return 3 * -(-height * numerator // 8) * -(-width * numerator // 8)
+    return channels * -(-height * numerator // 8) * -(-width * numerator // 8)
 
 
 def crop(pixels: np.ndarray, choose: BoxChooser | None) -> np.ndarray:
-    """Return the part of uint8 [H, W, 3] that `choose` takes, as a view; all of it if `choose` is None."""
+    """Return the part of uint8 [H, W, C] that `choose` takes, as a view; all of it if `choose` is None."""
     if choose is None:
         return pixels
     top, left, height, width = choose(*pixels.shape[:2])
@@ -112,10 +128,20 @@ def scale_numerator(height: int, width: int, image_size: int) -> int:
     return next((n for n in SCALE_NUMERATORS if -(-shorter * n // 8) >= 2 * image_size), 8)
 
 
-def _reduced(path: str, data: bytes, image_size: int) -> np.ndarray:
-    image = open_image(path, data=data)
+def pixels_of(image: Image.Image) -> np.ndarray:
+    """Return the pixels of an 8-bit image, uint8 [H, W, C]."""
+    return np.atleast_3d(np.array(image))
+
+
+def _as_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
+    """Convert opaque RGB, uint8 [H, W, 3]."""
+    return pixels if channels == 3 else pixels_of(Image.fromarray(pixels).convert(CHANNEL_MODES[channels]))
+
+
+def _reduced(path: str, data: bytes, image_size: int, channels: int = 3) -> np.ndarray:
+    image = open_image(path, data=data, channels=channels)
     numerator = scale_numerator(image.height, image.width, image_size)
-    return np.array(image if numerator == 8 else image.reduce(8 // numerator))
+    return pixels_of(image if numerator == 8 else image.reduce(8 // numerator))
 
 
 class JpegHeader(NamedTuple):

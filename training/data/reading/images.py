@@ -1,4 +1,4 @@
-"""Opens an image file of unknown origin and returns 8-bit RGB, or raises an error of one line.
+"""Opens an image file of unknown origin and returns 8-bit pixels, or raises an error of one line.
 
 Pillow's defaults are not enough for training data: they clip 16-bit values, ignore the EXIF orientation, return the
 first frame of an animation silently, only warn of a decompression bomb, and `verify()` passes truncated files. So every
@@ -21,6 +21,7 @@ from training.errors import UserError
 
 MAX_PIXELS = 50_000_000
 MAX_FILE_BYTES = 500_000_000  # more than MAX_PIXELS take without compression, at 4 channels of 16 bits
+CHANNEL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's names by number of channels
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
 # Only these decoders are allowed: others, such as EPS, start external programs.
@@ -75,20 +76,21 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> 
     return data
 
 
-def open_image(path: str | os.PathLike[str], max_pixels: int = MAX_PIXELS, data: bytes | None = None) -> Image.Image:
+def open_image(
+    path: str | os.PathLike[str], max_pixels: int = MAX_PIXELS, data: bytes | None = None, channels: int = 3
+) -> Image.Image:
     """Decode the image at `path` completely; anything odd about it is added as a note, see `image_notes`.
 
-    The EXIF orientation is applied. Grey, palette, CMYK and other 8-bit modes become RGB; grey of 12 or 16 bits is
-    scaled from its full range; floats are expected in 0..1; transparent pixels are composited on white. Of several
-    frames or pages the first is used.
+    The EXIF orientation is applied; see `to_channels` for the colours. Of several frames or pages the first is used.
 
     Args:
         path: A file of one of the formats of `IMAGE_EXTENSIONS`, detected by its content, not by its name.
         max_pixels: Most pixels (width x height) that the header may declare; checked before decoding.
         data: The content of the file, if it was read before.
+        channels: A key of `CHANNEL_MODES`.
 
     Returns:
-        A Pillow image of mode "RGB".
+        A Pillow image of that mode.
 
     Raises:
         ImageError: Not an image, truncated, more than `max_pixels`, or values of unknown scale.
@@ -103,7 +105,7 @@ def open_image(path: str | os.PathLike[str], max_pixels: int = MAX_PIXELS, data:
                 _scale_transparent_colour(image)
                 image.load()
                 ImageOps.exif_transpose(image, in_place=True)
-                return to_rgb(image)
+                return to_channels(image, channels)
         except Image.UnidentifiedImageError:
             raise ImageError(path, "not an image of a known format") from None
         except Image.DecompressionBombError:
@@ -136,18 +138,22 @@ def _scale_transparent_colour(image: Image.Image) -> None:
         image.info["transparency"] = scale(transparent)
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image to 8-bit RGB: 12-bit, 16-bit and float grey scaled, transparency composited on white.
+def to_channels(image: Image.Image, channels: int) -> Image.Image:
+    """Convert an image of any mode to 8 bits, grey (`channels` 1), RGB (3) or RGBA (4).
+
+    Grey of 12 or 16 bits is scaled from its full range; floats are expected in 0..1; transparent pixels are composited
+    on white, except for RGBA. Grey is that of ITU-R BT.601 (0.299 red + 0.587 green + 0.114 blue).
 
     Raises:
         ValueError: The scale of its pixels is unknown.
     """
     if image.mode == "F" or image.mode.startswith("I"):
         image = _deep_grey(image)
-    if image.has_transparency_data:
+    mode = CHANNEL_MODES[channels]
+    if image.has_transparency_data and mode != "RGBA":
         layers = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), layers).convert("RGB")
-    return image if image.mode == "RGB" else image.convert("RGB")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), layers).convert("RGB")
+    return image if image.mode == mode else image.convert(mode)
 
 
 def _deep_grey(image: Image.Image) -> Image.Image:

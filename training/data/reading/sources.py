@@ -17,9 +17,11 @@ from training.data.augment import BoxChooser
 from training.data.reading.cache import ImageCache, open_cache
 from training.data.reading.decode import Decoder, crop, header_size, make_decoder, shrunk_bytes
 from training.data.reading.images import ImageError
+from training.errors import UserError
 
 CACHE_FORMAT = 2  # increased when the same file gives other pixels, or the files of a cache change their format
 HEADERS_READ = 64
+IMAGES_CONVERTED = 1000  # at a time
 # What `--cache auto` makes a cache for, by benchmarks/results/cache_2cpu_2026-11-22.md.
 FEWEST_EPOCHS = 3  # of a run
 FEWEST_PIXELS = 2  # of a file, for each pixel that the model sees
@@ -29,17 +31,19 @@ class Source(Protocol):
     """Raw images by position.
 
     Attributes:
+        channels: C of the images as they are read.
         labels: int64 [N].
         in_memory: Whether reading needs no decoding.
         decodes_later: Whether batches contain encoded files, which the GPU decodes.
     """
 
+    channels: int
     labels: torch.Tensor
     in_memory: bool
     decodes_later: bool
 
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
-        """Return the image, or the part that `choose` takes of it: uint8 [3, h, w].
+        """Return the image, or the part that `choose` takes of it: uint8 [C, h, w].
 
         Raises:
             ImageError: The image cannot be read.
@@ -50,16 +54,37 @@ class Source(Protocol):
 
 
 class ArraySource:
-    """Images of one size in memory: uint8 [N, 1 or 3, H, W]; grey ones are read as three equal channels."""
+    """Images of one size in memory: uint8 [N, C, H, W].
+
+    Grey ones are read as three equal channels, unless `channels` is 1.
+    """
 
     in_memory, decodes_later = True, False
 
-    def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, channels: int = 0) -> None:
         self.images, self.labels = images, labels
+        self.channels = channels or (3 if images.shape[1] == 1 else images.shape[1])
+
+    def in_channels(self, channels: int) -> ArraySource:
+        """Return the images as they are read with another number of channels; itself for 0, its own number.
+
+        Raises:
+            UserError: They cannot be converted: only grey and RGB are, into each other.
+        """
+        if channels in (0, self.channels):
+            return self
+        found = self.images.shape[1]
+        if found in (1, 3) and channels in (1, found):
+            return ArraySource(self.images if found == channels else grey(self.images), self.labels, channels)
+        able = "1 or 3" if found in (1, 3) else f"{found} alone"
+        raise UserError(
+            f"the images have {found} channel(s), which are read as {able}, not as {channels}: change --image-channels "
+            "of the training, or the data."
+        )
 
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
-        """Return the image, or the part that `choose` takes of it: uint8 [3, h, w]."""
-        image = self.images[index].expand(3, -1, -1)
+        """Return the image, or the part that `choose` takes of it: uint8 [C, h, w]."""
+        image = self.images[index].expand(self.channels, -1, -1)
         if choose is None:
             return image
         top, left, height, width = choose(*image.shape[1:])
@@ -68,6 +93,13 @@ class ArraySource:
     def name(self, index: int) -> str:
         """Return the position of the image."""
         return f"image {index}"
+
+
+def grey(images: torch.Tensor) -> torch.Tensor:
+    """Return the grey levels, uint8 [N, 1, H, W], of RGB images, uint8 [N, 3, H, W]: Pillow's, of ITU-R BT.601."""
+    shares = torch.tensor([19595, 38470, 7471])[:, None, None]  # of 2^16
+    parts = images.split(IMAGES_CONVERTED)
+    return torch.cat([(((part * shares).sum(1, True) + 2**15) >> 16).to(torch.uint8) for part in parts])
 
 
 class ImageFile(NamedTuple):
@@ -91,6 +123,7 @@ class FileSource:
         decoder: Decodes a file.
         cache: Keeps decoded images.
         first_in_cache: Position of the first file in the cache.
+        channels: C of what the decoder gives.
         decodes_later: As for `Source`.
     """
 
@@ -104,8 +137,9 @@ class FileSource:
         cache: ImageCache | None = None,
         first_in_cache: int = 0,
         decodes_later: bool = False,
+        channels: int = 3,
     ) -> None:
-        self.decodes_later = decodes_later
+        self.decodes_later, self.channels = decodes_later, channels
         self.root, self._decode, self._cache, self._first_in_cache = root, decoder, cache, first_in_cache
         self.labels = torch.tensor([file.label for file in files])
         parts = [os.path.split(file.path) for file in files]
@@ -117,7 +151,7 @@ class FileSource:
         self._ends = torch.tensor([len(name) for name in names]).cumsum(0)
 
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
-        """Return the image, or the part that `choose` takes of it: uint8 [3, h, w]; raise ImageError if it is bad."""
+        """Return the image, or the part that `choose` takes of it: uint8 [C, h, w]; raise ImageError if it is bad."""
         cache, position = self._cache, self._first_in_cache + index
         pixels = None if cache is None else cache.get(position)
         if pixels is not None:
@@ -142,26 +176,28 @@ def open_files(
 ) -> tuple[list[FileSource], list[str]]:
     """Return the source of each list of files, with the decoder and the cache that the options name, and notes."""
     files = [file for part in parts for file in part]
-    cache, note = None, ""
+    cache, note, channels = None, "", options.image_channels or 3
+    decoder = make_decoder(options.decode, image_size, channels)
     if options.decode == "cpu" and options.cache != "off":
         sides = _sides_of_some(root, files)
-        key = _cache_key(root, files, image_size)
+        key = _cache_key(root, files, image_size, channels)
         cache, note = open_cache(
             options,
             key,
-            expected_bytes=int(len(files) * _mean([shrunk_bytes(*side, image_size) for side in sides])),
+            expected_bytes=int(len(files) * _mean([shrunk_bytes(*side, image_size, channels) for side in sides])),
             not_worth_it=_not_worth_it(options.epochs, _mean([height * width for height, width in sides]), image_size),
         )
-    decoder, sources, first = make_decoder(options.decode, image_size), [], 0
+    sources, first, later = [], 0, options.decode == "gpu"
     for part in parts:
-        sources.append(FileSource(root, part, decoder, cache, first, decodes_later=options.decode == "gpu"))
+        sources.append(FileSource(root, part, decoder, cache, first, decodes_later=later, channels=channels))
         first += len(part)
     return sources, [note] if note else []
 
 
-def _cache_key(root: Path, files: Sequence[ImageFile], image_size: int) -> str:
+def _cache_key(root: Path, files: Sequence[ImageFile], image_size: int, channels: int) -> str:
     """Return a name that changes with everything that decides the pixels of shrunk images, and their order."""
-    digest = hashlib.sha256(f"{CACHE_FORMAT}\0{image_size}\0{os.fspath(root)}\0".encode("utf-8", "surrogateescape"))
+    pixels = f"{image_size}" if channels == 3 else f"{image_size}x{channels}"
+    digest = hashlib.sha256(f"{CACHE_FORMAT}\0{pixels}\0{os.fspath(root)}\0".encode("utf-8", "surrogateescape"))
     for file in files:
         digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.changed_ns}\n"))
     return digest.hexdigest()

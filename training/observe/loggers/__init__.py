@@ -30,7 +30,7 @@ class RunLogger:
         """Log something that happened (a checkpoint, a skipped step, a resume) as numbers for programs."""
 
     def images(self, images: torch.Tensor) -> None:
-        """Log a sample of augmented training images, float32 [N, 3, H, W] in 0..1."""
+        """Log a sample of augmented training images, float32 [N, 1 or 3, H, W] in 0..1."""
 
     def steps(self, point: StepPoint) -> None:
         """Log a logging point."""
