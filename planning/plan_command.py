@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from planning.calibration import calibrate
 from planning.failures import FAILURES_PER_GPU_DAY
 from planning.ledger import this_machine
 from planning.machines import GPUS, find_machine
@@ -60,6 +61,9 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     parser.add_argument(
         "--interconnect", metavar="A+B", help="Links inside and between machines, such as nvlink4+ib400 or pcie4."
     )
+    parser.add_argument(
+        "--calibrate", metavar="FILE", help="Take the link from the all-reduce that `doctor.py --json` measured."
+    )
     parser.add_choice("--strategy", [*STRATEGIES], default="ddp", help="Begin with this one (default: ddp).")
     parser.add_number("--global-batch", 1, 10**7, help="Images of an update: sets --gradient-accumulation-steps.")
     parser.add_argument(
@@ -96,6 +100,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     if given.global_batch:
         config = _with_global_batch(config, given.num_gpus, given.global_batch)
     machine = find_machine(given.gpu, per_node, given.interconnect) if given.gpu else this_machine(per_node)
+    machine = calibrate(machine, given.calibrate) if given.calibrate else machine
     has_data = given.with_data or given.dry_run or any(word.partition("=")[0] == "--data" for word in others)
     data, assumed = _data(config, has_data=has_data)
     if given.images:
@@ -172,6 +177,8 @@ def run(request: PlanRequest) -> int:
         f"time         {words.epochs} epochs: {hours:,.3g} hours without evaluation, {job.ranks * hours:,.3g} GPU-hours"
         + ("; times on GPUs are predictions that no GPU has confirmed yet" if job.has_gpus else "")
     )
+    if job.ranks > 1:
+        console.print(f"exchange     {'; '.join(links(job))}")
     console.print(f"recommended  {chosen.config.strategy}, engine {chosen.engine}: {why}.")
     console.print(f"type         {shlex.join(command)}")
     return 0
@@ -207,6 +214,18 @@ PARTS = {
 def parts(option: Option) -> list[int]:
     """Return an option's memory by the parts of the table, in bytes."""
     return [sum(getattr(option.memory, name) for name in names) for names in PARTS.values()]
+
+
+def links(job: PlannedJob) -> list[str]:
+    """Return the links that the ranks of a job exchange over, with what is taken of them and from where."""
+    machine = job.machine
+    used = {"in a machine": machine.inside} if min(machine.ranks, job.ranks) > 1 else {}
+    used |= {"between machines": machine.between} if job.ranks > machine.ranks else {}
+    return [
+        f"{where} {link.name}, {link.bandwidth_bytes_per_s * link.achieved_share / 1e9:.3g} GB/s and "
+        f"{1e6 * link.latency_s:.3g} µs a hop ({link.source})"
+        for where, link in used.items()
+    ]
 
 
 def training_flags(config: TrainConfig, start: TrainConfig = DEFAULTS) -> list[str]:
@@ -254,6 +273,7 @@ def _as_json(job: PlannedJob, chosen: Option, why: str, rows: list[Option], comm
         "image_size": job.image_size,
         "images": job.images,
         "precision": job.precision,
+        "links": links(job),
         "options": [described(option) for option in rows],
         "recommended": described(chosen)
         | {"reason": why, "changed_flags": training_flags(chosen.config, job.config), "command": command},

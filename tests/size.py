@@ -21,7 +21,7 @@ BUDGET = {
     "training/parallel": 4145,
     "training/checkpoint": 1869,
     "training/observe": 2709,
-    "planning": 4896,
+    "planning": 4992,
     "delivery": 1278,
     "delivery/export": 1238,
     "delivery/report": 1396,

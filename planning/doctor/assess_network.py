@@ -46,7 +46,7 @@ def assess_network(answers: Answers, interfaces: Mapping[str, str]) -> list[Row]
         kind = f"InfiniBand ({some_of(infiniband)})" if infiniband else "Ethernet"
         way = f"over {', '.join(sorted({*interfaces.values()} - {''})) or 'an unknown interface'}, {kind}"
     found = (
-        f"{report['ranks']} ranks, {backend} {way}: {report['small_seconds'] * 1e3:.2f} ms for a small message, "
+        f"{report['ranks']} ranks, {backend} {way}: {report['small'][1] * 1e3:.2f} ms for a small message, "
         f"{format_bytes(size)} at {format_bytes(speed)}/s"
     )
     rows = [Row("all-reduce", "ok", found)]
@@ -112,7 +112,7 @@ def assess_step(report: Mapping[str, Any], name: str, parameters: int, zero_stag
     size, seconds = report["large"]
     volume = VOLUME_PER_PARAMETER[zero_stage]
     gradients = FLOAT32_BYTES * parameters
-    step = volume / VOLUME_OF_ALL_REDUCE * (gradients / size * seconds + report["small_seconds"])
+    step = volume / VOLUME_OF_ALL_REDUCE * (gradients / size * seconds + report["small"][1])
     moved = format_bytes(volume * gradients)
     found = f"{name}: {moved} a rank and step, about {format_duration(step)} if nothing hides it"
     return Row("communication", "ok", found)

@@ -103,6 +103,15 @@ class Findings:
         """The hosts on which torch loads."""
         return [host for host, facts in self.hosts.items() if not facts["import_problem"]]
 
+    @property
+    def all_reduce(self) -> Answer | None:
+        """What all-reduces of a small and a large vector took, for `plan.py --calibrate`; None if none was measured."""
+        reports = [answer["report"] for answer in self.network.values() if "report" in answer]
+        if not reports or any("problem" in answer for answer in self.network.values()):
+            return None
+        kept = ("ranks", "backend", "small", "large")
+        return {key: reports[0][key] for key in kept} | {"machines": len(self.network)}
+
 
 def collect(request: Request) -> Findings:
     """Ask this machine and all hosts, then let the hosts measure the network between them."""

@@ -55,7 +55,9 @@ def parse(arguments: list[str], description: str | None) -> argparse.Namespace:
     parser.add_number("--port", 0, 65535, default=0, help="where the ranks meet (default: any that is free)")
     for flag, meaning in TRAINING_FLAGS.items():
         parser.add_argument(flag, help=meaning)
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print the rows as JSON, and the all-reduce for `plan.py --calibrate`"
+    )
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse(arguments[:end])
     own = {flag: getattr(given, flag[2:].replace("-", "_")) for flag in TRAINING_FLAGS}
@@ -84,10 +86,11 @@ def run(given: argparse.Namespace) -> int:
     from planning.doctor.table import print_rows
 
     start, request = time.monotonic(), request_of(given)
-    rows = assess(request, collect(request))
-    seconds = time.monotonic() - start
+    findings = collect(request)
+    rows, seconds = assess(request, findings), time.monotonic() - start
     if given.json:
-        print(json.dumps({"rows": [dataclasses.asdict(row) for row in rows], "seconds": round(seconds, 1)}, indent=1))
+        content = {"rows": [dataclasses.asdict(row) for row in rows], "all_reduce": findings.all_reduce}
+        print(json.dumps(content | {"seconds": round(seconds, 1)}, indent=1))
     else:
         print_rows(rows, seconds)
     return SOMETHING_WRONG_EXIT_CODE if any(row.verdict == "wrong" for row in rows) else 0

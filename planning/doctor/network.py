@@ -139,7 +139,7 @@ def _run_rank(pipe: Connection, common: Mapping[str, Any], rank: int, local_rank
 
 
 def _measure(rank: int, ranks: Ranks, device: torch.device) -> dict[str, Any]:
-    """Return `small_seconds`, `large` (bytes, seconds), `links` (two hosts, bytes per second); a collective."""
+    """Return `small` and `large` (bytes, seconds), `links` (two hosts, bytes per second); a collective."""
     small = statistics.median(_time_all_reduce(SMALL_BYTES, device) for _ in range(SMALL_REPEATS))
     size = FIRST_BYTES
     while True:
@@ -151,7 +151,7 @@ def _measure(rank: int, ranks: Ranks, device: torch.device) -> dict[str, Any]:
         size *= 4
     links = gather(_measure_links(rank, ranks, device), list_of(row_of(text, text, number)), None, device)
     return {
-        "small_seconds": small,
+        "small": [SMALL_BYTES, small],
         "large": [size, seconds],
         "links": [link for own in links for link in own],
         "backend": dist.get_backend(),

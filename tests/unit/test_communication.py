@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
+from planning.calibration import calibrate, with_measured_link
 from planning.communication import (
     EXCHANGES,
     FLAT,
@@ -18,10 +20,13 @@ from planning.communication import (
     tree_all_reduce_s,
     volumes,
 )
-from planning.machines import Interconnect, find_machine
+from planning.machines import Gpu, Interconnect, find_machine
+from planning.plan_command import parse, run
+from training.errors import UserError
 from training.parallel.strategies import ParallelPlan
 
 LINK = Interconnect("made-up", 1e-5, 1e9, "", achieved_share=1)
+CPU = Gpu("cpu", 10**10, 1e10, {"fp32": 1e11}, "")
 SIZE = 4_000_000
 PARAMETERS = 25_000_000
 
@@ -99,6 +104,61 @@ def test_a_link_from_two_measurements(ranks):
     measured = [(size, ring_all_reduce_s(size, ranks, LINK)) for size in sizes]
     link = measured_link("found", *measured, ranks)
     assert (link.latency_s, link.bandwidth_bytes_per_s) == pytest.approx((LINK.latency_s, LINK.bandwidth_bytes_per_s))
+
+
+@pytest.mark.parametrize(("ranks", "machines"), [(8, 1), (2, 2), (16, 2), (64, 8)])
+def test_a_machine_with_the_link_that_was_measured(ranks, machines):
+    """The ring over all ranks, whose hops between machines share the links of a machine's ranks."""
+    machine, unknown = find_machine("h100", 8, "nvlink4+ib100"), find_machine("h100", 8, "pcie3+ethernet1")
+    inside, between = machine.inside, machine.between
+    unknown = dataclasses.replace(unknown, inside=inside if machines > 1 else unknown.inside)
+    used, count = (inside, 1) if machines == 1 else (between, ranks // machines)
+    hops_s = (machines - 1) * between.latency_s + (ranks - machines) * inside.latency_s
+    rate = count * used.bandwidth_bytes_per_s * used.achieved_share
+    measured = [(size, 2 * (hops_s + (ranks - 1) / ranks * size / rate)) for size in (1024, 10**9)]
+    found = with_measured_link(unknown, ranks, machines, *measured)
+    link = found.inside if machines == 1 else found.between
+    assert (link.latency_s, link.bandwidth_bytes_per_s * link.achieved_share) == pytest.approx(
+        (used.latency_s, used.bandwidth_bytes_per_s * used.achieved_share)
+    )
+    assert (found.between if machines == 1 else found.inside) == (unknown.between if machines == 1 else inside)
+
+
+REPORT = {"ranks": 16, "machines": 2, "backend": "nccl", "small": [1024, 4e-4], "large": [10**8, 0.01]}
+
+
+def test_the_planner_takes_the_doctors_all_reduce(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({"rows": [], "all_reduce": REPORT}))
+    words = ["--model-type=basic_cnn", "--num-gpus=32", "--gpu=h100", f"--calibrate={path}", "--json"]
+    request = parse(words, None)
+    between = request.job.machine.between
+    assert between.bandwidth_bytes_per_s == pytest.approx(30 / 16 * 1e8 / (0.01 - 4e-4) / 8, rel=0.01)
+    assert run(request) == 0
+    inside, measured = json.loads(capsys.readouterr().out)["links"]
+    assert inside.startswith("in a machine nvlink4")
+    assert "between machines measured" in measured
+    assert "an all-reduce of 16 ranks, measured" in measured
+
+
+@pytest.mark.parametrize(
+    ("content", "gpu", "answer"),
+    [
+        ("", "h100", "expected a file that"),
+        ('{"rows": [], "all_reduce": null}', "h100", "expected a file that"),
+        (json.dumps({"all_reduce": REPORT | {"ranks": 1, "machines": 1}}), "h100", "not usable"),
+        (json.dumps({"all_reduce": REPORT | {"large": [10**8, 1e-4]}}), "h100", "not usable"),
+        (json.dumps({"all_reduce": REPORT | {"backend": "gloo"}}), "h100", "h100-80gb ranks exchange over nccl"),
+        (json.dumps({"all_reduce": REPORT | {"backend": "gloo", "machines": 1}}), "", "share memory"),
+    ],
+)
+def test_a_report_that_does_not_fit_is_one_line(content, gpu, answer, tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text(content)
+    machine = find_machine(gpu, 8) if gpu else dataclasses.replace(find_machine("h100", 8), gpu=CPU)
+    with pytest.raises(UserError, match=answer) as raised:
+        calibrate(machine, str(path))
+    assert "\n" not in str(raised.value)
 
 
 def test_the_native_engine_pads_buckets_for_many_ranks():

@@ -158,7 +158,9 @@ def test_this_machine_is_examined_as_a_whole(tmp_path: Path) -> None:
     words = ["--here", "--gpus-per-node", "2", "--json", "--log-dir", str(tmp_path)]
     command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), *words]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    rows = {row["check"]: row for row in json.loads(result.stdout)["rows"]}
+    found = json.loads(result.stdout)
+    rows = {row["check"]: row for row in found["rows"]}
+    assert (found["all_reduce"]["ranks"], found["all_reduce"]["machines"]) == (2, 1)
     assert result.returncode == (1 if any(row["verdict"] == "wrong" for row in rows.values()) else 0)
     assert set(rows) >= {"packages", "GPUs", "memory", "/dev/shm", "open files", "log folder", "port", "all-reduce"}
     assert str(tmp_path) in rows["log folder"]["found"]
