@@ -5,8 +5,9 @@ A roofline over the forward's operators, in the sense of Williams, Waterman and 
 bandwidth. Real kernels need a multiple of both, and some time whatever their size: `CALIBRATIONS` has these multiples.
 The two times are added rather than the larger taken, which makes the multiples a linear least-squares problem.
 
-CPU: fitted to steps of 19 networks measured in fp32 on a core of an AMD EPYC (torch 2.15), and to what 1, 2 and 4 ranks
-add that share two. Fitted without a network, the multiples predict it within 15 % (median), regnety_002 worst (+40 %).
+CPU: fitted by `benchmarks/fit_step_time.py` to steps of 19 networks measured in fp32 on a core of an AMD EPYC (torch
+2.15), and to what 1, 2 and 4 ranks add that share two. Fitted without a network, the multiples predict it within 15 %
+(median), regnety_002 worst (+40 %).
 GPU: no GPU has been measured. Fitted to published training speeds with 16-bit arithmetic, 224
 pixels and large batches: timm's benchmark files for an RTX 3090 (MobileNetV3-Large 2732 images/s, MobileNetV2 2313,
 EfficientNet-B0 1752, VGG16 546, ResNet-50 1218), NVIDIA DeepLearningExamples for an A100 80 GB (EfficientNet-B0 2489,
@@ -88,11 +89,11 @@ GPU_HOST_S = 20e-6  # per operator: assumed, of eager PyTorch under autocast
 CALIBRATIONS = {
     "cpu": Calibration(
         forward={
-            CONVOLUTION: Multiples(0.99, 0.70, 2.49, 96e-6),
-            POINTWISE: Multiples(0.67, 0.70, 11.5, 96e-6),
-            DEPTHWISE: Multiples(1.96, 0.70, 0.0, 96e-6),
-            PRODUCT: Multiples(0.95, 0.70, 1.82),
-            NORM: Multiples(0.0, 1.89),
+            CONVOLUTION: Multiples(0.995, 0.692, 2.13, 97.1e-6),
+            POINTWISE: Multiples(0.685, 0.692, 11.4, 97.1e-6),
+            DEPTHWISE: Multiples(1.85, 0.692, 0.0, 97.1e-6),
+            PRODUCT: Multiples(0.95, 0.692, 1.82),
+            NORM: Multiples(0.0, 1.88),
             POOL: Multiples(),
             OTHER: Multiples(0.0, 1.88),
         },
@@ -106,10 +107,10 @@ CALIBRATIONS = {
             OTHER: Multiples(0.0, 2.46),
         },
         large_weights=62.6,
-        update=0.81,
-        update_s=0.74e-3,
+        update=0.806,
+        update_s=0.743e-3,
         dispatch_s=0.0,
-        sharing={2: Sharing(1.31, 81e-6), 1: Sharing(1.23, 114e-6), 0.5: Sharing(1.28, 331e-6)},
+        sharing={2: Sharing(1.31, 81.2e-6), 1: Sharing(1.23, 114e-6), 0.5: Sharing(1.28, 331e-6)},
     ),
     "gpu": Calibration(
         forward=dict.fromkeys((CONVOLUTION, POINTWISE, PRODUCT), Multiples(1.0, 2.3, 1.0))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.fit_step_time import fit, numbers, read_phases, solve
 from models.build import build_model
 from models.dry_run import training_flops, without_data
 from models.operators import CONVOLUTION, DEPTHWISE, KINDS, POINTWISE, PRODUCT, Operator, count_operators
@@ -75,6 +76,19 @@ def test_within_what_the_docstring_says_of_published_speeds(gpu, model, images_p
     precision = "fp16" if gpu == "h100-80gb" else "bf16"
     found = predicted(*counted(model), gpu=gpu, precision=precision)
     assert 256 / found.step_s == pytest.approx(images_per_s, rel=0.43)
+
+
+@pytest.mark.slow  # it counts 19 networks
+def test_the_constants_are_what_the_measured_phases_give():
+    fitted, code = numbers(fit(read_phases())), numbers(CALIBRATIONS["cpu"])
+    assert fitted == pytest.approx(code, rel=0.006, abs=1e-9)  # the code has three digits
+
+
+def test_the_fit_finds_known_multiples():
+    rows, true = [{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": 1.0}, {"a": 1.0, "c": 5.0}], {"a": 0.5, "b": 4.0, "c": 0.0}
+    seconds = [sum(true[name] * value for name, value in row.items()) for row in rows]
+    assert solve(rows, seconds) == pytest.approx(true, abs=1e-3)  # the solver's tolerance
+    assert solve(rows, seconds, {"a": 0.7})["a"] == pytest.approx(0.7, abs=1e-3)
 
 
 def test_one_matrix_product_takes_its_closed_form():
