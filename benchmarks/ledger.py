@@ -2,7 +2,7 @@
 
     make ledger
     python benchmarks/ledger.py --models mobilenet --ranks 2
-    python benchmarks/ledger.py --predict-again     # the measured steps of the ledger, predicted by today's formulas
+    python benchmarks/ledger.py --predict-again     # this machine's entries, by today's formulas
 
 Steps of our engine from memory, under ddp, with the cores shared as a launch shares them: cores / ranks threads a rank.
 """
@@ -11,26 +11,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import os
 import shlex
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-
 from benchmarks.launch import torchrun
 from benchmarks.report import Section, save, show, today, versions
-from models.build import build_model
-from models.dry_run import without_data
-from models.operators import Operator, count_operators
-from planning.ledger import LedgerEntry, cpu_machine, machine_name, read_ledger, replace_entries
-from planning.step_time import predict_step
-from training.parallel.strategies import plan_of
+from planning.ledger import STEP, LedgerEntry, cpu_machine, machine_name, read_ledger, replace_entries
+from planning.search import PlannedJob, evaluate
+from training.config import TrainConfig
 
 CLASSES, BATCH = 10, 16
 MODELS = ("basic_cnn", "mobilenet", "efficientnet", "vgg", "cnn_lstm", "ensemble")
@@ -38,47 +33,61 @@ IMAGE_SIZES = (32, 64)
 ENGINE = "native"  # that --engine auto takes on CPU ranks under ddp
 
 
-@functools.cache
-def counted(model: str, image_size: int) -> tuple[tuple[Operator, ...], int]:
-    """Return a network's operators and parameters."""
-    with torch.device("meta"):
-        module = build_model(model, num_classes=CLASSES, image_size=image_size).module
-    operators = count_operators(without_data(module), image_size)
-    assert operators is not None
-    return operators, sum(parameter.numel() for parameter in module.parameters())
-
-
-def predicted_s(entry: LedgerEntry) -> float:
-    """Return the seconds of a step for the machine that an entry names."""
+def predict_again(entry: LedgerEntry) -> LedgerEntry:
+    """Return an entry of CPU ranks with what the planner predicts today, for the machine that it names."""
+    other: Any = entry.engine  # of the field's own values
+    config = TrainConfig(
+        model_type=entry.model,
+        strategy=entry.strategy,
+        engine=other,
+        batch_size=entry.batch_size,
+        precision=entry.precision,
+    )
     machine = cpu_machine(entry.ranks, [entry])
-    plan = plan_of(entry.strategy, entry.ranks)
-    operators, parameters = counted(entry.model, entry.image_size)
-    return predict_step(operators, parameters, machine, plan, engine=entry.engine, batch_size=entry.batch_size).step_s
+    option = evaluate(PlannedJob(config, machine, entry.ranks, entry.classes, entry.image_size, images=0), config)
+    found = option.step.step_s if entry.kind == STEP else option.memory.tensors
+    return dataclasses.replace(entry, predicted=float(f"{found:.4g}"))
+
+
+def entry_of(kind: str, measured: float, **run: Any) -> LedgerEntry:
+    """Return what CPU ranks of this machine measured in fp32, with its prediction.
+
+    Args:
+        kind: as in `LedgerEntry`.
+        measured: likewise.
+        run: the fields from `model` to `classes`.
+    """
+    gpu = cpu_machine(run["ranks"]).gpu
+    entry = LedgerEntry(
+        kind=kind,
+        device="cpu",
+        precision="fp32",
+        predicted=0.0,
+        measured=float(f"{measured:.4g}"),
+        peak=gpu.peaks["fp32"],
+        bandwidth=gpu.bandwidth_bytes_per_s,
+        machine=machine_name(),
+        versions=versions("torch", "deepspeed"),
+        date=today(),
+        **run,
+    )
+    return predict_again(entry)
 
 
 def measure(models: list[str], ranks: int, seconds: float) -> list[LedgerEntry]:
     """Measure all cases of these ranks in one job."""
     cases = [[model, BATCH, size, "ddp"] for model in models for size in IMAGE_SIZES]
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    gpu = cpu_machine(ranks).gpu
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "seconds.jsonl"
         words = (f"--cases={json.dumps(cases)}", f"--seconds={seconds}", f"--result={result}")
         torchrun(ranks, "benchmarks.ledger_rank", *words, threads=threads)
         measured = [sum(json.loads(line)) for line in result.read_text().splitlines()]
-    entries = [
-        LedgerEntry(
-            *("cpu", model, ENGINE, "ddp", ranks, BATCH, size, "fp32", 0.0, float(f"{step_s:.4g}")),
-            *(gpu.peaks["fp32"], gpu.bandwidth_bytes_per_s, machine_name(), versions("torch"), today()),
-        )
+    run = {"engine": ENGINE, "strategy": "ddp", "ranks": ranks, "batch_size": BATCH, "classes": CLASSES}
+    return [
+        entry_of(STEP, step_s, model=model, image_size=size, **run)
         for (model, _, size, _), step_s in zip(cases, measured, strict=True)
     ]
-    return [predict_again(entry) for entry in entries]
-
-
-def predict_again(entry: LedgerEntry) -> LedgerEntry:
-    """Return an entry with today's prediction."""
-    return dataclasses.replace(entry, predicted_s=float(f"{predicted_s(entry):.4g}"))
 
 
 def section_of(entries: list[LedgerEntry]) -> Section:
@@ -86,7 +95,7 @@ def section_of(entries: list[LedgerEntry]) -> Section:
     rows = [
         (
             *(one.model, str(one.ranks), str(one.image_size)),
-            *(f"{1000 * one.predicted_s:.1f}", f"{1000 * one.measured_s:.1f}", f"{one.error:+.0%}"),
+            *(f"{1000 * one.predicted:.1f}", f"{1000 * one.measured:.1f}", f"{one.error:+.0%}"),
         )
         for one in entries
     ]
@@ -108,13 +117,15 @@ def main() -> None:
     given = parser.parse_args()
     if given.predict_again:
         entries = [predict_again(one) for one in read_ledger() if one.machine == machine_name()]
+        replace_entries(entries)
+        entries = [one for one in entries if one.kind == STEP]
     else:
         entries = [
             entry
             for ranks in map(int, given.ranks.split(","))
             for entry in measure(given.models.split(","), ranks, given.seconds)
         ]
-    replace_entries(entries)
+        replace_entries(entries)
     section = section_of(entries)
     show(section)
     facts = f"{machine_name()}; {versions('torch')}."

@@ -3,13 +3,14 @@
     python benchmarks/memory.py                                     # make check-memory
     python benchmarks/memory.py --models mobilenet --ranks 1,2 --engines torch
 
-Each case is a job of its own. The measured value is the mean over the ranks of what the process needs beyond its
-libraries; see `memory_rank.py`.
+Each case is a job of its own, and goes into the ledger. Measured is the mean over the ranks of what the process needs
+beyond its libraries; see `memory_rank.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -25,13 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.launch import torchrun
+from benchmarks.ledger import entry_of
 from benchmarks.our_engine import engine_of
 from benchmarks.report import Section, save, show, versions
 from models import MODELS
-from planning.memory import MemoryPlan, plan_memory
-from planning.run_workload import workload_of
-from training.config import TrainConfig
-from training.parallel.strategies import STRATEGIES, plan_of
+from models.build import build_model
+from planning.ledger import MEMORY, LedgerEntry, replace_entries
+from training.parallel.strategies import STRATEGIES
 
 LARGE = ("vgg", "ensemble")
 GOAL = 0.1  # largest error of a peak
@@ -58,21 +59,6 @@ class Case:
     engine: str = "auto"
 
 
-def predicted(case: Case) -> tuple[MemoryPlan, str]:
-    """Ask the formula; return the engine too."""
-    config = TrainConfig(model_type=case.model, batch_size=case.batch_size)
-    workload = workload_of(config, case.classes, case.image_size)
-    engine = engine_of(workload.network, case.strategy, torch.device("cpu"), case.ranks, case.engine)
-    plan = plan_memory(
-        sizes=workload.sizes,
-        engine=engine,
-        plan=plan_of(case.strategy, case.ranks),
-        optimizer_values=workload.optimizer_values,
-        activations=workload.activations(case.batch_size, "fp32", "cpu", False),
-    )
-    return plan, engine
-
-
 def measured(case: Case) -> dict[str, float]:
     """Train, and return the bytes held between steps and at most, means over the ranks; keys as `memory_rank.train`."""
     with tempfile.TemporaryDirectory() as folder:
@@ -84,13 +70,31 @@ def measured(case: Case) -> dict[str, float]:
     return {key: statistics.mean(rank[key] for rank in found) for key in found[0]}
 
 
-def row(case: Case) -> tuple[tuple[str, ...], float]:
-    """Predict and measure one case; return the row, and the error of the peak as a share."""
-    (plan, engine), found = predicted(case), measured(case)
-    error = plan.peak / found["peak"] - 1
-    parts = (plan.weights, plan.optimizer, plan.gradients, plan.activations, plan.peak, found["peak"])
-    megabytes = [f"{part / 1e6:.0f}" for part in parts]
-    return (case.model, f"{case.strategy}, {engine}", str(case.ranks), *megabytes, f"{error:+.0%}"), error
+def entry_of_case(case: Case) -> LedgerEntry:
+    """Measure one case and predict it."""
+    with torch.device("meta"):
+        network = build_model(case.model, num_classes=case.classes, image_size=case.image_size).module
+    engine = engine_of(network, case.strategy, torch.device("cpu"), case.ranks, case.engine)
+    return entry_of(MEMORY, measured(case)["peak"], **dataclasses.asdict(case) | {"engine": engine})
+
+
+def section_of(entries: list[LedgerEntry]) -> Section:
+    """Return the table."""
+    rows = [
+        (
+            *(one.model, f"{one.strategy}, {one.engine}", str(one.ranks), str(one.batch_size), str(one.image_size)),
+            *(f"{one.predicted / 1e6:.0f}", f"{one.measured / 1e6:.0f}", f"{one.error:+.0%}"),
+        )
+        for one in entries
+    ]
+    errors = [abs(one.error) for one in entries]
+    within = sum(error <= GOAL for error in errors)
+    text = (
+        f"fp32, AdamW, {entries[0].classes} classes. MB (10^6 bytes) per rank, at most within the third step. "
+        f"{within} of {len(errors)} peaks within {GOAL:.0%}, the worst {max(errors):.0%} off."
+    )
+    columns = ("model", "strategy, engine", "ranks", "images", "pixels", "predicted", "measured", "error")
+    return Section("Memory per rank", text, columns, rows)
 
 
 def main() -> None:
@@ -107,22 +111,14 @@ def main() -> None:
     given = parser.parse_args()
     os.environ.update(MALLOC)
     words = (given.models, given.strategies, given.engines, given.ranks)
-    rows, errors = [], []
+    entries = []
     for model, strategy, engine, ranks in itertools.product(*(word.split(",") for word in words)):
         batch_size = given.batch_size or (4 if model in LARGE else 32)
-        case = Case(model, strategy, int(ranks), batch_size, given.image_size, given.classes, engine)
-        cells, error = row(case)
-        rows.append(cells)
-        errors.append(abs(error))
-        print(*cells, flush=True)
-    within = sum(error <= GOAL for error in errors)
-    text = (
-        f"{given.batch_size or '32 (large models 4)'} images of {given.image_size} pixels per rank, fp32, AdamW, "
-        f"{given.classes} classes. MB (10^6 bytes) per rank; peak: within the third step. "
-        f"{within} of {len(errors)} peaks within {GOAL:.0%}, the worst {max(errors):.0%} off."
-    )
-    kinds = ("weights", "optimizer", "gradients", "activations", "peak", "measured", "error")
-    section = Section("Memory per rank", text, ("model", "strategy, engine", "ranks", *kinds), rows)
+        entry = entry_of_case(Case(model, strategy, int(ranks), batch_size, given.image_size, given.classes, engine))
+        replace_entries([entry])  # at once: all of them take an hour
+        entries.append(entry)
+        print(model, strategy, entry.engine, ranks, f"{entry.error:+.1%}", flush=True)
+    section = section_of(entries)
     show(section)
     save(
         "memory",

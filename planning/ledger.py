@@ -1,6 +1,6 @@
-"""The ledger: what was predicted and what was measured then, a JSON line each, and the error bar that follows.
+"""The ledger: what was predicted and what was measured then, a JSON line each, and the error bars that follow.
 
-`make ledger` measures the CPU part again, `benchmarks/gpu/run.py --points` measures GPUs.
+`make ledger` and `make check-memory` measure the CPU part again, `benchmarks/gpu/run.py --points` measures GPUs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ import torch
 from planning.machines import Gpu, Machine, detect_machine, find_interconnect, shared_memory
 
 LEDGER = Path(__file__).with_name("ledger.jsonl")
+STEP, MEMORY = KINDS = ("step_s", "memory_bytes")
+SAID = {STEP: "step time", MEMORY: "memory"}
+# Fields in which entries of the same run may differ.
+OF_A_MEASUREMENT = ("predicted", "measured", "peak", "bandwidth", "versions", "date")
 SHARE_NAMED = 0.8  # of the runs alike: the error that these stay within
 
 
@@ -28,6 +32,7 @@ class LedgerEntry:
     """A prediction and its measurement.
 
     Attributes:
+        kind: STEP, or MEMORY for a rank's peak beyond its libraries.
         device: 'cpu', or a key of `planning.machines.GPUS`.
         model: as `--model-type`.
         engine: 'native', 'torch' or 'deepspeed'.
@@ -35,9 +40,10 @@ class LedgerEntry:
         ranks: of the run, on one machine.
         batch_size: images of a rank.
         image_size: pixels.
+        classes: of the data set.
         precision: 'fp32', 'bf16' or 'fp16'.
-        predicted_s: seconds of a step, predicted.
-        measured_s: the median of those measured.
+        predicted: seconds or bytes, as the kind says.
+        measured: likewise; of steps the median, of ranks the mean.
         peak: operations per second of a rank's share, as the prediction took them.
         bandwidth: bytes per second, likewise.
         machine: cores or GPU.
@@ -45,6 +51,7 @@ class LedgerEntry:
         date: of the measurement.
     """
 
+    kind: str
     device: str
     model: str
     engine: str
@@ -52,9 +59,10 @@ class LedgerEntry:
     ranks: int
     batch_size: int
     image_size: int
+    classes: int
     precision: str
-    predicted_s: float
-    measured_s: float
+    predicted: float
+    measured: float
     peak: float
     bandwidth: float
     machine: str
@@ -64,7 +72,7 @@ class LedgerEntry:
     @property
     def error(self) -> float:
         """Of the prediction, as a share of what was measured."""
-        return self.predicted_s / self.measured_s - 1
+        return self.predicted / self.measured - 1
 
 
 def read_ledger(path: Path = LEDGER) -> list[LedgerEntry]:
@@ -79,29 +87,33 @@ def replace_entries(new: Iterable[LedgerEntry], path: Path = LEDGER) -> None:
     path.write_text("".join(json.dumps(dataclasses.asdict(entry)) + "\n" for entry in entries.values()))
 
 
-def error_bar(ledger: Sequence[LedgerEntry], device: str, engine: str, ranks: int) -> str:
+def error_bar(ledger: Sequence[LedgerEntry], kind: str, device: str, engine: str, strategy: str, ranks: int) -> str:
     """Say how far predictions like this one were off.
 
-    Alike are runs of the same device and engine, and of the same number of ranks if there are any; else of the device.
+    Alike are runs of the same device and engine, and of the same strategy and number of ranks if there are any; else of
+    the device.
 
     Args:
         ledger: the entries.
-        device: as in `LedgerEntry`.
+        kind: as in `LedgerEntry`.
+        device: likewise.
         engine: likewise.
+        strategy: likewise.
         ranks: likewise.
     """
-    alike = [entry for entry in ledger if entry.device == device]
-    for name, value in (("engine", engine), ("ranks", ranks)):
+    alike = [entry for entry in ledger if (entry.kind, entry.device) == (kind, device)]
+    for name, value in (("engine", engine), ("strategy", strategy), ("ranks", ranks)):
         alike = [entry for entry in alike if getattr(entry, name) == value] or alike
     if not alike:
-        return f"no step on {device} has been measured: expect an error of tens of percent"
+        return f"no {SAID[kind]} on {device} has been measured: expect an error of tens of percent"
     errors = sorted(abs(entry.error) for entry in alike)
     within = math.ceil(SHARE_NAMED * len(errors))
     worst = max(alike, key=lambda entry: abs(entry.error))
     unlike = "" if alike[0].engine == engine else f" of another engine, {alike[0].engine}"
     return (
-        f"step time within {errors[within - 1]:.0%} on {within} of {len(errors)} runs like this{unlike}; the worst, "
-        f"{worst.model} with {worst.ranks} rank(s) and {worst.image_size} pixels, {worst.error:+.0%}"
+        f"{SAID[kind]} within {errors[within - 1]:.0%} on {within} of {len(errors)} runs like this{unlike}; the worst, "
+        f"{worst.model} under {worst.strategy} on {worst.ranks} rank(s) with {worst.image_size} pixels, "
+        f"{worst.error:+.0%}"
     )
 
 
@@ -141,9 +153,5 @@ def machine_name() -> str:
 
 def _run_of(entry: LedgerEntry) -> tuple[object, ...]:
     return tuple(
-        getattr(entry, name)
-        for name in (
-            *("device", "machine", "model", "engine", "strategy"),
-            *("ranks", "batch_size", "image_size", "precision"),
-        )
+        getattr(entry, field.name) for field in dataclasses.fields(entry) if field.name not in OF_A_MEASUREMENT
     )

@@ -18,7 +18,7 @@ from planning.ledger import this_machine
 from planning.machines import GPUS, find_machine
 from planning.scale_command import run_scale
 from planning.scaling import read_counts
-from planning.search import Option, PlannedJob, options, reason, recommend
+from planning.search import Option, PlannedJob, error_bars, options, reason, recommend
 from training.command_line import OneLineParser, parse_args
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.data import data_options, load_data
@@ -175,11 +175,11 @@ def run(request: PlanRequest) -> int:
     hours = chosen.hours(job.images)
     console.print(
         f"time         {words.epochs} epochs: {hours:,.3g} hours without evaluation, {job.ranks * hours:,.3g} GPU-hours"
-        + ("; times on GPUs are predictions that no GPU has confirmed yet" if job.has_gpus else "")
     )
     if job.ranks > 1:
         console.print(f"exchange     {'; '.join(links(job))}")
     console.print(f"recommended  {chosen.config.strategy}, engine {chosen.engine}: {why}.")
+    console.print(f"error so far {'; '.join(error_bars(chosen, job.machine.gpu.name))}")
     console.print(f"type         {shlex.join(command)}")
     return 0
 
@@ -276,5 +276,6 @@ def _as_json(job: PlannedJob, chosen: Option, why: str, rows: list[Option], comm
         "links": links(job),
         "options": [described(option) for option in rows],
         "recommended": described(chosen)
-        | {"reason": why, "changed_flags": training_flags(chosen.config, job.config), "command": command},
+        | {"reason": why, "error_bars": error_bars(chosen, job.machine.gpu.name)}
+        | {"changed_flags": training_flags(chosen.config, job.config), "command": command},
     }

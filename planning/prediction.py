@@ -15,18 +15,23 @@ import signal
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
 import torch
 
-from planning.ledger import cpu_machine, error_bar, read_ledger
+from planning.ledger import cpu_machine
 from planning.machines import machine_of_device
-from planning.search import PlannedJob, evaluate
+from planning.memory import FLOAT32_BYTES, ModelSizes
+from planning.search import Option, PlannedJob, error_bars, evaluate
 from training.checkpoint.atomic_write import write_json
 from training.config import TrainConfig
 from training.observe.environment import RunFacts
 from training.observe.heartbeat import PR_SET_PDEATHSIG
 from training.observe.run_folder import PREDICTION
 
+# Of a rank's process on a CPU, fitted to trainings of some models there, see docs/memory.md: code and tables that are
+# loaded after the engine's choice (kernels, DeepSpeed itself), by engine; and of the activations, what the C library
+# keeps of freed memory.
+LOADED_LATER_BYTES = {"native": 36_000_000, "torch": 52_000_000, "deepspeed": 126_000_000}
+ALLOCATOR_SLACK = 0.17
 NICENESS = 5  # of the process beside: what trains goes first
 
 
@@ -80,7 +85,7 @@ def predict_run(facts: RunFacts) -> dict[str, Any]:
     job = job_of(facts)
     option = evaluate(job, job.config)
     machine, memory, step = job.machine, option.memory, option.step
-    process = 0 if facts.gpu_name else psutil.Process().memory_info().rss
+    process = 0 if facts.gpu_name else _process_bytes(facts, option, job.workload.sizes)
     name = machine.gpu.name
     return {
         "memory_bytes": dataclasses.asdict(memory) | {"process": process, "peak": memory.tensors + process},
@@ -88,7 +93,7 @@ def predict_run(facts: RunFacts) -> dict[str, Any]:
         "hours": step.step_s * facts.steps / 3600,
         "steps": facts.steps,
         "machine": f"{facts.ranks} x {name} ({machine.gpu.source})",
-        "error_bar": error_bar(read_ledger(), name, facts.engine, facts.ranks),
+        "error_bars": error_bars(option, name),
     }
 
 
@@ -98,3 +103,16 @@ def job_of(facts: RunFacts) -> PlannedJob:
     machine = machine_of_device(facts.gpu_name, facts.gpu_bytes, ranks) if facts.gpu_name else cpu_machine(ranks)
     config = TrainConfig(**facts.config | {"engine": facts.engine, "precision": facts.precision})
     return PlannedJob(config, machine, facts.ranks, facts.classes, facts.image_size, images=0)
+
+
+def _process_bytes(facts: RunFacts, option: Option, sizes: ModelSizes) -> int:
+    """Return the bytes of a CPU rank's process beside what the plan counts.
+
+    The process as it was before the engine was built, without the model, which the plan counts; what it loads later;
+    what its allocator keeps; pages that it shares with other ranks, of which the plan charges it a part and the kernel
+    counts all: the weights, and the others' sums of its part of the gradients.
+    """
+    whole = FLOAT32_BYTES * sizes.parameters
+    shared = 2 * whole * (1 - 1 / facts.ranks) if option.engine == "native" else 0
+    slack = ALLOCATOR_SLACK * option.memory.activations
+    return round(facts.process_bytes - whole - sizes.buffer_bytes + LOADED_LATER_BYTES[option.engine] + slack + shared)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from planning.ledger import KINDS, error_bar, read_ledger
 from planning.machines import GPUS, Machine
 from planning.memory import MemoryPlan, plan_memory
 from planning.run_workload import Workload, workload_of
@@ -138,6 +139,13 @@ def evaluate(job: PlannedJob, config: TrainConfig) -> Option:
         blocks=job.workload.blocks,
     )
     return Option(config, name, plan, memory, memory.peak <= job.machine.gpu.memory_bytes, step)
+
+
+def error_bars(option: Option, device: str) -> list[str]:
+    """Say how far predictions like this one of step time and memory were off, from the ledger."""
+    ledger, plan = read_ledger(), option.plan
+    alike = (device, option.engine, option.config.strategy, plan.shards * plan.replicas)
+    return [error_bar(ledger, kind, *alike) for kind in KINDS]
 
 
 def by_engine(job: PlannedJob, config: TrainConfig) -> list[Option]:

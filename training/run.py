@@ -57,7 +57,7 @@ from training.observe.loggers import Loggers, open_loggers
 from training.observe.messages import announce_end, announce_start, log_epoch
 from training.observe.run_folder import RunFolder
 from training.observe.scores import Scores, ScoreSums
-from training.observe.step_metrics import peak_memory_per_rank, run_point, start_timing
+from training.observe.step_metrics import peak_memory_per_rank, resident_bytes, run_point, start_timing
 from training.observe.timing import measured_communication
 from training.out_of_memory import describe_failure, is_out_of_memory
 from training.parallel.build_engine import build_engine, resolve_engine
@@ -352,6 +352,7 @@ def _facts(
         ranks_per_machine=world.local_size,
         gpu_name=name,
         gpu_bytes=size,
+        process_bytes=0 if name else resident_bytes(),
     )
 
 

@@ -24,7 +24,7 @@ from benchmarks.report import Section, save, show, today, versions
 from models.build import build_model
 from models.dry_run import without_data
 from models.operators import count_operators
-from planning.ledger import LedgerEntry, replace_entries
+from planning.ledger import STEP, LedgerEntry, replace_entries
 from planning.machines import GPUS, find_machine, gpu_of_device
 from planning.step_time import predict_step
 from training.parallel.strategies import plan_of
@@ -113,6 +113,7 @@ def _measure(point: dict[str, Any], effort: Effort, world: World) -> float:
 def _entry(point: dict[str, Any], gpu: str, predicted: float, measured: float, world: World) -> LedgerEntry:
     module = make_network(point["model"], point["image_size"], CLASSES, point["batch_size"])
     return LedgerEntry(
+        kind=STEP,
         device=gpu,
         model=point["model"],
         engine=engine_of(module, "ddp", world.device, 1),
@@ -120,9 +121,10 @@ def _entry(point: dict[str, Any], gpu: str, predicted: float, measured: float, w
         ranks=1,
         batch_size=point["batch_size"],
         image_size=point["image_size"],
+        classes=CLASSES,
         precision=point["precision"],
-        predicted_s=predicted,
-        measured_s=measured,
+        predicted=predicted,
+        measured=measured,
         peak=GPUS[gpu].peaks[point["precision"]],
         bandwidth=GPUS[gpu].bandwidth_bytes_per_s,
         machine=world.describe(),
@@ -135,7 +137,7 @@ def _section(entries: list[LedgerEntry]) -> Section:
     rows = [
         (
             *(one.model, str(one.batch_size), str(one.image_size), one.precision),
-            *(f"{1000 * one.predicted_s:.2f}", f"{1000 * one.measured_s:.2f}", f"{one.error:+.0%}"),
+            *(f"{1000 * one.predicted:.2f}", f"{1000 * one.measured:.2f}", f"{one.error:+.0%}"),
         )
         for one in entries
     ]

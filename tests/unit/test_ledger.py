@@ -11,39 +11,53 @@ from pathlib import Path
 import pytest
 
 from delivery.predicted import compare_prediction, prediction_line
-from planning.ledger import LEDGER, LedgerEntry, cpu_machine, error_bar, machine_name, read_ledger, replace_entries
+from planning.ledger import (
+    KINDS,
+    LEDGER,
+    MEMORY,
+    STEP,
+    LedgerEntry,
+    cpu_machine,
+    error_bar,
+    machine_name,
+    read_ledger,
+    replace_entries,
+)
 from planning.plan_command import parse
-from planning.prediction import PredictionProcess, predict_run
+from planning.prediction import ALLOCATOR_SLACK, LOADED_LATER_BYTES, PredictionProcess, job_of, predict_run
 from planning.search import evaluate
 from training.config import TrainConfig
 from training.observe.environment import RunFacts
 from training.observe.run_folder import METRICS, PREDICTION
 
 ENTRY = LedgerEntry(
-    *("cpu", "mobilenet", "native", "ddp", 2, 16, 64, "fp32", 1.0, 1.0),
+    *(STEP, "cpu", "mobilenet", "native", "ddp", 2, 16, 64, 10, "fp32", 1.0, 1.0),
     *(1e11, 2e10, "2 cores of a machine", "torch", "2026-11-22"),
 )
 
 
 def entries(errors, **changes):
-    return [dataclasses.replace(ENTRY, predicted_s=1 + error, model=f"m{error}", **changes) for error in errors]
+    return [dataclasses.replace(ENTRY, predicted=1 + error, model=f"m{error}", **changes) for error in errors]
 
 
 def test_an_error_bar_is_of_runs_alike_and_names_the_worst():
     ledger = entries([0.01, -0.02, 0.03, 0.04, -0.25]) + entries([0.5], ranks=4) + entries([0.9], engine="torch")
-    said = error_bar(ledger, "cpu", "native", 2)
-    assert "within 4% on 4 of 5 runs like this; the worst, m-0.25 with 2 rank(s)" in said
+    ledger += entries([0.07], strategy="fsdp_stage3") + entries([0.11], kind=MEMORY)
+    said = error_bar(ledger, STEP, "cpu", "native", "ddp", 2)
+    assert "step time within 4% on 4 of 5 runs like this; the worst, m-0.25 under ddp on 2 rank(s)" in said
     assert said.endswith("-25%")
-    assert "50%" in error_bar(ledger, "cpu", "native", 4)
-    assert "of another engine" in error_bar(ledger, "cpu", "deepspeed", 2)
-    assert "no step on h100-80gb has been measured" in error_bar(ledger, "h100-80gb", "native", 2)
+    assert "50%" in error_bar(ledger, STEP, "cpu", "native", "ddp", 4)
+    assert "7%" in error_bar(ledger, STEP, "cpu", "native", "fsdp_stage3", 2)
+    assert "memory within 11%" in error_bar(ledger, MEMORY, "cpu", "native", "ddp", 2)
+    assert "of another engine" in error_bar(ledger, STEP, "cpu", "deepspeed", "ddp", 2)
+    assert "no memory on h100-80gb has been measured" in error_bar(ledger, MEMORY, "h100-80gb", "native", "ddp", 2)
 
 
 def test_a_new_measurement_replaces_that_of_the_same_run(tmp_path):
     path = tmp_path / "ledger.jsonl"
     replace_entries(entries([0.1, 0.2]), path)
-    replace_entries([dataclasses.replace(entries([0.2])[0], measured_s=2.0)], path)
-    assert [entry.measured_s for entry in read_ledger(path)] == [1.0, 2.0]
+    replace_entries([dataclasses.replace(entries([0.2])[0], measured=2.0)], path)
+    assert [entry.measured for entry in read_ledger(path)] == [1.0, 2.0]
     assert read_ledger(tmp_path / "none") == []
 
 
@@ -57,7 +71,8 @@ def test_the_ledger_in_the_repository():
     """Within 15 % is the goal; the entries are measurements, so the test is about the file, not about speed."""
     ledger = read_ledger()
     assert {entry.ranks for entry in ledger if entry.device == "cpu"} == {1, 2, 4}
-    assert all(entry.measured_s > 0 and entry.predicted_s > 0 for entry in ledger)
+    assert {entry.kind for entry in ledger} == set(KINDS)
+    assert all(entry.measured > 0 and entry.predicted > 0 for entry in ledger)
     assert LEDGER.read_text().count("\n") == len(ledger)
 
 
@@ -75,7 +90,7 @@ def test_a_run_predicts_its_step_hours_and_memory(facts):
     assert prediction["hours"] == pytest.approx(seconds["step"] * 90 / 3600)
     assert memory["peak"] > memory["weights"] > 0
     assert "8 x h100-80gb" in prediction["machine"]
-    assert "no step on h100-80gb" in prediction["error_bar"]
+    assert ["on h100-80gb has been measured" in said for said in prediction["error_bars"]] == [True, True]
 
 
 @pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", ""])
@@ -92,13 +107,25 @@ def test_a_run_predicts_what_the_planner_does(words, engine, device, tmp_path):
     job = parse([*asked, "--precision=bf16", "--image-size=64", f"--engine={engine}", *words], None).job
     option, config = evaluate(job, job.config), dataclasses.asdict(job.config) | {"engine": "auto"}
     size = 85_000_000_000
-    facts = RunFacts(str(tmp_path), config, job.classes, 64, 1, option.engine, "bf16", 8, 4, device, size)
+    facts = RunFacts(str(tmp_path), config, job.classes, 64, 1, option.engine, "bf16", 8, 4, device, size, 10**9)
     prediction = predict_run(facts)
     parts = dataclasses.asdict(option.memory)
     assert {name: prediction["memory_bytes"][name] for name in parts} == parts
     assert prediction["seconds"] == dataclasses.asdict(option.step) | {"step": option.step.step_s}
     if device:  # what is measured there: tensors, without the context
         assert prediction["memory_bytes"]["peak"] == option.memory.tensors < option.memory.peak
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_cpu_ranks_memory_is_that_of_its_process(facts, ranks):
+    """The model is in the process already; the kernel counts shared weights and gradients in every rank."""
+    cpu = dataclasses.replace(facts, gpu_name="", process_bytes=10**9, ranks=ranks, ranks_per_machine=ranks)
+    job = job_of(cpu)
+    sizes, plan = job.workload.sizes, evaluate(job, job.config).memory
+    shared = 2 * 4 * sizes.trained * (1 - 1 / ranks)
+    loaded = LOADED_LATER_BYTES["native"] + ALLOCATOR_SLACK * plan.activations
+    expected = 10**9 - 4 * sizes.parameters - sizes.buffer_bytes + shared + loaded + plan.tensors
+    assert predict_run(cpu)["memory_bytes"]["peak"] == pytest.approx(expected, abs=2)
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -45,6 +45,7 @@ class RunFacts:
         ranks_per_machine: of these.
         gpu_name: as PyTorch names it; empty on a CPU.
         gpu_bytes: of its memory.
+        process_bytes: resident in rank 0's process on a CPU, with the model, before engine and optimizer.
     """
 
     folder: str
@@ -58,6 +59,7 @@ class RunFacts:
     ranks_per_machine: int
     gpu_name: str
     gpu_bytes: int
+    process_bytes: int = 0
 
 
 def describe_run(world: World, precision: str, data: DatasetPair, built: BuiltModel) -> dict[str, Any]:
