@@ -69,7 +69,7 @@ class StateRule:
     adds_gradients: bool = False
     """Whether a layer's gradient exists temporarily beside the memory that it is added to."""
     whole_moments: bool = False
-    """Whether every rank has the optimizer's whole state."""
+    """Whether every rank has the optimizer's whole state, unless each updates some of the matrices for all."""
     step: float = 0
     """Sharded values that the optimizer's step needs temporarily."""
     buckets: float = 0
@@ -186,6 +186,7 @@ def plan_memory(
     activations: Activations,
     accumulation_steps: int = 1,
     device: str = "cpu",
+    updates_matrices: bool = False,
 ) -> MemoryPlan:
     """Predict the bytes of one rank; plain arithmetic.
 
@@ -197,6 +198,7 @@ def plan_memory(
         activations: of one micro-batch.
         accumulation_steps: micro-steps of an update.
         device: 'cpu' or 'cuda'; CPU ranks are those of one machine.
+        updates_matrices: whether the rule is one of `MATRIX_RULES`, which PyTorch's engine deals out to the ranks.
     """
     ranks = plan.shards * plan.replicas
     shares = device == "cpu" or ranks == 1
@@ -216,7 +218,8 @@ def plan_memory(
     copies = CPU_LAYER_COPIES * layer if device == "cpu" else 0
     frozen = FLOAT32_BYTES * (sizes.parameters - sizes.trained)
     versions = accumulation_steps if rule.parks_sums and accumulation_steps > 1 else 0  # of BatchNorm's statistics
-    moments = optimizer_values * (whole if rule.whole_moments else part)
+    deals = rule.whole_moments and updates_matrices and others
+    moments = optimizer_values * (whole if rule.whole_moments and not deals else part)
     return _placed(
         MemoryPlan(
             weights=round(rule.weights * whole + rule.sharded_weights * part + frozen),
@@ -226,7 +229,7 @@ def plan_memory(
             activations=activations.saved,
             workspace=round(max(activations.workspace - (not rule.adds_gradients) * layer, 0) + copies),
             communication=round(rule.buckets * bucket + gathered + sent),
-            step=round(rule.step * part),
+            step=round(rule.step * part + deals * (whole + part)),
             stays=round(rule.held_buckets * bucket + (gradients if rule.gradients_stay else 0)),
         ),
         engine,

@@ -28,6 +28,7 @@ from training.out_of_memory import Rung, next_rung
 from training.parallel.build_engine import ENGINES, resolve_engine
 from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.strategies import STRATEGIES, ParallelPlan, plan_of
+from training.recipe.rules import MATRIX_RULES
 
 CLEARLY = 1.05  # times as long as another engine: then the other one is recommended
 SMALLEST_IMAGE = 32  # pixels, of a size that is suggested
@@ -125,6 +126,7 @@ def evaluate(job: PlannedJob, config: TrainConfig) -> Option:
         ),
         accumulation_steps=config.gradient_accumulation_steps,
         device=device.type,
+        updates_matrices=config.optimizer in MATRIX_RULES,
     )
     step = predict_step(
         job.workload.operators,

@@ -21,7 +21,7 @@ from training.observe.heartbeat import HeartbeatWriter
 from training.observe.loggers import Loggers
 from training.observe.scores import ScoreSums, sample_losses
 from training.observe.step_metrics import Timing
-from training.parallel import buckets
+from training.parallel import buckets, torch_distribution
 from training.parallel.activation_checkpointing import enable_activation_checkpointing
 from training.parallel.batchnorm import synchronize_batchnorm
 from training.parallel.build_engine import build_engine, resolve_engine
@@ -35,12 +35,13 @@ from training.parallel.world import World
 from training.recipe.freezing import BackboneFreezer
 from training.recipe.loss import build_loss
 from training.recipe.nonfinite_steps import NonFiniteGuard
-from training.recipe.optimizer import build_optimizer
+from training.recipe.optimizer import build_optimizer, updates_matrices
 from training.recipe.schedule import Schedule
 from training.state import Progress, TrainContext, TrainState
 
 BATCH_SIZE = 8
 CLASSES = 10
+HEAD = {"head.weight", "head.bias"}
 buckets.FEWEST_ELEMENTS = 256  # several buckets for models as small as these
 
 
@@ -94,7 +95,7 @@ def make_batch(step: int, part: int, size: int = BATCH_SIZE) -> tuple[torch.Tens
 def make_engine(
     world: World, module: nn.Module, config: TrainConfig, precision: str = "fp32", discriminative: bool = False
 ) -> Engine:
-    optimizer = build_optimizer(module, config, {"head.weight", "head.bias"}, discriminative=discriminative)
+    optimizer = build_optimizer(module, config, HEAD, discriminative=discriminative)
     shards = 2 if config.replicate_across == "nodes" else world.size  # as on machines with two ranks each
     plan, strategy_json = (
         plan_of(config.strategy, world.size, config.offload, shards),
@@ -190,6 +191,20 @@ def train_with_engine(
     return result
 
 
+def train_with_muon(world: World, steps: int, deals: bool):
+    """As `train_with_engine` with Muon under torch, perhaps with all updates on each rank; count this rank's values."""
+    if not deals:
+        torch_distribution.updates_matrices = lambda optimizer: False
+    engine = make_engine(world, make_model(True), configuration(optimizer="muon", engine="torch"))
+    torch_distribution.updates_matrices = updates_matrices
+    losses = train_steps(world, engine, range(steps))
+    updated = sum(weight.numel() for group in engine.optimizer.param_groups for weight in group["params"])
+    live = {name: weight.double().tolist() for name, weight in engine.module.named_parameters()}
+    result = {"losses": losses, "live": live, "updated": updated}
+    engine.close()
+    return result
+
+
 def train_over_collectives(world: World, steps: int, strategy: str, optimizer: str):
     """As `train_with_engine`, natively, on a machine without memory to share; say how the ranks exchanged."""
     config = configuration(strategy=strategy, optimizer=optimizer, engine="native")
@@ -276,6 +291,7 @@ def train_with_plain_pytorch(world: World, steps: int, optimizer: str, with_batc
         "adan": lambda: Adan(groups, lr=config.learning_rate),
         "madgrad": lambda: MADGRAD(groups, lr=config.learning_rate, momentum=config.momentum),
         "lars": lambda: Lars(groups, lr=config.learning_rate, momentum=config.momentum),
+        "muon": lambda: build_optimizer(model, configuration(optimizer="muon"), HEAD, discriminative=False),
     }
     rule = rules[optimizer]()
     # Our ranks keep their own BatchNorm buffers between evaluations.

@@ -61,6 +61,22 @@ def test_a_rule_of_whole_parameters_equals_plain_ddp(run_cases, oracle, largest_
         assert np.ptp(expected["losses"]) > 1e-3
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_of_muons_matrices_is_updated_by_one_rank_for_all(world_size, run_cases):
+    oracle = run_cases("train_with_plain_pytorch", world_size, fixed={"steps": 5, "optimizer": "muon"})[()]
+    cases = run_cases("train_with_muon", world_size, deals=(False, True), fixed={"steps": 5})
+    reports, whole = cases[True,], cases[False,]
+    values = [report["updated"] for report in whole]
+    assert sum(report["updated"] for report in reports) == values[0]
+    assert all(0 < report["updated"] < values[0] for report in reports)
+    for report, undealt, expected in zip(reports, whole, oracle, strict=True):
+        assert (report["live"], report["losses"]) == (reports[0]["live"], undealt["losses"])
+        assert report["live"] == undealt["live"]
+        # Muon computes in bf16, which makes more of rounding errors than other rules do.
+        np.testing.assert_allclose(report["losses"], expected["losses"], atol=1e-4)
+        assert np.ptp(expected["losses"]) > 1e-2
+
+
 def test_collectives_give_the_bits_of_shared_memory(run_cases, ours):
     over_collectives = run_cases("train_over_collectives", strategy=STRATEGIES, optimizer=RULES, fixed={"steps": 5})
     for (strategy, rule), ranks in over_collectives.items():

@@ -17,17 +17,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.nn.parallel import DistributedDataParallel
 
 from training.parallel.activation_checkpointing import repeated_blocks
-from training.parallel.collectives import copy_from_main
+from training.parallel.collectives import copy_from_main, gather_rows
 from training.parallel.compilation import compile_mode
 from training.parallel.engine import EngineSetup
 from training.parallel.precision import under_autocast
+from training.recipe.optimizer import updates_matrices
 
 
 class Distribution(Protocol):
     """Where the parameters are, and what moves their values and gradients between the ranks.
 
     Attributes:
-        copies: of each parameter over all ranks.
+        copies: of the gradient of each parameter among those that the ranks' optimizers have.
     """
 
     copies: int
@@ -44,14 +45,26 @@ class Distribution(Protocol):
     def owns(self, name: str) -> bool:
         """Return whether this rank is the one of those with the same part of a parameter that reports it."""
 
+    def updates(self, name: str) -> bool:
+        """Return whether this rank's optimizer updates its part of a parameter."""
+
+    def share_weights(self) -> None:
+        """Copy what one rank has updated for all to the others; a collective."""
+
 
 class Replicated(Distribution):
-    """The whole model on every rank, and gradients that are averaged while backward still runs."""
+    """The whole model on every rank, and gradients that are averaged while backward still runs.
+
+    Every rank updates all weights, or if that takes long (Muon's matrices), each of them is updated by one rank, which
+    alone has its optimizer state.
+    """
 
     def __init__(self, setup: EngineSetup) -> None:
         """Wrap the model; a collective."""
         module, world = setup.module, setup.world
-        self.copies = world.size
+        self._module, self._world = module, world
+        self._deals_updates = world.size > 1 and updates_matrices(setup.optimizer)
+        self.copies = 1 if self._deals_updates else world.size
         # Images are channels_last: kernels would convert the weights in every step, and their gradients afterwards.
         module.to(memory_format=torch.channels_last)
         self._network = under_autocast(module, setup.precision, world.device)
@@ -62,8 +75,8 @@ class Replicated(Distribution):
         self._parallel = DistributedDataParallel(_AllUsed(self._network, trained), gradient_as_bucket_view=True)
         self._parallel.broadcast_buffers = False  # the argument has another name from torch 2.15 on
         self._rehearse(trained)
-        owners = _deal({name: parameter.numel() for name, parameter in module.named_parameters()}, world.size)
-        self._owned = {name for name, rank in owners.items() if rank == world.rank}
+        cost = _products if self._deals_updates else torch.Tensor.numel
+        self._owners = _deal({name: cost(parameter) for name, parameter in module.named_parameters()}, world.size)
 
     def _rehearse(self, trained: list[nn.Parameter]) -> None:
         """Let a backward of zeros pass, after which the buckets stay as they are.
@@ -90,7 +103,25 @@ class Replicated(Distribution):
         return 0
 
     def owns(self, name: str) -> bool:
-        return name in self._owned
+        return self._owners[name] == self._world.rank
+
+    def updates(self, name: str) -> bool:
+        return self.owns(name) or not self._deals_updates
+
+    @torch.no_grad()
+    def share_weights(self) -> None:
+        if not self._deals_updates:
+            return
+        dealt: list[list[torch.Tensor]] = [[] for _ in range(self._world.size)]
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad:  # dense, in whatever order of dimensions: as a vector in the order of memory
+                dealt[self._owners[name]].append(parameter.as_strided((parameter.numel(),), (1,)))
+        sizes = [sum(map(len, weights)) for weights in dealt]
+        own = torch.zeros(max(sizes), device=self._world.device)
+        torch.cat(dealt[self._world.rank] or [own[:0]], out=own[: sizes[self._world.rank]])
+        for weights, size, row in zip(dealt, sizes, gather_rows(own, self._world), strict=True):
+            for weight, values in zip(weights, row[:size].split([*map(len, weights)]), strict=True):
+                weight.copy_(values)
 
 
 class Sharded(Distribution):
@@ -144,6 +175,11 @@ class Sharded(Distribution):
     def owns(self, name: str) -> bool:
         return self._is_first_replica
 
+    def updates(self, name: str) -> bool:
+        return True
+
+    def share_weights(self) -> None: ...
+
 
 class _AllUsed(nn.Module):
     """A network whose every backward reaches every parameter, with no gradient where there is none.
@@ -180,8 +216,14 @@ class _Reach(torch.autograd.Function):
         return gradient, *[None] * context.parameters
 
 
+def _products(parameter: torch.Tensor) -> int:
+    """Return the multiplications of a matrix [n, m] by its transpose; of anything else, the number of elements."""
+    rows = len(parameter) if parameter.ndim > 1 else 1
+    return parameter.numel() * min(rows, parameter.numel() // rows)
+
+
 def _deal(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Deal parameters out to ranks, the largest first, each to the rank with the fewest elements."""
+    """Deal parameters out to ranks, the largest first, each to the rank that has least."""
     loads, owners = [0] * ranks, {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         owners[name] = min(range(ranks), key=loads.__getitem__)

@@ -49,12 +49,12 @@ class TorchEngine(Engine):
         grouped = [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]
         self._distribution: Distribution = (Replicated if setup.plan.zero_stage == 1 else Sharded)(setup)
         parameters, self.buffers = dict(self.module.named_parameters()), ModelBuffers(self.module)
-        # Without the parameters of which this rank has no rows.
+        # Without the parameters of which this rank has no rows, or that another rank updates.
         self._trained = {
             name: _local_parameter(parameters[name])
             for group in grouped
             for name in group
-            if _local(parameters[name]).numel()
+            if _local(parameters[name]).numel() and self._distribution.updates(name)
         }
         self._live = {name: parameters[name] for name in self._trained}
         for group, members in zip(self.optimizer.param_groups, grouped, strict=True):
@@ -90,8 +90,8 @@ class TorchEngine(Engine):
         squares = _sum_of_squares(gradients, self._world.device)
         norm = (sum_over_ranks(squares, self._world) / self._distribution.copies).sqrt() / self.updates.scale
         result = self.updates.apply(norm, lambda: self._update(gradients, norm))
-        for name, parameter in self._live.items():
-            parameter.grad = self._trained[name].grad = None
+        for parameter in (*self.module.parameters(), *self._trained.values()):
+            parameter.grad = None
         return result
 
     def _take_gradients(self) -> list[torch.Tensor]:
@@ -115,12 +115,14 @@ class TorchEngine(Engine):
         self._take_weights()
         for trained in self._trained.values():
             change(trained, self.optimizer.state[trained])
+        self._distribution.share_weights()
 
     def _update(self, gradients: list[torch.Tensor], norm: torch.Tensor) -> None:
         factor = self.updates.factor(norm)
         if gradients and factor is not None:
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, torch.float32))
         self.optimizer.step()
+        self._distribution.share_weights()
 
     def state(self) -> EngineState:
         return self._state_of([shard for shard in self._shards() if self._distribution.owns(shard.name)])

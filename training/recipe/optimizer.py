@@ -117,6 +117,11 @@ def _given_options(name: str, config: TrainConfig) -> dict[str, Any]:
     return options
 
 
+def updates_matrices(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a rule of `MATRIX_RULES` is among the optimizer's, which multiplies matrices in each update."""
+    return any(group.get("use_muon") for group in optimizer.param_groups)
+
+
 def moment_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Return the names of the optimizer's state tensors per weight; SGD without momentum has none.
 
