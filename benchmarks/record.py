@@ -60,7 +60,8 @@ TASKS: dict[str, Task] = {
     "fashion-mnist": Task(
         "npz",
         "--model airbench_small --img-size 28 --mean 0.286 0.286 0.286 --std 0.353 0.353 0.353 --hflip 0.5 "
-        "--scale 0.7 1 --epochs 5 -b 128 --opt muon --lr 0.02 --min-lr 2e-4 --weight-decay 5e-4" + COMMON,
+        "--scale 0.7 1 --epochs 8 -b 128 --opt muon --opt-kwargs ns_steps=3 --lr 0.02 --min-lr 2e-4 --weight-decay 5e-4"
+        + COMMON,
     ),
     "cifar10": Task("npz", ""),
 }
@@ -132,8 +133,9 @@ def summary(runs: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def make_record(task: str, folder: Path, *, seeds: int, data: Path | None, timm: Path | None, timm_seeds: int) -> None:
-    """Train all seeds and write the record; it grows by each run, so that a break keeps what is there."""
+    """Train all seeds that the record lacks and write it after each, so that a break keeps what is there."""
     folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "record.json"
     ours = [*our_command(task), *(["--data", f"npz:{data}"] if data and TASKS[task].data == "npz" else [])]
     theirs = [sys.executable, "-m", "benchmarks.peers.timm_script", str(timm), str(data), *TASKS[task].timm.split()]
     record: dict[str, Any] = {
@@ -146,16 +148,33 @@ def make_record(task: str, folder: Path, *, seeds: int, data: Path | None, timm:
     }
     if timm:
         record["timm"] = {"command": shlex.join(_named(theirs, data, timm)), "runs": []}
+    if file.exists():
+        record = _go_on(record, json.loads(file.read_text()), file)
     for seed in range(max(seeds, timm_seeds)):
-        if seed < seeds:
+        if seed < seeds and not _has(record["ours"], seed):
             record["ours"]["runs"].append({"seed": seed, **train_ours(ours, seed, folder / f"ours-{seed}.log")})
-        if timm and seed < timm_seeds:
+        if timm and seed < timm_seeds and not _has(record["timm"], seed):
             record["timm"]["runs"].append({"seed": seed, **train_timm(theirs, seed, folder / f"timm-{seed}.log")})
         for side in ("ours", "timm"):
             if side in record:
                 record[side]["summary"] = summary(record[side]["runs"])
                 print(side, record[side]["runs"][-1], record[side]["summary"], flush=True)
-        (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+        file.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _has(side: dict[str, Any], seed: int) -> bool:
+    return any(run["seed"] == seed for run in side["runs"])
+
+
+def _go_on(new: dict[str, Any], old: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return the record that was broken off; it must be of the same commands, versions, data and machine."""
+    different = [key for key in ("task", "machine", "versions", "data_sha256") if new[key] != old[key]]
+    sides = [
+        side for side in ("ours", "timm") if side in new and new[side]["command"] != old.get(side, new[side])["command"]
+    ]
+    if different or sides:
+        raise SystemExit(f"{file}: has other {', '.join(different + sides)}; give another --what.")
+    return new | old
 
 
 def _named(command: Sequence[str], data: Path | None, timm: Path | None) -> list[str]:
@@ -169,7 +188,11 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", nargs="?", choices=TASKS)
-    parser.add_argument("--what", default="repeat", help="what changed since the record before, for the folder's name")
+    parser.add_argument(
+        "--what",
+        default="repeat",
+        help="what changed since the record before, for the folder's name; one that is there goes on",
+    )
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--data", type=Path, help="the .npz file that benchmarks/record_data.py made")
     parser.add_argument("--timm", type=Path, help="timm's train.py, to train beside ours")
@@ -178,7 +201,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.task:
         theirs = given.seeds if given.timm_seeds is None else given.timm_seeds
-        folder = RECORDS / given.task / f"{today()}-{given.what}"
+        begun = sorted((RECORDS / given.task).glob(f"*-{given.what}"))
+        folder = begun[-1] if begun else RECORDS / given.task / f"{today()}-{given.what}"
         make_record(given.task, folder, seeds=given.seeds, data=given.data, timm=given.timm, timm_seeds=theirs)
     elif not given.table:
         parser.error(f"give a task, one of {', '.join(TASKS)}, or --table")

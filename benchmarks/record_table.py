@@ -18,9 +18,14 @@ COLUMNS = (
 
 def write_table(records: Path, page: Path) -> None:
     """Replace the table in the page."""
-    text = page.read_text(encoding="utf-8")
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    page.write_text(f"{before}\n{table(records)}\n{after}", encoding="utf-8")
+    replace_between(page, BEGIN, END, table(records))
+
+
+def replace_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Replace what stands between two comments of a page."""
+    old = page.read_text(encoding="utf-8")
+    before, after = old[: old.index(begin) + len(begin)], old[old.index(end) :]
+    page.write_text(f"{before}\n{text}\n{after}", encoding="utf-8")
 
 
 def table(records: Path) -> str:

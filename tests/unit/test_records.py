@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from benchmarks import record_data
 from benchmarks.record import RECORDS, TASKS, our_command, read_our_log, read_timm_log, summary
 from benchmarks.record_table import BEGIN, END, compared, table, time_ratio
+from benchmarks.variants import STUDIES, ablation_table, marks, study_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(RECORDS.glob("*/*/record.json"))
@@ -32,6 +34,30 @@ def test_a_record_follows_from_its_logs(file):
 def test_the_page_shows_the_records():
     page = (ROOT / "docs" / "records.md").read_text()
     assert page[page.index(BEGIN) + len(BEGIN) : page.index(END)].strip() == table(RECORDS).strip()
+
+
+@pytest.mark.parametrize("name", [name for name in STUDIES if study_folder(name).is_dir()])
+def test_a_study_follows_from_its_logs_and_its_page_from_it(name):
+    study, commands = json.loads((study_folder(name) / "study.json").read_text()), STUDIES[name].commands()
+    assert [variant["name"] for variant in study["variants"]] == list(commands)
+    for number, variant in enumerate(study["variants"]):
+        assert variant["command"] == shlex.join(commands[variant["name"]])
+        for run in variant["runs"]:
+            log = study_folder(name) / f"{number}-{run['seed']}.log"
+            assert {"seed": run["seed"], **read_our_log(log.read_text())} == run
+        assert variant["summary"] == summary(variant["runs"])
+    page, (begin, end) = (ROOT / STUDIES[name].page).read_text(), marks(name)
+    assert page[page.index(begin) + len(begin) : page.index(end)].strip() == STUDIES[name].table(study)
+
+
+def test_the_ablation_compares_with_the_whole():
+    variants = [("nothing", [0.91, 0.92, 0.93]), ("whitened stem", [0.89, 0.90, 0.91])]
+    found = [{"name": name, "runs": runs(top1, [10, 30, 20])} for name, top1 in variants]
+    rows = ablation_table({"variants": [{**variant, "summary": summary(variant["runs"])} for variant in found]})
+    assert rows.splitlines()[2:] == [
+        "| nothing | 92.00 ± 1.00 % (3 seeds) |  |  | 20 |",
+        "| whitened stem | 90.00 ± 1.00 % (3 seeds) | -2.00 | 0.07 | 20 |",
+    ]
 
 
 @pytest.mark.parametrize("task", TASKS)

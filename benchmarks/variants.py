@@ -1,0 +1,165 @@
+"""Trains variants of one line with several seeds each, and writes a table of them into a page of the docs.
+
+    python benchmarks/variants.py ablation --data fashion-mnist.npz --seeds 5
+    python benchmarks/variants.py zoo --data fashion-mnist.npz --seeds 1
+    python benchmarks/variants.py ablation --table        # the page again, from the logs
+
+`ablation` is the preset for Fashion-MNIST with one ingredient out at a time, `zoo` one line with each model of the
+guide. A round trains all variants with one seed. What was broken off goes on with the runs that it lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scipy import stats
+
+from benchmarks.record import RECORDS, ROOT, our_command, summary, train_ours
+from benchmarks.record_data import file_sha256
+from benchmarks.record_table import replace_between
+from benchmarks.report import today, versions
+from models import MODELS
+from models.build import build_model
+from planning.ledger import machine_name
+
+INGREDIENTS = {
+    "Muon (AdamW in its place)": "--optimizer adamw --learning-rate 0.004",
+    "whitened stem": "--whitened-stem false",
+    "mirroring in turn (by chance in its place)": "--mirror random",
+    "mirroring": "--mirror off",
+    "shifts": "--shift-pixels 0",
+    "reflected edges (zeros in their place)": "--shift-padding zeros",
+    "label smoothing": "--label-smoothing 0",
+    "weight decay": "--weight-decay 0",
+    "warm-up": "--warmup-epochs 0",
+}
+IMAGE_SIZE, EPOCHS, IMAGES = 32, 2, 60_000
+ZOO_LINE = f"bash scripts/launch_distributed.sh {{}} ddp 2 16 {EPOCHS} --image-size {IMAGE_SIZE} --precision bf16"
+
+
+def ablation() -> dict[str, list[str]]:
+    """Return the commands: the preset first, and it without each ingredient."""
+    preset = our_command("fashion-mnist")
+    return {"nothing": preset} | {name: [*preset, *flags.split()] for name, flags in INGREDIENTS.items()}
+
+
+def zoo() -> dict[str, list[str]]:
+    """Return the commands, one for each model of the zoo that needs no pretrained weights."""
+    return {name: shlex.split(ZOO_LINE.format(name)) for name in MODELS if name != "mobilenet_finetuned"}
+
+
+def ablation_table(study: dict[str, Any]) -> str:
+    """Return the table: accuracy without each ingredient, and Welch's t-test of the difference."""
+    whole = study["variants"][0]
+    rows = [
+        "| without | top-1, mean ± standard deviation | difference | p | seconds |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for variant in study["variants"]:
+        cells = [variant["name"], _top1(variant)]
+        if variant is whole:
+            cells += ["", ""]
+        else:
+            new, old = ([run["top1"] for run in side["runs"]] for side in (variant, whole))
+            p = float(stats.ttest_ind(new, old, equal_var=False).pvalue)
+            cells += [f"{100 * (statistics.mean(new) - statistics.mean(old)):+.2f}", f"{p:.2g}"]
+        rows.append("| " + " | ".join([*cells, f"{variant['summary']['seconds_median']:.0f}"]) + " |")
+    return "\n".join(rows)
+
+
+def zoo_table(study: dict[str, Any]) -> str:
+    """Return the table: parameters, accuracy and speed of each model."""
+    rows = ["| `<model>` | parameters | top-1 | images/s |", "| --- | --- | --- | --- |"]
+    for variant in study["variants"]:
+        module = build_model(variant["name"], num_classes=10, image_size=IMAGE_SIZE).module
+        size = f"{sum(p.numel() for p in module.parameters()) / 1e6:.1f} million"
+        speed = IMAGES * EPOCHS / variant["summary"]["seconds_median"]
+        rows.append(f"| `{variant['name']}` | {size} | {_top1(variant)} | {speed:.0f} |")
+    return "\n".join(rows)
+
+
+def _top1(variant: dict[str, Any]) -> str:
+    found, runs = variant["summary"], len(variant["runs"])
+    spread = f" ± {100 * found['top1_std']:.2f}" if runs > 1 else ""
+    return f"{100 * found['top1_mean']:.2f}{spread} % ({runs} seed{'s' if runs > 1 else ''})"
+
+
+class Study(NamedTuple):
+    """What is trained, and where its table stands: between two comments of a page."""
+
+    commands: Callable[[], dict[str, list[str]]]
+    table: Callable[[dict[str, Any]], str]
+    page: str
+
+
+STUDIES = {
+    "ablation": Study(ablation, ablation_table, "docs/records.md"),
+    "zoo": Study(zoo, zoo_table, "README.md"),
+}
+
+
+def study_folder(name: str) -> Path:
+    """Return the folder of a study's logs."""
+    return RECORDS / "fashion-mnist" / name
+
+
+def run_study(name: str, data: Path, seeds: int) -> None:
+    """Train each variant with each seed that it lacks; the file is written after each run."""
+    folder = study_folder(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    file, commands = folder / "study.json", STUDIES[name].commands()
+    study: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {
+        "date": today(),
+        "machine": machine_name(),
+        "versions": versions("torch", "torchvision", "timm", "deepspeed"),
+        "data_sha256": file_sha256(data),
+        "variants": [{"name": key, "command": shlex.join(words), "runs": []} for key, words in commands.items()],
+    }  # fmt: skip
+    for seed in range(seeds):
+        for number, variant in enumerate(study["variants"]):
+            if all(run["seed"] != seed for run in variant["runs"]):
+                command = [*commands[variant["name"]], "--data", f"npz:{data}"]
+                log = folder / f"{number}-{seed}.log"
+                variant["runs"].append({"seed": seed, **train_ours(command, seed, log)})
+                variant["summary"] = summary(variant["runs"])
+                print(variant["name"], variant["runs"][-1], flush=True)
+                file.write_text(json.dumps(study, indent=1) + "\n")
+
+
+def write_study_table(name: str) -> None:
+    """Replace the study's table in its page."""
+    study = json.loads((study_folder(name) / "study.json").read_text())
+    replace_between(ROOT / STUDIES[name].page, *marks(name), STUDIES[name].table(study))
+
+
+def marks(name: str) -> tuple[str, str]:
+    """Return the comments before and after the table."""
+    return f"<!-- {name}: made by benchmarks/variants.py {name} --table -->", f"<!-- end of {name} -->"
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--data", type=Path, help="Fashion-MNIST as benchmarks/record_data.py writes it")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--table", action="store_true", help="only write the page again")
+    given = parser.parse_args()
+    if not given.table:
+        if not given.data:
+            parser.error("give --data FILE, or --table")
+        run_study(given.study, given.data, given.seeds)
+    write_study_table(given.study)
+
+
+if __name__ == "__main__":
+    main()
