@@ -133,3 +133,9 @@ def test_the_environment_is_read_where_it_belongs():
     }
     readers = {str(path.relative_to(ROOT)) for path in python_files() if "os.environ" in path.read_text()}
     assert readers <= allowed
+
+
+def test_test_files_have_names_of_their_own():
+    # pytest collects all of them at once for `make test-slow`, and their names are their modules'.
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, files in names.items() if files > 1] == []
