@@ -60,7 +60,7 @@ TASKS: dict[str, Task] = {
     "fashion-mnist": Task(
         "npz",
         "--model airbench_small --img-size 28 --mean 0.286 0.286 0.286 --std 0.353 0.353 0.353 --hflip 0.5 "
-        "--scale 0.7 1 --epochs 8 -b 128 --opt muon --opt-kwargs ns_steps=3 --lr 0.02 --min-lr 2e-4 --weight-decay 5e-4"
+        "--scale 0.7 1 --epochs 6 -b 128 --opt muon --opt-kwargs ns_steps=3 --lr 0.02 --min-lr 2e-4 --weight-decay 5e-4"
         + COMMON,
     ),
     "cifar10": Task("npz", ""),
@@ -104,7 +104,7 @@ def read_timm_log(text: str) -> dict[str, float]:
     lines = text.splitlines()
     start = next(float(line.split()[0]) for line in lines if START.search(line))
     last = [float(line.split()[0]) for line in lines if TRAINED.search(line)][-1]
-    return {"top1": float(TOP1.findall(text)[-1]) / 100, "seconds": round(last - start, 2)}
+    return {"top1": round(float(TOP1.findall(text)[-1]) / 100, 6), "seconds": round(last - start, 2)}
 
 
 def _run(command: Sequence[str]) -> list[tuple[float, str]]:
