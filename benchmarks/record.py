@@ -104,7 +104,7 @@ def read_timm_log(text: str) -> dict[str, float]:
     lines = text.splitlines()
     start = next(float(line.split()[0]) for line in lines if START.search(line))
     last = [float(line.split()[0]) for line in lines if TRAINED.search(line)][-1]
-    return {"top1": round(float(TOP1.findall(text)[-1]) / 100, 6), "seconds": round(last - start, 2)}
+    return {"top1": float(TOP1.findall(text)[-1]) / 100, "seconds": round(last - start, 2)}
 
 
 def _run(command: Sequence[str]) -> list[tuple[float, str]]:
