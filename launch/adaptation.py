@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 from launch.arguments import check_training
+from training.observe.memory_limit import ROOT, group_files
 from training.out_of_memory import advise, next_rung
 
-ROOT = Path("/")
 OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
@@ -58,15 +58,7 @@ def oom_kills(root: Path = ROOT) -> int:
     Args:
         root: that /proc and /sys are below.
     """
-    candidates = []
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            mount, name = ("memory", "memory.oom_control") if controllers == "memory" else ("", "memory.events")
-            if controllers in ("memory", ""):
-                candidates.append(root / "sys/fs/cgroup" / mount / group.lstrip("/") / name)
-                candidates.append(root / "sys/fs/cgroup" / mount / name)  # a container may see its group here
-    for path in [*candidates, root / "proc/vmstat"]:
+    for path in [*group_files("memory.events", "memory.oom_control", root), root / "proc/vmstat"]:
         with contextlib.suppress(OSError):
             if found := OOM_KILLS.search(path.read_text()):
                 return int(found[1])

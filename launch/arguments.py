@@ -166,7 +166,8 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
         )
     positional = dict(zip(names, arguments, strict=False))
     for name in LARGEST.keys() & positional.keys():
-        whole_number(name, positional[name], 1, LARGEST[name])
+        if (name, positional[name]) != ("batch_size", "auto"):
+            whole_number(name, positional[name], 1, LARGEST[name], " or auto" if name == "batch_size" else "")
     for variable, only in launcher.removed.items():
         if (value := environment.get(variable) or only) != only:
             raise UserError(
@@ -196,12 +197,12 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
     return given
 
 
-def whole_number(name: str, text: str, smallest: int, largest: int) -> int:
-    """Return a number that was given as text; raise a UserError that names it for anything else."""
+def whole_number(name: str, text: str, smallest: int, largest: int, other: str = "") -> int:
+    """Return a number that was given as text; raise a UserError that names it, and what else it may be."""
     digits = len(str(largest))
     if re.fullmatch(rf"0|[1-9][0-9]{{0,{digits - 1}}}", text) and smallest <= int(text) <= largest:
         return int(text)
-    raise UserError(f"{name} {shown(text)}: expected a whole number from {smallest} to {largest}.")
+    raise UserError(f"{name} {shown(text)}: expected a whole number from {smallest} to {largest}{other}.")
 
 
 def _value(field: dataclasses.Field, name: str, text: str, nodes: int) -> Any:

@@ -18,6 +18,8 @@ AUTO = "auto"
 def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
     """Return the arguments with `auto` replaced by the strategy, batch size and flags that the planner recommends.
 
+    A batch size `auto` stays, unless fewer images than that finds are recommended.
+
     Args:
         given: arguments of the launcher.
         nodes: machines of the run.
@@ -38,8 +40,11 @@ def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
     )
     if planned.returncode:
         sys.exit(planned.returncode)
-    best = json.loads(planned.stdout)["recommended"]
+    plan = json.loads(planned.stdout)
+    best = plan["recommended"]
     flags = " ".join(best["changed_flags"])
     print(f"strategy auto: {best['strategy']} {flags}: {best['reason']}", file=sys.stderr, flush=True)
-    positional = given.positional | {"strategy": best["strategy"], "batch_size": str(best["batch_size"])}
+    positional = given.positional | {"strategy": best["strategy"]}
+    if (positional["batch_size"], best["batch_size"]) != (AUTO, plan["batch_size"]):  # else the ranks find it
+        positional["batch_size"] = str(best["batch_size"])
     return dataclasses.replace(given, positional=positional, flags=[*given.flags, *best["changed_flags"]], gpu="")

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from planning.batch_memory import with_planned_batch
 from planning.calibration import calibrate
 from planning.failures import FAILURES_PER_GPU_DAY
 from planning.ledger import this_machine
@@ -23,6 +24,7 @@ from training.command_line import OneLineParser, parse_args
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.data import data_options, load_data
 from training.errors import UserError, shown
+from training.global_batch import nearest_multiples
 from training.parallel.strategies import STRATEGIES
 
 IMAGENET = {"classes": 1000, "image_size": 224, "images": 1_281_167}  # planned for if no --data is given
@@ -65,7 +67,6 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
         "--calibrate", metavar="FILE", help="Take the link from the all-reduce that `doctor.py --json` measured."
     )
     parser.add_choice("--strategy", [*STRATEGIES], default="ddp", help="Begin with this one (default: ddp).")
-    parser.add_number("--global-batch", 1, 10**7, help="Images of an update: sets --gradient-accumulation-steps.")
     parser.add_argument(
         "--images", metavar="N", help="Training images, such as 1.28M; default: of --data, or ImageNet."
     )
@@ -97,8 +98,8 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
             f"{asked} {given.num_gpus} is no multiple of {per_node} GPUs per machine: give {fewer} or {more}, or "
             "--gpus-per-node."
         )
-    if given.global_batch:
-        config = _with_global_batch(config, given.num_gpus, given.global_batch)
+    if config.global_batch and config.batch_size != "auto":
+        config = _with_global_batch(config, given.num_gpus, config.global_batch)
     machine = find_machine(given.gpu, per_node, given.interconnect) if given.gpu else this_machine(per_node)
     machine = calibrate(machine, given.calibrate) if given.calibrate else machine
     has_data = given.with_data or given.dry_run or any(word.partition("=")[0] == "--data" for word in others)
@@ -108,7 +109,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     if given.classes:
         data["classes"] = given.classes
     config = dataclasses.replace(config, image_channels=data.pop("image_channels"))
-    job = PlannedJob(config, machine, given.num_gpus, **data)
+    job = with_planned_batch(PlannedJob(config, machine, given.num_gpus, **data))
     return PlanRequest(job, given.json, assumed, counts, given.failures_per_gpu_day, given.dry_run)
 
 
@@ -121,15 +122,13 @@ def _count(text: str) -> int:
 
 
 def _with_global_batch(config: TrainConfig, ranks: int, global_batch: int) -> TrainConfig:
-    one = config.batch_size * ranks
+    one = config.micro_batch * ranks
     if global_batch % one:
-        below, above = global_batch // one * one, -(-global_batch // one) * one
-        nearest = f"{above}" if not below else f"{below} or {above}"
         raise UserError(
-            f"--global-batch {global_batch} is no multiple of {config.batch_size} images x {ranks} GPUs: "
-            f"give {nearest}, or another --batch-size."
+            f"--global-batch {global_batch} is no multiple of {config.micro_batch} images x {ranks} GPUs: "
+            f"give {nearest_multiples(global_batch, one)}, or another --batch-size."
         )
-    return dataclasses.replace(config, gradient_accumulation_steps=global_batch // one)
+    return dataclasses.replace(config, gradient_accumulation_steps=global_batch // one, global_batch=0)
 
 
 def _data(config: TrainConfig, *, has_data: bool) -> tuple[dict[str, int], str]:
@@ -245,7 +244,7 @@ def launch_command(job: PlannedJob, chosen: Option) -> list[str]:
     script, where = "launch_distributed.sh", [job.ranks]
     if nodes > 1:
         script, where = "launch_multi_node.sh", [nodes, per_node]
-    positional = [config.model_type, config.strategy, *where, config.batch_size, config.epochs]
+    positional = [config.model_type, config.strategy, *where, config.micro_batch, config.epochs]
     return ["bash", f"scripts/{script}", *map(str, positional), *training_flags(config)]
 
 
@@ -274,6 +273,7 @@ def _as_json(job: PlannedJob, chosen: Option, why: str, rows: list[Option], comm
         "images": job.images,
         "precision": job.precision,
         "links": links(job),
+        "batch_size": job.config.batch_size,
         "options": [described(option) for option in rows],
         "recommended": described(chosen)
         | {"reason": why, "error_bars": error_bars(chosen, job.machine.gpu.name)}

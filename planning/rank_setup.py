@@ -62,7 +62,7 @@ def set_up_ranks(job: PlannedJob, *, as_json: bool = False) -> int:
     data = load_data(data_options(config))
     labels = data.train.source.labels if job.images == len(data.train) else torch.zeros(job.images, dtype=torch.int64)
     plan = build_plan(config, labels, job.ranks)
-    rows += [check_order(plan), check_evaluation(len(data.val), config.batch_size, job.ranks)]
+    rows += [check_order(plan), check_evaluation(len(data.val), config.micro_batch, job.ranks)]
     found = [in_own_process(set_up_rank, job, data, rank) for rank in ranks]
     gpu = job.machine.gpu if job.has_gpus else None
     rows += [check_parts(found, job.ranks), check_files(found, job.ranks), check_memory(found, gpu)]

@@ -72,7 +72,7 @@ def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
             image_channels=channels,
             pretrained=None,
             members=tuple(config.ensemble_members.split(",")),
-            batch_size=config.batch_size,
+            batch_size=config.micro_batch,
             keep_stem=config.stem == "keep",
             drop_path=config.drop_path,
         )

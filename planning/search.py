@@ -93,7 +93,7 @@ class Option:
     @property
     def images_per_update(self) -> int:
         """Images of all ranks in an update."""
-        return self.config.batch_size * self.config.gradient_accumulation_steps * self.plan.shards * self.plan.replicas
+        return self.config.micro_batch * self.config.gradient_accumulation_steps * self.plan.shards * self.plan.replicas
 
     @property
     def images_per_s(self) -> float:
@@ -105,8 +105,8 @@ class Option:
         return math.ceil(images / self.images_per_update) * self.config.epochs * self.step.step_s / 3600
 
 
-def evaluate(job: PlannedJob, config: TrainConfig) -> Option:
-    """Predict one configuration of a job, whose network and update rule are the job's.
+def memory_of(job: PlannedJob, config: TrainConfig) -> tuple[str, ParallelPlan, MemoryPlan]:
+    """Return the engine of one configuration of a job, what it shards, and the memory that a rank then needs.
 
     Raises:
         UserError: if the engine does not do what is asked for.
@@ -122,19 +122,29 @@ def evaluate(job: PlannedJob, config: TrainConfig) -> Option:
         plan=plan,
         optimizer_values=job.workload.optimizer_values,
         activations=job.workload.activations(
-            config.batch_size, job.precision, device.type, config.activation_checkpointing
+            config.micro_batch, job.precision, device.type, config.activation_checkpointing
         ),
         accumulation_steps=config.gradient_accumulation_steps,
         device=device.type,
         updates_matrices=config.optimizer in MATRIX_RULES,
     )
+    return name, plan, memory
+
+
+def evaluate(job: PlannedJob, config: TrainConfig) -> Option:
+    """Predict one configuration of a job, whose network and update rule are the job's.
+
+    Raises:
+        UserError: if the engine does not do what is asked for.
+    """
+    name, plan, memory = memory_of(job, config)
     step = predict_step(
         job.workload.operators,
         job.workload.sizes.trained,
         job.machine,
         plan,
         engine=name,
-        batch_size=config.batch_size,
+        batch_size=config.micro_batch,
         precision=job.precision,
         accumulation_steps=config.gradient_accumulation_steps,
         checkpointing=config.activation_checkpointing,
@@ -240,7 +250,7 @@ def _fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
         except UserError:  # a network that takes one size alone
             break
         size //= 2
-    least = f"{smallest.config.strategy}, {smallest.config.batch_size} images and all else that saves memory"
+    least = f"{smallest.config.strategy}, {smallest.config.micro_batch} images and all else that saves memory"
     return UserError(
         f"{job.config.model_type} with {job.image_size}-pixel images does not fit on {job.ranks} x {gpu.name}: "
         f"it needs {format_bytes(need)} of {format_bytes(gpu.memory_bytes)} each even with {least}. "

@@ -14,7 +14,7 @@ Train an image classifier on the GPUs of this machine (on CPU ranks if it has no
   strategy    ddp, fsdp_stage2 or fsdp_stage3: how the training state is sharded; auto: as scripts/plan.py recommends,
               for this machine or --gpu NAME
   num_gpus    GPUs to use; without any GPU, as many CPU ranks
-  batch_size  images per GPU
+  batch_size  images per GPU; auto: the most that fit, for --global-batch N or about 256 images per update
   epochs      passes over the training data
   flags       any flag of train_distributed.py ('python scripts/train_distributed.py --help' lists all),
               --master_port N, and --max-restarts N: how often in a row a failed training is started again

@@ -11,7 +11,7 @@ Train an image classifier on the GPUs of several machines (on CPU ranks if they 
     bash launch_multi_node.sh <model> <strategy> <num_nodes> <gpus_per_node> <batch_size> <epochs> [flags]
 
   num_nodes, gpus_per_node   machines to use, from the top of the hostfile, and GPUs on each
-  batch_size                 images per GPU
+  batch_size                 images per GPU; auto: the most that fit, for --global-batch N or about 256 images
   flags                      any flag of train_distributed.py, --master_port N, --max-restarts N (default 3),
                              --hostfile FILE: lines of 'name slots=N' (default: hostfile.txt here, else beside the
                              scripts folder; hostfile_example.txt shows one) or --hosts NAME,NAME,...,

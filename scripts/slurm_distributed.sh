@@ -45,7 +45,7 @@ Train in a Slurm job. Submit it from the root of the repository or from scripts/
     sbatch slurm_distributed.sh <model> <strategy> <num_gpus> <batch_size> <epochs> [flags]
 
   num_gpus   GPUs on each node of the job; the job asks for 1 node and 8 GPUs unless sbatch is told otherwise
-  batch_size images per GPU
+  batch_size images per GPU; auto: the most that fit, for --global-batch N or about 256 images per update
   flags      any flag of train_distributed.py, --master_port N, and --max-restarts N: how often in a row a failed
              training is started again inside the job without a newer checkpoint in between (default 3, 0 to 1000);
              --allow-differences: train although versions or code differ between the nodes;

@@ -34,6 +34,7 @@ def train(arguments: list[str]) -> int:
     heartbeat = HeartbeatWriter.of_this_process(config.hang_timeout)
     # Imported late: `--help` and the launchers' check need none of it.
     from delivery.end_of_run import leave_files
+    from planning.batch_memory import plan_memory
     from planning.prediction import PredictionProcess
     from training.checkpoint.resume import RunStart
     from training.observe.run_lock import Origin
@@ -42,7 +43,7 @@ def train(arguments: list[str]) -> int:
     prediction = PredictionProcess() if os.environ.get("RANK", "0") == "0" else None
     predict = prediction.tell if prediction else None
     try:
-        exit_code = run(config, RunStart(Origin.of(os.environ), heartbeat, predict), leave_files)
+        exit_code = run(config, RunStart(Origin.of(os.environ), heartbeat, predict, plan_memory), leave_files)
     except UserError:
         heartbeat.ended(USER_ERROR_EXIT_CODE)
         raise

@@ -1,49 +1,37 @@
 """`--learning-rate auto`: a range test on the run's own ranks before the training.
 
-The test is a run of its own, in a folder inside the run's that is removed after it: model, optimizer and loaders are
-built for it and closed again, so that the training is the one that begins with `--learning-rate` and the same number.
+The training is the one that begins with `--learning-rate` and the same number.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import json
-import math
-import shutil
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
-
 from training.checkpoint.atomic_write import write_json
-from training.checkpoint.resume import FIRST_START, RunStart
+from training.checkpoint.resume import RunStart
 from training.checkpoint.store import FoundCheckpoint
 from training.config import FIELDS, TrainConfig
 from training.config_values import is_allowed
-from training.errors import AgreedError, RunEnded, shown
-from training.loop import train_one_epoch
+from training.errors import AgreedError, shown
 from training.observe.heartbeat import HeartbeatWriter
 from training.observe.loggers import Loggers, RunLogger
 from training.observe.loggers.points import StepPoint
 from training.observe.run_folder import LEARNING_RATE, RunFolder
-from training.observe.step_metrics import Timing
 from training.parallel.collectives import broadcast_object
 from training.parallel.exchange import number, optional
-from training.parallel.signals import StopRequest
 from training.parallel.world import World
-from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.recipe.range_test import FEWEST_STEPS, HIGHEST, LOWEST, describe_range_test, suggested, with_a_loss
 from training.recipe.schedule import SCHEDULES, Schedule
-from training.state import Progress, TrainContext
+from training.trial import Build, free_memory, shortened, train_shortly, trial
 
 if TYPE_CHECKING:
     from training.run import RunContext
 
 TEST_STEPS = 200
 TEST_FOLDER = "range-test"
-MOST_BAD_STEPS = 10  # in a row, at the highest rates: the test has seen enough
 
 
 def choose_learning_rate(
@@ -52,7 +40,7 @@ def choose_learning_rate(
     found: FoundCheckpoint | None,
     start: RunStart,
     world: World,
-    build: Callable[[TrainConfig, World, RunStart], RunContext],
+    build: Build,
 ) -> tuple[TrainConfig, list[str]]:
     """Return the configuration with a number for `--learning-rate auto`, and a note for the log; a collective.
 
@@ -91,43 +79,19 @@ def _earlier_result(folder: RunFolder) -> float | None:
         return None
 
 
-def _test(
-    config: TrainConfig,
-    folder: RunFolder,
-    start: RunStart,
-    world: World,
-    build: Callable[[TrainConfig, World, RunStart], RunContext],
-) -> float:
+def _test(config: TrainConfig, folder: RunFolder, start: RunStart, world: World, build: Build) -> float:
     """Run the test, write its curve into the run's folder and return the rate; a collective."""
-    place = folder.path / TEST_FOLDER
-    if world.is_main:
-        shutil.rmtree(place, ignore_errors=True)  # of a test that did not end
-    test_config = dataclasses.replace(
-        config,
-        learning_rate=HIGHEST,
-        log_dir=str(place),
-        run_name="test",
-        resume="never",
-        ema=0.0,
-        compile="off",
-        progress="off",
-        tensorboard=False,
-        profile=0,
-    )
-    context = build(test_config, world, RunStart(start.origin, FIRST_START.heartbeat))
-    curve = with_a_loss(_train(context, start.heartbeat))
-    context.close()
+    test_config = dataclasses.replace(config, learning_rate=HIGHEST, ema=0.0)
+    with trial(test_config, folder.path / TEST_FOLDER, start, world, build) as context:
+        curve = with_a_loss(_train(context, start.heartbeat))
     del context
-    gc.collect()  # before the run's own model comes to the device
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
+    free_memory(world)
     if len(curve) < FEWEST_STEPS:
         raise AgreedError(
             f"--learning-rate auto: {len(curve)} steps of the range test had a loss, {FEWEST_STEPS} are needed: "
             "give a number."
         )
     if world.is_main:
-        shutil.rmtree(place, ignore_errors=True)
         with contextlib.suppress(OSError):  # a full disk: the curve alone is missing
             write_json(folder.path / LEARNING_RATE, describe_range_test(curve))
     return suggested(curve)
@@ -145,11 +109,8 @@ class _Points(RunLogger):
 
 def _train(context: RunContext, heartbeat: HeartbeatWriter) -> list[tuple[float, float | None]]:
     """Train for `TEST_STEPS` steps, or until none is applied any more; return rate and loss of each; a collective."""
-    world, state, logged = context.world, context.state, _Points()
-    samples = min(context.plan.num_samples, TEST_STEPS * context.plan.global_batch)
-    plan = dataclasses.replace(context.plan, num_samples=samples)
-    epochs = math.ceil(TEST_STEPS / plan.steps_per_epoch)
-    steps = epochs * plan.steps_per_epoch
+    plan, epochs = shortened(context.plan, TEST_STEPS)
+    steps, logged = epochs * plan.steps_per_epoch, _Points()
     schedule = Schedule(
         peak=HIGHEST,
         total_steps=steps,
@@ -158,29 +119,6 @@ def _train(context: RunContext, heartbeat: HeartbeatWriter) -> list[tuple[float,
         head_steps=steps if context.head_epochs else 0,
         **SCHEDULES["sweep"](dataclasses.replace(context.config, final_learning_rate_scale=LOWEST / HIGHEST), 1),
     )
-    name_of = context.data.train.source.name
-    loop = TrainContext(
-        world=world,
-        plan=plan,
-        schedule=schedule,
-        num_classes=len(context.data.class_names),
-        image_shape=context.data.image_shape,
-        seed=context.config.seed,
-        loss=context.loss,
-        log_every_steps=1,
-        epochs=epochs,
-        loggers=Loggers([logged]),
-        stop=StopRequest(),  # a signal waits for the end of the test
-        guard=NonFiniteGuard(state.engine, world, Loggers([]), MOST_BAD_STEPS, name_of),
-        heartbeat=heartbeat,
-        timing=Timing(),
-        averages=context.averages,
-    )
-    context.freezer.start_epoch(only_head=context.head_epochs > 0)
-    with contextlib.suppress(RunEnded):  # nothing but steps that are not finite
-        for epoch in range(epochs):
-            state.progress = Progress(epoch=epoch)
-            train_one_epoch(state, context.train_loader.epoch(epoch), loop)
-            state.sums.reset()
-    loop.stop.close()
+    is_head_first = context.head_epochs > 0
+    train_shortly(context, plan, range(epochs), schedule, Loggers([logged]), heartbeat, only_head=is_head_first)
     return logged.points

@@ -13,7 +13,7 @@ from typing import Literal
 
 from training.data.data_fields import DataFields
 from training.fields import option
-from training.model_fields import ModelFields
+from training.model_fields import FEWEST_IMAGES, ModelFields
 from training.parallel.parallel_fields import ParallelFields
 from training.recipe.recipe_fields import RecipeFields
 
@@ -62,6 +62,11 @@ class TrainConfig(DataFields, ParallelFields, RecipeFields, ModelFields):
     )
     deterministic: bool = option(False, "Use PyTorch's deterministic algorithms, so that a GPU run can be repeated.")
 
+    @property
+    def micro_batch(self) -> int:
+        """`batch_size` as a number; `auto` becomes one before the run is built, and is the smallest until then."""
+        return FEWEST_IMAGES if isinstance(self.batch_size, str) else self.batch_size
+
 
 # What a resumed run may change; everything else is part of the recipe and must match the checkpoint. Accumulation
 # follows from the global batch, the data set is identified by its fingerprint, the starting weights no longer matter.
@@ -70,7 +75,8 @@ CHANGEABLE_ON_RESUME = frozenset(
         *("strategy", "precision", "offload", "engine", "replicate_across", "compile", "threads_per_rank"),
         "deepspeed_config",
         *("activation_checkpointing", "deterministic"),
-        *("batch_size", "gradient_accumulation_steps", "pretrained", "weights", "early_stopping_patience", "epochs"),
+        *("batch_size", "global_batch", "gradient_accumulation_steps"),
+        *("pretrained", "weights", "early_stopping_patience", "epochs"),
         "raw_accuracy",
         *("data", "data_root", "download", "workers", "cache", "cache_gb", "bad_images"),
         *("preset", "run_name", "log_dir", "log_every_steps", "progress", "tensorboard", "report", "profile"),

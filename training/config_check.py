@@ -20,6 +20,7 @@ from training.recipe.schedule import SCHEDULES
 
 DECAY_WITHIN_RUN = {"wsd": ["decay_epochs"]}  # schedules whose decay must leave room in the run
 MILESTONES_PATTERN = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?(,[0-9]{1,6}(\.[0-9]{1,6})?)*")
+OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces by another
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
@@ -38,6 +39,17 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
         if not is_allowed(value, field):
             raise UserError(f"{label_of[name]} {shown(value)}: expected {allowed_values(field)}.")
     check_model_name(config.model_type)
+    if config.batch_size == "auto" and config.gradient_accumulation_steps > 1:
+        raise UserError(
+            f"{label_of['batch_size']} auto finds {label_of['gradient_accumulation_steps']}: leave that out, and give "
+            f"{label_of['global_batch']} N for more images per update."
+        )
+    if config.strategy in OF_LAUNCHERS:
+        raise UserError(
+            f"{label_of['strategy']} {config.strategy} is for the launchers, which ask scripts/plan.py: type bash "
+            f"scripts/launch_distributed.sh {config.model_type} {config.strategy} <num_gpus> {config.batch_size} "
+            f"{config.epochs}."
+        )
     if config.strategy not in STRATEGIES:
         raise unknown_name("strategy", config.strategy, STRATEGIES)
     augmentation_of(config, default="crop_flip")

@@ -52,7 +52,7 @@ class MemoryGuard:
                 failure = error.with_traceback(None)  # whose frames hold what forward has kept
             self.failed_step = step
             print(f"{describe_failure(failure, self._world.rank)}: all ranks stop", file=sys.stderr, flush=True)
-            _return_freed_memory(self._world.device)
+            return_freed_memory(self._world.device)
             if not give_up():
                 raise failure
         else:
@@ -77,7 +77,7 @@ class MemoryGuard:
         return min((step for _, step in rows if step is not None), default=None)
 
 
-def _return_freed_memory(device: torch.device) -> None:
+def return_freed_memory(device: torch.device) -> None:
     """Give back what is free, so that saving has room: an allocator keeps what it might need again."""
     gc.collect()
     if device.type == "cuda":

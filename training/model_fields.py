@@ -14,6 +14,7 @@ from training.recipe import TUNE_USAGE
 PRESET_FOLDER = Path(__file__).resolve().parents[1] / "presets"
 PRESETS = tuple(sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml")))
 LARGEST_BATCH = 65_536  # images of one forward pass
+FEWEST_IMAGES = 8  # of a micro-batch that is chosen for the user: BatchNorm's statistics of fewer are poor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +26,21 @@ class ModelFields:
     model_type: str = option("mobilenet", f"Model: one of {', '.join(MODELS)}, or timm:<name> for any timm model.")
     strategy: str = option("ddp", f"How training state is sharded: {', '.join(STRATEGIES)}.")
     epochs: int = option(30, "Passes over the training data.", low=1, high=100_000)
-    batch_size: int = option(16, "Images per GPU (or CPU rank) and micro-step.", low=1, high=LARGEST_BATCH)
+    batch_size: int | Literal["auto"] = option(
+        16,
+        "Images per GPU (or CPU rank) and micro-step; auto: the most that fit, for the same --global-batch.",
+        low=1,
+        high=LARGEST_BATCH,
+    )
     gradient_accumulation_steps: int = option(
         1, "Micro-steps per optimizer step; BatchNorm still sees single micro-batches.", low=1, high=4096
+    )
+    global_batch: int = option(
+        0,
+        "Images per update over all ranks, which gives --gradient-accumulation-steps; 0: as these give it, with "
+        "--batch-size auto about 256.",
+        low=0,
+        high=10**7,
     )
     learning_rate: float | Literal["auto"] = option(
         1e-3,

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.config_check import check_config
 from training.errors import UserError, one_line
+from training.model_fields import FEWEST_IMAGES
 from training.parallel.strategies import STRATEGIES
 
-FEWEST_IMAGES = 8  # of a micro-batch, before something else is tried: BatchNorm's statistics of fewer are poor
 # Of errors that are no MemoryError: PyTorch's allocators on GPUs and CPUs, libraries of both, and the system's ENOMEM.
 SIGNS = (
     *("out of memory", "can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc"),
@@ -85,11 +85,13 @@ def advise(config: TrainConfig, ranks: int, *, has_gpus: bool) -> str:
 
 
 def _halve(config: TrainConfig, fewest: int) -> Iterator[Rung]:
+    if config.batch_size == "auto":  # the ranks have found the largest that fits, or that none of 8 images does
+        return
     half, steps = config.batch_size // 2, 2 * config.gradient_accumulation_steps
     if config.batch_size % 2 or half < fewest or steps > FIELDS["gradient_accumulation_steps"].metadata["high"]:
         return
     yield Rung(
-        {"batch_size": half, "gradient_accumulation_steps": steps},
+        {"batch_size": half} | ({} if config.global_batch else {"gradient_accumulation_steps": steps}),
         f"half the activations; global batch and learning rate stay, and BatchNorm sees {half} images at a time",
     )
 

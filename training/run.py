@@ -15,6 +15,7 @@ import torch
 from models import model_spec
 from models.build import BuiltModel
 from models.weights_file import not_finite
+from training.auto_batch_size import choose_batch_size
 from training.auto_learning_rate import choose_learning_rate
 from training.checkpoint.best_weights import bring_along, write_best
 from training.checkpoint.frozen import FrozenWeights, keep_frozen
@@ -53,6 +54,7 @@ from training.loop import evaluate, train_one_epoch
 from training.observe.environment import RunFacts, describe_run
 from training.observe.epoch_observer import EpochResult
 from training.observe.flops import TrainingFlops
+from training.observe.heartbeat import SLOW_PHASE
 from training.observe.loggers import Loggers, open_loggers
 from training.observe.messages import announce_end, announce_start, log_epoch
 from training.observe.run_folder import RunFolder
@@ -86,7 +88,6 @@ from training.state import Progress, TrainContext, TrainState
 
 # Writes evaluation, model card and report of a run and returns lines for the log, as `delivery.end_of_run.leave_files`.
 Deliver = Callable[..., list[str]]
-SLOW_PHASE = 5  # start-up, the first step and saves may take this many hang timeouts
 
 
 @preserved_process()
@@ -232,8 +233,10 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
     if config.threads_per_rank:
         torch.set_num_threads(config.threads_per_rank)
     notes = [*notes, *decay_notes, *thread_notes, *note_other_leaves(config, found)]
+    run_facts = _facts(config, world, precision, config.engine, data, folder, steps=0)
+    config, batch_notes = choose_batch_size(config, folder, run_facts, start, world, build_run)
     config, rate_notes = choose_learning_rate(config, folder, found, start, world, build_run)
-    notes += rate_notes
+    notes += batch_notes + rate_notes
     head_epochs = _head_epochs(config)
     plan = build_plan(config, data.train.source.labels, world.size)
     loss = agreed(lambda: build_loss(config, data.class_names, data.train_counts, world.device), world)
@@ -254,12 +257,12 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
         loggers = open_loggers(config, folder, facts, dict(setup.deepspeed_config), first_step)
         if start.predict is not None:
             steps = config.epochs * plan.steps_per_epoch - first_step
-            start.predict(_facts(config, setup, engine_name, data, folder, steps))
+            start.predict(_facts(config, world, precision, engine_name, data, folder, steps))
     freezer, adapters = BackboneFreezer(built.module, built.head_parameter_names), Adapters(built.module)
     frozen = agreed(lambda: _keep_frozen(config, built, folder, found, world), world)
     compiled_code = None
     if compiles:
-        recipe = (built.description, config.batch_size, precision, config.strategy, engine_name)
+        recipe = (built.description, config.micro_batch, precision, config.strategy, engine_name)
         compiled_code = CompiledCode(recipe, world)
         notes = [*notes, *compiled_code.notes]
     engine = build_engine(setup, engine_name)
@@ -318,12 +321,12 @@ def set_up_engine(
         parallel,
         precision,
         world,
-        batch_size=config.batch_size,
+        batch_size=config.micro_batch,
         accumulation_steps=config.gradient_accumulation_steps,
         gradient_clipping=config.gradient_clipping,
         deepspeed_config=deepspeed_config(
             strategy_json,
-            batch_size_per_rank=config.batch_size,
+            batch_size_per_rank=config.micro_batch,
             accumulation_steps=config.gradient_accumulation_steps,
             gradient_clipping=config.gradient_clipping,
             offload=config.offload,
@@ -334,9 +337,15 @@ def set_up_engine(
 
 
 def _facts(
-    config: TrainConfig, setup: EngineSetup, engine_name: str, data: DatasetPair, folder: RunFolder, steps: int
+    config: TrainConfig,
+    world: World,
+    precision: str,
+    engine_name: str,
+    data: DatasetPair,
+    folder: RunFolder,
+    steps: int,
 ) -> RunFacts:
-    world, name, size = setup.world, "", 0
+    name, size = "", 0
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
         name, size = properties.name, properties.total_memory
@@ -347,7 +356,7 @@ def _facts(
         image_size=data.train.sizes[-1],
         steps=steps,
         engine=engine_name,
-        precision=setup.precision,
+        precision=precision,
         ranks=world.size,
         ranks_per_machine=world.local_size,
         gpu_name=name,

@@ -150,6 +150,10 @@ def key_figures(run: RunFiles) -> list[Fact]:
             Fact(f"{one.name}, predicted / measured", f"{one.ratio:.2f}", f"{one.predicted} / {one.measured}")
             for one in compare_prediction(prediction, end, global_batch)
         ]
+    if search := run.batch_search:
+        figures.append(
+            Fact("batch size found", str(search.get("batch_size", "?")), clip(str(search.get("how", "")), 300))
+        )
     if total := run.parameters:
         value = f"{number(total / 1e6, 3)} million" if total >= 1e6 else count(total)
         figures.append(Fact("weights", value, "numbers in model.safetensors"))

@@ -15,7 +15,16 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from training.errors import UserError
-from training.observe.run_folder import CONFIG, ENVIRONMENT, EVALUATION, LEARNING_RATE, METRICS, SCORES, WEIGHTS
+from training.observe.run_folder import (
+    BATCH_SIZE,
+    CONFIG,
+    ENVIRONMENT,
+    EVALUATION,
+    LEARNING_RATE,
+    METRICS,
+    SCORES,
+    WEIGHTS,
+)
 
 CURVES = ("loss", "learning_rate", "images_per_second", "gradient_norm")
 EVENTS = ("skipped_step", "checkpoint_failed", "slow_rank", "slow_link", "diverged", "gave_up")
@@ -226,6 +235,7 @@ class RunFiles:
         range_test: learning_rate.json, None if there was no test.
         parameters: the count of numbers in the weights file, BatchNorm buffers included; None if it is missing.
         notes: a sentence for each missing file.
+        batch_search: batch_size.json, None if none was searched for.
     """
 
     folder: Path
@@ -236,6 +246,7 @@ class RunFiles:
     range_test: dict[str, Any] | None
     parameters: int | None
     notes: list[str]
+    batch_search: dict[str, Any] | None = None
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -263,7 +274,8 @@ def read_run(folder: Path) -> RunFiles:
             "scripts/evaluate.py writes such files from the weights."
         )
     range_test, parameters = _read_json(folder / LEARNING_RATE), _count_parameters(folder / WEIGHTS)
-    return RunFiles(folder, config, environment or {}, history, scores, range_test, parameters, notes)
+    search = _read_json(folder / BATCH_SIZE)
+    return RunFiles(folder, config, environment or {}, history, scores, range_test, parameters, notes, search)
 
 
 def count_global_batch(config: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:

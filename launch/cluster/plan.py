@@ -61,8 +61,14 @@ class Plan:
 
     def usable_nodes(self, reachable: int) -> int:
         """Return how many of the reachable nodes can share the global batch, 0 if they are too few."""
-        micro_steps = len(self.hosts) * self.config.gradient_accumulation_steps
+        micro_steps = self._micro_steps(self.config)
         return next((n for n in range(reachable, self.min_nodes - 1, -1) if micro_steps % n == 0), 0)
+
+    def _micro_steps(self, config: TrainConfig) -> int:
+        """Return the micro-steps of an update that all nodes share."""
+        if config.global_batch:
+            return config.global_batch // (self.given.ranks_per_node * config.micro_batch)
+        return len(self.hosts) * config.gradient_accumulation_steps
 
     def batch_flags(self, nodes: int, resuming: Sequence[str] = ()) -> list[str]:
         """Return the flags that keep the global batch on this many nodes: more micro-steps on fewer of them.
@@ -71,11 +77,10 @@ class Plan:
             nodes: that take part.
             resuming: flags of this start, which may have changed the micro-steps.
         """
-        if nodes == len(self.hosts):
+        if nodes == len(self.hosts) or self.config.batch_size == "auto":  # which the ranks divide themselves
             return []
         config = check_training([*self.arguments, *resuming]) if resuming else self.config
-        micro_steps = len(self.hosts) * config.gradient_accumulation_steps
-        return [f"--gradient-accumulation-steps={micro_steps // nodes}"]
+        return [f"--gradient-accumulation-steps={self._micro_steps(config) // nodes}"]
 
 
 def forwarded_environment(names: Sequence[str]) -> dict[str, str]:

@@ -182,7 +182,7 @@ def _ask_workload(host: str, request: Request) -> tuple[Answer, Answer]:
                     members=config.ensemble_members.split(","),
                     num_classes=dataset.get("classes", CLASSES_WITHOUT_DATA),
                     image_size=dataset.get("image_size", config.image_size or IMAGE_SIZE_WITHOUT_DATA),
-                    batch_size=config.batch_size,
+                    batch_size=config.micro_batch,
                     image_channels=dataset.get("image_channels", config.image_channels or 3),
                 )
     except Unreachable as error:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import re
 import resource
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from benchmarks.step_choices import without_shared_memory
+from planning.batch_memory import plan_memory
+from training.checkpoint.resume import FIRST_START
 from training.config import TrainConfig
+from training.observe.run_folder import BATCH_SIZE
 from training.parallel.engine import Engine
+from training.parallel.native_engine import NativeEngine
 from training.parallel.signals import StopRequest
 from training.parallel.world import World
 from training.run import build_run, train
@@ -32,7 +39,8 @@ def run_short_of_memory(
     With the phase "limit" it may take `at` MB of memory from the first step on, by the kernel's limit.
 
     Returns:
-        Exit code, the newest checkpoint's name, and the sha256 of the weights that the run has exported.
+        Exit code, the names of the checkpoint that was saved last and of the one that is furthest in the training, and
+        the sha256 of the weights that the run has exported.
     """
     config = TrainConfig(**(SETTINGS | {"log_dir": log_dir, "run_name": name} | changes))
     stop = StopRequest()
@@ -44,10 +52,50 @@ def run_short_of_memory(
     _set_soft_limit(resource.RLIM_INFINITY)
     stop.close()
     context.close()
-    result["last"] = (Path(log_dir) / "runs" / name / "checkpoints" / "last").read_text().strip()
+    checkpoints = context.folder.checkpoints
+    result["last"] = (checkpoints / "last").read_text().strip()
+    result["furthest"] = max(path.name for path in checkpoints.glob("step-*"))
     if context.folder.weights.exists():
         result["weights"] = hashlib.sha256(context.folder.weights.read_bytes()).hexdigest()
     return result
+
+
+def find_batch_size(
+    world: World, log_dir: str, name: str, most: int = 0, limit_mb: int = 0, **changes: Any
+) -> dict[str, Any]:
+    """Train with `--batch-size auto`, on the first start; rank 1 is short of memory from one micro-batch on.
+
+    Args:
+        world: the ranks.
+        log_dir: of the run.
+        name: of the run.
+        most: images with which rank 1 can train, by an injected error; 0 for any number.
+        limit_mb: what the kernel gives rank 1 beyond what the process has; 0 for no limit.
+        changes: of the configuration.
+
+    Returns:
+        Exit code, what the run's folder says of the search, and the sha256 of the exported weights.
+    """
+    config = TrainConfig(**(SETTINGS | {"log_dir": log_dir, "run_name": name, "batch_size": "auto"} | changes))
+    start = dataclasses.replace(FIRST_START, plan_memory=plan_memory)
+    is_short, stop, forward = world.rank == FAILING_RANK, StopRequest(), NativeEngine.forward
+
+    def fail(engine: NativeEngine, images: torch.Tensor) -> torch.Tensor:
+        if is_short and most and engine.module.training and len(images) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(engine, images)
+
+    with mock.patch.object(NativeEngine, "forward", fail):
+        if is_short and limit_mb:
+            by_limit(None, limit_mb)
+        context = build_run(config, world, start)
+        result: dict[str, Any] = {"code": train(context, stop, start)}
+    _set_soft_limit(resource.RLIM_INFINITY)
+    stop.close()
+    context.close()
+    weights = hashlib.sha256(context.folder.weights.read_bytes()).hexdigest()
+    found = context.folder.path / BATCH_SIZE
+    return result | {"weights": weights, "found": json.loads(found.read_text()) if found.exists() else None}
 
 
 def in_forward(engine: Engine, at: int) -> None:
@@ -86,7 +134,7 @@ def in_evaluation(engine: Engine, at: int) -> None:
     engine.forward = fail_once  # type: ignore[method-assign]
 
 
-def by_limit(_: Engine, at: int) -> None:
+def by_limit(_: Engine | None, at: int) -> None:
     """Let the kernel refuse more than `at` MB beyond what the process has taken."""
     taken = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert taken

@@ -7,6 +7,7 @@ import pytest
 from tests.training.out_of_memory_ranks import SETTINGS
 from training.config import TrainConfig
 from training.errors import OUT_OF_MEMORY_EXIT_CODE
+from training.observe.memory_limit import FILL
 from training.run import run
 
 STEPS = 4  # 1,000 images, 2 ranks x 125 at a time
@@ -60,7 +61,9 @@ def test_all_ranks_save_the_state_before_and_it_goes_on_bit_for_bit(
 ):
     name = request.node.callspec.id
     stopped = train(name=name, phase=phase, at=at, save_every_steps=1, **settings)
-    assert stopped == {"code": OUT_OF_MEMORY_EXIT_CODE, "last": f"step-00000-{step:07d}"}
+    # A save that was due after the step that is taken back was left out.
+    before = f"step-00000-{step:07d}"
+    assert stopped == {"code": OUT_OF_MEMORY_EXIT_CODE, "last": before, "furthest": before}
     again = train(name=name, resume="must", activation_checkpointing=not settings, **settings)
     assert again["code"] == 0
     assert again["weights"] == uninterrupted(**settings)
@@ -69,9 +72,43 @@ def test_all_ranks_save_the_state_before_and_it_goes_on_bit_for_bit(
 def test_a_real_limit_of_one_rank(train):
     """Images of 64 pixels, of which a forward keeps more than the kernel gives; the next rung, half of them, fits."""
     stopped = train(name="limit", phase="limit", at=100, image_size=64)
-    assert stopped == {"code": OUT_OF_MEMORY_EXIT_CODE, "last": "step-00000-0000000"}
+    assert (stopped["code"], stopped["last"]) == (OUT_OF_MEMORY_EXIT_CODE, "step-00000-0000000")
     again = train(name="limit", resume="must", image_size=64, batch_size=25)
     assert (again["code"], again["last"]) == (0, "step-00001-0000000")
+
+
+@pytest.fixture(scope="module")
+def searched(run_on_ranks, tmp_path_factory):
+    """Search for a batch size on two ranks and train; both must have come to the same."""
+    log_dir = str(tmp_path_factory.mktemp("searches"))
+
+    def search(**case) -> dict:
+        first, second = run_on_ranks(
+            "tests.training.out_of_memory_ranks:find_batch_size", 2, [case | {"log_dir": log_dir}]
+        )
+        assert first == second
+        assert first[0]["code"] == 0
+        return first[0]
+
+    return search
+
+
+def test_all_ranks_take_what_fits_the_one_with_the_least_memory(searched):
+    """And train as if that had been given: trials, also those that ran out of memory, leave no trace."""
+    found = searched(name="least", global_batch=256, most=16)
+    outcomes = {tried["batch_size"]: tried["is_out_of_memory"] for tried in found["found"]["tried"]}
+    assert outcomes == {8: False, 64: True, 32: True, 16: False}
+    assert found["found"]["batch_size"] == 16
+    given = searched(name="given", batch_size=16, gradient_accumulation_steps=8)
+    assert (given["found"], given["weights"]) == (None, found["weights"])
+
+
+def test_the_batch_size_under_a_real_limit_of_one_rank(searched):
+    """The kernel gives rank 1 too little for the largest micro-batch; what is found has been trained with."""
+    found = searched(name="limited", global_batch=128, image_size=96, limit_mb=100)["found"]
+    assert 8 <= found["batch_size"] < 64
+    fitting = next(tried for tried in found["tried"] if tried["batch_size"] == found["batch_size"])
+    assert fitting["taken_bytes"] <= FILL * fitting["room_bytes"] <= FILL * 100e6
 
 
 def test_what_cannot_be_taken_back_ends_the_rank_with_the_same_code(monkeypatch, tmp_path, capsys):

@@ -19,6 +19,7 @@ from training.checkpoint.store import FoundCheckpoint
 from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
 from training.config_values import field_types
 from training.errors import UserError
+from training.global_batch import largest_divisor
 from training.parallel.world import World
 from training.state import Progress
 
@@ -210,6 +211,58 @@ def test_accumulation_has_an_end():
     assert keep_global_batch(config, found(global_batch=most), ALONE).gradient_accumulation_steps == most
     with pytest.raises(UserError, match=f"{2 * most} accumulation steps .* use a larger --batch-size"):
         keep_global_batch(config, found(global_batch=2 * most), ALONE)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch_size", "steps"),
+    [(1, 96, 32), (8, 96, 4), (4, 96, 8), (32, 96, 1), (24, 64, 2), (96, 32, 1), (128, 24, 1), (512, 6, 1)],
+)
+def test_a_resume_keeps_what_these_ranks_can_share(ranks, batch_size, steps):
+    checkpoint = found(config={"batch_size": 96}, global_batch=3072)
+    kept = keep_global_batch(dataclasses.replace(CONFIG, batch_size="auto"), checkpoint, world_of(ranks))
+    assert (kept.batch_size, kept.gradient_accumulation_steps) == (batch_size, steps)
+    assert batch_size == largest_divisor(3072 // ranks, 96)
+
+
+@pytest.mark.parametrize("batch_size", [None, "auto", 0, 2.5, 2**60])
+def test_a_strange_batch_size_in_a_checkpoint_is_one_line(batch_size):
+    checkpoint = found(config={"batch_size": batch_size}, global_batch=2**60)
+    with pytest.raises(UserError, match=r"its --batch-size .* is no whole number"):
+        keep_global_batch(dataclasses.replace(CONFIG, batch_size="auto"), checkpoint, world_of(2))
+
+
+def test_the_global_batch_gives_the_accumulation_steps():
+    config = dataclasses.replace(CONFIG, global_batch=96)
+    held = keep_global_batch(config, None, world_of(4))
+    assert held == dataclasses.replace(config, gradient_accumulation_steps=3)
+    assert keep_global_batch(held, None, world_of(4)) == held
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "told"),
+    [
+        ({"global_batch": 100}, 8, "use 1, 2, 4, 5, 10, 20, 25, 50 or 100 ranks, or --global-batch 64 or 128."),
+        (
+            {"global_batch": 32},
+            8,
+            "--batch-size 8 x 8 ranks does not divide --global-batch of 32: use --batch-size 1, 2 or 4.",
+        ),
+        (
+            {"global_batch": 64, "gradient_accumulation_steps": 3},
+            4,
+            "takes 2 of them for --global-batch of 64: leave it out.",
+        ),
+    ],
+)
+def test_a_global_batch_that_cannot_be_is_refused_with_the_nearest(changes, ranks, told):
+    with pytest.raises(UserError) as caught:
+        keep_global_batch(dataclasses.replace(CONFIG, **changes), None, world_of(ranks))
+    assert str(caught.value).endswith(told)
+
+
+def test_another_global_batch_than_the_checkpoints_is_refused():
+    with pytest.raises(UserError, match=r"--global-batch 32: the checkpoint's is 16\."):
+        keep_global_batch(dataclasses.replace(CONFIG, global_batch=32), found(), world_of(2))
 
 
 # The threads of a rank, and the leaves.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -89,6 +90,18 @@ def test_fewer_nodes_keep_the_global_batch(
         (flag,) = given.batch_flags(used)
         assert int(flag.partition("=")[2]) * used == hosts * accumulation
     assert given.batch_flags(hosts) == []
+
+
+@pytest.mark.parametrize(("reachable", "used"), [(3, 3), (2, 2), (1, 1), (0, 0)])
+def test_fewer_nodes_divide_the_global_batch_that_is_given(reachable: int, used: int) -> None:
+    given = plan()
+    ranks = dataclasses.replace(given.given, positional={"gpus_per_node": "8"})
+    given = dataclasses.replace(given, given=ranks, config=TrainConfig(batch_size=16, global_batch=16 * 8 * 12))
+    assert given.usable_nodes(reachable) == used
+    if used:
+        assert given.batch_flags(used) == [f"--gradient-accumulation-steps={12 // used}"]
+    automatic = dataclasses.replace(given, config=TrainConfig(batch_size="auto", global_batch=8 * 8 * 4))
+    assert (automatic.usable_nodes(3), automatic.batch_flags(2)) == (2, [])
 
 
 def test_forwarded_are_what_ranks_need_and_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,6 +197,10 @@ def test_key_figures_and_settings(tmp_path):
     assert figures["training time"].value == "6.75 s"  # 4 + 0.25 before the kill, 2.5 after it
     assert figures["images per second"].value == "267"  # 50 steps of 32 images in 6 s
     assert figures["peak memory"].value == "3 kB"
+    assert "batch size found" not in figures
+    (run.folder / "batch_size.json").write_text('{"batch_size": 16, "how": "planned 24; 8: fits"}')
+    (found,) = (figure for figure in key_figures(read_run(run.folder)) if figure.name == "batch size found")
+    assert (found.value, found.remark) == ("16", "planned 24; 8: fits")
     rows = settings(run)
     assert [(row.name, row.value, row.default) for row in rows if row.differs] == [
         ("--epochs", "2", "30"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +18,7 @@ from training.checkpoint.shards import CheckpointReader
 from training.checkpoint.store import FoundCheckpoint, choose, find_candidates, set_aside
 from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
 from training.errors import AgreedError, UserError, one_line, shown
+from training.global_batch import divided, largest_divisor, nearest_multiples
 from training.observe.environment import RunFacts
 from training.observe.heartbeat import HeartbeatWriter
 from training.observe.run_folder import RunFolder, create_run_folder
@@ -38,11 +39,13 @@ class RunStart:
         origin: what started it and how often it was restarted.
         heartbeat: signs of life for the launcher.
         predict: gets the run's facts on rank 0 once they are known, and returns at once.
+        plan_memory: predicts on rank 0 the bytes that a rank takes under configurations of the run.
     """
 
     origin: Origin
     heartbeat: HeartbeatWriter
     predict: Callable[[RunFacts], None] | None = None
+    plan_memory: Callable[[RunFacts, Sequence[TrainConfig]], list[int]] | None = None
 
 
 FIRST_START = RunStart(Origin(), HeartbeatWriter(None, 0, 0.0))
@@ -83,35 +86,66 @@ def find_checkpoint(
 
 
 def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> TrainConfig:
-    """Return the configuration with the accumulation steps that keep the checkpoint's global batch.
+    """Return the configuration with the accumulation steps of the checkpoint's global batch, or of `--global-batch`.
+
+    With `--batch-size auto` the micro-batch is the checkpoint's, or what fewer or more ranks can share of it; without
+    a checkpoint it stays to be found.
 
     Raises:
         UserError: if the ranks and the batch size do not divide it; the message has values that do.
     """
-    if found is None:
+    global_batch = config.global_batch if found is None else _saved_global_batch(config, found)
+    whose = "--global-batch of" if found is None else "the checkpoint's global batch of"
+    if not global_batch or (found is None and config.batch_size == "auto"):
         return config
-    global_batch = found.manifest.identity.get("global batch")
-    if type(global_batch) is not int or not 0 < global_batch < 2**63:
-        raise UserError(f"checkpoint {found.path}: its global batch {shown(global_batch)} is no whole number.")
     if global_batch % world.size:
-        raise UserError(
-            f"{world.size} ranks cannot share the checkpoint's global batch of {global_batch} evenly: "
-            f"use {_divisors(global_batch, MOST_SHARDS)} ranks."
-        )
+        ranks = f"use {_divisors(global_batch, MOST_SHARDS)} ranks"
+        if found is None:
+            ranks += f", or --global-batch {nearest_multiples(global_batch, config.micro_batch * world.size)}"
+        raise UserError(f"{world.size} ranks cannot share {whose} {global_batch} evenly: {ranks}.")
     per_rank, batch_size = global_batch // world.size, config.batch_size
+    if batch_size == "auto":
+        assert found is not None
+        batch_size = largest_divisor(per_rank, _saved_batch_size(found))
     ranks = f"--batch-size {batch_size} x {world.size} ranks"
     if per_rank % batch_size:
         raise UserError(
-            f"{ranks} does not divide the checkpoint's global batch of {global_batch}: "
+            f"{ranks} does not divide {whose} {global_batch}: "
             f"use --batch-size {_divisors(per_rank, FIELDS['batch_size'].metadata['high'])}."
         )
     accumulation_steps, most = per_rank // batch_size, FIELDS["gradient_accumulation_steps"].metadata["high"]
     if accumulation_steps > most:
         raise UserError(
-            f"{ranks} takes {accumulation_steps} accumulation steps for the checkpoint's global batch of "
-            f"{global_batch}, {most} are allowed: use a larger --batch-size."
+            f"{ranks} takes {accumulation_steps} accumulation steps for {whose} {global_batch}, {most} are allowed: "
+            "use a larger --batch-size."
         )
-    return dataclasses.replace(config, gradient_accumulation_steps=accumulation_steps)
+    if found is None and config.gradient_accumulation_steps not in (1, accumulation_steps):
+        raise UserError(
+            f"--gradient-accumulation-steps {config.gradient_accumulation_steps}: {ranks} takes {accumulation_steps} "
+            f"of them for {whose} {global_batch}: leave it out."
+        )
+    return divided(config, batch_size, global_batch, world.size)
+
+
+def _saved_global_batch(config: TrainConfig, found: FoundCheckpoint) -> int:
+    """Return the global batch that a checkpoint was made with; raise a UserError if another one is asked for."""
+    global_batch = found.manifest.identity.get("global batch")
+    if type(global_batch) is not int or not 0 < global_batch < 2**63:
+        raise UserError(f"checkpoint {found.path}: its global batch {shown(global_batch)} is no whole number.")
+    if config.global_batch not in (0, global_batch):
+        raise UserError(
+            f"--global-batch {config.global_batch}: the checkpoint's is {global_batch}. Leave it out to go on, or "
+            "start a new run with --weights."
+        )
+    return global_batch
+
+
+def _saved_batch_size(found: FoundCheckpoint) -> int:
+    """Return the micro-batch that a checkpoint was made with."""
+    saved = found.manifest.config.get("batch_size")
+    if type(saved) is not int or not 1 <= saved <= FIELDS["batch_size"].metadata["high"]:
+        raise UserError(f"checkpoint {found.path}: its --batch-size {shown(saved)} is no whole number.")
+    return saved
 
 
 def keep_threads(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> tuple[TrainConfig, list[str]]:

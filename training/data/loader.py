@@ -156,9 +156,9 @@ def build_loaders(
     is_automatic = config.workers == "auto"
     workers = automatic_workers(datasets.train, world.device, world.local_size) if is_automatic else int(config.workers)
     if workers:
-        batch_bytes = config.batch_size * datasets.image_channels * datasets.preprocessing["image_size"] ** 2
+        batch_bytes = config.micro_batch * datasets.image_channels * datasets.preprocessing["image_size"] ** 2
         workers = fit_workers_into_memory(workers, is_automatic, batch_bytes, world.local_size, is_main=world.is_main)
-    evaluation = EvaluationPlan(len(datasets.val), config.batch_size, world.size)
+    evaluation = EvaluationPlan(len(datasets.val), config.micro_batch, world.size)
     return (
         TrainLoader(datasets, plan, world.rank, workers=workers, device=world.device),
         EvaluationLoader(datasets, evaluation, world.rank, workers=workers, device=world.device),

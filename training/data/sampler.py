@@ -154,7 +154,7 @@ def build_plan(config: TrainConfig, labels: torch.Tensor, world_size: int) -> Ba
     """Build the plan of a run over a training set with these labels, int64 [N]."""
     return BatchPlan(
         len(labels),
-        config.batch_size,
+        config.micro_batch,
         config.gradient_accumulation_steps,
         world_size,
         config.seed,

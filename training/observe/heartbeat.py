@@ -42,6 +42,7 @@ RECORD_BYTES = 512
 CHECKSUM_BYTES = 9  # 8 hexadecimal digits and a line feed
 LONGEST_NAME = 80  # of a phase or a host: a record must fit its bytes
 PR_SET_PDEATHSIG = 1
+SLOW_PHASE = 5  # start-up, the first step and saves may take this many hang timeouts
 SLOW_IMPORT_S = 300.0  # a thousand ranks that read torch from one network disk at once
 
 

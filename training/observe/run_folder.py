@@ -17,6 +17,7 @@ CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 LEARNING_RATE = "learning_rate.json"  # of a range test
+BATCH_SIZE = "batch_size.json"  # of a search for one
 PREDICTION = "prediction.json"  # written by planning.prediction
 WEIGHTS = "model.safetensors"
 EVALUATION = "evaluation"

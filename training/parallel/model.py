@@ -50,13 +50,13 @@ def build_training_model(
             pretrained=config.pretrained,
             weights=config.weights or None,
             members=tuple(config.ensemble_members.split(",")),
-            batch_size=config.batch_size,
+            batch_size=config.micro_batch,
             keep_stem=config.stem == "keep",
             drop_path=config.drop_path,
         )
         for size in data.train.sizes:
             is_other = size != data.preprocessing["image_size"]
-            if is_other and forward_failure(built.module, size, config.batch_size, channels):
+            if is_other and forward_failure(built.module, size, config.micro_batch, channels):
                 raise UserError(
                     f"model '{config.model_type}' is made for images of {data.preprocessing['image_size']} pixels, and "
                     f"does not work with {size}: leave out --progressive-size and --eval-image-size, or take another."

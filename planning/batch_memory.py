@@ -1,0 +1,49 @@
+"""What the planner knows of `--batch-size auto`: the memory of a rank by micro-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from planning.ledger import cpu_machine
+from planning.machines import GPUS, find_machine
+from planning.search import PlannedJob, memory_of
+from training.config import TrainConfig
+from training.global_batch import MOST_IMAGES_ON_CPU, divided, micro_batches, usual_global_batch
+from training.observe.environment import RunFacts
+from training.observe.memory_limit import FILL
+
+
+def plan_memory(facts: RunFacts, configs: Sequence[TrainConfig]) -> list[int]:
+    """Predict the bytes of a rank's tensors at most, for each of several configurations of a run.
+
+    Args:
+        facts: of the run, whose `config` says what network and update rule it has.
+        configs: as they differ in batch size, strategy, offload and activation checkpointing.
+
+    Raises:
+        UserError: if the network cannot be counted, or the engine does not do what is asked for.
+    """
+    ranks = facts.ranks_per_machine
+    # Which GPU it is decides the step time, not the memory.
+    machine = find_machine(next(iter(GPUS)), ranks) if facts.gpu_name else cpu_machine(ranks)
+    config = TrainConfig(**facts.config | {"precision": facts.precision})
+    job = PlannedJob(config, machine, facts.ranks, facts.classes, facts.image_size, images=0)
+    return [memory_of(job, config)[2].tensors for config in configs]
+
+
+def with_planned_batch(job: PlannedJob) -> PlannedJob:
+    """Return a job whose batch size is the largest that is predicted to fit, instead of `auto`; the smallest if none.
+
+    Raises:
+        UserError: if the ranks cannot share the global batch.
+    """
+    config = job.config
+    if config.batch_size != "auto":
+        return job
+    global_batch = config.global_batch or usual_global_batch(job.ranks)
+    sizes = micro_batches(global_batch, job.ranks, 0 if job.has_gpus else MOST_IMAGES_ON_CPU)
+    configs = [dataclasses.replace(divided(config, size, global_batch, job.ranks), global_batch=0) for size in sizes]
+    most = FILL * job.machine.gpu.memory_bytes
+    fitting = [each for each in configs if memory_of(job, each)[2].peak <= most]
+    return dataclasses.replace(job, config=[configs[0], *fitting][-1])

@@ -1,0 +1,288 @@
+"""`--batch-size auto` in one process: the search, the limits that it obeys, and a run as if given the number."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import shutil
+
+import pytest
+import torch
+
+from launch.arguments import check_training, read_arguments
+from launch.auto_strategy import resolve_strategy
+from planning.batch_memory import with_planned_batch
+from planning.machines import find_machine
+from planning.search import PlannedJob, memory_of
+from training import auto_batch_size
+from training.auto_batch_size import Trial, largest_that_fits
+from training.checkpoint.resume import FIRST_START
+from training.config import FIELDS, FLAG_OF, TrainConfig
+from training.config_check import check_config
+from training.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
+from training.global_batch import micro_batches, usual_global_batch
+from training.observe.memory_limit import FILL, memory_room
+from training.observe.run_folder import BATCH_SIZE
+from training.parallel.native_engine import NativeEngine
+from training.run import run
+
+CPU = torch.device("cpu")
+
+
+# The search.
+
+
+@pytest.mark.parametrize("largest", range(-1, 6))
+@pytest.mark.parametrize("factor", [0.0, 0.7, 1.0, 1.5])
+@pytest.mark.parametrize("raises", [False, True])
+def test_the_largest_that_fits_is_found_whatever_the_planner_thinks(largest, factor, raises):
+    """Of six sizes, each of which takes 100 bytes more; a planner that expects too much may stop too early."""
+    limit = (100 * largest + 150) / FILL
+    tried = []
+
+    def measure(place):
+        tried.append(place)
+        peak = 100 * place + 100
+        too_much = raises and peak > FILL * limit
+        return Trial(too_much, 50 if too_much else peak, int(limit))
+
+    best = largest_that_fits([int(1000 + factor * 100 * place) for place in range(6)], measure)
+    assert len(tried) == len(set(tried)), "no size is tried twice"
+    if factor <= 1:
+        assert best == (None if largest < 0 else largest)
+    else:
+        assert (best is None) == (largest < 0)
+        assert best is None or best <= largest
+    if factor == 1:
+        assert tried == ([0] if largest <= 0 else [0, largest])
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "ranks"), [(256, 1), (256, 2), (3072, 8), (120, 3), (8, 1), (65_536 * 4096, 1)]
+)
+def test_micro_batches_are_the_multiples_of_8_that_divide_a_share(global_batch, ranks):
+    share = global_batch // ranks
+    sizes = micro_batches(global_batch, ranks)
+    most = min(share, 65_536)
+    assert sizes == [size for size in range(8, most + 1, 8) if share % size == 0 and share // size <= 4096]
+    assert micro_batches(256, 2, most=40) == [8, 16, 32]
+
+
+def test_the_usual_global_batch_is_near_256_on_any_number_of_ranks():
+    for ranks in (*range(1, 40), 1024):
+        images = usual_global_batch(ranks)
+        assert images % (8 * ranks) == 0
+        assert abs(images - 256) <= 4 * ranks or images == 8 * ranks
+        assert micro_batches(images, ranks)
+
+
+# What may be taken.
+
+
+def made_machine(root, files):
+    for name, text in {
+        "proc/self/status": "VmHWM:  9 kB\nVmRSS:  1000 kB\nVmData:  400 kB\nVmSize:  700 kB\n",
+        **files,
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+NEW = "sys/fs/cgroup"
+OLD = "sys/fs/cgroup/memory"
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "kib"),
+    [
+        ("", {}, 8000),  # of the machine
+        ("0::/job\n", {f"{NEW}/job/memory.max": "max\n", f"{NEW}/job/memory.current": "1\n"}, 8000),
+        ("0::/job\n", {f"{NEW}/job/memory.max": "3072000\n", f"{NEW}/job/memory.current": "1024000\n"}, 2000),
+        (
+            "0::/job\n",
+            {
+                f"{NEW}/job/memory.max": "3072000\n",
+                f"{NEW}/job/memory.current": "2048000\n",
+                f"{NEW}/job/memory.stat": "anon 5\ninactive_file 1024000\n",
+            },
+            2000,
+        ),
+        ("0::/a/job\n", {f"{NEW}/a/memory.max": "2048000\n", f"{NEW}/a/memory.current": "1024000\n"}, 1000),
+        (
+            "4:memory:/job\n0::/\n",
+            {f"{OLD}/job/memory.limit_in_bytes": "2048000\n", f"{OLD}/job/memory.usage_in_bytes": "1024000\n"},
+            1000,
+        ),
+    ],
+)
+def test_ranks_divide_what_machine_and_control_groups_have_left(group, files, kib, tmp_path):
+    files = {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n", "proc/self/cgroup": group, **files}
+    root = made_machine(tmp_path, files)
+    assert memory_room(CPU, 1, root) == 1024 * kib
+    assert memory_room(CPU, 4, root) == 1024 * (kib // 4)
+
+
+def test_a_limit_of_the_process_counts_too(tmp_path, monkeypatch):
+    root = made_machine(tmp_path, {"proc/meminfo": "MemAvailable: 8000 kB\n", "proc/self/cgroup": ""})
+    limits = {resource.RLIMIT_DATA: 900 * 1024, resource.RLIMIT_AS: resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], resource.RLIM_INFINITY))
+    assert memory_room(CPU, 1, root) == 1024 * 500
+    limits[resource.RLIMIT_AS] = 800 * 1024
+    assert memory_room(CPU, 1, root) == 1024 * 100
+
+
+# A run.
+
+RECIPE = {"model_type": "basic_cnn", "data": "fake", "image_size": 16, "epochs": 1}
+OUTPUT = {"progress": "off", "tensorboard": False, "report": False}
+
+
+def train(log_dir, name, start=FIRST_START, code=0, **changes):
+    """Train, and return the run's folder with its configuration."""
+    config = TrainConfig(**(RECIPE | OUTPUT | {"log_dir": str(log_dir), "run_name": name} | changes))
+    assert run(config, start) == code
+    folder = log_dir / "runs" / name
+    return folder, json.loads((folder / "config.json").read_text()) if code == 0 else {}
+
+
+@pytest.fixture
+def short_of_memory(monkeypatch):
+    """Let more than 16 images at a time be too many for the native engine's forward."""
+    forward = NativeEngine.forward
+
+    def fail(engine, images):
+        if engine.module.training and len(images) > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(engine, images)
+
+    monkeypatch.setattr(NativeEngine, "forward", fail)
+
+
+def test_a_run_trains_as_with_the_number_and_keeps_it(short_of_memory, tmp_path, monkeypatch, capsys):
+    auto, config = train(tmp_path, "auto", batch_size="auto", global_batch=64, ema=0.9)
+    assert (config["batch_size"], config["gradient_accumulation_steps"]) == (16, 4)
+    result = json.loads((auto / BATCH_SIZE).read_text())
+    assert [tried["batch_size"] for tried in result["tried"]] == [8, 64, 32, 16]
+    assert (result["batch_size"], result["global_batch"], result["ranks"]) == (16, 64, 1)
+    line = next(line for line in capsys.readouterr().out.splitlines() if "--batch-size auto is" in line)
+    assert "16 per CPU rank (planned 64; 8: fits with" in line
+    assert "64: out of memory, 32: out of memory, 16: fits with" in line
+    assert line.endswith("x 1 CPU ranks x 4 accumulation step(s) = global batch 64")
+    assert not (auto / auto_batch_size.TRIAL_FOLDER).exists()
+
+    typed, _ = train(tmp_path, "typed", batch_size=16, gradient_accumulation_steps=4, ema=0.9)
+    for name in ("model.safetensors", "checkpoints/step-00001-0000000/shard-00000.safetensors"):
+        assert (auto / name).read_bytes() == (typed / name).read_bytes(), name
+
+    monkeypatch.setattr("training.auto_batch_size._try", None)  # a resume tries nothing
+    changes = {"batch_size": "auto", "resume": "auto", "ema": 0.9}
+    _, config = train(tmp_path, "auto", epochs=2, **changes)
+    assert (config["batch_size"], config["gradient_accumulation_steps"]) == (16, 4)
+    shutil.rmtree(auto / "checkpoints")  # as if it had been stopped before the first one
+    _, config = train(tmp_path, "auto", **changes)
+    assert (config["batch_size"], config["gradient_accumulation_steps"]) == (16, 4)
+
+
+def needs_all(monkeypatch, planned):
+    """Let training take as much as there is, and the planner expect these bytes by activation checkpointing."""
+    monkeypatch.setattr(auto_batch_size, "memory_room", lambda *_: 1000)
+    monkeypatch.setattr(auto_batch_size, "used_memory", lambda *_: 500)
+    monkeypatch.setattr(auto_batch_size, "peak_memory", lambda *_: 1500)
+    return dataclasses.replace(
+        FIRST_START, plan_memory=lambda _, configs: [planned[one.activation_checkpointing] for one in configs]
+    )
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_does(tmp_path, monkeypatch, capsys):
+    start = needs_all(monkeypatch, {False: 800, True: 600})
+    train(tmp_path, "refused", start, USER_ERROR_EXIT_CODE, batch_size="auto", global_batch=16)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --batch-size auto: basic_cnn with 8 images takes ")
+    assert line.endswith("Nearest that is expected to fit: --activation-checkpointing=true.")
+    start = needs_all(monkeypatch, {False: 800, True: 790})
+    train(tmp_path, "nothing", start, USER_ERROR_EXIT_CODE, batch_size="auto", global_batch=16)
+    assert "Nothing saves enough: use a smaller --image-size or model" in capsys.readouterr().err
+    train(tmp_path, "adapted", start, OUT_OF_MEMORY_EXIT_CODE, batch_size="auto", global_batch=16, on_oom="adapt")
+
+
+# Mistakes, launchers and the planner.
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "ranks", "told"),
+    [
+        (100, 8, "8 ranks cannot share a global batch of 100 in multiples of 8 images: use --global-batch 64 or 128."),
+        (4, 1, "use --global-batch 8."),
+        (12, 1, "use --global-batch 8 or 16."),
+        (8 * 65_537, 1, "more than 4096 accumulation steps: use --global-batch 524288 or 528384."),
+    ],
+)
+def test_a_global_batch_without_a_micro_batch_is_refused_with_the_nearest(global_batch, ranks, told):
+    with pytest.raises(UserError) as caught:
+        micro_batches(global_batch, ranks)
+    assert str(caught.value).endswith(told)
+    nearest = int(told.rstrip(".").split()[-1])
+    assert micro_batches(nearest, ranks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"batch_size": "auto", "gradient_accumulation_steps": 4},
+            "--batch-size auto finds --gradient-accumulation-steps",
+        ),
+        ({"strategy": "auto"}, "type bash scripts/launch_distributed.sh mobilenet auto <num_gpus> 16 30."),
+    ],
+)
+def test_what_auto_does_not_go_with_is_one_line(changes, told):
+    with pytest.raises(UserError) as caught:
+        check_config(TrainConfig(**changes), FLAG_OF)
+    assert told in str(caught.value)
+
+
+LAUNCHES = {
+    "launch_distributed.sh": ["mobilenet", "ddp", "2", "auto", "3"],
+    "launch_multi_node.sh": ["mobilenet", "ddp", "2", "4", "auto", "3"],
+    "slurm_distributed.sh": ["mobilenet", "ddp", "8", "auto", "3"],
+}
+
+
+@pytest.mark.parametrize("script", LAUNCHES)
+def test_every_launcher_takes_auto_as_the_batch_size(script):
+    given = read_arguments(script, [*LAUNCHES[script], "--global-batch", "512"], {})
+    config = check_training(given.training)
+    assert (config.batch_size, config.global_batch) == ("auto", 512)
+    words = ["many" if word == "auto" else word for word in LAUNCHES[script]]
+    with pytest.raises(UserError, match=r"batch_size 'many': expected a whole number from 1 to \d+ or auto\."):
+        read_arguments(script, words, {})
+
+
+def test_an_automatic_strategy_leaves_an_automatic_batch_size_to_the_ranks(capfd):
+    words = ["basic_cnn", "auto", "2", "auto", "5", "--gpu", "rtx3060", "--data=fake"]
+    given = resolve_strategy(read_arguments("launch_distributed.sh", words, {}), nodes=1)
+    assert given.positional["strategy"] == "ddp"
+    assert given.positional["batch_size"] == "auto"
+    assert given.flags == ["--data=fake"]
+    assert "strategy auto: ddp" in capfd.readouterr().err
+
+
+def test_the_planner_takes_the_largest_that_is_predicted_to_fit():
+    config = TrainConfig(model_type="basic_cnn", batch_size="auto", global_batch=8 * 1024, engine="deepspeed")
+    job = PlannedJob(config, find_machine("rtx3060", 8), 8, 1000, 224, 1_281_167)
+    job.__dict__["workload"] = job.workload
+    planned = with_planned_batch(job).config
+    assert planned.micro_batch * planned.gradient_accumulation_steps == 1024
+    most = FILL * job.machine.gpu.memory_bytes
+
+    def peak(size):
+        return memory_of(job, dataclasses.replace(config, batch_size=size, gradient_accumulation_steps=1024 // size))[
+            2
+        ].peak
+
+    sizes = micro_batches(8 * 1024, 8)
+    assert planned.micro_batch == max(size for size in sizes if peak(size) <= most)
+    assert planned.micro_batch < sizes[-1], "else nothing was chosen"
+    assert planned.global_batch == FIELDS["global_batch"].default

@@ -1,0 +1,216 @@
+"""`--batch-size auto`: the largest micro-batch that fits on every rank, for a global batch that stays.
+
+It is a multiple of 8 that divides a rank's share of the global batch, and has trained on the run's own ranks in a
+trial. The smallest is tried first; what it takes, and how much more the planner expects of the others, says which one
+is next. The training is the one that begins with that number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from training.checkpoint.atomic_write import write_json
+from training.checkpoint.resume import RunStart
+from training.checkpoint.shards import Snapshot
+from training.config import TrainConfig
+from training.errors import AgreedError
+from training.global_batch import MOST_IMAGES_ON_CPU, divided, largest_divisor, micro_batches, usual_global_batch
+from training.observe.environment import RunFacts
+from training.observe.heartbeat import SLOW_PHASE
+from training.observe.loggers import Loggers
+from training.observe.memory_limit import FILL, memory_room, peak_memory, reset_peak_memory, used_memory
+from training.observe.run_folder import BATCH_SIZE, RunFolder
+from training.observe.units import format_bytes
+from training.out_of_memory import Rung, next_rung
+from training.parallel.collectives import agreed, broadcast_object, gather_objects
+from training.parallel.exchange import exactly, list_of, optional, row_of, whole_number
+from training.parallel.signals import OUT_OF_MEMORY
+from training.parallel.world import World
+from training.trial import Build, free_memory, shortened, train_shortly, trial
+
+STEPS = 2  # updates of a trial: the first one chooses kernels and fills caches
+TRIAL_FOLDER = "batch-size-trial"
+
+
+class Trial(NamedTuple):
+    """What training with a micro-batch took, on the rank that came nearest to its limit."""
+
+    is_out_of_memory: bool
+    """On any rank."""
+    taken_bytes: int
+    """At most, beside what the process had before; of an attempt that failed, until then."""
+    room_bytes: int
+    """That it could take."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether enough is left."""
+        return not self.is_out_of_memory and self.taken_bytes <= FILL * self.room_bytes
+
+    def describe(self) -> str:
+        """Return the outcome in words."""
+        if self.is_out_of_memory:
+            return "out of memory"
+        if not self.fits:
+            room = f"{100 * FILL:.0f} % of {format_bytes(self.room_bytes)}"
+            return f"takes {format_bytes(self.taken_bytes)}, more than {room}"
+        return f"fits with {int(100 * (1 - self.taken_bytes / self.room_bytes))} % to spare"
+
+
+def choose_batch_size(
+    config: TrainConfig, folder: RunFolder, facts: RunFacts, start: RunStart, world: World, build: Build
+) -> tuple[TrainConfig, list[str]]:
+    """Return the configuration with a number for `--batch-size auto`, and a note for the log; a collective.
+
+    A run keeps what its first start has found, also on another number of ranks, as far as these can share it; one that
+    resumes has it from the checkpoint already.
+
+    Args:
+        config: the run's configuration.
+        folder: of the run.
+        facts: of the run, for the planner.
+        start: which start of the run this is.
+        world: the ranks.
+        build: builds a run, for the trials.
+
+    Raises:
+        UserError: on all ranks, if the ranks cannot share the global batch, or 8 images do not fit.
+        MemoryError: instead of the latter, if the launcher shall go on with smaller settings.
+    """
+    if config.batch_size != "auto":
+        return config, []
+    known = optional(row_of(whole_number, whole_number))
+    size, global_batch = broadcast_object(_earlier_result(folder) if world.is_main else None, known, world) or (0, 0)
+    if size and config.global_batch in (0, global_batch) and not global_batch % world.size:
+        size, how = largest_divisor(global_batch // world.size, size), "found at the run's first start"
+    else:
+        global_batch = config.global_batch or usual_global_batch(world.size)
+        size, how = _search(config, global_batch, folder, facts, start, world, build)
+    config = divided(config, size, global_batch, world.size)
+    unit = "GPU" if facts.gpu_name else "CPU rank"
+    product = f"x {world.size} {unit}s x {config.gradient_accumulation_steps} accumulation step(s)"
+    return config, [f"--batch-size auto is {size} per {unit} ({how}), {product} = global batch {global_batch}"]
+
+
+def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -> int | None:
+    """Return the place of the largest size that fits, None if the smallest does not.
+
+    Args:
+        planned: bytes that the planner expects of each size, ascending sizes; only their differences count.
+        measure: trains with the size at a place.
+    """
+    fitting, too_large, place = -1, len(planned), 0
+    while fitting < place < too_large:
+        found = measure(place)
+        if found.fits:
+            fitting = place
+        else:
+            too_large = place
+        left = FILL * found.room_bytes - found.taken_bytes
+        # The peak of an attempt that failed says too little.
+        expected: Sequence[int] = () if found.is_out_of_memory else range(fitting + 1, too_large)
+        places = [other for other in expected if planned[other] - planned[place] <= left]
+        place = max(places, default=fitting if found.fits else too_large - 1)
+    return fitting if fitting >= 0 else None
+
+
+def _search(
+    config: TrainConfig,
+    global_batch: int,
+    folder: RunFolder,
+    facts: RunFacts,
+    start: RunStart,
+    world: World,
+    build: Build,
+) -> tuple[int, str]:
+    """Return the size, and what was tried in words, and write both into the run's folder; a collective."""
+    most = 0 if facts.gpu_name else MOST_IMAGES_ON_CPU
+    sizes = agreed(lambda: micro_batches(global_batch, world.size, most), world)
+    configs = [divided(config, size, global_batch, world.size) for size in sizes]
+    planned = broadcast_object(_plan(facts, configs, start) if world.is_main else None, list_of(whole_number), world)
+    trials: dict[int, Trial] = {}
+
+    def measure(place: int) -> Trial:
+        start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
+        trials[sizes[place]] = _try(configs[place], folder, start, world, build)
+        return trials[sizes[place]]
+
+    place = largest_that_fits(planned, measure)
+    start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
+    first_guess = [*trials][:2][-1]
+    how = f"planned {first_guess}; " + ", ".join(f"{size}: {found.describe()}" for size, found in trials.items())
+    if place is None:
+        raise _does_not_fit(configs[0], trials[sizes[0]], facts, start, world)
+    if world.is_main:
+        tried = [{"batch_size": size} | found._asdict() for size, found in trials.items()]
+        result = {"batch_size": sizes[place], "global_batch": global_batch, "ranks": world.size, "how": how}
+        with contextlib.suppress(OSError):  # a full disk: a start before the first checkpoint would search again
+            write_json(folder.path / BATCH_SIZE, result | {"possible": sizes, "planned": planned, "tried": tried})
+    return sizes[place], how
+
+
+def _earlier_result(folder: RunFolder) -> list[int] | None:
+    """Return the batch size and the global batch that an earlier start of this run has found, None if none has."""
+    try:
+        content = json.loads((folder.path / BATCH_SIZE).read_text(encoding="utf-8"))
+        found = [content["batch_size"], content["global_batch"]]
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+    return found if all(type(number) is int and number > 0 for number in found) else None
+
+
+def _plan(facts: RunFacts, configs: Sequence[TrainConfig], start: RunStart) -> list[int]:
+    """Return the bytes that the planner expects of each configuration; zeros if it cannot say, or there is none."""
+    if start.plan_memory is not None:
+        with contextlib.suppress(Exception):  # a network that cannot be counted without data: the trials decide
+            return start.plan_memory(facts, configs)
+    return [0] * len(configs)
+
+
+def _try(config: TrainConfig, folder: RunFolder, start: RunStart, world: World, build: Build) -> Trial:
+    """Train `STEPS` updates in a trial; a collective."""
+    if config.learning_rate == "auto":  # found after the batch size
+        config = dataclasses.replace(config, learning_rate=TrainConfig().learning_rate)
+    had, device = used_memory(world.device), world.device
+    # Gathered before any rank takes more, because ranks of a machine divide what is free.
+    rooms = gather_objects(memory_room(device, world.local_size), whole_number, world)
+    reset_peak_memory(device)
+    with trial(config, folder.path / TRIAL_FOLDER, start, world, build) as context:
+        copy = Snapshot()  # of a checkpoint, which stays while it is written beside the steps
+        copy.take(context.state.engine.state(), context.state.sums.state())
+        plan, epochs = shortened(context.plan, STEPS)
+        last = config.epochs - 1  # with the largest images
+        signal = train_shortly(context, plan, [last] * epochs, context.schedule, Loggers([]), start.heartbeat)
+        taken = gather_objects(max(peak_memory(device) - had, 0), whole_number, world)
+    del context, copy
+    free_memory(world)
+    reset_peak_memory(device)  # the run reports its own
+    worst = max(range(world.size), key=lambda rank: taken[rank] / max(rooms[rank], 1))
+    return Trial(signal == OUT_OF_MEMORY, taken[worst], rooms[worst])
+
+
+def _does_not_fit(config: TrainConfig, found: Trial, facts: RunFacts, start: RunStart, world: World) -> Exception:
+    """Return the error for a model that does not fit with the smallest micro-batch; a collective."""
+    text = f"--batch-size auto: {config.model_type} with {config.batch_size} images {found.describe()}"
+    if config.on_oom == "adapt":
+        return MemoryError(text)
+    cure = _nearest_that_fits(config, found, facts, start) if world.is_main else ""
+    return AgreedError(f"{text}. {broadcast_object(cure, exactly(str), world)}.")
+
+
+def _nearest_that_fits(config: TrainConfig, found: Trial, facts: RunFacts, start: RunStart) -> str:
+    """Return the first settings down the ladder that the planner expects to fit, in words."""
+    ladder, changes = [config], list[dict[str, Any]]([{}])
+    while (rung := next_rung(ladder[-1], facts.ranks, has_gpus=bool(facts.gpu_name))) is not None:
+        ladder.append(dataclasses.replace(ladder[-1], **rung.changes))
+        changes.append(changes[-1] | rung.changes)
+    planned = _plan(facts, ladder, start)
+    needed = max(found.taken_bytes, found.room_bytes if found.is_out_of_memory else 0)
+    for change, bytes_planned in zip(changes[1:], planned[1:], strict=True):
+        if not planned[0] or needed + bytes_planned - planned[0] <= FILL * found.room_bytes:
+            return f"Nearest that is expected to fit: {' '.join(Rung(change, '').flags)}"
+    return "Nothing saves enough: use a smaller --image-size or model, or more ranks"

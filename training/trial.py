@@ -1,0 +1,133 @@
+"""A short run beside the run, on its ranks: what `--learning-rate auto` and `--batch-size auto` measure with.
+
+It is built as every run is, in a folder inside the run's that is removed after it, and closed before the run's own
+model is built: the training is the one that begins without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from training.checkpoint.resume import FIRST_START, RunStart
+from training.config import TrainConfig
+from training.data.sampler import BatchPlan
+from training.errors import RunEnded
+from training.loop import train_one_epoch
+from training.memory_guard import return_freed_memory
+from training.observe.heartbeat import HeartbeatWriter
+from training.observe.loggers import Loggers
+from training.observe.step_metrics import Timing
+from training.parallel.signals import StopRequest
+from training.parallel.world import World
+from training.recipe.nonfinite_steps import NonFiniteGuard
+from training.recipe.schedule import Schedule
+from training.state import Progress, TrainContext
+
+if TYPE_CHECKING:
+    from training.run import RunContext
+
+Build = Callable[[TrainConfig, World, RunStart], "RunContext"]
+MOST_BAD_STEPS = 10  # in a row: a trial has then seen enough
+
+
+@contextmanager
+def trial(config: TrainConfig, folder: Path, start: RunStart, world: World, build: Build) -> Iterator[RunContext]:
+    """Build a run, and leave nothing of it behind; a collective.
+
+    Args:
+        config: of the run that this is a trial for.
+        folder: of the trial, which is removed.
+        start: which start of the run this is.
+        world: the ranks.
+        build: builds a run.
+    """
+    if world.is_main:
+        shutil.rmtree(folder, ignore_errors=True)  # of a trial that did not end
+    quiet = dataclasses.replace(
+        config,
+        log_dir=str(folder),
+        run_name="trial",
+        resume="never",
+        compile="off",
+        progress="off",
+        tensorboard=False,
+        profile=0,
+    )
+    context = build(quiet, world, RunStart(start.origin, FIRST_START.heartbeat))
+    yield context
+    context.close()
+    if world.is_main:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_memory(world: World) -> None:
+    """Return what a trial had, before the next model comes to the device; call it when nothing refers to the trial."""
+    gc.collect()
+    return_freed_memory(world.device)
+
+
+def shortened(plan: BatchPlan, steps: int) -> tuple[BatchPlan, int]:
+    """Return a plan of no more samples than that many steps take, and the epochs of it that have as many."""
+    short = dataclasses.replace(plan, num_samples=min(plan.num_samples, steps * plan.global_batch))
+    return short, math.ceil(steps / short.steps_per_epoch)
+
+
+def train_shortly(
+    context: RunContext,
+    plan: BatchPlan,
+    epochs: Sequence[int],
+    schedule: Schedule,
+    loggers: Loggers,
+    heartbeat: HeartbeatWriter,
+    *,
+    only_head: bool = False,
+) -> int:
+    """Train and return the number of the signal that ended it, 0 for none; a collective.
+
+    It ends early, too, after `MOST_BAD_STEPS` in a row that were not finite.
+
+    Args:
+        context: a run that was built for it.
+        plan: as of `shortened`.
+        epochs: whose images are used, each as far as the plan goes.
+        schedule: learning rate by step.
+        loggers: get every step.
+        heartbeat: of the run.
+        only_head: whether the head alone is trained.
+    """
+    world, state, signal = context.world, context.state, 0
+    loop = TrainContext(
+        world=world,
+        plan=plan,
+        schedule=schedule,
+        num_classes=len(context.data.class_names),
+        image_shape=context.data.image_shape,
+        seed=context.config.seed,
+        loss=context.loss,
+        log_every_steps=1,
+        epochs=max(epochs) + 1,
+        loggers=loggers,
+        stop=StopRequest(),  # a signal waits for the end of the trial
+        guard=NonFiniteGuard(state.engine, world, Loggers([]), MOST_BAD_STEPS, context.data.train.source.name),
+        heartbeat=heartbeat,
+        timing=Timing(),
+        averages=context.averages,
+    )
+    context.freezer.start_epoch(only_head=only_head)
+    with contextlib.suppress(RunEnded):  # nothing but steps that are not finite
+        for epoch in epochs:
+            state.progress = Progress(epoch=epoch)
+            signal = train_one_epoch(state, context.train_loader.epoch(epoch), loop).stop_signal
+            state.sums.reset()
+            if signal:
+                break
+    loop.stop.close()
+    return signal
