@@ -26,6 +26,7 @@ from training.checkpoint.weights import load_model, preprocess
 from training.command_line import parse_args
 from training.data import DataOptions, load_data
 from training.errors import DIVERGED_EXIT_CODE
+from training.observe.run_folder import LEARNING_RATE
 from training.observe.scores import SampleRecorder, sample_losses
 from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.world import World
@@ -277,6 +278,23 @@ def test_early_stopping_waits_for_its_patience_and_deepspeed_counts_operations(t
     assert weights.read_bytes() == (tmp_path / "runs" / "r" / "model.safetensors").read_bytes()
     assert (weights.parent / "evaluation" / "worst.png").exists()
     assert (weights.parent / "README.md").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp_stage2", "fsdp_stage3"])
+def test_an_automatic_learning_rate_under_deepspeed(strategy, tmp_path):
+    """Its range test sees the losses of the native engine's; the engine after it is built anew, and trains."""
+    flags = ["--model-type", "basic_cnn", "--data", "fake", "--image-size", "16", "--batch-size", "40", "--epochs", "1"]
+    flags += ["--learning-rate", "auto", "--strategy", strategy, "--tensorboard", "false", "--log-dir", str(tmp_path)]
+    losses = []
+    for engine in ("deepspeed", "native"):
+        result = train_alone(*flags, "--engine", engine, "--run-name", engine)
+        assert result.returncode == 0, result.stderr
+        folder = tmp_path / "runs" / engine
+        found = json.loads((folder / LEARNING_RATE).read_text())
+        assert json.loads((folder / "config.json").read_text())["learning_rate"] == found["suggested"]
+        losses.append([loss for _, loss, _ in found["curve"]])
+    assert losses[0][:60] == pytest.approx(losses[1][:60], rel=1e-3)
 
 
 def test_a_run_that_diverges_says_so_and_calls_nothing_the_best(tmp_path):
