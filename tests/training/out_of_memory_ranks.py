@@ -18,6 +18,7 @@ import torch
 from benchmarks.step_choices import without_shared_memory
 from planning.batch_memory import plan_memory
 from training.checkpoint.resume import FIRST_START
+from training.checkpoint.saver import Saver
 from training.config import TrainConfig
 from training.observe.run_folder import BATCH_SIZE
 from training.parallel.engine import Engine
@@ -39,8 +40,8 @@ def run_short_of_memory(
     With the phase "limit" it may take `at` MB of memory from the first step on, by the kernel's limit.
 
     Returns:
-        Exit code, the names of the checkpoint that was saved last and of the one that is furthest in the training, and
-        the sha256 of the weights that the run has exported.
+        Exit code, the name of the checkpoint that was saved last, the furthest step of an epoch that was ever saved,
+        and the sha256 of the weights that the run has exported.
     """
     config = TrainConfig(**(SETTINGS | {"log_dir": log_dir, "run_name": name} | changes))
     stop = StopRequest()
@@ -48,13 +49,19 @@ def run_short_of_memory(
         context = build_run(config, world)
     if phase and world.rank == FAILING_RANK:
         SHORTAGES[phase](context.state.engine, at)
-    result: dict[str, Any] = {"code": train(context, stop)}
+    saved, save = list[int](), Saver.save
+
+    def note_and_save(saver: Saver, *arguments: Any) -> None:
+        saved.append(context.state.progress.step)
+        save(saver, *arguments)
+
+    with mock.patch.object(Saver, "save", note_and_save):
+        result: dict[str, Any] = {"code": train(context, stop)}
+    result["furthest"] = max(saved)
     _set_soft_limit(resource.RLIM_INFINITY)
     stop.close()
     context.close()
-    checkpoints = context.folder.checkpoints
-    result["last"] = (checkpoints / "last").read_text().strip()
-    result["furthest"] = max(path.name for path in checkpoints.glob("step-*"))
+    result["last"] = (context.folder.checkpoints / "last").read_text().strip()
     if context.folder.weights.exists():
         result["weights"] = hashlib.sha256(context.folder.weights.read_bytes()).hexdigest()
     return result
