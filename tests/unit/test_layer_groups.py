@@ -81,17 +81,17 @@ def test_members_of_an_ensemble_have_layers_of_their_own():
 
 
 def test_a_model_without_layers_or_of_which_one_is_trained_is_refused():
-    only_head = BasicCNN(5)
+    only_head = BasicCNN(5, 3)
     only_head.blocks.requires_grad_(False)
     for model in (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), only_head):
         with pytest.raises(UserError, match=r"^--layer-decay 0.75: what is trained of \w+ is one layer") as caught:
             ours(model, layer_decay=0.75)
         assert "\n" not in str(caught.value)
-    assert ours(BasicCNN(5), no_weight_decay="model") == ours(BasicCNN(5))
+    assert ours(BasicCNN(5, 3), no_weight_decay="model") == ours(BasicCNN(5, 3))
 
 
 def test_the_blocks_of_our_own_models_are_layers():
-    scales = {name: scale for name, (_, scale) in ours(BasicCNN(5), layer_decay=0.5).items()}
+    scales = {name: scale for name, (_, scale) in ours(BasicCNN(5, 3), layer_decay=0.5).items()}
     assert [scales[f"blocks.{block}.0.weight"] for block in range(3)] == [0.125, 0.25, 0.5]
     assert scales["head.weight"] == 1
 
