@@ -150,6 +150,11 @@ def entry_arguments(words: list[str]) -> list[str] | None:
     if launcher:
         given = words[names.index(launcher) + 1 :]
         meanings = LAUNCHER_WORDS[launcher]
+        # The launcher asks the planner what auto is, before the training entry sees a strategy.
+        given = [
+            "ddp" if (meaning, word) == ("strategy", "auto") else word
+            for meaning, word in zip(meanings, given, strict=False)
+        ] + given[len(meanings) :]
         pairs = zip(meanings, given, strict=False)
         return [f"--{meaning}={value}" for meaning, value in pairs if meaning] + given[len(meanings) :]
     return words[names.index("train_distributed.py") + 1 :] if "train_distributed.py" in names else None
