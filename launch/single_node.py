@@ -25,6 +25,7 @@ from launch.arguments import (
 )
 from launch.auto_strategy import resolve_strategy
 from launch.gpus import machine_gpus, visible_gpus
+from launch.new_run import check_new_run
 from launch.node_launcher import local_ranks_command
 from launch.process_tree import extensions_folder
 from launch.supervisor import supervise
@@ -42,7 +43,8 @@ def main(arguments: list[str]) -> int:
     gpus = visible_gpus(present, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus and ranks > len(gpus):
         raise UserError(f"{ranks} GPUs asked for, {len(gpus)} present: ask for at most {len(gpus)}.")
-    engine = check_training(given.training).engine
+    config = check_training(given.training)
+    check_new_run(config, [ranks])
     if code := run_preflight(given, given.training, "--here", f"--port={given.master_port}"):
         return code
     try:
@@ -51,7 +53,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(
             f"port {given.master_port} is taken: give another one, or none to have a free one chosen."
         ) from None
-    command = rank_command(given, port, gpus, present, engine)
+    command = rank_command(given, port, gpus, present, config.engine)
     if not gpus:
         cores = len(os.sched_getaffinity(0))
         print(f"no GPU found: running {ranks} CPU ranks over gloo on {cores} cores", file=sys.stderr, flush=True)
@@ -62,7 +64,7 @@ def main(arguments: list[str]) -> int:
     def command_of(restart: int) -> list[str]:
         # A port that was chosen here may be busy for a while after a failure.
         new_port = free_port() if restart and not given.master_port else port
-        return rank_command(given, new_port, gpus, present, engine)
+        return rank_command(given, new_port, gpus, present, config.engine)
 
     adaptation = Adaptation(given.training, ranks, has_gpus=bool(gpus))
     return supervise(command_of, given.stop_timeout, given.max_restarts, adaptation)

@@ -20,6 +20,7 @@ from launch.auto_strategy import resolve_strategy
 from launch.cluster.cluster_run import ClusterRun
 from launch.cluster.plan import Plan
 from launch.hostfile import read_hostfile, split_hosts
+from launch.new_run import check_new_run
 from launch.node_run import receive_signals
 from launch.restart_policy import RestartPolicy, Started, start_until_done
 from training.config import REPO_ROOT
@@ -32,6 +33,8 @@ def main(arguments: list[str]) -> int:
     hosts = _hosts(given)
     given = resolve_strategy(given, given.nodes)
     config = check_training(given.training)
+    least = given.min_nodes or given.nodes
+    check_new_run(config, [nodes * given.ranks_per_node for nodes in range(given.nodes, least - 1, -1)])
     if given.dry_run:
         print_command(replace(given, hosts=",".join(hosts), hostfile="").command(__file__))
         return 0

@@ -21,11 +21,13 @@ from launch.arguments import print_command, read_arguments, run_launcher, run_pr
 from launch.auto_strategy import resolve_strategy
 from launch.cluster.multi_node import train
 from launch.cluster.plan import Plan
+from launch.new_run import check_new_run
 from launch.slurm.requeue import Fate, JobRecord, what_follows
 from launch.slurm.scontrol import host_names, scontrol
-from launch.slurm.slurm_arguments import Job, run_folder, training_arguments
+from launch.slurm.slurm_arguments import Job, training_arguments
 from training.config import TrainConfig
 from training.errors import UserError
+from training.observe.run_folder import run_folder
 from training.parallel.network_interfaces import port_if_free
 
 
@@ -35,8 +37,11 @@ def main(arguments: list[str]) -> int:
     job = Job.of(os.environ)
     if job is None and not given.dry_run:
         raise UserError("not in a Slurm job: submit it with sbatch, or set DRY_RUN=1.")
-    given = resolve_strategy(given, int(os.environ.get("SLURM_JOB_NUM_NODES") or 1))
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or 1)
+    given = resolve_strategy(given, nodes)
     training, config = training_arguments(given.training, job)
+    if job or config.gradient_accumulation_steps == 1:  # outside a job, sbatch may be given more nodes later
+        check_new_run(config, [nodes * given.ranks_per_node])
     if job is None or given.dry_run:
         print_command(given.command(__file__))
         return 0

@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from launch.arguments import check_training
-from training.config import REPO_ROOT, TrainConfig
+from training.config import TrainConfig
 from training.errors import UserError
-from training.observe.run_folder import RunFolder
+from training.observe.run_folder import RunFolder, run_folder
 from training.parallel.launchers import job_port
 
 TASK = "{task}"
-LAST = "last"  # names the newest of a run's checkpoints
 NODE_LIST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.,\[\]-]*")
 
 
@@ -101,16 +99,11 @@ def training_arguments(arguments: list[str], job: Job | None) -> tuple[list[str]
     return own, check_training(own)
 
 
-def run_folder(config: TrainConfig) -> RunFolder:
-    """Return the folder of a configuration's run."""
-    return RunFolder(Path(config.log_dir) if config.log_dir else REPO_ROOT / "logs", config.run_name)
-
-
 def _goes_on(job: Job, folder: RunFolder, arguments: list[str], resume: str) -> bool:
     """Return whether to add --resume auto: without a --resume, or if a requeued job has a run to go on with."""
     if resume == "never":
         return job.restarts > 0 or not any(re.match(r"--resume(=|$)", given) for given in arguments)
-    return job.restarts > 0 and (folder.checkpoints / LAST).exists()
+    return job.restarts > 0 and folder.has_checkpoint
 
 
 def _own_model(arguments: list[str], task: int | None) -> list[str]:

@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,72 @@ def test_slurm_log_lies_in_logs_wherever_sbatch_was_typed(tmp_path: Path, folder
 
 def test_slurm_script_outside_a_job_says_sbatch() -> None:
     assert_refused(launch("slurm_distributed.sh", WORDS["slurm_distributed.sh"], DRY_RUN="0"), "sbatch")
+
+
+SHARED_BY_8, SHARED_BY_2 = "8 ranks cannot share --global-batch of 100 evenly", "--batch-size 16 x 2 ranks does not"
+
+
+@pytest.fixture
+def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs a launcher up to the point at which ranks would start: what it refuses, '' if it does not."""
+    (tmp_path / "hostfile.txt").write_text(HOSTFILE)
+    monkeypatch.setenv("DRY_RUN", "1")
+    monkeypatch.chdir(tmp_path)
+
+    def run(script: str, batch_size: str, *flags: str) -> str:
+        words = list(WORDS[script])
+        words[-2] = batch_size
+        try:
+            return str(MAINS[script]([*words, f"--log-dir={tmp_path}", *flags]) or "")
+        except UserError as error:
+            return str(error)
+
+    return run
+
+
+@pytest.mark.parametrize("script", WORDS)
+@pytest.mark.parametrize(
+    ("batch_size", "flags", "of_8", "of_2"),
+    [
+        ("16", ["--global-batch=100"], SHARED_BY_8, SHARED_BY_2),
+        ("auto", ["--global-batch=100"], *(f"{n} ranks cannot share a global batch of 100 in mult" for n in (8, 2))),
+        ("16", ["--global-batch=100", "--resume=auto", "--run-name=new"], SHARED_BY_8, SHARED_BY_2),
+        ("16", ["--global-batch=256"], "", ""),
+        ("auto", [], "", ""),
+    ],
+)
+def test_a_batch_that_the_ranks_cannot_share_is_refused_before_they_start(
+    refusal: Callable[..., str], script: str, batch_size: str, flags: list[str], of_8: str, of_2: str
+) -> None:
+    said, expected = refusal(script, batch_size, *flags), of_8 if script == "launch_multi_node.sh" else of_2
+    assert expected in said
+    assert bool(said) == bool(expected)
+
+
+def test_accumulation_steps_beside_a_global_batch_are_refused_before_the_ranks_start(
+    refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--global-batch=256", "--gradient-accumulation-steps=3"]
+    assert "takes 8 of them" in refusal("launch_distributed.sh", "16", *flags)
+    assert refusal("slurm_distributed.sh", "16", *flags) == ""  # sbatch may be given more nodes
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
+    assert "takes 2 of them" in refusal("slurm_distributed.sh", "16", *flags)
+
+
+def test_fewer_machines_that_can_share_the_batch_are_enough(refusal: Callable[..., str]) -> None:
+    assert "does not divide" in refusal("launch_multi_node.sh", "16", "--global-batch=64")
+    assert refusal("launch_multi_node.sh", "16", "--global-batch=64", "--min-nodes=1") == ""
+
+
+def test_a_run_that_goes_on_is_left_to_its_ranks(refusal: Callable[..., str], tmp_path: Path) -> None:
+    checkpoints = tmp_path / "runs/old/checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "last").write_text("step-00001-0000000")
+    (tmp_path / "runs/old/metrics.jsonl").touch()
+    flags = ["--global-batch=100", "--run-name=old"]
+    assert refusal("launch_distributed.sh", "16", *flags, "--resume=auto") == ""
+    assert "already contains a run" in refusal("launch_distributed.sh", "16", *flags)
 
 
 @pytest.mark.parametrize("script", WORDS)

@@ -13,12 +13,12 @@ from typing import IO, Any
 import torch
 from safetensors import SafetensorError
 
-from training.checkpoint.manifest import MOST_SHARDS, DamagedCheckpoint, Manifest
+from training.checkpoint.manifest import DamagedCheckpoint, Manifest
 from training.checkpoint.shards import CheckpointReader
 from training.checkpoint.store import FoundCheckpoint, choose, find_candidates, set_aside
 from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
 from training.errors import AgreedError, UserError, one_line, shown
-from training.global_batch import divided, largest_divisor, nearest_multiples
+from training.global_batch import divide, divide_given, largest_divisor
 from training.observe.environment import RunFacts
 from training.observe.heartbeat import HeartbeatWriter
 from training.observe.run_folder import RunFolder, create_run_folder
@@ -94,37 +94,13 @@ def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world:
     Raises:
         UserError: if the ranks and the batch size do not divide it; the message has values that do.
     """
-    global_batch = config.global_batch if found is None else _saved_global_batch(config, found)
-    whose = "--global-batch of" if found is None else "the checkpoint's global batch of"
-    if not global_batch or (found is None and config.batch_size == "auto"):
-        return config
-    if global_batch % world.size:
-        ranks = f"use {_divisors(global_batch, MOST_SHARDS)} ranks"
-        if found is None:
-            ranks += f", or --global-batch {nearest_multiples(global_batch, config.micro_batch * world.size)}"
-        raise UserError(f"{world.size} ranks cannot share {whose} {global_batch} evenly: {ranks}.")
-    per_rank, batch_size = global_batch // world.size, config.batch_size
-    if batch_size == "auto":
-        assert found is not None
-        batch_size = largest_divisor(per_rank, _saved_batch_size(found))
-    ranks = f"--batch-size {batch_size} x {world.size} ranks"
-    if per_rank % batch_size:
-        raise UserError(
-            f"{ranks} does not divide {whose} {global_batch}: "
-            f"use --batch-size {_divisors(per_rank, FIELDS['batch_size'].metadata['high'])}."
-        )
-    accumulation_steps, most = per_rank // batch_size, FIELDS["gradient_accumulation_steps"].metadata["high"]
-    if accumulation_steps > most:
-        raise UserError(
-            f"{ranks} takes {accumulation_steps} accumulation steps for {whose} {global_batch}, {most} are allowed: "
-            "use a larger --batch-size."
-        )
-    if found is None and config.gradient_accumulation_steps not in (1, accumulation_steps):
-        raise UserError(
-            f"--gradient-accumulation-steps {config.gradient_accumulation_steps}: {ranks} takes {accumulation_steps} "
-            f"of them for {whose} {global_batch}: leave it out."
-        )
-    return divided(config, batch_size, global_batch, world.size)
+    if found is None:
+        return config if config.batch_size == "auto" else divide_given(config, world.size)
+    global_batch = _saved_global_batch(config, found)
+    if config.batch_size == "auto":
+        share = max(1, global_batch // world.size)
+        config = dataclasses.replace(config, batch_size=largest_divisor(share, _saved_batch_size(found)))
+    return divide(config, global_batch, world.size, "the checkpoint's global batch of")
 
 
 def _saved_global_batch(config: TrainConfig, found: FoundCheckpoint) -> int:
@@ -281,9 +257,3 @@ def _difference(saved: Any, given: Any) -> str:
         number = next(number for number, pair in enumerate(zip(saved, given, strict=True)) if pair[0] != pair[1])
         return f"entry {number} is {shown(saved[number])}, this run has {shown(given[number])}"
     return f"{shown(saved)}, this run has {shown(given)}"
-
-
-def _divisors(number: int, most: int) -> str:
-    """Return the divisors of a number up to `most`, in words."""
-    values = [str(divisor) for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
-    return one_line(", ".join(values[:-1]) + f" or {values[-1]}" if len(values) > 1 else values[0])

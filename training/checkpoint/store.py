@@ -23,12 +23,13 @@ from training.checkpoint.manifest import (
 )
 from training.checkpoint.shards import verify_shard
 from training.errors import UserError, one_line
+from training.observe.run_folder import LAST
 from training.parallel.collectives import broadcast_object, error_on_any_rank
 from training.parallel.exchange import list_of, text
 from training.parallel.world import World
 from training.state import Progress
 
-LAST, BEST = "last", "best"
+BEST = "best"
 NAME_PATTERN = re.compile(r"step-(\d{5,9})-(\d{7,12})")
 
 

@@ -23,6 +23,8 @@ WEIGHTS = "model.safetensors"
 EVALUATION = "evaluation"
 REPORT = "report.html"
 CARD = "README.md"
+# In its folder of checkpoints.
+LAST = "last"  # names the newest
 # In its evaluation folder.
 SCORES = "scores.json"
 WORST = "worst"  # folder of the worst samples, one picture each
@@ -65,6 +67,26 @@ class RunFolder:
         """What resume reads."""
         return self.path / "checkpoints"
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint of the run was saved."""
+        return (self.checkpoints / LAST).exists()
+
+
+def run_folder(config: TrainConfig, name: str = "") -> RunFolder:
+    """Return the folder of a configuration's run, which has this name if it was given none."""
+    log_dir = Path(config.log_dir).expanduser().resolve() if config.log_dir else REPO_ROOT / "logs"
+    return RunFolder(log_dir, config.run_name or name)
+
+
+def refuse_existing(config: TrainConfig, folder: RunFolder) -> None:
+    """Raise a UserError if a run is in the folder that is not to be resumed."""
+    if config.resume == "never" and folder.metrics.exists():
+        raise UserError(
+            f"--run-name {folder.name}: {folder.path} already contains a run. Give another name, or --resume auto to "
+            "continue it."
+        )
+
 
 def create_run_folder(config: TrainConfig, origin: Origin) -> tuple[RunFolder, IO[bytes]]:
     """Create the folders of a run and lock it; called on rank 0 alone.
@@ -79,17 +101,12 @@ def create_run_folder(config: TrainConfig, origin: Origin) -> tuple[RunFolder, I
     Raises:
         UserError: if a folder cannot be written, or a run of that name exists and is not resumed, or is being trained.
     """
-    log_dir = Path(config.log_dir).expanduser().resolve() if config.log_dir else REPO_ROOT / "logs"
     model = config.model_type.replace(":", "-").replace("/", "-")
-    name = config.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.strategy}"
-    folder = RunFolder(log_dir, name)
+    folder = run_folder(config, f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.strategy}")
 
     def refuse_another_run() -> None:
-        if config.resume == "never" and not origin.restarts and folder.metrics.exists():
-            raise UserError(
-                f"--run-name {name}: {folder.path} already contains a run. Give another name, or --resume auto to "
-                "continue it."
-            )
+        if not origin.restarts:
+            refuse_existing(config, folder)
 
     try:
         for path in (folder.path, folder.tensorboard, folder.checkpoints):
@@ -102,7 +119,7 @@ def create_run_folder(config: TrainConfig, origin: Origin) -> tuple[RunFolder, I
             pass
     except OSError as error:
         raise UserError(
-            f"--log-dir {log_dir}: cannot be written ({error.strerror}: {error.filename}). "
+            f"--log-dir {folder.log_dir}: cannot be written ({error.strerror}: {error.filename}). "
             "Give a folder that you may write to."
         ) from None
     return folder, lock
