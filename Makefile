@@ -57,7 +57,9 @@ record: setup ## Train a preset's task with 10 seeds and write a record (TASK=di
 	$(BIN)/python benchmarks/record.py $(TASK) $(RECORD_FLAGS)
 
 ledger: setup-dev ## Predict and measure training steps of every model on 1, 2 and 4 CPU ranks, into planning/ledger.jsonl
+	$(BIN)/python benchmarks/step_phases.py
 	$(BIN)/python benchmarks/ledger.py
+	$(BIN)/python benchmarks/predicted_steps.py
 
 lint: setup-dev ## Run ruff, mypy, shellcheck and shfmt
 	$(BIN)/ruff check

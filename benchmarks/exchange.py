@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.launch import ROOT
 from benchmarks.peers.bare_ddp import BASELINE, TUNED, TUNED_OPTIONS, ddp_step
 from benchmarks.peers.job import Job, make_batches, make_network, read_job, take_turns, timed, write_job
 from benchmarks.report import Section, ratios_to, save, show, spread, versions
@@ -45,7 +46,7 @@ def two_hosts(mbit: int) -> Iterator[None]:
             for link in ("lo", "eth0"):
                 ip(f"-n {host} link set {link} up")
             if mbit:
-                shape = f"qdisc add dev eth0 root tbf rate {mbit}mbit burst 256kb latency 50ms"
+                shape = f"qdisc add dev eth0 root tbf rate {mbit}mbit burst {burst_kb(mbit)}kb latency 50ms"
                 subprocess.run(["tc", "-n", host, *shape.split()], check=True)
         yield
     finally:
@@ -53,26 +54,41 @@ def two_hosts(mbit: int) -> Iterator[None]:
             subprocess.run(["ip", "netns", "delete", host], check=False, stderr=subprocess.DEVNULL)
 
 
+def burst_kb(mbit: int) -> int:
+    """Return KB that a wire lets pass at once: of a fast one a millisecond's, of a slow one a few packets."""
+    return max(16, min(256, mbit // 8))
+
+
 def ip(words: str) -> None:
     """Run iproute2's command."""
     subprocess.run(["ip", *words.split()], check=True)
+
+
+def on_two_hosts(*words: str) -> None:
+    """Run Python with these words as a rank on each host; both have one thread.
+
+    Raises:
+        SystemExit: if a rank fails.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "DS_ACCELERATOR": "cpu"}
+    environment |= {"MASTER_ADDR": "10.99.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    started = []
+    for rank, host in enumerate(HOSTS):
+        places = {"RANK": str(rank), "LOCAL_RANK": "0"}
+        command = ["ip", "netns", "exec", host, sys.executable, *words]
+        started.append(subprocess.Popen(command, env=environment | places, cwd=ROOT))
+    exit_codes = [process.wait() for process in started]
+    if any(exit_codes):
+        raise SystemExit("a rank failed")
 
 
 def rounds_between_hosts(job: Job, rounds: int, steps: int) -> list[dict[str, float]]:
     """Start a rank on each host; return each round's seconds per step by contestant."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "seconds.json"
-        words = [__file__, f"--job={write_job(job)}", f"--rounds={rounds}", f"--steps={steps}", f"--result={result}"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-        environment |= {"MASTER_ADDR": "10.99.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-        started = []
-        for rank, host in enumerate(HOSTS):
-            places = {"RANK": str(rank), "LOCAL_RANK": "0"}
-            command = ["ip", "netns", "exec", host, sys.executable, *words]
-            started.append(subprocess.Popen(command, env=environment | places))
-        exit_codes = [process.wait() for process in started]
-        if any(exit_codes):
-            raise SystemExit("a rank failed")
+        on_two_hosts(
+            __file__, f"--job={write_job(job)}", f"--rounds={rounds}", f"--steps={steps}", f"--result={result}"
+        )
         return json.loads(result.read_text())
 
 

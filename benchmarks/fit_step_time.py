@@ -1,23 +1,20 @@
 """Fits the CPU's constants of `planning/step_time.py` to measured phases of steps, and prints them beside the code's.
 
     python benchmarks/fit_step_time.py              # from step_phases.jsonl, in some seconds
-    python benchmarks/fit_step_time.py --measure    # measures the phases again, on a quiet machine, and fits them
 
-Two linear least-squares problems of relative errors with coefficients that are not negative: the multiples from ranks
-that have a core for themselves, then what ranks cost each other that share the cores, from the whole steps of others.
+Linear least-squares problems of relative errors with coefficients that are not negative: the multiples from ranks that
+have a core for themselves; then what threads cost, and what ranks cost each other that share the cores, from the same
+networks' steps on one core; then what other engines add to the native one's steps.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
+import statistics
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,50 +23,43 @@ import numpy as np
 import torch
 from scipy.optimize import lsq_linear
 
-from benchmarks.launch import torchrun
+from benchmarks.ledger_rank import CLASSES
 from benchmarks.report import Section, show
+from benchmarks.step_phases import CORES, FITTED, Case, Messages, Phases, read_messages, read_phases
 from models.build import build_model
 from models.dry_run import without_data
 from models.operators import CONVOLUTION, DEPTHWISE, KINDS, POINTWISE, PRODUCT, Operator, count_operators
+from planning.communication import GLOO_COPIES, GLOO_LATENCY_S, GLOO_SHARE, communication_s, measured_link
+from planning.machines import Gpu, Machine, find_interconnect, shared_memory
 from planning.memory import FLOAT32_BYTES
-from planning.step_time import ADAMW_PASSES, CALIBRATIONS, LARGE_WEIGHT, Calibration, Multiples, Sharing
+from planning.run_workload import workload_of
+from planning.step_time import (
+    ADAMW_PASSES,
+    CALIBRATIONS,
+    LARGE_WEIGHT,
+    Calibration,
+    EngineCost,
+    Multiples,
+    Sharing,
+)
+from training.config import TrainConfig
+from training.parallel.strategies import plan_of
 
-PHASES = Path(__file__).with_name("step_phases.jsonl")
-CLASSES = 10
-CORES = 2  # of the machine that was measured
 CORE_FLOPS, CORE_BANDWIDTH = 100e9, 20e9  # of each, as `planning.machines` measures them
 CONVOLUTIONS = (CONVOLUTION, POINTWISE, DEPTHWISE)
 PRODUCTS = (*CONVOLUTIONS, PRODUCT)
 PHASE_NAMES = ("forward", "backward")
+Works = Mapping[tuple[str, int, int], Phases]
+"""Steps on one core by what they do."""
 # No kernel is faster than this share of the peak for a product or a convolution of one pixel; the networks that were
 # measured have too few of them to tell.
 LEAST = {f"flops of {PRODUCT}": 0.95, f"flops of {POINTWISE}": 0.6}
 
 
-@dataclass(frozen=True)
-class Phases:
-    """Medians of a step's phases.
-
-    Attributes:
-        ranks: of the job, under ddp with the native engine.
-        threads: of a rank.
-        model: as `--model-type`, for `CLASSES` classes.
-        batch_size: images of a rank.
-        image_size: pixels.
-        seconds: of forward, backward and update.
-    """
-
-    ranks: int
-    threads: int
-    model: str
-    batch_size: int
-    image_size: int
-    seconds: tuple[float, float, float]
-
-
-def read_phases() -> list[Phases]:
-    """Return what was measured."""
-    return [Phases(**json.loads(line)) for line in PHASES.read_text(encoding="utf-8").splitlines()]
+@functools.cache
+def blocks_of(model: str, image_size: int) -> int:
+    """Return a network's blocks, which are gathered one at a time."""
+    return workload_of(TrainConfig(model_type=model), CLASSES, image_size).blocks
 
 
 @functools.cache
@@ -101,7 +91,10 @@ def columns(operators: Sequence[Operator], batch_size: int, *, is_backward: bool
 
 
 def solve(
-    rows: Sequence[Mapping[str, float]], seconds: Sequence[float], least: Mapping[str, float] = {}
+    rows: Sequence[Mapping[str, float]],
+    seconds: Sequence[float],
+    least: Mapping[str, float] = {},
+    weights: Sequence[float] | None = None,
 ) -> dict[str, float]:
     """Return the coefficients with which the sums of a row's columns differ least, in squares of shares, from seconds.
 
@@ -109,11 +102,14 @@ def solve(
         rows: columns of each measurement.
         seconds: measured.
         least: of the coefficients; 0 for those that are not in it.
+        weights: seconds of which the differences are shares; None for those measured.
     """
     names = sorted({name for row in rows for name in row})
-    design = np.array([[row.get(name, 0.0) for name in names] for row in rows]) / np.array(seconds)[:, None]
-    low = [least.get(name, 0.0) for name in names]
-    found = lsq_linear(design, np.ones(len(rows)), bounds=(low, np.inf)).x
+    wholes = np.array(seconds if weights is None else weights)
+    design = np.array([[row.get(name, 0.0) for name in names] for row in rows]) / wholes[:, None]
+    scale = np.abs(design).max(axis=0)  # the coefficients differ by orders of magnitude
+    low = [least.get(name, 0.0) * each for name, each in zip(names, scale, strict=True)]
+    found = lsq_linear(design / scale, np.array(seconds) / wholes, bounds=(low, np.inf)).x / scale
     return dict(zip(names, map(float, found), strict=True))
 
 
@@ -144,38 +140,121 @@ def fit_update(measured: Sequence[Phases]) -> tuple[float, float]:
     return found["passes"], found["fixed"]
 
 
-def fit_sharing(measured: Sequence[Phases], phases: Sequence[Mapping[str, float]], cores: float) -> Sharing:
-    """Return what ranks cost each other that have so many cores each, from their whole steps."""
+def fit_threads(measured: Sequence[Phases], phases: Sequence[Mapping[str, float]], alone: Works) -> Sharing:
+    """Return what threads cost each other, from steps of one rank on all cores and the same ones on one core."""
     rows = []
     for one in measured:
-        operators, base = counted(one.model, one.image_size)[0], 0.0
+        operators, base, single = counted(one.model, one.image_size)[0], 0.0, 0.0
         for is_backward, found in enumerate(phases):
             for name, ideal in columns(operators, one.batch_size, is_backward=bool(is_backward)).items():
-                base += found[name] * ideal / (1 if name == "seconds of a convolution" else cores)
-        rows.append({"factor": base, "operator_s": float(len(operators))})
-    found = solve(rows, [sum(one.seconds) for one in measured])
-    return Sharing(found["factor"], found["operator_s"])
+                single += found[name] * ideal
+                base += found[name] * ideal / (1 if name == "seconds of a convolution" else one.threads)
+        known = sum(alone[work_of(one)].seconds[:2]) / single  # of this network, against the roofline
+        rows.append({"factor": known * base, "operator_s": float(len(operators))})
+    found = solve(rows, [sum(one.seconds[:2]) for one in measured])
+    return Sharing(found["factor"], operator_s=found["operator_s"])
+
+
+def fit_ranks(measured: Sequence[Phases], alone: Works) -> Sharing:
+    """Return what ranks cost each other, from their steps and those of the same work on one core."""
+    rows, seconds = [], []
+    for one in measured:
+        forward_s, backward_s, update_s = alone[work_of(one)].seconds
+        slices = max(1.0, one.ranks / CORES)
+        rows.append({"factor": slices * (forward_s + backward_s), "meeting_s": 1.0})
+        seconds.append(one.step_s - slices * update_s / one.ranks)
+    found = solve(rows, seconds)
+    return Sharing(found["factor"], meeting_s=found["meeting_s"])
+
+
+def fit_engine(measured: Sequence[Phases], steps: Mapping[Case, Phases], calibration: Calibration) -> EngineCost:
+    """Return what an engine adds to the native engine's steps of the same ranks, beside what it sends and updates."""
+    rows, seconds, weights = [], [], []
+    for one in measured:
+        native = steps[dataclasses.replace(case_of(one), engine="native", strategy="ddp")]
+        operators, parameters = counted(one.model, one.image_size)
+        slices, sharing = max(1.0, one.ranks / CORES), calibration.sharing[CORES / one.ranks]
+        each, blocks = slices * sharing.factor, blocks_of(one.model, one.image_size)
+        layers = sum(operator.weights > 0 for operator in operators)
+        row = {"layer_s": layers, "value_s": parameters, "block_s": blocks if one.ranks > 1 else 0}
+        rows.append({name: each * value for name, value in row.items()})
+        known = [known_s(other, parameters, blocks, calibration) for other in (one, native)]
+        seconds.append(one.step_s - native.step_s - known[0] + known[1])
+        weights.append(one.step_s)
+    return EngineCost(**solve(rows, seconds, weights=weights))
+
+
+def known_s(one: Phases, parameters: int, blocks: int, calibration: Calibration) -> float:
+    """Return the seconds in which engines differ by their messages and by the parameters that a rank updates."""
+    gpu = Gpu("cpu", 0, CORE_BANDWIDTH * CORES / one.ranks, {"fp32": CORE_FLOPS * CORES / one.ranks}, "")
+    machine = Machine(gpu, one.ranks, shared_memory(gpu.bandwidth_bytes_per_s), find_interconnect("ethernet10"))
+    plan = plan_of(one.strategy, one.ranks)
+    updated = parameters if (one.engine, one.strategy) == ("torch", "ddp") else parameters / one.ranks
+    passes_s = ADAMW_PASSES * FLOAT32_BYTES * updated / gpu.bandwidth_bytes_per_s
+    sent = communication_s(one.engine, plan, parameters, machine, forward_s=0.0, backward_s=0.0, blocks=blocks)
+    return calibration.update * passes_s + sent.exposed_s
+
+
+def fit_gloo(messages: Sequence[Messages]) -> dict[str, float]:
+    """Return the constants of gloo in `planning.communication`."""
+    rates: defaultdict[str, list[float]] = defaultdict(list)
+    for wire in {one.mbit for one in messages if one.mbit}:
+        trains = [one for one in messages if one.mbit == wire and one.messages > 1]
+        seconds = {one.collective: median_s(trains, one.collective) for one in trains}
+        for name, each in seconds.items():
+            passes = 2 if name == "all_reduce" else 1
+            rates[name].append(passes / 2 * seconds["all_reduce"] / each)
+    inside = [one for one in messages if (one.mbit, one.ranks, one.messages) == (0, 2, 1)]
+    if not inside:
+        return {}
+    sizes = sorted({one.bytes for one in inside})
+    link = measured_link("", *((size, median_s([one for one in inside if one.bytes == size])) for size in sizes), 2)
+    found = {f"gloo: {name}": statistics.median(values) for name, values in rates.items()}
+    return found | {"gloo: copies": CORE_BANDWIDTH / link.bandwidth_bytes_per_s, "gloo: latency_s": link.latency_s}
+
+
+def median_s(messages: Sequence[Messages], collective: str = "all_reduce") -> float:
+    """Return the median of their seconds."""
+    return statistics.median(one.seconds for one in messages if one.collective == collective)
+
+
+def case_of(one: Phases) -> Case:
+    """Return what was measured, without the seconds."""
+    return Case(**{field.name: getattr(one, field.name) for field in dataclasses.fields(Case)})
+
+
+def work_of(one: Phases) -> tuple[str, int, int]:
+    """Return what a rank does in a step."""
+    return one.model, one.batch_size, one.image_size
 
 
 def fit(measured: Sequence[Phases]) -> Calibration:
     """Return the calibration of CPU ranks."""
-    alone = [one for one in measured if one.ranks == one.threads == 1]
+    measured = [one for one in measured if not one.mbit]
+    native = [one for one in measured if one.engine == "native"]
+    alone = [one for one in native if one.ranks == one.threads == 1]
+    works = {work_of(one): one for one in alone}
     phases = [fit_phase(alone, is_backward=is_backward) for is_backward in (False, True)]
     update, update_s = fit_update(alone)
-    return Calibration(
+    sharing = {CORES: fit_threads([one for one in native if one.threads == CORES], phases, works)}
+    for ranks in (2, 4):
+        sharing[CORES / ranks] = fit_ranks([one for one in native if one.ranks == ranks], works)
+    calibration = Calibration(
         forward=multiples(phases[0]),
         backward=multiples(phases[1]),
         large_weights=phases[1]["large weights"],
         update=update,
         update_s=update_s,
         dispatch_s=0.0,
-        sharing={
-            cores: fit_sharing(
-                [one for one in measured if one.ranks * cores == CORES and one not in alone], phases, cores
-            )
-            for cores in (2, 1, 0.5)
-        },
+        sharing=sharing,
     )
+    steps = {case_of(one): one for one in native}
+    others: defaultdict[tuple[str, int], list[Phases]] = defaultdict(list)
+    for one in measured:
+        if one.engine != "native" and one.model in FITTED:
+            others[one.engine, plan_of(one.strategy, one.ranks).zero_stage].append(one)
+    costs = {key: fit_engine(ones, steps, calibration) for key, ones in others.items()}
+    return dataclasses.replace(calibration, engines=costs)
 
 
 def numbers(calibration: Calibration) -> dict[str, float]:
@@ -188,36 +267,23 @@ def numbers(calibration: Calibration) -> dict[str, float]:
     }
     found |= {name: getattr(calibration, name) for name in ("large_weights", "update", "update_s", "dispatch_s")}
     for cores, sharing in calibration.sharing.items():
-        found |= {f"{cores} cores a rank: {key}": value for key, value in dataclasses.asdict(sharing).items()}
+        found |= {f"{cores:g} cores a rank: {key}": value for key, value in dataclasses.asdict(sharing).items()}
+    for (engine, stage), cost in calibration.engines.items():
+        found |= {f"{engine}, stage {stage}: {key}": value for key, value in dataclasses.asdict(cost).items()}
     return found
 
 
-def measure() -> None:
-    """Measure what `PHASES` has again, a job for each number of ranks and threads, and replace the file."""
-    jobs: defaultdict[tuple[int, int], list[Phases]] = defaultdict(list)
-    for one in read_phases():
-        jobs[one.ranks, one.threads].append(one)
-    lines = []
-    for (ranks, threads), ones in jobs.items():
-        cases = json.dumps([[one.model, one.batch_size, one.image_size, "ddp"] for one in ones])
-        with tempfile.TemporaryDirectory() as folder:
-            result = Path(folder) / "seconds.jsonl"
-            words = (f"--cases={cases}", "--seconds=1", f"--result={result}")
-            torchrun(ranks, "benchmarks.ledger_rank", *words, threads=threads)
-            seconds = [json.loads(line) for line in result.read_text().splitlines()]
-        lines += [dataclasses.replace(one, seconds=found) for one, found in zip(ones, seconds, strict=True)]
-    PHASES.write_text("".join(json.dumps(dataclasses.asdict(line)) + "\n" for line in lines))
+def gloo_numbers() -> dict[str, float]:
+    """Return the code's constants of gloo by name."""
+    found = {f"gloo: {name}": share for name, share in GLOO_SHARE.items()}
+    return found | {"gloo: copies": GLOO_COPIES, "gloo: latency_s": GLOO_LATENCY_S}
 
 
 def main() -> None:
-    """Measure if that is asked for, fit, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", action="store_true", help="measure the phases again first")
-    if parser.parse_args().measure:
-        measure()
+    """Fit and print."""
     measured = read_phases()
-    fitted, code = numbers(fit(measured)), numbers(CALIBRATIONS["cpu"])
-    rows = [(name, f"{value:.3g}", f"{code[name]:.3g}") for name, value in fitted.items() if value or code[name]]
+    fitted, code = numbers(fit(measured)) | fit_gloo(read_messages()), numbers(CALIBRATIONS["cpu"]) | gloo_numbers()
+    rows = [(name, f"{value:.3g}", f"{code.get(name, 0):.3g}") for name, value in fitted.items() if value]
     show(Section("Constants", f"From {len(measured)} steps.", ("constant", "fitted", "in the code"), rows))
 
 

@@ -1,32 +1,37 @@
-"""Steps of several ranks as `planning/` predicts them, beside recorded and published ones; measures nothing.
+"""Steps of several ranks as `planning/` predicts them, beside measured and published ones; measures nothing.
 
     python benchmarks/predicted_steps.py
 
-The recorded steps are those of results/exchange_2cpu_2026-11-22.md: two machines with one CPU rank each. What a rank
-computes is taken from the step at the fastest wire, and the wire's other speeds are predicted from it.
+Two machines: `step_phases.py` measured them, with one CPU rank each. What a rank computes is taken from one measured
+step of a rank on one core, and the link from the all-reduces that the doctor would measure on that wire.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import os
+import statistics
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.ledger import said_of
+from benchmarks.ledger_rank import CLASSES
 from benchmarks.report import Section, save, show, versions
-from planning.communication import communication_s
-from planning.machines import find_interconnect, find_machine
+from benchmarks.step_phases import PHASES, Messages, Phases, read_messages, read_phases
+from planning.calibration import with_measured_link
+from planning.ledger import cpu_machine
+from planning.machines import Machine, find_machine
+from planning.run_workload import workload_of
 from planning.scaling import ScaleJob, scale
+from planning.step_time import predict_step
+from training.config import TrainConfig
 from training.parallel.strategies import plan_of
 
-MOBILENET = 1_528_106  # parameters, with 10 classes
-BACKWARD_SHARE = 0.75  # of forward and backward, on a CPU
-# Milliseconds of a step by the wire's Mbit/s; the first calibrates.
-RECORDED = {
-    "torch": ("tuned DDP", {10_000: 61, 1000: 88, 100: 547}),
-    "native": ("ours", {10_000: 70, 1000: 105, 100: 706}),
-}
 # Images/s of one GPU, parameters, images per GPU (assumed), GPUs, images/s of all of them. NVIDIA DeepLearningExamples,
 # PyTorch/Classification/ConvNets/efficientnet, 8 A100 80 GB per machine; Lambda's benchmarks for ResNet-50 on H100 SXM.
 B0, B4, RESNET = 5_288_548, 19_341_616, 25_557_032
@@ -41,33 +46,61 @@ PUBLISHED = (
 )
 
 
-def step_s(engine: str, mbit: int, compute_s: float) -> float:
-    """Predict a step of two machines."""
-    wire = find_interconnect(f"ethernet{mbit / 1000:g}")
-    machine = dataclasses.replace(find_machine("a100-40gb", 1), between=wire)  # the GPU plays no part
-    exchange = communication_s(
-        engine,
-        plan_of("ddp", 2),
-        MOBILENET,
-        machine,
-        forward_s=(1 - BACKWARD_SHARE) * compute_s,
-        backward_s=BACKWARD_SHARE * compute_s,
-    )
-    return compute_s + exchange.exposed_s
+def two_machines(messages: Sequence[Messages], mbit: int) -> Machine:
+    """Return one of two machines with a core each, and the link as the doctor's all-reduces have it on this wire."""
+    found = [one for one in messages if (one.mbit, one.collective, one.messages) == (mbit, "all_reduce", 1)]
+    sizes = min(one.bytes for one in found), max(one.bytes for one in found)
+    small, large = ((size, statistics.median(one.seconds for one in found if one.bytes == size)) for size in sizes)
+    half = dataclasses.replace(cpu_machine(2), ranks=1)  # as the two share this machine
+    return with_measured_link(half, 2, 2, small, large)
 
 
-def recorded_rows() -> list[tuple[str, ...]]:
-    """Predict the recorded steps from the one at the fastest wire."""
-    rows = []
-    for engine, (name, recorded) in RECORDED.items():
-        (fastest, milliseconds), *others = recorded.items()
-        compute_s = milliseconds / 1e3
-        for _ in range(20):  # until the step at the fastest wire is as recorded
-            compute_s += milliseconds / 1e3 - step_s(engine, fastest, compute_s)
-        for mbit, measured in others:
-            predicted = 1e3 * step_s(engine, mbit, compute_s)
-            rows.append((name, str(mbit), f"{predicted:.0f}", str(measured), f"{predicted / measured - 1:+.0%}"))
-    return rows
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Let this process see one core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def step_s(one: Phases, machine: Machine, compute_scale: float = 1.0) -> float:
+    """Predict a step on machines with one rank each, which has one core."""
+    workload = workload_of(TrainConfig(model_type=one.model, batch_size=one.batch_size), CLASSES, one.image_size)
+    with one_core():
+        return predict_step(
+            workload.operators,
+            workload.sizes.trained,
+            machine,
+            plan_of(one.strategy, one.ranks),
+            engine=one.engine,
+            batch_size=one.batch_size,
+            blocks=workload.blocks,
+            compute_scale=compute_scale,
+        ).step_s
+
+
+def measured_rows(phases: Sequence[Phases], messages: Sequence[Messages]) -> tuple[list[tuple[str, ...]], list[float]]:
+    """Return a row for each measured step between machines, and the errors."""
+    rows, errors = [], []
+    for one in phases:
+        if not one.mbit:
+            continue
+        alone = dataclasses.replace(one, ranks=1, engine="native", strategy="ddp", mbit=0, seconds=(0.0, 0.0, 0.0))
+        (measured,) = (other for other in phases if dataclasses.replace(other, seconds=(0.0, 0.0, 0.0)) == alone)
+        machine = two_machines(messages, one.mbit)
+        predicted = step_s(one, machine, measured.step_s / step_s(alone, machine))
+        errors.append(predicted / one.step_s - 1)
+        link = machine.between
+        rows.append(
+            (
+                *(f"{one.strategy}, {one.engine}", str(one.mbit), f"{8e-6 * link.bandwidth_bytes_per_s:.0f}"),
+                *(f"{1e3 * one.step_s:.0f}", f"{1e3 * predicted:.0f}", f"{errors[-1]:+.0%}"),
+            )
+        )
+    return rows, errors
 
 
 def published_rows() -> list[tuple[str, ...]]:
@@ -85,12 +118,17 @@ def published_rows() -> list[tuple[str, ...]]:
 
 def main() -> None:
     """Predict, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--phases", type=Path, default=PHASES, help="what `step_phases.py` wrote")
+    path = parser.parse_args().phases
+    rows, errors = measured_rows(read_phases(path), read_messages(path))
     sections = [
         Section(
             "Two machines",
-            "mobilenet, 16 images of 64 pixels per rank, fp32, AdamW, a thread each; given: 10,000 Mbit/s.",
-            ("contestant", "Mbit/s", "predicted, ms", "recorded, ms", "error"),
-            recorded_rows(),
+            "mobilenet, 16 images of 64 pixels per rank, fp32, AdamW, a thread each; given: the step of a rank on one "
+            f"core, and the doctor's all-reduces. {said_of('Errors', errors)}",
+            ("strategy, engine", "Mbit/s", "by the doctor", "measured, ms", "predicted, ms", "error"),
+            rows,
         ),
         Section(
             "Published efficiency",

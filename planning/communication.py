@@ -8,6 +8,7 @@ Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 7) and the engines' own
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections import defaultdict
@@ -22,6 +23,13 @@ from training.parallel.strategies import ParallelPlan
 from training.parallel.summation_tree import StepTree
 
 SHARED_MEMORY = "shared-memory"  # the link inside a machine of CPU ranks: no messages, a rank reads the others' memory
+# Of the rate of gloo's all-reduce, what its other collectives reach: measured by `benchmarks/step_phases.py`. Its
+# reduce-scatter is an all-reduce of which a rank keeps its part (torch, ProcessGroupGloo.cpp); the native engine
+# gathers by broadcasts. NCCL's collectives are taken to reach the same rate.
+GLOO_SHARE = {"all_reduce": 1.0, "reduce_scatter": 0.5, "all_to_all": 0.66, "all_gather": 0.87, "broadcasts": 0.56}
+# Inside one machine gloo sends through the kernel: a byte takes as long as so many copies of it, by the cores that
+# would compute otherwise, so nothing hides it. Measured likewise, as is the time of a hop.
+GLOO_COPIES, GLOO_LATENCY_S = 17.0, 0.25e-3
 DDP_BUCKET_BYTES, DDP_FIRST_BYTES = 25 << 20, 1 << 20  # DistributedDataParallel's bucket_cap_mb, and its first bucket
 USUAL_BLOCKS = 16  # of a network: FSDP2 and ZeRO-3 gather and scatter one at a time
 
@@ -184,11 +192,17 @@ def communication_s(
     ranks, total_s, exposed_s = plan.shards * plan.replicas, 0.0, 0.0
     compute_s = {"forward": forward_s, "backward": backward_s, "": 0.0}
     shares_memory = machine.inside.name == SHARED_MEMORY and ranks <= machine.ranks
+    uses_gloo = machine.inside.name == SHARED_MEMORY and not (shares_memory and engine == "native")
+    if uses_gloo:
+        inside = dataclasses.replace(machine.inside, latency_s=GLOO_LATENCY_S, achieved_share=1 / GLOO_COPIES)
+        machine = dataclasses.replace(machine, inside=inside)
     for exchange in EXCHANGES[engine, plan.zero_stage] if ranks > 1 else ():
-        size, behind = _size_bytes(engine, exchange, parameters, ranks, accumulation_steps), exchange.behind
-        messages = _messages(exchange, size, blocks)
-        if engine == "native" and shares_memory:  # where there is one copy of the weights
-            messages, behind = [0.0 if exchange.collective == "all_gather" else size], ""
+        size = _size_bytes(engine, exchange, parameters, ranks, accumulation_steps)
+        messages, behind = _messages(exchange, size, blocks), "" if shares_memory else exchange.behind
+        if uses_gloo:
+            messages = [message / _gloo_share(engine, exchange.collective) for message in messages]
+        elif shares_memory:  # where there is one copy of the weights
+            messages = [0.0 if exchange.collective == "all_gather" else size]
         seconds = [_message_s(exchange, message, plan, engine, machine) for message in messages]
         times = accumulation_steps if exchange.each_micro_step else 1
         total_s += times * sum(seconds)
@@ -254,6 +268,10 @@ def _size_bytes(engine: str, exchange: Exchange, parameters: int, ranks: int, ac
     padding = max(BLOCK * ranks / FEWEST_ELEMENTS, 1.0)
     rows = _tree_rows(ranks, accumulation_steps) if exchange.collective == "all_to_all" else 1
     return size * padding * rows
+
+
+def _gloo_share(engine: str, collective: str) -> float:
+    return GLOO_SHARE["broadcasts" if (engine, collective) == ("native", "all_gather") else collective]
 
 
 def _messages(exchange: Exchange, size_bytes: float, blocks: int) -> list[float]:

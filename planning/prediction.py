@@ -92,6 +92,9 @@ def predict_run(facts: RunFacts) -> dict[str, Any]:
         "seconds": dataclasses.asdict(step) | {"step": step.step_s},
         "hours": step.step_s * facts.steps / 3600,
         "steps": facts.steps,
+        "images_per_step": option.images_per_update,
+        "model_type": job.config.model_type,
+        "gpu": name,
         "machine": f"{facts.ranks} x {name} ({machine.gpu.source})",
         "error_bars": error_bars(option, name),
     }

@@ -17,6 +17,7 @@ units at their peak and one multiple for all of the memory's traffic, images/s a
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,15 +52,33 @@ class Multiples:
 
 @dataclass(frozen=True)
 class Sharing:
-    """What ranks cost each other that share a machine's cores and memory.
+    """What threads and ranks cost each other that share a machine's cores, caches and memory.
 
     Attributes:
-        factor: on forward and backward.
-        operator_s: seconds for each operator's forward and backward: threads meet, caches are cold.
+        factor: on forward and backward, beside the share of the cores: caches and the memory's bandwidth are shared
+            too, and are cold after every time slice of another rank.
+        operator_s: seconds for each operator's forward and backward, whose threads begin and end together.
+        meeting_s: seconds of an update for which ranks that meet wait for the last of them.
     """
 
     factor: float
-    operator_s: float
+    operator_s: float = 0.0
+    meeting_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class EngineCost:
+    """What an engine does on a CPU beside the native engine's work: the same for any size of batch.
+
+    Attributes:
+        layer_s: seconds for each operator with parameters: hooks, and Python around each.
+        value_s: seconds for each value of a parameter, which is copied.
+        block_s: seconds for each block of the network, if several ranks gather and scatter it.
+    """
+
+    layer_s: float = 0.0
+    value_s: float = 0.0
+    block_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +93,7 @@ class Calibration:
         update_s: seconds of an update whatever the size.
         dispatch_s: of the host for each operator, meanwhile the device computes; once in forward, twice in backward.
         sharing: by the cores of a machine per rank; the nearest counts.
+        engines: by engine and ZeRO stage; nothing for those that are missing.
     """
 
     forward: Mapping[str, Multiples]
@@ -83,6 +103,7 @@ class Calibration:
     update_s: float
     dispatch_s: float
     sharing: Mapping[float, Sharing]
+    engines: Mapping[tuple[str, int], EngineCost] = dataclasses.field(default_factory=dict)
 
 
 GPU_HOST_S = 20e-6  # per operator: assumed, of eager PyTorch under autocast
@@ -110,7 +131,7 @@ CALIBRATIONS = {
         update=0.806,
         update_s=0.743e-3,
         dispatch_s=0.0,
-        sharing={2: Sharing(1.31, 81.2e-6), 1: Sharing(1.23, 114e-6), 0.5: Sharing(1.28, 331e-6)},
+        sharing={2: Sharing(1.18, 73.7e-6), 1: Sharing(1.14, meeting_s=8.35e-3), 0.5: Sharing(1.20, meeting_s=17.7e-3)},
     ),
     "gpu": Calibration(
         forward=dict.fromkeys((CONVOLUTION, POINTWISE, PRODUCT), Multiples(1.0, 2.3, 1.0))
@@ -121,7 +142,7 @@ CALIBRATIONS = {
         update=1.0,
         update_s=0.1e-3,
         dispatch_s=GPU_HOST_S,
-        sharing={1: Sharing(1.0, 0.0)},
+        sharing={1: Sharing(1.0)},
     ),
 }
 
@@ -133,8 +154,8 @@ class StepTime:
     Attributes:
         forward_s: of the network.
         backward_s: of its gradients.
-        update_s: of the optimizer.
-        communication_s: of all exchanges.
+        update_s: of the optimizer, and of what else the engine does.
+        communication_s: of all exchanges, and of waiting for the last rank.
         exposed_communication_s: of these, what no computation hides.
     """
 
@@ -162,6 +183,7 @@ def predict_step(
     accumulation_steps: int = 1,
     checkpointing: bool = False,
     blocks: int = USUAL_BLOCKS,
+    compute_scale: float = 1.0,
 ) -> StepTime:
     """Predict one update; plain arithmetic.
 
@@ -176,20 +198,33 @@ def predict_step(
         accumulation_steps: micro-batches of an update.
         checkpointing: whether backward computes forward again.
         blocks: of the network.
+        compute_scale: on all but the exchange, such as that of a measured step to its prediction.
     """
     is_cpu = machine.inside.name == SHARED_MEMORY
     calibration = CALIBRATIONS["cpu" if is_cpu else "gpu"]
     cores = len(os.sched_getaffinity(0)) / machine.ranks if is_cpu else 1
     sharing = calibration.sharing[min(calibration.sharing, key=lambda known: abs(known - cores))]
+    slices = max(1.0, 1 / cores)  # of a core's time, until a rank's turn has come again
     met_s = len(operators) * sharing.operator_s / 2  # half in forward, half in backward
     forward, backward = (
-        met_s
-        + sharing.factor * _phase_s(operators, calibration, machine, batch_size, precision, is_backward=is_backward)
+        compute_scale
+        * (
+            met_s
+            + sharing.factor
+            * _phase_s(operators, calibration, machine, batch_size, precision, slices, is_backward=is_backward)
+        )
         for is_backward in (False, True)
     )
     backward += forward if checkpointing else 0
     updated = parameters if engine == "torch" and plan.zero_stage == 1 else parameters / plan.shards
-    passes_s = ADAMW_PASSES * FLOAT32_BYTES * updated / machine.gpu.bandwidth_bytes_per_s
+    update_s = calibration.update * ADAMW_PASSES * FLOAT32_BYTES * updated / machine.gpu.bandwidth_bytes_per_s
+    update_s += slices * calibration.update_s
+    is_alone = plan.shards * plan.replicas == 1
+    cost = calibration.engines.get((engine, plan.zero_stage), EngineCost())
+    layers = sum(operator.weights > 0 for operator in operators)
+    engine_s = cost.layer_s * layers + cost.value_s * parameters + (0.0 if is_alone else cost.block_s * blocks)
+    update_s += sharing.factor * slices * engine_s
+    meeting_s = 0.0 if is_alone else sharing.meeting_s
     exchange = communication_s(
         engine,
         plan,
@@ -203,9 +238,9 @@ def predict_step(
     return StepTime(
         accumulation_steps * forward,
         accumulation_steps * backward,
-        calibration.update * passes_s + calibration.update_s,
-        exchange.total_s,
-        exchange.exposed_s,
+        compute_scale * update_s,
+        exchange.total_s + meeting_s,
+        exchange.exposed_s + meeting_s,
     )
 
 
@@ -215,6 +250,7 @@ def _phase_s(
     machine: Machine,
     batch_size: int,
     precision: str,
+    slices: float,
     *,
     is_backward: bool,
 ) -> float:
@@ -230,5 +266,5 @@ def _phase_s(
         values = multiples.activations * operator.activations * batch_size * ACTIVATION_BYTES[precision]
         values += weights * operator.weights * FLOAT32_BYTES
         seconds += multiples.flops * operator.flops * batch_size / peak + values / gpu.bandwidth_bytes_per_s
-        seconds += multiples.operator_s
+        seconds += slices * multiples.operator_s
     return max(seconds, len(operators) * calibration.dispatch_s * (1 + is_backward))

@@ -21,7 +21,7 @@ BUDGET = {
     "training/parallel": 4189,
     "training/checkpoint": 1874,
     "training/observe": 2849,
-    "planning": 5092,
+    "planning": 5205,
     "delivery": 1278,
     "delivery/export": 1238,
     "delivery/report": 1412,

@@ -140,6 +140,19 @@ def _run_rank(pipe: Connection, common: Mapping[str, Any], rank: int, local_rank
 
 def _measure(rank: int, ranks: Ranks, device: torch.device) -> dict[str, Any]:
     """Return `small` and `large` (bytes, seconds), `links` (two hosts, bytes per second); a collective."""
+    small, large = all_reduce_seconds(device)
+    links = gather(_measure_links(rank, ranks, device), list_of(row_of(text, text, number)), None, device)
+    return {
+        "small": small,
+        "large": large,
+        "links": [link for own in links for link in own],
+        "backend": dist.get_backend(),
+        "ranks": dist.get_world_size(),
+    }
+
+
+def all_reduce_seconds(device: torch.device) -> list[tuple[int, float]]:
+    """Return bytes and seconds of an all-reduce that latency decides, and of one that bandwidth does; a collective."""
     small = statistics.median(_time_all_reduce(SMALL_BYTES, device) for _ in range(SMALL_REPEATS))
     size = FIRST_BYTES
     while True:
@@ -147,16 +160,8 @@ def _measure(rank: int, ranks: Ranks, device: torch.device) -> dict[str, Any]:
         slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all ranks take the same way
         if (seconds := slowest.item()) > LONG_ENOUGH_SECONDS or size >= LARGEST_BYTES[device.type]:
-            break
+            return [(SMALL_BYTES, small), (size, seconds)]
         size *= 4
-    links = gather(_measure_links(rank, ranks, device), list_of(row_of(text, text, number)), None, device)
-    return {
-        "small": [SMALL_BYTES, small],
-        "large": [size, seconds],
-        "links": [link for own in links for link in own],
-        "backend": dist.get_backend(),
-        "ranks": dist.get_world_size(),
-    }
 
 
 def _measure_links(rank: int, ranks: Ranks, device: torch.device) -> list[list[Any]]:

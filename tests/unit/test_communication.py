@@ -11,6 +11,9 @@ from planning.calibration import calibrate, with_measured_link
 from planning.communication import (
     EXCHANGES,
     FLAT,
+    GLOO_COPIES,
+    GLOO_LATENCY_S,
+    GLOO_SHARE,
     all_reduce_s,
     collective_s,
     communication_s,
@@ -20,7 +23,7 @@ from planning.communication import (
     tree_all_reduce_s,
     volumes,
 )
-from planning.machines import Gpu, Interconnect, find_machine
+from planning.machines import Gpu, Interconnect, Machine, find_machine, shared_memory
 from planning.plan_command import parse, run
 from training.errors import UserError
 from training.parallel.strategies import ParallelPlan
@@ -209,3 +212,32 @@ def test_a_step_waits_for_no_more_than_all_and_one_rank_for_nothing(engine, stag
         assert 0 < time(ranks).exposed_s <= time(ranks).total_s * (1 + 1e-9)
         assert time(ranks).exposed_s <= time(ranks, backward_s=0.001).exposed_s * (1 + 1e-9)
     assert time(1024).total_s > time(16).total_s > time(8).total_s
+
+
+def test_gloo_reaches_a_part_of_a_wire_and_nccl_all_of_it():
+    """Two machines of one rank, no computation: the native engine sends half of the values, twice."""
+    plan, size = ParallelPlan(1, shards=2), 4 * PARAMETERS
+
+    def total_s(machine, engine):
+        return communication_s(engine, plan, PARAMETERS, machine, forward_s=0.0, backward_s=0.0).exposed_s
+
+    link = dataclasses.replace(LINK, latency_s=0.0)
+    gpus = dataclasses.replace(find_machine("h100", 1), between=link)
+    cpus = Machine(CPU, 1, shared_memory(1e10), link)
+    assert total_s(gpus, "native") == pytest.approx(total_s(gpus, "torch")) == pytest.approx(size / 1e9)
+    assert total_s(cpus, "torch") == pytest.approx(size / 1e9)
+    parts = 1 / GLOO_SHARE["all_to_all"] + 1 / GLOO_SHARE["broadcasts"]
+    assert total_s(cpus, "native") == pytest.approx(size / 2 / 1e9 * parts)
+
+
+def test_cpu_ranks_of_one_machine_send_through_the_kernel_unless_they_share_memory():
+    """Two ranks all-reduce 25 million values in 1 MB and messages of 25 MB, half of each both ways, beside nothing."""
+    machine, plan, size = Machine(CPU, 2, shared_memory(1e10), LINK), ParallelPlan(1, shards=2), 4 * PARAMETERS
+    times = {
+        engine: communication_s(engine, plan, PARAMETERS, machine, forward_s=9.0, backward_s=9.0)
+        for engine in ("native", "torch")
+    }
+    messages = 1 + 4  # 1 MiB, and 99 MB in buckets of 26.2
+    expected = 2 * messages * GLOO_LATENCY_S + size * GLOO_COPIES / 1e10
+    assert times["torch"].total_s == times["torch"].exposed_s == pytest.approx(expected)
+    assert times["native"].exposed_s == pytest.approx(size / 2 / 1e10, rel=0.01)

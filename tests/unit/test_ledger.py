@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from delivery.predicted import compare_prediction, prediction_line
+from planning.calibration import measured_scale
 from planning.ledger import (
     KINDS,
     LEDGER,
@@ -27,6 +28,7 @@ from planning.plan_command import parse
 from planning.prediction import ALLOCATOR_SLACK, LOADED_LATER_BYTES, PredictionProcess, job_of, predict_run
 from planning.search import evaluate
 from training.config import TrainConfig
+from training.errors import UserError
 from training.observe.environment import RunFacts
 from training.observe.run_folder import METRICS, PREDICTION
 
@@ -165,3 +167,32 @@ def test_predicted_beside_measured(tmp_path):
     assert prediction_line(tmp_path, 128).startswith("predicted    step 110 ms (100 ms measured, ratio 1.10)")
     interrupted = end | {"seconds": 9.0}  # 45 of the 90 steps: its time says nothing about the whole
     assert "training" not in {one.name for one in compare_prediction(prediction, interrupted, 128)}
+
+
+RUN_END = {"images_per_second": 640.0, "time_shares": {"forward": 0.1, "backward": 0.2, "optimizer": 0.1, "data": 0.4}}
+RUN_PREDICTION = {"seconds": {"forward_s": 0.01, "backward_s": 0.02, "update_s": 0.01}, "images_per_step": 128}
+
+
+def test_the_planner_takes_a_runs_measured_steps(tmp_path, capsys):
+    """0.2 s a step, of which 0.4 are forward, backward and update: twice the 0.04 s that were predicted."""
+    words = ["--model-type=basic_cnn", "--num-gpus=2", "--gpu=h100", "--image-size=64", "--classes=10"]
+    job = parse(words, None).job
+    (tmp_path / PREDICTION).write_text(json.dumps(RUN_PREDICTION | {"model_type": "basic_cnn", "gpu": "h100-80gb"}))
+    (tmp_path / METRICS).write_text('{"kind": "step"}\n' + json.dumps(RUN_END) + "\n")
+    measured = parse([*words, f"--measured-run={tmp_path}"], None).job
+    assert measured.compute_scale == pytest.approx(2)
+    steps = [evaluate(one, one.config).step for one in (job, measured)]
+    assert steps[1].forward_s == pytest.approx(2 * steps[0].forward_s)
+    assert steps[1].communication_s == steps[0].communication_s
+    for other, answer in (("--gpu=a100-80gb", "give --gpu h100-80gb"), ("--model-type=vgg", "give --model-type basic")):
+        with pytest.raises(UserError, match=answer):
+            parse([*words, f"--measured-run={tmp_path}", other], None)
+
+
+@pytest.mark.parametrize("end", ["", "{}", "no JSON", json.dumps(RUN_END | {"images_per_second": 0})])
+def test_a_folder_that_is_no_finished_run_is_one_line(end, tmp_path):
+    (tmp_path / PREDICTION).write_text(json.dumps(RUN_PREDICTION | {"model_type": "basic_cnn", "gpu": "cpu"}))
+    (tmp_path / METRICS).write_text(end)
+    with pytest.raises(UserError, match="expected the folder of a run that has ended") as raised:
+        measured_scale(str(tmp_path), "basic_cnn", "cpu")
+    assert "\n" not in str(raised.value)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.fit_step_time import fit, numbers, read_phases, solve
+from benchmarks.fit_step_time import fit, fit_ranks, numbers, solve, work_of
+from benchmarks.step_phases import Phases, read_lines, read_messages, read_phases, replace_lines
 from models.build import build_model
 from models.dry_run import training_flops, without_data
 from models.operators import CONVOLUTION, DEPTHWISE, KINDS, POINTWISE, PRODUCT, Operator, count_operators
-from planning.machines import find_machine
-from planning.step_time import ADAMW_PASSES, CALIBRATIONS, predict_step
+from planning.machines import Gpu, Machine, find_interconnect, find_machine, shared_memory
+from planning.step_time import ADAMW_PASSES, CALIBRATIONS, EngineCost, Sharing, predict_step
 from training.parallel.strategies import plan_of
 
 PUBLISHED = [  # images/s in training, as the docstring of planning/step_time.py says
@@ -146,14 +147,77 @@ def test_a_network_that_looks_at_its_data_is_not_counted():
     assert count_operators(Curious(), 8) is None
 
 
-def test_cpu_ranks_that_share_cores_take_longer(monkeypatch):
-    machine = find_machine("h100-80gb", 1)
-    cpu = dataclasses.replace(machine, inside=dataclasses.replace(machine.inside, name="shared-memory"))
-    operators, parameters = counted("mobilenet", 64, 10)
+PRODUCTS = [Operator(PRODUCT, 2e7, 1e4, 10**4)] * 3
 
-    def step_s(ranks):
-        shared = dataclasses.replace(cpu, ranks=ranks)
-        return predict_step(operators, parameters, shared, plan_of("ddp", ranks), engine="native", batch_size=16).step_s
 
+def on_cpu(ranks, monkeypatch, engine="native", strategy="ddp", plan_ranks=None, **changes):
+    """Predict three products on so many ranks that share two cores of 1e11 operations and 2e10 bytes per second."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
-    assert step_s(2) < step_s(4)
+    gpu = Gpu("cpu", 10**9, 4e10 / ranks, {"fp32": 2e11 / ranks}, "")
+    machine = Machine(gpu, ranks, shared_memory(gpu.bandwidth_bytes_per_s), find_interconnect("ethernet10"))
+    plan = plan_of(strategy, plan_ranks or ranks)
+    return predict_step(PRODUCTS, 30_000, machine, plan, engine=engine, batch_size=16, **changes)
+
+
+def test_ranks_that_share_cores_wait_for_their_turns_and_for_each_other(monkeypatch):
+    """Two ranks have a core each; of four, each has half of one, and what depends on no peak takes twice as long."""
+    calibration = dataclasses.replace(
+        CALIBRATIONS["cpu"], sharing={1: Sharing(1.1, meeting_s=0.01), 0.5: Sharing(1.3, meeting_s=0.02)}
+    )
+    monkeypatch.setitem(CALIBRATIONS, "cpu", calibration)
+    multiples, passes_s = calibration.forward[PRODUCT], ADAMW_PASSES * 4 * 30_000 / 2e10
+    forward_s = multiples.flops * 2e7 * 16 / 1e11 + 4 * (multiples.activations * 16 + multiples.weights) * 1e4 / 2e10
+    for ranks, sharing in ((2, calibration.sharing[1]), (4, calibration.sharing[0.5])):
+        found, slices = on_cpu(ranks, monkeypatch), ranks / 2
+        assert found.forward_s == pytest.approx(slices * sharing.factor * 3 * forward_s)
+        assert found.update_s == pytest.approx(slices * (calibration.update * passes_s / ranks + calibration.update_s))
+        assert found.exposed_communication_s > sharing.meeting_s
+        alone = on_cpu(ranks, monkeypatch, plan_ranks=1)
+        assert alone.exposed_communication_s == 0  # one rank of a machine for several: it meets nobody
+
+
+def test_threads_begin_and_end_each_operator_together(monkeypatch):
+    sharing = {2: Sharing(1.0), 1: Sharing(1.0)}
+    for operator_s in (0.0, 0.004):
+        sharing[2] = Sharing(1.0, operator_s=operator_s)
+        monkeypatch.setitem(CALIBRATIONS, "cpu", dataclasses.replace(CALIBRATIONS["cpu"], sharing=dict(sharing)))
+        found = on_cpu(1, monkeypatch)
+        half = on_cpu(2, monkeypatch, plan_ranks=1)  # a core instead of two
+        assert found.forward_s == pytest.approx(half.forward_s / 2 + 3 * operator_s / 2)
+
+
+def test_another_engine_costs_by_layer_and_by_value(monkeypatch):
+    engines = {("torch", 2): EngineCost(1e-3, 1e-7)}
+    calibration = dataclasses.replace(CALIBRATIONS["cpu"], engines=engines, sharing={0.5: Sharing(1.3)})
+    monkeypatch.setitem(CALIBRATIONS, "cpu", calibration)
+    native, torchs = (on_cpu(4, monkeypatch, engine, "fsdp_stage2") for engine in ("native", "torch"))
+    assert torchs.update_s - native.update_s == pytest.approx(2 * 1.3 * (3 * 1e-3 + 30_000 * 1e-7))
+
+
+def test_a_measured_step_scales_all_but_the_exchange(monkeypatch):
+    one, twice = (on_cpu(2, monkeypatch, compute_scale=scale) for scale in (1, 2))
+    for part in ("forward_s", "backward_s", "update_s"):
+        assert getattr(twice, part) == pytest.approx(2 * getattr(one, part))
+    assert twice.communication_s == one.communication_s
+
+
+def test_the_fit_finds_what_ranks_cost_each_other():
+    works = [Phases(1, 1, f"m{n}", 16, 64, seconds=(0.01 * n, 0.02 * n, 0.004)) for n in (1, 3, 10)]
+    shared = [
+        dataclasses.replace(one, ranks=4, seconds=(0.0, 2 * 1.25 * sum(one.seconds[:2]) + 2 * 0.004 / 4, 0.007))
+        for one in works
+    ]
+    found = fit_ranks(shared, {work_of(one): one for one in works})
+    assert (found.factor, found.meeting_s) == pytest.approx((1.25, 0.007), rel=1e-3)
+
+
+def test_measured_blocks_become_medians_and_replace_those_of_the_same_case(tmp_path):
+    path, case = tmp_path / "steps.jsonl", {"ranks": 2, "threads": 1, "model": "m", "batch_size": 16, "image_size": 64}
+    message = {"ranks": 2, "mbit": 10, "collective": "all_reduce", "messages": 1, "bytes": 1024, "seconds": 0.1}
+    replace_lines([case | {"seconds": [1.0, 1.0, 1.0]}, case | {"ranks": 4, "seconds": [5.0, 5.0, 5.0]}, message], path)
+    replace_lines([case | {"seconds": [value, 2 * value, 9.0]} for value in (2.0, 3.0, 7.0)], path)
+    four, two = read_phases(path)
+    assert (four.ranks, four.step_s) == (4, 15.0)
+    assert two == Phases(**case, seconds=(3.0, 6.0, 9.0))
+    assert [one.seconds for one in read_messages(path)] == [0.1]
+    assert len(read_lines(path)) == 5
