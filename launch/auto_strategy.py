@@ -42,8 +42,8 @@ def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
         sys.exit(planned.returncode)
     plan = json.loads(planned.stdout)
     best = plan["recommended"]
-    flags = " ".join(best["changed_flags"])
-    print(f"strategy auto: {best['strategy']} {flags}: {best['reason']}", file=sys.stderr, flush=True)
+    chosen = " ".join([best["strategy"], *best["changed_flags"]])
+    print(f"strategy auto: {chosen}: {best['reason']}", file=sys.stderr, flush=True)
     positional = given.positional | {"strategy": best["strategy"]}
     if (positional["batch_size"], best["batch_size"]) != (AUTO, plan["batch_size"]):  # else the ranks find it
         positional["batch_size"] = str(best["batch_size"])

@@ -20,7 +20,17 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.cluster.hosts import REPO_ROOT, SHARED, Hosts
-from tests.cluster.trainings import ENTRY, RUN, Training, agent, flags, ranks, read_metrics
+from tests.cluster.trainings import (
+    ENTRY,
+    RUN,
+    Training,
+    agent,
+    assert_auto_was_planned,
+    flags,
+    ranks,
+    read_metrics,
+    train_on_login,
+)
 from training.observe.heartbeat import SECRET_VARIABLE
 
 pytestmark = pytest.mark.cluster
@@ -45,11 +55,7 @@ def uninterrupted(_hosts: Hosts) -> Path:
     """The folder of the same training on one machine with two ranks, through launch_distributed.sh."""
     folder = SHARED / "uninterrupted"
     subprocess.run(["rm", "-rf", str(folder)], check=True)
-    folder.mkdir()
-    command = ["bash", str(REPO_ROOT / "scripts/launch_distributed.sh"), MODEL, "ddp", "2", "16", str(EPOCHS)]
-    result = _hosts.run("login", [*command, *flags(folder, *RECIPE)], timeout=300, cwd=folder)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return folder / "logs/runs" / RUN
+    return train_on_login(_hosts, folder, [MODEL, "ddp", "2", "16", str(EPOCHS), *flags(folder, *RECIPE)])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,6 +93,18 @@ def test_two_nodes_train_what_one_machine_does(hosts: Hosts, shared: Path, unint
     assert largest_difference(run, uninterrupted) < 1e-4
     assert abs(top1(run) - top1(uninterrupted)) < 0.01
     assert "eth0" in training.text()
+    training.assert_nothing_is_left()
+
+
+def test_auto_chooses_the_strategy_and_the_batch_size_of_all_nodes(hosts: Hosts, shared: Path) -> None:
+    """And trains what one machine does with what was found."""
+    batch = [*RECIPE, "--global-batch", "64"]
+    training = Training(hosts, shared, [MODEL, "auto", "2", "1", "auto", "1", *flags(shared, *batch)], 2, 1)
+    assert training.end() == 0, training.text()
+    strategy, size = assert_auto_was_planned(shared / "logs/runs" / RUN, training.text(), ranks=2, global_batch=64)
+    folder = shared / "again"
+    again = train_on_login(hosts, folder, [MODEL, strategy, "2", size, "1", *flags(folder, *batch)])
+    assert training.weights() == (again / "model.safetensors").read_bytes()
     training.assert_nothing_is_left()
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.cluster.hosts import REPO_ROOT, SHARED, Hosts, environment
 from tests.cluster.slurm_jobs import FLAGS, SlurmJob, processes_left
+from tests.cluster.trainings import RUN, assert_auto_was_planned, train_on_login
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -56,6 +57,17 @@ def test_a_job_trains_wherever_gpus_are_bound(
     assert f"Slurm job {job.number} on {nodes}, restart 0\n" in job.output
     assert not {"\r", "\x1b"} & set(job.output)  # lines, no progress bar: no rank has a terminal
     assert job.weights(f"slurm-{job.number}")
+
+
+def test_a_job_with_auto_trains_with_the_strategy_and_batch_size_that_it_finds(slurm: Hosts, shared: Path) -> None:
+    batch = ["--global-batch", "64"]
+    job = SlurmJob(slurm, shared, TWO_NODES, ["basic_cnn", "auto", "1", "auto", "1", *batch])
+    assert job.wait_for_state("COMPLETED", "FAILED", timeout_s=180)["JobState"] == "COMPLETED", job.output
+    run = job.logs / "runs" / f"slurm-{job.number}"
+    strategy, size = assert_auto_was_planned(run, job.output, ranks=2, global_batch=64)
+    logs = ["--log-dir", str(shared / "again/logs"), "--run-name", RUN]
+    again = train_on_login(slurm, shared / "again", ["basic_cnn", strategy, "2", size, "1", *batch, *FLAGS, *logs])
+    assert job.weights(run.name) == (again / "model.safetensors").read_bytes()
 
 
 def test_a_job_goes_on_after_its_time_limit_with_the_same_weights(

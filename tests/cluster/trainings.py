@@ -99,6 +99,28 @@ def agent(hosts: Hosts, node: str) -> int:
     return min(hosts.processes(node, AGENT))
 
 
+def assert_auto_was_planned(run: Path, text: str, ranks: int, global_batch: int) -> list[str]:
+    """Check strategy and batch size of a run that was given `auto` for both; return them as launchers' words."""
+    config, found = (json.loads((run / name).read_text()) for name in ("config.json", "batch_size.json"))
+    assert found["global_batch"] == global_batch
+    assert found["ranks"] == ranks
+    size = found["batch_size"]
+    assert size in found["possible"]
+    assert config["strategy"] in ("ddp", "fsdp_stage2", "fsdp_stage3")
+    assert f"strategy auto: {config['strategy']}" in text
+    assert f"--batch-size auto is {size} per CPU rank" in text
+    return [config["strategy"], str(size)]
+
+
+def train_on_login(hosts: Hosts, folder: Path, words: list[str]) -> Path:
+    """Train on the login host alone, through launch_distributed.sh; return the run's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["bash", str(REPO_ROOT / "scripts/launch_distributed.sh"), *words]
+    result = hosts.run("login", command, timeout=300, cwd=folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder / "logs/runs" / RUN
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The complete lines of the run's metrics.jsonl so far."""
     path = folder / f"logs/runs/{RUN}/metrics.jsonl"
