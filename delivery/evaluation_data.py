@@ -13,6 +13,7 @@ from training.config import TrainConfig
 from training.data import DATASETS, DataOptions, find_dataset, load_data
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.folder import has_parts, load_whole
+from training.data.values import values_of
 from training.errors import UserError, unknown_name
 
 SPLITS = ("auto", "val", "train", "all")
@@ -77,6 +78,9 @@ def load_evaluation_data(
     split = _resolve_split(choice.split, data, trained_on)
     options = _data_options(metadata["preprocessing"], config or TrainConfig(), choice, data)
     datasets = load_whole(options) if split == "all" else load_data(options)
+    wanted, found = (values_of(each) for each in (metadata["preprocessing"], datasets.preprocessing))
+    if wanted != found:
+        raise UserError(f"the model was trained on {wanted} values, '{data}' has {found}: convert it.")
     part = datasets.train if split == "train" else datasets.val
     seen_as = ImageDataset(part.source, metadata["preprocessing"], most_bad=part.most_bad)
     label_map = _label_map(datasets.class_names, metadata["class_names"], choice.allow_missing_classes)

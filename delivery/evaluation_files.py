@@ -32,7 +32,7 @@ def write_evaluation(folder: Path, facts: dict[str, Any], read_image: Callable[[
     Args:
         folder: where they go; what an earlier evaluation left there is replaced.
         facts: of `describe_scores`; more keys may stand beside its own.
-        read_image: from a sample's position to its image, uint8 [C, H, W].
+        read_image: from a sample's position to its image, uint8 or float32 [C, H, W].
     """
     class_names = [one["name"] for one in facts["classes"]]
     check_replaceable(folder)
@@ -44,8 +44,15 @@ def write_evaluation(folder: Path, facts: dict[str, Any], read_image: Callable[[
 
 
 def thumbnail(image: torch.Tensor, side: int = THUMBNAIL_PIXELS) -> Image.Image:
-    """Return an image, uint8 [C, H, W], that fits into a square of `side` pixels; small ones keep their pixels."""
-    picture = to_pil_image(viewable(image))
+    """Return an image [C, H, W] that fits into a square of `side` pixels; small ones keep their pixels.
+
+    Of float32, the smallest value is black and the largest white.
+    """
+    image = viewable(image)
+    if image.is_floating_point():
+        low, high = image.min(), image.max()
+        image = ((image - low) * (255 / (high - low).clamp_min(1e-12))).round().to(torch.uint8)
+    picture = to_pil_image(image)
     longest = max(picture.size)
     if longest <= side:
         scale = side // longest

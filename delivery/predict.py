@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import nn
 
 from delivery.flags import LARGEST_TOP_K
+from delivery.image_numbers import ARRAY_EXTENSION, read_numbers
 from delivery.trained_model import find_model
 from training.checkpoint.weights import load_model
 from training.config import FLAG_OF, TrainConfig
@@ -24,7 +26,8 @@ from training.config_check import check_config
 from training.data.augment import evaluation_transform
 from training.data.reading.decode import make_decoder, pixels_of
 from training.data.reading.image_notes import collected_notes, noting
-from training.data.reading.images import IMAGE_EXTENSIONS, MAX_FILE_BYTES, ImageError, open_image
+from training.data.reading.images import CHANNEL_MODES, IMAGE_EXTENSIONS, MAX_FILE_BYTES, ImageError, open_image
+from training.data.values import BYTES, values_of
 from training.errors import UserError
 from training.parallel.precision import use_exact_fp32
 from training.parallel.preserved_process import preserved_torch_settings
@@ -70,7 +73,7 @@ def predict(
     Args:
         model: a run's name or folder, or a safetensors file.
         images: files, folders (searched to any depth, in order of their names; hidden files are left out), or "-" for
-            standard input: one image, or paths, one a line.
+            standard input: one image, or paths, one a line. A .npy file contains one image, [H, W] or [H, W, C].
         top_k: how many classes each prediction names, at most as many as there are.
         flip: whether to predict the mirrored image too, and to average both probabilities.
         batch_size: images of one forward pass.
@@ -89,7 +92,10 @@ def predict(
         raise UserError("--device cuda: PyTorch finds no GPU here; leave it out, or give --device cpu.")
     module, metadata = load_model(find_model(model).weights)
     module.to(device or ("cuda" if has_gpu else "cpu"))
-    return _predictions(_list_images(images), module, metadata, top_k, flip, batch_size, decode)
+    preprocessing = metadata["preprocessing"]
+    is_of_arrays = values_of(preprocessing) != BYTES or len(preprocessing["mean"]) not in CHANNEL_MODES
+    extensions = (*IMAGE_EXTENSIONS, ARRAY_EXTENSION) if is_of_arrays else IMAGE_EXTENSIONS
+    return _predictions(_list_images(images, extensions), module, metadata, top_k, flip, batch_size, decode)
 
 
 def _predictions(
@@ -103,18 +109,22 @@ def _predictions(
 ) -> Iterator[Prediction]:
     preprocessing, class_names = metadata["preprocessing"], metadata["class_names"]
     channels = len(preprocessing["mean"])
-    decode_file = make_decoder(decode, preprocessing["image_size"], channels)
     transform = evaluation_transform(preprocessing)
+    decoder = cache(lambda: make_decoder(decode, preprocessing["image_size"], channels))  # not of all numbers of them
+
+    def pixels(path: str, content: bytes | None) -> torch.Tensor:
+        if values_of(preprocessing) != BYTES or (content is None and path.lower().endswith(ARRAY_EXTENSION)):
+            return read_numbers(path, content, preprocessing)
+        decoded = decoder()(path) if content is None else pixels_of(open_image(path, data=content, channels=channels))
+        return torch.from_numpy(decoded).permute(2, 0, 1)
 
     def read(entry: Entry) -> tuple[torch.Tensor, str] | ImageError:
-        path, content = entry
         try:
             with collected_notes() as notes:
-                is_file = content is None
-                pixels = decode_file(path) if is_file else pixels_of(open_image(path, data=content, channels=channels))
+                image = pixels(*entry)
         except ImageError as error:
             return error
-        return transform(torch.from_numpy(pixels).permute(2, 0, 1)), notes.get(path, "")
+        return transform(image), notes.get(entry[0], "")
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         while batch := list(islice(entries, batch_size)):
@@ -144,12 +154,12 @@ def _top_classes(
     return list(zip(best.values.tolist(), best.indices.tolist(), strict=True))
 
 
-def _list_images(given: Iterable[str | Path]) -> Iterator[Entry]:
+def _list_images(given: Iterable[str | Path], extensions: Sequence[str]) -> Iterator[Entry]:
     for word in map(str, given):
         if word == STDIN:
             yield from _from_stdin(sys.stdin.buffer.read(MAX_FILE_BYTES + 1))
         elif os.path.isdir(word):
-            yield from ((path, None) for path in _below(word))
+            yield from ((path, None) for path in _below(word, extensions))
         else:
             yield word, None
 
@@ -173,14 +183,14 @@ def _from_stdin(content: bytes) -> Iterator[Entry]:
     yield from ((path, None) for path in paths)
 
 
-def _below(folder: str) -> Iterator[str]:
+def _below(folder: str, extensions: Sequence[str]) -> Iterator[str]:
     """Yield the images below a folder."""
     found = False
     for parent, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
-            if not name.startswith(".") and Path(name).suffix.lower() in IMAGE_EXTENSIONS:
+            if not name.startswith(".") and Path(name).suffix.lower() in extensions:
                 found = True
                 yield os.path.join(parent, name)
     if not found:
-        raise UserError(f"no image in the folder '{folder}': expected files with one of {', '.join(IMAGE_EXTENSIONS)}.")
+        raise UserError(f"no image in the folder '{folder}': expected files with one of {', '.join(extensions)}.")

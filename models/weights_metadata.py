@@ -31,6 +31,8 @@ LARGEST_STRIDE = 16
 LARGEST_RESIZE = 2 * LARGEST_IMAGE_SIZE
 LARGEST_MEAN, SMALLEST_STD, LARGEST_STD = 1e6, 1e-6, 1e6  # of pixels in 0..1
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
+# Types of the numbers of an image that are named in its preprocessing; without a name they are bytes.
+VALUE_TYPES = ("uint16", "int16", "float32")
 
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -161,6 +163,9 @@ def _checked_preprocessing(value: Any, image_channels: int) -> dict[str, Any]:
         # nan is in no range
         is_right = [type(x) in (int, float) and low <= x <= high for x in channels] == [True] * image_channels
         _check(is_right, name, found[name], f"{image_channels} number(s) from {low:g} to {high:g}")
+    if "values" in value:
+        _check(value["values"] in VALUE_TYPES, "values", value["values"], ", ".join(VALUE_TYPES))
+        found["values"] = value["values"]
     return found
 
 

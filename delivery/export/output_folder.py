@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from training.checkpoint.atomic_write import remove_leftovers, sync_to_disk, unfinished
+from training.data.values import BYTES, values_of
 from training.errors import UserError
 
 PREPROCESSING = "preprocessing.json"
@@ -23,6 +24,13 @@ CHANNELS = {
     4: ("channels as in the training data, of files red, green, blue, alpha", "convert files to 8-bit RGBA"),
 }
 OTHER_CHANNELS = ("channels as in the training data", "take the channels as 8-bit values")
+# By the type of the numbers: what becomes of them, and the range.
+VALUES = {
+    "uint8": ("divide by 255", "pixels divided by 255, so 0 to 1"),
+    "uint16": ("divide by 65535", "uint16 values divided by 65535, so 0 to 1"),
+    "int16": ("divide by 32767", "int16 values divided by 32767, so -1 to 1"),
+    "float32": ("as they are", "float32 values as they are, 0 to 1"),
+}
 
 Publish = Callable[[dict[Path, str]], list[Path]]
 
@@ -72,6 +80,11 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
     size, resize_size = preprocessing["image_size"], preprocessing["resize_size"]
     channels = len(preprocessing["mean"])
     names, conversion = CHANNELS.get(channels, OTHER_CHANNELS)
+    values = values_of(preprocessing)
+    division, value_range = VALUES[values]
+    before = ["turn the image upright by its EXIF orientation", conversion]
+    if values != BYTES:
+        names, before = OTHER_CHANNELS[0], [f"take the channels as {values} values"]
     how = f"({preprocessing['interpolation']}, antialiased)"
     geometry = (
         [f"resize to {size} x {size} pixels {how}"]
@@ -82,14 +95,14 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
         ]
     )
     return {
-        **{key: preprocessing[key] for key in ("image_size", "resize_size", "mean", "std", "interpolation")},
+        **preprocessing,
         "class_names": metadata["class_names"],
         "input": {
             "name": INPUT_NAME,
             "dtype": "float32",
             "shape": ["batch", channels, size, size],
             "layout": f"NCHW, {names}",
-            "value_range": "pixels divided by 255, so 0 to 1, then minus mean and divided by std, per channel",
+            "value_range": f"{value_range}, then minus mean and divided by std, per channel",
         },
         "output": {
             "name": OUTPUT_NAME,
@@ -98,10 +111,9 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
             "meaning": "softmax over the classes gives probabilities; their order is that of class_names",
         },
         "steps": [
-            "turn the image upright by its EXIF orientation",
-            conversion,
+            *before,
             *geometry,
-            "divide by 255, subtract mean, divide by std, per channel",
+            f"{division}, subtract mean, divide by std, per channel",
             "put the channels first, and images of one size into one batch",
         ],
     }

@@ -63,7 +63,7 @@ WRONG = {
     "no such file": (None, "no readable .npz file"),
     "text": ("text", "no readable .npz file"),
     "missing": (lambda a: a.pop("y_test"), "y_test is missing"),
-    "floats": (lambda a: a.update(x_train=a["x_train"] / 255), "x_train is float64"),
+    "floats": (lambda a: a.update(x_train=a["x_train"] / 255), "x_train is float32, x_test is uint8: give both"),
     "not square": (lambda a: a.update(x_test=a["x_test"][:, :20]), r"uint8 \[10, 20, 28, 1\]"),
     "two sizes": (lambda a: a.update(x_test=a["x_test"][:, :20, :20]), "different shapes"),
     "labels of another length": (lambda a: a.update(y_train=a["y_train"][:5]), "expected 20 whole numbers"),

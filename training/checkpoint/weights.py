@@ -28,6 +28,7 @@ from training.checkpoint.atomic_write import replacing
 from training.data.augment import evaluation_transform
 from training.data.randomness import preserved_generators
 from training.data.reading.images import to_channels
+from training.data.values import BYTES, values_of
 from training.errors import UserError
 
 
@@ -131,8 +132,17 @@ def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor
 
     Args:
         metadata: what `read_metadata` or `load_model` returned.
+
+    Raises:
+        UserError: if the network was trained on other numbers than bytes.
     """
-    transform, channels = evaluation_transform(metadata["preprocessing"]), len(metadata["preprocessing"]["mean"])
+    preprocessing = metadata["preprocessing"]
+    if values_of(preprocessing) != BYTES:
+        raise UserError(
+            f"the model was trained on arrays of {values_of(preprocessing)}, not on pictures: prepare such arrays "
+            "[C, H, W] with training.data.augment.evaluation_transform."
+        )
+    transform, channels = evaluation_transform(preprocessing), len(preprocessing["mean"])
 
     def to_input(image: Image.Image) -> torch.Tensor:
         return transform(pil_to_tensor(to_channels(ImageOps.exif_transpose(image), channels)))

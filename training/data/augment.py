@@ -73,17 +73,20 @@ def evaluation_transform(preprocessing: dict[str, Any]) -> Transform:
     Args:
         preprocessing: `image_size` S in pixels; `resize_size`: the shorter side is resized to it and the centre
             cropped, or None: the image is resized to S x S; `mean` and `std` per channel of values in 0..1;
-            `interpolation`, a name of torchvision's `InterpolationMode`.
+            `interpolation`, a name of torchvision's `InterpolationMode`; `values`, the type of the pixels, if it is
+            not uint8.
 
     Returns:
-        A function from uint8 [C, H, W] to float32 [C, S, S].
+        A function from uint8 [C, H, W], or what `values` names, to float32 [C, S, S].
     """
-    normalise = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(preprocessing["mean"], preprocessing["std"])]
-    return v2.Compose([evaluation_geometry(preprocessing), *normalise])
+    steps = [evaluation_geometry(preprocessing), v2.ToDtype(torch.float32, scale=True)]
+    if "values" in preprocessing:  # bytes are resized as bytes, and rounded
+        steps.reverse()
+    return v2.Compose([*steps, v2.Normalize(preprocessing["mean"], preprocessing["std"])])
 
 
 def evaluation_geometry(preprocessing: dict[str, Any]) -> Transform:
-    """Build the part of `evaluation_transform` before normalisation: from uint8 [C, H, W] to uint8 [C, S, S]."""
+    """Build the part of `evaluation_transform` before normalisation: from uint8 or float32 [C, H, W] to [C, S, S]."""
     size, resize_size = preprocessing["image_size"], preprocessing["resize_size"]
     filter_mode = InterpolationMode(preprocessing["interpolation"])
     if resize_size is None:

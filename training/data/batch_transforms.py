@@ -1,6 +1,6 @@
-"""From uint8 images to the model's input, a batch at a time on the device: shifted, mirrored, normalised, erased.
+"""From images to the model's input, a batch at a time on the device: shifted, mirrored, normalised, erased.
 
-A batch is transferred as uint8, a quarter of the bytes of float32. Random numbers are drawn on the CPU as a function of
+Bytes are transferred as bytes, a quarter of the size of float32. Random numbers are drawn on the CPU as a function of
 (seed, epoch, index), and whole pixels are moved: a GPU gives the same bits as a CPU. The result is in channels_last
 order, with which convolutions are fastest.
 """
@@ -17,6 +17,7 @@ from training.data.augmentations import Augmentation
 from training.data.erasing import RandomErasing
 from training.data.randomness import uniform_draws
 from training.data.transfer import to_device
+from training.data.values import BYTES, values_of
 
 SHIFT_FRACTION = 0.1
 SMALLEST_STD = 1e-4  # of a set whose images are all of one colour
@@ -24,7 +25,7 @@ BATCH_DRAWS = 3  # mirrored or not, rows and columns to shift by
 
 
 class BatchTransforms:
-    """The last part of an augmentation, on a batch of uint8 images of one size.
+    """The last part of an augmentation, on a batch of images of one size: uint8, or float32 as of `to_values`.
 
     Args:
         preprocessing: As `DatasetPair.preprocessing`.
@@ -41,24 +42,24 @@ class BatchTransforms:
         self._erase = RandomErasing(augmentation.erasing, augmentation.erasing_mode, size, seed, self.channels)
         mean, std = (np.array(preprocessing[key], dtype=np.float64) for key in ("mean", "std"))
         std = np.maximum(std, SMALLEST_STD)
-        # (x / 255 - mean) / std is x * scale + offset; repeated for each pixel of a row, because the arithmetic on
+        # (x / largest - mean) / std is x * scale + offset; repeated for each pixel of a row, because the arithmetic on
         # a CPU is four times as fast along whole rows as along the channels
-        self._factors = [torch.from_numpy(np.tile(values, size)).float() for values in (1 / (255 * std), -mean / std)]
+        largest = 255 if values_of(preprocessing) == BYTES else 1
+        factors = (1 / (largest * std), -mean / std)
+        self._factors = [torch.from_numpy(np.tile(values, size)).float() for values in factors]
         self._factors_on: dict[torch.device, list[torch.Tensor]] = {}
 
     def __call__(self, images: torch.Tensor, epoch: int, indices: np.ndarray) -> torch.Tensor:
         """Transform a batch.
 
         Args:
-            images: uint8 [B, 1 or C, S, S] on any device; floating-point images are returned unchanged.
+            images: uint8 or float32 [B, 1 or C, S, S] on any device.
             epoch: Decides the augmentation.
             indices: int64 [B], the `draw_keys` of a `BatchKey`.
 
         Returns:
             float32 [B, C, S, S], channels_last, normalised.
         """
-        if images.is_floating_point():
-            return images
         images = images.permute(0, 2, 3, 1)
         if self.augmentation.shift:
             return self.from_set(self.with_border(images), np.arange(len(indices)), epoch, indices)
@@ -81,7 +82,7 @@ class BatchTransforms:
         """Take images out of a set that `with_border` has padded, and transform them.
 
         Args:
-            bordered: uint8 [N, S + 2 * border, S + 2 * border, 1 or C].
+            bordered: uint8 or float32 [N, S + 2 * border, S + 2 * border, 1 or C].
             positions: int64 [B], of the images in `bordered`.
             epoch: Decides the augmentation.
             indices: int64 [B], the `draw_keys` of a `BatchKey`.
@@ -116,12 +117,12 @@ class BatchTransforms:
         return (draws[:, 0] < 0.5) & (self.augmentation.mirror == "random")
 
     def _finish(self, images: torch.Tensor, epoch: int, indices: np.ndarray) -> torch.Tensor:
-        """Normalise and erase: from uint8 [B, S, S, 1 or C] to float32 [B, C, S, S]."""
+        """Normalise and erase: from uint8 or float32 [B, S, S, 1 or C] to float32 [B, C, S, S]."""
         images = self._normalise(images)
         return self._erase(images, epoch, indices) if self.augmentation.erasing else images
 
     def _normalise(self, images: torch.Tensor) -> torch.Tensor:
-        """Convert uint8 [B, S, S, 1 or C] to float32 [B, C, S, S]."""
+        """Convert uint8 or float32 [B, S, S, 1 or C] to float32 [B, C, S, S]."""
         if images.device not in self._factors_on:
             self._factors_on[images.device] = [to_device(factors, images.device) for factors in self._factors]
         scale, offset = self._factors_on[images.device]

@@ -26,6 +26,7 @@ from training.data.mixing import Mixing
 from training.data.policies import build_policy
 from training.data.randomness import COPY, FIRST_CROP_DRAW, preserved_generators, seed_generators, uniform_draws
 from training.data.reading.sources import ArraySource, ImageFile, Source, open_files
+from training.data.values import BYTES, statistics
 from training.errors import UserError
 
 CROP_RATIO = 256 / 224  # photographs are resized to this multiple of the image size, then cropped to their centre
@@ -106,7 +107,7 @@ class ImageDataset(Dataset):
         return uniform_draws(self.seed, epoch, indices, CROP_DRAWS, first=FIRST_CROP_DRAW).tolist()
 
     def read(self, epoch: int, index: int, draws: list[float], offset: int = 0) -> torch.Tensor:
-        """Return the image as uint8 [C, S, S], before `batch_transforms`; may leave the global generators seeded.
+        """Return the image, uint8 or float32 [C, S, S], before `batch_transforms`; may seed the global generators.
 
         Args:
             epoch: Decides the augmentation.
@@ -229,14 +230,15 @@ def make_dataset_pair(
         "mean": _for_channels(options.mean, channels) or _for_channels(defaults.mean, channels),
         "std": _for_channels(options.std, channels) or _for_channels(defaults.std, channels),
         "interpolation": options.interpolation,
+        **({} if train.values == BYTES else {"values": train.values}),
     }
     augmentation, ramp = augmentation_of(options, defaults.augmentation), size_ramp(options.progressive_size)
-    if channels != 3 and augmentation.uses_pillow:
+    if (channels, train.values) != (3, BYTES) and augmentation.uses_pillow:
         flag = "--color-jitter" if augmentation.color_jitter else f"--augmentation {options.augmentation}"
         plain = ", ".join(name for name, line in AUGMENTATIONS.items() if not line.uses_pillow)
         raise UserError(
-            f"{flag} changes the colours of RGB images, these have {channels} channel(s): give one of {plain} without "
-            "--color-jitter."
+            f"{flag} changes the colours of RGB images of bytes, these have {channels} channel(s) of {train.values}: "
+            f"give one of {plain} without --color-jitter."
         )
     smallest, eval_size = ramp.low if ramp else size, options.eval_image_size or size
     if smallest > size:
@@ -276,9 +278,16 @@ def make_array_datasets(
     augmentation: str = "shift",
     notes: Iterable[str] = (),
 ) -> DatasetPair:
-    """As `make_dataset_pair`, with mean and standard deviation of the training images as the defaults."""
+    """As `make_dataset_pair`, with mean and standard deviation of the training images as the defaults.
+
+    Those of trained weights are for bytes, whose range an image fills: other values have their own always.
+    """
     train, val = (source.in_channels(options.image_channels) for source in (train, val))
-    mean, std = _pixel_statistics(train.images)
+    if train.values == BYTES:
+        mean, std = _pixel_statistics(train.images)
+    else:
+        mean, std = statistics(train.images)
+        options = replace(options, mean=None, std=None)
     defaults = DatasetDefaults(image_size, augmentation, centre_crop=False, mean=mean, std=std)
     digest = hashlib.sha256("\0".join(class_names).encode())
     for source in (train, val):

@@ -43,7 +43,9 @@ def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: t
 def _transformed(batch: Batch, dataset: ImageDataset, device: torch.device) -> Batch:
     images, labels, weights = (to_device(tensor, device) for tensor in (batch.images, batch.labels, batch.weights))
     dataset = dataset.for_epoch(batch.epoch)
-    images, targets = dataset.batch_transforms(images, batch.epoch, batch.draw_keys), None
+    targets = None
+    if not batch.is_transformed:
+        images = dataset.batch_transforms(images, batch.epoch, batch.draw_keys)
     if dataset.mixing is not None:
         images, targets = dataset.mixing(images, labels, batch.weights.numpy(), batch.epoch, batch.leaf)
     return dataclasses.replace(batch, images=images, labels=labels, weights=weights, targets=targets)
@@ -62,7 +64,7 @@ class ImagesOnDevice:
 
     Args:
         dataset: A set of arrays with an augmentation that works on batches.
-        images: Its images, uint8 [N, 1 or C, H, W].
+        images: Its images, uint8 or float32 [N, 1 or C, H, W].
         device: Where the images are kept.
     """
 
@@ -86,7 +88,8 @@ class ImagesOnDevice:
         images = dataset.batch_transforms.from_set(self._bordered, key.indices, key.epoch, key.draw_keys)
         indices = torch.from_numpy(key.indices)
         labels = dataset.source.labels[indices]
-        return Batch(images, labels, torch.from_numpy(key.weights), indices, epoch=key.epoch, leaf=key.leaf)
+        weights = torch.from_numpy(key.weights)
+        return Batch(images, labels, weights, indices, epoch=key.epoch, leaf=key.leaf, is_transformed=True)
 
 
 def images_on_device(dataset: ImageDataset, device: torch.device) -> ImagesOnDevice | None:
@@ -98,5 +101,5 @@ def images_on_device(dataset: ImageDataset, device: torch.device) -> ImagesOnDev
     bound = MAX_BYTES
     if device.type == "cuda":
         bound = min(bound, int(MAX_SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0]))
-    fits = int(np.prod([*source.images.shape[:2], side, side])) <= bound
+    fits = int(np.prod([*source.images.shape[:2], side, side])) * source.images.element_size() <= bound
     return ImagesOnDevice(dataset, source.images, device) if fits else None

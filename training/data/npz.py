@@ -11,6 +11,7 @@ from models import MOST_IMAGE_CHANNELS
 from training.data import DataOptions
 from training.data.datasets import DatasetPair, make_array_datasets
 from training.data.reading.sources import ArraySource
+from training.data.values import to_values
 from training.errors import UserError
 
 PARTS = ("train", "test")
@@ -18,7 +19,7 @@ CLASS_NAMES = "class_names"
 
 
 def load(options: DataOptions) -> DatasetPair:
-    """Load uint8 images [N, S, S] or [N, S, S, C] and whole labels [N]; class names are optional, str [classes].
+    """Load images [N, S, S] or [N, S, S, C] and whole labels [N]; class names are optional, str [classes].
 
     Raises:
         UserError: The file is missing, no such file, or an array has another shape or type.
@@ -32,6 +33,8 @@ def load(options: DataOptions) -> DatasetPair:
     train, val = (_source(arrays, part, path) for part in PARTS)
     if train.images.shape[1:] != val.images.shape[1:]:
         raise UserError(f"--data npz:{path}: images of x_train and x_test have different shapes.")
+    if train.values != val.values:
+        raise UserError(f"--data npz:{path}: x_train is {train.values}, x_test is {val.values}: give both one type.")
     count = int(max(train.labels.max(), val.labels.max())) + 1
     names = [str(name) for name in arrays.get(CLASS_NAMES, range(count))]
     if len(names) < count:
@@ -46,14 +49,9 @@ def _source(arrays: dict[str, np.ndarray], part: str, path: Path) -> ArraySource
         raise UserError(f"--data npz:{path}: {missing[0]} is missing; expected x_train, y_train, x_test, y_test.")
     images, labels = arrays[f"x_{part}"], arrays[f"y_{part}"]
     images = images[..., None] if images.ndim == 3 else images
-    if (
-        images.dtype != np.uint8
-        or images.ndim != 4
-        or not 1 <= images.shape[3] <= MOST_IMAGE_CHANNELS
-        or images.shape[1] != images.shape[2]
-    ):
+    if images.ndim != 4 or not 1 <= images.shape[3] <= MOST_IMAGE_CHANNELS or images.shape[1] != images.shape[2]:
         raise UserError(
-            f"--data npz:{path}: x_{part} is {images.dtype} {list(images.shape)}; expected square images, uint8 "
+            f"--data npz:{path}: x_{part} is {images.dtype} {list(images.shape)}; expected square images "
             f"[N, S, S] or [N, S, S, C] with up to {MOST_IMAGE_CHANNELS} channels C."
         )
     labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels  # as Keras' CIFAR-10
@@ -62,6 +60,6 @@ def _source(arrays: dict[str, np.ndarray], part: str, path: Path) -> ArraySource
             f"--data npz:{path}: y_{part} is {labels.dtype} {list(labels.shape)}; expected {len(images)} whole numbers "
             "from 0, one per image."
         )
-    return ArraySource(
-        torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(labels.astype(np.int64))
-    )
+    values, kind = to_values(images, f"--data npz:{path}: x_{part}")
+    numbers = torch.from_numpy(labels.astype(np.int64))
+    return ArraySource(values.permute(0, 3, 1, 2).contiguous(), numbers, values=kind)

@@ -25,7 +25,7 @@ class Batch:
     """One micro-batch of one rank.
 
     Attributes:
-        images: uint8 [B, C, S, S] as read; float32, normalised, as the loaders yield them.
+        images: uint8 or float32 [B, C, S, S] as read; float32, normalised, as the loaders yield them.
         labels: int64 [B].
         weights: float32 [B]; 0 for padding and for images that could not be read, else 1.
         indices: int64 [B], positions in the data set.
@@ -35,6 +35,7 @@ class Batch:
         draw_keys: int64 [B], as in `BatchKey`: decides it too.
         leaf: As in `BatchKey`.
         targets: float32 [B, classes], if they are not just the labels, see `mixing`; each row adds up to 1.
+        is_transformed: Whether `images` are normalised already.
         encoded: Images still to be decoded on the GPU, see `gpu_decode`; `images` is empty then.
     """
 
@@ -48,6 +49,7 @@ class Batch:
     draw_keys: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     leaf: int = 0
     targets: torch.Tensor | None = None
+    is_transformed: bool = False
     encoded: list[torch.Tensor] = field(default_factory=list)
 
     def pin_memory(self) -> Batch:

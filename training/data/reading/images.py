@@ -10,6 +10,8 @@ from __future__ import annotations
 import io
 import os
 import stat
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -18,6 +20,8 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from training.data.reading.image_notes import in_one_line, noting
 from training.errors import UserError
+
+Decoded = TypeVar("Decoded")
 
 MAX_PIXELS = 50_000_000
 MAX_FILE_BYTES = 500_000_000  # more than MAX_PIXELS take without compression, at 4 channels of 16 bits
@@ -95,6 +99,20 @@ def open_image(
     Raises:
         ImageError: Not an image, truncated, more than `max_pixels`, or values of unknown scale.
     """
+    return _decode(path, data, max_pixels, lambda image: to_channels(image, channels))
+
+
+def open_numbers(path: str | os.PathLike[str], data: bytes | None = None) -> np.ndarray:
+    """As `open_image`, but return the numbers that the file contains, [H, W] or [H, W, C], of the type that they have.
+
+    Pillow has more than 8 bits for grey images alone.
+    """
+    return _decode(path, data, MAX_PIXELS, np.array)
+
+
+def _decode(
+    path: str | os.PathLike[str], data: bytes | None, max_pixels: int, convert: Callable[[Image.Image], Decoded]
+) -> Decoded:
     content = read_file(path) if data is None else data
     with noting(path) as notes:
         try:
@@ -105,7 +123,7 @@ def open_image(
                 _scale_transparent_colour(image)
                 image.load()
                 ImageOps.exif_transpose(image, in_place=True)
-                return to_channels(image, channels)
+                return convert(image)
         except Image.UnidentifiedImageError:
             raise ImageError(path, "not an image of a known format") from None
         except Image.DecompressionBombError:

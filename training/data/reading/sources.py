@@ -17,6 +17,7 @@ from training.data.augment import BoxChooser
 from training.data.reading.cache import ImageCache, open_cache
 from training.data.reading.decode import Decoder, crop, header_size, make_decoder, shrunk_bytes
 from training.data.reading.images import ImageError
+from training.data.values import BYTES
 from training.errors import UserError
 
 CACHE_FORMAT = 2  # increased when the same file gives other pixels, or the files of a cache change their format
@@ -32,18 +33,20 @@ class Source(Protocol):
 
     Attributes:
         channels: C of the images as they are read.
+        values: Type that their numbers had; all but uint8 are read as float32.
         labels: int64 [N].
         in_memory: Whether reading needs no decoding.
         decodes_later: Whether batches contain encoded files, which the GPU decodes.
     """
 
     channels: int
+    values: str
     labels: torch.Tensor
     in_memory: bool
     decodes_later: bool
 
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
-        """Return the image, or the part that `choose` takes of it: uint8 [C, h, w].
+        """Return the image, or the part that `choose` takes of it: uint8 or float32 [C, h, w].
 
         Raises:
             ImageError: The image cannot be read.
@@ -54,15 +57,15 @@ class Source(Protocol):
 
 
 class ArraySource:
-    """Images of one size in memory: uint8 [N, C, H, W].
+    """Images of one size in memory: uint8 [N, C, H, W], or float32 as of `to_values`.
 
     Grey ones are read as three equal channels, unless `channels` is 1.
     """
 
     in_memory, decodes_later = True, False
 
-    def __init__(self, images: torch.Tensor, labels: torch.Tensor, channels: int = 0) -> None:
-        self.images, self.labels = images, labels
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, channels: int = 0, values: str = BYTES) -> None:
+        self.images, self.labels, self.values = images, labels, values
         self.channels = channels or (3 if images.shape[1] == 1 else images.shape[1])
 
     def in_channels(self, channels: int) -> ArraySource:
@@ -75,7 +78,8 @@ class ArraySource:
             return self
         found = self.images.shape[1]
         if found in (1, 3) and channels in (1, found):
-            return ArraySource(self.images if found == channels else grey(self.images), self.labels, channels)
+            images = self.images if found == channels else grey(self.images)
+            return ArraySource(images, self.labels, channels, self.values)
         able = "1 or 3" if found in (1, 3) else f"{found} alone"
         raise UserError(
             f"the images have {found} channel(s), which are read as {able}, not as {channels}: change --image-channels "
@@ -83,7 +87,7 @@ class ArraySource:
         )
 
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
-        """Return the image, or the part that `choose` takes of it: uint8 [C, h, w]."""
+        """Return the image, or the part that `choose` takes of it: uint8 or float32 [C, h, w]."""
         image = self.images[index].expand(self.channels, -1, -1)
         if choose is None:
             return image
@@ -96,9 +100,11 @@ class ArraySource:
 
 
 def grey(images: torch.Tensor) -> torch.Tensor:
-    """Return the grey levels, uint8 [N, 1, H, W], of RGB images, uint8 [N, 3, H, W]: Pillow's, of ITU-R BT.601."""
+    """Return the grey levels, [N, 1, H, W], of RGB images, uint8 or float32 [N, 3, H, W]: Pillow's, of ITU-R BT.601."""
     shares = torch.tensor([19595, 38470, 7471])[:, None, None]  # of 2^16
     parts = images.split(IMAGES_CONVERTED)
+    if images.is_floating_point():
+        return torch.cat([(part * (shares / 2**16)).sum(1, True) for part in parts])
     return torch.cat([(((part * shares).sum(1, True) + 2**15) >> 16).to(torch.uint8) for part in parts])
 
 
@@ -127,7 +133,7 @@ class FileSource:
         decodes_later: As for `Source`.
     """
 
-    in_memory = False
+    in_memory, values = False, BYTES
 
     def __init__(
         self,

@@ -1,0 +1,60 @@
+"""The numbers of images in arrays: bytes stay bytes, all others become float32 by one rule.
+
+Whole numbers are divided by the largest of their type, as torchvision's `ToDtype(scale=True)` does it: uint16 reaches
+from 0 to 1, int16 from -1 to 1. Floating-point numbers are taken as they are, and must be from 0 to 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torchvision.transforms.v2.functional import to_dtype
+
+from models.weights_metadata import VALUE_TYPES
+from training.errors import UserError
+
+BYTES = "uint8"
+FLOATS = "float32"
+
+
+def values_of(preprocessing: dict[str, Any]) -> str:
+    """Return the type of the numbers that a `DatasetPair.preprocessing` is for."""
+    return preprocessing.get("values", BYTES)
+
+
+def to_values(numbers: np.ndarray, name: str) -> tuple[torch.Tensor, str]:
+    """Return the numbers of images, uint8 as given or float32, and the name of their type.
+
+    Args:
+        numbers: of any shape and byte order.
+        name: of the array, for messages.
+
+    Raises:
+        UserError: for another type, and for floating-point numbers that are not from 0 to 1.
+    """
+    kind = FLOATS if numbers.dtype.kind == "f" else numbers.dtype.name
+    if kind not in (BYTES, *VALUE_TYPES):
+        raise UserError(f"{name} has {numbers.dtype} numbers: give uint8, uint16, int16, or floats from 0 to 1.")
+    if kind == FLOATS:
+        numbers = numbers.astype(np.float32)
+        low, high = numbers.min(initial=0), numbers.max(initial=0)
+        if not (low >= 0 and high <= 1):  # also for nan
+            raise UserError(
+                f"{name} has floats from {low:g} to {high:g}, whose scale is unknown: give (x - LOW) / (HIGH - LOW) of "
+                "fixed LOW and HIGH, so that all are from 0 to 1, also for images to come."
+            )
+    tensor = torch.from_numpy(np.ascontiguousarray(numbers, numbers.dtype.newbyteorder("=")))
+    return (tensor if kind == BYTES else to_dtype(tensor, torch.float32, scale=True)), kind
+
+
+def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation per channel of float32 [N, C, H, W], 6 digits."""
+    means, stds = [], []
+    for channel in images.unbind(1):
+        mean = np.mean([image.numpy().mean(dtype=np.float64) for image in channel])
+        variance = np.mean([np.square(image.numpy().astype(np.float64) - mean).mean() for image in channel])
+        means.append(float(f"{mean:.6g}"))
+        stds.append(float(f"{variance**0.5:.6g}"))
+    return means, stds
