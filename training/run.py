@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import time
 import traceback
@@ -216,15 +217,24 @@ class RunContext:
             self.lock.close()
 
 
-def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) -> RunContext:
+def build_run(
+    config: TrainConfig, world: World, start: RunStart = FIRST_START, data: DatasetPair | None = None
+) -> RunContext:
     """Build a run, in the order in which a mistake is cheapest to report; a collective.
+
+    Args:
+        config: what to train.
+        world: the ranks.
+        start: which start of the run this is.
+        data: that of the configuration, if it is loaded already: a run's trials get its own.
 
     Raises:
         UserError: on all ranks, for a mistake that any of them found.
     """
     precision = agreed(lambda: resolve_precision(config.precision, world.device), world)
     strategy_json = agreed(lambda: read_strategy_json(config.strategy, config.deepspeed_config), world)
-    data = agreed(lambda: load_data(data_options(config)), world)
+    data = data or agreed(lambda: load_data(data_options(config)), world)
+    build = functools.partial(build_run, data=data)
     folder, lock = create_folder(config, start, world)
     found, notes = find_checkpoint(config, folder, start, world)
     found, decay_notes = before_decay(config, found, world)
@@ -234,8 +244,8 @@ def build_run(config: TrainConfig, world: World, start: RunStart = FIRST_START) 
         torch.set_num_threads(config.threads_per_rank)
     notes = [*notes, *decay_notes, *thread_notes, *note_other_leaves(config, found)]
     run_facts = _facts(config, world, precision, config.engine, data, folder, steps=0)
-    config, batch_notes = choose_batch_size(config, folder, run_facts, start, world, build_run)
-    config, rate_notes = choose_learning_rate(config, folder, found, start, world, build_run)
+    config, batch_notes = choose_batch_size(config, folder, run_facts, start, world, build)
+    config, rate_notes = choose_learning_rate(config, folder, found, start, world, build)
     notes += batch_notes + rate_notes
     head_epochs = _head_epochs(config)
     plan = build_plan(config, data.train.source.labels, world.size)

@@ -20,6 +20,7 @@ from training.auto_batch_size import Trial, largest_that_fits
 from training.checkpoint.resume import FIRST_START
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.config_check import check_config
+from training.data import load_data
 from training.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from training.global_batch import micro_batches, usual_global_batch
 from training.observe.memory_limit import FILL, memory_room
@@ -161,7 +162,10 @@ def short_of_memory(monkeypatch):
 
 
 def test_a_run_trains_as_with_the_number_and_keeps_it(short_of_memory, tmp_path, monkeypatch, capsys):
+    loaded: list = []
+    monkeypatch.setattr("training.run.load_data", lambda options: loaded.append(options) or load_data(options))
     auto, config = train(tmp_path, "auto", batch_size="auto", global_batch=64, ema=0.9)
+    assert len(loaded) == 1, "the trials have the run's data"
     assert (config["batch_size"], config["gradient_accumulation_steps"]) == (16, 4)
     result = json.loads((auto / BATCH_SIZE).read_text())
     assert [tried["batch_size"] for tried in result["tried"]] == [8, 64, 32, 16]

@@ -22,8 +22,10 @@ from models import MODELS
 from models.build import build_model, channels_of, rebuild_model
 from planning.plan_command import parse
 from planning.run_workload import workload_of
+from training.checkpoint.weights import load_model
 from training.config import TrainConfig
 from training.data import DataOptions, load_data
+from training.data.augment import evaluation_transform
 from training.data.datasets import make_array_datasets
 from training.data.reading.decode import make_decoder
 from training.data.reading.sources import ArraySource, grey
@@ -285,6 +287,41 @@ def test_grey_digits_are_evaluated_predicted_and_exported(tmp_path, monkeypatch)
     session = onnxruntime.InferenceSession(tmp_path / "export" / "basic_cnn-fp32.onnx")
     images = ((pixels / 255 - use["mean"][0]) / use["std"][0]).astype(np.float32)[None, None]
     np.testing.assert_allclose(session.run(["logits"], {"images": images})[0][0], logits[3], atol=1e-4)
+
+
+FILES_OF_MORE = {
+    ("rgba.png", 4): lambda level: np.dstack([noise(24, 24, 3), np.full((24, 24), level, np.uint8)]),
+    ("deep.png", 1): lambda level: GENERATOR.integers(0, 300 * level, (24, 24), dtype=np.uint16),
+    ("deep.tif", 1): lambda level: GENERATOR.integers(0, 300 * level, (24, 24), dtype=np.uint16),
+}
+
+
+@pytest.mark.parametrize(("kind", "channels"), FILES_OF_MORE)
+def test_files_with_alpha_and_of_16_bits_are_trained_on_evaluated_and_predicted(tmp_path, kind, channels):
+    """Classes differ in alpha, or in brightness, by which 16 bits become the nearest of 8."""
+    for folder in class_folders(tmp_path / "photos"):
+        for number in range(8):
+            pixels = FILES_OF_MORE[kind, channels]({"a": 60, "b": 200}[folder.name])
+            Image.fromarray(pixels).save(folder / f"{number}-{kind}")
+    data = str(tmp_path / "photos")
+    folder = train(tmp_path, data=data, image_channels=channels, image_size=16, epochs=6, batch_size=8)
+    module, metadata = load_model(folder / "model.safetensors")
+    transform, images, files = evaluation_transform(metadata["preprocessing"]), [], []
+    for path in sorted((tmp_path / "photos" / "val").rglob(f"*-{kind}")):
+        with Image.open(path) as image:
+            raw = np.array(image)
+        pixels = raw if raw.dtype == np.uint8 else np.rint(raw / 257).astype(np.uint8)
+        images.append(transform(torch.from_numpy(np.atleast_3d(pixels)).permute(2, 0, 1)))
+        files.append(path)
+    with torch.no_grad():
+        logits = module(torch.stack(images))
+    labels = torch.tensor([path.parent.name == "b" for path in files]).long()
+    scores = evaluate(folder, output=tmp_path / "scores")
+    assert scores["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), abs=1e-5)
+    assert scores["top1"] == pytest.approx((logits.argmax(1) == labels).double().mean().item())
+    for found, row in zip(predict(folder, files, top_k=2), logits.softmax(1), strict=True):
+        told = dict(zip(found.labels, found.probabilities, strict=True))
+        np.testing.assert_allclose([told["a"], told["b"]], row, atol=1e-5)
 
 
 # --- planning ----------------------------------------------------------------------------------------------------

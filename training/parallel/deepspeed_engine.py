@@ -46,6 +46,7 @@ class DeepSpeedEngine(Engine):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.module, self._world = setup.module, setup.world
         self.loss_scale = DynamicLossScale() if setup.precision == "fp16" else None
+        _forget_destroyed_group()
         self._engine, _, _, _ = deepspeed.initialize(
             model=under_autocast(setup.module, setup.precision, setup.world.device),
             optimizer=setup.optimizer,
@@ -166,6 +167,21 @@ class DeepSpeedEngine(Engine):
 
         deepspeed.comm.comm.cdb = self._backend
         self._engine.destroy()  # without it a process may abort at its exit
+
+
+def _forget_destroyed_group() -> None:
+    """Let DeepSpeed make its copy of the process group anew.
+
+    It keeps the first for the life of the process (`groups._clone_world_group`), also if that was destroyed: as by an
+    earlier run in this process.
+    """
+    from deepspeed.utils import groups
+
+    if groups._WORLD_GROUP is not None:
+        try:
+            dist.get_global_rank(groups._WORLD_GROUP, 0)
+        except ValueError:
+            groups._WORLD_GROUP = None
 
 
 class TimedBackend:

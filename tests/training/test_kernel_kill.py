@@ -1,0 +1,58 @@
+"""Memory that the kernel does not give: it kills a rank, in a control group with a real limit."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.training.commands import read_metrics, run_command
+from training.errors import OUT_OF_MEMORY_EXIT_CODE
+
+pytestmark = pytest.mark.slow
+
+GROUPS = Path("/sys/fs/cgroup")
+LIMITS = {"memory": "memory.limit_in_bytes", "": "memory.max"}  # of version 1 and of version 2
+LIMIT_BYTES = 1_500_000_000
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group with less memory than the training wants; skipped if this user may not make one."""
+    for controller, limit in LIMITS.items():
+        folder = GROUPS / controller / f"zerovision-test-{os.getpid()}"
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        try:
+            (folder / limit).write_text(str(LIMIT_BYTES))
+        except OSError:  # no memory controller in this hierarchy
+            folder.rmdir()
+            continue
+        yield folder
+        while (folder / "cgroup.procs").read_text():
+            time.sleep(0.1)
+        folder.rmdir()
+        return
+    pytest.skip("needs a writable control group with a memory limit")
+
+
+@pytest.mark.parametrize(("on_oom", "code"), [("adapt", 0), ("stop", OUT_OF_MEMORY_EXIT_CODE)])
+def test_a_rank_that_the_kernel_kills_for_want_of_memory_takes_the_run_down_the_ladder(group, tmp_path, on_oom, code):
+    enter = f'echo $$ > {group}/cgroup.procs; exec bash scripts/launch_distributed.sh "$@"'
+    words = ["basic_cnn", "ddp", "2", "500", "1", "--data", "fake", "--image-size", "64", "--on-oom", on_oom]
+    logs = ["--log-dir", str(tmp_path), "--run-name", "run", "--tensorboard", "false", "--report", "false"]
+    result = run_command("bash", "-c", enter, "launch", *words, *logs, OMP_NUM_THREADS="1")
+    assert result.returncode == code, result.stdout + result.stderr
+    lines = [line for line in result.stderr.splitlines() if "because memory was short" in line]
+    assert "SIGKILL, the kernel's, because memory was short" in lines[0]
+    if on_oom == "adapt":
+        assert ": starting again with --batch-size=250 --gradient-accumulation-steps=2: " in lines[0]
+        assert read_metrics(tmp_path / "runs/run", "epoch")
+    else:
+        assert "; next to try: --batch-size=250" in lines[0]
+        assert len(lines) == 1
