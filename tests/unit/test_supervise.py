@@ -28,6 +28,9 @@ from tests.unit.launching import CORES, WORDS, environment, hear_ctrl_c, stub_re
 from training.parallel.network_interfaces import free_port
 
 LAUNCHERS = ("direct", "deepspeed", "torchrun")
+# Variants of what another launcher shows, which start one Python with torch after another.
+SLOW_DEEPSPEED = pytest.param("deepspeed", marks=pytest.mark.slow)
+SLOW_TORCHRUN = pytest.param("torchrun", marks=pytest.mark.slow)
 NO_RESTART = ("--max-restarts", "0")
 END_SECONDS = 120  # for an end that takes a few seconds on a machine with nothing else to do
 
@@ -134,7 +137,7 @@ def test_a_signal_reaches_all_ranks_at_once(start, tmp_path: Path, launcher: str
     assert len(lines) == 1, lines  # that they stop: no launcher's chatter
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["direct", SLOW_DEEPSPEED, SLOW_TORCHRUN])
 def test_a_killed_rank_is_restarted_once_and_the_run_goes_on(start, tmp_path: Path, launcher: str) -> None:
     process = start(launcher, "--fault", "kill")
     lines, code = output_and_code(process)
@@ -154,7 +157,7 @@ def test_a_given_port_stays(start, tmp_path: Path) -> None:
     assert {rank["port"] for restart in (0, 1) for rank in records(tmp_path, restart)} == {port}
 
 
-@pytest.mark.parametrize("launcher", ["direct", "deepspeed"])
+@pytest.mark.parametrize("launcher", ["direct", SLOW_DEEPSPEED])
 def test_a_dead_rank_ends_one_that_waits_for_it(start, tmp_path: Path, launcher: str) -> None:
     """The launchers alone give it 30 seconds, because SIGTERM only sets a flag."""
     process = start(launcher, "--fault", "kill", "--deaf", *NO_RESTART)
@@ -182,7 +185,7 @@ def test_what_a_restart_cannot_mend_is_not_restarted(start, tmp_path: Path, laun
     assert not records(tmp_path, 1)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["direct", SLOW_DEEPSPEED, "torchrun"])
 def test_sigterm_of_one_rank_is_a_wish_to_stop(start, tmp_path: Path, launcher: str) -> None:
     process = start(launcher)
     wait_until(lambda: len(records(tmp_path)) == 2)
@@ -210,7 +213,13 @@ def test_exit_code_0_without_the_success_marker_is_a_failure(start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "fault"), [("direct", "stop"), ("direct", "sleep"), ("deepspeed", "stop"), ("torchrun", "sleep")]
+    ("launcher", "fault"),
+    [
+        ("direct", "stop"),
+        ("direct", "sleep"),
+        pytest.param("deepspeed", "stop", marks=pytest.mark.slow),
+        pytest.param("torchrun", "sleep", marks=pytest.mark.slow),
+    ],
 )
 def test_a_hang_is_named_with_its_stack_and_restarted(start, tmp_path: Path, launcher: str, fault: str) -> None:
     process = start(launcher, "--fault", fault)
