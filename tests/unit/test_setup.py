@@ -15,9 +15,24 @@ REPO_ROOT = Path(__file__).resolve().parents[2]
 SAYS_IT_WORKS = "setup: installing"
 
 
+# Makes environments at once, and notes which certificates it got; the real one is fetched where there is none.
+STAND_IN_UV = f"""#!/bin/bash
+case "$1 $2" in
+"venv "*) {sys.executable} -m venv --without-pip .venv ;;
+"pip install")
+    env | sed -n "/^SSL_CERT/p" >"${{SEEN:-/dev/null}}"
+    ! grep -q no-such-package requirements.txt
+    ;;
+esac
+"""
+
+
 @pytest.fixture
 def repo(tmp_path: Path) -> Path:
-    """The Makefile and the set-up script in an otherwise empty folder."""
+    """The Makefile and the set-up script in an otherwise empty folder, and a stand-in for uv."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "uv").write_text(STAND_IN_UV)
+    (tmp_path / "tools" / "uv").chmod(0o755)
     (tmp_path / "scripts").mkdir()
     shutil.copy(REPO_ROOT / "Makefile", tmp_path)
     shutil.copy(REPO_ROOT / "scripts" / "setup_env.sh", tmp_path / "scripts")
@@ -27,7 +42,8 @@ def repo(tmp_path: Path) -> Path:
 
 
 def start(repo: Path, *words: str) -> subprocess.Popen:
-    env = os.environ | {"PYTHON": sys.executable, "MAKEFLAGS": ""}
+    path = f"{repo / 'tools'}:{os.environ['PATH']}"
+    env = os.environ | {"PYTHON": sys.executable, "MAKEFLAGS": "", "PATH": path}
     command = ["make", "--no-print-directory", "-C", str(repo), *words]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -40,6 +56,7 @@ def make(repo: Path, *words: str) -> tuple[int, str]:
 
 
 def test_a_second_call_does_nothing(repo: Path) -> None:
+    (repo / "tools" / "uv").unlink()
     code, said = make(repo, "setup")
     assert code == 0, said
     assert SAYS_IT_WORKS in said
@@ -83,6 +100,7 @@ def test_a_failed_install_is_an_error_and_is_made_good_later(repo: Path) -> None
     (repo / "requirements.txt").write_text("./no-such-package\n")
     code, said = make(repo, "setup")
     assert code != 0
+    assert "uv failed, trying pip" in said
     assert "could not be installed" in said
     assert make(repo, "setup")[0] != 0
     (repo / "requirements.txt").write_text("# nothing\n")
@@ -96,28 +114,17 @@ def test_a_python_that_does_not_exist_gets_one_line(repo: Path) -> None:
     assert not (repo / ".venv").exists()
 
 
-STAND_IN_UV = f"""#!/bin/bash
-case "$1 $2" in
-"venv "*) {sys.executable} -m venv --without-pip .venv ;;
-"pip install") env | sed -n "/^SSL_CERT/p" >"$SEEN" ;;
-esac
-"""
-
-
 @pytest.mark.parametrize("system", [["bundle.crt"], ["certs"], ["bundle.crt", "certs"], []])
 def test_uv_gets_the_certificates_of_the_system(repo: Path, system: list[str]) -> None:
     """A Python whose system holds a network's own certificates in a file, in a folder, in both, or holds none."""
     bundle, folder, seen, tools = (repo / name for name in ("bundle.crt", "certs", "seen", "tools"))
     bundle.write_text("a certificate" if "bundle.crt" in system else "")
-    for made in (folder, tools):
-        made.mkdir()
+    folder.mkdir()
     if "certs" in system:
         (folder / "0a1b2c3d.0").write_text("a certificate")
-    (tools / "uv").write_text(STAND_IN_UV)
     # Python looks at these variables; the set-up has none.
     (tools / "python").write_text(f'#!/bin/bash\nSSL_CERT_FILE={bundle} SSL_CERT_DIR={folder} {sys.executable} "$@"\n')
-    for tool in tools.iterdir():
-        tool.chmod(0o755)
+    (tools / "python").chmod(0o755)
     names = {"bundle.crt": f"SSL_CERT_FILE={bundle}", "certs": f"SSL_CERT_DIR={folder}"}
     env = {name: value for name, value in os.environ.items() if not name.startswith("SSL_CERT")}
     command = ["bash", "scripts/setup_env.sh", "requirements.txt"]
