@@ -136,7 +136,7 @@ def test_a_limit_of_the_process_counts_too(tmp_path, monkeypatch):
 
 # A run.
 
-RECIPE = {"model_type": "basic_cnn", "data": "fake", "image_size": 16, "epochs": 1}
+RECIPE = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "epochs": 1}
 OUTPUT = {"progress": "off", "tensorboard": False, "report": False}
 
 

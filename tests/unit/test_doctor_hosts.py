@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from planning.doctor import assess, assess_network, tcp_paths
+from planning.doctor import assess, assess_network, probe, tcp_paths
 from planning.doctor.collect import Findings, _add_host
 from planning.doctor.network import measure_network, rounds_of_pairs
 from planning.doctor.probe import MOST_PATIENCE, Probe, Unreachable, ask_all, explain, slowdown, stuck_at
@@ -191,7 +191,8 @@ def test_the_hosts_that_all_failing_paths_have_in_common_are_named(
     assert [(row.check, row.verdict, row.host) for row in rows] == [("all-reduce", "wrong", host) for host in guilty]
 
 
-def test_paths_to_real_ports() -> None:
+def test_paths_to_real_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_paths, "ECHO_SECONDS", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as deaf, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         ports = [tcp_paths.open_ports("127.0.0.1", 0)["ports"][-1], closed.getsockname()[1], deaf.getsockname()[1]]
@@ -204,7 +205,8 @@ def test_paths_to_real_ports() -> None:
     assert len(tcp_paths.targets_of("c", [str(number) for number in range(99)] + ["c"])) == tcp_paths.MOST_TARGETS
 
 
-def test_ssh_that_times_out_at_a_port_that_connects() -> None:
+def test_ssh_that_times_out_at_a_port_that_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "SSH_BANNER_SECONDS", 1.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert "says nothing" in str(stuck_at("a", "127.0.0.1", port))

@@ -18,6 +18,7 @@ from sklearn.metrics import accuracy_score, classification_report, log_loss, top
 
 from delivery.predict import Prediction
 from delivery.prediction_output import FORMATS
+from launch.node_launcher import local_ranks_command
 from models.build import build_model
 from scripts import evaluate, predict
 from training.checkpoint.weights import load_model, save_weights
@@ -25,6 +26,7 @@ from training.command_line import run_script
 from training.config import TrainConfig, save_config
 from training.data import DataOptions, load_data
 from training.parallel.launchers import launched_world
+from training.parallel.network_interfaces import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [str(number) for number in range(10)]
@@ -119,7 +121,8 @@ def test_evaluate_judges_a_run_on_what_it_held_out(call, run, data, logits):
 
 def test_several_ranks_give_the_same_bytes(call, run, tmp_path):
     assert call(evaluate, run, "--output", tmp_path / "one")[0] == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "scripts/evaluate.py", str(run)]
+    command = local_ranks_command("auto", has_gpus=False)
+    command += ["--nproc_per_node=3", f"--master_port={free_port()}", "scripts/evaluate.py", str(run)]
     subprocess.run([*command, "--output", str(tmp_path / "three")], cwd=ROOT, check=True, capture_output=True)
     names = {path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file()}
     assert len(names) == 6 + 24

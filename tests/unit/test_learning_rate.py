@@ -72,7 +72,7 @@ def test_a_range_test_on_two_ranks(tmp_path, capfd):
 
 
 def train(log_dir, name, **changes):
-    recipe = {"model_type": "basic_cnn", "data": "fake", "image_size": 16, "batch_size": 125, "epochs": 1}
+    recipe = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 125, "epochs": 1}
     output = {"progress": "off", "tensorboard": False, "report": False, "log_dir": str(log_dir), "run_name": name}
     assert train_run(TrainConfig(**(recipe | output | changes))) == 0
     folder = log_dir / "runs" / name

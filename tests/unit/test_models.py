@@ -324,7 +324,9 @@ def test_weights_file_loads(tmp_path, container, model_type):
     assert not any("head" in note for note in built.notes)
 
 
-@pytest.mark.parametrize("model_type", ["mobilenet", "vgg", "ensemble", "cnn_lstm"])
+@pytest.mark.parametrize(
+    "model_type", ["mobilenet", pytest.param("vgg", marks=pytest.mark.slow), "ensemble", "cnn_lstm"]
+)
 def test_another_class_count_keeps_the_backbone(tmp_path, model_type):
     file = tmp_path / "weights.safetensors"
     state = state_of(build(model_type, num_classes=7).module)

@@ -124,7 +124,7 @@ def test_strange_epochs_of_a_checkpoint_are_none(tmp_path, epochs):
 def test_an_extended_run_has_the_bytes_of_one_that_began_with_more_epochs(tmp_path, monkeypatch, capsys):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    fixed = {"model_type": "basic_cnn", "data": "fake", "image_size": 16, "batch_size": 250, "workers": "0"}
+    fixed = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 250, "workers": "0"}
     quiet = {"tensorboard": False, "report": False, "progress": "lines", "log_dir": str(tmp_path)}
     short = dataclasses.replace(SHORT, **fixed, **quiet, epochs=2, optimizer="muon", keep_last=1, run_name="extended")
     assert run(short) == 0
