@@ -1,7 +1,8 @@
 """Real CPU ranks, each a process of its own, that run functions and bring back what each returned.
 
-The ranks stay until they are closed and take one job after another: most of a rank's time is its start. A job is a
-line of JSON on their standard input, the results are JSON in a file; tensors travel as nested lists.
+The ranks stay until they are closed and take one job after another. Most of a rank's time would be its imports: they
+are forked from one server process that has imported all there is, as `launch/local_ranks.py` does it. A job and its
+results are JSON; tensors travel as nested lists.
 """
 
 from __future__ import annotations
@@ -9,49 +10,47 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from launch.node_launcher import PRELOADED
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 240
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload([*PRELOADED, "deepspeed"])
+# For what it imports: OpenMP reads its threads as it is loaded, and nothing may use CUDA before a fork.
+SERVER_VARIABLES = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class Ranks:
     """`world_size` gloo ranks on this machine."""
 
     def __init__(self, world_size: int, folder: Path) -> None:
-        """Start them; `folder` takes what they print and their results."""
-        self._folder = folder
-        self._jobs = 0
-        port = free_port()
-        self._processes = []
-        for rank in range(world_size):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(world_size),
-                "WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(ROOT),
-            }
-            with self._log(rank).open("w") as log:
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, __file__],
-                        env=environment,
-                        stdin=subprocess.PIPE,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        text=True,
-                    )
-                )
+        """Start them; `folder` takes what they print."""
+        self._logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
+        self._processes, self._connections = [], []
+        shared = {"LOCAL_WORLD_SIZE": world_size, "WORLD_SIZE": world_size}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        with mock.patch.dict(os.environ, SERVER_VARIABLES):
+            ensure_running()
+        for rank, log in enumerate(self._logs):
+            ours, theirs = SERVER.Pipe()
+            log.touch()
+            place = shared | {"RANK": rank, "LOCAL_RANK": rank}
+            process = SERVER.Process(target=be_rank, args=(theirs, place, log))
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
 
     def run(self, function: str, cases: list[dict[str, Any]]) -> list[list[Any]]:
         """Call 'module:function' with (world, **case) for every case on every rank; return result [rank][case].
@@ -59,31 +58,33 @@ class Ranks:
         Raises:
             AssertionError: with every rank's output, where one failed or took too long.
         """
-        self._jobs += 1
-        files = [self._folder / f"job{self._jobs}-rank{rank}.json" for rank in range(len(self._processes))]
-        for process, file in zip(self._processes, files, strict=True):
-            assert process.stdin
+        job = json.dumps({"function": function, "cases": cases}).encode()
+        for connection in self._connections:
             with contextlib.suppress(BrokenPipeError):  # of a rank that has ended: seen below
-                process.stdin.write(json.dumps({"function": function, "cases": cases, "result": str(file)}) + "\n")
-                process.stdin.flush()
+                connection.send_bytes(job)
         deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not all(file.exists() for file in files):
-            late = time.monotonic() > deadline
-            if late or any(process.poll() is not None for process in self._processes):
-                what = "took too long" if late else "failed"
-                outputs = [f"rank {rank}:\n{self._log(rank).read_text()}" for rank in range(len(files))]
-                raise AssertionError(f"{function} {what}\n" + "\n".join(outputs))
-            time.sleep(0.02)
-        return [json.loads(file.read_text()) for file in files]
+        results = []
+        for connection in self._connections:
+            while not connection.poll(0.05):
+                if any(process.exitcode is not None for process in self._processes):
+                    raise self._failure(f"{function} failed")
+                if time.monotonic() > deadline:
+                    raise self._failure(f"{function} took too long")
+            try:
+                results.append(json.loads(connection.recv_bytes()))
+            except (EOFError, ConnectionResetError):
+                raise self._failure(f"{function} failed") from None
+        return results
 
     def close(self) -> None:
         """End the ranks at once: between two jobs there is nothing to save."""
         for process in self._processes:
             process.kill()
-            process.communicate()
+            process.join()
 
-    def _log(self, rank: int) -> Path:
-        return self._folder / f"rank{rank}.log"
+    def _failure(self, what: str) -> AssertionError:
+        outputs = [f"rank {rank}:\n{log.read_text()}" for rank, log in enumerate(self._logs)]
+        return AssertionError("\n".join([what, *outputs]))
 
 
 def run_ranks(function: str, world_size: int, folder: Path, cases: list[dict[str, Any]]) -> list[list[Any]]:
@@ -102,20 +103,21 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def main() -> None:
-    """Be one rank, until standard input ends."""
+def be_rank(jobs: Connection, place: dict[str, Any], log: Path) -> None:
+    """Be one rank, until nobody has a job for it any more."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.stdout.reconfigure(line_buffering=True)
+    del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+    os.environ.update({name: str(value) for name, value in place.items()})
     from training.parallel.world import start_world, stop_world
 
     world = start_world()
-    for line in sys.stdin:
-        job = json.loads(line)
-        module_name, function_name = job["function"].split(":")
-        function = getattr(importlib.import_module(module_name), function_name)
-        result, unfinished = Path(job["result"]), Path(job["result"] + ".tmp")
-        unfinished.write_text(json.dumps([function(world, **case) for case in job["cases"]]))
-        unfinished.rename(result)
+    with contextlib.suppress(EOFError):
+        while True:
+            job = json.loads(jobs.recv_bytes())
+            module_name, function_name = job["function"].split(":")
+            function = getattr(importlib.import_module(module_name), function_name)
+            jobs.send_bytes(json.dumps([function(world, **case) for case in job["cases"]]).encode())
     stop_world()
-
-
-if __name__ == "__main__":
-    main()
