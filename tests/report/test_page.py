@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,14 @@ def spoken(page) -> str:
     return page.locator("#spoken").text_content()
 
 
-@pytest.mark.parametrize(("width", "theme"), [(360, "light"), (1280, "dark"), (360, "dark"), (1280, "light")])
-@pytest.mark.parametrize("name", ["single", "several"])
+# Two of the three together in each, the others too in `make test-slow`.
+PAIRS = [("single", 360, "light"), ("single", 1280, "dark"), ("several", 360, "dark"), ("several", 1280, "light")]
+OTHERS = sorted({*product(("single", "several"), (360, 1280), ("light", "dark"))} - {*PAIRS})
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "theme"), [*PAIRS, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)]
+)
 def test_legible_everywhere(browser, pages, name, theme, width):
     with opened(browser, pages[name], width=width, color_scheme=theme) as page:
         for summary in page.locator("summary").all():
