@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch
+
+from training.command_line import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = "scripts/train_distributed.py"
@@ -43,6 +50,22 @@ def launch(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
 def train_alone(*flags: str, **changes: str) -> subprocess.CompletedProcess[str]:
     """Run the entry in one process, without a launcher."""
     return run_command(sys.executable, ENTRY, *flags, OMP_NUM_THREADS="1", **changes)
+
+
+def train_here(*flags: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Run the entry as `train_alone` does, but in this process, which has imported already what it needs."""
+    from scripts.train_distributed import train
+
+    output, errors = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", [ENTRY, *flags]),
+        mock.patch.dict(os.environ, environment() | {"OMP_NUM_THREADS": "1"} | changes, clear=True),
+        redirect_stdout(output),
+        redirect_stderr(errors),
+    ):
+        torch.set_num_threads(1)
+        exit_code = run_script("error", list, train)
+    return subprocess.CompletedProcess(flags, exit_code, output.getvalue(), errors.getvalue())
 
 
 def read_metrics(run_folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from commands import ENTRY, assert_user_error, launch, run_command, train_alone
+from commands import ENTRY, assert_user_error, launch, run_command, train_alone, train_here
 from PIL import Image
 
 from training.data import DataOptions, load_data
@@ -98,7 +98,7 @@ def test_malformed_deepspeed_json(tmp_path):
 
 def test_log_folder_that_cannot_be_written():
     # /proc takes no new folders, from root either.
-    result = train_alone("--data", "fake", "--model-type", "basic_cnn", "--log-dir", "/proc/logs")
+    result = train_here("--data", "fake", "--model-type", "basic_cnn", "--log-dir", "/proc/logs")
     assert_user_error(result, "--log-dir /proc/logs", "cannot be written")
 
 
@@ -161,22 +161,22 @@ def test_data_folders_with_other_classes(tmp_path):
     make_folder(tmp_path / "images" / "train", ("cat", "dog"))
     make_folder(tmp_path / "images" / "val", ("cat", "cow"))
     flags = ["--model-type", "basic_cnn", "--image-size", "32", "--log-dir", str(tmp_path)]
-    assert_user_error(train_alone("--data", str(tmp_path / "images"), *flags), "dog", "cow")
+    assert_user_error(train_here("--data", str(tmp_path / "images"), *flags), "dog", "cow")
     shutil.rmtree(tmp_path / "images")
     make_folder(tmp_path / "images", ("cat",))
-    assert_user_error(train_alone("--data", str(tmp_path / "images"), *flags), "one class")
+    assert_user_error(train_here("--data", str(tmp_path / "images"), *flags), "one class")
 
 
 def test_image_too_small_for_the_model(tmp_path):
-    result = train_alone("--data", "fake", "--model-type", "vgg", "--image-size", "28", "--log-dir", str(tmp_path))
+    result = train_here("--data", "fake", "--model-type", "vgg", "--image-size", "28", "--log-dir", str(tmp_path))
     assert_user_error(result, "28", "--image-size 32")
 
 
 def test_weights_without_a_network(tmp_path):
-    result = train_alone("--data", "fake", "--model-type", "mobilenet_finetuned", "--log-dir", str(tmp_path))
+    result = train_here("--data", "fake", "--model-type", "mobilenet_finetuned", "--log-dir", str(tmp_path))
     assert_user_error(result, "--weights")
 
 
 def test_a_launchers_environment_that_is_incomplete():
-    result = run_command("python", ENTRY, "--data", "fake", RANK="0", WORLD_SIZE="x", LOCAL_RANK="0")
+    result = train_here("--data", "fake", RANK="0", WORLD_SIZE="x", LOCAL_RANK="0")
     assert_user_error(result, "WORLD_SIZE=x")

@@ -12,14 +12,14 @@ import time
 
 import psutil
 import pytest
-from commands import ROOT, assert_user_error, environment, launch, read_metrics, train_alone
+from commands import ROOT, assert_user_error, environment, launch, read_metrics, train_here
 
 from training.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, UserError
 from training.observe.run_lock import LOCK, Origin, lock_run
 
 MODEL = "basic_cnn"  # BatchNorm and dropout
 WORDS = (MODEL, "fsdp_stage2", "2", "16", "2")
-FLAGS = ("--log-every-steps", "2", "--tensorboard", "false", "--workers", "1")
+FLAGS = ("--image-size", "16", "--log-every-steps", "2", "--tensorboard", "false", "--workers", "1")
 STEPS_PER_EPOCH = 45  # 1,437 digits, 32 at a time
 
 
@@ -109,8 +109,10 @@ def test_sigusr1_to_one_rank_in_the_evaluation(tmp_path, uninterrupted):
     """As Slurm sends it ahead of a preemption; the evaluation is broken off and made anew after the resume."""
     folder = tmp_path / "runs" / "preempted"
     process = start(tmp_path, "preempted", LAUNCHER="torchrun")
+    wait_until(lambda: has_reached(folder, 2), process)
+    rank = ranks_of("preempted")[-1]  # found before, because the evaluation is short
     wait_until(lambda: has_reached(folder, STEPS_PER_EPOCH), process)
-    ranks_of("preempted")[-1].send_signal(signal.SIGUSR1)
+    rank.send_signal(signal.SIGUSR1)
     assert_left_a_report(assert_stopped(process, signal.SIGUSR1, "preempted"), folder)
     assert_goes_on_to(uninterrupted, tmp_path, "preempted")
 
@@ -158,12 +160,12 @@ def test_a_run_that_gives_up_says_why_in_its_report(tmp_path):
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     flags = ["--data", "fake", "--run-name", "first", "--log-dir", str(tmp_path)]
-    flags += ["--epochs", "1", "--batch-size", "100"]
-    assert train_alone(*flags, "--model-type", "basic_cnn").returncode == 0
-    other = train_alone(*flags, "--model-type", "mobilenet", "--resume", "auto")
+    flags += ["--epochs", "1", "--batch-size", "100", "--image-size", "16"]
+    assert train_here(*flags, "--model-type", "basic_cnn").returncode == 0
+    other = train_here(*flags, "--model-type", "mobilenet", "--resume", "auto")
     assert_user_error(other, "was made with --model-type 'basic_cnn', this run has 'mobilenet'")
 
 
 def test_resume_must_needs_a_checkpoint(tmp_path):
-    result = train_alone("--data", "fake", "--model-type", "basic_cnn", "--resume", "must", "--log-dir", str(tmp_path))
+    result = train_here("--data", "fake", "--model-type", "basic_cnn", "--resume", "must", "--log-dir", str(tmp_path))
     assert_user_error(result, "--resume must: no checkpoint in")
