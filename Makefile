@@ -33,7 +33,7 @@ test: setup-dev ## Run the tests: those of units side by side, then those that s
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -n 2 --dist worksteal
 	$(BIN)/python -m pytest --ignore tests/unit -n 2 --dist loadfile
 
-test-slow: setup-dev ## Run the tests that take minutes each
+test-slow: setup-dev ## Run the tests that take minutes each, and more variants of the others
 	$(BIN)/python -m pytest -m slow
 
 test-cluster: setup-dev ## Train on hosts made on this machine, over ssh and Slurm (root on Debian; skipped elsewhere)

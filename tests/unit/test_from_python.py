@@ -84,7 +84,7 @@ def test_two_trainings_in_one_process_are_the_same():
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_stage2", "fsdp_stage3"])
 def test_deepspeed_trains_twice_in_one_process(strategy, tmp_path):
     """It keeps groups of the first run's ranks, which are gone by the second."""
-    given = {"model_type": "basic_cnn", "epochs": 1, "batch_size": 64, "image_size": 16, "progress": "off"}
+    given = {"model_type": "basic_cnn", "epochs": 1, "batch_size": 64, "image_size": 8, "progress": "off"}
     given |= {"engine": "deepspeed", "strategy": strategy, "log_dir": str(tmp_path), "report": False}
     first, second = (tmp_path / "runs" / name / "model.safetensors" for name in ("first", "second"))
     assert [run(TrainConfig(run_name=path.parent.name, **given)) for path in (first, second)] == [0, 0]
