@@ -14,6 +14,7 @@ from torchvision.transforms.v2.functional import to_pil_image
 from delivery.csv_cells import inert
 from training.checkpoint.atomic_write import replacing_folder, write_json
 from training.data.augment import viewable
+from training.data.values import stretched
 from training.errors import printable
 from training.observe.evaluation import check_replaceable, dense_confusion
 from training.observe.loggers.confusion import confusion_picture
@@ -50,8 +51,7 @@ def thumbnail(image: torch.Tensor, side: int = THUMBNAIL_PIXELS) -> Image.Image:
     """
     image = viewable(image)
     if image.is_floating_point():
-        low, high = image.min(), image.max()
-        image = ((image - low) * (255 / (high - low).clamp_min(1e-12))).round().to(torch.uint8)
+        image = (255 * stretched(image)).round().to(torch.uint8)
     picture = to_pil_image(image)
     longest = max(picture.size)
     if longest <= side:

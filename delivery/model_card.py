@@ -13,12 +13,15 @@ from typing import Any
 
 import jinja2
 
+from delivery.export.output_folder import VALUES
 from delivery.report.run_files import count_global_batch
 from delivery.reproduce_command import reproduce_command, show_value
 from delivery.trained_model import read_run_config
 from training.checkpoint.atomic_write import replacing
 from training.checkpoint.weights import read_metadata
 from training.config import TrainConfig
+from training.data.reading.images import CHANNEL_MODES
+from training.data.values import BYTES, values_of
 from training.observe.evaluation import read_scores
 from training.observe.run_folder import CARD, ENVIRONMENT, EVALUATION, METRICS, WEIGHTS
 
@@ -49,6 +52,7 @@ def write_model_card(run: Path) -> Path | None:
     if card.exists() and MARK not in card.read_text(encoding="utf-8"):
         return None
     config, metadata = read_run_config(run), read_metadata(run / WEIGHTS)
+    values, channels = values_of(metadata["preprocessing"]), len(metadata["preprocessing"]["mean"])
     environment = json.loads((run / ENVIRONMENT).read_text(encoding="utf-8"))
     scores, ranks = read_scores(run / EVALUATION) or {}, environment["ranks"]
     jinja = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
@@ -64,6 +68,8 @@ def write_model_card(run: Path) -> Path | None:
         class_names=metadata["class_names"],
         classes_shown=CLASSES_SHOWN,
         preprocessing=json.dumps(metadata["preprocessing"]),
+        image="photo.jpg" if values == BYTES and channels in CHANNEL_MODES else "image.npy",
+        values="" if values == BYTES else VALUES[values][1],
         weights=WEIGHTS,
         epoch=metadata["extra"].get("epoch"),
         last_epoch=_last_line(run, "epoch"),

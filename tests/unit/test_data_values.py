@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnxruntime
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torchvision.transforms.v2.functional import to_dtype
 
 from delivery.evaluate import evaluate
+from delivery.model_card import write_model_card
 from delivery.predict import predict
 from training.checkpoint.weights import load_model, preprocess
 from training.config import TrainConfig
@@ -24,6 +26,7 @@ from training.data.augment import evaluation_transform
 from training.data.loader import TrainLoader
 from training.data.sampler import BatchPlan
 from training.errors import UserError
+from training.observe.messages import _augmented_sample
 from training.run import run
 
 SIDE, TRAIN, CLASSES = 12, 40, 4
@@ -177,6 +180,13 @@ def test_a_model_of_16_bits_is_resumed_evaluated_predicted_and_exported(tmp_path
     for found in predict(folder, [tmp_path / f"image.{kind}" for kind in ("npy", "png", "tif")], top_k=CLASSES):
         told = dict(zip(found.labels, found.probabilities, strict=True))
         np.testing.assert_allclose([told[str(n)] for n in range(CLASSES)], expected, atol=1e-6)
+
+    loaded = load_data(DataOptions(data, image_channels=1))
+    shown = _augmented_sample(SimpleNamespace(plan=BatchPlan(TRAIN, 8, 1, 1, seed=0), data=loaded))
+    assert (shown.min(), shown.max()) == (0, 1)
+    card = write_model_card(folder).read_text()
+    assert "uint16 values divided by 65535" in card
+    assert "predict.py PATH/OF/THIS/FOLDER image.npy" in card
 
     with pytest.raises(UserError, match="trained on uint16 values, 'digits' has uint8"):
         evaluate(folder, "digits", output=None)

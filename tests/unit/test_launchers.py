@@ -296,6 +296,15 @@ def test_a_run_that_goes_on_is_left_to_its_ranks(refusal: Callable[..., str], tm
     assert "already contains a run" in refusal("launch_distributed.sh", "16", *flags)
 
 
+@pytest.mark.parametrize("folder", ["~no-such-user/logs", "a" * 300])
+def test_a_folder_that_cannot_be_is_one_line(refusal: Callable[..., str], folder: str) -> None:
+    for name in ([], ["--run-name=new", "--resume=auto"]):
+        said = refusal("launch_distributed.sh", "16", "--log-dir", folder, *name)
+        assert said.startswith("--log-dir ")
+        assert said.endswith(". Give another folder.")
+        assert said.isprintable()
+
+
 @pytest.mark.parametrize("script", WORDS)
 @pytest.mark.parametrize("words", [["--help"], ["mobilenet", "-h"]])
 def test_help_explains(script: str, words: list[str]) -> None:

@@ -17,6 +17,8 @@ from training.errors import UserError
 
 BYTES = "uint8"
 FLOATS = "float32"
+VALUES_AT_A_TIME = 2**22
+SMALLEST_RANGE = 1e-12  # of an image of one value
 
 
 def values_of(preprocessing: dict[str, Any]) -> str:
@@ -49,12 +51,19 @@ def to_values(numbers: np.ndarray, name: str) -> tuple[torch.Tensor, str]:
     return (tensor if kind == BYTES else to_dtype(tensor, torch.float32, scale=True)), kind
 
 
+def stretched(images: torch.Tensor) -> torch.Tensor:
+    """Return float32 images for a viewer: the smallest value of all becomes 0, the largest 1."""
+    low, high = images.min(), images.max()
+    return (images - low) / (high - low).clamp_min(SMALLEST_RANGE)
+
+
 def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation per channel of float32 [N, C, H, W], 6 digits."""
+    """Return mean and standard deviation per channel of float32 [N, C, H, W], 6 digits; the same with any threads."""
     means, stds = [], []
     for channel in images.unbind(1):
-        mean = np.mean([image.numpy().mean(dtype=np.float64) for image in channel])
-        variance = np.mean([np.square(image.numpy().astype(np.float64) - mean).mean() for image in channel])
+        parts = [part.numpy() for part in channel.split(max(1, VALUES_AT_A_TIME // channel[0].numel()))]
+        mean = sum(part.sum(dtype=np.float64) for part in parts) / channel.numel()
+        squares = sum(np.square(np.subtract(part, mean, dtype=np.float64)).sum() for part in parts)
         means.append(float(f"{mean:.6g}"))
-        stds.append(float(f"{variance**0.5:.6g}"))
+        stds.append(float(f"{(squares / channel.numel()) ** 0.5:.6g}"))
     return means, stds

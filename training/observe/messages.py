@@ -14,6 +14,7 @@ from training.checkpoint.best_weights import epoch_of
 from training.data.augment import viewable
 from training.data.bad_images import bad_image_lines
 from training.data.reading.images import ImageError
+from training.data.values import BYTES, stretched
 from training.observe.loggers.points import EpochPoint, RunPoint
 from training.observe.run_folder import shown_path
 from training.out_of_memory import advise
@@ -180,4 +181,7 @@ def _augmented_sample(context: RunContext) -> torch.Tensor:
         with contextlib.suppress(ImageError):
             images.append(context.data.train[(0, int(draw_key))][0])
     mean, std = (torch.tensor(context.data.preprocessing[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
-    return viewable((torch.stack(images) * std + mean).clamp(0, 1)) if images else torch.empty(0)
+    if not images:
+        return torch.empty(0)
+    pixels = viewable(torch.stack(images) * std + mean)
+    return pixels.clamp(0, 1) if context.data.train.source.values == BYTES else stretched(pixels)

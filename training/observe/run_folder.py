@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import IO
 
 from training.checkpoint.atomic_write import remove_leftovers
 from training.config import REPO_ROOT, TrainConfig
-from training.errors import UserError
+from training.errors import UserError, one_line, shown
 from training.observe.run_lock import LOCK, Origin, lock_run
 
 # In a run's own folder.
@@ -74,9 +75,20 @@ class RunFolder:
 
 
 def run_folder(config: TrainConfig, name: str = "") -> RunFolder:
-    """Return the folder of a configuration's run, which has this name if it was given none."""
-    log_dir = Path(config.log_dir).expanduser().resolve() if config.log_dir else REPO_ROOT / "logs"
-    return RunFolder(log_dir, config.run_name or name)
+    """Return the folder of a configuration's run, which has this name if it was given none.
+
+    Raises:
+        UserError: if `--log-dir` is no possible folder.
+    """
+    folder = RunFolder(REPO_ROOT / "logs", config.run_name or name)
+    try:
+        if config.log_dir:
+            folder = dataclasses.replace(folder, log_dir=Path(config.log_dir).expanduser().resolve())
+        folder.metrics.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = one_line(getattr(error, "strerror", "") or error)
+        raise UserError(f"--log-dir {shown(config.log_dir)}: {reason.rstrip('.')}. Give another folder.") from None
+    return folder
 
 
 def refuse_existing(config: TrainConfig, folder: RunFolder) -> None:
