@@ -59,9 +59,9 @@ def step_section(job: Job, rounds_of: Mapping[int, Rounds], steps: int) -> Secti
 def memory_of(name: str, job: Job, ranks: int) -> tuple[str, ...]:
     """Measure one contestant's MB per rank: held and at most as proportional set size, and at most resident."""
     strategy, _, engine = name.rpartition(", ")
-    case = Case(job.model_type, strategy or "ddp", ranks, job.batch_size, job.image_size, NUM_CLASSES, engine)
+    case = Case(job.model_type, strategy or "ddp", engine, ranks, job.batch_size, job.image_size, NUM_CLASSES)
     try:
-        found = measured(case)
+        (found,) = measured([case])
     except RuntimeError as error:
         print(f"{name} on {count(ranks)} is left out: {error}", flush=True)
         return ("-",) * 3

@@ -3,8 +3,8 @@
     python benchmarks/memory.py                                     # make check-memory
     python benchmarks/memory.py --models mobilenet --ranks 1,2 --engines torch
 
-Each case is a job of its own, and goes into the ledger. Measured is the mean over the ranks of what the process needs
-beyond its libraries; see `memory_rank.py`.
+The strategies and engines of a model and number of ranks are one job. Each case goes into the ledger. Measured is the
+mean over the ranks of what the process needs beyond its libraries and their generated code; see `memory_rank.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import shlex
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import psutil
 import torch
 
 from benchmarks.launch import torchrun
@@ -34,11 +36,13 @@ from models.build import build_model
 from planning.ledger import MEMORY, LedgerEntry, replace_entries
 from training.parallel.strategies import STRATEGIES
 
+FILL = 0.8  # of the free memory
 LARGE = ("vgg", "ensemble")
 GOAL = 0.1  # largest error of a peak
 
-# Freed memory goes back to the kernel at once where a piece is larger than this, so that resident means in use.
-PIECE_BYTES = 4 * 2**20
+# Freed memory goes back to the kernel at once where a piece is larger than this, so that resident means in use. At
+# 4 MiB a step of mobilenet left 75 MB resident that nothing used.
+PIECE_BYTES = 64 * 2**10
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(PIECE_BYTES),
     "MALLOC_TRIM_THRESHOLD_": str(PIECE_BYTES),
@@ -52,30 +56,52 @@ class Case:
 
     model: str
     strategy: str
+    engine: str
     ranks: int
     batch_size: int
     image_size: int
     classes: int
-    engine: str = "auto"
 
 
-def measured(case: Case) -> dict[str, float]:
-    """Train, and return the bytes held between steps and at most, means over the ranks; keys as `memory_rank.train`."""
+def measured(cases: Sequence[Case]) -> list[dict[str, float]]:
+    """Train cases of the same ranks one after another.
+
+    Returns:
+        The bytes of each held between steps and at most, means over the ranks; keys as `memory_rank.train`.
+
+    Raises:
+        RuntimeError: if the job failed.
+    """
+    rows = [[one.model, one.strategy, one.batch_size, one.image_size, one.classes, one.engine] for one in cases]
     with tempfile.TemporaryDirectory() as folder:
-        words = [f"--model-type={case.model}", f"--strategy={case.strategy}", f"--batch-size={case.batch_size}"]
-        words += [f"--image-size={case.image_size}", f"--classes={case.classes}", f"--engine={case.engine}"]
-        words += [f"--result={folder}/{{}}.json"]
-        torchrun(case.ranks, "benchmarks.memory_rank", *words)
-        found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
-    return {key: statistics.mean(rank[key] for rank in found) for key in found[0]}
+        words = (f"--cases={json.dumps(rows)}", f"--result={folder}/{{}}.jsonl")
+        torchrun(cases[0].ranks, "benchmarks.memory_rank", *words)
+        ranks = [path.read_text().splitlines() for path in Path(folder).glob("*.jsonl")]
+    found = [[json.loads(line) for line in lines] for lines in zip(*ranks, strict=True)]
+    return [{key: statistics.mean(rank[key] for rank in of_case) for key in of_case[0]} for of_case in found]
 
 
-def entry_of_case(case: Case) -> LedgerEntry:
-    """Measure one case and predict it."""
+def resolved(case: Case) -> Case:
+    """Return a case with the engine that it gets."""
     with torch.device("meta"):
         network = build_model(case.model, num_classes=case.classes, image_size=case.image_size).module
     engine = engine_of(network, case.strategy, torch.device("cpu"), case.ranks, case.engine)
-    return entry_of(MEMORY, measured(case)["peak"], **dataclasses.asdict(case) | {"engine": engine})
+    return dataclasses.replace(case, engine=engine)
+
+
+def entries_of(cases: Sequence[Case]) -> list[LedgerEntry]:
+    """Predict and measure cases of the same model and ranks; those that do not fit here are left out."""
+    entries = [entry_of(MEMORY, 1.0, **dataclasses.asdict(case)) for case in cases]
+    room = FILL * psutil.virtual_memory().available
+    fitting = [(case, entry) for case, entry in zip(cases, entries, strict=True) if case.ranks * entry.predicted < room]
+    for case in cases:
+        if case not in dict(fitting):
+            print(f"left out, there is not enough memory: {case}", flush=True)
+    peaks = [found["peak"] for found in measured([*dict(fitting)])] if fitting else []
+    return [
+        dataclasses.replace(entry, measured=float(f"{peak:.4g}"))
+        for (_, entry), peak in zip(fitting, peaks, strict=True)
+    ]
 
 
 def section_of(entries: list[LedgerEntry]) -> Section:
@@ -103,21 +129,28 @@ def main() -> None:
     models = [name for name, spec in MODELS.items() if not spec.always_pretrained]
     parser.add_argument("--models", default=",".join(models), help="comma-separated")
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="comma-separated")
-    parser.add_argument("--engines", default="auto,torch", help="comma-separated")
+    parser.add_argument("--engines", default="auto,torch,deepspeed", help="comma-separated")
     parser.add_argument("--ranks", default="1,2,4", help="comma-separated")
     parser.add_argument("--batch-size", type=int, default=0, help="images per rank; 0: 32, or 4 of large models")
     parser.add_argument("--image-size", type=int, default=96, help="pixels")
     parser.add_argument("--classes", type=int, default=1000)
     given = parser.parse_args()
     os.environ.update(MALLOC)
-    words = (given.models, given.strategies, given.engines, given.ranks)
+    strategies, engines = given.strategies.split(","), given.engines.split(",")
     entries = []
-    for model, strategy, engine, ranks in itertools.product(*(word.split(",") for word in words)):
+    for ranks, model in itertools.product(map(int, given.ranks.split(",")), given.models.split(",")):
         batch_size = given.batch_size or (4 if model in LARGE else 32)
-        entry = entry_of_case(Case(model, strategy, int(ranks), batch_size, given.image_size, given.classes, engine))
-        replace_entries([entry])  # at once: all of them take an hour
-        entries.append(entry)
-        print(model, strategy, entry.engine, ranks, f"{entry.error:+.1%}", flush=True)
+        setting = (ranks, batch_size, given.image_size, given.classes)
+        asked = [Case(model, *way, *setting) for way in itertools.product(strategies, engines)]
+        try:
+            found = entries_of([*dict.fromkeys(map(resolved, asked))])
+        except RuntimeError as error:
+            print(f"{model} on {ranks} rank(s) is left out: {error}", flush=True)
+            continue
+        replace_entries(found)  # at once: all of them take a while
+        entries += found
+        for one in found:
+            print(model, one.strategy, one.engine, ranks, f"{one.error:+.1%}", flush=True)
     section = section_of(entries)
     show(section)
     save(
