@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -15,6 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# While it computes the gradient of a spatial convolution's weights, oneDNN has it twice more, in blocks of channels and
+# in the usual order, and the weights once more if they are not in the images' order of dimensions. Its blocks have
+# 16 x 16 channels: of a layer with one input channel per group they are 256 times as large, unless a depthwise kernel
+# computes it, which there is up to 3 x 3.
+BLOCKED_COPIES = 2
+CHANNEL_BLOCK = 16 * 16
+LARGEST_DEPTHWISE_KERNEL = 3 * 3
 
 
 class Activations(NamedTuple):
@@ -22,12 +30,18 @@ class Activations(NamedTuple):
 
     Attributes:
         saved: what forward keeps for backward: distinct tensors, with the images.
-        workspace: what backward needs beside that at its worst moment: gradients of activations, and of the weights
-            that are computed just then.
+        moments: when most is taken beside that (less is, once backward frees it): these bytes, of gradients of
+            activations, of the weights' gradients that are computed just then, on a CPU of oneDNN's copies of these;
+            and how many elements of the weights' gradients are complete. A moment with no more of either is left out.
     """
 
     saved: int
-    workspace: int
+    moments: tuple[tuple[int, int], ...]
+
+    @property
+    def workspace(self) -> int:
+        """Bytes beside `saved` at the worst moment."""
+        return max(taken for taken, _ in self.moments)
 
 
 def activations(
@@ -37,6 +51,8 @@ def activations(
     precision: str = "fp32",
     device: str = "cpu",
     image_channels: int = 3,
+    *,
+    channels_last: bool = True,
 ) -> Activations:
     """Count by a forward and a backward on tensors without data, in which gradients are added to existing ones.
 
@@ -48,7 +64,9 @@ def activations(
         precision: 'fp32', or 'bf16' or 'fp16' by autocast, whose copies of the weights count too.
         device: 'cpu' or 'cuda', whose autocast normalizes in fp32.
         image_channels: C.
+        channels_last: whether the engine keeps convolutions' weights in the images' order of dimensions.
     """
+    copies = functools.partial(onednn_copies, channels_last=channels_last) if device == "cpu" else None
     lower = precision != "fp32"  # fake tensors, which know their device, for autocast; else meta ones, twice as fast
     with FakeTensorMode() if lower else nullcontext():
         if lower:
@@ -58,18 +76,19 @@ def activations(
         shape = (batch_size, image_channels, image_size, image_size)
         images = torch.empty(shape, device="cpu" if lower else "meta")
         gradients = []
+        live = LiveBytes(copies)
         for parameter in network.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
                 gradients.append(parameter.grad)
-        live = LiveBytes()
+                parameter.register_post_accumulate_grad_hook(live.complete)
         live.ignore([images, *network.parameters(), *network.buffers(), *gradients])
         with live, warnings.catch_warnings(action="ignore"):
             with torch.autocast("cpu", dtype=DTYPES.get(precision), enabled=lower):
                 logits = network(images)
             saved = live.now
             logits.float().sum().backward()
-    return Activations(saved + images.nbytes, max(live.peak - saved, 0))
+    return Activations(saved + images.nbytes, tuple((most - saved, done) for most, done in live.moments()))
 
 
 class LiveBytes(TorchDispatchMode):
@@ -77,13 +96,26 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         now: bytes at this moment.
-        peak: most bytes so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copies: Callable[[Any, Any], int] | None = None) -> None:
+        """Count also the bytes that `copies` returns for an operation and its arguments, while that runs."""
         super().__init__()
-        self.now = self.peak = 0
-        self._sizes: dict[int, int] = {}
+        self.now = self._complete = 0
+        self._copies, self._sizes = copies, dict[int, int]()
+        self._most: dict[int, int] = {}  # bytes, by the number of complete elements
+
+    def complete(self, parameter: torch.Tensor) -> None:
+        """Note that a parameter's gradient is complete."""
+        self._complete += parameter.numel()
+
+    def moments(self) -> list[tuple[int, int]]:
+        """Return (most bytes, complete elements) without those that another pair exceeds in both."""
+        found: list[tuple[int, int]] = []
+        for done in sorted(self._most, reverse=True):
+            if not found or self._most[done] > found[-1][0]:
+                found.append((self._most[done], done))
+        return found
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave out what exists already; it must outlive the mode."""
@@ -94,6 +126,8 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._note(tensor.untyped_storage())
+        taken = self.now + (self._copies(operation, args) if self._copies else 0)
+        self._most[self._complete] = max(self._most.get(self._complete, 0), taken)
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -102,11 +136,23 @@ class LiveBytes(TorchDispatchMode):
             return
         self._sizes[key] = storage.nbytes()
         self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
+
+
+def onednn_copies(operation: Any, args: Any, *, channels_last: bool) -> int:
+    """Return the bytes of the copies that oneDNN makes of a layer's weights when it computes their gradient."""
+    if operation != torch.ops.aten.convolution_backward.default:
+        return 0
+    _, _, weights, *_, groups, wanted = args  # [C_out, C_in / groups, height, width]
+    pixels = weights[0, 0].numel()
+    if not wanted[1] or pixels == 1:  # 1 x 1 is a matrix product
+        return 0
+    if groups > 1 and weights.shape[1] == 1 and pixels > LARGEST_DEPTHWISE_KERNEL:
+        return CHANNEL_BLOCK * weights.nbytes
+    return (BLOCKED_COPIES + (not channels_last)) * weights.nbytes
 
 
 def _normalize_in_float32(network: nn.Module) -> None:

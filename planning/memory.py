@@ -11,6 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from models.activations import Activations
+from planning.state_rules import NATIVE_SHARED, STATE_RULES, StateRule
 from training.parallel.strategies import ParallelPlan
 from training.parallel.summation_tree import StepTree
 
@@ -19,9 +20,6 @@ FLOAT32_BYTES = 4
 # workspaces; and what PyTorch's allocator keeps in pieces that it cannot use, a share of the tensors.
 CUDA_CONTEXT_BYTES = 1_500_000_000
 ALLOCATOR_SLACK = 0.08
-# oneDNN, which computes on a CPU, works on copies in layouts of its own: of a layer's weights, and of their gradient
-# before it is brought back. VGG-16's first dense layer alone has three quarters of its weights.
-CPU_LAYER_COPIES = 3
 
 
 @dataclass(frozen=True)
@@ -45,86 +43,6 @@ class ModelSizes:
     buffer_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class StateRule:
-    """fp32 values per trained parameter on a rank; sharded ones are divided among the ranks of a replica."""
-
-    weights: float = 0
-    sharded_weights: float = 0
-    sharded_copy: float = 0
-    """Of the weights, for the optimizer."""
-    gradients: float = 0
-    """Whole gradients, once for each sum that accumulation sets aside if `parks_sums`."""
-    sharded_gradients: float = 0
-    sums: float = 0
-    """Sharded sums of the gradients over the ranks, if there is more than one rank."""
-    received: float = 0
-    """Other ranks' sums of this rank's part, if there is more than one rank."""
-    parks_sums: bool = False
-    """Whether gradients are added along the native engine's tree."""
-    accumulates_whole: bool = False
-    """Whether accumulation keeps a whole sum of gradients that are otherwise sharded."""
-    gradients_stay: bool = False
-    """Whether the gradients' memory stays taken between the steps."""
-    adds_gradients: bool = False
-    """Whether a layer's gradient exists temporarily beside the memory that it is added to."""
-    whole_moments: bool = False
-    """Whether every rank has the optimizer's whole state, unless each updates some of the matrices for all."""
-    step: float = 0
-    """Sharded values that the optimizer's step needs temporarily."""
-    buckets: float = 0
-    """Communication buckets, each as large as the smaller of the bucket's size and the model."""
-    held_buckets: float = 0
-    """Buckets that stay between the steps."""
-    gathered: float = 0
-    """Whole weights that forward and backward gather temporarily, if there is more than one rank."""
-    gathered_blocks: float = 0
-    """The same of the largest block, beside what is in no block."""
-    block_gradients: float = 0
-    """Copies of the gradients of the largest block, or of what is in none, while they are sent."""
-
-
-# The native engine's CPU ranks on one machine share one copy of the weights, of which each is charged its part.
-NATIVE_SHARED = StateRule(
-    sharded_weights=1, gradients=1, sums=1, parks_sums=True, gradients_stay=True, adds_gradients=True
-)
-_NATIVE = StateRule(
-    weights=1, gradients=1, sums=1, received=1, parks_sums=True, gradients_stay=True, adds_gradients=True
-)
-# By engine and ZeRO stage. DeepSpeed keeps a copy of the weights for the optimizer at every stage.
-STATE_RULES: dict[tuple[str, int], StateRule] = {
-    ("deepspeed", 1): StateRule(weights=1, sharded_copy=1, gradients=1, step=1),
-    ("deepspeed", 2): StateRule(weights=1, sharded_copy=1, sharded_gradients=1, step=1, buckets=2, held_buckets=1),
-    ("deepspeed", 3): StateRule(
-        sharded_weights=1,
-        sharded_copy=1,
-        sharded_gradients=1,
-        gradients_stay=True,
-        buckets=1,
-        held_buckets=1,
-        gathered=1,
-        adds_gradients=True,
-    ),
-    ("native", 1): _NATIVE,
-    ("native", 2): _NATIVE,
-    ("native", 3): StateRule(
-        sharded_weights=1,
-        gathered=1,
-        gradients=1,
-        sums=1,
-        received=1,
-        parks_sums=True,
-        gradients_stay=True,
-        adds_gradients=True,
-    ),
-    ("torch", 1): StateRule(weights=1, gradients=1, gradients_stay=True, adds_gradients=True, whole_moments=True),
-    ("torch", 2): StateRule(
-        sharded_weights=1, sharded_gradients=1, accumulates_whole=True, gathered=1, block_gradients=2
-    ),
-    ("torch", 3): StateRule(
-        sharded_weights=1, sharded_gradients=1, accumulates_whole=True, gathered_blocks=2, block_gradients=2
-    ),
-}
 # What an offload moves to CPU memory, of the fields of `MemoryPlan`, by engine: the others do not offload.
 _OPTIMIZER = ("optimizer", "gradients")
 OFFLOADED = {
@@ -148,13 +66,15 @@ class MemoryPlan:
     activations: int
     """Tensors that forward saves for backward."""
     workspace: int
-    """Temporary tensors of backward, and copies of the largest layer's weights while it is computed."""
+    """Temporary tensors of backward, and copies of a layer's weights while it is computed."""
     communication: int
     """Buckets, and gathered weights."""
     step: int
     """Temporary tensors of the end of a step, when the activations are gone."""
     stays: int
     """Of gradients and communication, bytes that stay taken between the steps."""
+    later: int = 0
+    """Of gradients and communication, bytes that backward has not taken yet when all in all it needs most."""
     offloaded: int = 0
     """Bytes in CPU memory instead, in none of the fields above."""
     overhead: int = 0
@@ -174,7 +94,7 @@ class MemoryPlan:
     def tensors(self) -> int:
         """The same without overhead, as `torch.cuda.max_memory_allocated` counts."""
         state = self.weights + self.optimizer + self.buffers + self.gradients
-        return state + max(self.activations + self.communication + self.workspace, self.step)
+        return state + max(self.activations + self.communication + self.workspace - self.later, self.step)
 
 
 def plan_memory(
@@ -203,21 +123,23 @@ def plan_memory(
     ranks = plan.shards * plan.replicas
     shares = device == "cpu" or ranks == 1
     rule = NATIVE_SHARED if engine == "native" and shares else STATE_RULES[engine, plan.zero_stage]
+    traffic = _traffic(rule, sizes, plan, ranks, device)
     whole, part = FLOAT32_BYTES * sizes.trained, FLOAT32_BYTES * sizes.trained / plan.shards
-    others = ranks > 1
-    rows = _rows(rule, ranks, accumulation_steps)
-    gradients = rule.gradients * rows * whole + rule.sharded_gradients * part
-    gradients += (rule.sums * part + rule.received * whole) if others else 0
-    if rule.accumulates_whole and accumulation_steps > 1:
-        gradients += whole
-    bucket = FLOAT32_BYTES * min(plan.bucket_elements, sizes.trained)
-    blocks = FLOAT32_BYTES * (rule.gathered_blocks * sizes.largest_block + bool(rule.gathered_blocks) * sizes.outside)
-    gathered = (rule.gathered * whole if others else 0) + blocks
-    sent = rule.block_gradients * FLOAT32_BYTES * max(sizes.largest_block, sizes.outside)
-    layer = FLOAT32_BYTES * sizes.largest_parameter
-    copies = CPU_LAYER_COPIES * layer if device == "cpu" else 0
+    others, accumulates = ranks > 1, accumulation_steps > 1
+    computed = rule.gradients * _rows(rule, ranks, accumulation_steps) * whole + rule.sharded_gradients * part
+    gradients = computed + ((rule.sums * part + rule.received * whole) if others else 0)
+    gradients += rule.accumulates_whole * accumulates * whole
+    later = 0.0
+    if not rule.gradients_stay:
+
+        def missing(done: int) -> float:
+            ready = done - done % plan.bucket_elements if rule.buckets else done - traffic.outside
+            of_gradients = 0 if accumulates else computed * (1 - max(ready, 0) / max(sizes.trained, 1))
+            return of_gradients + max(traffic.grows - FLOAT32_BYTES * done, 0)
+
+        later = activations.workspace - max(at_once - missing(done) for at_once, done in activations.moments)
     frozen = FLOAT32_BYTES * (sizes.parameters - sizes.trained)
-    versions = accumulation_steps if rule.parks_sums and accumulation_steps > 1 else 0  # of BatchNorm's statistics
+    versions = accumulation_steps if rule.parks_sums and accumulates else 0  # of BatchNorm's statistics
     deals = rule.whole_moments and updates_matrices and others
     moments = optimizer_values * (whole if rule.whole_moments and not deals else part)
     return _placed(
@@ -227,14 +149,54 @@ def plan_memory(
             gradients=round(gradients),
             buffers=sizes.buffer_bytes * (1 + versions),
             activations=activations.saved,
-            workspace=round(max(activations.workspace - (not rule.adds_gradients) * layer, 0) + copies),
-            communication=round(rule.buckets * bucket + gathered + sent),
-            step=round(rule.step * part + deals * (whole + part)),
-            stays=round(rule.held_buckets * bucket + (gradients if rule.gradients_stay else 0)),
+            workspace=max(activations.workspace, traffic.forward),
+            communication=round(traffic.most),
+            step=round(max(rule.step * part + deals * (whole + part), traffic.step)),
+            stays=round((traffic.buckets + gradients) * rule.gradients_stay),
+            later=round(later),
         ),
         engine,
         plan.offload,
         device,
+    )
+
+
+@dataclass(frozen=True)
+class _Traffic:
+    """Bytes of a rank's communication: in backward at most, of which so many are taken as backward goes on; buckets;
+    copies in forward and at the end of the step; and the elements whose gradients are sent when backward ends."""
+
+    most: float
+    grows: float
+    buckets: int
+    forward: int
+    step: float
+    outside: int
+
+
+def _traffic(rule: StateRule, sizes: ModelSizes, plan: ParallelPlan, ranks: int, device: str) -> _Traffic:
+    on_cpu, largest = device == "cpu", sizes.largest_parameter
+    alone = largest if largest > plan.bucket_elements else 0  # sent without a bucket
+    filled = rule.buckets * plan.bucket_elements
+    filled = FLOAT32_BYTES * (min(filled, sizes.trained - alone) if on_cpu else filled)
+    sent = FLOAT32_BYTES * max(min(plan.bucket_elements, sizes.trained), alone)
+    outside = sizes.outside if rule.block_gradients else 0
+    gathered = rule.gathered_alone + (rule.gathered if ranks > 1 else 0)
+    blocks = rule.gathered_blocks * sizes.largest_block + bool(rule.gathered_blocks) * sizes.outside
+    weights = FLOAT32_BYTES * (gathered * sizes.trained + blocks)
+    gradients = FLOAT32_BYTES * (rule.block_gradients * sizes.largest_block + outside)
+    most = filled + weights + gradients
+    step = most + FLOAT32_BYTES * outside
+    if rule.flattens:
+        norm = 2 * FLOAT32_BYTES * min(largest, sizes.trained / plan.shards)
+        step = max(filled + sent, filled * rule.gradients_stay + norm)
+    return _Traffic(
+        most=most,
+        grows=gradients + (filled if on_cpu and not rule.gradients_stay else 0),
+        buckets=filled,
+        forward=sent if rule.gathers_twice and ranks > 1 and on_cpu else 0,
+        step=step,
+        outside=outside,
     )
 
 

@@ -44,12 +44,15 @@ class Workload:
     blocks: int
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  # as long as the workload, which a command has one of
-    def activations(self, batch_size: int, precision: str, device: str, checkpointing: bool) -> Activations:
+    def activations(
+        self, batch_size: int, precision: str, device: str, checkpointing: bool, channels_last: bool
+    ) -> Activations:
         """Return the activations of a micro-batch of this rank, see `models.activations.activations`."""
         network = without_data(self.network)
         if checkpointing:
             enable_activation_checkpointing(network)
-        return activations(network, batch_size, self.image_size, precision, device, self.image_channels)
+        size, channels = self.image_size, self.image_channels
+        return activations(network, batch_size, size, precision, device, channels, channels_last=channels_last)
 
 
 def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:

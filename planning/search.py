@@ -20,6 +20,7 @@ from planning.ledger import KINDS, error_bar, read_ledger
 from planning.machines import GPUS, Machine
 from planning.memory import MemoryPlan, plan_memory
 from planning.run_workload import Workload, workload_of
+from planning.state_rules import STATE_RULES
 from planning.step_time import StepTime, predict_step
 from training.config import TrainConfig
 from training.errors import UserError
@@ -124,7 +125,11 @@ def memory_of(job: PlannedJob, config: TrainConfig) -> tuple[str, ParallelPlan, 
         plan=plan,
         optimizer_values=job.workload.optimizer_values,
         activations=job.workload.activations(
-            config.micro_batch, job.precision, device.type, config.activation_checkpointing
+            config.micro_batch,
+            job.precision,
+            device.type,
+            config.activation_checkpointing,
+            job.has_gpus or STATE_RULES[name, plan.zero_stage].channels_last,
         ),
         accumulation_steps=config.gradient_accumulation_steps,
         device=device.type,

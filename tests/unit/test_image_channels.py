@@ -330,7 +330,7 @@ def test_files_with_alpha_and_of_16_bits_are_trained_on_evaluated_and_predicted(
 def test_the_planner_counts_them(tmp_path):
     three, nine = (workload_of(TrainConfig(model_type="basic_cnn", image_channels=n), 10, 32) for n in (0, 9))
     assert nine.sizes.parameters - three.sizes.parameters == 6 * 32 * 9
-    images = [one.activations(4, "fp32", "cpu", False).saved for one in (three, nine)]
+    images = [one.activations(4, "fp32", "cpu", False, True).saved for one in (three, nine)]
     assert images[1] - images[0] == 4 * 4 * 6 * 32 * 32
     data = save_arrays(tmp_path / "a.npz", 5)
     request = parse(["--model-type", "basic_cnn", f"--data={data}", "--gpu", "a100-80gb"], None)

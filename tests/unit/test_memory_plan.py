@@ -10,15 +10,16 @@ from torch import nn
 
 from models.activations import Activations, activations
 from models.dry_run import without_data
-from planning.memory import STATE_RULES, ModelSizes, plan_memory
+from planning.memory import ModelSizes, plan_memory
 from planning.run_workload import sizes_of, workload_of
+from planning.state_rules import STATE_RULES
 from training.config import TrainConfig
 from training.parallel.activation_checkpointing import enable_activation_checkpointing
 from training.parallel.strategies import ParallelPlan
 
 PARAMETERS, BUCKET = 1_000_000, 10_000
 SIZES = ModelSizes(PARAMETERS, PARAMETERS, largest_parameter=0, largest_block=100_000, outside=50_000)
-ACTIVATIONS = Activations(500, 0)
+ACTIVATIONS = Activations(500, ((0, 0),))
 
 
 def plan(stage, ranks, engine="deepspeed", sizes=SIZES, values=2, offload="none", **settings):
@@ -87,6 +88,46 @@ def test_accumulation_of_the_native_engine_parks_sums(steps, buffers):
     assert found.gradients == 4 * PARAMETERS * (buffers + 1 / 2)  # and its part of the ranks' sum
 
 
+MOMENTS = Activations(500, ((30_000_000, 0), (29_000_000, PARAMETERS // 2)))
+
+
+def test_gradients_are_taken_as_backward_computes_them():
+    """Half of them are there at DeepSpeed's worst moment; the native engine has all of them from the beginning."""
+    at_first, at_half = MOMENTS.moments
+    found = plan(1, 1, activations=MOMENTS)
+    assert found.tensors == 4 * PARAMETERS * (1 + 3) + 500 + at_half[0] + 4 * at_half[1]
+    accumulated = plan(1, 1, activations=MOMENTS, accumulation_steps=2)
+    assert accumulated.tensors == 4 * PARAMETERS * (1 + 3 + 1) + 500 + at_first[0]
+    assert plan(1, 1, "native", activations=MOMENTS).tensors == 4 * PARAMETERS * (1 + 2 + 1) + 500 + at_first[0]
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_fsdp_sends_what_is_in_no_block_when_backward_ends(shards):
+    """Until then the gradients of the blocks that are done are sharded: here of all but the 50,000."""
+    found = plan(3, shards, "torch", activations=MOMENTS)
+    gathered, whole_gradients = 4 * (2 * 100_000 + 50_000), 4 * (2 * 100_000 + 50_000)
+    sharded = 4 * (PARAMETERS // 2 - 50_000) / shards
+    at_half = gathered + whole_gradients + sharded + MOMENTS.moments[1][0]
+    at_first = gathered + MOMENTS.moments[0][0]
+    assert found.tensors == 4 * PARAMETERS * 3 / shards + 500 + max(at_half, at_first)
+
+
+def test_what_deepspeeds_step_needs():
+    """A copy of a bucket that is sent, or of a larger gradient; a gradient's part in fp64, for its norm."""
+    large = ModelSizes(PARAMETERS, PARAMETERS, largest_parameter=400_000)
+    assert plan(1, 4, sizes=large).step == 8 * PARAMETERS / 4  # longer than the part, 400,000 values would be too
+    assert plan(1, 16, sizes=large).step == 4 * 400_000
+    assert plan(1, 1).step == 4 * PARAMETERS
+
+
+def test_buckets_are_what_is_written_of_them_on_a_cpu():
+    """Of DeepSpeed's two at stage 2, `torch.empty` on a GPU takes all of both at once."""
+    larger = ParallelPlan(2, shards=2, bucket_elements=50 * PARAMETERS)
+    words = {"sizes": SIZES, "engine": "deepspeed", "plan": larger, "optimizer_values": 2, "activations": ACTIVATIONS}
+    assert plan_memory(**words).communication == 4 * PARAMETERS
+    assert plan_memory(**words, device="cuda").communication == 2 * 4 * 50 * PARAMETERS
+
+
 def test_offload_moves_bytes_to_the_cpu():
     on_gpu = {offload: plan(3, 2, offload=offload, device="cuda") for offload in ("none", "optimizer", "all")}
     none, optimizer, everything = on_gpu.values()
@@ -138,6 +179,27 @@ def test_activations_of_a_convolution_with_batchnorm():
     network = without_data(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()))
     images, maps = 2 * 3 * 6 * 6, 2 * 8 * 6 * 6
     assert activations(network, batch_size=2, image_size=6).saved == 4 * (images + 2 * maps + 2 * 8)
+
+
+@pytest.mark.parametrize(("kernel", "groups", "copies"), [(1, 1, 0), (3, 1, 2), (7, 1, 2), (3, 512, 2), (5, 512, 256)])
+def test_copies_of_the_weights_on_a_cpu(kernel, groups, copies):
+    """Measured on oneDNN with one layer: its gradient twice more, and 16 x 16 times of a large depthwise kernel."""
+    network = nn.Sequential(nn.Conv2d(512, 512, kernel, padding=kernel // 2, groups=groups, bias=False), nn.Flatten())
+    weight_bytes = 4 * 512 * 512 // groups * kernel**2
+    settings = {"batch_size": 1, "image_size": 1, "image_channels": 512}
+    gpu = activations(without_data(network), device="cuda", **settings)
+    cpu = activations(without_data(network), **settings)
+    other = activations(without_data(network), **settings, channels_last=False)
+    assert cpu.workspace - gpu.workspace == copies * weight_bytes
+    assert other.workspace - cpu.workspace == (weight_bytes if copies == 2 else 0)
+
+
+def test_moments_of_backward():
+    """The second layer's gradient is complete when the first one's is computed."""
+    network = nn.Sequential(nn.Flatten(), nn.Linear(48, 500, bias=False), nn.Linear(500, 2, bias=False))
+    found = activations(without_data(network), 1, 4)
+    assert [done for _, done in found.moments] == [500 * 2]  # and at no earlier moment more is taken
+    assert found.workspace >= 4 * 48 * 500
 
 
 def test_autocast_halves_activations_and_copies_weights():

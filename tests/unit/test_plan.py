@@ -20,9 +20,7 @@ from training.errors import UserError
 from training.out_of_memory import next_rung
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB = PlannedJob(
-    TrainConfig(model_type="basic_cnn", engine="deepspeed"), find_machine("h100", 8), 8, 1000, 224, 1_281_167
-)
+JOB = PlannedJob(TrainConfig(model_type="basic_cnn", engine="torch"), find_machine("h100", 8), 8, 1000, 224, 1_281_167)
 
 
 def with_memory(memory_bytes):
