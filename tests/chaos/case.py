@@ -47,6 +47,7 @@ class Case:
     micro_batches: int  # of a step, over all ranks
     workers: int
     engine: str = "native"
+    image_size: int = 32  # pixels
 
     def __str__(self) -> str:
         how = f"{self.micro_batches} micro-batches, workers {self.workers}, engine {self.engine}"
@@ -76,7 +77,8 @@ class Case:
         batch_size, accumulation = GLOBAL_BATCH // self.micro_batches, self.micro_batches // ranks
         words = ["bash", "scripts/launch_distributed.sh", MODEL, self.strategy, ranks, batch_size, EPOCHS]
         words += ["--learning-rate", 0.01, "--gradient-accumulation-steps", accumulation, "--engine", self.engine]
-        words += ["--workers", self.workers, "--log-every-steps", 1, "--log-dir", log_dir, "--run-name", RUN, *flags]
+        words += ["--image-size", self.image_size, "--workers", self.workers, "--log-every-steps", 1]
+        words += ["--log-dir", log_dir, "--run-name", RUN, *flags]
         kept = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
         changes = {
             MARK: mark,
