@@ -298,7 +298,7 @@ def test_follows_a_run(browser, tmp_path):
             expect(status).to_contain_text("Finished: 2 epochs, 40 steps.", timeout=15_000)
             assert pause.count() == 0
             assert 'reloadSeconds": 0' in (run / "report.html").read_text(encoding="utf-8")
-        output, errors = watcher.communicate(timeout=20)
+        output, errors = watcher.communicate(timeout=60)
         assert (watcher.returncode, errors) == (0, "")
         assert output.endswith(f"report       {run}/report.html\n")
     finally:
