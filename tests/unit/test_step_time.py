@@ -14,7 +14,7 @@ from models.build import build_model
 from models.dry_run import training_flops, without_data
 from models.operators import CONVOLUTION, DEPTHWISE, KINDS, POINTWISE, PRODUCT, Operator, count_operators
 from planning.machines import Gpu, Machine, find_interconnect, find_machine, shared_memory
-from planning.step_time import ADAMW_PASSES, CALIBRATIONS, EngineCost, Sharing, predict_step
+from planning.step_time import ADAMW_PASSES, CALIBRATIONS, EngineCost, Multiples, Sharing, predict_step
 from training.parallel.strategies import plan_of
 
 PUBLISHED = [  # images/s in training, as the docstring of planning/step_time.py says
@@ -161,12 +161,14 @@ def on_cpu(ranks, monkeypatch, engine="native", strategy="ddp", plan_ranks=None,
 
 def test_ranks_that_share_cores_wait_for_their_turns_and_for_each_other(monkeypatch):
     """Two ranks have a core each; of four, each has half of one, and what depends on no peak takes twice as long."""
+    multiples, passes_s = Multiples(0.9, 0.7, 1.8, 1e-4), ADAMW_PASSES * 4 * 30_000 / 2e10
     calibration = dataclasses.replace(
-        CALIBRATIONS["cpu"], sharing={1: Sharing(1.1, meeting_s=0.01), 0.5: Sharing(1.3, meeting_s=0.02)}
+        CALIBRATIONS["cpu"],
+        forward={PRODUCT: multiples},
+        sharing={1: Sharing(1.1, meeting_s=0.01), 0.5: Sharing(1.3, meeting_s=0.02)},
     )
     monkeypatch.setitem(CALIBRATIONS, "cpu", calibration)
-    multiples, passes_s = calibration.forward[PRODUCT], ADAMW_PASSES * 4 * 30_000 / 2e10
-    forward_s = multiples.flops * 2e7 * 16 / 1e11 + 4 * (multiples.activations * 16 + multiples.weights) * 1e4 / 2e10
+    forward_s = 0.9 * 2e7 * 16 / 1e11 + 4 * (0.7 * 16 + 1.8) * 1e4 / 2e10 + 1e-4
     for ranks, sharing in ((2, calibration.sharing[1]), (4, calibration.sharing[0.5])):
         found, slices = on_cpu(ranks, monkeypatch), ranks / 2
         assert found.forward_s == pytest.approx(slices * sharing.factor * 3 * forward_s)
