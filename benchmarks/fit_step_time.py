@@ -25,11 +25,11 @@ from scipy.optimize import lsq_linear
 
 from benchmarks.ledger_rank import CLASSES
 from benchmarks.report import Section, show
-from benchmarks.step_phases import CORES, FITTED, Case, Messages, Phases, read_messages, read_phases
+from benchmarks.step_phases import CORES, FITTED, Messages, Phases, read_messages, read_phases
 from models.build import build_model
 from models.dry_run import without_data
 from models.operators import CONVOLUTION, DEPTHWISE, KINDS, POINTWISE, PRODUCT, Operator, count_operators
-from planning.communication import GLOO_COPIES, GLOO_LATENCY_S, GLOO_SHARE, communication_s, measured_link
+from planning.communication import GLOO_COPIES, GLOO_LATENCY_S, GLOO_SHARE, measured_link
 from planning.machines import Gpu, Machine, find_interconnect, shared_memory
 from planning.memory import FLOAT32_BYTES
 from planning.run_workload import workload_of
@@ -41,6 +41,7 @@ from planning.step_time import (
     EngineCost,
     Multiples,
     Sharing,
+    predict_step,
 )
 from training.config import TrainConfig
 from training.parallel.strategies import plan_of
@@ -161,38 +162,53 @@ def fit_ranks(measured: Sequence[Phases], alone: Works) -> Sharing:
     for one in measured:
         forward_s, backward_s, update_s = alone[work_of(one)].seconds
         slices = max(1.0, one.ranks / CORES)
-        rows.append({"factor": slices * (forward_s + backward_s), "meeting_s": 1.0})
+        rows.append({"factor": slices * (forward_s + backward_s)})
         seconds.append(one.step_s - slices * update_s / one.ranks)
-    found = solve(rows, seconds)
-    return Sharing(found["factor"], meeting_s=found["meeting_s"])
+    return Sharing(**solve(rows, seconds))
 
 
-def fit_engine(measured: Sequence[Phases], steps: Mapping[Case, Phases], calibration: Calibration) -> EngineCost:
-    """Return what an engine adds to the native engine's steps of the same ranks, beside what it sends and updates."""
+def fit_engine(measured: Sequence[Phases], works: Works, calibration: Calibration) -> EngineCost:
+    """Return what an engine does beside computing, updating and sending: what else its steps take."""
     rows, seconds, weights = [], [], []
     for one in measured:
-        native = steps[dataclasses.replace(case_of(one), engine="native", strategy="ddp")]
         operators, parameters = counted(one.model, one.image_size)
         slices, sharing = max(1.0, one.ranks / CORES), calibration.sharing[CORES / one.ranks]
-        each, blocks = slices * sharing.factor, blocks_of(one.model, one.image_size)
+        blocks = blocks_of(one.model, one.image_size)
         layers = sum(operator.weights > 0 for operator in operators)
-        row = {"layer_s": layers, "value_s": parameters, "block_s": blocks if one.ranks > 1 else 0}
-        rows.append({name: each * value for name, value in row.items()})
-        known = [known_s(other, parameters, blocks, calibration) for other in (one, native)]
-        seconds.append(one.step_s - native.step_s - known[0] + known[1])
+        row = {"threads_s" if one.threads > 1 else "layer_s": layers, "value_s": parameters}
+        row["block_s"] = blocks if one.ranks > 1 else 0
+        rows.append({name: slices * sharing.factor * value for name, value in row.items()})
+        seconds.append(one.step_s - predicted_s(one, works, calibration))
         weights.append(one.step_s)
     return EngineCost(**solve(rows, seconds, weights=weights))
 
 
-def known_s(one: Phases, parameters: int, blocks: int, calibration: Calibration) -> float:
-    """Return the seconds in which engines differ by their messages and by the parameters that a rank updates."""
-    gpu = Gpu("cpu", 0, CORE_BANDWIDTH * CORES / one.ranks, {"fp32": CORE_FLOPS * CORES / one.ranks}, "")
-    machine = Machine(gpu, one.ranks, shared_memory(gpu.bandwidth_bytes_per_s), find_interconnect("ethernet10"))
-    plan = plan_of(one.strategy, one.ranks)
-    updated = parameters if (one.engine, one.strategy) == ("torch", "ddp") else parameters / one.ranks
-    passes_s = ADAMW_PASSES * FLOAT32_BYTES * updated / gpu.bandwidth_bytes_per_s
-    sent = communication_s(one.engine, plan, parameters, machine, forward_s=0.0, backward_s=0.0, blocks=blocks)
-    return calibration.update * passes_s + sent.exposed_s
+def predicted_s(one: Phases, works: Works, calibration: Calibration) -> float:
+    """Predict a step from the same work on one core, without what the engine costs."""
+    operators, parameters = counted(one.model, one.image_size)
+
+    def step_s(machine: Machine, ranks: int, compute_scale: float) -> float:
+        return predict_step(
+            operators,
+            parameters,
+            machine,
+            plan_of(one.strategy, ranks),
+            engine=one.engine,
+            batch_size=one.batch_size,
+            blocks=blocks_of(one.model, one.image_size),
+            compute_scale=compute_scale,
+            calibration=calibration,
+        ).step_s
+
+    scale = works[work_of(one)].step_s / step_s(dataclasses.replace(share_of(CORES), ranks=1), 1, 1.0)
+    return step_s(share_of(one.ranks), one.ranks, scale)
+
+
+def share_of(ranks: int) -> Machine:
+    """Return the machine that was measured, with so many ranks."""
+    gpu = Gpu("cpu", 0, CORE_BANDWIDTH * CORES / ranks, {"fp32": CORE_FLOPS * CORES / ranks}, "")
+    link = shared_memory(gpu.bandwidth_bytes_per_s)
+    return Machine(gpu, ranks, link, find_interconnect("ethernet10"), CORES / ranks)
 
 
 def fit_gloo(messages: Sequence[Messages]) -> dict[str, float]:
@@ -218,11 +234,6 @@ def median_s(messages: Sequence[Messages], collective: str = "all_reduce") -> fl
     return statistics.median(one.seconds for one in messages if one.collective == collective)
 
 
-def case_of(one: Phases) -> Case:
-    """Return what was measured, without the seconds."""
-    return Case(**{field.name: getattr(one, field.name) for field in dataclasses.fields(Case)})
-
-
 def work_of(one: Phases) -> tuple[str, int, int]:
     """Return what a rank does in a step."""
     return one.model, one.batch_size, one.image_size
@@ -236,9 +247,10 @@ def fit(measured: Sequence[Phases]) -> Calibration:
     works = {work_of(one): one for one in alone}
     phases = [fit_phase(alone, is_backward=is_backward) for is_backward in (False, True)]
     update, update_s = fit_update(alone)
-    sharing = {CORES: fit_threads([one for one in native if one.threads == CORES], phases, works)}
+    shared = [one for one in native if one.model in FITTED]
+    sharing = {CORES: fit_threads([one for one in shared if one.threads == CORES], phases, works)}
     for ranks in (2, 4):
-        sharing[CORES / ranks] = fit_ranks([one for one in native if one.ranks == ranks], works)
+        sharing[CORES / ranks] = fit_ranks([one for one in shared if one.ranks == ranks], works)
     calibration = Calibration(
         forward=multiples(phases[0]),
         backward=multiples(phases[1]),
@@ -248,12 +260,11 @@ def fit(measured: Sequence[Phases]) -> Calibration:
         dispatch_s=0.0,
         sharing=sharing,
     )
-    steps = {case_of(one): one for one in native}
     others: defaultdict[tuple[str, int], list[Phases]] = defaultdict(list)
     for one in measured:
         if one.engine != "native" and one.model in FITTED:
             others[one.engine, plan_of(one.strategy, one.ranks).zero_stage].append(one)
-    costs = {key: fit_engine(ones, steps, calibration) for key, ones in others.items()}
+    costs = {key: fit_engine(ones, works, calibration) for key, ones in others.items()}
     return dataclasses.replace(calibration, engines=costs)
 
 

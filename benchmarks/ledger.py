@@ -5,7 +5,7 @@
     python benchmarks/ledger.py --predict-again     # this machine's entries, by today's formulas
 
 Steps from memory, with the cores shared as a launch shares them: cores / ranks threads a rank. Each is predicted twice:
-from the network alone, which is what the ledger gets, and from the measured step of one rank. The networks that ranks'
+from the network alone, which is what the ledger gets, and from a measured step on one core. The networks that ranks'
 and engines' costs were fitted to are shown too, and are not in the ledger.
 """
 
@@ -15,7 +15,7 @@ import argparse
 import dataclasses
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.ledger_rank import CLASSES
 from benchmarks.report import Section, save, show, today, versions
-from benchmarks.step_phases import FITTED, PHASES, Phases, read_phases
+from benchmarks.step_phases import CORES, FITTED, PHASES, Phases, read_phases
 from planning.ledger import STEP, LedgerEntry, cpu_machine, machine_name, read_ledger, replace_entries
+from planning.machines import Machine
 from planning.search import PlannedJob, evaluate
 from training.config import TrainConfig
 
 GOAL = 0.15
+ENGINE = "native"  # whose step on one core the others are predicted from
+TEXT = "fp32, AdamW; medians of blocks of steps."
 
 
-def predicted(entry: LedgerEntry, compute_scale: float = 1.0) -> float:
-    """Return what the planner predicts today for an entry of CPU ranks, on the machine that it names."""
+def predicted(entry: LedgerEntry, compute_scale: float = 1.0, machine: Machine | None = None) -> float:
+    """Return what the planner predicts today for an entry of CPU ranks.
+
+    Args:
+        entry: with the peaks of its machine.
+        compute_scale: as `planning.step_time.predict_step` takes it.
+        machine: in place of the entry's.
+    """
     other: Any = entry.engine  # of the field's own values
     config = TrainConfig(
         model_type=entry.model,
@@ -41,7 +50,7 @@ def predicted(entry: LedgerEntry, compute_scale: float = 1.0) -> float:
         batch_size=entry.batch_size,
         precision=entry.precision,
     )
-    machine = cpu_machine(entry.ranks, [entry])
+    machine = machine or cpu_machine(entry.ranks, [entry])
     job = PlannedJob(config, machine, entry.ranks, entry.classes, entry.image_size, 0, compute_scale)
     option = evaluate(job, config)
     return option.step.step_s if entry.kind == STEP else option.memory.tensors
@@ -86,24 +95,25 @@ def entries_of(phases: Iterable[Phases]) -> list[LedgerEntry]:
     ]
 
 
-def from_one_rank(entries: Sequence[LedgerEntry]) -> dict[LedgerEntry, float]:
-    """Return the seconds of entries of several ranks, predicted from the one of one rank of the same run."""
-    alone = {_work_of(entry): entry for entry in entries if entry.ranks == 1}
-    found = {}
+def from_one_core(entries: Sequence[LedgerEntry], phases: Sequence[Phases]) -> dict[LedgerEntry, float]:
+    """Return the seconds of entries as predicted from a measured step of the native engine on one core."""
+    core, found = dataclasses.replace(cpu_machine(CORES), ranks=1), {}
+    alone = {
+        (one.model, one.batch_size, one.image_size): one.step_s
+        for one in phases
+        if (one.engine, one.ranks, one.threads, one.mbit) == ("native", 1, 1, 0)
+    }
     for entry in entries:
-        one = alone.get(_work_of(entry))
-        if one is not None and entry.ranks > 1:
-            found[entry] = predicted(entry, one.measured / one.predicted)
+        measured_s = alone.get((entry.model, entry.batch_size, entry.image_size))
+        if measured_s:
+            one = dataclasses.replace(entry, ranks=1, engine=ENGINE, strategy="ddp")
+            found[entry] = predicted(entry, measured_s / predicted(one, machine=core))
     return found
 
 
-def _work_of(entry: LedgerEntry) -> tuple[object, ...]:
-    return entry.model, entry.engine, entry.strategy, entry.batch_size, entry.image_size
-
-
-def section_of(title: str, text: str, entries: Sequence[LedgerEntry]) -> Section:
-    """Return a table of steps, with what was predicted from the network alone, and from one rank's measured step."""
-    calibrated, rows = from_one_rank(entries), []
+def section_of(title: str, entries: Sequence[LedgerEntry], calibrated: Mapping[LedgerEntry, float]) -> Section:
+    """Return a table of steps, with what was predicted from the network alone, and from a step on one core."""
+    rows = []
     for one in entries:
         from_one = calibrated.get(one)
         rows.append(
@@ -114,11 +124,10 @@ def section_of(title: str, text: str, entries: Sequence[LedgerEntry]) -> Section
             )
         )
     said = [said_of("From the network alone", [one.error for one in entries])]
-    if calibrated:
-        errors = [value / one.measured - 1 for one, value in calibrated.items()]
-        said.append(said_of("From one rank's measured step", errors))
+    if errors := [calibrated[one] / one.measured - 1 for one in entries if one in calibrated]:
+        said.append(said_of("From a measured step on one core", errors))
     columns = ("model", "strategy, engine", "ranks", "pixels", "measured, ms", "predicted, ms", "error")
-    return Section(title, f"{text} {' '.join(said)}", (*columns, "from one rank, ms", "error"), rows)
+    return Section(title, f"{TEXT} {' '.join(said)}", (*columns, "from one core, ms", "error"), rows)
 
 
 def said_of(name: str, errors: Sequence[float]) -> str:
@@ -139,7 +148,8 @@ def main() -> None:
     if given.predict_again:
         replace_entries([predict_again(one) for one in read_ledger() if one.machine == machine_name()])
         return
-    entries = entries_of(read_phases(given.phases))
+    phases = read_phases(given.phases)
+    entries = entries_of(phases)
     confirming = [one for one in entries if one.model not in FITTED]
     replace_entries(confirming)
     groups = {
@@ -147,8 +157,8 @@ def main() -> None:
         "PyTorch's and DeepSpeed's engines": [one for one in confirming if one.engine != "native"],
         "Networks that these costs were fitted to": [one for one in entries if one.model in FITTED],
     }
-    text = "fp32, AdamW; medians of blocks of steps."
-    sections = [section_of(title, text, group) for title, group in groups.items() if group]
+    calibrated = from_one_core(entries, phases)
+    sections = [section_of(title, group, calibrated) for title, group in groups.items() if group]
     for section in sections:
         show(section)
     facts = f"{machine_name()}; {versions('torch', 'deepspeed', 'timm')}."

@@ -29,7 +29,7 @@ from training.parallel.world import World, start_world, stop_world
 
 CLASSES = 10
 MOST_STEPS = 60
-LONG_S = 1.0  # a step that takes as long needs no second one to warm up
+WARMUP_STEPS = 2  # the second one still meets memory that no step has touched
 MESSAGES = 6  # of a megabyte, one after another, as the native engine sends the buckets of a small network
 
 
@@ -59,11 +59,9 @@ def measure(case: Mapping[str, Any], seconds: float, world: World) -> list[float
     module = build_model(case["model"], num_classes=CLASSES, image_size=image_size, batch_size=batch_size).module
     engine = make_engine(module, case["strategy"], "fp32", batch_size, world, engine=case["engine"])
     batch = torch.randn(batch_size, 3, image_size, image_size), torch.randint(CLASSES, (batch_size,))
-    step_s = sum(block_seconds(engine, *batch, world, 1))
-    steps = broadcast_object(1 if step_s > LONG_S else 0, lambda value: value, world)
-    if not steps:
+    for _ in range(WARMUP_STEPS):
         step_s = sum(block_seconds(engine, *batch, world, 1))
-        steps = broadcast_object(min(MOST_STEPS, round(seconds / step_s) + 1), lambda value: value, world)
+    steps = broadcast_object(min(MOST_STEPS, round(seconds / step_s) + 1), lambda value: value, world)
     found = block_seconds(engine, *batch, world, steps)
     engine.close()
     return found

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -55,31 +53,19 @@ def two_machines(messages: Sequence[Messages], mbit: int) -> Machine:
     return with_measured_link(half, 2, 2, small, large)
 
 
-@contextmanager
-def one_core() -> Iterator[None]:
-    """Let this process see one core."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
-
-
 def step_s(one: Phases, machine: Machine, compute_scale: float = 1.0) -> float:
     """Predict a step on machines with one rank each, which has one core."""
     workload = workload_of(TrainConfig(model_type=one.model, batch_size=one.batch_size), CLASSES, one.image_size)
-    with one_core():
-        return predict_step(
-            workload.operators,
-            workload.sizes.trained,
-            machine,
-            plan_of(one.strategy, one.ranks),
-            engine=one.engine,
-            batch_size=one.batch_size,
-            blocks=workload.blocks,
-            compute_scale=compute_scale,
-        ).step_s
+    return predict_step(
+        workload.operators,
+        workload.sizes.trained,
+        machine,
+        plan_of(one.strategy, one.ranks),
+        engine=one.engine,
+        batch_size=one.batch_size,
+        blocks=workload.blocks,
+        compute_scale=compute_scale,
+    ).step_s
 
 
 def measured_rows(phases: Sequence[Phases], messages: Sequence[Messages]) -> tuple[list[tuple[str, ...]], list[float]]:

@@ -26,10 +26,10 @@ SHARED_MEMORY = "shared-memory"  # the link inside a machine of CPU ranks: no me
 # Of the rate of gloo's all-reduce, what its other collectives reach: measured by `benchmarks/step_phases.py`. Its
 # reduce-scatter is an all-reduce of which a rank keeps its part (torch, ProcessGroupGloo.cpp); the native engine
 # gathers by broadcasts. NCCL's collectives are taken to reach the same rate.
-GLOO_SHARE = {"all_reduce": 1.0, "reduce_scatter": 0.5, "all_to_all": 0.66, "all_gather": 0.87, "broadcasts": 0.56}
-# Inside one machine gloo sends through the kernel: a byte takes as long as so many copies of it, by the cores that
-# would compute otherwise, so nothing hides it. Measured likewise, as is the time of a hop.
-GLOO_COPIES, GLOO_LATENCY_S = 17.0, 0.25e-3
+GLOO_SHARE = {"all_reduce": 1.0, "reduce_scatter": 0.5, "all_to_all": 0.85, "all_gather": 0.94, "broadcasts": 0.58}
+# gloo sends through the kernel: a byte takes as long as so many copies of it, by the cores that would compute
+# otherwise, so nothing hides it. Measured between two ranks of one machine, as is the time of a hop there.
+GLOO_COPIES, GLOO_LATENCY_S = 15.65, 0.625e-3
 DDP_BUCKET_BYTES, DDP_FIRST_BYTES = 25 << 20, 1 << 20  # DistributedDataParallel's bucket_cap_mb, and its first bucket
 USUAL_BLOCKS = 16  # of a network: FSDP2 and ZeRO-3 gather and scatter one at a time
 
@@ -205,8 +205,11 @@ def communication_s(
             messages = [0.0 if exchange.collective == "all_gather" else size]
         seconds = [_message_s(exchange, message, plan, engine, machine) for message in messages]
         times = accumulation_steps if exchange.each_micro_step else 1
-        total_s += times * sum(seconds)
-        exposed_s += times * exposed(seconds, compute_s[behind])
+        passes = 2 if exchange.collective == "all_reduce" else 1
+        is_copied = uses_gloo and not shares_memory  # to and from a wire, by the core that would compute
+        copied_s = is_copied * passes * (ranks - 1) / ranks * size * GLOO_COPIES / machine.gpu.bandwidth_bytes_per_s
+        total_s += times * (sum(seconds) + copied_s)
+        exposed_s += times * (exposed(seconds, compute_s[behind]) + copied_s)
     return CommunicationTime(total_s, exposed_s)
 
 

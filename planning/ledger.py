@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from planning.machines import Gpu, Machine, detect_machine, find_interconnect, shared_memory
+from planning.machines import Gpu, Machine, detect_machine, machine_of_cpu
 
 LEDGER = Path(__file__).with_name("ledger.jsonl")
 STEP, MEMORY = KINDS = ("step_s", "memory_bytes")
@@ -140,7 +140,7 @@ def cpu_machine(ranks: int, ledger: Sequence[LedgerEntry] | None = None) -> Mach
     scale = known.ranks / ranks
     peaks, bandwidth = {"fp32": known.peak * scale}, known.bandwidth * scale
     gpu = Gpu("cpu", psutil.virtual_memory().total // ranks, bandwidth, peaks, f"{here}, as in the ledger")
-    return Machine(gpu, ranks, shared_memory(bandwidth), find_interconnect("ethernet10"))
+    return machine_of_cpu(gpu, ranks)
 
 
 def machine_name() -> str:

@@ -76,12 +76,14 @@ class Machine:
         ranks: on each machine.
         inside: link between the ranks of a machine.
         between: link between machines.
+        rank_cores: of a CPU rank: a part of one if there are more ranks than cores.
     """
 
     gpu: Gpu
     ranks: int
     inside: Interconnect
     between: Interconnect
+    rank_cores: float = 1.0
 
 
 def _gpu(name: str, memory: float, bandwidth: float, fp32: float, tf32: float | None, peak16: str, source: str) -> Gpu:
@@ -197,9 +199,16 @@ def detect_machine(ranks: int = 1) -> Machine:
     """
     if not torch.cuda.is_available():
         cpu = _measure_cpu(ranks)
-        return Machine(cpu, ranks, shared_memory(cpu.bandwidth_bytes_per_s), find_interconnect("ethernet10"))
+        return machine_of_cpu(cpu, ranks)
     properties = torch.cuda.get_device_properties(0)
     return machine_of_device(properties.name, properties.total_memory, ranks)
+
+
+def machine_of_cpu(share: Gpu, ranks: int) -> Machine:
+    """Return this machine, of which each rank has this share."""
+    cores = len(os.sched_getaffinity(0)) / ranks
+    link = shared_memory(share.bandwidth_bytes_per_s)
+    return Machine(share, ranks, link, find_interconnect("ethernet10"), cores)
 
 
 def machine_of_device(device_name: str, memory_bytes: int, ranks: int) -> Machine:

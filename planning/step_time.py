@@ -6,8 +6,9 @@ bandwidth. Real kernels need a multiple of both, and some time whatever their si
 The two times are added rather than the larger taken, which makes the multiples a linear least-squares problem.
 
 CPU: fitted by `benchmarks/fit_step_time.py` to steps of 19 networks measured in fp32 on a core of an AMD EPYC (torch
-2.15), and to what 1, 2 and 4 ranks add that share two. Fitted without a network, the multiples predict it within 15 %
-(median), regnety_002 worst (+40 %).
+2.15). Fitted without a network, the multiples predict it within 13 % (median), regnety_002 worst (+36 %). What threads
+and ranks cost each other that share two cores was fitted to five of timm's networks, what other engines add to two of
+them; docs/predictions.md has the others.
 GPU: no GPU has been measured. Fitted to published training speeds with 16-bit arithmetic, 224
 pixels and large batches: timm's benchmark files for an RTX 3090 (MobileNetV3-Large 2732 images/s, MobileNetV2 2313,
 EfficientNet-B0 1752, VGG16 546, ResNet-50 1218), NVIDIA DeepLearningExamples for an A100 80 GB (EfficientNet-B0 2489,
@@ -18,7 +19,6 @@ units at their peak and one multiple for all of the memory's traffic, images/s a
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -58,12 +58,10 @@ class Sharing:
         factor: on forward and backward, beside the share of the cores: caches and the memory's bandwidth are shared
             too, and are cold after every time slice of another rank.
         operator_s: seconds for each operator's forward and backward, whose threads begin and end together.
-        meeting_s: seconds of an update for which ranks that meet wait for the last of them.
     """
 
     factor: float
     operator_s: float = 0.0
-    meeting_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,12 +69,14 @@ class EngineCost:
     """What an engine does on a CPU beside the native engine's work: the same for any size of batch.
 
     Attributes:
-        layer_s: seconds for each operator with parameters: hooks, and Python around each.
+        layer_s: seconds for each operator with parameters: hooks, and small kernels around each.
+        threads_s: the same if a rank has several threads, which begin and end each of these kernels together.
         value_s: seconds for each value of a parameter, which is copied.
         block_s: seconds for each block of the network, if several ranks gather and scatter it.
     """
 
     layer_s: float = 0.0
+    threads_s: float = 0.0
     value_s: float = 0.0
     block_s: float = 0.0
 
@@ -110,28 +110,36 @@ GPU_HOST_S = 20e-6  # per operator: assumed, of eager PyTorch under autocast
 CALIBRATIONS = {
     "cpu": Calibration(
         forward={
-            CONVOLUTION: Multiples(0.995, 0.692, 2.13, 97.1e-6),
-            POINTWISE: Multiples(0.685, 0.692, 11.4, 97.1e-6),
-            DEPTHWISE: Multiples(1.85, 0.692, 0.0, 97.1e-6),
-            PRODUCT: Multiples(0.95, 0.692, 1.82),
-            NORM: Multiples(0.0, 1.88),
+            CONVOLUTION: Multiples(0.976, 1.185, 2.195, 92.5e-6),
+            POINTWISE: Multiples(0.774, 1.185, 11.5, 92.5e-6),
+            DEPTHWISE: Multiples(2.13, 1.185, 0.0, 92.5e-6),
+            PRODUCT: Multiples(0.95, 1.185, 2.35),
+            NORM: Multiples(0.0, 1.484),
             POOL: Multiples(),
-            OTHER: Multiples(0.0, 1.88),
+            OTHER: Multiples(0.0, 1.448),
         },
         backward={
-            CONVOLUTION: Multiples(1.31, 7.10, 29.2, 155e-6),
-            POINTWISE: Multiples(1.20, 7.10, 14.8, 155e-6),
-            DEPTHWISE: Multiples(15.9, 7.10, 0.0, 155e-6),
-            PRODUCT: Multiples(1.90, 7.10),
-            NORM: Multiples(),
-            POOL: Multiples(0.0, 18.2),
-            OTHER: Multiples(0.0, 2.46),
+            CONVOLUTION: Multiples(1.687, 4.99, 12.33, 63.7e-6),
+            POINTWISE: Multiples(1.20, 4.99, 28.9, 63.7e-6),
+            DEPTHWISE: Multiples(17.55, 4.99, 0.0, 63.7e-6),
+            PRODUCT: Multiples(1.90, 4.99, 0.5385),
+            NORM: Multiples(0.0, 0.7216),
+            POOL: Multiples(0.0, 6.15),
+            OTHER: Multiples(0.0, 2.89),
         },
-        large_weights=62.6,
-        update=0.806,
-        update_s=0.743e-3,
+        large_weights=59.5,
+        update=0.770,
+        update_s=0.8005e-3,
         dispatch_s=0.0,
-        sharing={2: Sharing(1.18, 73.7e-6), 1: Sharing(1.14, meeting_s=8.35e-3), 0.5: Sharing(1.20, meeting_s=17.7e-3)},
+        sharing={2: Sharing(1.167, 44.7e-6), 1: Sharing(1.074), 0.5: Sharing(1.132)},
+        engines={
+            ("torch", 1): EngineCost(layer_s=93.3e-6, threads_s=348e-6),
+            ("torch", 2): EngineCost(threads_s=445.6e-6, value_s=2.14e-9, block_s=5.61e-3),
+            ("torch", 3): EngineCost(threads_s=391e-6, value_s=3.322e-9, block_s=8.665e-3),
+            ("deepspeed", 1): EngineCost(threads_s=81.7e-6, value_s=5.077e-9),
+            ("deepspeed", 2): EngineCost(threads_s=95.3e-6, value_s=6.839e-9, block_s=0.2696e-3),
+            ("deepspeed", 3): EngineCost(threads_s=979.7e-6, value_s=4.68e-9, block_s=9.892e-3),
+        },
     ),
     "gpu": Calibration(
         forward=dict.fromkeys((CONVOLUTION, POINTWISE, PRODUCT), Multiples(1.0, 2.3, 1.0))
@@ -155,7 +163,7 @@ class StepTime:
         forward_s: of the network.
         backward_s: of its gradients.
         update_s: of the optimizer, and of what else the engine does.
-        communication_s: of all exchanges, and of waiting for the last rank.
+        communication_s: of all exchanges.
         exposed_communication_s: of these, what no computation hides.
     """
 
@@ -184,6 +192,7 @@ def predict_step(
     checkpointing: bool = False,
     blocks: int = USUAL_BLOCKS,
     compute_scale: float = 1.0,
+    calibration: Calibration | None = None,
 ) -> StepTime:
     """Predict one update; plain arithmetic.
 
@@ -198,12 +207,15 @@ def predict_step(
         accumulation_steps: micro-batches of an update.
         checkpointing: whether backward computes forward again.
         blocks: of the network.
-        compute_scale: on all but the exchange, such as that of a measured step to its prediction.
+        compute_scale: on forward, backward and optimizer, such as that of a measured step to its prediction.
+        calibration: of the device; None for that of `CALIBRATIONS`.
     """
     is_cpu = machine.inside.name == SHARED_MEMORY
-    calibration = CALIBRATIONS["cpu" if is_cpu else "gpu"]
-    cores = len(os.sched_getaffinity(0)) / machine.ranks if is_cpu else 1
+    calibration = calibration or CALIBRATIONS["cpu" if is_cpu else "gpu"]
+    cores = machine.rank_cores
     sharing = calibration.sharing[min(calibration.sharing, key=lambda known: abs(known - cores))]
+    if is_cpu and machine.ranks == cores == 1:
+        sharing = Sharing(1.0)  # a core and its memory for itself
     slices = max(1.0, 1 / cores)  # of a core's time, until a rank's turn has come again
     met_s = len(operators) * sharing.operator_s / 2  # half in forward, half in backward
     forward, backward = (
@@ -219,12 +231,10 @@ def predict_step(
     updated = parameters if engine == "torch" and plan.zero_stage == 1 else parameters / plan.shards
     update_s = calibration.update * ADAMW_PASSES * FLOAT32_BYTES * updated / machine.gpu.bandwidth_bytes_per_s
     update_s += slices * calibration.update_s
-    is_alone = plan.shards * plan.replicas == 1
     cost = calibration.engines.get((engine, plan.zero_stage), EngineCost())
     layers = sum(operator.weights > 0 for operator in operators)
-    engine_s = cost.layer_s * layers + cost.value_s * parameters + (0.0 if is_alone else cost.block_s * blocks)
-    update_s += sharing.factor * slices * engine_s
-    meeting_s = 0.0 if is_alone else sharing.meeting_s
+    engine_s = layers * (cost.threads_s if cores > 1 else cost.layer_s) + cost.value_s * parameters
+    engine_s += cost.block_s * blocks if plan.shards * plan.replicas > 1 else 0.0
     exchange = communication_s(
         engine,
         plan,
@@ -238,9 +248,9 @@ def predict_step(
     return StepTime(
         accumulation_steps * forward,
         accumulation_steps * backward,
-        compute_scale * update_s,
-        exchange.total_s + meeting_s,
-        exchange.exposed_s + meeting_s,
+        compute_scale * update_s + sharing.factor * slices * engine_s,
+        exchange.total_s,
+        exchange.exposed_s,
     )
 
 

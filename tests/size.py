@@ -21,7 +21,7 @@ BUDGET = {
     "training/parallel": 4205,
     "training/checkpoint": 1884,
     "training/observe": 2865,
-    "planning": 5268,
+    "planning": 5290,
     "delivery": 1368,
     "delivery/export": 1250,
     "delivery/report": 1412,

@@ -150,54 +150,62 @@ def test_a_network_that_looks_at_its_data_is_not_counted():
 PRODUCTS = [Operator(PRODUCT, 2e7, 1e4, 10**4)] * 3
 
 
-def on_cpu(ranks, monkeypatch, engine="native", strategy="ddp", plan_ranks=None, **changes):
+def on_cpu(ranks, engine="native", strategy="ddp", plan_ranks=None, **changes):
     """Predict three products on so many ranks that share two cores of 1e11 operations and 2e10 bytes per second."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
     gpu = Gpu("cpu", 10**9, 4e10 / ranks, {"fp32": 2e11 / ranks}, "")
-    machine = Machine(gpu, ranks, shared_memory(gpu.bandwidth_bytes_per_s), find_interconnect("ethernet10"))
+    machine = Machine(
+        gpu, ranks, shared_memory(gpu.bandwidth_bytes_per_s), find_interconnect("ethernet10"), rank_cores=2 / ranks
+    )
     plan = plan_of(strategy, plan_ranks or ranks)
     return predict_step(PRODUCTS, 30_000, machine, plan, engine=engine, batch_size=16, **changes)
 
 
-def test_ranks_that_share_cores_wait_for_their_turns_and_for_each_other(monkeypatch):
+def test_ranks_that_share_cores_wait_for_their_turns():
     """Two ranks have a core each; of four, each has half of one, and what depends on no peak takes twice as long."""
     multiples, passes_s = Multiples(0.9, 0.7, 1.8, 1e-4), ADAMW_PASSES * 4 * 30_000 / 2e10
     calibration = dataclasses.replace(
         CALIBRATIONS["cpu"],
         forward={PRODUCT: multiples},
-        sharing={1: Sharing(1.1, meeting_s=0.01), 0.5: Sharing(1.3, meeting_s=0.02)},
+        sharing={1: Sharing(1.1), 0.5: Sharing(1.3)},
     )
-    monkeypatch.setitem(CALIBRATIONS, "cpu", calibration)
     forward_s = 0.9 * 2e7 * 16 / 1e11 + 4 * (0.7 * 16 + 1.8) * 1e4 / 2e10 + 1e-4
     for ranks, sharing in ((2, calibration.sharing[1]), (4, calibration.sharing[0.5])):
-        found, slices = on_cpu(ranks, monkeypatch), ranks / 2
+        found, slices = on_cpu(ranks, calibration=calibration), ranks / 2
         assert found.forward_s == pytest.approx(slices * sharing.factor * 3 * forward_s)
         assert found.update_s == pytest.approx(slices * (calibration.update * passes_s / ranks + calibration.update_s))
-        assert found.exposed_communication_s > sharing.meeting_s
-        alone = on_cpu(ranks, monkeypatch, plan_ranks=1)
-        assert alone.exposed_communication_s == 0  # one rank of a machine for several: it meets nobody
 
 
-def test_threads_begin_and_end_each_operator_together(monkeypatch):
-    sharing = {2: Sharing(1.0), 1: Sharing(1.0)}
+def test_threads_begin_and_end_each_operator_together():
     for operator_s in (0.0, 0.004):
-        sharing[2] = Sharing(1.0, operator_s=operator_s)
-        monkeypatch.setitem(CALIBRATIONS, "cpu", dataclasses.replace(CALIBRATIONS["cpu"], sharing=dict(sharing)))
-        found = on_cpu(1, monkeypatch)
-        half = on_cpu(2, monkeypatch, plan_ranks=1)  # a core instead of two
+        sharing = {2: Sharing(1.0, operator_s), 1: Sharing(1.0)}
+        calibration = dataclasses.replace(CALIBRATIONS["cpu"], sharing=sharing)
+        found = on_cpu(1, calibration=calibration)
+        half = on_cpu(2, plan_ranks=1, calibration=calibration)  # a core instead of two
         assert found.forward_s == pytest.approx(half.forward_s / 2 + 3 * operator_s / 2)
 
 
-def test_another_engine_costs_by_layer_and_by_value(monkeypatch):
-    engines = {("torch", 2): EngineCost(1e-3, 1e-7)}
-    calibration = dataclasses.replace(CALIBRATIONS["cpu"], engines=engines, sharing={0.5: Sharing(1.3)})
-    monkeypatch.setitem(CALIBRATIONS, "cpu", calibration)
-    native, torchs = (on_cpu(4, monkeypatch, engine, "fsdp_stage2") for engine in ("native", "torch"))
-    assert torchs.update_s - native.update_s == pytest.approx(2 * 1.3 * (3 * 1e-3 + 30_000 * 1e-7))
+def test_a_rank_with_a_machine_of_one_core_shares_nothing():
+    gpu = Gpu("cpu", 10**9, 2e10, {"fp32": 1e11}, "")
+    machine = Machine(gpu, 1, shared_memory(2e10), find_interconnect("ethernet10"))
+    alone = predict_step(PRODUCTS, 30_000, machine, plan_of("ddp", 1), engine="native", batch_size=16)
+    shared = on_cpu(2, plan_ranks=1)
+    assert shared.forward_s == pytest.approx(CALIBRATIONS["cpu"].sharing[1].factor * alone.forward_s)
 
 
-def test_a_measured_step_scales_all_but_the_exchange(monkeypatch):
-    one, twice = (on_cpu(2, monkeypatch, compute_scale=scale) for scale in (1, 2))
+def test_another_engine_costs_by_layer_and_by_value():
+    engines = {("torch", 2): EngineCost(1e-3, 4e-3, 1e-7, 0.05)}
+    calibration = dataclasses.replace(
+        CALIBRATIONS["cpu"], engines=engines, sharing={2: Sharing(1.0), 0.5: Sharing(1.3)}
+    )
+    for ranks, expected in ((4, 2 * 1.3 * (3 * 1e-3 + 30_000 * 1e-7 + 5 * 0.05)), (1, 3 * 4e-3 + 30_000 * 1e-7)):
+        native, other = (
+            on_cpu(ranks, name, "fsdp_stage2", blocks=5, calibration=calibration) for name in ("native", "torch")
+        )
+        assert other.update_s - native.update_s == pytest.approx(expected)
+
+
+def test_a_measured_step_scales_all_but_the_exchange():
+    one, twice = (on_cpu(2, compute_scale=scale) for scale in (1, 2))
     for part in ("forward_s", "backward_s", "update_s"):
         assert getattr(twice, part) == pytest.approx(2 * getattr(one, part))
     assert twice.communication_s == one.communication_s
@@ -206,11 +214,11 @@ def test_a_measured_step_scales_all_but_the_exchange(monkeypatch):
 def test_the_fit_finds_what_ranks_cost_each_other():
     works = [Phases(1, 1, f"m{n}", 16, 64, seconds=(0.01 * n, 0.02 * n, 0.004)) for n in (1, 3, 10)]
     shared = [
-        dataclasses.replace(one, ranks=4, seconds=(0.0, 2 * 1.25 * sum(one.seconds[:2]) + 2 * 0.004 / 4, 0.007))
+        dataclasses.replace(one, ranks=4, seconds=(0.0, 2 * 1.25 * sum(one.seconds[:2]), 2 * 0.004 / 4))
         for one in works
     ]
     found = fit_ranks(shared, {work_of(one): one for one in works})
-    assert (found.factor, found.meeting_s) == pytest.approx((1.25, 0.007), rel=1e-3)
+    assert found.factor == pytest.approx(1.25, rel=1e-3)
 
 
 def test_measured_blocks_become_medians_and_replace_those_of_the_same_case(tmp_path):
