@@ -19,13 +19,14 @@ from training.observe.run_lock import LOCK, Origin, lock_run
 
 MODEL = "basic_cnn"  # BatchNorm and dropout
 WORDS = (MODEL, "fsdp_stage2", "2", "16", "2")
-FLAGS = ("--image-size", "16", "--log-every-steps", "2", "--tensorboard", "false", "--workers", "1")
+FLAGS = ("--image-size", "16", "--log-every-steps", "2", "--tensorboard", "false", "--workers", "0")
+WITH_WORKER = (*FLAGS[:-1], "1")
 STEPS_PER_EPOCH = 45  # 1,437 digits, 32 at a time
 
 
-def start(logs, name, **changes):
+def start(logs, name, flags=FLAGS, **changes):
     return subprocess.Popen(
-        ["bash", "scripts/launch_distributed.sh", *WORDS, *FLAGS, "--run-name", name, "--log-dir", str(logs)],
+        ["bash", "scripts/launch_distributed.sh", *WORDS, *flags, "--run-name", name, "--log-dir", str(logs)],
         cwd=ROOT,
         env=environment() | changes,
         stdout=subprocess.PIPE,
@@ -94,7 +95,7 @@ def assert_goes_on_to(uninterrupted, logs, name):
 
 def test_sigterm_to_the_launcher_saves_and_the_run_goes_on_bit_for_bit(tmp_path, uninterrupted):
     folder = tmp_path / "runs" / "terminated"
-    process = start(tmp_path, "terminated", LAUNCHER="deepspeed")
+    process = start(tmp_path, "terminated", WITH_WORKER, LAUNCHER="deepspeed")
     wait_until(lambda: has_reached(folder, 4), process)
     process.send_signal(signal.SIGTERM)
     output = assert_stopped(process, signal.SIGTERM, "terminated")
