@@ -50,7 +50,7 @@ bench: ## Compare with bare DDP, ZeRO, Lightning, Accelerate, ... on CPU ranks (
 	@bash scripts/setup_env.sh requirements-bench.txt
 	$(BIN)/python benchmarks/compare.py --rounds $(ROUNDS) --minutes $(MINUTES) $(if $(QUICK),--quick)
 
-check-memory: setup ## Compare the memory that is predicted for CPU ranks with what they take (an hour)
+check-memory: setup ## Compare the memory that is predicted for CPU ranks with what they take (up to an hour)
 	$(BIN)/python benchmarks/memory.py
 
 record: setup ## Train a preset's task with 10 seeds and write a record (TASK=digits, RECORD_FLAGS="--data FILE --seeds 3")
