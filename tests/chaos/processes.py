@@ -36,7 +36,7 @@ class Seen:
 
     @property
     def is_rank(self) -> bool:
-        """Whether it trains; a rank's helpers inherit its environment, but not its command line."""
+        """Whether it trains, or is a fork of what trains; other helpers of a rank have a command line of their own."""
         return "LOCAL_RANK" in self.environment and any(word.endswith(ENTRY) for word in self.words)
 
     @property
@@ -70,8 +70,9 @@ def processes_of(mark: str) -> list[Seen]:
 
 
 def ranks_of(mark: str) -> list[Seen]:
-    """Return the live ranks, by their number."""
-    ranks = [seen for seen in processes_of(mark) if seen.is_rank]
+    """Return the live ranks, by their number, without their forks: one predicts the run's time beside rank 0."""
+    found = [seen for seen in processes_of(mark) if seen.is_rank]
+    ranks = [seen for seen in found if seen.parent_pid not in {other.process.pid for other in found}]
     return sorted(ranks, key=lambda seen: int(seen.environment["LOCAL_RANK"]))
 
 

@@ -25,7 +25,7 @@ from tests.chaos.compare import WEIGHTS, differences
 from tests.chaos.damage import DAMAGES, MANIFEST, newest_checkpoint
 from tests.chaos.disk import fill, small_disk, why_no_disk
 from tests.chaos.faults import FAULTS
-from tests.chaos.processes import MARK, kill_all, processes_of
+from tests.chaos.processes import MARK, kill_all, processes_of, ranks_of
 from tests.chaos.records import Injection, TrialResult
 from tests.chaos.report import misses, print_report, write_records
 from tests.unit.small_checkpoints import write_checkpoint
@@ -173,6 +173,18 @@ def test_only_marked_processes_are_found_and_ended():
 
 
 @pytest.mark.skipif(bool(why_no_disk()), reason="a tmpfs cannot be mounted here")
+def test_a_fork_of_a_rank_is_no_rank():
+    program = "import os, time; os.fork(); print(flush=True); time.sleep(100)"
+    words = [sys.executable, "-c", program, "train_distributed.py"]
+    environment = os.environ | {MARK: "forks", "LOCAL_RANK": "0"}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline(), rank.stdout.readline()
+        assert len(processes_of("forks")) == 2
+        assert [seen.process.pid for seen in ranks_of("forks")] == [rank.pid]
+        kill_all("forks")
+
+
 def test_a_full_disk_is_full_for_a_while_and_gone_at_the_end(tmp_path: Path):
     with small_disk(tmp_path / "disk") as disk:
         filling = threading.Thread(target=fill, args=(disk, 1.0))
