@@ -46,7 +46,7 @@ def test_a_study_follows_from_its_logs_and_its_page_from_it(name):
         for run in variant["runs"]:
             log = study_folder(name) / f"{number}-{run['seed']}.log"
             assert {"seed": run["seed"], **read_our_log(log.read_text())} == run
-        assert variant["summary"] == summary(variant["runs"])
+        assert variant.get("summary") == (summary(variant["runs"]) if variant["runs"] else None)
     page, (begin, end) = (ROOT / STUDIES[name].page).read_text(), marks(name)
     assert page[page.index(begin) + len(begin) : page.index(end)].strip() == STUDIES[name].table(study)
 
