@@ -172,7 +172,6 @@ def test_only_marked_processes_are_found_and_ended():
         others.kill()
 
 
-@pytest.mark.skipif(bool(why_no_disk()), reason="a tmpfs cannot be mounted here")
 def test_a_fork_of_a_rank_is_no_rank():
     program = "import os, time; os.fork(); print(flush=True); time.sleep(100)"
     words = [sys.executable, "-c", program, "train_distributed.py"]
@@ -185,6 +184,7 @@ def test_a_fork_of_a_rank_is_no_rank():
         kill_all("forks")
 
 
+@pytest.mark.skipif(bool(why_no_disk()), reason="a tmpfs cannot be mounted here")
 def test_a_full_disk_is_full_for_a_while_and_gone_at_the_end(tmp_path: Path):
     with small_disk(tmp_path / "disk") as disk:
         filling = threading.Thread(target=fill, args=(disk, 1.0))

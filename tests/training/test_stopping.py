@@ -52,12 +52,14 @@ def has_reached(folder, step):
 
 
 def ranks_of(run_name):
+    """Return the live ranks, without their forks: one predicts the run's time beside rank 0."""
     found = []
-    for process in psutil.process_iter(["cmdline", "environ"]):
+    for process in psutil.process_iter(["pid", "ppid", "cmdline", "environ"]):
         is_rank = "LOCAL_RANK" in (process.info["environ"] or {})
         if is_rank and run_name in (process.info["cmdline"] or []):
             found.append(process)
-    return found
+    pids = {process.pid for process in found}
+    return [process for process in found if process.info["ppid"] not in pids]
 
 
 def rank_0_of(run_name):
