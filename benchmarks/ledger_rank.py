@@ -74,13 +74,9 @@ def collective_seconds(device: torch.device) -> list[dict[str, Any]]:
     other = [torch.zeros(FEWEST_ELEMENTS) for _ in range(MESSAGES)]
     parts = [one.view(ranks, -1)[rank] for one in other]
 
-    def broadcasts(one: torch.Tensor) -> list[Any]:
-        return [dist.broadcast(part, place, async_op=True) for place, part in enumerate(one.view(ranks, -1))]
-
     started: Mapping[str, Callable[[int], Sequence[Any]]] = {
         "all_reduce": lambda place: [dist.all_reduce(whole[place], async_op=True)],
         "all_to_all": lambda place: [dist.all_to_all_single(other[place], whole[place], async_op=True)],
-        "broadcasts": lambda place: broadcasts(whole[place]),
         "all_gather": lambda place: [dist.all_gather_into_tensor(whole[place], parts[place], async_op=True)],
         "reduce_scatter": lambda place: [dist.reduce_scatter_tensor(parts[place], whole[place], async_op=True)],
     }

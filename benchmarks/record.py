@@ -66,7 +66,7 @@ TASKS: dict[str, Task] = {
     "cifar10": Task(
         "npz",
         "--model airbench_small --img-size 32 --mean 0.491 0.482 0.447 --std 0.247 0.243 0.262 --hflip 0.5 "
-        "--scale 0.7 1 --epochs 12 -b 128 --opt muon --opt-kwargs ns_steps=3 fallback_lr_scale=0.2 --lr 0.02 "
+        "--scale 0.7 1 --epochs 20 -b 128 --opt muon --opt-kwargs ns_steps=3 fallback_lr_scale=0.2 --lr 0.02 "
         "--min-lr 2e-4 --weight-decay 5e-4" + COMMON,
     ),
 }

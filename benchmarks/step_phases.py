@@ -98,7 +98,7 @@ class Messages:
     Attributes:
         ranks: that took part.
         mbit: as in `Case`.
-        collective: of gloo; 'broadcasts' are those with which the native engine gathers weights.
+        collective: of gloo.
         bytes: of all messages, as `planning.communication.collective_s` counts them.
         messages: that were started at once.
         seconds: until the last one has arrived.

@@ -24,9 +24,9 @@ from training.parallel.summation_tree import StepTree
 
 SHARED_MEMORY = "shared-memory"  # the link inside a machine of CPU ranks: no messages, a rank reads the others' memory
 # Of the rate of gloo's all-reduce, what its other collectives reach: measured by `benchmarks/step_phases.py`. Its
-# reduce-scatter is an all-reduce of which a rank keeps its part (torch, ProcessGroupGloo.cpp); the native engine
-# gathers by broadcasts. NCCL's collectives are taken to reach the same rate.
-GLOO_SHARE = {"all_reduce": 1.0, "reduce_scatter": 0.5, "all_to_all": 0.85, "all_gather": 0.94, "broadcasts": 0.58}
+# reduce-scatter is an all-reduce of which a rank keeps its part (torch, ProcessGroupGloo.cpp). NCCL's collectives are
+# taken to reach the same rate.
+GLOO_SHARE = {"all_reduce": 1.0, "reduce_scatter": 0.5, "all_to_all": 0.85, "all_gather": 0.94}
 # gloo sends through the kernel: a byte takes as long as so many copies of it, by the cores that would compute
 # otherwise, so nothing hides it. Measured between two ranks of one machine, as is the time of a hop there.
 GLOO_COPIES, GLOO_LATENCY_S = 15.65, 0.625e-3
@@ -200,7 +200,7 @@ def communication_s(
         size = _size_bytes(engine, exchange, parameters, ranks, accumulation_steps)
         messages, behind = _messages(exchange, size, blocks), "" if shares_memory else exchange.behind
         if uses_gloo:
-            messages = [message / _gloo_share(engine, exchange.collective) for message in messages]
+            messages = [message / GLOO_SHARE[exchange.collective] for message in messages]
         elif shares_memory:  # where there is one copy of the weights
             messages = [0.0 if exchange.collective == "all_gather" else size]
         seconds = [_message_s(exchange, message, plan, engine, machine) for message in messages]
@@ -271,10 +271,6 @@ def _size_bytes(engine: str, exchange: Exchange, parameters: int, ranks: int, ac
     padding = max(BLOCK * ranks / FEWEST_ELEMENTS, 1.0)
     rows = _tree_rows(ranks, accumulation_steps) if exchange.collective == "all_to_all" else 1
     return size * padding * rows
-
-
-def _gloo_share(engine: str, collective: str) -> float:
-    return GLOO_SHARE["broadcasts" if (engine, collective) == ("native", "all_gather") else collective]
 
 
 def _messages(exchange: Exchange, size_bytes: float, blocks: int) -> list[float]:

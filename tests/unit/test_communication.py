@@ -227,7 +227,7 @@ def test_gloo_reaches_a_part_of_a_wire_and_nccl_all_of_it():
     assert total_s(gpus, "native") == pytest.approx(total_s(gpus, "torch")) == pytest.approx(size / 1e9)
     copied_s = size * GLOO_COPIES / 1e10  # by the core that would compute
     assert total_s(cpus, "torch") == pytest.approx(size / 1e9 + copied_s)
-    parts = 1 / GLOO_SHARE["all_to_all"] + 1 / GLOO_SHARE["broadcasts"]
+    parts = 1 / GLOO_SHARE["all_to_all"] + 1 / GLOO_SHARE["all_gather"]
     assert total_s(cpus, "native") == pytest.approx(size / 2 / 1e9 * parts + copied_s)
 
 

@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -101,9 +100,7 @@ def test_vgg_sizes():
         True,
         True,
     ]
-    started = time.perf_counter()
-    forward_failure(module, 512, 16)
-    assert time.perf_counter() - started < 1.0
+    assert forward_failure(module, 512, 1 << 20) is None  # without data: such a batch would have 3 TB
 
 
 @pytest.mark.parametrize("model_type", QUICK_MODELS)
@@ -444,7 +441,7 @@ def test_contradicting_sources_of_weights():
 
 
 BUILD_FINETUNED = """
-    import time, torch
+    import time, timm, torch
     from models.build import build_model
     from training.errors import UserError
     started = time.perf_counter()

@@ -157,14 +157,7 @@ class CollectiveBuffers(FlatBuffers):
         storage = self.weights.untyped_storage()
         if self._releasable:
             storage.resize_(self.weights.numel() * BYTES)
-        if self._world.device.type == "cuda":
-            self._works = [dist.all_gather_into_tensor(self.weights, self.part, async_op=True)]
-            return
-        if self._releasable:
-            self.weights[self._part].copy_(self.part)
-        # On gloo, broadcasts of the parts take 2.8 ms where an all-gather of 6 MB takes 4.7.
-        parts = self.weights.view(self._world.size, -1)
-        self._works = [dist.broadcast(part, rank, async_op=True) for rank, part in enumerate(parts)]
+        self._works = [dist.all_gather_into_tensor(self.weights, self.part, async_op=True)]
 
     def finish_gather(self) -> None:
         self._wait()
