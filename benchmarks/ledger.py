@@ -31,7 +31,7 @@ from training.config import TrainConfig
 
 GOAL = 0.15
 ENGINE = "native"  # whose step on one core the others are predicted from
-TEXT = "fp32, AdamW; medians of blocks of steps."
+TEXT = "fp32, AdamW; medians of the blocks of steps that `benchmarks/step_phases.py` measured."
 
 
 def predicted(entry: LedgerEntry, compute_scale: float = 1.0, machine: Machine | None = None) -> float:

@@ -41,17 +41,19 @@ def table(records: Path) -> str:
 
 def _cells(record: dict[str, Any], before: dict[str, Any] | None) -> tuple[str, ...]:
     ours, theirs = record["ours"], record.get("timm")
-    cells = (_top1(ours), f"{ours['summary']['seconds_median']:.1f}")
+    cells = (top1_cell(ours), f"{ours['summary']['seconds_median']:.1f}")
     if theirs:
-        cells += (_top1(theirs), f"{theirs['summary']['seconds_median']:.1f}", f"{time_ratio(record):.2f}")
+        cells += (top1_cell(theirs), f"{theirs['summary']['seconds_median']:.1f}", f"{time_ratio(record):.2f}")
     else:
         cells += ("", "", "")
     return (*cells, compared(record, before) if before else "the first")
 
 
-def _top1(side: dict[str, Any]) -> str:
-    found = side["summary"]
-    return f"{100 * found['top1_mean']:.2f} ± {100 * found['top1_std']:.2f} % ({len(side['runs'])} seeds)"
+def top1_cell(side: dict[str, Any]) -> str:
+    """Return mean and standard deviation of top-1 over the seeds of what has `runs` and their `summary`."""
+    found, runs = side["summary"], len(side["runs"])
+    spread = f" ± {100 * found['top1_std']:.2f}" if runs > 1 else ""
+    return f"{100 * found['top1_mean']:.2f}{spread} % ({runs} seed{'s' if runs > 1 else ''})"
 
 
 def time_ratio(record: dict[str, Any]) -> float:

@@ -25,7 +25,7 @@ from scipy import stats
 
 from benchmarks.record import RECORDS, ROOT, our_command, summary, train_ours
 from benchmarks.record_data import file_sha256
-from benchmarks.record_table import replace_between
+from benchmarks.record_table import replace_between, top1_cell
 from benchmarks.report import today, versions
 from models.build import build_model
 from planning.ledger import STEP, machine_name, read_ledger
@@ -68,7 +68,7 @@ def ablation_table(study: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for variant in study["variants"]:
-        cells = [variant["name"], _top1(variant)]
+        cells = [variant["name"], top1_cell(variant)]
         if variant is whole:
             cells += ["", ""]
         else:
@@ -85,7 +85,7 @@ def zoo_table(study: dict[str, Any]) -> str:
     for variant in (variant for variant in study["variants"] if variant["runs"]):
         module = build_model(variant["name"], num_classes=10, image_size=IMAGE_SIZE).module
         size = f"{sum(p.numel() for p in module.parameters()) / 1e6:.1f} million"
-        rows.append(f"| `{variant['name']}` | {size} | {_top1(variant)} | {_ledger_speed(variant['name'])} |")
+        rows.append(f"| `{variant['name']}` | {size} | {top1_cell(variant)} | {_ledger_speed(variant['name'])} |")
     return "\n".join(rows)
 
 
@@ -98,12 +98,6 @@ def _ledger_speed(model: str) -> str:
         if (one.kind, one.model, one.engine, one.strategy, one.ranks, one.batch_size, one.image_size) == line
     ]
     return f"{RANKS * BATCH_SIZE / steps[-1]:.0f}" if steps else "-"
-
-
-def _top1(variant: dict[str, Any]) -> str:
-    found, runs = variant["summary"], len(variant["runs"])
-    spread = f" ± {100 * found['top1_std']:.2f}" if runs > 1 else ""
-    return f"{100 * found['top1_mean']:.2f}{spread} % ({runs} seed{'s' if runs > 1 else ''})"
 
 
 class Study(NamedTuple):

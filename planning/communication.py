@@ -26,7 +26,7 @@ SHARED_MEMORY = "shared-memory"  # the link inside a machine of CPU ranks: no me
 # Of the rate of gloo's all-reduce, what its other collectives reach: measured by `benchmarks/step_phases.py`. Its
 # reduce-scatter is an all-reduce of which a rank keeps its part (torch, ProcessGroupGloo.cpp). NCCL's collectives are
 # taken to reach the same rate.
-GLOO_SHARE = {"all_reduce": 1.0, "reduce_scatter": 0.5, "all_to_all": 0.85, "all_gather": 0.94}
+GLOO_SHARE = {"all_reduce": 1.0, "reduce_scatter": 0.5, "all_to_all": 0.79, "all_gather": 0.83}
 # gloo sends through the kernel: a byte takes as long as so many copies of it, by the cores that would compute
 # otherwise, so nothing hides it. Measured between two ranks of one machine, as is the time of a hop there.
 GLOO_COPIES, GLOO_LATENCY_S = 15.65, 0.625e-3
