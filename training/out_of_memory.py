@@ -6,6 +6,7 @@ This module imports no torch: launchers use it too.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,16 +17,17 @@ from training.model_fields import FEWEST_IMAGES
 from training.parallel.strategies import STRATEGIES
 
 # Of errors that are no MemoryError: PyTorch's allocators on GPUs and CPUs, libraries of both, and the system's ENOMEM.
-SIGNS = (
-    *("out of memory", "can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc"),
-    *("ALLOC_FAILED", "could not create a memory object"),
+# oneDNN cannot "create a primitive" where no memory is left for the code that it generates.
+SIGNS = re.compile(
+    r"out of memory|can't allocate memory|Cannot allocate memory|not enough memory|bad_alloc|ALLOC_FAILED"
+    r"|could not create a (memory object|primitive(?! descriptor))"
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception says that this process could not get memory."""
     return isinstance(error, MemoryError) or (
-        isinstance(error, (RuntimeError, OSError)) and any(sign in str(error) for sign in SIGNS)
+        isinstance(error, (RuntimeError, OSError)) and SIGNS.search(str(error)) is not None
     )
 
 

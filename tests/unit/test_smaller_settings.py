@@ -94,6 +94,8 @@ def test_the_guide_has_the_same_order():
             True,
         ),
         (RuntimeError("cuBLAS error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("could not create a primitive"), True),
+        (RuntimeError("could not create a primitive descriptor for a convolution forward propagation"), False),
         (OSError(12, "Cannot allocate memory"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (OSError(28, "No space left on device"), False),
