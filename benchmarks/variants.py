@@ -32,7 +32,7 @@ from models.build import build_model
 from planning.ledger import STEP, machine_name, read_ledger
 
 INGREDIENTS = {
-    "Muon (AdamW in its place)": "--optimizer adamw --learning-rate 0.004",
+    "Muon (AdamW in its place)": "--optimizer adamw --optimizer-options= --learning-rate 0.004",
     "whitened stem": "--whitened-stem false",
     "mirroring in turn (by chance in its place)": "--mirror random",
     "mirroring": "--mirror off",
