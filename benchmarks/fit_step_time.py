@@ -46,7 +46,8 @@ from planning.step_time import (
 from training.config import TrainConfig
 from training.parallel.strategies import plan_of
 
-CORE_FLOPS, CORE_BANDWIDTH = 100e9, 20e9  # of each, as `planning.machines` measures them
+# Of each core that was measured, as `planning.machines` measures them.
+CORE_FLOPS, CORE_BANDWIDTH, PRODUCT_SHARE = 250e9, 40e9, 0.42
 CONVOLUTIONS = (CONVOLUTION, POINTWISE, DEPTHWISE)
 PRODUCTS = (*CONVOLUTIONS, PRODUCT)
 PHASE_NAMES = ("forward", "backward")
@@ -81,7 +82,8 @@ def columns(operators: Sequence[Operator], batch_size: int, *, is_backward: bool
         moved = FLOAT32_BYTES * batch_size * operator.activations / CORE_BANDWIDTH
         found["activations of products" if is_product else f"activations of {kind}"] += moved
         if is_product:
-            found[f"flops of {kind}"] += operator.flops * batch_size / CORE_FLOPS
+            peak = CORE_FLOPS * (PRODUCT_SHARE if kind == PRODUCT else 1)
+            found[f"flops of {kind}"] += operator.flops * batch_size / peak
             large = is_backward and operator.weights > LARGE_WEIGHT
             found["large weights" if large else f"weights of {kind}"] += (
                 FLOAT32_BYTES * operator.weights / CORE_BANDWIDTH
@@ -206,7 +208,7 @@ def predicted_s(one: Phases, works: Works, calibration: Calibration) -> float:
 
 def share_of(ranks: int) -> Machine:
     """Return the machine that was measured, with so many ranks."""
-    gpu = Gpu("cpu", 0, CORE_BANDWIDTH * CORES / ranks, {"fp32": CORE_FLOPS * CORES / ranks}, "")
+    gpu = Gpu("cpu", 0, CORE_BANDWIDTH * CORES / ranks, {"fp32": CORE_FLOPS * CORES / ranks}, "", PRODUCT_SHARE)
     link = shared_memory(gpu.bandwidth_bytes_per_s)
     return Machine(gpu, ranks, link, find_interconnect("ethernet10"), CORES / ranks)
 

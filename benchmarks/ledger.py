@@ -78,6 +78,7 @@ def entry_of(kind: str, measured: float, **run: Any) -> LedgerEntry:
         measured=float(f"{measured:.4g}"),
         peak=gpu.peaks["fp32"],
         bandwidth=gpu.bandwidth_bytes_per_s,
+        product_share=gpu.product_share,
         machine=machine_name(),
         versions=versions("torch", "deepspeed"),
         date=today(),

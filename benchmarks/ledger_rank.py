@@ -28,7 +28,7 @@ from training.parallel.engine import Engine
 from training.parallel.world import World, start_world, stop_world
 
 CLASSES = 10
-MOST_STEPS = 60
+FEWEST_STEPS, MOST_STEPS = 3, 60
 WARMUP_STEPS = 2  # the second one still meets memory that no step has touched
 MESSAGES = 6  # of a megabyte, one after another, as the native engine sends the buckets of a small network
 
@@ -61,7 +61,8 @@ def measure(case: Mapping[str, Any], seconds: float, world: World) -> list[float
     batch = torch.randn(batch_size, 3, image_size, image_size), torch.randint(CLASSES, (batch_size,))
     for _ in range(WARMUP_STEPS):
         step_s = sum(block_seconds(engine, *batch, world, 1))
-    steps = broadcast_object(min(MOST_STEPS, round(seconds / step_s) + 1), lambda value: value, world)
+    wanted = min(MOST_STEPS, max(FEWEST_STEPS, round(seconds / step_s) + 1))
+    steps = broadcast_object(wanted, lambda value: value, world)
     found = block_seconds(engine, *batch, world, steps)
     engine.close()
     return found

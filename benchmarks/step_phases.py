@@ -43,8 +43,26 @@ FITTED = {
     "timm:efficientnet_lite0": 16,
     "timm:convnext_atto": 16,
 }
+# More networks, with images and pixels, on one core: to them and to those above the roofline is fitted.
+ALONE = (
+    ("timm:resnet18", 8, 128),
+    ("timm:resnet50", 8, 64),
+    ("timm:mobilenetv3_large_100", 16, 96),
+    ("timm:regnety_002", 16, 64),
+    ("timm:ghostnet_100", 16, 64),
+    ("timm:vgg11_bn", 8, 64),
+    ("timm:densenet121", 8, 64),
+    ("timm:mnasnet_100", 8, 128),
+    ("timm:vit_small_patch16_224", 8, 64),
+    ("mobilenet", 64, 64),
+    ("mobilenet", 8, 128),
+    ("basic_cnn", 64, 32),
+    ("cnn_lstm", 32, 64),
+    ("efficientnet", 8, 128),
+)
 OTHER_ENGINES = ("mobilenet", "cnn_lstm", "timm:resnet18", "timm:vit_tiny_patch16_224")
 BETWEEN = (("native", "ddp"), ("torch", "ddp"), ("torch", "fsdp_stage3"), ("deepspeed", "fsdp_stage2"))
+MODELS = tuple(dict.fromkeys((*GUIDE, *HEAVY, *FITTED, *(model for model, *_ in ALONE))))
 WAYS = ((1, 1), (1, CORES), (2, 1), (4, 1))  # ranks, and threads of each
 SLOW_MBIT = 10  # a step takes seconds: one is enough
 
@@ -148,11 +166,12 @@ def _case_of(line: dict[str, Any]) -> object:
 
 
 def cases_of(ranks: int, threads: int, turn: int, models: Sequence[str]) -> list[Case]:
-    """Return what a job measures; at the first turn heavy networks too, and other engines as a launch runs them."""
+    """Return what a job measures; at the first turn more networks, and other engines as a launch runs them."""
     light = [(model, BATCH, size) for model in GUIDE for size in IMAGE_SIZES]
     light += [(model, batch, 64) for model, batch in FITTED.items()]
     heavy = [(model, BATCH, size) for model in HEAVY for size in IMAGE_SIZES] if not turn else []
-    cases = [Case(ranks, threads, *one) for one in (*light, *heavy)]
+    alone = ALONE if ranks == threads == 1 and not turn else ()
+    cases = [Case(ranks, threads, *one) for one in (*light, *heavy, *alone)]
     others = [
         Case(ranks, threads, model, BATCH, 64, engine, strategy)
         for model in OTHER_ENGINES
@@ -191,7 +210,7 @@ def jobs(rounds: int, models: Sequence[str], wires: Sequence[int]) -> Iterator[t
 def main() -> None:
     """Measure one job after another, and write what was measured after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join((*GUIDE, *HEAVY, *FITTED)), help="comma-separated")
+    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated")
     parser.add_argument("--mbit", default="10,100,1000", help="speeds of the wire in Mbit/s, comma-separated")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=0.5, help="of steps per case and round")

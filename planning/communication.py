@@ -23,13 +23,13 @@ from training.parallel.strategies import ParallelPlan
 from training.parallel.summation_tree import StepTree
 
 SHARED_MEMORY = "shared-memory"  # the link inside a machine of CPU ranks: no messages, a rank reads the others' memory
-# Of the rate of gloo's all-reduce, what its other collectives reach: measured by `benchmarks/step_phases.py`. Its
+# Of the rate of gloo's all-reduce, what its other collectives reach: the least of three runs of `step_phases.py`. Its
 # reduce-scatter is an all-reduce of which a rank keeps its part (torch, ProcessGroupGloo.cpp). NCCL's collectives are
 # taken to reach the same rate.
 GLOO_SHARE = {"all_reduce": 1.0, "reduce_scatter": 0.5, "all_to_all": 0.79, "all_gather": 0.83}
 # gloo sends through the kernel: a byte takes as long as so many copies of it, by the cores that would compute
 # otherwise, so nothing hides it. Measured between two ranks of one machine, as is the time of a hop there.
-GLOO_COPIES, GLOO_LATENCY_S = 15.65, 0.625e-3
+GLOO_COPIES, GLOO_LATENCY_S = 22.4, 0.156e-3
 DDP_BUCKET_BYTES, DDP_FIRST_BYTES = 25 << 20, 1 << 20  # DistributedDataParallel's bucket_cap_mb, and its first bucket
 USUAL_BLOCKS = 16  # of a network: FSDP2 and ZeRO-3 gather and scatter one at a time
 

@@ -23,7 +23,7 @@ LEDGER = Path(__file__).with_name("ledger.jsonl")
 STEP, MEMORY = KINDS = ("step_s", "memory_bytes")
 SAID = {STEP: "step time", MEMORY: "memory"}
 # Fields in which entries of the same run may differ.
-OF_A_MEASUREMENT = ("predicted", "measured", "peak", "bandwidth", "versions", "date")
+OF_A_MEASUREMENT = ("predicted", "measured", "peak", "bandwidth", "versions", "date", "product_share")
 SHARE_NAMED = 0.8  # of the runs alike: the error that these stay within
 
 
@@ -49,6 +49,7 @@ class LedgerEntry:
         machine: cores or GPU.
         versions: of the packages.
         date: of the measurement.
+        product_share: as in `planning.machines.Gpu`.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class LedgerEntry:
     machine: str
     versions: str
     date: str
+    product_share: float = 1.0
 
     @property
     def error(self) -> float:
@@ -139,16 +141,22 @@ def cpu_machine(ranks: int, ledger: Sequence[LedgerEntry] | None = None) -> Mach
         return detect_machine(ranks)
     scale = known.ranks / ranks
     peaks, bandwidth = {"fp32": known.peak * scale}, known.bandwidth * scale
-    gpu = Gpu("cpu", psutil.virtual_memory().total // ranks, bandwidth, peaks, f"{here}, as in the ledger")
+    memory, source = psutil.virtual_memory().total // ranks, f"{here}, as in the ledger"
+    gpu = Gpu("cpu", memory, bandwidth, peaks, source, known.product_share)
     return machine_of_cpu(gpu, ranks)
 
 
 def machine_name() -> str:
-    """Return cores and processor of this machine, as Linux calls it."""
+    """Return cores and processor of this machine, as Linux calls it.
+
+    A hypervisor may hide the processor's name, so its family and model are named too.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"
+    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = said.get("model name", platform.machine())
+    family = f" (family {said['cpu family']}, model {said['model']})" if {"cpu family", "model"} <= said.keys() else ""
+    return f"{len(os.sched_getaffinity(0))} cores of {name}{family}"
 
 
 def _run_of(entry: LedgerEntry) -> tuple[object, ...]:

@@ -22,6 +22,7 @@ GB, TERA = 1e9, 1e12
 NCCL_LATENCY = "latency of a ring's hop: NCCL, src/graph/tuning.cc, hwLat (Ring, Simple)"
 IB_SHARE = 0.96  # 12 of 12.5 GB/s: NCCL, src/graph/topo.h
 TCP_SHARE = 0.94  # payload of a frame: 1448 of 1538 bytes
+IMAGES, CHANNELS, PIXELS = 16, 128, 16  # of a convolution in the middle of a network
 MATMUL_SIZE = 768
 COPY_BYTES = 64 * 2**20
 REPEATS = 5
@@ -36,8 +37,10 @@ class Gpu:
         memory_bytes: the data sheet's GB as 10^9 bytes: a little less than the driver reports.
         bandwidth_bytes_per_s: of its memory.
         peaks: dense operations per second of matrix products by precision, accumulated in fp32: 'fp32' without and
-            'tf32' with tensor cores, 'bf16', 'fp16'; a precision that the GPU lacks is absent.
+            'tf32' with tensor cores, 'bf16', 'fp16'; a precision that the GPU lacks is absent. Of a CPU those of
+            convolutions.
         source: of these numbers.
+        product_share: of the peak, what matrix products reach: on a CPU another library computes them.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Gpu:
     bandwidth_bytes_per_s: float
     peaks: Mapping[str, float]
     source: str
+    product_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -245,15 +249,18 @@ def gpu_of_device(device_name: str, memory_bytes: int) -> str:
 
 
 def _measure_cpu(ranks: int) -> Gpu:
-    """Measure matrix products and a copy with all cores, of which each rank gets its part; bf16 gains nothing there."""
+    """Measure a convolution, a matrix product and a copy with all cores, of which each rank gets its part."""
+    images = torch.rand(IMAGES, CHANNELS, PIXELS, PIXELS).contiguous(memory_format=torch.channels_last)
+    weights = torch.rand(CHANNELS, CHANNELS, 3, 3).contiguous(memory_format=torch.channels_last)
     left, right = torch.rand(2, MATMUL_SIZE, MATMUL_SIZE)
     source = torch.zeros(COPY_BYTES // 4)
     target = torch.empty_like(source)
-    flops = 2 * MATMUL_SIZE**3 / _best_s(lambda: torch.mm(left, right))
+    convolved = 2 * IMAGES * (3 * CHANNELS * PIXELS) ** 2 / _best_s(lambda: torch.conv2d(images, weights, padding=1))
+    multiplied = 2 * MATMUL_SIZE**3 / _best_s(lambda: torch.mm(left, right))
     bandwidth = 2 * COPY_BYTES / _best_s(lambda: target.copy_(source))  # a byte read and a byte written
     memory = psutil.virtual_memory().total // ranks
     text = f"measured on {len(os.sched_getaffinity(0))} cores shared by {ranks} ranks"
-    return Gpu("cpu", memory, bandwidth / ranks, {"fp32": flops / ranks}, text)
+    return Gpu("cpu", memory, bandwidth / ranks, {"fp32": convolved / ranks}, text, multiplied / convolved)
 
 
 def _best_s(work: Callable[[], object]) -> float:

@@ -6,7 +6,7 @@ bandwidth. Real kernels need a multiple of both, and some time whatever their si
 The two times are added rather than the larger taken, which makes the multiples a linear least-squares problem.
 
 CPU: fitted by `benchmarks/fit_step_time.py` to steps of 19 networks measured in fp32 on a core of an AMD EPYC (torch
-2.15). Fitted without a network, the multiples predict it within 13 % (median), regnety_002 worst (+36 %). What threads
+2.15). Fitted without a network, the multiples predict it within 18 % (median), regnety_002 worst (+45 %). What threads
 and ranks cost each other that share two cores was fitted to five of timm's networks, what other engines add to two of
 them; docs/predictions.md has the others.
 GPU: no GPU has been measured. Fitted to published training speeds with 16-bit arithmetic, 224
@@ -110,35 +110,35 @@ GPU_HOST_S = 20e-6  # per operator: assumed, of eager PyTorch under autocast
 CALIBRATIONS = {
     "cpu": Calibration(
         forward={
-            CONVOLUTION: Multiples(0.99, 1.318, 2.317, 98.91e-6),
-            POINTWISE: Multiples(0.7566, 1.318, 11.66, 98.91e-6),
-            DEPTHWISE: Multiples(2.151, 1.318, 0.0, 98.91e-6),
-            PRODUCT: Multiples(0.95, 1.318, 2.452),
-            NORM: Multiples(0.0, 1.332),
+            CONVOLUTION: Multiples(1.26, 0.0, 4.952, 120.6e-6),
+            POINTWISE: Multiples(1.898, 0.0, 1.606, 120.6e-6),
+            DEPTHWISE: Multiples(0.0, 0.0, 0.0, 120.6e-6),
+            PRODUCT: Multiples(0.95, 0.0, 4.148),
+            NORM: Multiples(0.0, 3.537),
             POOL: Multiples(),
-            OTHER: Multiples(0.0, 1.352),
+            OTHER: Multiples(0.0, 3.172),
         },
         backward={
-            CONVOLUTION: Multiples(1.819, 5.915, 10.01, 84.44e-6),
-            POINTWISE: Multiples(1.208, 5.915, 29.1, 84.44e-6),
-            DEPTHWISE: Multiples(15.43, 5.915, 0.0, 84.44e-6),
-            PRODUCT: Multiples(1.9, 5.915, 0.8662),
-            NORM: Multiples(0.0, 0.2185),
+            CONVOLUTION: Multiples(2.06, 9.666, 31.01, 113.9e-6),
+            POINTWISE: Multiples(2.367, 9.666, 33.85, 113.9e-6),
+            DEPTHWISE: Multiples(2.811, 9.666, 0.0, 113.9e-6),
+            PRODUCT: Multiples(1.9, 9.666, 8.308e-08),
+            NORM: Multiples(0.0, 2.484),
             POOL: Multiples(),
-            OTHER: Multiples(0.0, 2.444),
+            OTHER: Multiples(0.0, 5.084),
         },
-        large_weights=62.73,
-        update=0.8002,
-        update_s=767.6e-6,
+        large_weights=103.5,
+        update=1.251,
+        update_s=921.7e-6,
         dispatch_s=0.0,
-        sharing={2: Sharing(1.197, 66.88e-6), 1: Sharing(1.079), 0.5: Sharing(1.126)},
+        sharing={2: Sharing(1.178), 1: Sharing(1.103), 0.5: Sharing(1.228)},
         engines={
-            ("torch", 1): EngineCost(layer_s=208.1e-6, threads_s=278e-6, value_s=0.5034e-9),
-            ("torch", 2): EngineCost(layer_s=297.3e-6, threads_s=221.7e-6, value_s=4.222e-9, block_s=3.116e-3),
-            ("torch", 3): EngineCost(threads_s=220.2e-6, value_s=4.749e-9, block_s=7.351e-3),
-            ("deepspeed", 1): EngineCost(threads_s=59.8e-6, value_s=5.806e-9, block_s=9.853e-6),
-            ("deepspeed", 2): EngineCost(value_s=7.599e-9, block_s=508.4e-6),
-            ("deepspeed", 3): EngineCost(threads_s=627.6e-6, value_s=8.753e-9, block_s=2.909e-3),
+            ("torch", 1): EngineCost(threads_s=649.3e-6, block_s=402.6e-6),
+            ("torch", 2): EngineCost(threads_s=470.3e-6, value_s=4.264e-9, block_s=5.159e-3),
+            ("torch", 3): EngineCost(threads_s=397.5e-6, value_s=5.114e-9, block_s=6.245e-3),
+            ("deepspeed", 1): EngineCost(threads_s=163.7e-6, value_s=4.806e-9),
+            ("deepspeed", 2): EngineCost(threads_s=191.7e-6, value_s=6.452e-9, block_s=89.52e-6),
+            ("deepspeed", 3): EngineCost(threads_s=697.9e-6, value_s=7.721e-9, block_s=2.875e-3),
         },
     ),
     "gpu": Calibration(
@@ -266,7 +266,8 @@ def _phase_s(
 ) -> float:
     """Seconds of the forward or the backward of a micro-batch."""
     gpu, of_kind = machine.gpu, calibration.backward if is_backward else calibration.forward
-    peak = gpu.peaks.get(precision, gpu.peaks["fp32"])
+    convolution_flops = gpu.peaks.get(precision, gpu.peaks["fp32"])
+    product_flops = convolution_flops * gpu.product_share
     seconds = 0.0
     for operator in operators:
         multiples = of_kind[operator.kind]
@@ -275,6 +276,7 @@ def _phase_s(
             weights = calibration.large_weights
         values = multiples.activations * operator.activations * batch_size * ACTIVATION_BYTES[precision]
         values += weights * operator.weights * FLOAT32_BYTES
+        peak = product_flops if operator.kind == PRODUCT else convolution_flops
         seconds += multiples.flops * operator.flops * batch_size / peak + values / gpu.bandwidth_bytes_per_s
         seconds += slices * multiples.operator_s
     return max(seconds, len(operators) * calibration.dispatch_s * (1 + is_backward))

@@ -64,9 +64,9 @@ def test_a_new_measurement_replaces_that_of_the_same_run(tmp_path):
 
 
 def test_a_known_processor_is_not_measured_again():
-    known = dataclasses.replace(ENTRY, machine=machine_name())
+    known = dataclasses.replace(ENTRY, machine=machine_name(), product_share=0.5)
     gpu = cpu_machine(4, [known]).gpu
-    assert (gpu.peaks["fp32"], gpu.bandwidth_bytes_per_s) == (5e10, 1e10)
+    assert (gpu.peaks["fp32"], gpu.bandwidth_bytes_per_s, gpu.product_share) == (5e10, 1e10, 0.5)
 
 
 def test_the_ledger_in_the_repository():

@@ -106,6 +106,18 @@ def test_one_matrix_product_takes_its_closed_form():
     assert found.step_s == pytest.approx(3 * forward_s + found.update_s)
 
 
+def test_matrix_products_reach_another_share_of_a_processors_peak_than_convolutions():
+    gpu = Gpu("cpu", 0, 4e10, {"fp32": 2e11}, "", product_share=0.25)
+    machine = Machine(gpu, 1, shared_memory(4e10), find_interconnect("ethernet10"))
+    seconds = {}
+    for kind in (CONVOLUTION, PRODUCT):
+        step = predict_step([Operator(kind, 2e9, 0, 0)], 0, machine, plan_of("ddp", 1), engine="native", batch_size=8)
+        multiples = CALIBRATIONS["cpu"].forward[kind]
+        seconds[kind] = (step.forward_s - multiples.operator_s) / multiples.flops
+    assert seconds[CONVOLUTION] == pytest.approx(2e9 * 8 / 2e11)
+    assert seconds[PRODUCT] == pytest.approx(2e9 * 8 / 5e10)
+
+
 def test_what_a_step_consists_of():
     operators, parameters = counted("mobilenet")
     one = predicted(operators, parameters)
