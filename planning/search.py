@@ -235,7 +235,8 @@ def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
         return f"as asked for it would need {asked} per GPU; {way}; it then needs {need}"
     sharded = evaluate(job, dataclasses.replace(chosen.config, strategy="fsdp_stage3"))
     saved, slower = chosen.memory.peak - sharded.memory.peak, sharded.step.step_s / chosen.step.step_s - 1
-    other = f"; stage 3 would save {format_bytes(saved)} and cost {slower:.0%} more time" if saved > 0 else ""
+    cost = f"cost {slower:.0%} more time" if round(slower, 2) > 0 else "be as fast"
+    other = f"; stage 3 would save {format_bytes(saved)} and {cost}" if saved > 0 else ""
     return f"it needs {need}, so nothing has to be given up for memory{other}"
 
 

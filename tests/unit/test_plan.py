@@ -14,7 +14,7 @@ from launch.arguments import check_training, read_arguments
 from launch.auto_strategy import resolve_strategy
 from planning.machines import find_machine
 from planning.plan_command import parse, run
-from planning.search import PlannedJob, by_engine, evaluate, fastest, recommend
+from planning.search import PlannedJob, by_engine, evaluate, fastest, reason, recommend
 from training.config import TrainConfig
 from training.errors import UserError
 from training.out_of_memory import next_rung
@@ -30,6 +30,23 @@ def with_memory(memory_bytes, config=JOB.config):
     job = dataclasses.replace(JOB, config=config, machine=dataclasses.replace(JOB.machine, gpu=gpu))
     job.__dict__["workload"] = JOB.workload  # counted once
     return job
+
+
+@pytest.mark.parametrize(
+    ("share", "said"), [(0.8, "and be as fast."), (1.0, "and be as fast."), (1.36, "cost 36% more time.")]
+)
+def test_what_stage_3_would_cost_is_never_negative(monkeypatch, share, said):
+    def with_step(job, config):
+        option = evaluate(job, config)
+        seconds, activations = (share, 10**9) if config.strategy == "fsdp_stage3" else (1.0, 2 * 10**9)
+        step = dataclasses.replace(option.step, forward_s=seconds, backward_s=0, update_s=0, exposed_communication_s=0)
+        return dataclasses.replace(
+            option, step=step, memory=dataclasses.replace(option.memory, activations=activations)
+        )
+
+    monkeypatch.setattr("planning.search.evaluate", with_step)
+    job = with_memory(80 * 10**9)
+    assert f"{reason(job, with_step(job, job.config), [])}.".endswith(said)
 
 
 def ladder(config=JOB.config):
