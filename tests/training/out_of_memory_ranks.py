@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -30,6 +31,7 @@ from training.run import build_run, train
 SETTINGS: dict[str, Any] = {"data": "fake", "model_type": "basic_cnn", "image_size": 16, "epochs": 1}
 SETTINGS |= {"progress": "off", "tensorboard": False, "report": False, "workers": "0", "log_every_steps": 3}
 FAILING_RANK = 1
+M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def run_short_of_memory(
@@ -142,10 +144,27 @@ def in_evaluation(engine: Engine, at: int) -> None:
 
 
 def by_limit(_: Engine | None, at: int) -> None:
-    """Let the kernel refuse more than `at` MB beyond what the process has taken."""
+    """Let the kernel refuse more than `at` MB beyond what the process has taken.
+
+    The limit counts address space. So that what is freed becomes room again, as under a limit of memory itself,
+    malloc(3) maps every tensor of 128 KiB on its own.
+    """
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 * 1024)
     taken = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert taken
     _set_soft_limit(int(taken[1]) * 1024 + at * 10**6)
+
+
+def in_save(_: Engine, at: int) -> None:
+    """Leave nothing but what is reserved from the `at`-th save on, from 0."""
+    save, counter = Saver.save, _Counter(at)
+
+    def save_with_nothing_left(saver: Saver, *arguments: Any) -> None:
+        if counter.is_now():
+            by_limit(None, 0)
+        save(saver, *arguments)
+
+    Saver.save = save_with_nothing_left  # type: ignore[method-assign]
 
 
 def _set_soft_limit(limit: int) -> None:
@@ -157,6 +176,7 @@ SHORTAGES: dict[str, Callable[[Engine, int], None]] = {
     "backward": in_backward,
     "evaluation": in_evaluation,
     "limit": by_limit,
+    "save": in_save,
 }
 
 
