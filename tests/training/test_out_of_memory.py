@@ -70,11 +70,11 @@ def test_all_ranks_save_the_state_before_and_it_goes_on_bit_for_bit(
 
 
 def test_a_real_limit_of_one_rank(tmp_path):
-    """Saves with nothing left, then a first layer whose output is more than the kernel gives; the next rung fits.
+    """A save with nothing left, then a first layer whose output is more than the kernel gives; the next rung fits.
 
     On ranks of its own: what earlier trainings have freed, an allocator may keep and use again.
     """
-    nothing_left = {"name": "save", "phase": "save", "at": 1, "save_every_steps": 1, "batch_size": 125}
+    nothing_left = {"name": "save", "phase": "save", "batch_size": 125}
     limit = {"name": "limit", "image_size": 32}
     first_layer = 500 * 32 * 32 * 32 * 4  # bytes: images, channels, pixels
     stopped = limit | {"phase": "limit", "at": first_layer // 10**6 - 10, "batch_size": 500}
