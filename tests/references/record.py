@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from planning.ledger import machine_name
 from tests.training.commands import launch, read_metrics
 
 FOLDER = Path(__file__).parent
@@ -35,7 +36,7 @@ def train(model: str, engine: str, **variables: str) -> dict[str, Any]:
         steps, (epoch,) = read_metrics(run, "step"), read_metrics(run, "epoch")
     return {
         "command": " ".join(words),
-        "cpu": cpu_name(),
+        "machine": f"{machine_name()}, {torch.backends.cpu.get_cpu_capability()}",
         "versions": versions(),
         "step_losses": {str(point["step"]): point["loss"] for point in steps},
         "epoch": {name: epoch[name] for name in ("train_loss", "train_top1", "val_loss", "val_top1")},
@@ -51,13 +52,6 @@ def reference_file(model: str, engine: str) -> Path:
 def versions() -> dict[str, str]:
     """Return the versions of the libraries that compute, without their build ('+cpu')."""
     return {name: version(name).partition("+")[0] for name in ("torch", "deepspeed")}
-
-
-def cpu_name() -> str:
-    """Return the processor's name and the instructions that PyTorch takes there: they determine the kernels."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else 'unknown'}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def main() -> None:

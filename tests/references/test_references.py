@@ -22,7 +22,7 @@ def test_the_losses_are_those_recorded(model, engine):
         path = max(FOLDER.glob(f"{model}_{engine}_{RANKS}cpu_*.json"), key=lambda path: path.name)
     recorded, trained = json.loads(path.read_text()), train(model, engine)
     assert trained["command"] == recorded["command"]
-    if all(trained[key] == recorded[key] for key in ("versions", "cpu")):
+    if all(trained[key] == recorded[key] for key in ("versions", "machine")):
         assert trained == recorded
         return
     assert trained["step_losses"] == pytest.approx(recorded["step_losses"], rel=TOLERANCE)
