@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     job = Job.of(os.environ)
     if job is None and not given.dry_run:
         raise UserError("not in a Slurm job: submit it with sbatch, or set DRY_RUN=1.")
-    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or 1)
+    nodes = job.nodes if job else 1
     given = resolve_strategy(given, nodes)
     training, config = training_arguments(given.training, job)
     if job or config.gradient_accumulation_steps == 1:  # outside a job, sbatch may be given more nodes later

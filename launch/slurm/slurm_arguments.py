@@ -25,7 +25,8 @@ class Job:
         name: '77', or '70-3' for task 3 of the array 70; the same after a requeue.
         task: number in its array, None outside one.
         restarts: how often Slurm has started it before.
-        node_list: its nodes, as Slurm writes them.
+        nodes: how many it has.
+        node_list: which, as Slurm writes them.
         gpus: of its first node, None if it has none.
     """
 
@@ -33,6 +34,7 @@ class Job:
     name: str
     task: int | None
     restarts: int
+    nodes: int
     node_list: str
     gpus: int | None
 
@@ -55,6 +57,7 @@ class Job:
             name=str(slurm_id) if array is None or task is None else f"{array}-{task}",
             task=task,
             restarts=_number(environment, "SLURM_RESTART_COUNT") or 0,
+            nodes=_number(environment, "SLURM_JOB_NUM_NODES") or 1,
             node_list=node_list,
             gpus=_number(environment, "SLURM_GPUS_ON_NODE"),
         )

@@ -14,7 +14,7 @@ from launch.slurm.slurm_arguments import Job, training_arguments
 from training.errors import UserError
 
 ARGUMENTS = ["--model-type=mobilenet", "--strategy=ddp"]
-JOB = Job("77", "77", None, 0, "node[01-02]", 8)
+JOB = Job("77", "77", None, 0, 2, "node[01-02]", 8)
 TASK = replace(JOB, name="70-3", task=3)
 
 
@@ -28,7 +28,15 @@ def arguments(job: Job | None, *flags: str, model: str = "mobilenet") -> list[st
     [
         ({}, None),
         ({"SLURM_JOB_ID": ""}, None),
-        ({"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[01-02]", "SLURM_GPUS_ON_NODE": "8"}, JOB),
+        (
+            {
+                "SLURM_JOB_ID": "77",
+                "SLURM_JOB_NUM_NODES": "2",
+                "SLURM_JOB_NODELIST": "node[01-02]",
+                "SLURM_GPUS_ON_NODE": "8",
+            },
+            JOB,
+        ),
         (
             {
                 "SLURM_JOB_ID": "74",
@@ -37,7 +45,7 @@ def arguments(job: Job | None, *flags: str, model: str = "mobilenet") -> list[st
                 "SLURM_RESTART_COUNT": "2",
                 "SLURM_JOB_NODELIST": "a1,b-2",
             },
-            Job("74", "70-3", 3, 2, "a1,b-2", None),
+            Job("74", "70-3", 3, 2, 1, "a1,b-2", None),
         ),
     ],
 )
@@ -47,7 +55,12 @@ def test_a_job_is_read_from_slurms_variables(variables: dict[str, str], expected
 
 @pytest.mark.parametrize(
     "variables",
-    [{"SLURM_JOB_ID": "7x"}, {"SLURM_JOB_ID": "a[$(id)]"}, {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "--usage"}],
+    [
+        {"SLURM_JOB_ID": "7x"},
+        {"SLURM_JOB_ID": "a[$(id)]"},
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "--usage"},
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "two"},
+    ],
 )
 def test_variables_that_slurm_would_not_set_are_refused(variables: dict[str, str]) -> None:
     with pytest.raises(UserError, match="SLURM_JOB"):
