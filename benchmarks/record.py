@@ -48,26 +48,28 @@ class Task:
 
 COMMON = """
 --device cpu --amp --amp-dtype bfloat16 --channels-last --no-prefetcher --workers 0 --val-interval 1000 --num-classes 10
---sched cosine --sched-on-updates --warmup-epochs 1 --warmup-lr 1e-4 --smoothing 0.1 --color-jitter 0 --crop-pct 1.0
---train-interpolation bilinear --ratio 0.9 1.1
+--sched cosine --sched-on-updates --warmup-lr 1e-4 --color-jitter 0 --crop-pct 1.0 --train-interpolation bilinear
+--ratio 0.9 1.1
 """
 TASKS: dict[str, Task] = {
     "digits": Task(
         "digits",
         "--model basic_cnn --img-size 8 --mean 0.306 0.306 0.306 --std 0.376 0.376 0.376 --hflip 0 --scale 0.8 1 "
-        "--epochs 6 -b 64 --opt adamw --lr 0.006 --min-lr 1e-4 --weight-decay 0.05" + COMMON,
+        "--epochs 6 -b 64 --opt adamw --lr 0.006 --min-lr 1e-4 --weight-decay 0.05 --warmup-epochs 1 --smoothing 0.1"
+        + COMMON,
     ),
     "fashion-mnist": Task(
         "npz",
-        "--model airbench_small --img-size 28 --mean 0.286 0.286 0.286 --std 0.353 0.353 0.353 --hflip 0.5 "
-        "--scale 0.7 1 --epochs 6 -b 128 --opt muon --opt-kwargs ns_steps=3 --lr 0.02 --min-lr 2e-4 --weight-decay 5e-4"
-        + COMMON,
+        "--model airbench_small --img-size 28 --mean 0.286 0.286 0.286 --std 0.353 0.353 0.353 --no-aug "
+        "--epochs 2 -b 128 --opt muon --opt-kwargs ns_steps=3 --lr 0.02 --min-lr 2e-4 --weight-decay 5e-4 "
+        "--warmup-epochs 0 --smoothing 0.1" + COMMON,
     ),
     "cifar10": Task(
         "npz",
         "--model airbench_small --img-size 32 --mean 0.491 0.482 0.447 --std 0.247 0.243 0.262 --hflip 0.5 "
-        "--scale 0.7 1 --epochs 20 -b 128 --opt muon --opt-kwargs ns_steps=3 fallback_lr_scale=0.2 --lr 0.02 "
-        "--min-lr 2e-4 --weight-decay 5e-4" + COMMON,
+        "--train-crop-mode rkrr --scale 0.8 1 --epochs 20 -b 128 --opt lookahead_muon "
+        "--opt-kwargs ns_steps=3 fallback_lr_scale=0.2 --lr 0.04 --min-lr 2e-4 --weight-decay 0.1 "
+        "--warmup-epochs 0 --smoothing 0.2" + COMMON,
     ),
 }
 

@@ -63,9 +63,12 @@ def time_ratio(record: dict[str, Any]) -> float:
 
 
 def compared(record: dict[str, Any], before: dict[str, Any]) -> str:
-    """Compare the accuracy with the record before by Welch's t-test, two-sided, and say the times' ratio."""
+    """Compare accuracy with the record before by Welch's t-test, two-sided; time too, if the machine is the same."""
     new, old = ([run["top1"] for run in side["ours"]["runs"]] for side in (record, before))
     p = float(stats.ttest_ind(new, old, equal_var=False).pvalue)
     change = 100 * (statistics.mean(new) - statistics.mean(old))
-    ratio = record["ours"]["summary"]["seconds_median"] / before["ours"]["summary"]["seconds_median"]
-    return f"{change:+.2f} points (p = {p:.2g}), {ratio:.2f} of its seconds"
+    time = "on another machine"
+    if record["machine"] == before["machine"]:
+        ratio = record["ours"]["summary"]["seconds_median"] / before["ours"]["summary"]["seconds_median"]
+        time = f"{ratio:.2f} of its seconds"
+    return f"{change:+.2f} points (p = {p:.2g}), {time}"

@@ -4,9 +4,8 @@
     python benchmarks/variants.py zoo --data fashion-mnist.npz --seeds 1
     python benchmarks/variants.py ablation --table        # the page again, from the logs
 
-`ablation` is the preset for Fashion-MNIST in half its epochs with one ingredient out at a time, `zoo` one line with
-each model of the guide. A round trains all variants with one seed. What was broken off goes on with the runs that it
-lacks.
+`ablation` is the preset for Fashion-MNIST with one ingredient out at a time, `zoo` one line with each model of the
+guide. A round trains all variants with one seed. What was broken off goes on with the runs that it lacks.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scipy import stats
 
-from benchmarks.record import RECORDS, ROOT, summary, train_ours
+from benchmarks.record import RECORDS, ROOT, our_command, summary, train_ours
 from benchmarks.record_data import file_sha256
 from benchmarks.record_table import replace_between, top1_cell
 from benchmarks.report import today, versions
@@ -34,16 +33,11 @@ from planning.ledger import STEP, machine_name, read_ledger
 INGREDIENTS = {
     "Muon (AdamW in its place)": "--optimizer adamw --optimizer-options= --learning-rate 0.004",
     "whitened stem": "--whitened-stem false",
-    "mirroring in turn (by chance in its place)": "--mirror random",
-    "mirroring": "--mirror off",
-    "shifts": "--shift-pixels 0",
-    "reflected edges (zeros in their place)": "--shift-padding zeros",
     "label smoothing": "--label-smoothing 0",
     "lookahead": "--lookahead 0",
     "weight decay": "--weight-decay 0",
     "warm-up": "--warmup-epochs 0",
 }
-ABLATION_LINE = "bash scripts/launch_distributed.sh airbench_small ddp 2 96 2 --preset fashion-mnist"  # half its epochs
 ZOO = ("basic_cnn", "cnn_lstm", "mobilenet", "efficientnet", "vgg", "ensemble")
 IMAGE_SIZE, EPOCHS, RANKS, BATCH_SIZE = 32, 2, 2, 16
 ZOO_LINE = (
@@ -54,7 +48,7 @@ ZOO_LINE = (
 
 def ablation() -> dict[str, list[str]]:
     """Return the commands: all ingredients first, then without each of them."""
-    line = shlex.split(ABLATION_LINE)
+    line = our_command("fashion-mnist")
     return {"nothing": line} | {name: [*line, *flags.split()] for name, flags in INGREDIENTS.items()}
 
 

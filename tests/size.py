@@ -12,16 +12,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {
-    "scripts": 721,
-    "launch": 3488,
+    "scripts": 700,
+    "launch": 3491,
     "models": 1666,
-    "training": 2536,
+    "training": 2557,
     "training/data": 4007,
     "training/recipe": 1615,
-    "training/parallel": 4205,
-    "training/checkpoint": 1884,
+    "training/parallel": 4198,
+    "training/checkpoint": 1921,
     "training/observe": 2865,
-    "planning": 5290,
+    "planning": 5304,
     "delivery": 1368,
     "delivery/export": 1250,
     "delivery/report": 1412,

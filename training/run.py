@@ -52,6 +52,7 @@ from training.errors import (
     known_failure,
 )
 from training.loop import evaluate, train_one_epoch
+from training.memory_guard import keep_freed_memory
 from training.observe.environment import RunFacts, describe_run
 from training.observe.epoch_observer import EpochResult
 from training.observe.flops import TrainingFlops
@@ -242,6 +243,7 @@ def build_run(
     config, thread_notes = keep_threads(config, found, world)
     if config.threads_per_rank:
         torch.set_num_threads(config.threads_per_rank)
+    keep_freed_memory(world.device)
     notes = [*notes, *decay_notes, *thread_notes, *note_other_leaves(config, found)]
     run_facts = _facts(config, world, precision, config.engine, data, folder, steps=0)
     config, batch_notes = choose_batch_size(config, folder, run_facts, start, world, build)
