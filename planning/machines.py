@@ -6,6 +6,7 @@ A new GPU or interconnect is one entry of `GPUS` or `INTERCONNECTS`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import time
@@ -248,6 +249,7 @@ def gpu_of_device(device_name: str, memory_bytes: int) -> str:
     return min(found, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes)).name
 
 
+@functools.cache  # one process, one machine: what it says twice agrees
 def _measure_cpu(ranks: int) -> Gpu:
     """Measure a convolution, a matrix product and a copy with all cores, of which each rank gets its part."""
     images = torch.rand(IMAGES, CHANNELS, PIXELS, PIXELS).contiguous(memory_format=torch.channels_last)

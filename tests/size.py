@@ -21,7 +21,7 @@ BUDGET = {
     "training/parallel": 4198,
     "training/checkpoint": 1921,
     "training/observe": 2865,
-    "planning": 5304,
+    "planning": 5306,
     "delivery": 1368,
     "delivery/export": 1250,
     "delivery/report": 1412,
