@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import sys
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from training.errors import AgreedError
+from training.observe.memory_limit import OWN_LIMITS
 from training.out_of_memory import describe_failure, is_out_of_memory
 from training.parallel.collectives import gather_objects
 from training.parallel.exchange import optional, row_of, text, whole_number
@@ -84,9 +86,11 @@ class MemoryGuard:
 def keep_freed_memory(device: torch.device) -> None:
     """Let a CPU rank's malloc keep what a step frees for the next one, which else faults each page in anew.
 
-    Nothing changes if the environment has a variable of malloc's own (mallopt(3)): whoever set it chose.
+    Nothing changes if the environment has a variable of malloc's own (mallopt(3)), as whoever set it chose; nor under
+    a limit on address space (`ulimit -v` or `-d`), of which kept memory in pieces takes more than its pages.
     """
-    if device.type != "cpu" or any(name.startswith("MALLOC_") for name in os.environ):
+    is_limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit, _ in OWN_LIMITS)
+    if device.type != "cpu" or is_limited or any(name.startswith("MALLOC_") for name in os.environ):
         return
     with contextlib.suppress(AttributeError):  # of glibc alone
         mallopt = ctypes.CDLL(None).mallopt
