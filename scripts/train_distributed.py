@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training.command_line import parse_args, run_script
 from training.errors import USER_ERROR_EXIT_CODE, UserError
 from training.observe.heartbeat import HeartbeatWriter
+from training.observe.lasting_output import outlast_readers
 from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.launchers import adopt_rank
 
@@ -59,6 +60,7 @@ def train(arguments: list[str]) -> int:
 if __name__ == "__main__":
     # Until the run listens for signals itself, Ctrl-C ends the process at once and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    outlast_readers()
     exit_code = run_script("error", list, train)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -39,6 +39,7 @@ from launch.node_run import NodeRun, receive_signals
 from launch.process_tree import Launch, remove_stale_build_locks
 from launch.temporary_folder import launch_environment, launch_folder
 from training.observe.environment import software
+from training.observe.lasting_output import outlast_readers
 from training.observe.shared_folder import leave_mark, sees_mark
 from training.parallel.network_interfaces import free_port, own_addresses, route_towards
 
@@ -53,6 +54,7 @@ def main() -> int:
     # The ranks print to stdout too, and must not read what is meant for the agent.
     channel = Channel(os.dup(0), os.dup(1))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    outlast_readers()
     Agent(node, channel, _reached_by()).serve()
     return 0
 

@@ -108,6 +108,18 @@ def test_sigterm_to_the_launcher_saves_and_the_run_goes_on_bit_for_bit(tmp_path,
     assert len(read_metrics(folder, "resume")) == 1
 
 
+def test_a_run_whose_output_nobody_reads_any_more_goes_on(tmp_path, uninterrupted):
+    """As in `... | tee log`, if tee is killed; the log file has everything."""
+    process = start(tmp_path, "unread")
+    wait_until(lambda: has_reached(tmp_path / "runs" / "unread", 4), process)
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(timeout=120) == 0
+    assert ranks_of("unread") == []
+    assert (tmp_path / "runs" / "unread" / "model.safetensors").read_bytes() == uninterrupted
+    assert "unread report " in (tmp_path / "training.log").read_text()
+
+
 def test_sigusr1_to_one_rank_in_the_evaluation(tmp_path, uninterrupted):
     """As Slurm sends it ahead of a preemption; the evaluation is broken off and made anew after the resume."""
     folder = tmp_path / "runs" / "preempted"
