@@ -15,6 +15,7 @@ from torch import nn
 from delivery.evaluation_data import EvaluationChoice, EvaluationData, load_evaluation_data
 from delivery.evaluation_files import write_evaluation
 from delivery.trained_model import TrainedModel, find_model, slug
+from delivery.views import PLAIN, Views, checked_views, mean_log_probabilities
 from training.checkpoint.weights import load_model
 from training.config import FLAG_OF, TrainConfig
 from training.config_check import check_config
@@ -31,7 +32,7 @@ from training.parallel.preserved_process import preserved_process
 from training.parallel.world import World, start_world, stop_world
 
 CLASSES_SHOWN = 20
-FLIP_SHOWN = {"top1": "top-1", "top5": "top-5", "loss": "loss"}
+VIEWS_SHOWN = {"top1": "top-1", "top5": "top-5", "loss": "loss"}
 
 
 def evaluate(
@@ -43,6 +44,7 @@ def evaluate(
     bad_images: str = "",
     allow_missing_classes: bool = False,
     flip: bool = False,
+    shift_pixels: int = 0,
     batch_size: int = 64,
     precision: str = "auto",
     output: str | Path | None = "",
@@ -61,6 +63,7 @@ def evaluate(
         bad_images: "stop" or "skip", as in training; default: the run's own.
         allow_missing_classes: whether the data may lack some of the model's classes.
         flip: whether to score the mean probabilities of each image and its mirror image, too.
+        shift_pixels: how far to shift each image for more views of it, whose mean probabilities are scored, too.
         batch_size: images per rank and forward pass.
         precision: "auto", "bf16", "fp16" or "fp32", as in training.
         output: folder of the files; default: in the run's folder; None: no files are written.
@@ -68,7 +71,7 @@ def evaluate(
 
     Returns:
         The keys of `training.observe.evaluation.describe_scores`, and epoch, data, split and precision; with `flip`
-        also "flip": top1, top5 and loss of the mean probabilities.
+        or `shift_pixels` also "views": both, and top1, top5 and loss of the mean probabilities.
 
     Raises:
         UserError: for a mistake in the arguments, and for files that cannot be used; on all ranks.
@@ -77,6 +80,7 @@ def evaluate(
     choice = EvaluationChoice(str(data), split, data_root, bad_images, allow_missing_classes)
     found = find_model(model)
     module, metadata = load_model(found.weights)
+    views = checked_views(flip, shift_pixels, metadata)
     with preserved_process():
         world = start_world()
         try:
@@ -88,12 +92,12 @@ def evaluate(
                 agreed(lambda: check_replaceable(folder), world)
             network = under_autocast(module.to(world.device), used_precision, world.device)
             num_classes = len(metadata["class_names"])
-            result = score(network, evaluated, world, num_classes, batch_size, flip=flip, verbose=verbose)
+            result = score(network, evaluated, world, num_classes, batch_size, views, verbose=verbose)
             scores = {"epoch": metadata["extra"].get("epoch"), "data": evaluated.data, "split": evaluated.split}
             scores |= {"precision": used_precision}
             scores |= describe_scores(result[0], metadata["class_names"], evaluated.datasets.val.source.name)
-            if flip:
-                scores["flip"] = {key: getattr(result[1], key) for key in FLIP_SHOWN}
+            if views.are_several:
+                scores["views"] = views._asdict() | {key: getattr(result[1], key) for key in VIEWS_SHOWN}
             if folder is not None:
                 agreed(lambda: _write(folder, scores, evaluated) if world.is_main else None, world)
         finally:
@@ -109,11 +113,11 @@ def score(
     world: World,
     num_classes: int,
     batch_size: int,
+    views: Views = PLAIN,
     *,
-    flip: bool = False,
     verbose: bool = False,
 ) -> list[Scores]:
-    """Return the exact scores of every image, each counted once, and with `flip` those with its mirror image.
+    """Return the exact scores of every image, each counted once, and with several views those of the mean of them.
 
     A collective.
 
@@ -123,7 +127,7 @@ def score(
         world: the ranks, which share the images.
         num_classes: classes of the model.
         batch_size: images of one forward pass of one rank.
-        flip: whether to average the probabilities of each image and its mirror image, too.
+        views: what to average of each image, too.
         verbose: whether to show a progress bar on a terminal.
 
     Raises:
@@ -134,16 +138,15 @@ def score(
     workers = automatic_workers(dataset, world.device, world.local_size)
     loader = EvaluationLoader(data.datasets, plan, world.rank, workers=workers, device=world.device)
     label_map = data.label_map.to(world.device)
-    recorders, console = [SampleRecorder(num_classes) for _ in range(1 + flip)], Console(stderr=True)
+    recorders, console = [SampleRecorder(num_classes) for _ in range(1 + views.are_several)], Console(stderr=True)
     is_silent = not (verbose and world.is_main and console.is_terminal)
 
     def all_batches() -> None:
         with torch.inference_mode():
             for batch in track(loader, "evaluating", len(loader), console=console, transient=True, disable=is_silent):
                 logits, labels = [network(batch.images)], label_map[batch.labels]
-                if flip:  # the logarithm of twice the mean of both probabilities: their softmax is the mean
-                    both = [one.float().log_softmax(1) for one in (logits[0], network(batch.images.flip(3)))]
-                    logits.append(torch.logaddexp(both[0], both[1]))
+                if views.are_several:
+                    logits.append(mean_log_probabilities(network, batch.images, logits[0], views))
                 for recorder, one in zip(recorders, logits, strict=True):
                     recorder.add(sample_losses(one, labels), one, labels, batch.weights, batch.indices)
 
@@ -189,9 +192,10 @@ def _show(scores: dict[str, Any], folder: Path | None) -> None:
         f"{scores['split']})",
         soft_wrap=True,
     )
-    if "flip" in scores:
-        flipped = "  ".join(f"{name} {scores['flip'][key]:.4f}" for key, name in FLIP_SHOWN.items())
-        console.print(f"{flipped}  with mirrored images, mean of both probabilities (--flip)", soft_wrap=True)
+    if "views" in scores:
+        of_views = "  ".join(f"{name} {scores['views'][key]:.4f}" for key, name in VIEWS_SHOWN.items())
+        views = Views(scores["views"]["flip"], scores["views"]["shift_pixels"])
+        console.print(f"{of_views}  of the mean of {views}", soft_wrap=True)
     classes, title = scores["classes"], None
     if len(classes) > CLASSES_SHOWN:
         title = f"the {CLASSES_SHOWN} classes with the lowest F1, of {len(classes)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from delivery.export import FORMATS, PRECISIONS
+from models import LARGEST_IMAGE_SIZE
 from training.command_line import OneLineParser
 from training.data import BAD_IMAGES_USAGE, DATASETS
 from training.model_fields import LARGEST_BATCH
@@ -24,9 +25,7 @@ def evaluate_parser(description: str | None) -> OneLineParser:
         default="auto",
         help="Part of the data; auto: what the run held out, or all of a folder that it was not trained on.",
     )
-    parser.add_argument(
-        "--flip", action="store_true", help="Score the mean probabilities of image and mirrored image beside the plain."
-    )
+    _add_view_flags(parser, "Score beside the plain images the mean probabilities of")
     parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images per rank and forward pass.")
     parser.add_choice("--precision", ("auto", "bf16", "fp16", "fp32"), default="auto", help="As in training.")
     parser.add_argument("--output", default="", help="Folder of the files; default: in the run's folder.")
@@ -44,7 +43,7 @@ def predict_parser(description: str | None) -> OneLineParser:
     parser.add_number("--top-k", 1, LARGEST_TOP_K, default=3, help="Classes named for each image.")
     parser.add_choice("--format", ("table", "csv", "json"), default="table", help="json: one object a line.")
     parser.add_argument("--output", default="", help="File to write in place of standard output.")
-    parser.add_argument("--flip", action="store_true", help="Predict the mirrored image too; average both.")
+    _add_view_flags(parser, "Predict the mean probabilities of")
     parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images of one forward pass.")
     parser.add_choice("--device", ("cpu", "cuda"), help="Default: a GPU if there is one.")
     parser.add_choice(
@@ -81,6 +80,18 @@ def export_parser(description: str | None) -> OneLineParser:
     parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images of one run, at most.")
     parser.add_number("--threads", 1, MOST_THREADS, default=1, help="Threads of onnxruntime.")
     return parser
+
+
+def _add_view_flags(parser: OneLineParser, verb: str) -> None:
+    """Add the flags of test-time augmentation, for `delivery.views`."""
+    parser.add_argument("--flip", action="store_true", help=f"{verb} each image and its mirror image.")
+    parser.add_number(
+        "--shift-pixels",
+        0,
+        LARGEST_IMAGE_SIZE,
+        default=0,
+        help=f"{verb} each image and it shifted along its diagonal, both ways; 0: none.",
+    )
 
 
 def _add_image_flags(parser: argparse.ArgumentParser, verb: str) -> None:

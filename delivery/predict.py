@@ -20,6 +20,7 @@ from torch import nn
 from delivery.flags import LARGEST_TOP_K
 from delivery.image_numbers import ARRAY_EXTENSION, read_numbers
 from delivery.trained_model import find_model
+from delivery.views import Views, checked_views, mean_log_probabilities
 from training.checkpoint.weights import load_model
 from training.config import FLAG_OF, TrainConfig
 from training.config_check import check_config
@@ -64,6 +65,7 @@ def predict(
     *,
     top_k: int = 3,
     flip: bool = False,
+    shift_pixels: int = 0,
     batch_size: int = 64,
     device: str = "",
     decode: str = "cpu",
@@ -76,6 +78,7 @@ def predict(
             standard input: one image, or paths, one a line. A .npy file contains one image, [H, W] or [H, W, C].
         top_k: how many classes each prediction names, at most as many as there are.
         flip: whether to predict the mirrored image too, and to average both probabilities.
+        shift_pixels: how far to shift each image for two more views of it, averaged with it.
         batch_size: images of one forward pass.
         device: "cpu" or "cuda"; default: a GPU if there is one.
         decode: "cpu" or "exact", as in training.
@@ -92,10 +95,10 @@ def predict(
         raise UserError("--device cuda: PyTorch finds no GPU here; leave it out, or give --device cpu.")
     module, metadata = load_model(find_model(model).weights)
     module.to(device or ("cuda" if has_gpu else "cpu"))
-    preprocessing = metadata["preprocessing"]
+    preprocessing, views = metadata["preprocessing"], checked_views(flip, shift_pixels, metadata)
     is_of_arrays = values_of(preprocessing) != BYTES or len(preprocessing["mean"]) not in CHANNEL_MODES
     extensions = (*IMAGE_EXTENSIONS, ARRAY_EXTENSION) if is_of_arrays else IMAGE_EXTENSIONS
-    return _predictions(_list_images(images, extensions), module, metadata, top_k, flip, batch_size, decode)
+    return _predictions(_list_images(images, extensions), module, metadata, top_k, views, batch_size, decode)
 
 
 def _predictions(
@@ -103,7 +106,7 @@ def _predictions(
     module: nn.Module,
     metadata: dict[str, Any],
     top_k: int,
-    flip: bool,
+    views: Views,
     batch_size: int,
     decode: str,
 ) -> Iterator[Prediction]:
@@ -130,7 +133,7 @@ def _predictions(
         while batch := list(islice(entries, batch_size)):
             images = list(pool.map(read, batch))
             readable = [image[0] for image in images if not isinstance(image, ImageError)]
-            best = iter(_top_classes(module, torch.stack(readable), top_k, flip) if readable else [])
+            best = iter(_top_classes(module, torch.stack(readable), top_k, views) if readable else [])
             for (path, _), image in zip(batch, images, strict=True):
                 if isinstance(image, ImageError):
                     yield Prediction(path, [], [], error=image.reason)
@@ -141,15 +144,13 @@ def _predictions(
 
 @torch.inference_mode()
 def _top_classes(
-    module: nn.Module, images: torch.Tensor, top_k: int, flip: bool
+    module: nn.Module, images: torch.Tensor, top_k: int, views: Views
 ) -> list[tuple[list[float], list[int]]]:
     """Return the highest probabilities of each image, and the numbers of their classes."""
     images = images.to(next(module.parameters()).device)
     with preserved_torch_settings():
         use_exact_fp32()
-        probabilities = module(images).float().softmax(1)
-        if flip:
-            probabilities = (probabilities + module(images.flip(3)).float().softmax(1)) / 2
+        probabilities = mean_log_probabilities(module, images, module(images), views).exp()
     best = probabilities.topk(min(top_k, probabilities.shape[1]), dim=1)
     return list(zip(best.values.tolist(), best.indices.tolist(), strict=True))
 

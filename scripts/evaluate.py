@@ -33,6 +33,7 @@ def evaluate(given: argparse.Namespace) -> int:
         bad_images=given.bad_images,
         allow_missing_classes=given.allow_missing_classes,
         flip=given.flip,
+        shift_pixels=given.shift_pixels,
         batch_size=given.batch_size,
         precision=given.precision,
         output=given.output,

@@ -32,6 +32,7 @@ def predict(given: argparse.Namespace) -> int:
         given.images,
         top_k=given.top_k,
         flip=given.flip,
+        shift_pixels=given.shift_pixels,
         batch_size=given.batch_size,
         device=given.device,
         decode=given.decode,

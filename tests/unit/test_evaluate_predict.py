@@ -30,7 +30,7 @@ from training.parallel.network_interfaces import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [str(number) for number in range(10)]
-IMAGES = 12
+IMAGES, SIZE = 12, 32  # of a folder; pixels
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def run(data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "digits"
     folder.mkdir()
     torch.manual_seed(1)
-    built = build_model("basic_cnn", num_classes=10, image_size=32)
+    built = build_model("basic_cnn", num_classes=10, image_size=SIZE)
     built.module.train()
     with torch.no_grad():
         for _ in range(30):  # BatchNorm learns the scale of its inputs
@@ -194,31 +194,59 @@ def test_predict_gives_the_probabilities_of_plain_pytorch(call, run, pictures, l
         assert (one["label"], one["probability"]) == (CLASSES[int(probabilities.argmax())], max(told.values()))
 
 
-def test_flips_average_both_probabilities(call, run, pictures, data):
-    _, out, _ = call(predict, run, pictures / "class 0" / "00.png", "--flip", "--format", "json", "--top-k", 1)
-    model, _ = load_model(run / "model.safetensors")
-    image = data.val[0, 0][0][None]
+VIEWS = pytest.mark.parametrize(
+    ("flip", "shift"), [(True, 0), (False, 1), (True, 2)], ids=["flipped", "shifted", "flipped-and-shifted"]
+)
+
+
+def flags_of(flip: bool, shift: int) -> list:
+    return [*(["--flip"] if flip else []), *(["--shift-pixels", shift] if shift else [])]
+
+
+def mean_of_views(model: torch.nn.Module, images: torch.Tensor, flip: bool, shift: int) -> np.ndarray:
+    """Probabilities [B, classes]: half of the images, a quarter each of those moved both ways; as many mirrored."""
+    size, plain = images.shape[-1], images.numpy()
+    padded = np.pad(plain, ((0, 0), (0, 0), (shift, shift), (shift, shift)), mode="reflect")
+    moved = [padded[:, :, first:, first:][:, :, :size, :size] for first in (2 * shift, 0)]
+    views = [plain, plain, *moved] if shift else [plain]
+    views += [view[..., ::-1] for view in views] if flip else []
     with torch.no_grad():
-        mean = (model(image).softmax(1) + model(image.flip(3)).softmax(1)) / 2
-    assert json.loads(out)["probability"] == pytest.approx(float(mean.max()), abs=1e-6)
+        return np.mean([model(torch.tensor(view.copy())).double().softmax(1).numpy() for view in views], axis=0)
 
 
-def test_an_evaluation_reports_flips_beside_the_plain_scores(call, run, data, logits, tmp_path):
-    code, out, err = call(evaluate, run, "--flip", "--output", tmp_path / "flip")
+@VIEWS
+def test_predictions_average_the_views(call, run, pictures, data, flip, shift):
+    words = ("--format", "json", "--top-k", 1, *flags_of(flip, shift))
+    _, out, _ = call(predict, run, pictures / "class 0" / "00.png", *words)
+    model, _ = load_model(run / "model.safetensors")
+    mean = mean_of_views(model, data.val[0, 0][0][None], flip, shift)
+    assert json.loads(out)["probability"] == pytest.approx(mean.max(), abs=1e-6)
+
+
+@VIEWS
+def test_an_evaluation_reports_views_beside_the_plain_scores(call, run, data, tmp_path, flip, shift):
+    code, out, err = call(evaluate, run, "--output", tmp_path / "views", *flags_of(flip, shift))
     assert (code, err) == (0, "")
     assert call(evaluate, run, "--output", tmp_path / "plain")[0] == 0
-    facts, plain = (read_json(tmp_path / name / "scores.json") for name in ("flip", "plain"))
-    flipped = facts.pop("flip")
+    facts, plain = (read_json(tmp_path / name / "scores.json") for name in ("views", "plain"))
+    found = facts.pop("views")
     assert facts == plain
     model, _ = load_model(run / "model.safetensors")
-    with torch.no_grad():
-        mirrored = model(torch.stack([data.val[0, index][0] for index in range(len(data.val))]).flip(3))
-    mean, labels = (logits.double().softmax(1) + mirrored.double().softmax(1)) / 2, data.val.source.labels
-    assert flipped["top1"] == accuracy_score(labels, mean.argmax(1))
-    assert flipped["top5"] == top_k_accuracy_score(labels, mean, k=5)
-    assert flipped["loss"] == pytest.approx(log_loss(labels, mean), rel=1e-5)
-    assert f"top-1 {flipped['top1']:.4f}" in out
+    images, labels = torch.stack([data.val[0, index][0] for index in range(len(data.val))]), data.val.source.labels
+    mean = mean_of_views(model, images, flip, shift)
+    assert (found["flip"], found["shift_pixels"]) == (flip, shift)
+    assert found["top1"] == accuracy_score(labels, mean.argmax(1))
+    assert found["top5"] == top_k_accuracy_score(labels, mean, k=5)
+    assert found["loss"] == pytest.approx(log_loss(labels, mean), rel=1e-5)
+    assert f"top-1 {found['top1']:.4f}" in out
     assert f"top-1 {plain['top1']:.4f}" in out
+
+
+def test_images_are_shifted_within_themselves(call, run):
+    for script, words in ((evaluate, ()), (predict, ("photo.png",))):
+        code, _, err = call(script, run, *words, "--shift-pixels", SIZE)
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"--shift-pixels {SIZE}: images of {SIZE} pixels can be shifted by 0 to {SIZE - 1}." in err
 
 
 def test_unreadable_images_are_named_and_passed_over(call, run, pictures, tmp_path):
