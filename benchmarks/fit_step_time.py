@@ -24,6 +24,7 @@ import torch
 from scipy.optimize import lsq_linear
 
 from benchmarks.ledger_rank import CLASSES
+from benchmarks.our_engine import as_convolutions
 from benchmarks.report import Section, show
 from benchmarks.step_phases import CORES, FITTED, Messages, Phases, read_messages, read_phases
 from models.build import build_model
@@ -69,6 +70,7 @@ def counted(model: str, image_size: int) -> tuple[tuple[Operator, ...], int]:
     """Return a network's operators and parameters."""
     with torch.device("meta"):
         module = build_model(model, num_classes=CLASSES, image_size=image_size).module
+    as_convolutions(module)  # which VGG and the ensemble were when they were measured
     operators = count_operators(without_data(module), image_size)
     assert operators is not None
     return operators, sum(parameter.numel() for parameter in module.parameters())
@@ -84,7 +86,7 @@ def columns(operators: Sequence[Operator], batch_size: int, *, is_backward: bool
         if is_product:
             peak = CORE_FLOPS * (PRODUCT_SHARE if kind == PRODUCT else 1)
             found[f"flops of {kind}"] += operator.flops * batch_size / peak
-            large = is_backward and operator.weights > LARGE_WEIGHT
+            large = is_backward and kind != PRODUCT and operator.weights > LARGE_WEIGHT
             found["large weights" if large else f"weights of {kind}"] += (
                 FLOAT32_BYTES * operator.weights / CORE_BANDWIDTH
             )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from models.whole_input import WholeInputConv2d
 from training.config import TrainConfig
 from training.observe.scores import sample_losses
 from training.parallel.build_engine import build_engine, resolve_engine
@@ -17,6 +18,14 @@ from training.parallel.world import World
 from training.recipe.optimizer import build_optimizer
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+def as_convolutions(module: nn.Module) -> nn.Module:
+    """Let a network's `WholeInputConv2d` be computed as any other convolution; return the network."""
+    for part in module.modules():
+        if isinstance(part, WholeInputConv2d):
+            part.__class__ = nn.Conv2d
+    return module
 
 
 def engine_of(module: nn.Module, strategy: str, device: torch.device, ranks: int, engine: str = "auto") -> str:

@@ -9,9 +9,10 @@ round that warms up (and compiles); ratios are taken within each round.
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,10 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import nn
 
-from benchmarks.our_engine import Step, make_engine, training_step
+from benchmarks.our_engine import Step, as_convolutions, make_engine, training_step
 from benchmarks.peers.bare_ddp import BASELINE, TUNED_OPTIONS, ddp_step
 from benchmarks.peers.job import Job, make_batches, make_network, take_turns, timed
 from benchmarks.report import Section, ratios_to, save, show, spread, versions
+from models.whole_input import WholeInputConv2d
 from training.observe.scores import sample_losses
 from training.parallel import flat_buffers
 from training.parallel.world import World, start_world, stop_world
@@ -58,17 +60,17 @@ def without_shared_memory() -> Iterator[None]:
         flat_buffers.SHARED_MEMORY = kept
 
 
-def make_variants(job: Job, world: World, *, compiles: bool) -> dict[str, Step]:
-    """Build every variant by its name."""
+def make_builders(job: Job, world: World, *, compiles: bool) -> dict[str, Callable[[], Step]]:
+    """Return what builds each variant, by its name."""
 
-    def ddp(**options: bool) -> Step:
-        return ddp_step(make_network(job), job, **options)
+    def ddp(**options: bool) -> Callable[[], Step]:
+        return lambda: ddp_step(make_network(job), job, **options)
 
-    def ours(**choices: bool) -> Step:
-        return our_step(make_network(job), world, job.batch_size, **choices)
+    def ours(**choices: bool) -> Callable[[], Step]:
+        return lambda: our_step(make_network(job), world, job.batch_size, **choices)
 
     views = {"gradient_as_bucket_view": True, "static_graph": True}
-    variants = {
+    builders = {
         BASELINE: ddp(),
         "+ gradients as bucket views, static graph": ddp(**views),
         "+ no broadcast of buffers": ddp(**TUNED_OPTIONS),
@@ -76,13 +78,16 @@ def make_variants(job: Job, world: World, *, compiles: bool) -> dict[str, Step]:
         "+ channels_last": ddp(fused=True, channels_last=True, **TUNED_OPTIONS),
         "ours": ours(),
         "ours, AdamW not fused": ours(fused=False),
-        "ours, images not channels_last": our_contiguous_step(make_network(job), world, job.batch_size),
+        "ours, images not channels_last": lambda: our_contiguous_step(make_network(job), world, job.batch_size),
+        "ours, over gloo instead of shared memory": without_shared_memory()(ours()),
     }
-    with without_shared_memory():
-        variants["ours, over gloo instead of shared memory"] = ours()
+    if any(isinstance(part, WholeInputConv2d) for part in make_network(job).modules()):
+        builders["ours, classifier of convolutions"] = lambda: our_step(
+            as_convolutions(make_network(job)), world, job.batch_size
+        )
     if compiles:
-        variants["ours, --compile on"] = ours(compiled=True)
-    return variants
+        builders["ours, --compile on"] = ours(compiled=True)
+    return builders
 
 
 def main() -> None:
@@ -94,16 +99,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=10, help="steps per variant and round")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="with torch.compile")
+    parser.add_argument("--only", nargs="*", help="of these variants, beside the baseline: all are in memory at a time")
     given = parser.parse_args()
     world = start_world()
     job = Job(model_type=given.model_type, batch_size=given.batch_size, image_size=given.image_size)
-    variants = make_variants(job, world, compiles=given.compile)
-    measures = {name: timed(step) for name, step in variants.items()}
+    builders = make_builders(job, world, compiles=given.compile)
+    names = [name for name in builders if given.only is None or name in (BASELINE, *given.only)]
+    measures = {name: timed(builders[name]()) for name in names}
     rounds = take_turns(measures, make_batches(job, given.steps), given.rounds)
     if world.is_main:
         ratios = ratios_to(BASELINE, rounds)
         rows = [
-            (name, spread(ratios[name]), f"{1e3 * statistics.median(r[name] for r in rounds):.1f}") for name in variants
+            (name, spread(ratios[name]), f"{1e3 * statistics.median(r[name] for r in rounds):.1f}") for name in names
         ]
         text = (
             f"{given.model_type}, {given.batch_size} x {given.image_size} px per rank, fp32, AdamW, no clipping, "
@@ -112,7 +119,8 @@ def main() -> None:
         section = Section("One step", text, ("variant", "time / bare DDP", "ms (median)"), rows)
         show(section)
         facts = f"{versions('torch', 'timm')}. The rows with + add to the row above them."
-        command = f"OMP_NUM_THREADS=1 torchrun --nproc_per_node={world.size} benchmarks/step_choices.py"
+        script = shlex.join(["benchmarks/step_choices.py", *sys.argv[1:]])
+        command = f"OMP_NUM_THREADS=1 torchrun --nproc_per_node={world.size} {script}"
         save(f"step_choices_{given.model_type}", "What each choice in the step is worth", facts, command, [section])
     stop_world()
 

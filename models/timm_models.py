@@ -16,6 +16,7 @@ from torch import nn
 
 from models.errors import UserError, nearest
 from models.image_size import as_names
+from models.whole_input import WholeInputConv2d
 
 HUB_TIMEOUT_SECONDS = 5.0
 
@@ -78,7 +79,7 @@ def create(
     if timm_name is None:
         raise ValueError("a timm model needs its timm_name")
     check_timm_name(timm_name)
-    options = _input_options(timm_name, image_size, image_channels)
+    options = _options(timm_name, image_size, image_channels)
     if drop_path:
         options["drop_path_rate"] = drop_path
     if not pretrained:
@@ -119,7 +120,7 @@ def adapt_weights(
             "custom_load": False,
             "label_offset": 0,
         }
-        options = _input_options(timm_name, image_size, image_channels)
+        options = _options(timm_name, image_size, image_channels)
         return timm.create_model(
             timm_name,
             pretrained=True,
@@ -131,10 +132,14 @@ def adapt_weights(
         return tensors
 
 
-def _input_options(timm_name: str, image_size: int, image_channels: int) -> dict[str, Any]:
+def _options(timm_name: str, image_size: int, image_channels: int) -> dict[str, Any]:
     config = timm.get_pretrained_cfg(timm_name)
-    size = {"img_size": image_size} if config and config.fixed_input_size else {}
-    return size | {"in_chans": image_channels}  # else that of the published weights
+    options: dict[str, Any] = {"in_chans": image_channels}  # else that of the published weights
+    if config and config.fixed_input_size:
+        options["img_size"] = image_size
+    if timm_name.startswith("vgg"):
+        options["conv_layer"] = WholeInputConv2d
+    return options
 
 
 @contextmanager

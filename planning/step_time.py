@@ -30,7 +30,7 @@ from training.parallel.strategies import ParallelPlan
 
 ACTIVATION_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # under autocast
 ADAMW_PASSES = 7  # over the fp32 values: weight and two moments, read and written; gradient, read
-LARGE_WEIGHT = 1 << 23  # values: above 32 MB malloc maps fresh pages for each copy, on Linux (mallopt(3))
+LARGE_WEIGHT = 1 << 23  # values: above 32 MB malloc mapped fresh pages for each copy when this was measured
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Calibration:
     Attributes:
         forward: by kind of operator.
         backward: likewise, of the forward's operators.
-        large_weights: in backward, of weights of more than `LARGE_WEIGHT` values, in place of `weights`.
+        large_weights: in backward, of a convolution with more weights than `LARGE_WEIGHT`, in place of `weights`.
         update: of AdamW's passes at the bandwidth.
         update_s: seconds of an update whatever the size.
         dispatch_s: of the host for each operator, meanwhile the device computes; once in forward, twice in backward.
@@ -272,7 +272,7 @@ def _phase_s(
     for operator in operators:
         multiples = of_kind[operator.kind]
         weights = multiples.weights
-        if is_backward and operator.weights > LARGE_WEIGHT:
+        if is_backward and operator.weights > LARGE_WEIGHT and operator.kind != PRODUCT:
             weights = calibration.large_weights
         values = multiples.activations * operator.activations * batch_size * ACTIVATION_BYTES[precision]
         values += weights * operator.weights * FLOAT32_BYTES

@@ -1,0 +1,44 @@
+"""`WholeInputConv2d`: a convolution's numbers, from a product of matrices if its kernel is as large as its input."""
+
+import pytest
+import torch
+from torch import nn
+
+from models.dry_run import without_data
+from models.operators import CONVOLUTION, PRODUCT, count_operators
+from models.timm_models import create
+from models.whole_input import WholeInputConv2d
+
+KERNEL_SIZE, CHANNELS = 3, 4
+SIZES = pytest.mark.parametrize("size", [KERNEL_SIZE, KERNEL_SIZE + 2], ids=["its-whole-input", "larger-input"])
+
+
+def numbers_of(layer: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
+    images = images.clone().requires_grad_()
+    outputs = layer(images)
+    outputs.square().sum().backward()
+    return [outputs, images.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@SIZES
+def test_outputs_and_gradients_are_those_of_a_convolution(layout, size):
+    torch.manual_seed(0)
+    plain, ours = nn.Conv2d(CHANNELS, 6, KERNEL_SIZE), WholeInputConv2d(CHANNELS, 6, KERNEL_SIZE)
+    ours.load_state_dict(plain.state_dict())
+    images = torch.randn(2, CHANNELS, size, size)
+    found = numbers_of(ours.to(memory_format=layout), images.to(memory_format=layout))
+    torch.testing.assert_close(found, numbers_of(plain, images))
+    computed = {one.kind: one for one in count_operators(without_data(ours), size, CHANNELS)}
+    kind, other = (PRODUCT, CONVOLUTION) if size == KERNEL_SIZE else (CONVOLUTION, PRODUCT)
+    assert other not in computed
+    assert computed[kind].weights == plain.weight.numel() + plain.bias.numel()
+
+
+@pytest.mark.parametrize(("image_size", "products"), [(32, 3), (224, 3), (256, 1)])
+def test_the_products_of_vgg(image_size, products):
+    """Its whole classifier; on 256 pixels the first two layers see 8 x 8 and 2 x 2 pixels."""
+    with torch.device("meta"):
+        network = create(10, image_size, 3, "vgg16_bn", pretrained=False)
+    operators = count_operators(without_data(network), image_size)
+    assert [one.kind for one in operators].count(PRODUCT) == products
