@@ -15,7 +15,7 @@ import json
 import shlex
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from benchmarks.record_data import file_sha256
 from benchmarks.record_table import replace_between, top1_cell
 from benchmarks.report import today, versions
 from models.build import build_model
-from planning.ledger import STEP, machine_name, read_ledger
+from planning.ledger import machine_name
 
 INGREDIENTS = {
     "Muon (AdamW in its place)": "--optimizer adamw --optimizer-options= --learning-rate 0.004",
@@ -39,11 +39,8 @@ INGREDIENTS = {
     "warm-up": "--warmup-epochs 0",
 }
 ZOO = ("basic_cnn", "cnn_lstm", "mobilenet", "efficientnet", "vgg", "ensemble")
-IMAGE_SIZE, EPOCHS, RANKS, BATCH_SIZE = 32, 2, 2, 16
-ZOO_LINE = (
-    f"bash scripts/launch_distributed.sh {{}} ddp {RANKS} {BATCH_SIZE} {EPOCHS} --image-size {IMAGE_SIZE} "
-    "--precision bf16"
-)
+IMAGES, IMAGE_SIZE, EPOCHS = 60_000, 32, 2
+ZOO_LINE = f"bash scripts/launch_distributed.sh {{}} ddp 2 64 {EPOCHS} --image-size {IMAGE_SIZE}"
 
 
 def ablation() -> dict[str, list[str]]:
@@ -77,24 +74,15 @@ def ablation_table(study: dict[str, Any]) -> str:
 
 
 def zoo_table(study: dict[str, Any]) -> str:
-    """Return the table: parameters, accuracy, and the speed that the ledger has of the same line in fp32."""
+    """Return the table: parameters, accuracy, and images/s of training."""
     rows = ["| `<model>` | parameters | top-1 | images/s |", "| --- | --- | --- | --- |"]
     for variant in (variant for variant in study["variants"] if variant["runs"]):
-        module = build_model(variant["name"], num_classes=10, image_size=IMAGE_SIZE).module
+        name = variant["name"]
+        module = build_model(name, num_classes=10, image_size=IMAGE_SIZE).module
         size = f"{sum(p.numel() for p in module.parameters()) / 1e6:.1f} million"
-        rows.append(f"| `{variant['name']}` | {size} | {top1_cell(variant)} | {_ledger_speed(variant['name'])} |")
+        speed = EPOCHS * IMAGES / variant["summary"]["seconds_median"]
+        rows.append(f"| `{name}` | {size} | {top1_cell(variant)} | {speed:.0f} |")
     return "\n".join(rows)
-
-
-def _ledger_speed(model: str) -> str:
-    """Return the images/s of the ledger's last measurement of a model, a dash if there is none."""
-    line = (STEP, model, "native", "ddp", RANKS, BATCH_SIZE, IMAGE_SIZE)
-    steps = [
-        one.measured
-        for one in read_ledger()
-        if (one.kind, one.model, one.engine, one.strategy, one.ranks, one.batch_size, one.image_size) == line
-    ]
-    return f"{RANKS * BATCH_SIZE / steps[-1]:.0f}" if steps else "-"
 
 
 class Study(NamedTuple):
@@ -116,8 +104,8 @@ def study_folder(name: str) -> Path:
     return RECORDS / "fashion-mnist" / name
 
 
-def run_study(name: str, data: Path, seeds: int) -> None:
-    """Train each variant with each seed that it lacks; the file is written after each run."""
+def run_study(name: str, data: Path, seeds: int, only: Collection[str] = ()) -> None:
+    """Train each variant, or only those named, with each seed that it lacks; the file is written after each run."""
     folder = study_folder(name)
     folder.mkdir(parents=True, exist_ok=True)
     file, commands = folder / "study.json", STUDIES[name].commands()
@@ -130,7 +118,7 @@ def run_study(name: str, data: Path, seeds: int) -> None:
     }  # fmt: skip
     for seed in range(seeds):
         for number, variant in enumerate(study["variants"]):
-            if all(run["seed"] != seed for run in variant["runs"]):
+            if (not only or variant["name"] in only) and all(run["seed"] != seed for run in variant["runs"]):
                 command = [*commands[variant["name"]], "--data", f"npz:{data}"]
                 log = folder / f"{number}-{seed}.log"
                 variant["runs"].append({"seed": seed, **train_ours(command, seed, log)})
@@ -156,12 +144,13 @@ def main() -> None:
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--data", type=Path, help="Fashion-MNIST as benchmarks/record_data.py writes it")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", default=(), help="names of variants to train now, of those in the table")
     parser.add_argument("--table", action="store_true", help="only write the page again")
     given = parser.parse_args()
     if not given.table:
         if not given.data:
             parser.error("give --data FILE, or --table")
-        run_study(given.study, given.data, given.seeds)
+        run_study(given.study, given.data, given.seeds, given.only)
     write_study_table(given.study)
 
 

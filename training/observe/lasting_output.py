@@ -1,4 +1,4 @@
-"""Standard output and error that outlast whoever reads them: a closed terminal or pipe does not end a training."""
+"""Standard output and error that outlast whoever reads them: writing into a closed pipe does not end a training."""
 
 from __future__ import annotations
 
