@@ -30,7 +30,6 @@ JOBS = {  # images per rank and step, epochs, flags
     "mobilenet": (16, 3, "--image-size 64"),
     "efficientnet": (16, 1, "--image-size 64"),
     "cnn_lstm": (16, 2, "--image-size 64"),
-    "vgg": (16, 1, "--image-size 32 --learning-rate 0.0005"),
     "airbench_small": (96, 7, "--image-size 28 --precision bf16 --optimizer muon --whitened-stem true"),
 }
 RANKS = 2

@@ -23,7 +23,8 @@ from training.parallel.world import World
 
 Result = TypeVar("Result")
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+LARGEST_MMAP_THRESHOLD = 32 * 2**20  # bytes: mallopt(3) takes no more
 
 
 class MemoryGuard:
@@ -93,9 +94,9 @@ def keep_freed_memory(device: torch.device) -> None:
         return
     with contextlib.suppress(AttributeError):  # of glibc alone
         mallopt = ctypes.CDLL(None).mallopt
-        # Both: without the second, large tensors are mapped on their own, whatever the first, and get fresh pages.
+        # Both: with the first alone the second stays at 128 KiB, and every tensor above it gets fresh pages.
         mallopt(M_TRIM_THRESHOLD, -1)
-        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
 
 
 def return_freed_memory(device: torch.device) -> None:
