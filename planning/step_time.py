@@ -30,7 +30,7 @@ from training.parallel.strategies import ParallelPlan
 
 ACTIVATION_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # under autocast
 ADAMW_PASSES = 7  # over the fp32 values: weight and two moments, read and written; gradient, read
-LARGE_WEIGHT = 1 << 23  # values: above 32 MB malloc mapped fresh pages for each copy when this was measured
+LARGE_WEIGHT = 1 << 23  # values: above 32 MB malloc maps fresh pages for each copy, on Linux (mallopt(3))
 
 
 @dataclass(frozen=True)
