@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -69,16 +69,13 @@ def mean_log_probabilities(
     return torch.stack(weighted).logsumexp(0)
 
 
-def _views(images: torch.Tensor, views: Views) -> Iterator[tuple[float, torch.Tensor]]:
-    """Yield the weight and the images of each view."""
-    shifted, far, size = [(1.0, images)], views.shift_pixels, images.shape[-1]
+def _views(images: torch.Tensor, views: Views) -> Iterable[tuple[float, torch.Tensor]]:
+    """Return the weight and the images of each view; the first are the images themselves."""
+    weighted, far, size = [(1.0, images)], views.shift_pixels, images.shape[-1]
     if far:
         padded = nn.functional.pad(images, (far,) * 4, mode="reflect")
         corners = (padded[..., start : start + size, start : start + size] for start in (0, 2 * far))
-        shifted = [(1 / 2, images), *((1 / 4, corner) for corner in corners)]
-    for weight, view in shifted:
-        if views.flip:
-            yield weight / 2, view
-            yield weight / 2, view.flip(3)
-        else:
-            yield weight, view
+        weighted = [(1 / 2, images), *((1 / 4, corner) for corner in corners)]
+    if views.flip:
+        return ((weight / 2, both) for weight, view in weighted for both in (view, view.flip(3)))
+    return weighted

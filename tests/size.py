@@ -22,7 +22,7 @@ BUDGET = {
     "training/checkpoint": 1921,
     "training/observe": 2900,
     "planning": 5306,
-    "delivery": 1468,
+    "delivery": 1465,
     "delivery/export": 1250,
     "delivery/report": 1412,
 }
