@@ -37,11 +37,11 @@ from planning.run_workload import workload_of
 from planning.step_time import (
     ADAMW_PASSES,
     CALIBRATIONS,
-    LARGE_WEIGHT,
     Calibration,
     EngineCost,
     Multiples,
     Sharing,
+    is_large_convolution,
     predict_step,
 )
 from training.config import TrainConfig
@@ -86,7 +86,7 @@ def columns(operators: Sequence[Operator], batch_size: int, *, is_backward: bool
         if is_product:
             peak = CORE_FLOPS * (PRODUCT_SHARE if kind == PRODUCT else 1)
             found[f"flops of {kind}"] += operator.flops * batch_size / peak
-            large = is_backward and kind != PRODUCT and operator.weights > LARGE_WEIGHT
+            large = is_backward and is_large_convolution(operator)
             found["large weights" if large else f"weights of {kind}"] += (
                 FLOAT32_BYTES * operator.weights / CORE_BANDWIDTH
             )

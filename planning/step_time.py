@@ -88,7 +88,7 @@ class Calibration:
     Attributes:
         forward: by kind of operator.
         backward: likewise, of the forward's operators.
-        large_weights: in backward, of a convolution with more weights than `LARGE_WEIGHT`, in place of `weights`.
+        large_weights: in backward, of `is_large_convolution`, in place of `weights`.
         update: of AdamW's passes at the bandwidth.
         update_s: seconds of an update whatever the size.
         dispatch_s: of the host for each operator, meanwhile the device computes; once in forward, twice in backward.
@@ -254,6 +254,11 @@ def predict_step(
     )
 
 
+def is_large_convolution(operator: Operator) -> bool:
+    """Return whether backward copies an operator's weights into fresh pages: `Calibration.large_weights`."""
+    return operator.kind != PRODUCT and operator.weights > LARGE_WEIGHT
+
+
 def _phase_s(
     operators: Sequence[Operator],
     calibration: Calibration,
@@ -272,7 +277,7 @@ def _phase_s(
     for operator in operators:
         multiples = of_kind[operator.kind]
         weights = multiples.weights
-        if is_backward and operator.weights > LARGE_WEIGHT and operator.kind != PRODUCT:
+        if is_backward and is_large_convolution(operator):
             weights = calibration.large_weights
         values = multiples.activations * operator.activations * batch_size * ACTIVATION_BYTES[precision]
         values += weights * operator.weights * FLOAT32_BYTES

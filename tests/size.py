@@ -21,7 +21,7 @@ BUDGET = {
     "training/parallel": 4198,
     "training/checkpoint": 1921,
     "training/observe": 2900,
-    "planning": 5306,
+    "planning": 5311,
     "delivery": 1465,
     "delivery/export": 1250,
     "delivery/report": 1412,
