@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.our_engine import make_engine
+from benchmarks.peers.job import mean_cross_entropy
 from models.build import build_model
-from training.observe.scores import sample_losses
 from training.parallel.block_norms import BLOCK, squares_of_rows
 from training.parallel.collectives import barrier, sum_over_ranks
 from training.parallel.native_engine import NativeEngine
@@ -66,7 +66,7 @@ def seconds_of_step(engine: NativeEngine, batches: list[tuple[torch.Tensor, torc
     barrier(world)
     start = time.perf_counter()
     for images, labels in batches:
-        engine.backward(sample_losses(engine.forward(images), labels).mean())
+        engine.backward(mean_cross_entropy(engine.forward(images), labels))
         engine.step()
     barrier(world)
     return time.perf_counter() - start

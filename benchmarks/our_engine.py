@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from benchmarks.peers.job import mean_cross_entropy
 from models.whole_input import WholeInputConv2d
 from training.config import TrainConfig
-from training.observe.scores import sample_losses
 from training.parallel.build_engine import build_engine, resolve_engine
 from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
 from training.parallel.engine import Engine, EngineSetup
@@ -89,7 +89,7 @@ def training_step(engine: Engine) -> Step:
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
         images = images.contiguous(memory_format=torch.channels_last)
-        engine.backward(sample_losses(engine.forward(images), labels).mean())
+        engine.backward(mean_cross_entropy(engine.forward(images), labels))
         engine.step()
 
     return step

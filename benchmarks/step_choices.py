@@ -23,10 +23,9 @@ from torch import nn
 
 from benchmarks.our_engine import Step, as_convolutions, make_engine, training_step
 from benchmarks.peers.bare_ddp import BASELINE, TUNED_OPTIONS, ddp_step
-from benchmarks.peers.job import Job, make_batches, make_network, take_turns, timed
+from benchmarks.peers.job import Job, make_batches, make_network, mean_cross_entropy, take_turns, timed
 from benchmarks.report import Section, ratios_to, save, show, spread, versions
 from models.whole_input import WholeInputConv2d
-from training.observe.scores import sample_losses
 from training.parallel import flat_buffers
 from training.parallel.world import World, start_world, stop_world
 
@@ -44,7 +43,7 @@ def our_contiguous_step(module: nn.Module, world: World, batch_size: int) -> Ste
     engine = make_engine(module, "ddp", "fp32", batch_size, world)
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
-        engine.backward(sample_losses(engine.forward(images), labels).mean())
+        engine.backward(mean_cross_entropy(engine.forward(images), labels))
         engine.step()
 
     return step
@@ -104,6 +103,8 @@ def main() -> None:
     world = start_world()
     job = Job(model_type=given.model_type, batch_size=given.batch_size, image_size=given.image_size)
     builders = make_builders(job, world, compiles=given.compile)
+    if unknown := set(given.only or ()) - builders.keys():
+        parser.error(f"--only {sorted(unknown)}: there are {', '.join(builders)}")
     names = [name for name in builders if given.only is None or name in (BASELINE, *given.only)]
     measures = {name: timed(builders[name]()) for name in names}
     rounds = take_turns(measures, make_batches(job, given.steps), given.rounds)

@@ -5,7 +5,8 @@
     python benchmarks/variants.py ablation --table        # the page again, from the logs
 
 `ablation` is the preset for Fashion-MNIST with one ingredient out at a time, `zoo` one line with each model of the
-guide. A round trains all variants with one seed. What was broken off goes on with the runs that it lacks.
+guide. A round trains all variants with one seed. What was broken off goes on with the runs that it lacks; all runs of
+a variant are of one kind of machine.
 """
 
 from __future__ import annotations
@@ -74,14 +75,14 @@ def ablation_table(study: dict[str, Any]) -> str:
 
 
 def zoo_table(study: dict[str, Any]) -> str:
-    """Return the table: parameters, accuracy, and images/s of training."""
-    rows = ["| `<model>` | parameters | top-1 | images/s |", "| --- | --- | --- | --- |"]
+    """Return the table: parameters, accuracy, images/s of training, and the machine that made them."""
+    rows = ["| `<model>` | parameters | top-1 | images/s | trained on |", "| --- | --- | --- | --- | --- |"]
     for variant in (variant for variant in study["variants"] if variant["runs"]):
         name = variant["name"]
         module = build_model(name, num_classes=10, image_size=IMAGE_SIZE).module
         size = f"{sum(p.numel() for p in module.parameters()) / 1e6:.1f} million"
         speed = EPOCHS * IMAGES / variant["summary"]["seconds_median"]
-        rows.append(f"| `{name}` | {size} | {top1_cell(variant)} | {speed:.0f} |")
+        rows.append(f"| `{name}` | {size} | {top1_cell(variant)} | {speed:.0f} | {variant['machine']} |")
     return "\n".join(rows)
 
 
@@ -105,20 +106,32 @@ def study_folder(name: str) -> Path:
 
 
 def run_study(name: str, data: Path, seeds: int, only: Collection[str] = ()) -> None:
-    """Train each variant, or only those named, with each seed that it lacks; the file is written after each run."""
+    """Train each variant, or only those named, with each seed that it lacks; the file is written after each run.
+
+    Raises:
+        SystemExit: for other versions or data than before, another machine than a variant's, or a name of no variant.
+    """
     folder = study_folder(name)
     folder.mkdir(parents=True, exist_ok=True)
     file, commands = folder / "study.json", STUDIES[name].commands()
-    study: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {
+    if unknown := set(only) - commands.keys():
+        raise SystemExit(f"--only {' '.join(sorted(unknown))}: no such variant; there are {', '.join(commands)}.")
+    study: dict[str, Any] = {
         "date": today(),
-        "machine": machine_name(),
         "versions": versions("torch", "torchvision", "timm", "deepspeed"),
         "data_sha256": file_sha256(data),
         "variants": [{"name": key, "command": shlex.join(words), "runs": []} for key, words in commands.items()],
-    }  # fmt: skip
+    }
+    if file.exists():
+        begun = json.loads(file.read_text())
+        if different := [key for key in ("versions", "data_sha256") if begun[key] != study[key]]:
+            raise SystemExit(f"{file}: has other {', '.join(different)}; move it away to begin anew.")
+        study = begun
     for seed in range(seeds):
         for number, variant in enumerate(study["variants"]):
             if (not only or variant["name"] in only) and all(run["seed"] != seed for run in variant["runs"]):
+                if variant.setdefault("machine", machine_name()) != machine_name():
+                    raise SystemExit(f"{file}: {variant['name']} was trained on {variant['machine']}; go on there.")
                 command = [*commands[variant["name"]], "--data", f"npz:{data}"]
                 log = folder / f"{number}-{seed}.log"
                 variant["runs"].append({"seed": seed, **train_ours(command, seed, log)})

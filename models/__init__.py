@@ -54,7 +54,7 @@ MODELS: dict[str, ModelSpec] = {
     "vgg": ModelSpec("models.timm_models", "VGG16 with BatchNorm", timm_name="vgg16_bn"),
     "cnn_lstm": ModelSpec("models.cnn_lstm", "CNN features read column by column by a bidirectional LSTM"),
     "ensemble": ModelSpec(
-        "models.ensemble", "several models trained together on their averaged probabilities", takes_members=True
+        "models.ensemble", "several models trained side by side, their probabilities averaged", takes_members=True
     ),
 }
 

@@ -18,6 +18,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from models.ensemble import Ensemble
+
 
 def without_data(module: nn.Module) -> nn.Module:
     """Return a copy of a module in training mode whose parameters and buffers are on the meta device.
@@ -47,7 +49,8 @@ def forward_failure(module: nn.Module, image_size: int, batch_size: int, image_c
             output = _forward_on_fake_tensors(module, shape)
         except Exception as error:  # a network that does not fit together may raise anything
             return f"{type(error).__name__}: {error}".partition("\n")[0]
-    if not isinstance(output, torch.Tensor) or output.ndim != 2:
+    dimensions = 3 if isinstance(module, Ensemble) else 2
+    if not isinstance(output, torch.Tensor) or output.ndim != dimensions:
         return "its output is not one row of logits per image"
     return None
 

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from models.ensemble import log_mean_probability
 from training.data.bad_images import check_bad_images
 from training.data.loader import Batch, EvaluationLoader
 from training.errors import UserError
@@ -63,11 +64,11 @@ def train_one_epoch(state: TrainState, batches: Iterable[Batch], context: TrainC
 def _forward_and_backward(
     engine: TimedEngine, batch: Batch, context: TrainContext, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return losses [B] and logits [B, C] of a micro-batch, after backward of their weighted sum."""
+    """Return losses [B] and logits [B, C] of a micro-batch, after backward of the weighted sum of the losses."""
     logits = engine.forward(batch.images)
     losses = context.loss(logits, batch)
     engine.backward((losses * batch.weights).sum() * scale)
-    return losses, logits
+    return losses, logits if logits.ndim == 2 else log_mean_probability(logits.detach())
 
 
 @torch.no_grad()

@@ -88,7 +88,7 @@ class TrainContext:
         num_classes: classes C of the data set.
         image_shape: channels, height and width of the images.
         seed: of sample order, augmentation and dropout.
-        loss: each sample's training loss, [B], of logits [B, C] and their batch.
+        loss: each sample's training loss, [B], of the model's output and their batch.
         log_every_steps: optimizer steps between two logging points.
         epochs: epochs of the run.
         loggers: destinations of the numbers; none on ranks other than 0.

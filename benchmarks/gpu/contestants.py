@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.our_engine import Step, make_engine, training_step
+from benchmarks.peers.job import mean_cross_entropy
 from models.build import build_model
 from training.config import TrainConfig
 from training.parallel.build_engine import ENGINES
@@ -74,7 +75,7 @@ def plain_contestant(module: nn.Module, world: World, batch_size: int) -> Contes
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(world.device.type, dtype=torch.bfloat16):
-            loss = nn.functional.cross_entropy(module(images), labels)
+            loss = mean_cross_entropy(module(images), labels)
         loss.backward()
         optimizer.step()
 
@@ -88,11 +89,10 @@ def timm_contestant(module: nn.Module, world: World, batch_size: int) -> Contest
     config = TrainConfig()
     module = module.to(world.device, memory_format=torch.channels_last)
     optimizer = create_optimizer_v2(module, opt="adamw", lr=config.learning_rate, weight_decay=config.weight_decay)
-    loss_of = nn.CrossEntropyLoss()
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
         with torch.autocast(world.device.type, dtype=torch.bfloat16):
-            loss = loss_of(module(images), labels)
+            loss = mean_cross_entropy(module(images), labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

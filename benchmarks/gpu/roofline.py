@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from benchmarks.peers.job import mean_cross_entropy
 from models.build import build_model
 from models.dry_run import convolution_backward_flops
 from training.observe.flops import peak_tflops
@@ -81,7 +81,7 @@ def step_costs(model_type: str, batch_size: int, image_size: int, num_classes: i
     labels = torch.empty(batch_size, dtype=torch.int64, device="meta")
     counter = _OperatorCounter()
     with counter:
-        nn.functional.cross_entropy(module(images), labels).backward()
+        mean_cross_entropy(module(images), labels).backward()
     counter.operators.append((0, ADAMW_BYTES_PER_PARAMETER * parameters))
     return StepCosts(sum(flops for flops, _ in counter.operators), tuple(counter.operators))
 

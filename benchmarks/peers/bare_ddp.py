@@ -17,6 +17,7 @@ from benchmarks.peers.job import (
     image_loader,
     make_adamw,
     make_network,
+    mean_cross_entropy,
     run_from_files,
     timed,
     train_epochs,
@@ -38,7 +39,7 @@ def ddp_step(module: nn.Module, job: Job, *, fused: bool = False, channels_last:
         if channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(parallel(images), labels).backward()
+        mean_cross_entropy(parallel(images), labels).backward()
         if job.gradient_clipping:
             nn.utils.clip_grad_norm_(parallel.parameters(), job.gradient_clipping)
         optimizer.step()
@@ -53,7 +54,7 @@ def forward_backward_step(module: nn.Module, job: Job) -> Step:
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
         images = images.contiguous(memory_format=torch.channels_last)
         module.zero_grad()
-        nn.functional.cross_entropy(module(images), labels).backward()
+        mean_cross_entropy(module(images), labels).backward()
 
     return step
 

@@ -83,6 +83,12 @@ def make_network(job: Job) -> nn.Module:
     return build_model(job.model_type, num_classes=NUM_CLASSES, image_size=job.image_size).module
 
 
+def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return PyTorch's mean loss of logits [B, C], or over each member of an ensemble of [B, C, members]."""
+    targets = labels if logits.ndim == 2 else labels[:, None].expand(-1, logits.shape[2])
+    return nn.functional.cross_entropy(logits, targets)
+
+
 def make_adamw(module: nn.Module, job: Job, **settings: bool) -> torch.optim.AdamW:
     """AdamW as PyTorch makes it when nothing more is said."""
     return torch.optim.AdamW(module.parameters(), lr=job.learning_rate, weight_decay=job.weight_decay, **settings)

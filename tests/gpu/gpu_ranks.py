@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.our_engine import make_engine
+from benchmarks.peers.job import mean_cross_entropy
 from models import MODELS
 from models.build import build_model
 from tests.training import engine_ranks
@@ -56,7 +57,7 @@ def our_losses(engine: Engine, steps: int, world: World) -> list[float]:
     images = images.contiguous(memory_format=torch.channels_last)
     losses = []
     for _ in range(steps):
-        loss = sample_losses(engine.forward(images), labels).mean()
+        loss = mean_cross_entropy(engine.forward(images), labels)
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
@@ -70,7 +71,7 @@ def plain_losses(module: nn.Module, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(module(images), labels)
+        loss = mean_cross_entropy(module(images), labels)
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))

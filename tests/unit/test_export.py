@@ -165,8 +165,10 @@ def test_every_file_says_what_it_is_and_where_it_came_from(trained, run_folder, 
     origins = [facts["origin"], in_torch["origin"], metadata["extra"]["exported"]]
     assert in_torch["class_names"] == metadata["class_names"] == data.class_names
     assert all(origin["run"] == "digits" and origin["epoch"] == 3 for origin in origins)
-    # Stack traces and folders of this machine stay here.
-    content = (tmp_path / "basic_cnn-fp32.onnx").read_bytes()
+    # Stack traces and folders of this machine stay here. A megabyte of weights has the bytes of ".py" now and then.
+    for weights in model.graph.initializer:
+        weights.ClearField("raw_data")
+    content = model.SerializeToString()
     assert not any(word.encode() in content for word in ("site-packages", ".py", str(ROOT), str(run_folder.parent)))
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from sklearn.utils.class_weight import compute_class_weight
 from timm.data.mixup import mixup_target
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
+from torch import nn
 from torch.nn.functional import cross_entropy
 
+from models.ensemble import Ensemble
 from training.command_line import parse_args
 from training.data.reader import Batch
 from training.errors import UserError
@@ -24,11 +28,13 @@ BALANCED = [*compute_class_weight("balanced", classes=np.arange(3), y=LABELS.num
 LAMBDA = 0.3
 
 
-def losses(*flags: str, targets: torch.Tensor | None = None, labels: torch.Tensor = LABELS) -> torch.Tensor:
+def losses(
+    *flags: str, logits: torch.Tensor = LOGITS, targets: torch.Tensor | None = None, labels: torch.Tensor = LABELS
+) -> torch.Tensor:
     """Return our loss of each sample, by the command line's flags."""
     config, _ = parse_args(flags)
     batch = Batch(torch.empty(0), labels, torch.ones(len(labels)), torch.arange(len(labels)), targets=targets)
-    return build_loss(config, NAMES, COUNTS, torch.device("cpu"))(LOGITS, batch)
+    return build_loss(config, NAMES, COUNTS, torch.device("cpu"))(logits, batch)
 
 
 def mixed(smoothing: float) -> torch.Tensor:
@@ -82,6 +88,22 @@ def test_class_weights_of_binary_cross_entropy_weigh_samples():
         LAMBDA * weights[LABELS] + (1 - LAMBDA) * weights[LABELS.flip(0)]
     )
     torch.testing.assert_close(soft, by_hand)
+
+
+@pytest.mark.parametrize("flags", [(), ("--class-weights", "dog=3"), ("--loss", "bce", "--class-weights", "dog=3")])
+@pytest.mark.parametrize("targets", [None, mixed(0.0)], ids=["hard", "mixed"])
+def test_each_member_of_an_ensemble_learns_by_its_own_loss(flags, targets):
+    """The gradients are those of the members trained apart, divided by their number."""
+    torch.manual_seed(0)
+    together = Ensemble(nn.Linear(6, 4) for _ in range(3))
+    apart, inputs = copy.deepcopy(together.members), 3 * torch.randn(len(LABELS), 6)
+    alone = torch.stack([losses(*flags, logits=member(inputs), targets=targets) for member in apart])
+    alone.sum().backward()
+    found = losses(*flags, logits=together(inputs), targets=targets)
+    found.sum().backward()
+    torch.testing.assert_close(found, alone.mean(0))
+    for parameter, oracle in zip(together.parameters(), apart.parameters(), strict=True):
+        torch.testing.assert_close(3 * parameter.grad, oracle.grad)
 
 
 @pytest.mark.parametrize(

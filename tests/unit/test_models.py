@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.peers.job import mean_cross_entropy
 from models import MODELS, check_model_name
 from models.build import BuiltModel, build_model, rebuild_model
 from models.dry_run import forward_failure
@@ -107,7 +108,8 @@ def test_vgg_sizes():
 def test_real_forward_and_head(model_type):
     built = build(model_type)
     images = torch.randn(3, 3, 32, 32)
-    logits = built.module.train()(images)
+    assert built.module.train()(images).shape == ((3, 5, len(SMALL_MEMBERS)) if model_type == "ensemble" else (3, 5))
+    logits = built.module.eval()(images)
     assert logits.shape == (3, 5)
     assert logits.dtype == torch.float32
     parameters = dict(built.module.named_parameters())
@@ -120,7 +122,7 @@ def test_real_forward_and_head(model_type):
 def test_autocast_trains(model_type):
     module = build(model_type, members=("basic_cnn", "cnn_lstm")).module.train()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = functional.cross_entropy(module(torch.randn(4, 3, 32, 32)).float(), torch.arange(4))
+        loss = mean_cross_entropy(module(torch.randn(4, 3, 32, 32)).float(), torch.arange(4))
     loss.backward()
     assert all(torch.isfinite(p.grad).all() and p.grad.dtype == torch.float32 for p in module.parameters())
 
@@ -276,7 +278,7 @@ def test_drop_path_of_a_model_without_blocks_to_skip_is_refused(model_type, name
 def test_ensemble_averages_probabilities():
     torch.manual_seed(0)
     members = [nn.Linear(6, 4) for _ in range(3)]
-    ensemble, inputs, labels = Ensemble(members), 20 * torch.randn(8, 6), torch.randint(0, 4, (8,))
+    ensemble, inputs, labels = Ensemble(members).eval(), 20 * torch.randn(8, 6), torch.randint(0, 4, (8,))
     average = torch.stack([member(inputs).double().softmax(1) for member in members]).mean(0)
     torch.testing.assert_close(ensemble(inputs).double(), average.log(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ensemble(inputs).softmax(1).double(), average, rtol=1e-5, atol=1e-7)
@@ -285,7 +287,7 @@ def test_ensemble_averages_probabilities():
 
 
 def test_ensemble_stays_finite_where_probabilities_underflow():
-    ensemble = Ensemble([nn.Identity(), nn.Identity()])
+    ensemble = Ensemble([nn.Identity(), nn.Identity()]).eval()
     logits = torch.tensor([[0.0, 500.0]], requires_grad=True)
     loss = functional.cross_entropy(ensemble(logits), torch.tensor([0]))
     loss.backward()
@@ -494,7 +496,7 @@ def train_step(module: nn.Module) -> tuple[torch.Tensor, list[torch.Tensor], lis
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(1)  # dropout draws the same masks in every call
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        loss = functional.cross_entropy(module(images), torch.arange(4))
+        loss = mean_cross_entropy(module(images), torch.arange(4))
     loss.backward()
     return loss.detach(), [p.grad for p in module.parameters()], list(module.buffers()), saved
 

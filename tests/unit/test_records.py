@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import record_data
+from benchmarks import record_data, variants
 from benchmarks.record import RECORDS, TASKS, our_command, read_our_log, read_timm_log, summary
 from benchmarks.record_table import BEGIN, END, compared, table, time_ratio
-from benchmarks.variants import STUDIES, ablation_table, marks, study_folder
+from benchmarks.variants import STUDIES, ablation_table, marks, run_study, study_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(RECORDS.glob("*/*/record.json"))
@@ -52,13 +52,34 @@ def test_a_study_follows_from_its_logs_and_its_page_from_it(name):
 
 
 def test_the_ablation_compares_with_the_whole():
-    variants = [("nothing", [0.91, 0.92, 0.93]), ("whitened stem", [0.89, 0.90, 0.91])]
-    found = [{"name": name, "runs": runs(top1, [10, 30, 20])} for name, top1 in variants]
+    both = [("nothing", [0.91, 0.92, 0.93]), ("whitened stem", [0.89, 0.90, 0.91])]
+    found = [{"name": name, "runs": runs(top1, [10, 30, 20])} for name, top1 in both]
     rows = ablation_table({"variants": [{**variant, "summary": summary(variant["runs"])} for variant in found]})
     assert rows.splitlines()[2:] == [
         "| nothing | 92.00 ± 1.00 % (3 seeds) |  |  |",
         "| whitened stem | 90.00 ± 1.00 % (3 seeds) | -2.00 | 0.07 |",
     ]
+
+
+def test_a_variant_is_trained_on_one_kind_of_machine(tmp_path, monkeypatch):
+    trained = []
+    monkeypatch.setattr(variants, "RECORDS", tmp_path)
+    monkeypatch.setattr(
+        variants, "train_ours", lambda words, seed, log: trained.append(seed) or {"top1": 0.9, "seconds": 10.0}
+    )
+    data = tmp_path / "data.npz"
+    data.write_bytes(b"images")
+    for machine, seeds, only in (("one", 1, ["vgg"]), ("another", 1, ["mobilenet"]), ("one", 2, ["vgg"])):
+        monkeypatch.setattr(variants, "machine_name", lambda name=machine: name)
+        run_study("zoo", data, seeds, only)
+    assert trained == [0, 0, 1]
+    with pytest.raises(SystemExit, match="mobilenet was trained on another; go on there"):
+        run_study("zoo", data, 2, ["mobilenet"])
+    with pytest.raises(SystemExit, match="--only resnet: no such variant; there are basic_cnn, "):
+        run_study("zoo", data, 2, ["resnet"])
+    data.write_bytes(b"other images")
+    with pytest.raises(SystemExit, match="has other data_sha256"):
+        run_study("zoo", data, 2)
 
 
 @pytest.mark.parametrize("task", TASKS)

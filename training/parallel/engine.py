@@ -146,7 +146,7 @@ class Engine(Protocol):
     def sends_in_forward(self) -> bool: ...
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, classes] in float32 for images [B, C, H, W]; a collective at ZeRO 3."""
+        """Return what the module returns for images [B, C, H, W], in float32; a collective at ZeRO 3."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradient of a scalar loss; a collective, because an engine may reduce it here."""

@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from models.ensemble import mean_over_members
 from training.config import TrainConfig
 from training.data.reader import Batch
 from training.recipe.class_weights import class_weights
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
-"""From logits [B, C] and their batch to losses, float32 [B]."""
+"""From logits [B, C], or [B, C, members] of an ensemble, and their batch to losses, float32 [B]."""
 
 
 def build_loss(config: TrainConfig, class_names: Sequence[str], counts: Sequence[int], device: torch.device) -> Loss:
-    """Build the loss of a run; it is a function of the micro-batch alone.
+    """Build the loss of a run; it is a function of the micro-batch alone, and of an ensemble the mean over its members.
 
     Args:
         config: the run's configuration.
@@ -28,7 +29,8 @@ def build_loss(config: TrainConfig, class_names: Sequence[str], counts: Sequence
         UserError: for class weights that do not fit the data.
     """
     weights = class_weights(config.class_weights, class_names, counts)
-    return LOSSES[config.loss](config, None if weights is None else torch.tensor(weights, device=device))
+    loss = LOSSES[config.loss](config, None if weights is None else torch.tensor(weights, device=device))
+    return lambda logits, batch: mean_over_members(lambda member: loss(member, batch), logits)
 
 
 def _cross_entropy(config: TrainConfig, weights: torch.Tensor | None) -> Loss:
