@@ -38,9 +38,9 @@ def log_mean_probability(logits: torch.Tensor) -> torch.Tensor:
     It is normalized already: its softmax is the mean probability itself.
 
     Args:
-        logits: `[B, num_classes, members]`.
+        logits: float32 `[B, num_classes, members]`.
     """
-    return torch.logsumexp(torch.log_softmax(logits.float(), dim=1), dim=2) - math.log(logits.shape[2])
+    return torch.logsumexp(torch.log_softmax(logits, dim=1), dim=2) - math.log(logits.shape[2])
 
 
 def mean_over_members(loss: Callable[[torch.Tensor], torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
