@@ -84,11 +84,12 @@ def make_engine(
     return build_engine(setup, engine_of(module, strategy, world.device, world.size, engine))
 
 
-def training_step(engine: Engine) -> Step:
+def training_step(engine: Engine, *, channels_last: bool = True) -> Step:
     """Return one step as `training.loop` takes it; the images in channels_last, as the loaders hand them over."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
-        images = images.contiguous(memory_format=torch.channels_last)
+        images = images.contiguous(memory_format=layout)
         engine.backward(mean_cross_entropy(engine.forward(images), labels))
         engine.step()
 

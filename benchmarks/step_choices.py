@@ -23,30 +23,27 @@ from torch import nn
 
 from benchmarks.our_engine import Step, as_convolutions, make_engine, training_step
 from benchmarks.peers.bare_ddp import BASELINE, TUNED_OPTIONS, ddp_step
-from benchmarks.peers.job import Job, make_batches, make_network, mean_cross_entropy, take_turns, timed
+from benchmarks.peers.job import Job, make_batches, make_network, take_turns, timed
 from benchmarks.report import Section, ratios_to, save, show, spread, versions
 from models.whole_input import WholeInputConv2d
 from training.parallel import flat_buffers
 from training.parallel.world import World, start_world, stop_world
 
 
-def our_step(module: nn.Module, world: World, batch_size: int, *, fused: bool = True, compiled: bool = False) -> Step:
+def our_step(
+    module: nn.Module,
+    world: World,
+    batch_size: int,
+    *,
+    fused: bool = True,
+    compiled: bool = False,
+    channels_last: bool = True,
+) -> Step:
     """Our step under `ddp` as a training takes it, or with a choice turned back."""
     engine = make_engine(module, "ddp", "fp32", batch_size, world, compiles=compiled)
     for group in engine.optimizer.param_groups:
         group["fused"] = fused
-    return training_step(engine)
-
-
-def our_contiguous_step(module: nn.Module, world: World, batch_size: int) -> Step:
-    """Our step on images in PyTorch's usual layout."""
-    engine = make_engine(module, "ddp", "fp32", batch_size, world)
-
-    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
-        engine.backward(mean_cross_entropy(engine.forward(images), labels))
-        engine.step()
-
-    return step
+    return training_step(engine, channels_last=channels_last)
 
 
 @contextmanager
@@ -77,7 +74,7 @@ def make_builders(job: Job, world: World, *, compiles: bool) -> dict[str, Callab
         "+ channels_last": ddp(fused=True, channels_last=True, **TUNED_OPTIONS),
         "ours": ours(),
         "ours, AdamW not fused": ours(fused=False),
-        "ours, images not channels_last": lambda: our_contiguous_step(make_network(job), world, job.batch_size),
+        "ours, images not channels_last": ours(channels_last=False),
         "ours, over gloo instead of shared memory": without_shared_memory()(ours()),
     }
     if any(isinstance(part, WholeInputConv2d) for part in make_network(job).modules()):
