@@ -18,7 +18,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 from torch import nn
 
 from benchmarks.our_engine import Step, as_convolutions, make_engine, training_step
