@@ -85,7 +85,7 @@ def make_engine(
 
 
 def training_step(engine: Engine, *, channels_last: bool = True) -> Step:
-    """Return one step as `training.loop` takes it; the images in channels_last, as the loaders hand them over."""
+    """Return one step as `training.loop` takes it; by default on images in channels_last, as the loaders give them."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
