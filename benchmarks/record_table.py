@@ -63,12 +63,19 @@ def time_ratio(record: dict[str, Any]) -> float:
 
 
 def compared(record: dict[str, Any], before: dict[str, Any]) -> str:
-    """Compare accuracy with the record before by Welch's t-test, two-sided; time too, if the machine is the same."""
-    new, old = ([run["top1"] for run in side["ours"]["runs"]] for side in (record, before))
-    p = float(stats.ttest_ind(new, old, equal_var=False).pvalue)
-    change = 100 * (statistics.mean(new) - statistics.mean(old))
+    """Compare accuracy with the record before by Welch's t-test, two-sided; time too, if the machine is the same.
+
+    Seeds that end at the same accuracies as before are the same trainings again, and no second sample to test.
+    """
+    new, old = ({run["seed"]: run["top1"] for run in side["ours"]["runs"]} for side in (record, before))
+    if new == old:
+        accuracy = "the same accuracies, seed by seed"
+    else:
+        p = float(stats.ttest_ind([*new.values()], [*old.values()], equal_var=False).pvalue)
+        change = 100 * (statistics.mean(new.values()) - statistics.mean(old.values()))
+        accuracy = f"{change:+.2f} points (p = {p:.2g})"
     time = "on another machine"
     if record["machine"] == before["machine"]:
         ratio = record["ours"]["summary"]["seconds_median"] / before["ours"]["summary"]["seconds_median"]
         time = f"{ratio:.2f} of its seconds"
-    return f"{change:+.2f} points (p = {p:.2g}), {time}"
+    return f"{accuracy}, {time}"

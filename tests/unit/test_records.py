@@ -110,6 +110,8 @@ def test_summary_and_comparison():
     assert compared(new, old) == "+2.00 points (p = 0.07), 0.50 of its seconds"
     elsewhere = record([0.91, 0.92, 0.93], [40, 40, 40], machine="2 other cores")
     assert compared(new, elsewhere) == "+2.00 points (p = 0.07), on another machine"
+    again = record([0.93, 0.94, 0.95], [5, 15, 10])
+    assert compared(again, new) == "the same accuracies, seed by seed, 0.50 of its seconds"
 
 
 def test_a_log_of_timm():
