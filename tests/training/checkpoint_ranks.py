@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from timm.layers import DropPath
 from torch import nn
 
 from models.build import BuiltModel
@@ -58,17 +59,21 @@ HEAD = frozenset({"head.weight", "head.bias"})
 
 
 class DropoutNet(nn.Module):
-    """A convolution, BatchNorm where asked for, dropout and a head; 7 blocks of weights, so that 4 ranks have some."""
+    """A convolution, BatchNorm where asked for, dropout, timm's drop path and a head.
+
+    7 blocks of weights, so that 4 ranks have some.
+    """
 
     def __init__(self, with_batchnorm: bool, image_channels: int = 3) -> None:
         super().__init__()
         self.convolution = nn.Conv2d(image_channels, 192, 3, padding=1, bias=not with_batchnorm)
         self.norm = nn.BatchNorm2d(192) if with_batchnorm else nn.Identity()
-        self.dropout = nn.Dropout(0.3)
+        self.dropout, self.drop_path = nn.Dropout(0.3), DropPath(0.3)
         self.head = nn.Linear(192, CLASSES)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.head(self.dropout(torch.relu(self.norm(self.convolution(images))).mean((2, 3))))
+        features = torch.relu(self.norm(self.convolution(images))).mean((2, 3))
+        return self.head(self.dropout(features + self.drop_path(features)))
 
 
 class InfiniteGradient(torch.autograd.Function):
@@ -132,6 +137,7 @@ class Job:
         is_averaged: bool = False,
         tuning: str = "full",
         image_channels: int = 3,
+        optimizer: str = "adamw",
     ) -> None:
         accumulation = GLOBAL_BATCH // (MICRO_BATCH * world.size)
         config = configuration(
@@ -140,6 +146,7 @@ class Job:
             batch_size=MICRO_BATCH,
             gradient_clipping=clipping,
             engine=engine,
+            optimizer=optimizer,
             replicate_across=replicate_across,
             save_every_steps=every_steps,
             save_every_minutes=0.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 from contextlib import nullcontext
@@ -422,8 +423,8 @@ def evaluation_report(world: World):
 EPOCH_SAMPLES = 37  # 2 ranks x 2 micro-steps x 8 images: a full step, and one of 5
 
 
-def make_small_data():
-    """37 grey images with labels, as a data set without augmentation."""
+def make_small_data(**options: Any):
+    """37 grey images with labels, as a data set without augmentation, or with what the options of data add."""
     from training.data import DataOptions
     from training.data.datasets import DatasetDefaults, make_dataset_pair
     from training.data.reading.sources import ArraySource
@@ -433,7 +434,7 @@ def make_small_data():
     source = ArraySource(pixels, torch.arange(EPOCH_SAMPLES) % CLASSES)
     defaults = DatasetDefaults(8, "none", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
     names = [f"class-{number}" for number in range(CLASSES)]
-    return make_dataset_pair(source, source, names, defaults, DataOptions(), "fingerprint")
+    return make_dataset_pair(source, source, names, defaults, DataOptions(**options), "fingerprint")
 
 
 def loop_context(world: World, engine: Engine, plan: BatchPlan, image_size: int = 8, **changes: Any) -> TrainContext:
@@ -468,6 +469,34 @@ def epoch_with_our_loop(world: World, strategy: str, engine: str):
     weights = weights_of(engine)
     engine.close()
     return {"weights": weights, "loss": scores.loss, "top1": scores.top1, "n": scores.samples}
+
+
+def accuracy_of_mixed_images(world: World):
+    """Train an epoch of mixed images at a rate of 0; return its accuracy, and what it is by two kinds of labels."""
+    from training.data.loader import TrainLoader
+
+    module, data = make_model(False), make_small_data(mixup=1.0)
+    for layer in module.modules():  # whose choice depends on the image
+        if isinstance(layer, nn.Linear):
+            layer.weight.data *= 100
+    engine = make_engine(world, copy.deepcopy(module), configuration())
+    plan = BatchPlan(EPOCH_SAMPLES, BATCH_SIZE, 1, world.size, 0)
+    schedule = Schedule(0.0, total_steps=1, warmup_steps=0, final_scale=1.0)
+    context = loop_context(world, engine, plan, schedule=schedule)
+    state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
+    train_one_epoch(state, TrainLoader(data, plan, world.rank).epoch(0), context)
+    scores = state.sums.reduce(world)
+    context.stop.close()
+    engine.close()
+    batches = [*TrainLoader(data, plan, world.rank).epoch(0)]
+    chosen = torch.cat([module(batch.images).argmax(1) for batch in batches])[:EPOCH_SAMPLES]
+    labels = torch.from_numpy(plan.draw_keys(0)) % CLASSES
+    mixed = torch.cat([batch.targets for batch in batches])[:EPOCH_SAMPLES]
+    return {
+        "top1": scores.top1,
+        "by_own_labels": float((chosen == labels).double().mean()),
+        "by_heaviest_targets": float((chosen == mixed.argmax(1)).double().mean()),
+    }
 
 
 def epoch_with_plain_pytorch(world: World, global_batch: int):

@@ -232,23 +232,30 @@ def test_torchs_runs_go_on_with_the_same_bytes_and_under_the_native_engine(
 
 
 def test_averages_of_the_weights_go_on_bit_for_bit(launches):
-    """From 2 ranks to 1 and 4 natively, and to 2 ranks under the engines whose sums depend on the ranks."""
-    engines = [("native", "ddp"), ("deepspeed", "fsdp_stage3"), ("torch", "fsdp_stage2")]
+    """From 2 ranks to 1 and 4 natively, and to 2 ranks under the engines whose sums depend on the ranks.
+
+    From the step of a pull to the slow weights, which are every second, and from those beside it.
+    """
+    engines = [
+        ("native", "ddp", "adamw"), ("deepspeed", "fsdp_stage3", "adamw"), ("torch", "fsdp_stage2", "adamw"),
+        ("torch", "ddp", "muon"),
+    ]  # fmt: skip
     shared = [
-        {"strategy": strategy, "engine": engine, "is_averaged": True, "with_batchnorm": True}
-        for engine, strategy in engines
+        {"strategy": strategy, "engine": engine, "optimizer": rule, "is_averaged": True, "with_batchnorm": True}
+        for engine, strategy, rule in engines
     ]
-    folders = [launches.folder / f"averaged-{engine}" for engine, _ in engines]
+    folders = [launches.folder / f"averaged-{engine}-{rule}" for engine, _, rule in engines]
     whole = launches.run("train_whole", 2, [case | {"folder": str(f)} for case, f in zip(shared, folders, strict=True)])
-    for world_size in (1, 2, 4):
+    for world_size, step in ((1, 1), (2, 1), (2, 2), (4, 2), (1, 4)):
+        place = f"step-{step // 3:05d}-{step % 3:07d}"
         cases = [
-            case | {"checkpoint": str(folder / MIDDLE), "folder": f"{folder}-to-{world_size}"}
+            case | {"checkpoint": str(folder / place), "folder": f"{folder}-{step}-to-{world_size}"}
             for case, folder in zip(shared, folders, strict=True)
             if world_size == 2 or case["engine"] == "native"
         ]
         for expected, ranks in zip(whole, launches.run("resume_from", world_size, cases), strict=False):
             for report in ranks:
-                assert_same_steps(report, expected[0], ["3", "4", "5", "6"])
+                assert_same_steps(report, expected[0], [str(later) for later in range(step + 1, 7)])
     names = whole[0][0]["weights"].keys()
     assert {"ema head.weight", "slow_weights head.weight", "average/norm.running_var"} < names
 

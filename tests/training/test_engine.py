@@ -250,6 +250,12 @@ def test_an_epoch_with_a_remainder_equals_plain_pytorch(run_cases, largest_diffe
             assert (report["top1"], report["n"]) == (pytest.approx(oracle["top1"], abs=1e-12), 37)
 
 
+def test_accuracy_of_mixed_images_is_counted_on_their_own_labels(run_cases):
+    (report,) = run_cases("accuracy_of_mixed_images", 1)[()]
+    assert report["top1"] == pytest.approx(report["by_own_labels"], abs=1e-12)
+    assert report["by_heaviest_targets"] != report["by_own_labels"], "the images must be mixed"
+
+
 def test_buffers_are_averaged_over_the_leaves_of_all_ranks(run_cases):
     reports = run_cases("batchnorm_average_report")[()]
     for name in reports[0]["before"]:

@@ -58,9 +58,10 @@ def test_mistakes_are_one_line_before_anything_starts(words, told):
     assert told.lower() in str(caught.value).lower()
 
 
-def test_a_range_test_on_two_ranks(tmp_path, capfd):
+def test_a_range_test_on_two_ranks_that_share_the_weights(tmp_path, capfd):
+    launch = ["fsdp_stage3" if word == "ddp" else word for word in LAUNCH]
     quiet = ["--tensorboard", "false", "--report", "false", "--progress", "off", "--log-dir", str(tmp_path)]
-    test = parse(["--lowest", "1e-5", "--highest", "10", *LAUNCH, *quiet, "--image-size", "16"], "")
+    test = parse(["--lowest", "1e-5", "--highest", "10", *launch, *quiet, "--image-size", "16"], "")
     assert run(test) == 0
     result = json.loads((test.run_folder / LEARNING_RATE).read_text())
     rates, losses, _ = np.array(result["curve"]).T

@@ -115,6 +115,8 @@ def test_every_schedule_is_positive_and_ends_where_it_is_told(changes):
     ("changes", "told"),
     [
         ({"schedule": "cosin"}, "unknown schedule 'cosin'. Did you mean 'cosine'?"),
+        ({"fallback_schedule": "lin"}, "unknown fallback schedule 'lin'. Did you mean 'linear'?"),
+        ({"fallback_schedule": "wsd", "decay_epochs": 9.0}, "--decay-epochs 9.0 with the epochs before it"),
         ({"warmup_epochs": 11}, "--warmup-epochs 11: the run has 10 epochs only."),
         ({"cooldown_epochs": 8.5}, "--cooldown-epochs 8.5 with the epochs before it: the run has 10 epochs only."),
         ({"schedule": "wsd", "decay_epochs": 9.0}, "--decay-epochs 9.0 with the epochs before it"),
@@ -174,6 +176,25 @@ def test_the_head_learns_first_whatever_its_own_rate_and_rule():
     build_schedule(config, 5, 32, head_epochs=1).set_learning_rates(optimizer.param_groups, step=0)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     assert [rates[id(p)] for p in module.parameters()] == [0.0, 0.0, pytest.approx(0.1), pytest.approx(0.1)]
+
+
+@pytest.mark.parametrize("fallback", ["", "wsd", "constant"])
+def test_the_fallback_has_a_schedule_of_its_own_if_it_is_given(fallback):
+    module = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 2))
+    scales = {"fallback_learning_rate_scale": 10.0, "backbone_learning_rate_scale": 0.5}
+    config = dataclasses.replace(CONFIG, optimizer="muon", fallback_schedule=fallback, **scales)
+    optimizer = build_optimizer(module, config, {"2.weight", "2.bias"}, discriminative=True)
+    muons, others = (
+        build_schedule(dataclasses.replace(CONFIG, schedule=name), 5, 32, head_epochs=1)
+        for name in ("cosine", fallback or "cosine")
+    )
+    schedule = build_schedule(config, 5, 32, head_epochs=1)
+    for step in range(50):
+        schedule.set_learning_rates(optimizer.param_groups, step)
+        rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        head = 10 * others.learning_rate(step)
+        backbone = [0.5 * muons.learning_rate(step), 5 * others.learning_rate(step)] if step >= 5 else [0.0, 0.0]
+        assert [rates[id(p)] for p in module.parameters()] == pytest.approx([*backbone, head, head])
 
 
 def test_groups_tell_decay_and_head():

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from delivery.evaluate import evaluate
 from training.config import FLAG_OF, TrainConfig
 from training.config_check import check_config
 from training.errors import UserError
@@ -31,6 +32,10 @@ def test_it_is_that_of_a_training_without_the_average_and_changes_nothing(tmp_pa
     assert [(line["val_loss"], line["val_top1"]) for line in both] != scores
     for name in ("model.safetensors", "checkpoints/step-00002-0000000/shard-00000.safetensors"):
         assert (compared / name).read_bytes() == (average / name).read_bytes(), name
+    exported = evaluate(average, split="val", output=None)
+    best = max(without, key=lambda line: line["val_top1"])
+    assert exported["top1"] == pytest.approx(best["val_top1"], abs=1e-12), "the average is what is exported"
+    assert exported["loss"] == pytest.approx(best["val_loss"], abs=1e-6)
     assert all("raw_top1" not in line for line in [*plain, *without])
     assert f"raw top-1 {scores[0][1]:.4f}" in (tmp_path / "training.log").read_text()
 

@@ -23,6 +23,7 @@ FILES = sorted(RECORDS.glob("*/*/record.json"))
 @pytest.mark.parametrize("file", FILES, ids=[str(file.parent.relative_to(RECORDS)) for file in FILES])
 def test_a_record_follows_from_its_logs(file):
     record = json.loads(file.read_text())
+    assert record["data_source"] == TASKS[record["task"]].data_source
     for side, read in (("ours", read_our_log), ("timm", read_timm_log)):
         if side not in record:
             continue

@@ -11,7 +11,7 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 from timm.layers import resample_abs_pos_embed
-from timm.models import adapt_input_conv
+from timm.models import adapt_input_conv, swin_transformer
 from torch import nn
 
 from models.build import BuiltModel, build_model
@@ -209,7 +209,13 @@ def test_adapters_are_small_and_all_else_but_the_head_is_frozen():
     adapters = {name for name, _ in model.module.named_parameters() if "lora_" in name}
     assert trained(model.module) == adapters | model.head_parameter_names
     sizes = {name: parameter.numel() for name, parameter in model.module.named_parameters()}
-    assert sum(sizes[name] for name in adapters) < 0.05 * sum(sizes.values())
+    share = sum(sizes[name] for name in adapters) / sum(sizes[name] for name in sizes.keys() - adapters)
+    assert share < 0.05
+    assert "adapters of rank 2 beside" in model.notes[-1]
+    assert "lower rank" not in model.notes[-1]
+    # Adapters grow with their rank: four times as large, they are worth a word.
+    larger = built("timm:vit_tiny_patch16_224", "lora:8").notes[-1]
+    assert f"they are {4 * share:.1%} of the model: a lower rank keeps them small" in larger
     # The layers whose adapter would not be smaller than they are have none: here the head alone.
     assert {name.partition(".lora_A")[0] for name in adapters if "lora_A" in name} >= {
         "patch_embed.proj",
@@ -231,6 +237,18 @@ def test_position_embeddings_are_resampled_as_timm_does_it(tmp_path):
     assert all(torch.equal(found[name], source[name]) for name in others)
     assert "adapted to this model's input: pos_embed [1, 17, 192] -> [1, 5, 192]" in model.notes
     assert any("head replaced: 5 -> 3" in note for note in model.notes)
+
+
+def test_relative_position_tables_are_resampled_as_timm_does_it(tmp_path):
+    name, table = "swin_tiny_patch4_window7_224", "layers.3.blocks.0.attn.relative_position_bias_table"
+    source = timm.create_model(name, num_classes=3).state_dict()
+    save_file(source, tmp_path / "weights")
+    found = build_model(f"timm:{name}", num_classes=3, image_size=96, weights=str(tmp_path / "weights")).module
+    oracle = timm.create_model(name, num_classes=3, img_size=96)
+    oracle.load_state_dict(swin_transformer.checkpoint_filter_fn(source, oracle), strict=False)
+    assert found.state_dict()[table].shape == (25, 24), "windows of 3 patches instead of 7"
+    for key, expected in oracle.state_dict().items():
+        assert torch.equal(found.state_dict()[key], expected), key
 
 
 def test_another_network_is_still_refused(tmp_path):

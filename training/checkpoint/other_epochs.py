@@ -58,7 +58,7 @@ def note_other_epochs(
     before, now = (
         build_schedule(settings, plan.steps_per_epoch, plan.global_batch, head_epochs) for settings in (saved, config)
     )
-    is_same = all(before.learning_rate(step) == now.learning_rate(step) for step in range(steps))
+    is_same = all(before.learning_rates(step) == now.learning_rates(step) for step in range(steps))
     if config.mixup_off_epochs:
         last_mixed = min(saved.epochs, config.epochs) - config.mixup_off_epochs
         is_same &= steps <= last_mixed * plan.steps_per_epoch

@@ -1,8 +1,8 @@
 """From images to the model's input, a batch at a time on the device: shifted, mirrored, normalised, erased.
 
 Bytes are transferred as bytes, a quarter of the size of float32. Random numbers are drawn on the CPU as a function of
-(seed, epoch, index), and whole pixels are moved: a GPU gives the same bits as a CPU. The result is in channels_last
-order, with which convolutions are fastest.
+(seed, epoch, index), and whole pixels are moved, so that what is drawn and moved is the same on a GPU as on a CPU. The
+result is in channels_last order, with which convolutions are fastest.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer with timm, with separate groups for weight decay or none, and for each learning rate.
 
-    Each group has 'rate_scale', the factor on the schedule's learning rate, and 'is_backbone', whether it waits for the
-    head at first.
+    Each group has 'rate_scale', the factor on the schedule's learning rate, 'is_fallback', whether that schedule is
+    `fallback_schedule`, and 'is_backbone', whether it waits for the head at first.
 
     Args:
         module: the model.
@@ -60,7 +60,8 @@ def build_optimizer(
     by_rule: dict[str, list[dict[str, Any]]] = {}
     for (decay, scale, is_backbone, rule), parameters in groups.items():
         group = {"params": parameters, "weight_decay": decay, "lr": config.learning_rate * scale}
-        by_rule.setdefault(rule, []).append(group | {"rate_scale": scale, "is_backbone": is_backbone})
+        group |= {"rate_scale": scale, "is_fallback": rule != config.optimizer, "is_backbone": is_backbone}
+        by_rule.setdefault(rule, []).append(group)
     rules = [_build_rule(rule, param_groups, config) for rule, param_groups in by_rule.items()]
     return rules[0] if len(rules) == 1 else Composite(rules)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
@@ -55,6 +56,7 @@ class Schedule:
         cooldown_steps: at the final rate, at the end of the run.
         drops: steps at which the rate is multiplied by `drop_rate`, in ascending order.
         drop_rate: a factor.
+        fallback: the schedule of what `--fallback-optimizer` updates; None: this one.
     """
 
     peak: float
@@ -67,6 +69,7 @@ class Schedule:
     cooldown_steps: int = 0
     drops: tuple[int, ...] = ()
     drop_rate: float = 1.0
+    fallback: Schedule | None = None
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, counted from 0 over the whole run."""
@@ -77,6 +80,10 @@ class Schedule:
         scale = self.final_scale + (1 - self.final_scale) * self.shape(progress)
         return self.peak * scale * self.drop_rate ** bisect_right(self.drops, step)
 
+    def learning_rates(self, step: int) -> tuple[float, float]:
+        """Return the learning rates of a step, before the groups' factors: this one's and the fallback's."""
+        return self.learning_rate(step), (self.fallback or self).learning_rate(step)
+
     def group_learning_rate(self, step: int, group_scale: float, *, is_backbone: bool) -> float:
         """Return a parameter group's learning rate: 0 for the backbone while only the head is trained."""
         is_frozen = step < self.head_steps and is_backbone
@@ -85,7 +92,8 @@ class Schedule:
     def set_learning_rates(self, groups: Iterable[dict[str, Any]], step: int) -> None:
         """Set the learning rate of every parameter group for optimizer step `step`."""
         for group in groups:
-            group["lr"] = self.group_learning_rate(step, group["rate_scale"], is_backbone=group["is_backbone"])
+            schedule = self.fallback if self.fallback and group["is_fallback"] else self
+            group["lr"] = schedule.group_learning_rate(step, group["rate_scale"], is_backbone=group["is_backbone"])
 
 
 def build_schedule(config: TrainConfig, steps_per_epoch: int, global_batch: int, head_epochs: int) -> Schedule:
@@ -103,18 +111,23 @@ def build_schedule(config: TrainConfig, steps_per_epoch: int, global_batch: int,
         "final_scale": config.final_learning_rate_scale,
         "cooldown_steps": round(config.cooldown_epochs * steps_per_epoch),
     }
-    return Schedule(
-        peak=config.learning_rate * batch_scale,
-        total_steps=config.epochs * steps_per_epoch,
-        warmup_steps=_warmup_steps(config, steps_per_epoch),
-        head_steps=head_epochs * steps_per_epoch,
-        **(fields | SCHEDULES[config.schedule](config, steps_per_epoch)),
+    schedule, fallback = (
+        Schedule(
+            peak=config.learning_rate * batch_scale,
+            total_steps=config.epochs * steps_per_epoch,
+            warmup_steps=_warmup_steps(config, steps_per_epoch),
+            head_steps=head_epochs * steps_per_epoch,
+            **(fields | SCHEDULES[name](config, steps_per_epoch)),
+        )
+        for name in (config.schedule, config.fallback_schedule or config.schedule)
     )
+    return dataclasses.replace(schedule, fallback=fallback if config.fallback_schedule else None)
 
 
 def stable_epochs(config: TrainConfig) -> int:
     """Return the whole epochs before the decay of wsd, which a run of more epochs has too; 0 for other schedules."""
-    return SCHEDULES[config.schedule](config, 1).get("stable_steps", 0)
+    decaying = {config.schedule, config.fallback_schedule or config.schedule} - {"constant"}
+    return min((SCHEDULES[name](config, 1).get("stable_steps", 0) for name in decaying), default=0)
 
 
 def _steps_fields(config: TrainConfig, steps_per_epoch: int) -> dict[str, Any]:

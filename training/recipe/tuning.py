@@ -24,6 +24,7 @@ from training.recipe.freezing import is_adapters
 # Layers whose output is linear in their weight as it is: others standardize it first, and a sum with an adapter's
 # weight would not give the sum of the outputs.
 ADAPTABLE = (nn.Linear, nn.Conv2d, Conv2dSame)
+SMALL_SHARE = 0.05  # of the model: adapters above it are told
 
 
 def tune(built: BuiltModel, word: str) -> BuiltModel:
@@ -52,9 +53,13 @@ def tune(built: BuiltModel, word: str) -> BuiltModel:
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name in trained or is_adapters(name))
     count = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    share = count / sum(parameter.numel() for parameter in module.parameters())
-    beside = f", adapters of rank {number} beside {adapted} layers" if adapted else ""
-    note = f"--tune {word}: {count:,} parameters are trained, {share:.1%} of all{beside}"
+    total = sum(parameter.numel() for parameter in module.parameters())
+    note = f"--tune {word}: {count:,} parameters are trained, {count / total:.1%} of all"
+    if adapted:
+        in_adapters = sum(parameter.numel() for name, parameter in module.named_parameters() if is_adapters(name))
+        note += f", adapters of rank {number} beside {adapted} layers"
+        if in_adapters > SMALL_SHARE * (total - in_adapters):
+            note += f"; they are {in_adapters / (total - in_adapters):.1%} of the model: a lower rank keeps them small"
     return dataclasses.replace(built, notes=[*built.notes, note])
 
 
