@@ -47,9 +47,9 @@ def parse(arguments: Sequence[str], description: str | None) -> RangeTest:
         raise UserError(f"--lowest {given.lowest:g} must be below --highest {given.highest:g}.")
     read_arguments("launch_distributed.sh", given.launch, {})  # by themselves, for a mistake in their number
     name = time.strftime("learning-rate-%Y%m%d-%H%M%S")
-    sweep = ["--schedule", "sweep", "--fallback-schedule", "", "--warmup-epochs", "0"]
-    sweep += ["--learning-rate", f"{given.highest!r}"]
-    sweep += ["--final-learning-rate-scale", f"{given.lowest / given.highest!r}", "--log-every-steps", "1"]
+    lowest, highest = f"{given.lowest / given.highest!r}", f"{given.highest!r}"
+    sweep = ["--schedule", "sweep", "--fallback-schedule", "", "--warmup-epochs", "0", "--log-every-steps", "1"]
+    sweep += ["--learning-rate", highest, "--final-learning-rate-scale", lowest]
     launch = [*given.launch, *sweep, "--run-name", name, "--save-every-minutes", "0", "--max-restarts", "0"]
     config = check_training(read_arguments("launch_distributed.sh", launch, {}).training)
     if config.base_batch_size:
