@@ -17,7 +17,7 @@ BUDGET = {
     "models": 1723,
     "training": 2566,
     "training/data": 4007,
-    "training/recipe": 1639,
+    "training/recipe": 1641,
     "training/parallel": 4198,
     "training/checkpoint": 1921,
     "training/observe": 2900,
