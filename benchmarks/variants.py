@@ -39,7 +39,7 @@ INGREDIENTS = {
     "weight decay": "--weight-decay 0",
     "warm-up": "--warmup-epochs 0",
 }
-ZOO = ("basic_cnn", "cnn_lstm", "mobilenet", "efficientnet", "vgg", "ensemble")
+ZOO = ("basic_cnn", "cnn_lstm", "mobilenet", "efficientnet", "vgg", "ensemble", "airbench_small", "airbench")
 IMAGES, IMAGE_SIZE, EPOCHS = 60_000, 32, 2
 ZOO_LINE = f"bash scripts/launch_distributed.sh {{}} ddp 2 64 {EPOCHS} --image-size {IMAGE_SIZE}"
 
@@ -51,7 +51,7 @@ def ablation() -> dict[str, list[str]]:
 
 
 def zoo() -> dict[str, list[str]]:
-    """Return the commands, one for each model that has no record of its own and needs no pretrained weights."""
+    """Return the commands, one for each model that needs no pretrained weights."""
     return {name: shlex.split(ZOO_LINE.format(name)) for name in ZOO}
 
 
@@ -126,6 +126,8 @@ def run_study(name: str, data: Path, seeds: int, only: Collection[str] = ()) -> 
         begun = json.loads(file.read_text())
         if different := [key for key in ("versions", "data_sha256") if begun[key] != study[key]]:
             raise SystemExit(f"{file}: has other {', '.join(different)}; move it away to begin anew.")
+        known = [variant["name"] for variant in begun["variants"]]
+        begun["variants"] += [variant for variant in study["variants"] if variant["name"] not in known]
         study = begun
     for seed in range(seeds):
         for number, variant in enumerate(study["variants"]):

@@ -142,6 +142,7 @@ def test_the_guides_direct_command(two_classes, tmp_path):
     load_model(tmp_path / "runs" / "r" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_accelerate_which_starts_torchrun(tmp_path):
     result = run_command(
         *["accelerate", "launch", "--multi_gpu", "--num_processes=2", f"--main_process_port={free_port()}"],

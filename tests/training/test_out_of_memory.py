@@ -114,6 +114,7 @@ def test_all_ranks_take_what_fits_the_one_with_the_least_memory(searched):
     assert (given["found"], given["weights"]) == (None, found["weights"])
 
 
+@pytest.mark.slow
 def test_the_batch_size_under_a_real_limit_of_one_rank(searched):
     """The kernel gives rank 1 too little for 64 images, some 660 MB, and enough for 8, some 260 MB.
 

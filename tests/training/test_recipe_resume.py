@@ -6,46 +6,53 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import launch, read_metrics, train_here
+from commands import read_metrics
 from safetensors.numpy import load_file
 
-LEAVES = 2  # a step: of 2 ranks, or of 2 micro-steps of one
+TRAIN = "tests.training.out_of_memory_ranks:run_short_of_memory"  # which is short of it only if it is told so
 RECIPE = {
-    "data": "fake",
-    "image-size": 16,
-    "image-channels": 1,
-    "whitened-stem": "true",
+    "model_type": "airbench_small",
+    "epochs": 3,
+    "batch_size": 64,
+    "image_size": 16,
+    "image_channels": 1,
+    "whitened_stem": True,
     "loss": "bce",
-    "repeated-augmentation": 3,
-    "progressive-size": "12:0:2",
-    "eval-image-size": 20,
+    "repeated_augmentation": 3,
+    "progressive_size": "12:0:2",
+    "eval_image_size": 20,
     "augmentation": "shift_flip",
     "mirror": "alternate",
-    "shift-padding": "reflect",
-    "random-erasing": 0.3,
+    "shift_padding": "reflect",
+    "random_erasing": 0.3,
     "mixup": 0.4,
     "cutmix": 1.0,
-    "mixup-probability": 0.7,
+    "mixup_probability": 0.7,
     "ema": 0.8,
     "lookahead": 3,
-    "layer-decay": 0.8,
+    "layer_decay": 0.8,
+    "keep_last": 99,
+    "save_every_steps": 1,
 }
-RARE = [{"sampling": "balanced"}, {"class-weights": "wave-3=2.5"}]  # they exclude each other
-OUTPUT = {"run-name": "run", "progress": "off", "tensorboard": "false", "report": "false", "keep-last": 99}
+RARE = [{"sampling": "balanced"}, {"class_weights": "wave-3=2.5"}]  # they exclude each other
 
 
-def flags(log_dir: Path, **more: object) -> list[str]:
-    values = RECIPE | OUTPUT | {"log-dir": log_dir, "save-every-steps": 1} | more
-    return [f"--{name}={value}" for name, value in values.items()]
+@pytest.fixture(scope="module")
+def train(run_on_ranks):
+    """Train on so many ranks, and return the folder of the run."""
+
+    def train_on_ranks(ranks: int, log_dir: Path, **changes: object) -> Path:
+        case = RECIPE | {"log_dir": str(log_dir), "name": "run"} | changes
+        assert all(result["code"] == 0 for (result,) in run_on_ranks(TRAIN, ranks, [case]))
+        return log_dir / "runs" / "run"
+
+    return train_on_ranks
 
 
 @pytest.fixture(scope="module", params=RARE, ids=lambda more: "".join(more))
-def whole(request, tmp_path_factory) -> tuple[Path, dict[str, str]]:
-    """The folder of three epochs of 8 steps on two ranks, with a checkpoint after each step, and a flag of it."""
-    log_dir = tmp_path_factory.mktemp("whole")
-    result = launch("airbench_small", "ddp", "2", "64", "3", *flags(log_dir, **request.param))
-    assert result.returncode == 0, result.stderr
-    return log_dir / "runs" / "run", request.param
+def whole(request, train, tmp_path_factory) -> tuple[Path, dict[str, str]]:
+    """The folder of three epochs of 8 steps on two ranks, with a checkpoint after each step, and an option of it."""
+    return train(2, tmp_path_factory.mktemp("whole"), **request.param), request.param
 
 
 def epochs(folder: Path) -> dict[int, tuple[float, ...]]:
@@ -58,13 +65,10 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("checkpoint", ["step-00000-0000001", "step-00002-0000003"])
-def test_one_rank_goes_on_from_any_step_of_two_and_ends_with_the_same_bytes(whole, tmp_path, checkpoint):
-    folder, flag = whole
-    line = ["--model-type=airbench_small", "--strategy=ddp", "--batch-size=64", "--epochs=3"]
-    more = flag | {"gradient-accumulation-steps": LEAVES, "resume": folder / "checkpoints" / checkpoint}
-    result = train_here(*line, *flags(tmp_path, **more))
-    assert result.returncode == 0, result.stderr
-    resumed = tmp_path / "runs" / "run"
+def test_one_rank_goes_on_from_any_step_of_two_and_ends_with_the_same_bytes(whole, train, tmp_path, checkpoint):
+    folder, option = whole
+    place = str(folder / "checkpoints" / checkpoint)
+    resumed = train(1, tmp_path, gradient_accumulation_steps=2, resume=place, **option)
     ours, theirs = weights(resumed), weights(folder)
     assert ours.keys() == theirs.keys()
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)

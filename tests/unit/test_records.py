@@ -74,10 +74,13 @@ def test_a_variant_is_trained_on_one_kind_of_machine(tmp_path, monkeypatch):
         monkeypatch.setattr(variants, "machine_name", lambda name=machine: name)
         run_study("zoo", data, seeds, only)
     assert trained == [0, 0, 1]
+    monkeypatch.setattr(variants, "ZOO", (*variants.ZOO, "resnet"))  # one more goes to the end
+    run_study("zoo", data, 1, ["resnet"])
+    assert trained == [0, 0, 1, 0]
     with pytest.raises(SystemExit, match="mobilenet was trained on another; go on there"):
         run_study("zoo", data, 2, ["mobilenet"])
-    with pytest.raises(SystemExit, match="--only resnet: no such variant; there are basic_cnn, "):
-        run_study("zoo", data, 2, ["resnet"])
+    with pytest.raises(SystemExit, match="--only alexnet: no such variant; there are basic_cnn, "):
+        run_study("zoo", data, 2, ["alexnet"])
     data.write_bytes(b"other images")
     with pytest.raises(SystemExit, match="has other data_sha256"):
         run_study("zoo", data, 2)
