@@ -132,8 +132,9 @@ def _check_rules(config: TrainConfig, label_of: Mapping[str, str]) -> None:
 def _check_schedule(config: TrainConfig, label_of: Mapping[str, str]) -> None:
     """Check what belongs to the schedule; raise UserError."""
     decays: dict[str, None] = {}  # values that must leave room in the run
-    for kind, name in (("schedule", config.schedule), ("fallback schedule", config.fallback_schedule)):
-        if name not in SCHEDULES and (name or kind == "schedule"):
+    fallback = config.fallback_schedule or config.schedule
+    for kind, name in (("schedule", config.schedule), ("fallback schedule", fallback)):
+        if name not in SCHEDULES:
             raise unknown_name(kind, name, SCHEDULES)
         decays |= dict.fromkeys(DECAY_WITHIN_RUN.get(name, ()))
     used = 0.0  # epochs of the run
