@@ -4,6 +4,13 @@ import numpy as np
 import pytest
 from ranks import Ranks
 
+LONGEST = ("test_matrix", "test_run", "test_stopping")  # few tests, and a minute or two each
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files, so that at the end no worker waits for another that has one of them."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
 
 @pytest.fixture(scope="session")
 def largest_difference():
