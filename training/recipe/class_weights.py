@@ -52,9 +52,9 @@ def class_weights(value: str, class_names: Sequence[str], counts: Sequence[int])
     given = given_weights(value)
     for name in given:
         if name not in class_names:
-            there_are = f"It has {', '.join(map(str, class_names[:10]))}{', ...' * (len(class_names) > 10)}."
-            hint = nearest(name, class_names)
-            raise UserError(f"--class-weights: the data has no class {shown(name)}.{hint} {there_are}")
+            some = ", ".join([*class_names[:10], *["..."] * (len(class_names) > 10)])
+            hint = f"{nearest(name, class_names)} It has {some}."
+            raise UserError(f"--class-weights: the data has no class {shown(name)}.{hint}")
     if value == "balanced":
         weights = [1 / count if count else 0.0 for count in counts]
     else:

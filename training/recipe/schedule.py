@@ -111,17 +111,18 @@ def build_schedule(config: TrainConfig, steps_per_epoch: int, global_batch: int,
         "final_scale": config.final_learning_rate_scale,
         "cooldown_steps": round(config.cooldown_epochs * steps_per_epoch),
     }
-    schedule, fallback = (
-        Schedule(
-            peak=config.learning_rate * batch_scale,
-            total_steps=config.epochs * steps_per_epoch,
-            warmup_steps=_warmup_steps(config, steps_per_epoch),
-            head_steps=head_epochs * steps_per_epoch,
-            **(fields | SCHEDULES[name](config, steps_per_epoch)),
-        )
-        for name in (config.schedule, config.fallback_schedule or config.schedule)
+    fallback = None
+    if config.fallback_schedule:
+        changed = dataclasses.replace(config, schedule=config.fallback_schedule, fallback_schedule="")
+        fallback = build_schedule(changed, steps_per_epoch, global_batch, head_epochs)
+    return Schedule(
+        peak=config.learning_rate * batch_scale,
+        total_steps=config.epochs * steps_per_epoch,
+        warmup_steps=_warmup_steps(config, steps_per_epoch),
+        head_steps=head_epochs * steps_per_epoch,
+        fallback=fallback,
+        **(fields | SCHEDULES[config.schedule](config, steps_per_epoch)),
     )
-    return dataclasses.replace(schedule, fallback=fallback if config.fallback_schedule else None)
 
 
 def stable_epochs(config: TrainConfig) -> int:
