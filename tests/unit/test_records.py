@@ -13,7 +13,7 @@ from PIL import Image
 
 from benchmarks import record_data, variants
 from benchmarks.record import RECORDS, TASKS, our_command, read_our_log, read_timm_log, summary
-from benchmarks.record_table import BEGIN, END, compared, table, time_ratio
+from benchmarks.record_table import BEGIN, END, compared, table, time_ratio, top1_cell
 from benchmarks.variants import STUDIES, ablation_table, marks, run_study, study_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,6 +116,16 @@ def test_summary_and_comparison():
     assert compared(new, elsewhere) == "+2.00 points (p = 0.07), on another machine"
     again = record([0.93, 0.94, 0.95], [5, 15, 10])
     assert compared(again, new) == "the same accuracies, seed by seed, 0.50 of its seconds"
+
+
+def test_several_views_stand_beside_the_plain_accuracy():
+    lines = [{"kind": "epoch", "val_top1": 0.93}, {"kind": "end", "seconds": 9.0}, {"kind": "views", "top1": 0.94}]
+    log = "\n".join(["run record: airbench", *map(json.dumps, lines)])
+    one = read_our_log(log)
+    assert one == {"top1": 0.93, "seconds": 9.0, "views_top1": 0.94}
+    both = [one, {"top1": 0.932, "seconds": 9.0, "views_top1": 0.942}]
+    found = {"runs": both, "summary": summary(both)}
+    assert top1_cell(found) == "93.10 ± 0.14 % (2 seeds); several views 94.10 ± 0.14 %"
 
 
 def test_a_log_of_timm():
