@@ -51,13 +51,15 @@ def _cells(record: dict[str, Any], before: dict[str, Any] | None) -> tuple[str, 
 
 def top1_cell(side: dict[str, Any]) -> str:
     """Return mean and standard deviation of top-1 over the seeds of what has `runs` and their `summary`."""
-    found, runs = side["summary"], len(side["runs"])
-    plain, *views = (
-        f"{100 * found[f'{key}_mean']:.2f}" + (f" ± {100 * found[f'{key}_std']:.2f}" if runs > 1 else "") + " %"
-        for key in ("top1", "views_top1")
-        if f"{key}_mean" in found
-    )
-    return f"{plain} ({runs} seed{'s' if runs > 1 else ''})" + "".join(f"; several views {text}" for text in views)
+    runs = len(side["runs"])
+    views = f"; several views {_percent(side, 'views_top1')}" if "views_top1_mean" in side["summary"] else ""
+    return f"{_percent(side, 'top1')} ({runs} seed{'s' if runs > 1 else ''}){views}"
+
+
+def _percent(side: dict[str, Any], key: str) -> str:
+    found = side["summary"]
+    spread = f" ± {100 * found[f'{key}_std']:.2f}" if len(side["runs"]) > 1 else ""
+    return f"{100 * found[f'{key}_mean']:.2f}{spread} %"
 
 
 def time_ratio(record: dict[str, Any]) -> float:
