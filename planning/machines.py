@@ -251,25 +251,32 @@ def gpu_of_device(device_name: str, memory_bytes: int) -> str:
 
 @functools.cache  # one process, one machine: what it says twice agrees
 def _measure_cpu(ranks: int) -> Gpu:
-    """Measure a convolution, a matrix product and a copy with all cores, of which each rank gets its part."""
+    """Measure a convolution, a matrix product and a copy, of which each rank gets as much as its cores do."""
     images = torch.rand(IMAGES, CHANNELS, PIXELS, PIXELS).contiguous(memory_format=torch.channels_last)
     weights = torch.rand(CHANNELS, CHANNELS, 3, 3).contiguous(memory_format=torch.channels_last)
     left, right = torch.rand(2, MATMUL_SIZE, MATMUL_SIZE)
     source = torch.zeros(COPY_BYTES // 4)
     target = torch.empty_like(source)
-    convolved = 2 * IMAGES * (3 * CHANNELS * PIXELS) ** 2 / _best_s(lambda: torch.conv2d(images, weights, padding=1))
-    multiplied = 2 * MATMUL_SIZE**3 / _best_s(lambda: torch.mm(left, right))
-    bandwidth = 2 * COPY_BYTES / _best_s(lambda: target.copy_(source))  # a byte read and a byte written
+    cores = len(os.sched_getaffinity(0))
+    share = cores / ranks
+    convolution_s = _best_core_s(lambda: torch.conv2d(images, weights, padding=1))
+    convolved = share * 2 * IMAGES * (3 * CHANNELS * PIXELS) ** 2 / convolution_s
+    multiplied = share * 2 * MATMUL_SIZE**3 / _best_core_s(lambda: torch.mm(left, right))
+    bandwidth = share * 2 * COPY_BYTES / _best_core_s(lambda: target.copy_(source))  # a byte read and a byte written
     memory = psutil.virtual_memory().total // ranks
-    text = f"measured on {len(os.sched_getaffinity(0))} cores shared by {ranks} ranks"
-    return Gpu("cpu", memory, bandwidth / ranks, {"fp32": convolved / ranks}, text, multiplied / convolved)
+    text = f"measured on {cores} cores shared by {ranks} ranks"
+    return Gpu("cpu", memory, bandwidth, {"fp32": convolved}, text, multiplied / convolved)
 
 
-def _best_s(work: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of several repeats, after one that does not count."""
+def _best_core_s(work: Callable[[], object]) -> float:
+    """Return the core seconds of the fastest of several repeats, after one that does not count.
+
+    They are those of this process on all its cores: what other processes run meanwhile, such as the training that is
+    to be predicted, does not count.
+    """
     best = float("inf")
     for _ in range(REPEATS + 1):
-        start = time.perf_counter()
+        start = time.process_time()
         work()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     return best

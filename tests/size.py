@@ -21,7 +21,7 @@ BUDGET = {
     "training/parallel": 4198,
     "training/checkpoint": 1921,
     "training/observe": 2900,
-    "planning": 5312,
+    "planning": 5319,
     "delivery": 1465,
     "delivery/export": 1250,
     "delivery/report": 1412,

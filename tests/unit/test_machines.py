@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import re
+import time
 
 import psutil
 import pytest
 
-from planning.machines import GPUS, INTERCONNECTS, detect_machine, find_gpu, find_machine, gpu_of_device
+from planning.machines import (
+    GPUS,
+    INTERCONNECTS,
+    _best_core_s,
+    detect_machine,
+    find_gpu,
+    find_machine,
+    gpu_of_device,
+)
 from training.errors import UserError
 from training.observe.flops import peak_tflops
 
@@ -96,6 +105,10 @@ def test_a_device_by_pytorchs_name(device, memory_gb, name):
 def test_another_device_names_the_nearest_in_memory(device):
     with pytest.raises(UserError, match=r"give --gpu, for instance v100-16gb\."):
         gpu_of_device(device, 16 * 10**9)
+
+
+def test_a_core_is_measured_without_what_others_run_on_it():
+    assert _best_core_s(lambda: time.sleep(0.05)) < 0.02
 
 
 def test_a_cpu_rank_has_its_share_of_this_machine(monkeypatch):
