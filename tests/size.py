@@ -17,7 +17,7 @@ BUDGET = {
     "models": 1723,
     "training": 2567,
     "training/data": 4007,
-    "training/recipe": 1642,
+    "training/recipe": 1672,
     "training/parallel": 4198,
     "training/checkpoint": 1921,
     "training/observe": 2900,

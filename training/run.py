@@ -324,9 +324,9 @@ def set_up_engine(
         world,
     )
     discriminative = _head_epochs(config) > 0
-    optimizer = agreed(
-        lambda: build_optimizer(built.module, config, built.head_parameter_names, discriminative=discriminative), world
-    )
+    resolved = dataclasses.replace(config, precision=precision)  # type: ignore[arg-type]  # one of its values
+    heads = built.head_parameter_names
+    optimizer = agreed(lambda: build_optimizer(built.module, resolved, heads, discriminative=discriminative), world)
     setup = EngineSetup(
         built.module,
         optimizer,

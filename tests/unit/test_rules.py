@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 from small_checkpoints import ALONE
-from timm.optim import Muon, create_optimizer_v2, list_optimizers
+from timm.optim import Muon, create_optimizer_v2, list_optimizers, muon
 from torch import nn
 
+from models.build import build_model
 from training.config import FLAG_OF, TrainConfig
 from training.config_check import check_config
 from training.errors import UserError
 from training.parallel.build_engine import build_engine, resolve_engine
+from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.engine import EngineSetup
 from training.parallel.strategies import STRATEGIES, plan_of
 from training.recipe.composite import rules_of
@@ -25,6 +28,7 @@ from training.recipe.optimizer import (
     set_applied_steps,
 )
 from training.recipe.rules import ALLOWED, ELEMENT_WISE, MATRIX_RULES, REFUSED, WHOLE_PARAMETER
+from training.run import set_up_engine
 
 CONFIG = TrainConfig(learning_rate=0.01, weight_decay=0.05)
 BY_TIMM = [name for name in ALLOWED if name != "lamb"]  # ours, see `tests/training/test_engine.py`
@@ -144,16 +148,38 @@ def test_matrices_and_convolutions_are_timms_muons_and_the_rest_another_rules(na
     ours = train(module, rule, range(3))
     module, _ = make(name, **changes)
     matrices, vectors = ([p for p in module.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
-    muon = create_optimizer_v2(matrices, opt=name, lr=0.01, weight_decay=0.05, momentum=CONFIG.momentum)
-    assert isinstance(muon, Muon)
+    timms = create_optimizer_v2(matrices, opt=name, lr=0.01, weight_decay=0.05, momentum=CONFIG.momentum)
+    assert isinstance(timms, Muon)
     other = create_optimizer_v2(vectors, opt=fallback, lr=0.005, weight_decay=0.0, momentum=CONFIG.momentum)
-    train(module, muon, range(0))
+    train(module, timms, range(0))
     for step in range(3):
         set_gradients(module, step)
-        muon.step()
+        timms.step()
         other.step()
     for one, theirs in zip(ours, module.parameters(), strict=True):
         torch.testing.assert_close(one, theirs.detach(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", MATRIX_RULES)
+def test_a_run_in_fp32_has_muons_products_in_fp32(name, precision):
+    """Beside products in fp64; timm's are in bf16, and still are after a step in fp32."""
+    in_bf16 = muon.zeropower_via_newtonschulz
+    (module, rule), (theirs, _) = make(name, precision=precision), make(name)
+    given, muon_rule = [theirs[0].weight, theirs[2].weight], rules_of(rule)[0]
+    timms = create_optimizer_v2(given, opt=name, lr=0.01, weight_decay=0.05, momentum=CONFIG.momentum)
+    set_gradients(module, 0)
+    set_gradients(theirs, 0)
+    muon_rule.step()
+    assert muon.zeropower_via_newtonschulz is in_bf16
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "zeropower_via_newtonschulz", functools.partial(in_bf16, dtype=torch.float64))
+        timms.step()
+    apart = max(
+        (ours - other).abs().max().item()
+        for ours, other in zip((module[0].weight, module[2].weight), given, strict=True)
+    )
+    assert apart < 1e-6 if precision == "fp32" else apart > 1e-5
 
 
 def test_the_head_and_depthwise_convolutions_are_the_fallbacks():
@@ -276,3 +302,11 @@ def test_options_reach_the_rule_that_they_are_for():
     assert (vectors["momentum"], vectors["nesterov"]) == (0.85, True)
     _, rule = make("lamb", optimizer_options="betas=0.8/0.95")
     assert rule.param_groups[0]["betas"] == (0.8, 0.95)
+
+
+@pytest.mark.parametrize(("precision", "name"), [("fp32", "Fp32Muon"), ("bf16", "Muon")])
+def test_a_runs_muon_has_the_precision_that_auto_became(precision, name):
+    config = TrainConfig(model_type="basic_cnn", optimizer="muon", precision="auto")
+    built = build_model("basic_cnn", num_classes=10, image_size=8)
+    setup, _ = set_up_engine(config, built, read_strategy_json("ddp", None), precision, ALONE, compiles=False)
+    assert type(rules_of(setup.optimizer)[0]).__name__ == name

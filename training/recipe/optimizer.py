@@ -38,7 +38,7 @@ def build_optimizer(
 
     Args:
         module: the model.
-        config: the run's configuration.
+        config: the run's configuration; `precision` as it was resolved, which is also that of Muon's products.
         head_parameter_names: names of the classifier's parameters.
         discriminative: whether the backbone's learning rate is `backbone_learning_rate_scale` times the head's.
 
@@ -74,7 +74,7 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
 
 
 def _build_rule(name: str, param_groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
-    from timm.optim import create_optimizer_v2
+    from timm.optim import create_optimizer_v2, get_optimizer_class
 
     given = _given_options(name, config)
     options = {"lr": config.learning_rate, "weight_decay": config.weight_decay, **given}
@@ -90,6 +90,10 @@ def _build_rule(name: str, param_groups: list[dict[str, Any]], config: TrainConf
             return ShardedLamb(param_groups, **options)
         # timm passes the momentum only to the optimizers that have one.
         options = {"momentum": momentum} | OPTIONS.get(name, {}) | options
+        if name in MATRIX_RULES and config.precision == "fp32":
+            from training.recipe.muon import Fp32Muon
+
+            return Fp32Muon(param_groups, **getattr(get_optimizer_class(name), "keywords", {}) | options)
         return create_optimizer_v2(param_groups, opt="momentum" if is_plain_sgd else name, **options)
     except ValueError as error:
         raise UserError(f"--optimizer {name} --momentum {momentum}: {one_line(error)}.") from None
