@@ -20,6 +20,7 @@ from training.parallel.build_engine import build_engine, resolve_engine
 from training.parallel.compilation import PIXELS_THAT_PAY, compile_mode, resolve_compile
 from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.engine import EngineSetup
+from training.parallel.precision import note_slow_bf16
 from training.parallel.strategies import STRATEGIES, plan_of
 from training.parallel.world import World
 
@@ -185,3 +186,15 @@ def test_a_part_without_elements_can_still_give_a_step_up():
     assert torch.equal(square_sum([padded]), alone([values]))
     padded[3 * BLOCK :] = math.nan
     assert square_sum([padded]).isnan()
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "is_noted"),
+    [("bf16", "AVX2", True), ("bf16", "AVX512", False), ("bf16", "SVE256", False), ("fp32", "AVX2", False)],
+)
+def test_bf16_on_a_cpu_with_avx2_alone_is_noted(precision, capability, is_noted, monkeypatch):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    notes = note_slow_bf16(precision, torch.device("cpu"))
+    assert bool(notes) == is_noted
+    assert all("--precision fp32" in note for note in notes)
+    assert note_slow_bf16(precision, torch.device("cuda")) == []

@@ -18,6 +18,7 @@ from training.data.values import BYTES, stretched
 from training.observe.loggers.points import EpochPoint, RunPoint
 from training.observe.run_folder import shown_path
 from training.out_of_memory import advise
+from training.parallel.precision import note_slow_bf16
 from training.parallel.signals import OUT_OF_MEMORY
 from training.recipe.schedule import schedule_notes
 from training.state import Progress
@@ -147,7 +148,7 @@ def _result(context: RunContext) -> list[str]:
 
 def _warnings(context: RunContext) -> list[str]:
     config, plan = context.config, context.plan
-    warnings = []
+    warnings = note_slow_bf16(context.precision, context.world.device)
     if config.gradient_accumulation_steps > 1 and any(
         isinstance(m, _BatchNorm) for m in context.state.engine.module.modules()
     ):
