@@ -14,7 +14,7 @@ from PIL import Image
 from benchmarks import record_data, variants
 from benchmarks.record import RECORDS, TASKS, our_command, read_our_log, read_timm_log, summary
 from benchmarks.record_table import BEGIN, END, compared, table, time_ratio, top1_cell
-from benchmarks.variants import STUDIES, ablation_table, marks, run_study, study_folder
+from benchmarks.variants import STUDIES, ablation_table, marks, run_study, study_folder, zoo_table
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(RECORDS.glob("*/*/record.json"))
@@ -59,6 +59,20 @@ def test_the_ablation_compares_with_the_whole():
     assert rows.splitlines()[2:] == [
         "| nothing | 92.00 ± 1.00 % (3 seeds) |  |  |",
         "| whitened stem | 90.00 ± 1.00 % (3 seeds) | -2.00 | 0.07 |",
+    ]
+
+
+def test_the_zoo_has_both_trainings_of_a_model(monkeypatch):
+    monkeypatch.setattr(variants, "ZOO", ("basic_cnn", "mobilenet"))
+    trained = {"basic_cnn": [0.90], "mobilenet": [0.85], "basic_cnn 12 epochs": [0.92, 0.94], "mobilenet 12 epochs": []}
+    found = [
+        {"name": name, "runs": runs(top1, [60] * len(top1)), "machine": "2 cores"} for name, top1 in trained.items()
+    ]
+    for variant in found[:-1]:
+        variant["summary"] = summary(variant["runs"])
+    assert zoo_table({"variants": found}).splitlines()[2:] == [
+        "| `basic_cnn` | 0.3 million | 90.00 % (1 seed) | 93.00 ± 1.41 % (2 seeds) | 2000 | 2 cores |",
+        "| `mobilenet` | 1.5 million | 85.00 % (1 seed) | not trained | 2000 | 2 cores |",
     ]
 
 
