@@ -308,5 +308,5 @@ def test_options_reach_the_rule_that_they_are_for():
 def test_a_runs_muon_has_the_precision_that_auto_became(precision, name):
     config = TrainConfig(model_type="basic_cnn", optimizer="muon", precision="auto")
     built = build_model("basic_cnn", num_classes=10, image_size=8)
-    setup, _ = set_up_engine(config, built, read_strategy_json("ddp", None), precision, ALONE, compiles=False)
+    setup, _ = set_up_engine(config, built, read_strategy_json("ddp"), precision, ALONE, compiles=False)
     assert type(rules_of(setup.optimizer)[0]).__name__ == name
