@@ -140,6 +140,7 @@ def test_sigterm_to_one_rank_before_the_first_step(tmp_path):
     assert "could not be written" not in output
 
 
+@pytest.mark.slow  # SIGTERM takes the same way, and any number of ranks and strategy is test_checkpoint.py's
 def test_ctrl_c_and_on_with_one_rank_under_another_strategy(tmp_path):
     """The global batch is held: two accumulation steps in the place of two ranks."""
     folder = tmp_path / "runs" / "moved"

@@ -28,6 +28,7 @@ from training.parallel.build_engine import ENGINES
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     command = [sys.executable, "benchmarks/gpu/run.py", "--device", "cpu", "--quick"]
     environment = os.environ | {"OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}

@@ -354,10 +354,13 @@ def test_nothing_in_any_word_is_run(script: str, tmp_path: Path, monkeypatch: py
             words[place] = payload
             with pytest.raises(UserError):
                 MAINS[script](words)
-    for payload in payloads:  # bash hands over all words alike
-        assert_refused(launch(script, [payload, *WORDS[script][1:]], cwd=tmp_path))
-        assert_refused(launch(script, [*WORDS[script], payload], cwd=tmp_path))
-        assert_refused(launch(script, WORDS[script], cwd=tmp_path, MASTER_PORT=payload))
+    for payload in payloads:
+        monkeypatch.setenv("MASTER_PORT", payload)
+        with pytest.raises(UserError):
+            MAINS[script](WORDS[script])
+    # bash hands over all words alike, and looks at no variable
+    assert_refused(launch(script, payloads, cwd=tmp_path, MASTER_PORT=payloads[0]))
+    assert_refused(launch(script, [*WORDS[script], *payloads], cwd=tmp_path))
     assert not canary.exists()
 
 

@@ -96,6 +96,7 @@ def test_a_broken_interpreter_is_replaced(repo: Path) -> None:
     assert (repo / ".venv/bin/python").exists()
 
 
+@pytest.mark.slow  # pip makes two environments
 def test_a_failed_install_is_an_error_and_is_made_good_later(repo: Path) -> None:
     (repo / "requirements.txt").write_text("./no-such-package\n")
     code, said = make(repo, "setup")
