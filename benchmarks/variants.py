@@ -53,7 +53,12 @@ def zoo() -> dict[str, list[str]]:
     """Return the commands, two for each model that needs no pretrained weights: a short training, and a longer one."""
     line = f"bash scripts/launch_distributed.sh {{}} ddp 2 64 {{}} --image-size {IMAGE_SIZE}"
     short = {name: shlex.split(line.format(name, SHORT)) for name in ZOO}
-    return short | {f"{name} {LONG} epochs": shlex.split(line.format(name, LONG)) for name in ZOO}
+    return short | {long_name(name): shlex.split(line.format(name, LONG)) for name in ZOO}
+
+
+def long_name(model_type: str) -> str:
+    """Return the name of the variant that is the longer training of a model."""
+    return f"{model_type} {LONG} epochs"
 
 
 def ablation_table(study: dict[str, Any]) -> str:
@@ -85,7 +90,7 @@ def zoo_table(study: dict[str, Any]) -> str:
     for name in ZOO:
         module = build_model(name, num_classes=10, image_size=IMAGE_SIZE).module
         size = f"{sum(p.numel() for p in module.parameters()) / 1e6:.1f} million"
-        short, long = variants[name], variants[f"{name} {LONG} epochs"]
+        short, long = variants[name], variants[long_name(name)]
         accuracies = [top1_cell(variant) if variant["runs"] else "not trained" for variant in (short, long)]
         speed = f"{SHORT * IMAGES / short['summary']['seconds_median']:.0f}" if short["runs"] else ""
         rows.append(f"| {' | '.join([f'`{name}`', size, *accuracies, speed, short.get('machine', '')])} |")

@@ -1,8 +1,8 @@
-"""Trains models of the zoo under one strategy, one after another on the same ranks.
+"""Trains models of the zoo under every strategy, one after another on the same ranks, into runs STRATEGY-MODEL.
 
-    deepspeed --num_gpus 2 tests/training/matrix_entry.py --strategy ddp --log-dir /tmp/logs basic_cnn,vgg
+    deepspeed --num_gpus 2 tests/training/matrix_entry.py --log-dir /tmp/logs basic_cnn,vgg
 
-Most of a launch is its start: six models in one launch take a minute less than six launches. `--epochs` holds for
+Most of a launch is its start: 18 trainings in one launch take minutes less than 18 launches. `--epochs` holds for
 all models but vgg, of which one epoch must do: a step of its 134 million parameters takes seconds on a CPU. Its rate is
 a tenth of the others': at theirs its first losses jump to 17, and the last bits of two strategies grow with them. And
 its engine is DeepSpeed under every strategy: by itself `ddp` would be native here, stages 2 and 3 not.
@@ -11,6 +11,7 @@ its engine is DeepSpeed under every strategy: by itself `ddp` would be native he
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from models import MODELS
 from training.command_line import parse_args
 from training.parallel.signals import StopRequest
+from training.parallel.strategies import STRATEGIES
 from training.parallel.world import start_world, stop_world
 from training.run import build_run, train
 
@@ -28,9 +30,9 @@ def main() -> int:
     config, _ = parse_args(sys.argv[1:-1])
     world = start_world()
     stop = StopRequest()
-    for name in sys.argv[-1].split(","):
+    for strategy, name in itertools.product(STRATEGIES, sys.argv[-1].split(",")):
         weights = config.weights if MODELS[name].always_pretrained else ""
-        changes = {"model_type": name, "run_name": name, "weights": weights}
+        changes = {"strategy": strategy, "model_type": name, "run_name": f"{strategy}-{name}", "weights": weights}
         if name == "vgg":
             changes |= {"epochs": 1, "learning_rate": config.learning_rate / 10, "engine": "deepspeed"}
         context = build_run(dataclasses.replace(config, **changes), world)
