@@ -22,6 +22,12 @@ GLOBAL_BATCH = 64
 EPOCHS = 4  # 92 optimizer steps on 1,437 digits
 STRATEGIES = ("ddp", "fsdp_stage2", "fsdp_stage3")
 LAUNCHERS = ("direct", "deepspeed", "torchrun")
+RECIPES = {
+    "plain": "",
+    "images": "--augmentation shift_flip --mirror alternate --shift-padding reflect --random-erasing 0.3 --mixup 0.4 "
+    "--cutmix 1 --mixup-probability 0.7 --repeated-augmentation 3 --sampling balanced --progressive-size 16:1:3",
+    "weights": "--optimizer lamb --loss bce --schedule wsd --ema 0.9 --lookahead 3 --layer-decay 0.8 --whitened-stem",
+}
 RUN = "run"
 STOP_SECONDS = 40
 HANG_SECONDS = 8
@@ -48,9 +54,10 @@ class Case:
     workers: int
     engine: str = "native"
     image_size: int = 32  # pixels
+    recipe: str = "plain"
 
     def __str__(self) -> str:
-        how = f"{self.micro_batches} micro-batches, workers {self.workers}, engine {self.engine}"
+        how = f"{self.micro_batches} micro-batches, workers {self.workers}, engine {self.engine}, recipe {self.recipe}"
         return f"{self.strategy}, {self.launcher}, {how}"
 
     @property
@@ -78,7 +85,7 @@ class Case:
         words = ["bash", "scripts/launch_distributed.sh", MODEL, self.strategy, ranks, batch_size, EPOCHS]
         words += ["--learning-rate", 0.01, "--gradient-accumulation-steps", accumulation, "--engine", self.engine]
         words += ["--image-size", self.image_size, "--workers", self.workers, "--log-every-steps", 1]
-        words += ["--log-dir", log_dir, "--run-name", RUN, *flags]
+        words += ["--log-dir", log_dir, "--run-name", RUN, *RECIPES[self.recipe].split(), *flags]
         kept = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
         changes = {
             MARK: mark,
@@ -101,9 +108,9 @@ class Case:
 
 
 def make_case(number: int) -> Case:
-    """Return the case of a training, from 0: all strategies under all launchers within 9, all mixtures within 36.
+    """Return the case of a training, from 0: all strategies under all launchers and with all recipes in 9.
 
-    A quarter of them trains with PyTorch's own engine, under all strategies within 12.
+    A quarter of them trains with PyTorch's own engine, under all strategies within 12 and with all recipes within 14.
     """
     return Case(
         STRATEGIES[number % 3],
@@ -111,6 +118,7 @@ def make_case(number: int) -> Case:
         micro_batches=4 << number // 9 % 2,
         workers=(number + number // 18) % 2,
         engine="torch" if number % 4 == 1 else "native",
+        recipe=list(RECIPES)[(number + number // 3) % 3],
     )
 
 

@@ -54,7 +54,11 @@ def _checkpoint_differences(run: Path, oracle: Path) -> list[str]:
 def _content(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return weights, moments and all versions of the buffers, put together from the shards of all ranks."""
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
-    whole = {f"{kind}/{name}": tensors[name] for kind, tensors in reader.tensors.items() for name in tensors}
+    whole = {
+        f"{kind}/{name}": tensors[name]
+        for kind, tensors in reader.tensors.items()
+        for name in (tensors if kind == "weights" else tensors.keys() - reader.frozen)
+    }
     return whole | {f"buffer/{name}": buffer for name, buffer in reader.all_buffers().items()}
 
 
