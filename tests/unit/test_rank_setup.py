@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -18,15 +20,24 @@ WORDS = ["--dry-run", "--model-type", "basic_cnn", "--data", "fake", "--batch-si
 PLAN = BatchPlan(1000, 4, 2, 16, seed=0)
 
 
-def set_up(rank, *words):
+def set_up(*words):
     job = parse([*WORDS, *words], None).job
-    return in_own_process(set_up_rank, job, load_data(data_options(job.config)), rank)
+    data = load_data(data_options(job.config))
+    return [in_own_process(set_up_rank, job, data, rank) for rank in range(job.ranks)]
+
+
+@pytest.fixture(scope="module")
+def fresh_process():
+    """PyTorch computes no gradients in a process that is forked from one which did, as this one may have."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize("words", [("native", "fsdp_stage2"), ("torch", "fsdp_stage3"), ("torch", "ddp")])
-def test_the_parts_of_all_ranks_are_the_whole_state(words):
+def test_the_parts_of_all_ranks_are_the_whole_state(words, fresh_process):
     flags = ["--engine", words[0], "--strategy", words[1], "--world", "3", "--gpus-per-node", "3"]
-    found = [set_up(rank, *flags) for rank in range(3)]
+    found = fresh_process.submit(set_up, *flags).result()
+    assert len(found) == 3
     assert check_parts(found, 3).verdict == "ok"
     assert sum(one.elements for one in found) == found[0].parameters
     # AdamW: weight and two moments in fp32; the buffers, in every file, and the files' headers are the rest.
@@ -62,7 +73,7 @@ def test_a_mistake_is_one_line(words, answer):
 
 def test_what_a_rank_refuses_is_refused():
     with pytest.raises(UserError, match="--engine native does not know --offload"):
-        set_up(5, "--world", "16", "--engine", "native", "--strategy", "fsdp_stage3", "--offload", "all")
+        set_up("--world", "16", "--engine", "native", "--strategy", "fsdp_stage3", "--offload", "all")
 
 
 def test_every_sample_is_counted():
