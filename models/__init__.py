@@ -38,7 +38,9 @@ class ModelSpec:
 
 
 MODELS: dict[str, ModelSpec] = {
-    "basic_cnn": ModelSpec("models.basic_cnn", "small plain CNN: a baseline that trains in seconds"),
+    "basic_cnn": ModelSpec(
+        "models.basic_cnn", "small plain CNN: a baseline that trains in seconds", options={"dropout": 0.2}
+    ),
     "airbench": ModelSpec(
         "models.airbench", "airbench's CNN, which trains fast on small images", options={"width": 64}
     ),
@@ -52,7 +54,9 @@ MODELS: dict[str, ModelSpec] = {
     ),
     "efficientnet": ModelSpec("models.timm_models", "EfficientNet-B0", timm_name="efficientnet_b0"),
     "vgg": ModelSpec("models.timm_models", "VGG16 with BatchNorm", timm_name="vgg16_bn"),
-    "cnn_lstm": ModelSpec("models.cnn_lstm", "CNN features read column by column by a bidirectional LSTM"),
+    "cnn_lstm": ModelSpec(
+        "models.cnn_lstm", "CNN features read column by column by a bidirectional LSTM", options={"dropout": 0.2}
+    ),
     "ensemble": ModelSpec(
         "models.ensemble", "several models trained side by side, their probabilities averaged", takes_members=True
     ),

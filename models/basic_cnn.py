@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-DROPOUT = 0.2
-
 
 def conv_block(
     in_channels: int, out_channels: int, *, stride: int = 1, pool: tuple[int, int] = (2, 2)
@@ -32,11 +30,11 @@ class BasicCNN(nn.Module):
     # The names that timm's models carry too: the one place where other modules look for stem and head.
     default_cfg = {"first_conv": "blocks.0.0", "classifier": "head", "input_size": (3, 224, 224)}  # noqa: RUF012
 
-    def __init__(self, num_classes: int, image_channels: int) -> None:
+    def __init__(self, num_classes: int, image_channels: int, dropout: float = 0.0) -> None:
         """Make the layers; the stem's stride is 2, `models.image_size` lowers it for small images."""
         super().__init__()
         self.blocks = nn.Sequential(conv_block(image_channels, 32, stride=2), conv_block(32, 64), conv_block(64, 128))
-        self.dropout = nn.Dropout(DROPOUT)
+        self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(128, num_classes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
@@ -50,7 +48,7 @@ class BasicCNN(nn.Module):
 
 
 def create(
-    num_classes: int, image_size: int, image_channels: int, timm_name: str | None, pretrained: bool
+    num_classes: int, image_size: int, image_channels: int, timm_name: str | None, pretrained: bool, *, dropout: float
 ) -> nn.Module:
     """Build the network; it takes any image size and has no pretrained weights."""
-    return BasicCNN(num_classes, image_channels)
+    return BasicCNN(num_classes, image_channels, dropout)

@@ -49,6 +49,7 @@ def build_model(
     members: Sequence[str] = DEFAULT_MEMBERS,
     batch_size: int = 2,
     keep_stem: bool = False,
+    dropout: float | None = None,
     drop_path: float = 0.0,
 ) -> BuiltModel:
     """Build the network that is to be trained, in float32 on the CPU.
@@ -63,11 +64,13 @@ def build_model(
         members: the model names of an ensemble, two or more; other models ignore it.
         batch_size: images per step and rank, to refuse a size that BatchNorm cannot take.
         keep_stem: whether the stem's stride stays for small images, too.
-        drop_path: see `models.timm_models.create`; no part of the description, because it is for training alone.
+        dropout: probability that a value of the classifier's input is zeroed; None: the model's own. Neither this nor
+            `drop_path` is part of the description, because they are for training alone.
+        drop_path: see `models.timm_models.create`.
 
     Raises:
-        UserError: for a name, size, batch or file that does not work, with what to type; for a drop path of a model
-            that has none.
+        UserError: for a name, size, batch or file that does not work, with what to type; for dropout or a drop path of
+            a model that has none.
     """
     if pretrained and weights:
         raise UserError("--pretrained and --weights both give the starting weights: leave one of them out")
@@ -75,10 +78,10 @@ def build_model(
     modules: list[nn.Module] = []
     heads: list[str] = []
     notes: list[str] = []
+    rates = {**({} if dropout is None else {"dropout": dropout}), **({"drop_path": drop_path} if drop_path else {})}
     for prefix, part in _parts(description).items():
-        create = partial(_create, part, drop_path=drop_path)
-        if drop_path:
-            _check_drop_path(part, drop_path)
+        _check_rates(part, rates)
+        create = partial(_create, part, rates=rates)
         # Before anything is downloaded for it: the size may not work.
         module, changes = create_for_image_size(
             create, part["model_type"], image_size, batch_size, image_channels=image_channels, keep_stem=keep_stem
@@ -206,20 +209,32 @@ def _assemble(description: dict[str, Any], parts: list[nn.Module]) -> nn.Module:
 
 
 def _create(
-    part: dict[str, Any], image_size: int | None = None, *, pretrained: bool = False, drop_path: float = 0.0
+    part: dict[str, Any],
+    image_size: int | None = None,
+    *,
+    pretrained: bool = False,
+    rates: dict[str, float] | None = None,
 ) -> nn.Module:
     """Create a part for the image size of its description, or for another one."""
     spec = model_spec(part["model_type"])
     family = importlib.import_module(spec.module)
-    options = {**spec.options, **({"drop_path": drop_path} if drop_path else {})}
+    options = {**spec.options, **(rates or {})}
     size = image_size or part["image_size"]
     return family.create(part["num_classes"], size, channels_of(part), part["timm_name"], pretrained, **options)
 
 
-def _check_drop_path(part: dict[str, Any], rate: float) -> None:
-    if part["timm_name"] is None:
-        raise UserError(f"--drop-path {rate}: model '{part['model_type']}' has no blocks to skip: leave it out.")
-    importlib.import_module("models.timm_models").check_drop_path(part["timm_name"], rate)
+def _check_rates(part: dict[str, Any], rates: dict[str, float]) -> None:
+    dropout, drop_path = rates.get("dropout"), rates.get("drop_path")
+    if part["timm_name"] is not None:
+        family = importlib.import_module("models.timm_models")
+        if dropout:
+            family.check_dropout(part["timm_name"], dropout)
+        if drop_path:
+            family.check_drop_path(part["timm_name"], drop_path)
+    elif drop_path:
+        raise UserError(f"--drop-path {drop_path}: model '{part['model_type']}' has no blocks to skip: leave it out.")
+    elif dropout is not None and "dropout" not in model_spec(part["model_type"]).options:
+        raise UserError(f"--dropout {dropout}: model '{part['model_type']}' takes no dropout: leave it out.")
 
 
 def _adapt_weights(description: dict[str, Any], modules: Sequence[nn.Module], tensors: StateDict) -> StateDict:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from models.basic_cnn import DROPOUT, conv_block
+from models.basic_cnn import conv_block
 
 HIDDEN_SIZE = 128
 
@@ -19,7 +19,7 @@ class CNNLSTM(nn.Module):
 
     default_cfg = {"first_conv": "blocks.0.0", "classifier": "head", "input_size": (3, 224, 224)}  # noqa: RUF012
 
-    def __init__(self, num_classes: int, image_channels: int) -> None:
+    def __init__(self, num_classes: int, image_channels: int, dropout: float = 0.0) -> None:
         """Make the layers; the stem's stride is 2, `models.image_size` lowers it for small images."""
         super().__init__()
         self.blocks = nn.Sequential(
@@ -28,8 +28,8 @@ class CNNLSTM(nn.Module):
             conv_block(64, 128, pool=(2, 1)),
             conv_block(128, 128, pool=(2, 1)),
         )
-        self.lstm = nn.LSTM(128, HIDDEN_SIZE, num_layers=2, batch_first=True, bidirectional=True, dropout=DROPOUT)
-        self.dropout = nn.Dropout(DROPOUT)
+        self.lstm = nn.LSTM(128, HIDDEN_SIZE, num_layers=2, batch_first=True, bidirectional=True, dropout=dropout)
+        self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(2 * HIDDEN_SIZE, num_classes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
@@ -44,7 +44,7 @@ class CNNLSTM(nn.Module):
 
 
 def create(
-    num_classes: int, image_size: int, image_channels: int, timm_name: str | None, pretrained: bool
+    num_classes: int, image_size: int, image_channels: int, timm_name: str | None, pretrained: bool, *, dropout: float
 ) -> nn.Module:
     """Build the network; it takes any image size and has no pretrained weights."""
-    return CNNLSTM(num_classes, image_channels)
+    return CNNLSTM(num_classes, image_channels, dropout)

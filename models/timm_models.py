@@ -37,19 +37,36 @@ def check_timm_name(name: str) -> None:
         raise UserError(f"unknown weights tag '{tag}' in 'timm:{name}'. Allowed: {', '.join([architecture, *tagged])}.")
 
 
+def check_dropout(name: str, rate: float) -> None:
+    """Refuse a network for which timm has no dropout.
+
+    Raises:
+        UserError: for such a network.
+    """
+    modules = _modules_with(name, drop_rate=rate)
+    rates = (module.p if isinstance(module, nn.Dropout) else getattr(module, "drop_rate", 0.0) for module in modules)
+    if rate not in rates:
+        raise UserError(f"--dropout {rate}: timm's {name} takes no dropout: leave it out.")
+
+
 def check_drop_path(name: str, rate: float) -> None:
     """Refuse a network without residual blocks that timm can skip.
 
     Raises:
         UserError: for such a network.
     """
-    try:
-        with torch.device("meta"):
-            modules = [*timm.create_model(name, drop_path_rate=rate).modules()]
-    except TypeError:  # it does not take the argument
-        modules = []
+    modules = _modules_with(name, drop_path_rate=rate)
     if not any(isinstance(module, DropPath) and module.drop_prob for module in modules):
         raise UserError(f"--drop-path {rate}: timm's {name} has no residual blocks to skip: leave it out.")
+
+
+def _modules_with(name: str, **rate: Any) -> list[nn.Module]:
+    """Return the modules of a network that is made with a rate, without data; none if it does not take the argument."""
+    try:
+        with torch.device("meta"):
+            return [*timm.create_model(name, **rate).modules()]
+    except TypeError:
+        return []
 
 
 def create(
@@ -58,6 +75,7 @@ def create(
     image_channels: int,
     timm_name: str | None,
     pretrained: bool,
+    dropout: float = 0.0,
     drop_path: float = 0.0,
 ) -> nn.Module:
     """Build timm's network with a head of `num_classes`, as `timm.create_model` would.
@@ -70,6 +88,8 @@ def create(
         image_channels: of the images; weights for another number are adapted as by timm's `adapt_input_conv`.
         timm_name: timm's name of it.
         pretrained: load the hub's weights.
+        dropout: timm's `drop_rate`: of the classifier's input, and of what else timm has in a network; see
+            `check_dropout`.
         drop_path: probability that the last residual block is skipped for an image, linearly less in those before
             (Huang et al. 2016, https://arxiv.org/abs/1603.09382); see `check_drop_path`.
 
@@ -80,6 +100,8 @@ def create(
         raise ValueError("a timm model needs its timm_name")
     check_timm_name(timm_name)
     options = _options(timm_name, image_size, image_channels)
+    if dropout:
+        options["drop_rate"] = dropout
     if drop_path:
         options["drop_path_rate"] = drop_path
     if not pretrained:

@@ -19,6 +19,7 @@ from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.config_check import check_config
 from training.config_values import allowed_names, allowed_values, field_types, number_type, read_value
 from training.errors import RANK_0_MESSAGE_SECONDS, USER_ERROR_EXIT_CODE, UserError, nearest, shown
+from training.timm_names import timm_hint
 
 Parsed = TypeVar("Parsed")
 
@@ -93,7 +94,7 @@ class OneLineParser(argparse.ArgumentParser):
         if unknown:
             word = unknown[0].partition("=")[0]
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            hint = nearest(word, flags) if word.startswith("--") and word != "--" else ""
+            hint = timm_hint(word, flags) or (nearest(word, flags) if word.startswith("--") and word != "--" else "")
             self.error(f"unknown argument {shown(word)}.{hint}")
         return given
 

@@ -17,6 +17,7 @@ from training.config_values import allowed_names, allowed_values, read_value
 from training.errors import UserError, nearest, one_line, unknown_name
 from training.model_fields import PRESET_FOLDER, PRESETS
 from training.small_files import read_small_text
+from training.timm_names import timm_hint
 
 LARGEST_FILE = 64 * 2**10  # bytes of a configuration file; one with every flag has 3,000
 PLAIN_LINES = "expected lines such as 'batch-size: 16', each with one value"
@@ -47,7 +48,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
     for key, value in _load_file(path, where).items():
         name = str(key).replace("-", "_")
         if name not in FIELDS:
-            hint = nearest(str(key), [flag[2:] for flag in FLAG_OF.values()])
+            timms = timm_hint(f"--{key}".replace("_", "-"), FLAG_OF.values())
+            hint = timms or nearest(str(key), [flag[2:] for flag in FLAG_OF.values()])
             raise UserError(f"{where}: unknown key '{one_line(key, 60)}'.{hint} `--help` lists all.")
         if name in values:
             raise UserError(f"{where}: key '{key}' is given twice.")

@@ -72,6 +72,13 @@ class ModelFields:
     whitened_stem: bool = option(
         False, "The first convolution whitens patches of the training images, and is not trained."
     )
+    dropout: float | Literal["auto"] = option(
+        "auto",
+        "Dropout of what the classifier reads, and in cnn_lstm between the LSTM's layers; auto: 0.2 in basic_cnn and "
+        "cnn_lstm, none in timm's models.",
+        low=0,
+        high=0.99,
+    )
     drop_path: float = option(
         0.0,
         "Probability that the last residual block of a timm model is skipped for an image; less before.",

@@ -272,6 +272,43 @@ def test_drop_path_of_a_model_without_blocks_to_skip_is_refused(model_type, name
         build(model_type, drop_path=0.2)
 
 
+@pytest.mark.parametrize("model_type", ["mobilenet", "timm:convnext_atto", "timm:test_vit"])
+def test_dropout_is_timms_and_changes_neither_weights_nor_description(model_type):
+    built, plain = build(model_type, dropout=0.5, keep_stem=True), build(model_type, keep_stem=True)
+    fixed = {"img_size": 32} if "vit" in model_type else {}
+    oracle = timm.create_model(built.description["timm_name"], num_classes=5, drop_rate=0.5, **fixed).train()
+    oracle.load_state_dict(built.module.state_dict())
+    assert built.description == plain.description
+    images = torch.randn(8, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(built.module.eval()(images), plain.module.eval()(images))
+        drawn = []
+        for network in (built.module, oracle, plain.module):
+            torch.manual_seed(1)
+            drawn.append(network.train()(images))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize("model_type", ["basic_cnn", "cnn_lstm"])
+def test_our_own_dropout_is_a_fifth_or_what_is_asked_for(model_type):
+    for given, expected in ((None, 0.2), (0.0, 0.0), (0.7, 0.7)):
+        network = build(model_type, dropout=given).module.train()
+        assert network.dropout.p == expected
+        assert model_type == "basic_cnn" or network.lstm.dropout == expected
+        images = torch.randn(8, 3, 32, 32)
+        assert torch.equal(network(images), network(images)) == (expected == 0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "named"),
+    [("airbench", "model 'airbench'"), ("timm:deepseek_vit_412m_enc", "timm's deepseek_vit_412m_enc")],
+)
+def test_dropout_of_a_model_that_has_none_is_refused(model_type, named):
+    with pytest.raises(UserError, match=rf"^--dropout 0.2: {named} takes no dropout: leave it out.$"):
+        build(model_type, dropout=0.2)
+
+
 # --- the ensemble ----------------------------------------------------------------------------------------------
 
 
