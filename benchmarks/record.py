@@ -105,10 +105,13 @@ def train_ours(command: Sequence[str], seed: int, log: Path, views: str = "") ->
 
 
 def read_our_log(text: str) -> dict[str, float]:
-    """Return what the lines of metrics.jsonl in a log have: top-1 of the last epoch, of several views, and seconds."""
+    """Return what the lines of metrics.jsonl in a log have: top-1 of the last epoch, of several views, and seconds.
+
+    A training that was stopped and resumed has an end, and seconds, for each part.
+    """
     events = [json.loads(line) for line in text.splitlines() if line.startswith('{"kind"')]
     epochs, ends, views = ([event for event in events if event["kind"] == kind] for kind in ("epoch", "end", "views"))
-    found = {"top1": epochs[-1]["val_top1"], "seconds": round(ends[-1]["seconds"], 2)}
+    found = {"top1": epochs[-1]["val_top1"], "seconds": round(sum(end["seconds"] for end in ends), 2)}
     if views:
         found["views_top1"] = views[-1]["top1"]
     return found
