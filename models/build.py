@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from timm.models import adapt_input_conv
@@ -49,7 +49,7 @@ def build_model(
     members: Sequence[str] = DEFAULT_MEMBERS,
     batch_size: int = 2,
     keep_stem: bool = False,
-    dropout: float | None = None,
+    dropout: float | Literal["auto"] = "auto",
     drop_path: float = 0.0,
 ) -> BuiltModel:
     """Build the network that is to be trained, in float32 on the CPU.
@@ -64,8 +64,8 @@ def build_model(
         members: the model names of an ensemble, two or more; other models ignore it.
         batch_size: images per step and rank, to refuse a size that BatchNorm cannot take.
         keep_stem: whether the stem's stride stays for small images, too.
-        dropout: probability that a value of the classifier's input is zeroed; None: the model's own. Neither this nor
-            `drop_path` is part of the description, because they are for training alone.
+        dropout: probability that a value of the classifier's input is zeroed; "auto": the model's own. Neither this
+            nor `drop_path` is part of the description, because they are for training alone.
         drop_path: see `models.timm_models.create`.
 
     Raises:
@@ -78,7 +78,9 @@ def build_model(
     modules: list[nn.Module] = []
     heads: list[str] = []
     notes: list[str] = []
-    rates = {**({} if dropout is None else {"dropout": dropout}), **({"drop_path": drop_path} if drop_path else {})}
+    rates = {"drop_path": drop_path} if drop_path else {}
+    if dropout != "auto":
+        rates["dropout"] = dropout
     for prefix, part in _parts(description).items():
         _check_rates(part, rates)
         create = partial(_create, part, rates=rates)
@@ -209,21 +211,17 @@ def _assemble(description: dict[str, Any], parts: list[nn.Module]) -> nn.Module:
 
 
 def _create(
-    part: dict[str, Any],
-    image_size: int | None = None,
-    *,
-    pretrained: bool = False,
-    rates: dict[str, float] | None = None,
+    part: dict[str, Any], image_size: int | None = None, *, pretrained: bool = False, rates: Mapping[str, float] = {}
 ) -> nn.Module:
     """Create a part for the image size of its description, or for another one."""
     spec = model_spec(part["model_type"])
     family = importlib.import_module(spec.module)
-    options = {**spec.options, **(rates or {})}
+    options = {**spec.options, **rates}
     size = image_size or part["image_size"]
     return family.create(part["num_classes"], size, channels_of(part), part["timm_name"], pretrained, **options)
 
 
-def _check_rates(part: dict[str, Any], rates: dict[str, float]) -> None:
+def _check_rates(part: dict[str, Any], rates: Mapping[str, float]) -> None:
     dropout, drop_path = rates.get("dropout"), rates.get("drop_path")
     if part["timm_name"] is not None:
         family = importlib.import_module("models.timm_models")

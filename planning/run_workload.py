@@ -77,7 +77,7 @@ def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
             members=tuple(config.ensemble_members.split(",")),
             batch_size=config.micro_batch,
             keep_stem=config.stem == "keep",
-            dropout=None if config.dropout == "auto" else config.dropout,
+            dropout=config.dropout,
             drop_path=config.drop_path,
         )
         network = tune(built, config.tune).module.train()

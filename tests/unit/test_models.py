@@ -292,7 +292,7 @@ def test_dropout_is_timms_and_changes_neither_weights_nor_description(model_type
 
 @pytest.mark.parametrize("model_type", ["basic_cnn", "cnn_lstm"])
 def test_our_own_dropout_is_a_fifth_or_what_is_asked_for(model_type):
-    for given, expected in ((None, 0.2), (0.0, 0.0), (0.7, 0.7)):
+    for given, expected in (("auto", 0.2), (0.0, 0.0), (0.7, 0.7)):
         network = build(model_type, dropout=given).module.train()
         assert network.dropout.p == expected
         assert model_type == "basic_cnn" or network.lstm.dropout == expected

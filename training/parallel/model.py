@@ -52,7 +52,7 @@ def build_training_model(
             members=tuple(config.ensemble_members.split(",")),
             batch_size=config.micro_batch,
             keep_stem=config.stem == "keep",
-            dropout=None if config.dropout == "auto" else config.dropout,
+            dropout=config.dropout,
             drop_path=config.drop_path,
         )
         for size in data.train.sizes:
