@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from small_checkpoints import ALONE, FORMAT_1, IDENTITY, forge_manifest, trust_shard
 from torch import nn
 
+from models.build import BuiltModel, build_model, tensor_mismatch
 from models.weights_metadata import METADATA_KEY
 from training.checkpoint.manifest import Manifest, shard_name
 from training.checkpoint.resume import restore
@@ -42,8 +43,8 @@ def make_module(seed: int) -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), *convolutions, nn.Flatten(), nn.Linear(8, 3))
 
 
-def make_engine(optimizer: str, seed: int) -> Engine:
-    module = make_module(seed)
+def make_engine(optimizer: str, seed: int, module: nn.Module | None = None) -> Engine:
+    module = module or make_module(seed)
     config = TrainConfig(optimizer=optimizer, learning_rate=0.01)
     rule = build_optimizer(module, config, [], discriminative=False)
     setup = EngineSetup(module, rule, plan_of("ddp", 1), "fp32", ALONE, batch_size=8, gradient_clipping=1.0)
@@ -142,6 +143,21 @@ def test_convolutions_lie_in_channels_last_and_leave_in_the_usual_order():
     for leaving, expected in zip(leaving_tensors, make_module(seed=0).parameters(), strict=True):
         assert leaving.is_contiguous()
         assert torch.equal(leaving, expected)
+
+
+# the first with tables that are no part of its state dict, the second with modules of several names
+@pytest.mark.parametrize("model_type", ["timm:efficientvit_m0", "timm:coat_tiny"])
+def test_the_gathered_weights_are_timms_state_dict(model_type):
+    def build() -> BuiltModel:
+        torch.manual_seed(0)
+        return build_model(model_type, num_classes=3, image_size=64)
+
+    weights = gather_weights(make_engine("sgd", seed=0, module=build().module), ALONE)
+    oracle = build()
+    assert weights.keys() == oracle.module.state_dict().keys()
+    assert all(torch.equal(weights[key], tensor) for key, tensor in oracle.module.state_dict().items())
+    assert tensor_mismatch(oracle.description, {key: tensor.shape for key, tensor in weights.items()}) is None
+    assert len({tensor.data_ptr() for tensor in weights.values()}) == len(weights)  # else safetensors refuses them
 
 
 def test_a_checkpoint_that_has_lost_its_moments_is_refused(tmp_path):

@@ -158,7 +158,7 @@ def fill_shards(shards: Sequence[ParameterShard], tensors: Mapping[str, Mapping[
 
 
 def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
-    """Return all fp32 weights and buffers by name in CPU memory on rank 0, nothing on the others; a collective."""
+    """Return the fp32 weights and buffers of the state dict in CPU memory on rank 0, {} on the others; a collective."""
     state, weights = engine.state(), {}
     shards = _by_name(state.shards)
     for name, shape in state.shapes.items():
@@ -172,7 +172,12 @@ def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
             weights[name] = whole.cpu()
     if not world.is_main:
         return {}
-    return weights | {name: buffer.detach().to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
+    module = engine.module
+    weights |= {name: buffer.detach().to("cpu", copy=True) for name, buffer in module.named_buffers()}
+    # Fewer keys, without the buffers that are not persistent, and more: a module may have several names.
+    names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    first_names = {key: names[id(tensor)] for key, tensor in module.state_dict(keep_vars=True).items()}
+    return {key: weights[name] if key == name else weights[name].clone() for key, name in first_names.items()}
 
 
 def _by_name(shards: Sequence[ParameterShard]) -> dict[str, list[ParameterShard]]:
