@@ -50,7 +50,7 @@ def build_model(
     batch_size: int = 2,
     keep_stem: bool = False,
     dropout: float | Literal["auto"] = "auto",
-    drop_path: float = 0.0,
+    drop_path: float | Literal["auto"] = "auto",
 ) -> BuiltModel:
     """Build the network that is to be trained, in float32 on the CPU.
 
@@ -66,7 +66,7 @@ def build_model(
         keep_stem: whether the stem's stride stays for small images, too.
         dropout: probability that a value of the classifier's input is zeroed; "auto": the model's own. Neither this
             nor `drop_path` is part of the description, because they are for training alone.
-        drop_path: see `models.timm_models.create`.
+        drop_path: see `models.timm_models.create`; "auto": the model's own.
 
     Raises:
         UserError: for a name, size, batch or file that does not work, with what to type; for dropout or a drop path of
@@ -78,9 +78,7 @@ def build_model(
     modules: list[nn.Module] = []
     heads: list[str] = []
     notes: list[str] = []
-    rates = {"drop_path": drop_path} if drop_path else {}
-    if dropout != "auto":
-        rates["dropout"] = dropout
+    rates = {name: rate for name, rate in (("dropout", dropout), ("drop_path", drop_path)) if rate != "auto"}
     for prefix, part in _parts(description).items():
         _check_rates(part, rates)
         create = partial(_create, part, rates=rates)
@@ -216,7 +214,8 @@ def _create(
     """Create a part for the image size of its description, or for another one."""
     spec = model_spec(part["model_type"])
     family = importlib.import_module(spec.module)
-    options = {**spec.options, **rates}
+    taken = rates if spec.timm_name else {name: rate for name, rate in rates.items() if name in spec.options}
+    options = {**spec.options, **taken}
     size = image_size or part["image_size"]
     return family.create(part["num_classes"], size, channels_of(part), part["timm_name"], pretrained, **options)
 
@@ -231,7 +230,7 @@ def _check_rates(part: dict[str, Any], rates: Mapping[str, float]) -> None:
             family.check_drop_path(part["timm_name"], drop_path)
     elif drop_path:
         raise UserError(f"--drop-path {drop_path}: model '{part['model_type']}' has no blocks to skip: leave it out.")
-    elif dropout is not None and "dropout" not in model_spec(part["model_type"]).options:
+    elif dropout and "dropout" not in model_spec(part["model_type"]).options:
         raise UserError(f"--dropout {dropout}: model '{part['model_type']}' takes no dropout: leave it out.")
 
 

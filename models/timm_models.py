@@ -75,8 +75,8 @@ def create(
     image_channels: int,
     timm_name: str | None,
     pretrained: bool,
-    dropout: float = 0.0,
-    drop_path: float = 0.0,
+    dropout: float | None = None,
+    drop_path: float | None = None,
 ) -> nn.Module:
     """Build timm's network with a head of `num_classes`, as `timm.create_model` would.
 
@@ -89,9 +89,9 @@ def create(
         timm_name: timm's name of it.
         pretrained: load the hub's weights.
         dropout: timm's `drop_rate`: of the classifier's input, and of what else timm has in a network; see
-            `check_dropout`.
+            `check_dropout`. None: timm's own for the network.
         drop_path: probability that the last residual block is skipped for an image, linearly less in those before
-            (Huang et al. 2016, https://arxiv.org/abs/1603.09382); see `check_drop_path`.
+            (Huang et al. 2016, https://arxiv.org/abs/1603.09382); see `check_drop_path`. None: timm's own.
 
     Raises:
         UserError: for an unknown name or tag, or if the pretrained weights are not available.
@@ -100,10 +100,10 @@ def create(
         raise ValueError("a timm model needs its timm_name")
     check_timm_name(timm_name)
     options = _options(timm_name, image_size, image_channels)
-    if dropout:
-        options["drop_rate"] = dropout
-    if drop_path:
-        options["drop_path_rate"] = drop_path
+    for name, rate in (("drop_rate", dropout), ("drop_path_rate", drop_path)):
+        # 0 of a network that does not take the argument: there is nothing to switch off
+        if rate is not None and (rate or _modules_with(timm_name, **{name: rate})):
+            options[name] = rate
     if not pretrained:
         return timm.create_model(timm_name, num_classes=num_classes, **options)
     try:

@@ -75,13 +75,14 @@ class ModelFields:
     dropout: float | Literal["auto"] = option(
         "auto",
         "Dropout of what the classifier reads, and in cnn_lstm between the LSTM's layers; auto: 0.2 in basic_cnn and "
-        "cnn_lstm, none in timm's models.",
+        "cnn_lstm, timm's own in its models.",
         low=0,
         high=0.99,
     )
-    drop_path: float = option(
-        0.0,
-        "Probability that the last residual block of a timm model is skipped for an image; less before.",
+    drop_path: float | Literal["auto"] = option(
+        "auto",
+        "Probability that the last residual block of a timm model is skipped for an image; less before; auto: timm's "
+        "own, which is above 0 in some transformers.",
         low=0,
         high=0.99,
     )

@@ -309,6 +309,28 @@ def test_dropout_of_a_model_that_has_none_is_refused(model_type, named):
         build(model_type, dropout=0.2)
 
 
+def highest_rates(network):
+    """The highest dropout and drop path of a network's layers."""
+    parts = [*network.modules()]
+    dropout = [part.p if isinstance(part, nn.Dropout) else getattr(part, "drop_rate", 0.0) for part in parts]
+    return max(dropout), max([0.0, *(p.drop_prob for p in parts if isinstance(p, DropPath))])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "own"), [("timm:swin_tiny_patch4_window7_224", (0.0, 0.1)), ("timm:rexnet_100", (0.2, 0.0))]
+)
+def test_timms_own_rates_stay_unless_others_are_given(model_type, own):
+    with torch.device("meta"):
+        assert highest_rates(build(model_type, image_size=224).module) == pytest.approx(own)
+        assert highest_rates(build(model_type, image_size=224, dropout=0.0, drop_path=0.0).module) == (0, 0)
+
+
+@pytest.mark.parametrize("model_type", ["airbench", "vgg"])
+def test_0_is_a_rate_of_every_model(model_type):
+    with torch.device("meta"):
+        build(model_type, image_size=56, dropout=0.0, drop_path=0.0)
+
+
 # --- the ensemble ----------------------------------------------------------------------------------------------
 
 
