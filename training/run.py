@@ -23,12 +23,15 @@ from training.checkpoint.frozen import FrozenWeights, keep_frozen
 from training.checkpoint.other_epochs import before_decay, note_other_epochs
 from training.checkpoint.resume import (
     FIRST_START,
+    NORMALIZATION,
     RunStart,
     check_fit,
     create_folder,
     find_checkpoint,
     keep_global_batch,
+    keep_normalization,
     keep_threads,
+    normalization_of,
     note_other_leaves,
     restore,
 )
@@ -199,7 +202,7 @@ class RunContext:
     @property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint and the run that resumes from it must agree on, beside the recipe."""
-        return _identity(self.data, self.built, self.plan)
+        return _identity(self.data, self.built, self.plan) | {NORMALIZATION: normalization_of(self.data)}
 
     @property
     def position(self) -> int:
@@ -234,10 +237,11 @@ def build_run(
     """
     precision = agreed(lambda: resolve_precision(config.precision, world.device), world)
     strategy_json = agreed(lambda: read_strategy_json(config.strategy, config.deepspeed_config), world)
-    data = data or agreed(lambda: load_data(data_options(config)), world)
-    build = functools.partial(build_run, data=data)
+    first_data = data or agreed(lambda: load_data(data_options(config)), world)
     folder, lock = create_folder(config, start, world)
     found, notes = find_checkpoint(config, folder, start, world)
+    data = agreed(lambda: keep_normalization(config, first_data, found), world)
+    build = functools.partial(build_run, data=data)
     found, decay_notes = before_decay(config, found, world)
     config = agreed(lambda: keep_global_batch(config, found, world), world)
     config, thread_notes = keep_threads(config, found, world)
@@ -254,7 +258,7 @@ def build_run(
     loss = agreed(lambda: build_loss(config, data.class_names, data.train_counts, world.device), world)
     # Worker processes take seconds to start: they do so while the model and the engine are built.
     train_loader, val_loader = agreed(lambda: build_loaders(config, data, plan, world), world)
-    built, flops = build_training_model(config, data, world)
+    built, flops = build_training_model(config, data, world, loads_weights=found is None)
     if found is not None:
         checkpoint, identity = found, _identity(data, built, plan)
         agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch), world)

@@ -15,7 +15,9 @@ from timm.models import adapt_input_conv, swin_transformer
 from torch import nn
 
 from models.build import BuiltModel, build_model
+from models.whole_input import WholeInputConv2d
 from training.checkpoint.manifest import frozen_name, read_manifest
+from training.checkpoint.weights import save_weights
 from training.config import FLAG_OF, TrainConfig
 from training.config_check import check_config
 from training.errors import UserError
@@ -37,9 +39,9 @@ ADAPTED = (  # with an example of a layer that has an adapter
 )
 
 
-def built(model_type: str, word: str = "full", seed: int = 0) -> BuiltModel:
+def built(model_type: str, word: str = "full", seed: int = 0, image_size: int = IMAGE_SIZE) -> BuiltModel:
     torch.manual_seed(seed)
-    return tune(build_model(model_type, num_classes=5, image_size=IMAGE_SIZE), word)
+    return tune(build_model(model_type, num_classes=5, image_size=image_size), word)
 
 
 def trained(module: nn.Module) -> set[str]:
@@ -165,6 +167,33 @@ def randomize_adapters(module: nn.Module) -> None:
             nn.init.normal_(parameter, std=0.1, generator=generator)
 
 
+def test_a_layer_whose_weight_the_network_reads_itself_has_no_adapter():
+    model = built("timm:eva02_tiny_patch14_224", "lora:2", image_size=28).module
+    model.train()(torch.rand(2, 3, 28, 28)).square().sum().backward()
+    adapters = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
+    assert [name for name, parameter in adapters.items() if parameter.grad is None] == []
+    assert {"attn.proj", "mlp.fc2"} <= {".".join(name.split(".")[2:4]) for name in adapters}
+    assert not any("qkv" in name for name in adapters)
+
+
+def test_a_network_that_does_not_work_with_adapters_is_refused():
+    expected = r"--tune lora:2: this model does not work with adapters \(AttributeError: .*kernel_size.*\): use another"
+    with pytest.raises(UserError, match=expected):
+        built("timm:davit_tiny", "lora:2")
+
+
+def test_a_convolution_of_its_whole_input_has_an_adapter():
+    torch.manual_seed(0)
+    module = nn.Sequential(WholeInputConv2d(3, 16, 8), nn.Flatten(), nn.Linear(16, 5))
+    tune(BuiltModel(module, {"image_size": 8}, head_parameter_names=frozenset({"2.weight", "2.bias"})), "lora:2")
+    randomize_adapters(module)
+    images = torch.rand(2, 3, 8, 8)
+    expected = module(images)
+    module[0].merge()
+    assert module[0].get_base_layer().weight.shape == (16, 3, 8, 8)
+    torch.testing.assert_close(module[2](module[1](module[0].get_base_layer()(images))), expected)
+
+
 @pytest.mark.parametrize(("name", "layer"), ADAPTED)
 def test_merged_weights_compute_the_same_in_plain_timm(name, layer):
     model = built(f"timm:{name}", "lora:2")
@@ -262,13 +291,15 @@ def test_another_network_is_still_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """Weights of basic_cnn with 7 classes, whose statistics are not those that it begins with."""
+    """A run's weights of basic_cnn with 7 classes; statistics and normalization are not those of a new run."""
     torch.manual_seed(3)
-    module = build_model("basic_cnn", num_classes=7, image_size=16).module.train()
+    model = build_model("basic_cnn", num_classes=7, image_size=16)
     for _ in range(3):
-        module(torch.rand(8, 3, 16, 16))
+        model.module.train()(torch.rand(8, 3, 16, 16))
     path = tmp_path_factory.mktemp("source") / "weights.safetensors"
-    save_file(module.state_dict(), path)
+    images = {"image_size": 16, "resize_size": None, "mean": [0.4] * 3, "std": [0.1] * 3, "interpolation": "bilinear"}
+    facts = {"class_names": [*"abcdefg"], "preprocessing": images, "extra": {}}
+    save_weights(path, model.module.state_dict(), description=model.description, **facts)
     return path
 
 

@@ -17,6 +17,8 @@ from training.checkpoint.manifest import DamagedCheckpoint, Manifest
 from training.checkpoint.shards import CheckpointReader
 from training.checkpoint.store import FoundCheckpoint, choose, find_candidates, set_aside
 from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
+from training.data import data_options, load_data
+from training.data.datasets import DatasetPair
 from training.errors import AgreedError, UserError, one_line, shown
 from training.global_batch import divide, divide_given, largest_divisor
 from training.observe.environment import RunFacts
@@ -48,6 +50,7 @@ class RunStart:
     plan_memory: Callable[[RunFacts, Sequence[TrainConfig]], list[int]] | None = None
 
 
+NORMALIZATION = "normalization"  # its key in `Manifest.identity`
 FIRST_START = RunStart(Origin(), HeartbeatWriter(None, 0, 0.0))
 
 
@@ -122,6 +125,27 @@ def _saved_batch_size(found: FoundCheckpoint) -> int:
     if type(saved) is not int or not 1 <= saved <= FIELDS["batch_size"].metadata["high"]:
         raise UserError(f"checkpoint {found.path}: its --batch-size {shown(saved)} is no whole number.")
     return saved
+
+
+def keep_normalization(config: TrainConfig, data: DatasetPair, found: FoundCheckpoint | None) -> DatasetPair:
+    """Return the data set, normalized as the checkpoint's was: for the weights that its run began with.
+
+    Raises:
+        UserError: if the checkpoint's is none.
+    """
+    saved = found.manifest.identity.get(NORMALIZATION) if found else None  # younger than the format
+    if found is None or saved in (None, normalization_of(data)):
+        return data
+    try:
+        mean, std = (tuple(map(float, saved[name])) for name in ("mean", "std"))
+    except (TypeError, ValueError, LookupError):
+        raise UserError(f"checkpoint {found.path} cannot be used: its normalization is {shown(saved)}.") from None
+    return load_data(dataclasses.replace(data_options(config), mean=mean, std=std))
+
+
+def normalization_of(data: DatasetPair) -> dict[str, list[float]]:
+    """Return the means and standard deviations, per channel of pixels in 0..1, as `Manifest.identity` has them."""
+    return {name: list(data.preprocessing[name]) for name in ("mean", "std")}
 
 
 def keep_threads(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> tuple[TrainConfig, list[str]]:

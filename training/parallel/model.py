@@ -21,7 +21,7 @@ from training.recipe.whitening import whiten_stem
 
 
 def build_training_model(
-    config: TrainConfig, data: DatasetPair, world: World
+    config: TrainConfig, data: DatasetPair, world: World, *, loads_weights: bool = True
 ) -> tuple[BuiltModel, TrainingFlops | None]:
     """Build the configured model, the same on every rank; a collective.
 
@@ -29,6 +29,7 @@ def build_training_model(
         config: with the model and its initial weights.
         data: with the number of classes, size and channels of the images.
         world: the ranks.
+        loads_weights: whether the model begins with the configured weights; else all are to be restored.
 
     Returns:
         The model in fp32 on `world.device`, and on rank 0 the counter of its FLOPs.
@@ -47,8 +48,8 @@ def build_training_model(
             num_classes=len(data.class_names),
             image_size=data.preprocessing["image_size"],
             image_channels=channels,
-            pretrained=config.pretrained,
-            weights=config.weights or None,
+            pretrained=config.pretrained if loads_weights else None,
+            weights=config.weights if loads_weights else None,
             members=tuple(config.ensemble_members.split(",")),
             batch_size=config.micro_batch,
             keep_stem=config.stem == "keep",

@@ -14,16 +14,17 @@ from timm.models import group_parameters
 from timm.optim import auto_group_layers
 from torch import nn
 
-from models.build import BuiltModel
-from models.dry_run import without_data
+from models.build import BuiltModel, channels_of
+from models.dry_run import forward_failure, without_data
 from models.ensemble import Ensemble
+from models.whole_input import WholeInputConv2d
 from training.errors import UserError
 from training.recipe import read_tune
 from training.recipe.freezing import is_adapters
 
 # Layers whose output is linear in their weight as it is: others standardize it first, and a sum with an adapter's
 # weight would not give the sum of the outputs.
-ADAPTABLE = (nn.Linear, nn.Conv2d, Conv2dSame)
+ADAPTABLE = (nn.Linear, nn.Conv2d, Conv2dSame, WholeInputConv2d)
 SMALL_SHARE = 0.05  # of the model: adapters above it are told
 
 
@@ -38,7 +39,8 @@ def tune(built: BuiltModel, word: str) -> BuiltModel:
         The same with a note for the log.
 
     Raises:
-        UserError: for a network whose head is not known, that has fewer layers, or no layer for an adapter.
+        UserError: for a network whose head is not known, that has fewer layers, no layer for an adapter, or that does
+            not work with adapters.
     """
     kind, number = read_tune(word)
     module, heads = built.module, built.head_parameter_names
@@ -49,7 +51,7 @@ def tune(built: BuiltModel, word: str) -> BuiltModel:
     trained = heads | (_last_layers(module, heads, number) if kind == "layers" else frozenset())
     trained &= {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     # Adapters are added first: peft freezes all else, the head too.
-    adapted = _add_adapters(module, heads, number) if kind == "lora" else 0
+    adapted = _add_adapters(built, number) if kind == "lora" else 0
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name in trained or is_adapters(name))
     count = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
@@ -86,8 +88,11 @@ def layer_of_parameters(module: nn.Module) -> dict[str, int]:
     return auto_group_layers(module) if matcher is None else group_parameters(module, matcher(), reverse=True)
 
 
-def _add_adapters(module: nn.Module, heads: Collection[str], rank: int) -> int:
+def _add_adapters(built: BuiltModel, rank: int) -> int:
     """Add LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685) to all layers that are larger than their adapter.
+
+    Layers that the network does not call have none: it reads their weights itself, as BEiT does for queries, keys and
+    values.
 
     W x becomes W x + B A x: A has `rank` rows and begins random, B begins with zeros.
 
@@ -95,9 +100,20 @@ def _add_adapters(module: nn.Module, heads: Collection[str], rank: int) -> int:
         The number of these layers.
 
     Raises:
-        UserError: without the package peft, or if there is no such layer.
+        UserError: without the package peft, if there is no such layer, or if the network does not work with adapters.
     """
-    names = [name for name, layer in _adaptable(module, rank) if f"{name}.weight" not in heads]
+    module, heads = built.module, built.head_parameter_names
+    size, channels = built.description["image_size"], channels_of(built.description)
+    called = set[str]()
+    hooks = [
+        layer.register_forward_hook(lambda *_, name=name: called.add(name))
+        for name, layer in _adaptable(module, rank)
+        if f"{name}.weight" not in heads
+    ]
+    forward_failure(module, size, 2, channels)
+    for hook in hooks:
+        hook.remove()
+    names = sorted(called)
     if not names:
         raise UserError(
             f"--tune lora:{rank}: no layer of this model takes an adapter of this rank: use another --tune."
@@ -109,6 +125,9 @@ def _add_adapters(module: nn.Module, heads: Collection[str], rank: int) -> int:
     # A pattern: of a list of names, peft would also adapt every layer whose name ends like one of them.
     pattern = "|".join(map(re.escape, names))
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=pattern), module)
+    failure = forward_failure(module, size, 2, channels)
+    if failure:
+        raise UserError(f"--tune lora:{rank}: this model does not work with adapters ({failure}): use another --tune.")
     return len(names)
 
 
