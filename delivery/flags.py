@@ -47,7 +47,7 @@ def predict_parser(description: str | None) -> OneLineParser:
     parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images of one forward pass.")
     parser.add_choice("--device", ("cpu", "cuda"), help="Default: a GPU if there is one.")
     parser.add_choice(
-        "--decode", ("cpu", "exact"), default="cpu", help="As in training: JPEG files shrunk, or in full."
+        "--decode", ("cpu", "exact"), help="JPEG files shrunk, or in full. Default: as the run; cpu if it is not known."
     )
     return parser
 

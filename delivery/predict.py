@@ -68,7 +68,7 @@ def predict(
     shift_pixels: int = 0,
     batch_size: int = 64,
     device: str = "",
-    decode: str = "cpu",
+    decode: str = "",
 ) -> Iterator[Prediction]:
     """Load a trained model, and return an iterator over the predictions of all images, in order.
 
@@ -81,24 +81,31 @@ def predict(
         shift_pixels: how far to shift each image for two more views of it, averaged with it.
         batch_size: images of one forward pass.
         device: "cpu" or "cuda"; default: a GPU if there is one.
-        decode: "cpu" or "exact", as in training.
+        decode: "cpu" or "exact", as in training; default: as the run, "cpu" if it is not known.
 
     Raises:
         UserError: for a mistake in the arguments, and weights that cannot be used. While iterating: a folder contains
             no image, or standard input is empty or has more than `MAX_FILE_BYTES`.
     """
-    check_config(TrainConfig(batch_size=batch_size, decode=decode), FLAG_OF)  # type: ignore[arg-type]
+    check_config(TrainConfig(batch_size=batch_size, decode=decode or "cpu"), FLAG_OF)  # type: ignore[arg-type]
     if not 1 <= top_k <= LARGEST_TOP_K:
         raise UserError(f"--top-k {top_k}: expected a whole number from 1 to {LARGEST_TOP_K}.")
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise UserError("--device cuda: PyTorch finds no GPU here; leave it out, or give --device cpu.")
-    module, metadata = load_model(find_model(model).weights)
+    trained = find_model(model)
+    decode = decode or _decoder_of(trained.config())
+    module, metadata = load_model(trained.weights)
     module.to(device or ("cuda" if has_gpu else "cpu"))
     preprocessing, views = metadata["preprocessing"], checked_views(flip, shift_pixels, metadata)
     is_of_arrays = values_of(preprocessing) != BYTES or len(preprocessing["mean"]) not in CHANNEL_MODES
     extensions = (*IMAGE_EXTENSIONS, ARRAY_EXTENSION) if is_of_arrays else IMAGE_EXTENSIONS
     return _predictions(_list_images(images, extensions), module, metadata, top_k, views, batch_size, decode)
+
+
+def _decoder_of(run: TrainConfig | None) -> str:
+    """Return the decoder that gives a run's images; nvJPEG decodes in full."""
+    return "cpu" if run is None else "exact" if run.decode == "gpu" else run.decode
 
 
 def _predictions(

@@ -8,8 +8,9 @@ from typing import Any
 from training.config import FLAG_OF, TrainConfig
 
 WORDS_OF_LAUNCH = ("model_type", "strategy", "batch_size", "epochs")
-# Where a run's files go and how it is watched is no part of what is repeated.
-NOT_REPEATED = frozenset({*WORDS_OF_LAUNCH, "run_name", "log_dir", "progress", "resume", "profile"})
+# Where a run's files go and how it is watched is no part of what is repeated; a preset's values are given one by one,
+# because those that were overridden may be the defaults, which are left out.
+NOT_REPEATED = frozenset({*WORDS_OF_LAUNCH, "preset", "run_name", "log_dir", "progress", "resume", "profile"})
 
 
 def reproduce_command(config: TrainConfig, ranks: int, ranks_per_machine: int) -> str:

@@ -22,7 +22,7 @@ BUDGET = {
     "training/checkpoint": 1945,
     "training/observe": 2901,
     "planning": 5320,
-    "delivery": 1465,
+    "delivery": 1473,
     "delivery/export": 1250,
     "delivery/report": 1412,
 }

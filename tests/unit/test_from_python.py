@@ -124,7 +124,7 @@ def test_without_an_output_nothing_is_written(folder):
         (lambda: predict("logs/runs/digist", []), "is neither a file, nor a folder, nor a run"),
     ],
 )
-def test_mistakes_raise_the_commands_line(call, message, capsys):
+def test_mistakes_raise_the_commands_line(folder, call, message, capsys):
     with pytest.raises(UserError) as caught:
         call()
     assert message in str(caught.value)

@@ -101,6 +101,14 @@ def test_the_command_repeats_the_configuration(run: Path):
     assert parse_args(words)[0] == dataclasses.replace(CONFIG, run_name="")
 
 
+def test_values_of_a_preset_that_were_overridden_are_repeated():
+    words = "--preset fashion-mnist --label-smoothing 0.1 --lookahead 0 --precision auto --whitened-stem false"
+    config = parse_args(words.split())[0]
+    _, _, model, strategy, _, batch, epochs, *flags = shlex.split(reproduce_command(config, 2, 2))
+    words = ["--model-type", model, "--strategy", strategy, "--batch-size", batch, "--epochs", epochs, *flags]
+    assert parse_args(words)[0] == dataclasses.replace(config, preset="")
+
+
 def test_several_machines_have_their_launcher():
     config = TrainConfig(model_type="vgg", batch_size=4, epochs=7, activation_checkpointing=True)
     assert reproduce_command(config, 32, 8) == (
