@@ -250,6 +250,24 @@ def test_images_are_shifted_within_themselves(call, run):
         assert f"--shift-pixels {SIZE}: images of {SIZE} pixels can be shifted by 0 to {SIZE - 1}." in err
 
 
+@pytest.mark.parametrize("decode", ["cpu", "exact", "gpu"])
+def test_predict_decodes_as_the_run_did(call, run, tmp_path, decode):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    save_config(TrainConfig(model_type="basic_cnn", decode=decode), folder / "config.json")
+    pixels = np.random.default_rng(0).integers(0, 256, (30 * SIZE, 30 * SIZE, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "large.jpg")
+
+    def probabilities(*words: str) -> str:
+        code, output, _ = call(predict, folder, tmp_path / "large.jpg", "--format", "json", *words)
+        assert code == 0
+        return output
+
+    given = {name: probabilities("--decode", name) for name in ("cpu", "exact")}
+    assert given["cpu"] != given["exact"]
+    assert probabilities() == given["cpu" if decode == "cpu" else "exact"]
+
+
 def test_unreadable_images_are_named_and_passed_over(call, run, pictures, tmp_path):
     good = pictures / "class 0" / "00.png"
     (tmp_path / "broken.png").write_bytes(good.read_bytes()[:80])

@@ -46,7 +46,7 @@ def code_of(page: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder with a run `digits`, trained by the lines of runs.md, and with images."""
+    """A folder with images, and later a run `digits`, trained by the lines of runs.md."""
     folder = tmp_path_factory.mktemp("notebook")
     (folder / "photos").mkdir()
     for path in (folder / "photo.png", folder / "photos" / "one.png"):
@@ -74,8 +74,15 @@ def train(name: str) -> Path:
     return Path("logs/runs") / name
 
 
-def test_two_trainings_in_one_process_are_the_same():
-    first, second = train("digits"), train("again")
+@pytest.fixture
+def digits(notebook) -> Path:
+    """The folder of a run `digits`, trained by the first test that needs it."""
+    path = Path("logs/runs/digits")
+    return path if path.exists() else train("digits")
+
+
+def test_two_trainings_in_one_process_are_the_same(digits):
+    first, second = digits, train("again")
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
     assert {"README.md", "report.html", "evaluation"} <= set(os.listdir(second))
     shutil.rmtree(second)
@@ -91,7 +98,7 @@ def test_deepspeed_trains_twice_in_one_process(strategy, tmp_path):
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_evaluate_and_predict_by_the_documentations_lines(capsys):
+def test_evaluate_and_predict_by_the_documentations_lines(digits, capsys):
     exec(code_of("evaluate.md"), names := {})
     scores = evaluate("logs/runs/digits", output=None, batch_size=256)
     assert names["scores"] == scores
@@ -103,7 +110,7 @@ def test_evaluate_and_predict_by_the_documentations_lines(capsys):
     assert len(lines[2]) > 30, "the reason"
 
 
-def test_without_an_output_nothing_is_written(folder):
+def test_without_an_output_nothing_is_written(folder, digits):
     before = sorted(folder.rglob("*"))
     evaluate("logs/runs/digits", split="train", output=None)
     assert sorted(folder.rglob("*")) == before
@@ -124,7 +131,7 @@ def test_without_an_output_nothing_is_written(folder):
         (lambda: predict("logs/runs/digist", []), "is neither a file, nor a folder, nor a run"),
     ],
 )
-def test_mistakes_raise_the_commands_line(folder, call, message, capsys):
+def test_mistakes_raise_the_commands_line(digits, call, message, capsys):
     with pytest.raises(UserError) as caught:
         call()
     assert message in str(caught.value)
