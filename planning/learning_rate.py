@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from training.config import REPO_ROOT
 from training.errors import DIVERGED_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE, UserError
 from training.observe.run_folder import LEARNING_RATE, METRICS
 from training.recipe.range_test import FEWEST_STEPS, HIGHEST, LOWEST, describe_range_test, with_a_loss
+from training.recipe.schedule import SMALLEST_SHARE
 
 ROWS = 16  # of the printed table
 
@@ -43,13 +45,16 @@ def parse(arguments: Sequence[str], description: str | None) -> RangeTest:
         "launch", nargs=argparse.REMAINDER, metavar="LAUNCH", help="Arguments of scripts/launch_distributed.sh."
     )
     given = parser.parse(arguments)
-    if given.lowest >= given.highest:
-        raise UserError(f"--lowest {given.lowest:g} must be below --highest {given.highest:g}.")
+    if not SMALLEST_SHARE <= given.lowest / given.highest < 1:
+        raise UserError(
+            f"--lowest {given.lowest:g} must be below --highest {given.highest:g}, and at least {SMALLEST_SHARE:g} of it."
+        )
     read_arguments("launch_distributed.sh", given.launch, {})  # by themselves, for a mistake in their number
     name = time.strftime("learning-rate-%Y%m%d-%H%M%S")
     lowest, highest = f"{given.lowest / given.highest!r}", f"{given.highest!r}"
     sweep = ["--schedule", "sweep", "--fallback-schedule", "", "--warmup-epochs", "0", "--log-every-steps", "1"]
     sweep += ["--learning-rate", highest, "--final-learning-rate-scale", lowest]
+    sweep += ["--early-stopping-patience", "0", "--mixup-off-epochs", "0"]  # every epoch like the others
     launch = [*given.launch, *sweep, "--run-name", name, "--save-every-minutes", "0", "--max-restarts", "0"]
     config = check_training(read_arguments("launch_distributed.sh", launch, {}).training)
     if config.base_batch_size:
@@ -66,6 +71,8 @@ def run(test: RangeTest) -> int:
     """
     code = subprocess.run(["bash", str(REPO_ROOT / "scripts" / "launch_distributed.sh"), *test.launch]).returncode
     if code not in (0, DIVERGED_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE):  # at its highest rates it may well diverge
+        return code
+    if os.environ.get("DRY_RUN") == "1":  # the launcher has printed its command
         return code
     curve = read_curve(test.run_folder / METRICS)
     if len(curve) < FEWEST_STEPS:

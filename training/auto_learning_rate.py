@@ -65,7 +65,7 @@ def choose_learning_rate(
         rate = broadcast_object(_earlier_result(folder) if world.is_main else None, optional(number), world)
         source = "found at the run's first start"
         if rate is None:
-            rate, source = _test(config, folder, start, world, build), f"a range test of {TEST_STEPS} steps"
+            rate, source = _test(config, folder, start, world, build), "a range test"
     if not isinstance(rate, float) or not is_allowed(rate, FIELDS["learning_rate"]):
         raise AgreedError(f"--learning-rate auto: {source} is {shown(rate)}, which is no rate: give one.")
     return dataclasses.replace(config, learning_rate=rate), [f"--learning-rate auto is {rate:g}: {source}"]
@@ -120,5 +120,8 @@ def _train(context: RunContext, heartbeat: HeartbeatWriter) -> list[tuple[float,
         **SCHEDULES["sweep"](dataclasses.replace(context.config, final_learning_rate_scale=LOWEST / HIGHEST), 1),
     )
     is_head_first = context.head_epochs > 0
-    train_shortly(context, plan, range(epochs), schedule, Loggers([logged]), heartbeat, only_head=is_head_first)
+    # Over and over those before the run's last ones, in which nothing is mixed.
+    mixed = context.config.epochs - context.config.mixup_off_epochs if context.config.mixup_off_epochs else epochs
+    numbers = [number % max(mixed, 1) for number in range(epochs)]
+    train_shortly(context, plan, numbers, schedule, Loggers([logged]), heartbeat, only_head=is_head_first)
     return logged.points

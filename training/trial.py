@@ -75,9 +75,10 @@ def free_memory(world: World) -> None:
 
 
 def shortened(plan: BatchPlan, steps: int) -> tuple[BatchPlan, int]:
-    """Return a plan of no more samples than that many steps take, and the epochs of it that have as many."""
-    short = dataclasses.replace(plan, num_samples=min(plan.num_samples, steps * plan.global_batch))
-    return short, math.ceil(steps / short.steps_per_epoch)
+    """Return a plan, and the epochs of it, that have that many steps; fewer than `epochs` more, to be equally long."""
+    epochs = math.ceil(steps / plan.steps_per_epoch)
+    most = math.ceil(steps / epochs) * plan.global_batch
+    return dataclasses.replace(plan, num_samples=min(plan.num_samples, most)), epochs
 
 
 def train_shortly(

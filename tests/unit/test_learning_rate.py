@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
+from launch.arguments import check_training, read_arguments
 from planning.learning_rate import parse, read_curve, run
 from training.config import FLAG_OF, TrainConfig
 from training.config_check import check_config
@@ -43,7 +44,8 @@ def test_steps_without_a_finite_loss_are_no_points(tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--lowest", "0.1", "--highest", "0.01", *LAUNCH], "--lowest 0.1 must be below --highest 0.01."),
+        (["--lowest", "0.1", "--highest", "0.01", *LAUNCH], "--lowest 0.1 must be below --highest 0.01, and"),
+        (["--lowest", "1e-12", "--highest", "100", *LAUNCH], "--highest 100, and at least 1e-09 of it."),
         (["--lowest", "0", *LAUNCH], "--lowest '0': expected a number from 1e-12 to 1."),
         (["--lowest"], "--lowest: expected a number"),
         ([*LAUNCH, "--optimiser", "sgd"], "unknown argument '--optimiser'. Did you mean '--optimizer'?"),
@@ -58,15 +60,23 @@ def test_mistakes_are_one_line_before_anything_starts(words, told):
     assert told.lower() in str(caught.value).lower()
 
 
-def test_a_range_test_on_two_ranks_that_share_the_weights(tmp_path, capfd):
-    launch = ["fsdp_stage3" if word == "ddp" else word for word in LAUNCH]
+def test_a_range_test_on_two_ranks_that_share_the_weights(tmp_path, capfd, monkeypatch):
+    launch = ["basic_cnn", "fsdp_stage3", "2", "16", "2", *LAUNCH[5:]]
     quiet = ["--tensorboard", "false", "--report", "false", "--progress", "off", "--log-dir", str(tmp_path)]
-    test = parse(["--lowest", "1e-5", "--highest", "10", *launch, *quiet, "--image-size", "16"], "")
+    other_ends = ["--early-stopping-patience", "1", "--cooldown-epochs", "1"]  # of the training that this is for
+    test = parse(["--lowest", "1e-5", "--highest", "10", *launch, *quiet, *other_ends, "--image-size", "16"], "")
+    assert (
+        check_training(read_arguments("launch_distributed.sh", test.launch, {}).training).early_stopping_patience == 0
+    )
+    with monkeypatch.context() as dry:
+        dry.setenv("DRY_RUN", "1")
+        assert run(test) == 0
+    assert not test.run_folder.exists()
     assert run(test) == 0
     result = json.loads((test.run_folder / LEARNING_RATE).read_text())
     rates, losses, _ = np.array(result["curve"]).T
-    assert np.diff(np.log(rates)) == pytest.approx(math.log(1e6) / 32)  # 1000 images / 32
-    assert rates[0] == pytest.approx(1e-5)
+    assert np.diff(np.log(rates)) == pytest.approx(math.log(1e6) / 63)  # twice 1000 images / 32
+    assert (rates[0], rates[-1]) == pytest.approx((1e-5, 10))
     assert losses[:5].mean() == pytest.approx(math.log(10), abs=0.5)
     assert 1e-5 <= result["suggested"] <= 1
     assert f"--learning-rate {result['suggested']:.2g}," in capfd.readouterr().out
@@ -81,11 +91,11 @@ def train(log_dir, name, **changes):
 
 
 def test_an_automatic_rate_is_that_of_a_test_and_trains_as_the_same_number(tmp_path, monkeypatch):
-    monkeypatch.setattr("training.auto_learning_rate.TEST_STEPS", 20)  # two epochs of 8 steps, and half of one more
+    monkeypatch.setattr("training.auto_learning_rate.TEST_STEPS", 20)  # three epochs, of 7 of their 8 steps
     auto, rate = train(tmp_path, "auto", learning_rate="auto")
     result = json.loads((auto / LEARNING_RATE).read_text())
     rates, losses, means = np.array(result["curve"]).T
-    assert np.diff(np.log(rates)) == pytest.approx(math.log(1e6) / 24)
+    assert np.diff(np.log(rates)) == pytest.approx(math.log(1e6) / 20)
     assert means == pytest.approx(smoothed(losses))
     assert rate == result["suggested"] == pytest.approx(rates[means.argmin()] / 10, rel=0.05)
     assert not (auto / "range-test").exists()
@@ -104,6 +114,19 @@ def test_an_epoch_is_not_trained_whole_for_a_short_test(tmp_path, monkeypatch):
     monkeypatch.setattr("training.auto_learning_rate.TEST_STEPS", 25)
     folder, _ = train(tmp_path, "long", learning_rate="auto", batch_size=20)  # 50 steps an epoch
     assert len(json.loads((folder / LEARNING_RATE).read_text())["curve"]) == 25
+
+
+def test_a_range_test_mixes_as_the_runs_first_epochs(tmp_path, monkeypatch):
+    """Whether a micro-batch is mixed does not depend on how many epochs the run has."""
+    monkeypatch.setattr("training.auto_learning_rate.TEST_STEPS", 24)
+    curves = [
+        json.loads((train(tmp_path, name, learning_rate="auto", mixup=8.0, **changes)[0] / LEARNING_RATE).read_text())
+        for name, changes in (("one", {}), ("three", {"epochs": 3}))
+    ]
+    assert curves[0] == curves[1]
+    off, _ = train(tmp_path, "off", learning_rate="auto", mixup=8.0, epochs=3, mixup_off_epochs=2)
+    means = [mean for *_, mean in json.loads((off / LEARNING_RATE).read_text())["curve"]]
+    assert min(means) > 1.5, "mixed to the end"
 
 
 def test_an_automatic_rate_is_not_scaled():

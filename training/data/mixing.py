@@ -82,7 +82,7 @@ class Mixing:
     def drawn(self, epoch: int, leaf: int) -> Mix | None:
         """Return how a micro-batch is mixed, None if it is not."""
         options, size = self._options, self._size
-        if epoch >= options.epochs - options.mixup_off_epochs:
+        if options.mixup_off_epochs and epoch >= options.epochs - options.mixup_off_epochs:
             return None
         # NumPy keeps the numbers of RandomState the same in all versions; those of its newer generators may change.
         draws = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((options.seed, epoch, leaf))))

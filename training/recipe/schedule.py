@@ -14,6 +14,9 @@ if TYPE_CHECKING:  # which imports the table of this module
     from training.config import TrainConfig
 
 
+SMALLEST_SHARE = 1e-9  # of the peak, where "sweep" begins
+
+
 def _cosine(progress: float) -> float:
     """Half a cosine (Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983, eq. 5)."""
     return 0.5 * (1 + math.cos(math.pi * progress))
@@ -30,7 +33,7 @@ def _sqrt(progress: float) -> float:
 
 def _sweep(progress: float, lowest: float) -> float:
     """The inverse: the rate grows exponentially from `lowest`, a share of the peak, to the peak."""
-    lowest = min(max(lowest, 1e-9), 0.999)
+    lowest = min(max(lowest, SMALLEST_SHARE), 0.999)
     return (lowest ** (1 - progress) - lowest) / (1 - lowest)
 
 
@@ -156,7 +159,10 @@ SCHEDULES: dict[str, Callable[[TrainConfig, int], dict[str, Any]]] = {
     "step": _steps_fields,
     "constant": lambda _config, _steps: {"final_scale": 1.0},
     "wsd": _stable_fields,
-    "sweep": lambda config, _steps: {"shape": partial(_sweep, lowest=config.final_learning_rate_scale)},
+    "sweep": lambda config, _steps: {
+        "shape": partial(_sweep, lowest=config.final_learning_rate_scale),
+        "cooldown_steps": 1,  # the last step has the peak
+    },
 }
 
 
