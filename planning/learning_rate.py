@@ -46,9 +46,8 @@ def parse(arguments: Sequence[str], description: str | None) -> RangeTest:
     )
     given = parser.parse(arguments)
     if not SMALLEST_SHARE <= given.lowest / given.highest < 1:
-        raise UserError(
-            f"--lowest {given.lowest:g} must be below --highest {given.highest:g}, and at least {SMALLEST_SHARE:g} of it."
-        )
+        bounds = f"below --highest {given.highest:g}, and at least {SMALLEST_SHARE:g} of it"
+        raise UserError(f"--lowest {given.lowest:g} must be {bounds}.")
     read_arguments("launch_distributed.sh", given.launch, {})  # by themselves, for a mistake in their number
     name = time.strftime("learning-rate-%Y%m%d-%H%M%S")
     lowest, highest = f"{given.lowest / given.highest!r}", f"{given.highest!r}"

@@ -21,7 +21,7 @@ BUDGET = {
     "training/parallel": 4212,
     "training/checkpoint": 1945,
     "training/observe": 2901,
-    "planning": 5327,
+    "planning": 5326,
     "delivery": 1473,
     "delivery/export": 1250,
     "delivery/report": 1412,

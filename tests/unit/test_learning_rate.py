@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -13,6 +14,7 @@ from launch.arguments import check_training, read_arguments
 from planning.learning_rate import parse, read_curve, run
 from training.config import FLAG_OF, TrainConfig
 from training.config_check import check_config
+from training.data.mixing import Mixing
 from training.errors import UserError
 from training.observe.run_folder import LEARNING_RATE
 from training.recipe.range_test import SMOOTHING, smoothed, suggested
@@ -124,9 +126,11 @@ def test_a_range_test_mixes_as_the_runs_first_epochs(tmp_path, monkeypatch):
         for name, changes in (("one", {}), ("three", {"epochs": 3}))
     ]
     assert curves[0] == curves[1]
-    off, _ = train(tmp_path, "off", learning_rate="auto", mixup=8.0, epochs=3, mixup_off_epochs=2)
-    means = [mean for *_, mean in json.loads((off / LEARNING_RATE).read_text())["curve"]]
-    assert min(means) > 1.5, "mixed to the end"
+    drawn = []
+    monkeypatch.setattr(Mixing, "drawn", lambda _self, epoch, _leaf: drawn.append(epoch))
+    train(tmp_path, "off", learning_rate="auto", mixup=8.0, epochs=3, mixup_off_epochs=1)
+    epochs = [epoch for epoch, _ in itertools.groupby(drawn)]
+    assert epochs == [0, 1, 0, 1, 2], "the test again from the start in place of epoch 2, then the training"
 
 
 def test_an_automatic_rate_is_not_scaled():
