@@ -17,7 +17,7 @@ BUDGET = {
     "models": 1759,
     "training": 2651,
     "training/data": 4007,
-    "training/recipe": 1697,
+    "training/recipe": 1716,
     "training/parallel": 4212,
     "training/checkpoint": 1945,
     "training/observe": 2901,

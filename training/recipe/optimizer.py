@@ -43,7 +43,7 @@ def build_optimizer(
         discriminative: whether the backbone's learning rate is `backbone_learning_rate_scale` times the head's.
 
     Raises:
-        UserError: if the rule refuses a value, or as `parameter_settings`.
+        UserError: if the rule refuses a value or would update nothing, or as `parameter_settings`.
     """
     assert config.learning_rate != "auto"  # chosen before
     settings = parameter_settings(module, config)
@@ -62,6 +62,11 @@ def build_optimizer(
         group = {"params": parameters, "weight_decay": decay, "lr": config.learning_rate * scale}
         group |= {"rate_scale": scale, "is_fallback": rule != config.optimizer, "is_backbone": is_backbone}
         by_rule.setdefault(rule, []).append(group)
+    if config.optimizer not in by_rule:
+        raise UserError(
+            f"--optimizer {config.optimizer}: nothing that is trained is a matrix or convolution that it updates: use "
+            f"--optimizer {config.fallback_optimizer}."
+        )
     rules = [_build_rule(rule, param_groups, config) for rule, param_groups in by_rule.items()]
     return rules[0] if len(rules) == 1 else Composite(rules)
 

@@ -6,6 +6,7 @@ This module imports neither torch nor timm: the command line is checked with it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -57,23 +58,33 @@ REFUSED = {
 }
 
 
-def _finite(word: str) -> float:
-    value = float(word)
-    if not math.isfinite(value):
-        raise ValueError
-    return value
+def _number(low: float, high: float) -> Callable[[str], float]:
+    """Return a reader of numbers from `low` to below `high`, whole ones if `low` is one."""
+
+    def read(word: str) -> float:
+        value = type(low)(word)
+        if not low <= value < high:  # nan is in no range
+            raise ValueError
+        return value
+
+    return read
 
 
 def _boolean(word: str) -> bool:
     return {"true": True, "false": False}[word]
 
 
-# What `--optimizer-options` may give, and how it is read. Others would make a rule another kind of rule.
-OPTION_READERS: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("alpha", "eps", "momentum", "trust_coeff"), _finite),
-    **dict.fromkeys(("amsgrad", "centered", "nesterov"), _boolean),
-    "betas": lambda word: tuple(map(_finite, word.split("/"))),
-    "ns_steps": int,
+def _betas(word: str) -> tuple[float, ...]:
+    return tuple(map(_number(0.0, 1), word.split("/")))
+
+
+# What `--optimizer-options` may give, in words, and how it is read. Others would make a rule another kind of rule.
+OPTION_READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    **dict.fromkeys(("alpha", "momentum"), ("a number from 0 to below 1", _number(0.0, 1))),
+    **dict.fromkeys(("eps", "trust_coeff"), ("a number above 0", _number(sys.float_info.min, math.inf))),
+    **dict.fromkeys(("amsgrad", "centered", "nesterov"), ("true or false", _boolean)),
+    "betas": ("numbers from 0 to below 1, such as 0.9/0.95", _betas),
+    "ns_steps": ("a whole number from 1 to 20", _number(1, 21)),
 }
 
 
@@ -86,13 +97,16 @@ def read_options(flag: str, text: str) -> dict[str, Any]:
     options = {}
     for word in text.split(",") if text else ():
         name, _, value = word.partition("=")
-        try:
-            options[name] = OPTION_READERS[name](value)
-        except (KeyError, ValueError):
+        if name not in OPTION_READERS:
             raise UserError(
                 f"{flag} {shown(word)}: expected NAME=VALUE with a NAME of {', '.join(sorted(OPTION_READERS))}, "
                 "such as betas=0.9/0.95,eps=1e-6."
-            ) from None
+            )
+        expected, read = OPTION_READERS[name]
+        try:
+            options[name] = read(value)
+        except (KeyError, ValueError):
+            raise UserError(f"{flag} {shown(word)}: expected {expected}.") from None
     return options
 
 
