@@ -159,7 +159,7 @@ def test_learning_rates_of_head_and_backbone():
 def test_muon_that_would_update_nothing_is_refused():
     model = built("basic_cnn", "head")
     config, heads = TrainConfig(learning_rate=0.1, optimizer="muon"), model.head_parameter_names
-    with pytest.raises(UserError, match="nothing that is trained is a matrix .*: use --optimizer adamw"):
+    with pytest.raises(UserError, match=r"nothing that is trained is a matrix .*: use --optimizer adamw"):
         build_optimizer(model.module, config, heads, discriminative=False)
 
 
