@@ -18,7 +18,7 @@ from models.build import BuiltModel
 from models.weights_file import not_finite
 from training.auto_batch_size import choose_batch_size
 from training.auto_learning_rate import choose_learning_rate
-from training.checkpoint.best_weights import bring_along, write_best
+from training.checkpoint.best_weights import bring_along, epoch_of, write_best
 from training.checkpoint.frozen import FrozenWeights, keep_frozen
 from training.checkpoint.other_epochs import before_decay, note_other_epochs
 from training.checkpoint.resume import (
@@ -69,7 +69,7 @@ from training.observe.timing import measured_communication
 from training.out_of_memory import describe_failure, is_out_of_memory
 from training.parallel.build_engine import build_engine, resolve_engine
 from training.parallel.collectives import agreed, barrier, error_on_any_rank, ranks_per_machine
-from training.parallel.compilation import resolve_compile
+from training.parallel.compilation import auto_compiles, resolve_compile
 from training.parallel.compiled_code import CompiledCode
 from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
 from training.parallel.engine import EngineSetup
@@ -262,9 +262,11 @@ def build_run(
     if found is not None:
         checkpoint, identity = found, _identity(data, built, plan)
         agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch), world)
-        notes = [*notes, *note_other_epochs(config, found, plan, head_epochs)]
     pixels = config.epochs * len(data.train) * data.train.preprocessing["image_size"] ** 2
     compiles = resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, world)
+    is_choice = config.compile != "auto" or compiles == auto_compiles(config, pixels, world.device)
+    same_code = "" if is_choice else "on" if compiles else "off"
+    notes = [*notes, *note_other_epochs(config, found, plan, head_epochs, same_code)]
     setup, engine_name = set_up_engine(config, built, strategy_json, precision, world, compiles=compiles)
     first_step = plan.position(found.manifest.progress) if found else 0
     loggers = Loggers([])
@@ -587,7 +589,8 @@ def _give_up(context: RunContext, error: RunEnded, deliver: Deliver | None) -> N
 def _deliver(context: RunContext, deliver: Deliver | None, *, has_finished: bool) -> None:
     if deliver is None:
         return
-    with_card = has_finished and context.folder.weights.is_file()  # a run without a sound epoch has none
+    # A run without a sound epoch has none; one that went back before its decay may have those of the longer run before.
+    with_card = has_finished and epoch_of(context.folder.weights) == context.state.progress.best_epoch
     read_image = context.data.val.source.read
     for line in deliver(context.folder, read_image, with_card=with_card, with_report=context.config.report):
         context.loggers.message(line)

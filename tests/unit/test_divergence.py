@@ -15,6 +15,7 @@ from training.observe.evaluation import read_scores, write_scores
 from training.observe.messages import _result
 from training.observe.run_folder import EVALUATION, RunFolder
 from training.recipe.divergence import find_divergence
+from training.run import _deliver
 from training.state import Progress
 
 PREPROCESSING = {
@@ -94,6 +95,17 @@ def test_other_weights_stay_where_they_are(folders, monkeypatch):
     assert "could not be copied" in bring_along(checkpoint, new, best_epoch=2)
     assert [path.name for path in new.path.iterdir()] == ["checkpoints"]
     assert epoch_of(new.weights) is None
+
+
+@pytest.mark.parametrize(("best_epoch", "has_card"), [(2, True), (1, False), (0, False)])
+def test_a_card_is_of_the_runs_own_weights(folders, best_epoch, has_card):
+    """Not of those of epoch 2 of the run before, if this one went back to epoch 1 and found nothing better."""
+    state = SimpleNamespace(progress=Progress(epoch=4, best_epoch=best_epoch))
+    data = SimpleNamespace(val=SimpleNamespace(source=SimpleNamespace(read=None)))
+    context = SimpleNamespace(folder=folders[0], state=state, data=data, config=SimpleNamespace(report=True))
+    cards = []
+    _deliver(context, lambda *_, with_card, **_others: cards.append(with_card) or [], has_finished=True)
+    assert cards == [has_card]
 
 
 def test_the_last_lines_name_divergence(folders):

@@ -51,6 +51,8 @@ def test_a_longer_run_goes_back_to_where_the_decay_began(fallback, finished):
     assert note_other_epochs(CONFIG, earlier, PLAN, 0) == [
         "--epochs 20 instead of 10: the bytes will be those of a run that began with 20"
     ]
+    (note,) = note_other_epochs(CONFIG, earlier, PLAN, 0, "off")
+    assert note.endswith("the bytes will be those of a run that began with 20 and --compile off")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def before_decay(
 
 
 def note_other_epochs(
-    config: TrainConfig, found: FoundCheckpoint | None, plan: BatchPlan, head_epochs: int
+    config: TrainConfig, found: FoundCheckpoint | None, plan: BatchPlan, head_epochs: int, compiles: str = ""
 ) -> list[str]:
     """Return a note for the log if the epochs are not those of the checkpoint: whether that changes what came before.
 
@@ -50,6 +50,7 @@ def note_other_epochs(
         found: the checkpoint, which fits.
         plan: this run's.
         head_epochs: epochs in which only the head is trained.
+        compiles: what `--compile` a run that began with these epochs needs for the same code; '' for none.
     """
     saved = _with_saved_epochs(config, found)
     if found is None or saved is None or saved.epochs == config.epochs:
@@ -64,7 +65,8 @@ def note_other_epochs(
         is_same &= steps <= last_mixed * plan.steps_per_epoch
     change = f"--epochs {config.epochs} instead of {saved.epochs}"
     if is_same:
-        return [f"{change}: the bytes will be those of a run that began with {config.epochs}"]
+        same_code = f" and --compile {compiles}" if compiles else ""
+        return [f"{change}: the bytes will be those of a run that began with {config.epochs}{same_code}"]
     return [
         f"{change}: from here on learning rate and mixing are those of a run of {config.epochs} epochs, up to here "
         "they were not; --schedule wsd can be extended exactly"

@@ -39,9 +39,8 @@ def resolve_compile(config: TrainConfig, saved: str | None, pixels: int, world: 
     wanted = config.compile == "on"
     if config.compile == "auto" and saved is not None:
         wanted = saved == "on"
-    elif config.compile == "auto" and world.device.type == "cpu":
-        has_one_size = not (config.progressive_size or config.eval_image_size)
-        wanted = config.model_type in FASTER_ON_CPU and pixels >= PIXELS_THAT_PAY and has_one_size
+    elif config.compile == "auto":
+        wanted = auto_compiles(config, pixels, world.device)
     if not wanted:
         return False
     has_compiler = any(shutil.which(compiler) for compiler in COMPILERS)
@@ -50,6 +49,13 @@ def resolve_compile(config: TrainConfig, saved: str | None, pixels: int, world: 
     if error and (config.compile == "on" or saved is not None):
         raise AgreedError(error)
     return not error
+
+
+def auto_compiles(config: TrainConfig, pixels: int, device: torch.device) -> bool:
+    """Return what 'auto' wants for a fresh run; arguments as of `resolve_compile`."""
+    has_one_size = not (config.progressive_size or config.eval_image_size)
+    is_faster = device.type == "cpu" and config.model_type in FASTER_ON_CPU
+    return is_faster and pixels >= PIXELS_THAT_PAY and has_one_size
 
 
 def compile_mode(device: torch.device, batch_size_per_rank: int, plan: ParallelPlan) -> str | None:
