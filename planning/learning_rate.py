@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import subprocess
 import time
 from collections.abc import Sequence
@@ -71,9 +70,10 @@ def run(test: RangeTest) -> int:
     code = subprocess.run(["bash", str(REPO_ROOT / "scripts" / "launch_distributed.sh"), *test.launch]).returncode
     if code not in (0, DIVERGED_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE):  # at its highest rates it may well diverge
         return code
-    if os.environ.get("DRY_RUN") == "1":  # the launcher has printed its command
+    metrics = test.run_folder / METRICS
+    if not metrics.exists():  # under DRY_RUN=1 the launcher has printed its command alone
         return code
-    curve = read_curve(test.run_folder / METRICS)
+    curve = read_curve(metrics)
     if len(curve) < FEWEST_STEPS:
         raise UserError(f"{len(curve)} steps had a loss, {FEWEST_STEPS} are needed: give more epochs.")
     result = describe_range_test(curve)

@@ -90,6 +90,7 @@ from training.recipe.schedule import Schedule, build_schedule
 from training.recipe.tuning import Adapters
 from training.recipe.weight_average import WeightAverages
 from training.state import Progress, TrainContext, TrainState
+from training.unused_flags import note_unused_flags
 
 # Writes evaluation, model card and report of a run and returns lines for the log, as `delivery.end_of_run.leave_files`.
 Deliver = Callable[..., list[str]]
@@ -248,7 +249,7 @@ def build_run(
     if config.threads_per_rank:
         torch.set_num_threads(config.threads_per_rank)
     keep_freed_memory(world.device)
-    notes = [*notes, *decay_notes, *thread_notes, *note_other_leaves(config, found)]
+    notes = [*note_unused_flags(config), *notes, *decay_notes, *thread_notes, *note_other_leaves(config, found)]
     run_facts = _facts(config, world, precision, config.engine, data, folder, steps=0)
     config, batch_notes = choose_batch_size(config, folder, run_facts, start, world, build)
     config, rate_notes = choose_learning_rate(config, folder, found, start, world, build)

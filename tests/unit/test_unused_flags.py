@@ -1,0 +1,50 @@
+"""The note on flags that change nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from training.command_line import parse_args
+from training.config import TrainConfig
+from training.model_fields import PRESETS
+from training.unused_flags import USED, note_unused_flags
+
+MUON, STEP = {"optimizer": "muon"}, {"schedule": "step"}
+CASES = {  # a value, and what gives it an effect
+    "milestones": ("1,2", STEP),
+    "decay_rate": (0.5, MUON | {"fallback_schedule": "step"}),
+    "decay_epochs": (2.0, {"schedule": "wsd"}),
+    "decay_shape": ("linear", {"schedule": "wsd"}),
+    "decay_power": (2.0, {"schedule": "polynomial"}),
+    "fallback_optimizer": ("lion", MUON),
+    "fallback_options": ("eps=0.1", MUON),
+    "fallback_schedule": ("constant", MUON),
+    "fallback_learning_rate_scale": (0.2, MUON),
+    "head_epochs": (1, {"model_type": "mobilenet_finetuned"}),
+    "backbone_learning_rate_scale": (0.2, {"model_type": "mobilenet_finetuned"}),
+    "ensemble_members": ("vgg,mobilenet", {"model_type": "ensemble"}),
+    "mixup_probability": (0.5, {"cutmix": 1.0}),
+    "mixup_off_epochs": (1, {"mixup": 1.0}),
+    "mixup_switch_probability": (0.3, {"mixup": 1.0, "cutmix": 1.0}),
+    "random_erasing_mode": ("const", {"random_erasing": 0.5}),
+    "shift_padding": ("reflect", {"shift_pixels": 2}),
+}
+
+
+def test_every_flag_of_the_table_has_a_case():
+    assert CASES.keys() == USED.keys()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_flag_without_what_it_belongs_to_is_named(name):
+    value, others = CASES[name]
+    config = TrainConfig(**{"shift_pixels": 0, name: value})
+    assert note_unused_flags(config) == [f"without effect in this run: --{name.replace('_', '-')}"]
+    assert note_unused_flags(dataclasses.replace(config, **others)) == []
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_preset_has_any(preset):
+    assert note_unused_flags(parse_args(["--preset", preset])[0]) == []

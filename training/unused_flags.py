@@ -1,0 +1,49 @@
+"""Flags that were given and change nothing, because another one that they belong to was not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from models import model_spec
+from training.config import FIELDS, FLAG_OF, TrainConfig
+from training.recipe.rules import MATRIX_RULES
+
+
+def _has_schedule(*names: str) -> Callable[[TrainConfig], bool]:
+    return lambda config: not {config.schedule, config.fallback_schedule}.isdisjoint(names)
+
+
+def _has_fallback(config: TrainConfig) -> bool:
+    return config.optimizer in MATRIX_RULES
+
+
+def _mixes(config: TrainConfig) -> bool:
+    return bool(config.mixup or config.cutmix)
+
+
+def _has_new_head(config: TrainConfig) -> bool:
+    return model_spec(config.model_type).always_pretrained
+
+
+# When each flag has an effect.
+USED: dict[str, Callable[[TrainConfig], bool]] = {
+    **dict.fromkeys(("milestones", "decay_rate"), _has_schedule("step")),
+    "decay_epochs": _has_schedule("step", "wsd"),
+    "decay_shape": _has_schedule("wsd"),
+    "decay_power": _has_schedule("polynomial"),
+    **dict.fromkeys(("fallback_optimizer", "fallback_options", "fallback_schedule"), _has_fallback),
+    "fallback_learning_rate_scale": _has_fallback,
+    **dict.fromkeys(("head_epochs", "backbone_learning_rate_scale"), _has_new_head),
+    "ensemble_members": lambda config: model_spec(config.model_type).takes_members,
+    **dict.fromkeys(("mixup_probability", "mixup_off_epochs"), _mixes),
+    "mixup_switch_probability": lambda config: bool(config.mixup and config.cutmix),
+    "random_erasing_mode": lambda config: config.random_erasing > 0,
+    "shift_padding": lambda config: config.shift_pixels != 0,
+}
+
+
+def note_unused_flags(config: TrainConfig) -> list[str]:
+    """Return a note for the log that names the flags whose values change nothing in this run."""
+    given = [name for name, field in FIELDS.items() if getattr(config, name) != field.default]
+    unused = [FLAG_OF[name] for name in given if name in USED and not USED[name](config)]
+    return [f"without effect in this run: {', '.join(unused)}"] if unused else []
