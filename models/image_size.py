@@ -10,7 +10,7 @@ from models.dry_run import forward_failure
 from models.errors import UserError
 
 SMALL_IMAGE_PIXELS = 64
-SIZES_TO_TRY = (28, 32, 48, 64, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512)
+SIZES_TO_TRY = (9, 12, 16, 20, 24, 28, 32, 48, 64, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512)
 
 StrideChanges = dict[str, list[int]]
 """Name of the convolution -> [old stride, new stride]."""
@@ -62,8 +62,7 @@ def create_for_image_size(
     working = next((size for size in candidates if works(size, max(batch_size, 2))), None)
     if working is None:
         raise UserError(f"model '{name}' works with no image size from {sizes[0]} to {sizes[-1]} pixels ({failure})")
-    relation = "the smallest size above that works is" if working > image_size else "the largest size that works is"
-    raise UserError(f"{given}; {relation} {working}: type --image-size {working}")
+    raise UserError(f"{given}; {working} works: type --image-size {working}")
 
 
 def _create_and_fit(

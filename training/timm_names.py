@@ -13,6 +13,8 @@ HERE = {
     "--initial-checkpoint": "--weights",
     "--img-size": "--image-size",
     "--input-size": "--image-size",
+    "--crop-pct": "--eval-crop",
+    "--train-interpolation": "--interpolation",
     "--in-chans": "--image-channels",
     "-b": "--batch-size",
     "--grad-accum-steps": "--gradient-accumulation-steps",

@@ -26,6 +26,8 @@ def missing(tools: tuple[str, ...] = TOOLS) -> str:
     """Why there can be no hosts here, '' where there can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs root on Linux"
+    if REPO_ROOT.is_relative_to("/tmp"):
+        return "each host has a /tmp of its own, without this repository: clone it elsewhere"
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     absent = [tool for tool in tools if not shutil.which(tool, path=path)]
     return f"no {', '.join(absent)} here: run tests/cluster/lab/install.sh" if absent else ""

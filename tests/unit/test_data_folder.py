@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.data import create_transform
 from torchvision.datasets import ImageFolder
-from torchvision.transforms import v2
+from torchvision.transforms import InterpolationMode, v2
 
 from training.data import DataOptions, load_data
 from training.data.reading.decode import decode_exact
@@ -51,24 +52,33 @@ def test_train_and_val_folders_are_read_as_torchvision_reads_them(tmp_path):
         np.testing.assert_array_equal(dataset.source.read(0).permute(1, 2, 0), np.asarray(oracle[0][0]))
 
 
-def test_evaluation_image_is_resize_centre_crop_normalise(tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "size", "resized", "filter_mode"),
+    [
+        ({}, 224, 256, InterpolationMode.BILINEAR),
+        ({"eval_crop": 0.95, "interpolation": "bicubic"}, 224, 235, InterpolationMode.BICUBIC),
+        ({"image_size": 160, "eval_image_size": 192, "eval_crop": 1.0}, 192, 192, InterpolationMode.BILINEAR),
+    ],
+)
+def test_evaluation_image_is_resize_centre_crop_normalise(tmp_path, changes, size, resized, filter_mode):
     make_images(tmp_path / "train", {"a": 1, "b": 1})
     make_images(tmp_path / "val", {"a": 1, "b": 1}, size=(400, 300))
-    pair = load_data(DataOptions(data=str(tmp_path)))
-    assert pair.preprocessing["image_size"] == 224
-    assert pair.preprocessing["resize_size"] == 256
+    pair = load_data(DataOptions(data=str(tmp_path), **changes))
+    assert (pair.preprocessing["image_size"], pair.preprocessing["resize_size"]) == (size, resized)
     image, label = pair.val[0, 1]
     oracle = v2.Compose(
         [
             v2.PILToTensor(),
-            v2.Resize(256, antialias=True),
-            v2.CenterCrop(224),
+            v2.Resize(resized, filter_mode, antialias=True),
+            v2.CenterCrop(size),
             v2.ToDtype(torch.float32, scale=True),
             v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
         ]
     )
     torch.testing.assert_close(image, oracle(Image.open(tmp_path / "val" / "b" / "000.png")), rtol=0, atol=1e-6)
     assert label == 1
+    timms = create_transform(size, crop_pct=changes.get("eval_crop", 0.875), interpolation="bicubic")
+    assert timms.transforms[0].size == resized
 
 
 def test_names_of_any_case_nested_folders_and_hidden_files(tmp_path):

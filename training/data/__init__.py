@@ -93,7 +93,6 @@ class DataOptions:
     """What to load and how to prepare it; a field of `TrainConfig` by the same name has the same meaning.
 
     Attributes:
-        interpolation: Filter of every resize, one of `INTERPOLATIONS`.
         mean: Per channel, of pixels in 0..1; None for the data set's own (a pretrained backbone brings its own).
         std: As `mean`.
         epochs: How often the images are read: `cache` "auto" and the end of mixing depend on it.
@@ -103,6 +102,8 @@ class DataOptions:
     val_fraction: float = 0.2
     image_size: int = 0
     eval_image_size: int = 0
+    eval_crop: float = 0.875
+    interpolation: str = "bilinear"
     image_channels: int = 0
     progressive_size: str = ""
     augmentation: str = "auto"
@@ -123,7 +124,6 @@ class DataOptions:
     bad_images: str = "error"
     download: bool = False
     seed: int = 0
-    interpolation: str = "bilinear"
     data_root: str = "~/.cache/zerovision"
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None

@@ -31,6 +31,10 @@ class DataFields:
     eval_image_size: int = option(
         0, "Side of the validation images, at least --image-size; 0: --image-size.", low=0, high=LARGEST_IMAGE_SIZE
     )
+    eval_crop: float = option(
+        0.875, "Share of a photograph's shorter side that validation sees, in the middle.", low=0.5, high=1
+    )
+    interpolation: Literal["bilinear", "bicubic"] = option("bilinear", "Filter of every resize, with antialiasing.")
     image_channels: int = option(
         0,
         "Channels of the images: 1 grey, 3 RGB, 4 RGBA, others of arrays only; 0: 3, or as many as arrays of 2, 4 or "

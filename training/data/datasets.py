@@ -29,7 +29,6 @@ from training.data.reading.sources import ArraySource, ImageFile, Source, open_f
 from training.data.values import BYTES, statistics
 from training.errors import UserError
 
-CROP_RATIO = 256 / 224  # photographs are resized to this multiple of the image size, then cropped to their centre
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -204,8 +203,12 @@ RGBA_PHOTOGRAPHS = replace(PHOTOGRAPHS, mean=(*IMAGENET_MEAN, 0.5), std=(*IMAGEN
 
 def at_size(preprocessing: dict[str, Any], size: int) -> dict[str, Any]:
     """Return a `DatasetPair.preprocessing` for images of another size."""
-    resize_size = preprocessing["resize_size"] and round(size * CROP_RATIO)
+    resize_size = preprocessing["resize_size"] and size * preprocessing["resize_size"] // preprocessing["image_size"]
     return preprocessing | {"image_size": size, "resize_size": resize_size}
+
+
+def _sides(size: int, crop: float, defaults: DatasetDefaults) -> dict[str, int | None]:
+    return {"image_size": size, "resize_size": int(size / crop) if defaults.centre_crop else None}  # rounded as by timm
 
 
 def make_dataset_pair(
@@ -225,8 +228,7 @@ def make_dataset_pair(
     channels = train.channels
     size = options.image_size or defaults.image_size
     preprocessing = {
-        "image_size": size,
-        "resize_size": round(size * CROP_RATIO) if defaults.centre_crop else None,
+        **_sides(size, options.eval_crop, defaults),
         "mean": _for_channels(options.mean, channels) or _for_channels(defaults.mean, channels),
         "std": _for_channels(options.std, channels) or _for_channels(defaults.std, channels),
         "interpolation": options.interpolation,
@@ -251,7 +253,7 @@ def make_dataset_pair(
             f"{smallest - 1}."
         )
     mixing = Mixing(options, size, len(class_names)) if options.mixup or options.cutmix else None
-    evaluation = at_size(preprocessing, eval_size)
+    evaluation = preprocessing | _sides(eval_size, options.eval_crop, defaults)
     train_bad, val_bad = (
         bad_image_budget(bad_image_share(options.bad_images), len(set_.labels)) for set_ in (train, val)
     )
