@@ -136,9 +136,7 @@ def works_in_timm(name: str, size: int, **options) -> bool:
 
 
 def test_a_failing_size_names_the_smallest_that_works():
-    with pytest.raises(
-        UserError, match=r"'timm:inception_v3' .* 64-pixel images; 96 works: type --image-size 96"
-    ):
+    with pytest.raises(UserError, match=r"'timm:inception_v3' .* 64-pixel images; 96 works: type --image-size 96"):
         build("timm:inception_v3", image_size=64)
     assert works_in_timm("inception_v3", 96)
     assert not works_in_timm("inception_v3", 64)
