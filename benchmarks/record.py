@@ -99,7 +99,7 @@ def train_ours(command: Sequence[str], seed: int, log: Path, views: str = "") ->
         if views:
             printed += _run([sys.executable, "scripts/evaluate.py", str(run), *views.split()])
             scores = json.loads((run / "evaluation" / "scores.json").read_text())
-            kept.append(json.dumps({"kind": "views", **scores["views"]}))
+            kept.append(json.dumps({"kind": "views", "epoch": scores["epoch"], **scores["views"]}))
     log.write_text("".join(f"{line}\n" for line in [*(line for _, line in printed), *kept]))
     return read_our_log(log.read_text())
 
@@ -107,12 +107,13 @@ def train_ours(command: Sequence[str], seed: int, log: Path, views: str = "") ->
 def read_our_log(text: str) -> dict[str, float]:
     """Return what the lines of metrics.jsonl in a log have: top-1 of the last epoch, of several views, and seconds.
 
-    A training that was stopped and resumed has an end, and seconds, for each part.
+    A training that was stopped and resumed has an end, and seconds, for each part. The weights that are seen in several
+    views are those of the best epoch: if that is not the last, the test set has chosen it, and they do not count.
     """
     events = [json.loads(line) for line in text.splitlines() if line.startswith('{"kind"')]
     epochs, ends, views = ([event for event in events if event["kind"] == kind] for kind in ("epoch", "end", "views"))
     found = {"top1": epochs[-1]["val_top1"], "seconds": round(sum(end["seconds"] for end in ends), 2)}
-    if views:
+    if views and views[-1].get("epoch", epochs[-1]["epoch"]) == epochs[-1]["epoch"]:
         found["views_top1"] = views[-1]["top1"]
     return found
 
@@ -153,7 +154,7 @@ def _run(command: Sequence[str]) -> list[tuple[float, str]]:
 def summary(runs: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return mean and sample standard deviation of top-1, and of that of several views; the median of the seconds."""
     found = {}
-    for key in (key for key in ("top1", "views_top1") if key in runs[0]):
+    for key in (key for key in ("top1", "views_top1") if all(key in run for run in runs)):
         top1 = [run[key] for run in runs]
         deviation = statistics.stdev(top1) if len(top1) > 1 else 0.0
         found |= {f"{key}_mean": round(statistics.mean(top1), 5), f"{key}_std": round(deviation, 5)}

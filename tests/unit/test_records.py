@@ -133,10 +133,12 @@ def test_summary_and_comparison():
 
 
 def test_several_views_stand_beside_the_plain_accuracy():
-    lines = [{"kind": "epoch", "val_top1": 0.93}, {"kind": "end", "seconds": 9.0}, {"kind": "views", "top1": 0.94}]
+    lines = [{"kind": "epoch", "epoch": 3, "val_top1": 0.93}, {"kind": "end", "seconds": 9.0}]
+    lines += [{"kind": "views", "epoch": 3, "top1": 0.94}]
     log = "\n".join(["run record: airbench", *map(json.dumps, lines)])
     one = read_our_log(log)
     assert one == {"top1": 0.93, "seconds": 9.0, "views_top1": 0.94}
+    assert read_our_log(log.replace('"views", "epoch": 3', '"views", "epoch": 2')).keys() == {"top1", "seconds"}
     both = [one, {"top1": 0.932, "seconds": 9.0, "views_top1": 0.942}]
     found = {"runs": both, "summary": summary(both)}
     assert top1_cell(found) == "93.10 ± 0.14 % (2 seeds); several views 94.10 ± 0.14 %"
