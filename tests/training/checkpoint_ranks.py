@@ -166,7 +166,8 @@ class Job:
             found, self.refused = choose(candidates, world)
             assert found is not None, self.refused
         if tuning != "full":
-            tune(BuiltModel(self.module, {}, head_parameter_names=HEAD), tuning)
+            description = {"image_size": 8, "image_channels": image_channels}
+            tune(BuiltModel(self.module, description, head_parameter_names=HEAD), tuning)
             self.folder.mkdir(exist_ok=True)
             parameters = frozen_parameters(self.module)
             frozen = keep_frozen(self.folder, parameters, found, is_main=world.is_main)
