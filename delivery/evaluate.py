@@ -60,7 +60,7 @@ def evaluate(
         data: images to evaluate on, as `--data` of the training; default: the run's own.
         split: "val", "train", "all", or "auto": what the run held out, or all of a folder that it was not trained on.
         data_root: folder of torchvision's data sets; default: the run's own.
-        bad_images: "stop" or "skip", as in training; default: the run's own.
+        bad_images: "error", "skip" or "skip:SHARE", as in training; default: the run's own.
         allow_missing_classes: whether the data may lack some of the model's classes.
         flip: whether to score the mean probabilities of each image and its mirror image, too.
         shift_pixels: how far to shift each image for more views of it, whose mean probabilities are scored, too.

@@ -10,7 +10,7 @@ import torch
 
 from training.data.reading.images import ImageError, open_numbers, read_file
 from training.data.values import FLOATS, to_values, values_of
-from training.errors import UserError
+from training.errors import UserError, one_line
 
 ARRAY_EXTENSION = ".npy"
 
@@ -32,7 +32,7 @@ def read_numbers(path: str, content: bytes | None, preprocessing: dict[str, Any]
     else:
         numbers = _narrowed(open_numbers(path, content), wanted)
     numbers = numbers[..., None] if numbers.ndim == 2 else numbers
-    found = numbers.shape[-1]
+    found = numbers.shape[-1] if numbers.ndim else 0
     if numbers.ndim != 3 or not numbers.size or found not in (channels, 1 if channels == 3 else channels):
         raise ImageError(path, f"its numbers are {list(numbers.shape)}, the model sees [height, width, {channels}]")
     try:
@@ -47,8 +47,8 @@ def read_numbers(path: str, content: bytes | None, preprocessing: dict[str, Any]
 def _read_array(path: str) -> np.ndarray:
     try:
         array = np.load(io.BytesIO(read_file(path)), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise ImageError(path, f"no readable .npy file ({error})") from None
+    except Exception as error:  # a damaged file may end in anything, also in a header of a size without limits
+        raise ImageError(path, f"no readable .npy file ({one_line(error)})") from None
     if not isinstance(array, np.ndarray):  # an archive of several
         raise ImageError(path, "it is an archive: give a .npy file of one image")
     return array

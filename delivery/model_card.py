@@ -17,6 +17,7 @@ from delivery.export.output_folder import VALUES
 from delivery.report.run_files import count_global_batch
 from delivery.reproduce_command import reproduce_command, show_value
 from delivery.trained_model import read_run_config
+from models.timm_models import has_fixed_size
 from training.checkpoint.atomic_write import replacing
 from training.checkpoint.weights import read_metadata
 from training.config import TrainConfig
@@ -70,6 +71,7 @@ def write_model_card(run: Path) -> Path | None:
         preprocessing=json.dumps(metadata["preprocessing"]),
         image="photo.jpg" if values == BYTES and channels in CHANNEL_MODES else "image.npy",
         values="" if values == BYTES else VALUES[values][1],
+        fixed_size=has_fixed_size(metadata["description"]["timm_name"]),
         weights=WEIGHTS,
         epoch=metadata["extra"].get("epoch"),
         last_epoch=_last_line(run, "epoch"),
@@ -79,7 +81,7 @@ def write_model_card(run: Path) -> Path | None:
         command=reproduce_command(config, ranks, environment.get("ranks_per_machine", ranks)),
     )
     with replacing(card) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(text.encode("utf-8", "surrogateescape"))  # names of folders may contain bytes of no text
     return card
 
 

@@ -154,10 +154,15 @@ def adapt_weights(
         return tensors
 
 
+def has_fixed_size(timm_name: str | None) -> bool:
+    """Return whether timm makes a network for one size of images, its `img_size`."""
+    config = timm.get_pretrained_cfg(timm_name) if timm_name else None
+    return bool(config and config.fixed_input_size)
+
+
 def _options(timm_name: str, image_size: int, image_channels: int) -> dict[str, Any]:
-    config = timm.get_pretrained_cfg(timm_name)
     options: dict[str, Any] = {"in_chans": image_channels}  # else that of the published weights
-    if config and config.fixed_input_size:
+    if has_fixed_size(timm_name):
         options["img_size"] = image_size
     if timm_name.startswith("vgg"):
         options["conv_layer"] = WholeInputConv2d

@@ -99,7 +99,7 @@ def _describe(model: ModelProto, job: ExportJob) -> None:
     use = describe_use(job.metadata)
     class_names = use.pop("class_names")
     facts = {"class_names": class_names, "preprocessing": use, "origin": job.origin}
-    helper.set_model_props(model, {key: json.dumps(value, ensure_ascii=False) for key, value in facts.items()})
+    helper.set_model_props(model, {key: json.dumps(value) for key, value in facts.items()})
     model.producer_name = "zerovision"
     model.producer_version = ""
 

@@ -53,6 +53,23 @@ def write_grey_tiff(path, width, height, bits, photometric, rows: bytes) -> None
     path.write_bytes(b"II*\0\x08\0\0\0" + struct.pack("<H", len(tags)) + entries + b"\0\0\0\0" + rows)
 
 
+def test_16_bits_in_planes_are_refused(tmp_path):
+    """Pillow reads every plane as 8 bits."""
+    planes = np.full((3, 4, 5), 0x1234, "<u2").tobytes()
+    tags = {256: (4, 5), 257: (4, 4), 259: (4, 1), 262: (4, 2), 277: (4, 3), 284: (4, 2)}
+    places = 8 + 2 + 12 * (len(tags) + 3) + 4  # where arrays of three begin: bits, offsets, lengths
+    tags |= {258: (4, places), 273: (4, places + 12), 279: (4, places + 24)}
+    counts = dict.fromkeys((258, 273, 279), 3)
+    entries = b"".join(
+        struct.pack("<HHII", tag, kind, counts.get(tag, 1), v) for tag, (kind, v) in sorted(tags.items())
+    )
+    values = struct.pack("<9I", 16, 16, 16, *(places + 36 + 40 * n for n in range(3)), 40, 40, 40)
+    path = tmp_path / "planes.tif"
+    path.write_bytes(b"II*\0\x08\0\0\0" + struct.pack("<H", len(tags)) + entries + b"\0\0\0\0" + values + planes)
+    with pytest.raises(ImageError, match="more than 8 bits in separate planes"):
+        pixels(path)
+
+
 @pytest.mark.parametrize("suffix", ["png", "bmp", "tif", "ppm", "webp"])
 def test_rgb_comes_back_unchanged(tmp_path, suffix):
     path = tmp_path / f"image.{suffix}"

@@ -70,6 +70,14 @@ WRONG = {
     "negative": (lambda a: a.update(y_train=a["y_train"].astype(int) - 1), "from 0, one per image"),
     "empty": (lambda a: a.update(x_test=a["x_test"][:0], y_test=a["y_test"][:0]), "y_test is uint8"),
     "too few names": (lambda a: a.update(class_names=["a", "b"]), "has 2 names"),
+    "one name twice": (lambda a: a.update(class_names=[*"abcdefghia"]), "class names occur twice, first 'a'"),
+    "a name alone": (lambda a: a.update(class_names=np.array("a")), "has 1 names"),
+    "a huge label": (
+        lambda a: a.update(y_test=a["y_test"].astype(int) + 3_000_000_000),
+        "there is a label of 30000000",
+    ),
+    "cut off": ("cut off", "no readable .npz file"),
+    "one array": ("one array", "no readable .npz file"),
     "objects": (lambda a: a.update(x_train=np.array([{}] * 20)), "no readable .npz file"),
 }
 
@@ -80,6 +88,12 @@ def test_a_wrong_file_is_one_line(tmp_path, wrong):
     file = tmp_path / "a.npz"
     if change == "text":
         file.write_text("not an archive")
+    elif change == "cut off":
+        np.savez(file, **arrays())
+        file.write_bytes(file.read_bytes()[:3000])
+    elif change == "one array":
+        with file.open("wb") as stream:
+            np.save(stream, arrays()["x_test"])
     elif change:
         given = arrays()
         change(given)

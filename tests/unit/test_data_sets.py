@@ -227,6 +227,15 @@ def test_table_fits_the_signatures_of_torchvision(name):
     assert parts[0] != parts[1]
 
 
+def test_a_set_that_was_cut_off_says_how_to_get_it(tmp_path):
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (folder / f"{name}-ubyte").write_bytes(b"")
+    with pytest.raises(UserError, match=r"missing or incomplete in .*: add --download"):
+        load_data(DataOptions(data="torchvision:MNIST", data_root=str(tmp_path)))
+
+
 @pytest.mark.parametrize("name", TORCHVISION_SETS)
 def test_a_set_that_is_not_there_says_how_to_get_it(tmp_path, name):
     with pytest.raises(UserError, match="add --download"):

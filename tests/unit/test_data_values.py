@@ -232,6 +232,10 @@ REFUSED = {
     "two.npy": (npy(np.zeros((2, 4, 4, 2), np.int16)), r"its numbers are \[2, 4, 4, 2\]"),
     "objects.npy": (npy(np.array([{}])), "no readable .npy file"),
     "text.npy": (b"text", "no readable .npy file"),
+    "archive.npy": (b"PK\x03\x04", "no readable .npy file"),
+    "header.npy": (npy(np.zeros(3)).replace(b"'descr'", b"((((((("), "no readable .npy file"),
+    "huge.npy": (npy(np.zeros(3)).replace(b"(3,), }" + 14 * b" ", b"(99999999999999,), } "), "no readable .npy file"),
+    "number.npy": (npy(np.int16(3)), r"its numbers are \[\]"),
 }
 
 

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from delivery.model_card import write_model_card
 from delivery.reproduce_command import reproduce_command
 from models.build import build_model
-from training.checkpoint.weights import save_weights
+from training.checkpoint.weights import load_model, save_weights
 from training.command_line import parse_args
 from training.config import TrainConfig, save_config
 from training.observe.evaluation import describe_scores, write_scores
@@ -78,8 +78,6 @@ def test_the_hubs_library_reads_the_front_matter(run: Path):
 
 
 def test_the_code_for_timm_runs_and_gives_our_logits(run: Path, monkeypatch):
-    from training.checkpoint.weights import load_model
-
     write_model_card(run)
     code = re.search(r"```python\n(.*?)```", (run / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     monkeypatch.chdir(run)
@@ -88,6 +86,27 @@ def test_the_code_for_timm_runs_and_gives_our_logits(run: Path, monkeypatch):
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(names["model"](images), load_model(run / "model.safetensors")[0](images))
+
+
+def test_the_code_for_timm_names_the_size_of_a_vision_transformer(run: Path, monkeypatch):
+    built = build_model("timm:test_vit", num_classes=2, image_size=32)
+    _, metadata = load_model(run / "model.safetensors")
+    facts = {key: metadata[key] for key in ("class_names", "preprocessing", "extra")}
+    weights = run / "model.safetensors"
+    save_weights(weights, built.module.state_dict(), description=built.description, **facts)
+    code = re.search(r"```python\n(.*?)```", write_model_card(run).read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.chdir(run)
+    exec(code[1], names := {})
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(names["model"](images), built.module.eval()(images))
+
+
+def test_a_class_named_in_bytes_that_are_no_text_is_in_the_card(run: Path):
+    module, metadata = load_model(run / "model.safetensors")
+    facts = {key: metadata[key] for key in ("description", "preprocessing", "extra")}
+    save_weights(run / "model.safetensors", module.state_dict(), class_names=["cat", "caf\udce9"], **facts)
+    assert b"caf\xe9" in write_model_card(run).read_bytes()
 
 
 def test_the_command_repeats_the_configuration(run: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +28,7 @@ from training.data.policies import build_policy
 from training.data.randomness import COPY, FIRST_CROP_DRAW, preserved_generators, seed_generators, uniform_draws
 from training.data.reading.sources import ArraySource, ImageFile, Source, open_files
 from training.data.values import BYTES, statistics
-from training.errors import UserError
+from training.errors import UserError, shown
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -223,8 +224,12 @@ def make_dataset_pair(
     """Put the transforms around two sources and check their labels.
 
     Raises:
-        UserError: A set is empty, there is only one class, or a label is out of range; the augmentation does not fit.
+        UserError: A set is empty, there is only one class, two have one name, or a label is out of range; the
+            augmentation does not fit.
     """
+    repeated = [name for name, count in Counter(class_names).items() if count > 1]
+    if repeated:
+        raise UserError(f"--data {options.data}: {len(repeated)} class names occur twice, first {shown(repeated[0])}.")
     channels = train.channels
     size = options.image_size or defaults.image_size
     preprocessing = {

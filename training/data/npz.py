@@ -16,6 +16,7 @@ from training.errors import UserError
 
 PARTS = ("train", "test")
 CLASS_NAMES = "class_names"
+MOST_CLASSES = 1_000_000
 
 
 def load(options: DataOptions) -> DatasetPair:
@@ -28,7 +29,7 @@ def load(options: DataOptions) -> DatasetPair:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # a damaged archive may end in anything, a single array (.npy) is none
         raise UserError(f"--data npz:{path}: this is no readable .npz file ({' '.join(str(error).split())}).") from None
     train, val = (_source(arrays, part, path) for part in PARTS)
     if train.images.shape[1:] != val.images.shape[1:]:
@@ -36,7 +37,9 @@ def load(options: DataOptions) -> DatasetPair:
     if train.values != val.values:
         raise UserError(f"--data npz:{path}: x_train is {train.values}, x_test is {val.values}: give both one type.")
     count = int(max(train.labels.max(), val.labels.max())) + 1
-    names = [str(name) for name in arrays.get(CLASS_NAMES, range(count))]
+    if count > MOST_CLASSES:
+        raise UserError(f"--data npz:{path}: there is a label of {count - 1}; expected at most {MOST_CLASSES} classes.")
+    names = [str(name) for name in np.ravel(arrays.get(CLASS_NAMES, range(count)))]
     if len(names) < count:
         raise UserError(f"--data npz:{path}: {CLASS_NAMES} has {len(names)} names, the labels are up to {count - 1}.")
     size = train.images.shape[-1]

@@ -16,7 +16,7 @@ from torchvision import datasets
 from training.data import DataOptions
 from training.data.datasets import DatasetPair, make_array_datasets, make_file_datasets
 from training.data.reading.sources import ArraySource, ImageFile
-from training.errors import UserError, unknown_name
+from training.errors import UserError, one_line, unknown_name
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _open(name: str, options: DataOptions, arguments: dict[str, Any]) -> Any:
     if not options.download:
         try:
             return make()
-        except (RuntimeError, OSError):
+        except Exception:  # a file that is cut off may end in anything
             raise UserError(
                 f"torchvision:{name} is missing or incomplete in {str(root)!r}: add --download, "
                 "or give its folder by --data-root."
@@ -102,7 +102,7 @@ def _open(name: str, options: DataOptions, arguments: dict[str, Any]) -> Any:
             root / ".download.lock"
         ):  # the ranks of a machine share the folder: one downloads, the others wait
             return make(download=True)
-    except (RuntimeError, OSError) as error:
+    except Exception as error:  # of a network, or as above
         reason = " ".join(str(error).split())
         raise UserError(f"torchvision:{name} could not be downloaded to {str(root)!r}: {reason}.") from None
 
@@ -132,7 +132,13 @@ def _array_source(dataset: Any) -> ArraySource:
 
 def _list_files(dataset: Any, attribute: str, root: Path) -> list[ImageFile]:
     statuses = ((os.path.relpath(path, root), os.stat(path)) for path in getattr(dataset, attribute))
-    return [
-        ImageFile(path, status.st_size, label, status.st_mtime_ns)
-        for (path, status), label in zip(statuses, _labels(dataset).tolist(), strict=True)
-    ]
+    try:
+        return [
+            ImageFile(path, status.st_size, label, status.st_mtime_ns)
+            for (path, status), label in zip(statuses, _labels(dataset).tolist(), strict=True)
+        ]
+    except OSError as error:
+        raise UserError(
+            f"torchvision's {type(dataset).__name__} is incomplete in {str(root)!r}: {one_line(error)}. Remove its "
+            "folder and add --download."
+        ) from None

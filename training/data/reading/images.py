@@ -24,6 +24,7 @@ from training.errors import UserError
 Decoded = TypeVar("Decoded")
 
 MAX_PIXELS = 50_000_000
+BITS_PER_SAMPLE, PLANAR_CONFIGURATION = 258, 284  # tags of TIFF
 MAX_FILE_BYTES = 500_000_000  # more than MAX_PIXELS take without compression, at 4 channels of 16 bits
 CHANNEL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's names by number of channels
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -137,6 +138,10 @@ def _decode(
 def _check_header(image: Image.Image, max_pixels: int) -> None:
     if image.width * image.height > max_pixels:
         raise ValueError(f"{image.width}x{image.height} pixels, more than the {max_pixels / 1e6:g} megapixels allowed")
+    tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
+    bits = tags.get(BITS_PER_SAMPLE, ())
+    if tags.get(PLANAR_CONFIGURATION) == 2 and len(bits) > 1 and max(bits) > 8:
+        raise ValueError("more than 8 bits in separate planes, which Pillow does not read: save it otherwise")
 
 
 # From the values of a PNG to the 8 bits that Pillow converts them to, for the raw modes in which it does not convert
