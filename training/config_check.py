@@ -61,6 +61,10 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
             f"{label_of['compile']} on: images of several sizes are not compiled, leave out "
             f"{label_of['progressive_size']} and {label_of['eval_image_size']}."
         )
+    if config.compile == "on" and config.activation_checkpointing:
+        raise UserError(
+            f"{label_of['compile']} on and {label_of['activation_checkpointing']} exclude each other: give one."
+        )
     if config.class_weights != "none" and config.sampling == "balanced":
         raise UserError(
             f"{label_of['class_weights']} and {label_of['sampling']} balanced both make up for rare classes: "

@@ -103,7 +103,7 @@ def _to_few_images(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[
 
 
 def _recompute(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
-    if not config.activation_checkpointing:
+    if not config.activation_checkpointing and config.compile != "on":  # which do not go together
         yield Rung(
             {"activation_checkpointing": True}, "activations are computed again in backward, about a third more time"
         )

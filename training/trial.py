@@ -114,7 +114,7 @@ def train_shortly(
         seed=context.config.seed,
         loss=context.loss,
         log_every_steps=1,
-        epochs=max(epochs) + 1,
+        epochs=len(epochs),
         loggers=loggers,
         stop=StopRequest(),  # a signal waits for the end of the trial
         guard=NonFiniteGuard(state.engine, world, Loggers([]), MOST_BAD_STEPS, context.data.train.source.name),
@@ -124,8 +124,8 @@ def train_shortly(
     )
     context.freezer.start_epoch(only_head=only_head)
     with contextlib.suppress(RunEnded):  # nothing but steps that are not finite
-        for epoch in epochs:
-            state.progress = Progress(epoch=epoch)
+        for number, epoch in enumerate(epochs):
+            state.progress = Progress(epoch=number)  # the schedule goes on, whatever the images
             signal = train_one_epoch(state, context.train_loader.epoch(epoch), loop).stop_signal
             state.sums.reset()
             if signal:

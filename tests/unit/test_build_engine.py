@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -12,7 +13,8 @@ from small_checkpoints import ALONE
 from torch import nn
 
 from models.build import BuiltModel
-from training.config import TrainConfig
+from training.config import FLAG_OF, TrainConfig
+from training.config_check import check_config
 from training.errors import UserError
 from training.parallel import model as model_module
 from training.parallel.block_norms import BLOCK, BlockSum, sum_of_squares
@@ -117,6 +119,14 @@ def test_auto_compiles_long_runs_of_measured_models_and_keeps_a_runs_choice(
     choice, model_type, pixels, world, saved, expected
 ):
     assert resolve_compile(TrainConfig(compile=choice, model_type=model_type), saved, pixels, world) == expected
+
+
+def test_auto_does_not_compile_what_recomputes_activations():
+    config = TrainConfig(model_type="mobilenet", activation_checkpointing=True)
+    assert not resolve_compile(config, None, LONG, ALONE)
+    assert not resolve_compile(config, "on", LONG, ALONE)
+    with pytest.raises(UserError, match="--compile on and --activation-checkpointing exclude each other"):
+        check_config(dataclasses.replace(config, compile="on"), FLAG_OF)
 
 
 def test_compile_without_a_compiler_is_one_line(monkeypatch):

@@ -128,9 +128,11 @@ def test_a_range_test_mixes_as_the_runs_first_epochs(tmp_path, monkeypatch):
     assert curves[0] == curves[1]
     drawn = []
     monkeypatch.setattr(Mixing, "drawn", lambda _self, epoch, _leaf: drawn.append(epoch))
-    train(tmp_path, "off", learning_rate="auto", mixup=8.0, epochs=3, mixup_off_epochs=1)
+    off, _ = train(tmp_path, "off", learning_rate="auto", mixup=8.0, epochs=3, mixup_off_epochs=1)
     epochs = [epoch for epoch, _ in itertools.groupby(drawn)]
     assert epochs == [0, 1, 0, 1, 2], "the test again from the start in place of epoch 2, then the training"
+    rates = [rate for rate, *_ in json.loads((off / LEARNING_RATE).read_text())["curve"]]
+    assert rates == pytest.approx(np.geomspace(1e-6, 1, 24))
 
 
 def test_an_automatic_rate_is_not_scaled():

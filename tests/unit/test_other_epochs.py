@@ -45,7 +45,9 @@ def test_the_last_checkpoint_before_the_decay_is_kept(finished):
 @pytest.mark.parametrize("fallback", ["", "constant"])
 def test_a_longer_run_goes_back_to_where_the_decay_began(fallback, finished):
     found, _ = newest(finished)
-    earlier, notes = before_decay(dataclasses.replace(CONFIG, fallback_schedule=fallback), found, ALONE)
+    earlier, notes = before_decay(
+        dataclasses.replace(CONFIG, optimizer="muon", fallback_schedule=fallback), found, ALONE
+    )
     assert earlier.path.name == "step-00008-0000000"
     assert notes == ["going back to epoch 8, the last before the learning rate decayed"]
     assert note_other_epochs(CONFIG, earlier, PLAN, 0) == [
@@ -59,7 +61,7 @@ def test_a_longer_run_goes_back_to_where_the_decay_began(fallback, finished):
     "changes",
     [
         {"epochs": 10},
-        {"fallback_schedule": "cosine"},
+        {"optimizer": "muon", "fallback_schedule": "cosine"},
         {"epochs": 10, "schedule": "cosine"},
         {"schedule": "cosine"},
         {"epochs": 9},
@@ -101,8 +103,9 @@ def test_a_damaged_one_is_told_and_the_newest_taken(finished):
         ({"schedule": "step"}, False),  # a third of the run
         ({"schedule": "step", "decay_epochs": 3.0}, True),
         ({"schedule": "constant", "warmup_epochs": "auto"}, False),  # a tenth of the run
-        ({"schedule": "constant", "fallback_schedule": "step", "milestones": "2,4"}, True),
-        ({"schedule": "constant", "fallback_schedule": "cosine"}, False),
+        ({"schedule": "constant", "optimizer": "muon", "fallback_schedule": "step", "milestones": "2,4"}, True),
+        ({"schedule": "constant", "optimizer": "muon", "fallback_schedule": "cosine"}, False),
+        ({"schedule": "constant", "fallback_schedule": "cosine"}, True),  # of nothing
         ({"schedule": "constant", "mixup_off_epochs": 1}, True),
         ({"schedule": "constant", "mixup_off_epochs": 2}, False),
         ({"epochs": 6}, True),

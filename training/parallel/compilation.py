@@ -38,7 +38,7 @@ def resolve_compile(config: TrainConfig, saved: str | None, pixels: int, world: 
     """
     wanted = config.compile == "on"
     if config.compile == "auto" and saved is not None:
-        wanted = saved == "on"
+        wanted = saved == "on" and not config.activation_checkpointing
     elif config.compile == "auto":
         wanted = auto_compiles(config, pixels, world.device)
     if not wanted:
@@ -53,9 +53,9 @@ def resolve_compile(config: TrainConfig, saved: str | None, pixels: int, world: 
 
 def auto_compiles(config: TrainConfig, pixels: int, device: torch.device) -> bool:
     """Return what 'auto' wants for a fresh run; arguments as of `resolve_compile`."""
-    has_one_size = not (config.progressive_size or config.eval_image_size)
+    can_be = not (config.progressive_size or config.eval_image_size or config.activation_checkpointing)
     is_faster = device.type == "cpu" and config.model_type in FASTER_ON_CPU
-    return is_faster and pixels >= PIXELS_THAT_PAY and has_one_size
+    return is_faster and pixels >= PIXELS_THAT_PAY and can_be
 
 
 def compile_mode(device: torch.device, batch_size_per_rank: int, plan: ParallelPlan) -> str | None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from training.recipe.rules import MATRIX_RULES
+
 if TYPE_CHECKING:  # which imports the table of this module
     from training.config import TrainConfig
 
@@ -115,7 +117,7 @@ def build_schedule(config: TrainConfig, steps_per_epoch: int, global_batch: int,
         "cooldown_steps": round(config.cooldown_epochs * steps_per_epoch),
     }
     fallback = None
-    if config.fallback_schedule:
+    if _has_fallback(config):
         changed = dataclasses.replace(config, schedule=config.fallback_schedule, fallback_schedule="")
         fallback = build_schedule(changed, steps_per_epoch, global_batch, head_epochs)
     return Schedule(
@@ -128,9 +130,13 @@ def build_schedule(config: TrainConfig, steps_per_epoch: int, global_batch: int,
     )
 
 
+def _has_fallback(config: TrainConfig) -> bool:
+    return bool(config.fallback_schedule) and config.optimizer in MATRIX_RULES
+
+
 def stable_epochs(config: TrainConfig) -> int:
     """Return the whole epochs before the decay of wsd, which a run of more epochs has too; 0 for other schedules."""
-    decaying = {config.schedule, config.fallback_schedule or config.schedule} - {"constant"}
+    decaying = {config.schedule, config.fallback_schedule if _has_fallback(config) else config.schedule} - {"constant"}
     return min((SCHEDULES[name](config, 1).get("stable_steps", 0) for name in decaying), default=0)
 
 
