@@ -440,6 +440,8 @@ def _train_and_evaluate(context: RunContext, loop: TrainContext, saver: Saver) -
     state, world, clock = context.state, context.world, loop.timing.clock
     engine, epoch = state.engine, state.progress.epoch
     context.freezer.start_epoch(only_head=epoch < context.head_epochs)
+    if epoch == context.head_epochs > 0 and state.progress.step == 0:
+        engine.restart_optimizer()
     only_evaluation_is_left = state.progress.step == context.plan.steps_per_epoch
     write_weights = None
     result = train_one_epoch(state, context.train_loader.epoch(epoch, state.progress.step), loop)

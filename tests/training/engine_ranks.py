@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import sys
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -43,6 +44,7 @@ from training.state import Progress, TrainContext, TrainState
 BATCH_SIZE = 8
 CLASSES = 10
 HEAD = {"head.weight", "head.bias"}
+NEVER = sys.maxsize  # a step
 buckets.FEWEST_ELEMENTS = 256  # several buckets for models as small as these
 
 
@@ -179,6 +181,7 @@ def train_with_engine(
     with_batchnorm: bool = True,
     accumulation: int = 1,
     defers_verdict: bool = False,
+    restart_at: int = NEVER,
     **changes: Any,
 ):
     """Train with our engine; return losses and final weights."""
@@ -186,7 +189,10 @@ def train_with_engine(
     engine = make_engine(world, make_model(with_batchnorm), config)
     if defers_verdict:
         engine.updates.defers_verdict = True  # as on a GPU: the rule itself looks at whether the gradient is finite
-    losses = train_steps(world, engine, range(steps), accumulation)
+    losses = train_steps(world, engine, range(min(steps, restart_at)), accumulation)
+    if restart_at < steps:
+        engine.restart_optimizer()
+        losses += train_steps(world, engine, range(restart_at, steps), accumulation)
     result = {"losses": losses, "weights": weights_of(engine)}
     engine.close()
     return result
@@ -279,7 +285,9 @@ def decayed_and_not(model: nn.Module, weight_decay: float) -> list[dict[str, Any
     ]
 
 
-def train_with_plain_pytorch(world: World, steps: int, optimizer: str, with_batchnorm: bool = True):
+def train_with_plain_pytorch(
+    world: World, steps: int, optimizer: str, with_batchnorm: bool = True, restart_at: int = NEVER
+):
     """The oracle: DistributedDataParallel, PyTorch's (or timm's) optimizer, clip_grad_norm_."""
     from timm.optim import MADGRAD, Adan, Lamb, Lars
 
@@ -304,6 +312,8 @@ def train_with_plain_pytorch(world: World, steps: int, optimizer: str, with_batc
         rule.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.gradient_clipping)
+        if step == restart_at:
+            rule = rules[optimizer]()
         rule.step()
         losses.append(mean_over_ranks(world, loss))
     return {"losses": losses, "weights": {n: t.double().tolist() for n, t in model.state_dict().items()}}
@@ -534,9 +544,20 @@ def batchnorm_average_report(world: World):
     return {"before": before, "after": {name: leaves.double().tolist() for name, leaves in buffers.by_name().items()}}
 
 
+def shortage_with_sync_batchnorm(world: World, engine: str):
+    """Return whether an engine would give up a micro-step in training, and whether it could in an evaluation."""
+    module = synchronize_batchnorm(make_model(True), world)
+    engine = make_engine(world, module, configuration(engine=engine))
+    result = {"training": engine.give_up(make_batch(0, 0)[0])}
+    engine.module.eval()
+    result["evaluation"] = not engine.sends_in_forward
+    engine.close()
+    return result
+
+
 def sync_batchnorm_report(world: World):
     """Two ranks with half a batch each and synchronized BatchNorm; return loss, gradients, buffers."""
-    module = synchronize_batchnorm(make_model(True), world)
+    module = synchronize_batchnorm(nn.Sequential(make_model(True), nn.BatchNorm1d(CLASSES)), world)
     images, labels = make_batch(0, 0, size=2 * BATCH_SIZE)
     share = slice(world.rank * BATCH_SIZE, (world.rank + 1) * BATCH_SIZE) if world.size > 1 else slice(None)
     parallel = DistributedDataParallel(module, broadcast_buffers=False) if world.size > 1 else module

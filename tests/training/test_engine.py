@@ -53,6 +53,17 @@ def test_losses_and_weights_equal_plain_ddp(strategy, engine, rule, ours, oracle
     assert np.ptp(expected["losses"]) > 1e-3, "the weights must have moved for this to mean anything"
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp_stage3"])
+def test_an_optimizer_that_restarts_is_a_new_one(strategy, run_cases, largest_difference):
+    """With moments that do not begin with zeros, and with a count in bias corrections."""
+    fixed, rules = {"steps": 5, "restart_at": 3}, ("adamw", "madgrad")
+    oracle = run_cases("train_with_plain_pytorch", optimizer=rules, fixed=fixed)
+    ours = run_cases("train_with_engine", engine=ENGINES, optimizer=rules, fixed=fixed | {"strategy": strategy})
+    for (_, rule), (report, _) in ours.items():
+        np.testing.assert_allclose(report["losses"], oracle[(rule,)][0]["losses"], atol=1e-5)
+        assert largest_difference(report["weights"], oracle[(rule,)][0]["weights"]) < 1e-5
+
+
 def test_a_rule_of_whole_parameters_equals_plain_ddp(run_cases, oracle, largest_difference):
     reports = run_cases("train_with_engine", fixed={"steps": 5, "optimizer": "lars", "engine": "torch"})[()]
     for report, expected in zip(reports, oracle[("lars",)], strict=True):
@@ -271,6 +282,11 @@ def test_synchronized_batchnorm_equals_one_rank_with_the_whole_batch(run_cases, 
     assert two["loss"] == pytest.approx(one["loss"], abs=1e-6)
     assert largest_difference(two["gradients"], one["gradients"]) < 1e-5
     assert largest_difference(two["buffers"], one["buffers"]) < 1e-5
+
+
+def test_no_engine_gives_up_a_micro_step_in_which_batchnorm_waits_for_all_ranks(run_cases):
+    for reports in run_cases("shortage_with_sync_batchnorm", engine=ENGINES).values():
+        assert reports == [{"training": False, "evaluation": True}] * 2
 
 
 def test_evaluation_is_exact_on_any_number_of_ranks(run_cases):

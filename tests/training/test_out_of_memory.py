@@ -49,7 +49,7 @@ DEEPSPEED = {"engine": "deepspeed", "strategy": "fsdp_stage2"}
     ("phase", "at", "settings", "step"),
     [
         ("forward", 2, {}, 2),
-        ("backward", 1, {"shared": False, "ema": 0.9}, 1),  # some buckets' sums are on their way
+        ("backward", 1, {"shared": False, "ema": 0.9, "lookahead": 1}, 1),  # some buckets' sums are on their way
         ("backward", 3, {}, 3),  # in the last step of the epoch
         ("evaluation", 0, {}, STEPS),
         ("forward", 3, {"batch_size": 25, "gradient_accumulation_steps": 5, "shared": False}, 0),
@@ -106,11 +106,11 @@ def searched(run_on_ranks, tmp_path_factory):
 
 def test_all_ranks_take_what_fits_the_one_with_the_least_memory(searched):
     """And train as if that had been given: trials, also those that ran out of memory, leave no trace."""
-    found = searched(name="least", global_batch=256, most=16)
+    found = searched(name="least", global_batch=256, most=16, lookahead=1)
     outcomes = {tried["batch_size"]: tried["is_out_of_memory"] for tried in found["found"]["tried"]}
     assert outcomes == {8: False, 64: True, 32: True, 16: False}
     assert found["found"]["batch_size"] == 16
-    given = searched(name="given", batch_size=16, gradient_accumulation_steps=8)
+    given = searched(name="given", batch_size=16, gradient_accumulation_steps=8, lookahead=1)
     assert (given["found"], given["weights"]) == (None, found["weights"])
 
 

@@ -211,6 +211,9 @@ def test_fine_tuning_leaves_the_backbone_alone_in_the_head_epochs(run_folder, tm
         result = train_here(*flags, "--head-epochs", str(head_epochs), "--run-name", f"head{head_epochs}")
         assert result.returncode == 0, result.stderr
         states.append(load_last(tmp_path / "runs" / f"head{head_epochs}"))
+    # The optimizer has begun anew with the backbone.
+    manifests = [read_manifest(last_checkpoint(tmp_path / "runs" / name)) for name in ("head2", "head1")]
+    assert manifests[0].applied_steps == 2 * manifests[1].applied_steps > 0
     before, resting, awake = states
     head = {"classifier.weight", "classifier.bias"}
     assert head < before.keys()
@@ -221,10 +224,14 @@ def test_fine_tuning_leaves_the_backbone_alone_in_the_head_epochs(run_folder, tm
     assert len(moved) > 0.9 * len(before)
 
 
+def last_checkpoint(run_folder: Path) -> Path:
+    folder = run_folder / "checkpoints"
+    return folder / (folder / "last").read_text().strip()
+
+
 def load_last(run_folder: Path) -> dict[str, torch.Tensor]:
     """Return weights and buffers of the newest checkpoint of a run of one rank."""
-    folder = run_folder / "checkpoints"
-    checkpoint = folder / (folder / "last").read_text().strip()
+    checkpoint = last_checkpoint(run_folder)
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
     return {**reader.tensors["weights"], **{name: buffer[0] for name, buffer in reader.buffers(0, 1, 1).items()}}
 

@@ -130,6 +130,30 @@ def test_lookahead_is_timms_with_its_pull_at_the_end_of_an_epoch(k, steps_per_ep
         torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_averages_stay_when_the_optimizer_restarts():
+    engine = make_engine()
+    WeightAverages(engine, DECAY, 2, steps_per_epoch=STEPS).after_step(True, 1)
+    train_step(engine, 1)
+    before = ema_of(engine)
+    engine.restart_optimizer()
+    assert_same(ema_of(engine), before)
+    assert not any(shard.tensors["exp_avg"].any() for shard in engine.state().shards)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_lookahead_pulls_nothing_after_a_skipped_step(on_device):
+    engine = make_engine()
+    averages = WeightAverages(engine, 0.0, 2, steps_per_epoch=STEPS)
+    for step in range(1, STEPS + 1):
+        train_step(engine, step)
+        before = gather_weights(engine, ALONE)
+        applied = step != 4
+        averages.after_step(torch.tensor(applied) if on_device else applied, step)
+        after = gather_weights(engine, ALONE)
+        is_same = all(torch.equal(after[name], before[name]) for name in before)
+        assert is_same == (step not in (6, 8)), "the first pull, of step 2, moves nothing"
+
+
 def test_a_run_without_averages_has_none_in_its_state(tmp_path: Path):
     engine = make_engine()
     before = engine.state()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from timm.layers import ScaledStdConv2d
 from torch import nn
 from torch.nn import functional
 
@@ -72,7 +73,8 @@ def test_the_stem_is_frozen_with_filters_of_a_fixed_sample_on_the_rank_that_comp
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (nn.Linear(3, 2), "no single first convolution"),
+        (nn.Linear(3, 2), "no single, plain first convolution"),
+        (nn.Sequential(ScaledStdConv2d(3, 6, 3)), "no single, plain first convolution"),
         (nn.Sequential(nn.Conv2d(3, 64, 1)), "has 64 filters, an even number up to 6 can whiten"),
         (nn.Sequential(nn.Conv2d(3, 5, 3)), "has 5 filters, an even number up to 54 can whiten"),
     ],

@@ -80,10 +80,6 @@ class EpochObserver:
             batch: of the micro-step.
             position: optimizer steps of the run before it.
         """
-        # A pull of lookahead changes the weights after a skipped step, too.
-        averages = self._context.averages
-        if averages is not None and averages.has_lookahead:
-            return False
         self._guard.gives_up_from(position + 1)
         return self._state.engine.give_up(batch.images)
 

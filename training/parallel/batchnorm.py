@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def synchronize_batchnorm(module: nn.Module, world: World) -> nn.Module:
     """Convert every BatchNorm to take its training statistics over all ranks' samples.
 
-    On GPUs that is PyTorch's SyncBatchNorm; it refuses CPU tensors, so CPU ranks get `CpuSyncBatchNorm2d`.
+    On GPUs that is PyTorch's SyncBatchNorm; it refuses CPU tensors, so CPU ranks get `CpuSyncBatchNorm`.
     """
     if world.size == 1:
         return module
@@ -27,10 +28,16 @@ def synchronize_batchnorm(module: nn.Module, world: World) -> nn.Module:
 
         return convert_sync_batchnorm(module)
     for child in module.modules():
-        if isinstance(child, nn.BatchNorm2d):
+        if isinstance(child, BATCHNORMS):
             # Changing the class keeps subclasses' own state, such as the activation of timm's BatchNormAct2d.
-            child.__class__ = _synchronized_class(type(child))
+            child.__class__ = _synchronized_class(type(child))  # type: ignore[arg-type]
     return module
+
+
+def sends_statistics(module: nn.Module) -> bool:
+    """Return whether forward and backward of a model are collectives now, of synchronized BatchNorms in training."""
+    kinds = (nn.SyncBatchNorm, CpuSyncBatchNorm)
+    return any(child.training for child in module.modules() if isinstance(child, kinds))
 
 
 def freeze_statistics(module: nn.Module) -> None:
@@ -40,20 +47,21 @@ def freeze_statistics(module: nn.Module) -> None:
             child.eval()
 
 
-def synchronized_batch_norm(images: torch.Tensor, norm: nn.BatchNorm2d) -> torch.Tensor:
-    """Normalize [B, C, H, W] with mean and variance over all ranks' samples, and update the running statistics.
+def synchronized_batch_norm(images: torch.Tensor, norm: Any) -> torch.Tensor:
+    """Normalize [B, C, ...] with mean and variance over all ranks' samples, and update the running statistics.
 
     Gradients flow through the all-reduced mean and biased variance; the running variance is unbiased, as in
     `torch.nn.BatchNorm2d`. A collective in forward and in backward.
     """
-    channels = images.shape[1]
-    local = torch.cat([images.sum((0, 2, 3)), images.new_full((1,), images.numel() / channels)])
+    channels, dimensions = images.shape[1], (0, *range(2, images.ndim))
+    along_channels = (1, channels, *[1] * (images.ndim - 2))
+    local = torch.cat([images.sum(dimensions), images.new_full((1,), images.numel() / channels)])
     sums = _SumOverRanks.apply(local)
     total = sums[-1].detach()
     mean = sums[:channels] / total
     # A second pass over the centred values: E[x^2] - E[x]^2 would cancel if the mean is large.
-    centred = images - mean.view(1, -1, 1, 1)
-    variance = _SumOverRanks.apply(centred.square().sum((0, 2, 3))) / total
+    centred = images - mean.view(along_channels)
+    variance = _SumOverRanks.apply(centred.square().sum(dimensions)) / total
     with torch.no_grad():
         if norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None:
             norm.num_batches_tracked.add_(1)
@@ -63,8 +71,8 @@ def synchronized_batch_norm(images: torch.Tensor, norm: nn.BatchNorm2d) -> torch
     scale = torch.rsqrt(variance + norm.eps)
     if norm.affine:
         scale = scale * norm.weight
-    output = centred * scale.view(1, -1, 1, 1)
-    return output + norm.bias.view(1, -1, 1, 1) if norm.affine else output
+    output = centred * scale.view(along_channels)
+    return output + norm.bias.view(along_channels) if norm.affine else output
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -86,22 +94,21 @@ def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
-_SYNCHRONIZED: dict[type, type] = {}
+class CpuSyncBatchNorm(nn.Module):
+    """The base that comes before a class of BatchNorm, and computes its training statistics over all ranks."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Normalize [B, C, ...]; a collective in training."""
+        if not self.training:
+            return super().forward(images)
+        output = synchronized_batch_norm(images.float(), self)
+        # timm's BatchNormAct2d applies its dropout and activation after the norm.
+        for after in ("drop", "act"):
+            output = getattr(self, after, nn.Identity())(output)
+        return output
 
 
+@cache
 def _synchronized_class(original: type) -> type:
-    """Return the subclass of a BatchNorm2d class that computes its training statistics over all ranks."""
-    if original not in _SYNCHRONIZED:
-
-        class CpuSyncBatchNorm2d(original):
-            def forward(self, images: torch.Tensor) -> torch.Tensor:
-                if not self.training:
-                    return super().forward(images)
-                output = synchronized_batch_norm(images.float(), self)
-                # timm's BatchNormAct2d applies its dropout and activation after the norm.
-                for after in ("drop", "act"):
-                    output = getattr(self, after, nn.Identity())(output)
-                return output
-
-        _SYNCHRONIZED[original] = CpuSyncBatchNorm2d
-    return _SYNCHRONIZED[original]
+    """Return the subclass of a class of BatchNorm that computes its training statistics over all ranks."""
+    return type(f"Sync{original.__name__}", (CpuSyncBatchNorm, original), {})

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from training.observe.timing import communication
+from training.parallel.batchnorm import sends_statistics
 from training.parallel.compilation import compile_mode
 from training.parallel.engine import Engine, EngineSetup, StepResult, repeat_without_value
 from training.parallel.model_buffers import ModelBuffers
@@ -29,7 +30,7 @@ from training.parallel.parameter_shards import (
 )
 from training.parallel.precision import DynamicLossScale, under_autocast
 from training.recipe.lamb import bind_lamb
-from training.recipe.optimizer import create_state, moment_kinds, moments_of, set_applied_steps
+from training.recipe.optimizer import create_state, moment_kinds, moments_of, restart, set_applied_steps
 
 
 class DeepSpeedEngine(Engine):
@@ -82,7 +83,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def sends_in_forward(self) -> bool:
-        return self._is_stage_3
+        return self._is_stage_3 or sends_statistics(self.module)
 
     def give_up(self, images: torch.Tensor) -> bool:
         if self._is_in_backward or self.sends_in_forward:  # its hooks allow no second backward
@@ -100,6 +101,10 @@ class DeepSpeedEngine(Engine):
         if self.loss_scale is not None:
             self.loss_scale.update(applied)
         return StepResult(applied, self._engine.get_global_grad_norm())
+
+    def restart_optimizer(self) -> None:
+        self._applied_steps = 0
+        restart(self.optimizer)
 
     @torch.no_grad()
     def change_weights(self, change: Callable[[torch.Tensor, dict[str, torch.Tensor]], None]) -> None:

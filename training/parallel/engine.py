@@ -170,6 +170,9 @@ class Engine(Protocol):
             None between the updates. An update is skipped on all ranks when the gradient's norm is not finite.
         """
 
+    def restart_optimizer(self) -> None:
+        """Let the optimizer begin anew, with the moments and counts before its first step; averages stay."""
+
     def change_weights(self, change: Callable[[torch.Tensor, dict[str, torch.Tensor]], None]) -> None:
         """Let `change` write this rank's part of the trained weights, and the model compute with them; a collective.
 

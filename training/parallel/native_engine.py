@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from training.parallel.batchnorm import sends_statistics
 from training.parallel.block_norms import BlockSum
 from training.parallel.buckets import BackwardOrder, make_buckets
 from training.parallel.collectives import barrier
@@ -37,7 +38,7 @@ from training.parallel.parameter_shards import (
 from training.parallel.precision import under_autocast
 from training.parallel.summation_tree import StepTree
 from training.recipe.lamb import bind_lamb
-from training.recipe.optimizer import create_state, moment_kinds, moments_of, set_applied_steps
+from training.recipe.optimizer import create_state, moment_kinds, moments_of, restart, set_applied_steps
 
 
 class NativeEngine(Engine):
@@ -88,7 +89,7 @@ class NativeEngine(Engine):
 
     @property
     def sends_in_forward(self) -> bool:
-        return not self._has_all_weights
+        return not self._has_all_weights or sends_statistics(self.module)
 
     def give_up(self, images: torch.Tensor) -> bool:
         if self.sends_in_forward or self._order.is_sending:
@@ -137,6 +138,10 @@ class NativeEngine(Engine):
             self._has_all_weights = False
         else:
             self._gather(changed=True)
+
+    def restart_optimizer(self) -> None:
+        self.updates.applied = 0
+        restart(self.optimizer)
 
     @torch.no_grad()
     def change_weights(self, change: Callable[[torch.Tensor, dict[str, torch.Tensor]], None]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from training.parallel.batchnorm import sends_statistics
 from training.parallel.block_norms import sum_of_squares
 from training.parallel.collectives import sum_over_ranks
 from training.parallel.engine import Engine, EngineSetup, StepResult, Updates, repeat_without_value
@@ -26,7 +27,7 @@ from training.parallel.parameter_shards import (
 )
 from training.parallel.torch_distribution import Distribution, Replicated, Sharded
 from training.recipe.lamb import bind_lamb
-from training.recipe.optimizer import create_state, moment_kinds, moments_of, set_applied_steps
+from training.recipe.optimizer import create_state, moment_kinds, moments_of, restart, set_applied_steps
 
 VALUES_NORMED_IN_FLOAT32 = 1 << 14
 
@@ -73,7 +74,7 @@ class TorchEngine(Engine):
 
     @property
     def sends_in_forward(self) -> bool:
-        return self._is_sharded
+        return self._is_sharded or sends_statistics(self.module)
 
     def give_up(self, images: torch.Tensor) -> bool:
         if self._is_in_backward or self.sends_in_forward:  # DDP allows no second backward
@@ -108,6 +109,10 @@ class TorchEngine(Engine):
             trained = self._trained[name]
             if trained is not parameter:
                 trained.data = _local(parameter)
+
+    def restart_optimizer(self) -> None:
+        self.updates.applied = 0
+        restart(self.optimizer)
 
     @torch.no_grad()
     def change_weights(self, change: Callable[[torch.Tensor, dict[str, torch.Tensor]], None]) -> None:

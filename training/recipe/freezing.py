@@ -16,7 +16,8 @@ class BackboneFreezer:
     BatchNorms of frozen layers normalize with their running statistics, and do not update them. In head-first
     fine-tuning only the new head is trained for the first epochs: the graph is cut in front of it, so that no gradient
     reaches the backbone and none is computed for it. Its parameters stay in the optimizer, at learning rate 0 (see
-    `Schedule.group_learning_rate`): sharding is laid out once for the whole run.
+    `Schedule.group_learning_rate`): sharding is laid out once for the whole run. The optimizer begins anew with the
+    backbone, whose moments of nothing would else count as those of many steps (see `Engine.restart_optimizer`).
     """
 
     def __init__(self, module: nn.Module, head_parameter_names: Collection[str]) -> None:

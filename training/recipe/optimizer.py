@@ -154,15 +154,18 @@ def create_state(optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tenso
     So every engine has moments to save, and a fused optimizer can skip its first step: SGD would otherwise use
     uninitialized memory as its momentum.
     """
-    groups = [(rule, group) for rule in rules_of(optimizer) for group in rule.param_groups]
-    group_of = {weight: pair for pair in groups for weight in pair[1]["params"]}
     for weight in weights:
-        rule, group = group_of.get(weight, groups[0])  # DeepSpeed fills its groups at stage 3 in each step
-        # The fused kernels read the count on the weights' device, the others keep it on the CPU.
-        place = weight.device if group.get("fused") else torch.device("cpu")
-        optimizer.state[weight] = {
-            kind: _first_value(rule, kind, value, weight, place) for kind, value in _created_state(rule, group).items()
-        }
+        optimizer.state[weight] = _first_state(optimizer, weight)
+    set_applied_steps(optimizer, 0)
+
+
+@torch.no_grad()
+def restart(optimizer: torch.optim.Optimizer) -> None:
+    """Set the state to that before the first step, in place, all but the averages of the weights."""
+    for weight, state in optimizer.state.items():
+        for kind, value in _first_state(optimizer, weight).items():
+            if isinstance(value, torch.Tensor):
+                state[kind].copy_(value)
     set_applied_steps(optimizer, 0)
 
 
@@ -173,6 +176,17 @@ def set_applied_steps(optimizer: torch.optim.Optimizer, applied_steps: int) -> N
             place["step"].fill_(applied_steps)
         elif "step" in place:
             place["step"] = applied_steps
+
+
+def _first_state(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> dict[str, Any]:
+    """Return the state of a weight before its first step, by kind."""
+    groups = [(rule, group) for rule in rules_of(optimizer) for group in rule.param_groups]
+    group_of = {weight: pair for pair in groups for weight in pair[1]["params"]}
+    rule, group = group_of.get(weight, groups[0])  # DeepSpeed fills its groups at stage 3 in each step
+    # The fused kernels read the count on the weights' device, the others keep it on the CPU.
+    place = weight.device if group.get("fused") else torch.device("cpu")
+    created = _created_state(rule, group)
+    return {kind: _first_value(rule, kind, value, weight, place) for kind, value in created.items()}
 
 
 def _created_state(rule: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:

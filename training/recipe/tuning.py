@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from timm.layers import Conv2dSame
 from timm.models import group_parameters
 from timm.optim import auto_group_layers
 from torch import nn
@@ -17,14 +16,12 @@ from torch import nn
 from models.build import BuiltModel, channels_of
 from models.dry_run import forward_failure, without_data
 from models.ensemble import Ensemble
-from models.whole_input import WholeInputConv2d
+from models.plain_layers import PLAIN_CONVOLUTIONS
 from training.errors import UserError
 from training.recipe import read_tune
 from training.recipe.freezing import is_adapters
 
-# Layers whose output is linear in their weight as it is: others standardize it first, and a sum with an adapter's
-# weight would not give the sum of the outputs.
-ADAPTABLE = (nn.Linear, nn.Conv2d, Conv2dSame, WholeInputConv2d)
+ADAPTABLE = (nn.Linear, *PLAIN_CONVOLUTIONS)  # of others the sum with an adapter's weight gives no sum of outputs
 SMALL_SHARE = 0.05  # of the model: adapters above it are told
 
 

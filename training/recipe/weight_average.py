@@ -43,11 +43,6 @@ class WeightAverages:
         if ema_decay:
             engine.buffers.keep_averages()
 
-    @property
-    def has_lookahead(self) -> bool:
-        """Whether lookahead pulls the weights, also after skipped steps."""
-        return self._lookahead_steps > 0
-
     def after_step(self, applied: bool | torch.Tensor, step: int) -> None:
         """Update the averages; a collective.
 
@@ -56,7 +51,7 @@ class WeightAverages:
             step: of the run, from 1; skipped ones count.
         """
         if self._lookahead_steps:
-            self._pull(step)
+            self._pull(applied, step)
         if self._decay and applied is not False:
             self._update_ema(applied, step)
 
@@ -86,15 +81,16 @@ class WeightAverages:
             torch._foreach_lerp_(averages, weights, weight)
         self._engine.buffers.update_averages(weight * applied)
 
-    def _pull(self, step: int) -> None:
+    def _pull(self, applied: bool | torch.Tensor, step: int) -> None:
         """Pull the slow weights to the fast ones, which go on from there, if it is time.
 
         Lookahead is by Zhang et al. 2019 (https://arxiv.org/abs/1907.08610, algorithm 1). As in timm.optim.Lookahead
-        the slow weights begin at the first pull, and as in timm's train.py the end of an epoch is one.
+        the slow weights begin at the first pull, which moves nothing, and as in timm's train.py the end of an epoch is
+        one. There is none after a skipped step, which leaves the weights as they are.
         """
         if step % self._lookahead_steps == 0 or step % self._steps_per_epoch == 0:
             is_first = step == min(self._lookahead_steps, self._steps_per_epoch)
-            self._engine.change_weights(partial(_pull_slow_weights, is_first=is_first))
+            self._engine.change_weights(partial(_pull_slow_weights, share=applied * 1.0, is_first=is_first))
 
 
 def ema_decay_at(step: int, decay: float) -> float:
@@ -111,9 +107,12 @@ def _exchange_with_ema(weights: torch.Tensor, state: dict[str, torch.Tensor]) ->
     state[EMA].copy_(kept)
 
 
-def _pull_slow_weights(weights: torch.Tensor, state: dict[str, torch.Tensor], *, is_first: bool) -> None:
+def _pull_slow_weights(
+    weights: torch.Tensor, state: dict[str, torch.Tensor], *, share: float | torch.Tensor, is_first: bool
+) -> None:
+    """Pull with a share of 1, leave the weights as they are with 0."""
     slow = state[SLOW_WEIGHTS]
     if is_first:
         slow.copy_(weights)
-    slow.add_(weights - slow, alpha=LOOKAHEAD_SHARE)
-    weights.copy_(slow)
+    slow.add_((weights - slow) * (LOOKAHEAD_SHARE * share))
+    weights.lerp_(slow, share)

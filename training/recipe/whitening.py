@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from models.build import BuiltModel
 from models.image_size import as_names
+from models.plain_layers import PLAIN_CONVOLUTIONS
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.reading.images import ImageError
 from training.errors import UserError
@@ -37,8 +38,9 @@ def whiten_stem(built: BuiltModel, data: DatasetPair, *, computes: bool) -> None
     """
     names = as_names(getattr(built.module, "default_cfg", {}).get("first_conv"))
     stem = built.module.get_submodule(names[0]) if len(names) == 1 else None
-    if not isinstance(stem, nn.Conv2d) or stem.groups != 1:
-        raise UserError("--whitened-stem: this model has no single first convolution: leave it out.")
+    # Others standardize their weights before they convolve with them.
+    if not isinstance(stem, nn.Conv2d) or type(stem) not in PLAIN_CONVOLUTIONS or stem.groups != 1:
+        raise UserError("--whitened-stem: this model has no single, plain first convolution: leave it out.")
     filters, most = stem.out_channels, 2 * stem.weight[0].numel()
     if filters % 2 or filters > most:
         raise UserError(
