@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from training.data.bad_images import bad_image_lines, check_bad_images
 from training.data.loader import EvaluationLoader, automatic_workers
 from training.data.sampler import EvaluationPlan
 from training.errors import UserError, printable
-from training.observe.evaluation import check_replaceable, describe_scores
+from training.observe.evaluation import check_replaceable, describe_scores, read_scores
 from training.observe.run_folder import EVALUATION
 from training.observe.scores import SampleRecorder, Scores, sample_losses
 from training.parallel.collectives import agreed
@@ -173,7 +175,16 @@ def _output_folder(
         return model.weights.with_name(f"{model.weights.stem}-{EVALUATION}")
     if (data.data, data.split) == (config.data, "val"):
         return model.run / EVALUATION
-    return model.run / f"{EVALUATION}-{slug(Path(data.data).name)}-{data.split}"
+    folder = model.run / f"{EVALUATION}-{slug(Path(data.data).name)}-{data.split}"
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    return next(one for one in chain([folder], numbered) if not _is_of_other_data(one, data.data))
+
+
+def _is_of_other_data(folder: Path, data: str) -> bool:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        scores = read_scores(folder)
+        return scores is not None and scores["data"] != data
+    return False
 
 
 def _write(folder: Path, scores: dict[str, Any], data: EvaluationData) -> None:

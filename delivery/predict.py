@@ -25,9 +25,9 @@ from training.checkpoint.weights import load_model
 from training.config import FLAG_OF, TrainConfig
 from training.config_check import check_config
 from training.data.augment import evaluation_transform
-from training.data.reading.decode import make_decoder, pixels_of
+from training.data.reading.decode import make_decoder
 from training.data.reading.image_notes import collected_notes, noting
-from training.data.reading.images import CHANNEL_MODES, IMAGE_EXTENSIONS, MAX_FILE_BYTES, ImageError, open_image
+from training.data.reading.images import CHANNEL_MODES, IMAGE_EXTENSIONS, MAX_FILE_BYTES, ImageError
 from training.data.values import BYTES, values_of
 from training.errors import UserError
 from training.parallel.precision import use_exact_fp32
@@ -125,8 +125,7 @@ def _predictions(
     def pixels(path: str, content: bytes | None) -> torch.Tensor:
         if values_of(preprocessing) != BYTES or (content is None and path.lower().endswith(ARRAY_EXTENSION)):
             return read_numbers(path, content, preprocessing)
-        decoded = decoder()(path) if content is None else pixels_of(open_image(path, data=content, channels=channels))
-        return torch.from_numpy(decoded).permute(2, 0, 1)
+        return torch.from_numpy(decoder()(path, data=content)).permute(2, 0, 1)
 
     def read(entry: Entry) -> tuple[torch.Tensor, str] | ImageError:
         try:

@@ -21,13 +21,18 @@ def reproduce_command(config: TrainConfig, ranks: int, ranks_per_machine: int) -
         word
         for name in changed
         if name not in NOT_REPEATED
-        for word in (FLAG_OF[name], show_value(getattr(config, name)))
+        for word in _words(FLAG_OF[name], show_value(getattr(config, name)))
     ]
     machines = ranks // max(ranks_per_machine, 1)
     counts = [str(ranks)] if machines <= 1 else [str(machines), str(ranks_per_machine)]
     script = "scripts/launch_distributed.sh" if machines <= 1 else "scripts/launch_multi_node.sh"
     model, strategy, batch_size, epochs = (str(getattr(config, name)) for name in WORDS_OF_LAUNCH)
     return shlex.join(["bash", script, model, strategy, *counts, batch_size, epochs, *flags])
+
+
+def _words(flag: str, value: str) -> list[str]:
+    """Return a flag and its value, as one word if the value would be taken for a flag."""
+    return [f"{flag}={value}"] if value.startswith("-") else [flag, value]
 
 
 def show_value(value: Any) -> str:

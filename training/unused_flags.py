@@ -25,8 +25,16 @@ def _has_new_head(config: TrainConfig) -> bool:
     return model_spec(config.model_type).always_pretrained
 
 
+def _has_momentum(config: TrainConfig) -> bool:
+    from timm.optim import get_optimizer_info
+
+    rules = [config.optimizer, *([config.fallback_optimizer] if _has_fallback(config) else [])]
+    return any(get_optimizer_info(rule).has_momentum for rule in rules)
+
+
 # When each flag has an effect.
 USED: dict[str, Callable[[TrainConfig], bool]] = {
+    "momentum": _has_momentum,
     **dict.fromkeys(("milestones", "decay_rate"), _has_schedule("step")),
     "decay_epochs": _has_schedule("step", "wsd"),
     "decay_shape": _has_schedule("wsd"),

@@ -158,6 +158,12 @@ def test_every_image_of_a_new_folder_counts(call, run, digit_folder, data, logit
     facts = read_json(run / f"evaluation-{digit_folder.name}-all" / "scores.json")
     assert (facts["samples"], facts["split"], facts["top1"]) == (len(files), "all", float(expected))
     assert {Path(one["name"]) for one in facts["worst"]} <= set(files)
+    other = tmp_path / digit_folder.name
+    shutil.copytree(digit_folder, other)
+    for folder in (other, digit_folder, other):
+        assert call(evaluate, run, "--data", folder)[0] == 0
+    found = [read_json(path)["data"] for path in sorted(run.glob(f"evaluation-{other.name}-all*/scores.json"))]
+    assert found == [str(digit_folder), str(other)]
 
 
 def test_missing_classes_are_refused_unless_allowed(call, run, digit_folder, data, logits, tmp_path):
@@ -320,6 +326,15 @@ def test_standard_input_holds_paths_or_an_image(call, run, pictures):
     alone, with_others = one["top"], named[str(files[4])]["top"]
     assert [top["label"] for top in alone] == [top["label"] for top in with_others]
     assert alone[0]["probability"] == pytest.approx(with_others[0]["probability"], abs=1e-6)
+
+
+def test_a_large_jpeg_on_standard_input_is_shrunk_as_its_file_is(call, run, tmp_path):
+    path = tmp_path / "large.jpg"
+    noise = np.random.default_rng(0).integers(0, 255, (400, 300, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    (named,) = answers(call(predict, run, path, "--format", "json")[1]).values()
+    (read,) = answers(call(predict, run, "-", "--format", "json", stdin=path.read_bytes())[1]).values()
+    assert read["top"] == named["top"]
 
 
 def test_a_table_for_people(call, run, pictures):

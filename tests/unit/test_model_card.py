@@ -128,6 +128,12 @@ def test_values_of_a_preset_that_were_overridden_are_repeated():
     assert parse_args(words)[0] == dataclasses.replace(config, preset="")
 
 
+def test_a_value_that_looks_like_a_flag_is_repeated():
+    config = TrainConfig(class_weights="-cat=2,dog=1")
+    *_, word = shlex.split(reproduce_command(config, 2, 2))
+    assert parse_args([word])[0].class_weights == config.class_weights
+
+
 def test_several_machines_have_their_launcher():
     config = TrainConfig(model_type="vgg", batch_size=4, epochs=7, activation_checkpointing=True)
     assert reproduce_command(config, 32, 8) == (

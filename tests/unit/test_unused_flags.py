@@ -13,6 +13,7 @@ from training.unused_flags import USED, note_unused_flags
 
 MUON, STEP = {"optimizer": "muon"}, {"schedule": "step"}
 CASES = {  # a value, and what gives it an effect
+    "momentum": (0.5, {"optimizer": "sgd"}),
     "milestones": ("1,2", STEP),
     "decay_rate": (0.5, MUON | {"fallback_schedule": "step"}),
     "decay_epochs": (2.0, {"schedule": "wsd"}),

@@ -36,8 +36,13 @@ _ORIENTATION = 0x0112  # of EXIF
 class Decoder(Protocol):
     """Decodes image files; the same file gives the same pixels always."""
 
-    def __call__(self, path: str, choose: BoxChooser | None = None) -> np.ndarray:
+    def __call__(self, path: str, choose: BoxChooser | None = None, data: bytes | None = None) -> np.ndarray:
         """Return the image, or the part that `choose` takes of it: uint8 [h, w, C].
+
+        Args:
+            path: Of the file.
+            choose: Takes a part of the image.
+            data: The content of the file, if it was read before.
 
         Raises:
             ImageError: The image cannot be used.
@@ -65,14 +70,18 @@ def make_decoder(name: str, image_size: int, channels: int = 3) -> Decoder:
     return decode if channels == 3 else partial(decode, channels=channels)
 
 
-def decode_exact(path: str, choose: BoxChooser | None = None, *, channels: int = 3) -> np.ndarray:
+def decode_exact(
+    path: str, choose: BoxChooser | None = None, data: bytes | None = None, *, channels: int = 3
+) -> np.ndarray:
     """Decode every pixel, by Pillow; see `Decoder`."""
-    return crop(pixels_of(open_image(path, channels=channels)), choose)
+    return crop(pixels_of(open_image(path, data=data, channels=channels)), choose)
 
 
-def decode_shrunk(path: str, choose: BoxChooser | None = None, *, image_size: int, channels: int = 3) -> np.ndarray:
+def decode_shrunk(
+    path: str, choose: BoxChooser | None = None, data: bytes | None = None, *, image_size: int, channels: int = 3
+) -> np.ndarray:
     """Decode the image shrunk as far as `image_size` pixels allow, and of a JPEG only the part if that is safe."""
-    data = read_file(path)
+    data = read_file(path) if data is None else data
     header = jpeg_header(data, path)
     if header is None:
         return crop(_reduced(path, data, image_size, channels), choose)
