@@ -13,7 +13,6 @@ from typing import IO, Any
 
 import torch
 
-from models import model_spec
 from models.build import BuiltModel
 from models.weights_file import not_finite
 from training.auto_batch_size import choose_batch_size
@@ -82,7 +81,7 @@ from training.parallel.strategies import plan_of
 from training.parallel.world import World, start_world, stop_world
 from training.recipe import read_tune
 from training.recipe.divergence import find_divergence
-from training.recipe.freezing import BackboneFreezer
+from training.recipe.freezing import BackboneFreezer, has_slow_backbone
 from training.recipe.loss import Loss, build_loss
 from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.recipe.optimizer import build_optimizer
@@ -330,7 +329,7 @@ def set_up_engine(
         lambda: resolve_engine(config.engine, parallel, strategy_json, built.module, world.device, config.optimizer),
         world,
     )
-    discriminative = _head_epochs(config) > 0
+    discriminative = has_slow_backbone(config)
     resolved = dataclasses.replace(config, precision=precision)  # type: ignore[arg-type]  # one of its values
     heads = built.head_parameter_names
     optimizer = agreed(lambda: build_optimizer(built.module, resolved, heads, discriminative=discriminative), world)
@@ -395,8 +394,7 @@ def _keep_frozen(
 
 def _head_epochs(config: TrainConfig) -> int:
     """Return the epochs in which only the head is trained, before parts of the backbone."""
-    trains_backbone = read_tune(config.tune)[0] in ("full", "layers")
-    return config.head_epochs if trains_backbone and model_spec(config.model_type).always_pretrained else 0
+    return config.head_epochs if has_slow_backbone(config) else 0
 
 
 def train(context: RunContext, stop: StopRequest, start: RunStart = FIRST_START, deliver: Deliver | None = None) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from models import model_spec
 from training.config import FIELDS, FLAG_OF, TrainConfig
+from training.data.augmentations import augmentation_of
+from training.recipe.freezing import has_slow_backbone
 from training.recipe.rules import MATRIX_RULES
 
 
@@ -21,8 +23,14 @@ def _mixes(config: TrainConfig) -> bool:
     return bool(config.mixup or config.cutmix)
 
 
-def _has_new_head(config: TrainConfig) -> bool:
-    return model_spec(config.model_type).always_pretrained
+def _falls(config: TrainConfig) -> bool:
+    """Return whether a rate has a final value that it reaches by its schedule's shape."""
+    fallback = config.fallback_schedule if _has_fallback(config) else ""
+    return not {config.schedule, fallback or config.schedule} <= {"step", "constant"}
+
+
+def _shifts(config: TrainConfig) -> bool:
+    return config.augmentation == "auto" or augmentation_of(config, config.augmentation).shift
 
 
 def _has_momentum(config: TrainConfig) -> bool:
@@ -36,17 +44,18 @@ def _has_momentum(config: TrainConfig) -> bool:
 USED: dict[str, Callable[[TrainConfig], bool]] = {
     "momentum": _has_momentum,
     **dict.fromkeys(("milestones", "decay_rate"), _has_schedule("step")),
-    "decay_epochs": _has_schedule("step", "wsd"),
+    "decay_epochs": lambda config: _has_schedule("wsd" if config.milestones else "step", "wsd")(config),
+    **dict.fromkeys(("final_learning_rate_scale", "cooldown_epochs"), _falls),
     "decay_shape": _has_schedule("wsd"),
     "decay_power": _has_schedule("polynomial"),
     **dict.fromkeys(("fallback_optimizer", "fallback_options", "fallback_schedule"), _has_fallback),
     "fallback_learning_rate_scale": _has_fallback,
-    **dict.fromkeys(("head_epochs", "backbone_learning_rate_scale"), _has_new_head),
+    **dict.fromkeys(("head_epochs", "backbone_learning_rate_scale"), has_slow_backbone),
     "ensemble_members": lambda config: model_spec(config.model_type).takes_members,
     **dict.fromkeys(("mixup_probability", "mixup_off_epochs"), _mixes),
     "mixup_switch_probability": lambda config: bool(config.mixup and config.cutmix),
     "random_erasing_mode": lambda config: config.random_erasing > 0,
-    "shift_padding": lambda config: config.shift_pixels != 0,
+    "shift_padding": _shifts,
 }
 
 

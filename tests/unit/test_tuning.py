@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file, save_file
+from small_checkpoints import ALONE
 from timm.layers import resample_abs_pos_embed
 from timm.models import adapt_input_conv, swin_transformer
 from torch import nn
@@ -21,13 +22,14 @@ from training.checkpoint.weights import save_weights
 from training.config import FLAG_OF, TrainConfig
 from training.config_check import check_config
 from training.errors import UserError
+from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.model_buffers import ModelBuffers
 from training.parallel.world import World
 from training.recipe import read_tune
 from training.recipe.freezing import BackboneFreezer
 from training.recipe.optimizer import build_optimizer
 from training.recipe.tuning import Adapters, tune
-from training.run import run
+from training.run import run, set_up_engine
 
 IMAGE_SIZE = 32
 ADAPTED = (  # with an example of a layer that has an adapter
@@ -154,6 +156,14 @@ def test_learning_rates_of_head_and_backbone():
         assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
             id(p) for p in model.module.parameters() if p.requires_grad
         }
+
+
+@pytest.mark.parametrize("head_epochs", [0, 2])
+def test_a_published_backbone_has_its_own_rate_with_and_without_epochs_of_the_head(head_epochs):
+    config = TrainConfig(model_type="mobilenet_finetuned", learning_rate=0.1, head_epochs=head_epochs)
+    json, model = read_strategy_json("ddp"), built("basic_cnn", "full")
+    setup, _ = set_up_engine(config, model, json, "fp32", ALONE, compiles=False)
+    assert {group["rate_scale"] for group in setup.optimizer.param_groups} == {1.0, 0.1}
 
 
 def test_muon_that_would_update_nothing_is_refused():

@@ -19,6 +19,8 @@ CASES = {  # a value, and what gives it an effect
     "decay_epochs": (2.0, {"schedule": "wsd"}),
     "decay_shape": ("linear", {"schedule": "wsd"}),
     "decay_power": (2.0, {"schedule": "polynomial"}),
+    "final_learning_rate_scale": (0.1, {"schedule": "wsd"}),
+    "cooldown_epochs": (2.0, MUON | {"fallback_schedule": "linear"}),
     "fallback_optimizer": ("lion", MUON),
     "fallback_options": ("eps=0.1", MUON),
     "fallback_schedule": ("constant", MUON),
@@ -41,9 +43,23 @@ def test_every_flag_of_the_table_has_a_case():
 @pytest.mark.parametrize("name", CASES)
 def test_a_flag_without_what_it_belongs_to_is_named(name):
     value, others = CASES[name]
-    config = TrainConfig(**{"shift_pixels": 0, name: value})
+    config = TrainConfig(**{"shift_pixels": 0, "augmentation": "none", "schedule": "constant", name: value})
     assert note_unused_flags(config) == [f"without effect in this run: --{name.replace('_', '-')}"]
     assert note_unused_flags(dataclasses.replace(config, **others)) == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "given"),
+    [
+        ("decay-epochs", {"schedule": "step", "milestones": "1,2", "decay_epochs": 2.0}),
+        ("head-epochs", {"model_type": "mobilenet_finetuned", "tune": "head", "head_epochs": 1}),
+        ("backbone-learning-rate-scale", {"model_type": "mobilenet_finetuned", "tune": "lora:2"}),
+        ("shift-padding", {"augmentation": "crop_flip", "shift_padding": "reflect"}),
+    ],
+)
+def test_a_flag_that_another_one_replaces_is_named(flag, given):
+    config = TrainConfig(**({"backbone_learning_rate_scale": 0.3} if flag.startswith("backbone") else {}), **given)
+    assert note_unused_flags(config) == [f"without effect in this run: --{flag}"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -53,7 +53,7 @@ class RecipeFields:
     ema: float = option(
         0.0,
         "Evaluate and export an exponential moving average of the weights that keeps this share of itself in each step "
-        "(less in the first ones); 0: the weights themselves.",
+        "(less before it has seen enough of them); 0: the weights themselves.",
         low=0,
         high=0.999999,
     )
@@ -74,7 +74,10 @@ class RecipeFields:
         "sweep: it rises, for scripts/find_learning_rate.py.",
     )
     final_learning_rate_scale: float = option(
-        0.01, "Learning rate at the end of the schedule, as a share of the peak; not of step.", low=0, high=1
+        0.01,
+        "Learning rate at the end of the schedule, as a share of the peak; not of step and constant.",
+        low=0,
+        high=1,
     )
     decay_epochs: float | Literal["auto"] = option(
         "auto",
