@@ -12,6 +12,7 @@ from torch import nn
 from models.basic_cnn import conv_block
 
 HIDDEN_SIZE = 128
+HAS_BF16 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")  # oneDNN's LSTM
 
 
 class CNNLSTM(nn.Module):
@@ -39,7 +40,11 @@ class CNNLSTM(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Map images `[B, C, H, W]` to logits `[B, num_classes]`."""
         columns = self.blocks(images).mean(dim=2).transpose(1, 2)  # [B, columns, 128]
-        outputs, _ = self.lstm(columns)
+        if columns.is_cpu and torch.is_autocast_enabled("cpu") and not HAS_BF16:
+            with torch.autocast("cpu", enabled=False):
+                outputs, _ = self.lstm(columns.float())
+        else:
+            outputs, _ = self.lstm(columns)
         return self.head(self.dropout(outputs.mean(dim=1)))
 
 

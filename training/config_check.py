@@ -124,9 +124,8 @@ def _check_rules(config: TrainConfig, label_of: Mapping[str, str]) -> None:
     options = {
         name: read_options(label_of[name], getattr(config, name)) for name in ("optimizer_options", "fallback_options")
     }
-    momenta = [one.get("momentum", config.momentum) for one in options.values()]
-    if config.optimizer in MATRIX_RULES and 0 in momenta:
-        raise UserError(f"{rule}: {label_of['momentum']} 0 is for sgd alone: give one above 0, such as 0.95.")
+    if config.optimizer in MATRIX_RULES and options["optimizer_options"].get("momentum", config.momentum) == 0:
+        raise UserError(f"{rule} needs a {label_of['momentum']} above 0, such as 0.95.")
     if config.optimizer in SQUARED_DECAY and config.base_batch_size:
         raise UserError(
             f"{rule} and {label_of['base_batch_size']} exclude each other: its decay refers to --learning-rate itself."

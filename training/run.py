@@ -266,8 +266,8 @@ def build_run(
     compiles = resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, world)
     is_choice = config.compile != "auto" or compiles == auto_compiles(config, pixels, world.device)
     same_code = "" if is_choice else "on" if compiles else "off"
-    notes = [*notes, *note_other_epochs(config, found, plan, head_epochs, same_code)]
     setup, engine_name = set_up_engine(config, built, strategy_json, precision, world, compiles=compiles)
+    notes = [*notes, *note_other_epochs(config, found, plan, head_epochs, engine_name, same_code)]
     first_step = plan.position(found.manifest.progress) if found else 0
     loggers = Loggers([])
     if world.is_main:

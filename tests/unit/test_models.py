@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.peers.job import mean_cross_entropy
 from models import MODELS, check_model_name
 from models.build import BuiltModel, build_model, rebuild_model
+from models.cnn_lstm import HAS_BF16
 from models.dry_run import forward_failure
 from models.ensemble import Ensemble
 from models.weights_metadata import METADATA_KEY
@@ -601,3 +602,15 @@ def test_airbench_has_the_published_size_and_work():
     with FlopCounterMode(display=False) as counter:
         module(torch.zeros(1, 3, 32, 32)).sum().backward()
     assert counter.get_total_flops() == pytest.approx(3.6e14 / (9.9 * 50_000), rel=0.05)
+
+
+@pytest.mark.parametrize("has_bf16", [HAS_BF16, False])
+def test_the_lstm_is_trained_under_autocast_on_any_cpu(has_bf16, monkeypatch):
+    """oneDNN has none in bf16 for processors without AVX-512."""
+    monkeypatch.setattr("models.cnn_lstm.HAS_BF16", has_bf16)
+    module = build("cnn_lstm").module.train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = module(torch.randn(2, 3, 32, 32))
+    assert logits.dtype == torch.bfloat16
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())

@@ -6,12 +6,16 @@ import dataclasses
 import os
 
 import pytest
+import torch
 from small_checkpoints import ALONE, newest, write_checkpoint
 
+from models.build import build_model
 from training.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from training.checkpoint.other_epochs import before_decay, note_other_epochs
+from training.checkpoint.weights import save_weights
 from training.config import TrainConfig
 from training.data.sampler import BatchPlan
+from training.observe.run_folder import WEIGHTS
 from training.run import run
 from training.state import Progress
 
@@ -50,11 +54,31 @@ def test_a_longer_run_goes_back_to_where_the_decay_began(fallback, finished):
     )
     assert earlier.path.name == "step-00008-0000000"
     assert notes == ["going back to epoch 8, the last before the learning rate decayed"]
-    assert note_other_epochs(CONFIG, earlier, PLAN, 0) == [
+    assert note_other_epochs(CONFIG, earlier, PLAN, 0, "native") == [
         "--epochs 20 instead of 10: the bytes will be those of a run that began with 20"
     ]
-    (note,) = note_other_epochs(CONFIG, earlier, PLAN, 0, "off")
+    (note,) = note_other_epochs(CONFIG, earlier, PLAN, 0, "native", "off")
     assert note.endswith("the bytes will be those of a run that began with 20 and --compile off")
+
+
+@pytest.mark.parametrize("epoch", [5, 9, None])
+def test_the_best_weights_are_those_of_the_epochs_that_stay(epoch, tmp_path):
+    """Those of an epoch of the decay, or none, are not the best of the run that goes on."""
+    folder = tmp_path / "checkpoints"
+    for progress in (Progress(8, best_epoch=5, best_top1=0.7), Progress(10, best_epoch=9, best_top1=0.8)):
+        write_checkpoint(folder, progress, keep_last=9, config=dataclasses.asdict(SHORT))
+    if epoch is not None:
+        built = build_model("basic_cnn", num_classes=2, image_size=8)
+        preprocessing = {"image_size": 8, "resize_size": None, "mean": [0.5] * 3, "std": [0.5] * 3}
+        facts = {"class_names": ["a", "b"], "preprocessing": preprocessing | {"interpolation": "bilinear"}}
+        extra = {"epoch": epoch}
+        save_weights(tmp_path / WEIGHTS, {"w": torch.zeros(1)}, description=built.description, **facts, extra=extra)
+    found, _ = newest(folder)
+    earlier, notes = before_decay(CONFIG, found, ALONE)
+    kept = (earlier.manifest.progress.best_epoch, earlier.manifest.progress.best_top1)
+    assert kept == ((5, 0.7) if epoch == 5 else (0, -1.0))
+    told = ["the weights of epoch 5, the best of them, are gone: the best from here on stay"]
+    assert notes[1:] == ([] if epoch == 5 else told)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +113,7 @@ def test_a_damaged_one_is_told_and_the_newest_taken(finished):
     same, (note,) = before_decay(CONFIG, found, ALONE)
     assert same is found
     assert note.startswith("the checkpoint of epoch 8, before the decay, cannot be used: it has no manifest.json")
-    (note,) = note_other_epochs(CONFIG, found, PLAN, 0)
+    (note,) = note_other_epochs(CONFIG, found, PLAN, 0, "native")
     assert "from here on learning rate and mixing are those of a run of 20 epochs, up to here they were not" in note
 
 
@@ -117,9 +141,35 @@ def test_the_log_says_whether_the_steps_so_far_had_the_rates_of_the_longer_run(t
     saved = dataclasses.asdict(dataclasses.replace(config, epochs=5))
     write_checkpoint(tmp_path, Progress(4), config=saved)
     found, _ = newest(tmp_path)
-    (note,) = note_other_epochs(config, found, PLAN, 0)
+    (note,) = note_other_epochs(config, found, PLAN, 0, "native")
     assert ("the bytes will be those of a run that began with" in note) == is_same
-    assert note_other_epochs(dataclasses.replace(config, epochs=5), found, PLAN, 0) == []
+    assert note_other_epochs(dataclasses.replace(config, epochs=5), found, PLAN, 0, "native") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "ranks", "because"),
+    [
+        ({}, "native", 1, ""),
+        ({}, "torch", 2, ""),
+        ({"strategy": "fsdp_stage2"}, "native", 2, ""),
+        ({"strategy": "fsdp_stage2"}, "torch", 2, "--strategy"),
+        ({"precision": "bf16", "batch_size": 5}, "native", 2, "--precision, --batch-size"),
+        ({"threads_per_rank": 2}, "native", 2, "--threads-per-rank"),
+        ({"engine": "torch"}, "torch", 1, "--engine, the other number of ranks"),
+        ({"sync_batchnorm": True}, "native", 1, "the other number of ranks"),
+    ],
+)
+def test_the_log_promises_no_bytes_that_another_change_takes(tmp_path, changes, engine, ranks, because):
+    config = dataclasses.replace(CONFIG, schedule="constant", epochs=6, **changes)
+    same = {name: value for name, value in changes.items() if name == "sync_batchnorm"}
+    saved = dataclasses.replace(CONFIG, schedule="constant", epochs=5, **same)
+    write_checkpoint(tmp_path, Progress(4), config=dataclasses.asdict(saved))
+    found, _ = newest(tmp_path)
+    assert len(found.manifest.shards) == 2
+    plan = dataclasses.replace(PLAN, world_size=ranks)
+    (note,) = note_other_epochs(config, found, plan, 0, engine)
+    expected = f"will not be those of a run that began with them, because of {because}" if because else "will be those"
+    assert expected in note
 
 
 @pytest.mark.parametrize("epochs", [None, 0, -3, True, "10", 10**30, [10]])
@@ -127,7 +177,7 @@ def test_strange_epochs_of_a_checkpoint_are_none(tmp_path, epochs):
     write_checkpoint(tmp_path, Progress(4), config=dataclasses.asdict(SHORT) | {"epochs": epochs})
     found, _ = newest(tmp_path)
     assert before_decay(CONFIG, found, ALONE) == (found, [])
-    assert note_other_epochs(CONFIG, found, PLAN, 0) == []
+    assert note_other_epochs(CONFIG, found, PLAN, 0, "native") == []
 
 
 def test_an_extended_run_has_the_bytes_of_one_that_began_with_more_epochs(tmp_path, monkeypatch, capsys):

@@ -241,7 +241,7 @@ def test_rules_of_whole_parameters_go_to_torchs_engine_at_ddp():
             "--engine native cuts into flat parts: use --engine torch, or auto",
         ),
         ({"optimizer": "larc", "engine": "deepspeed"}, "--engine deepspeed cuts into flat parts"),
-        ({"optimizer": "muon", "momentum": 0.0}, "--optimizer muon: --momentum 0 is for sgd alone"),
+        ({"optimizer": "muon", "momentum": 0.0}, "--optimizer muon needs a --momentum above 0"),
         ({"optimizer": "adamc", "base_batch_size": 256}, "--optimizer adamc and --base-batch-size exclude each other"),
         ({"optimizer_options": "betas=0.9/1.5"}, "'betas=0.9/1.5': expected numbers from 0 to below 1, such as"),
         ({"optimizer_options": "eps=-1"}, "--optimizer-options 'eps=-1': expected a number above 0."),
@@ -264,12 +264,20 @@ def test_what_is_sound_is_allowed():
             check_config(dataclasses.replace(CONFIG, optimizer=name, strategy=strategy), FLAG_OF)
     for name in WHOLE_PARAMETER:
         check_config(dataclasses.replace(CONFIG, optimizer=name, engine="torch"), FLAG_OF)
+    muon = dataclasses.replace(CONFIG, optimizer="muon", fallback_optimizer="sgd")
+    check_config(dataclasses.replace(muon, fallback_options="momentum=0"), FLAG_OF)
+    check_config(dataclasses.replace(muon, optimizer_options="momentum=0.9", momentum=0.0), FLAG_OF)
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "told"),
     [
-        ("sgdw", {"momentum": 0.0}, "--optimizer sgdw --momentum 0.0: Nesterov momentum requires"),
+        (
+            "sgdw",
+            {"momentum": 0.0},
+            "--optimizer sgdw --momentum 0.0: Nesterov momentum requires a momentum and zero "
+            "dampening. Use --optimizer sgd, or a momentum above 0.",
+        ),
         (
             "sgdw",
             {"optimizer_options": "eps=1e-3"},

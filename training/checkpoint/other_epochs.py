@@ -5,12 +5,19 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from training.checkpoint.best_weights import epoch_of
 from training.checkpoint.store import FoundCheckpoint, checkpoint_name, choose
-from training.config import FIELDS, TrainConfig
+from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.data.sampler import BatchPlan
+from training.observe.run_folder import WEIGHTS
+from training.parallel.collectives import broadcast_object
+from training.parallel.exchange import optional, whole_number
 from training.parallel.world import World
 from training.recipe.schedule import build_schedule, stable_epochs
 from training.state import Progress
+
+ROUNDING = ("precision", "batch_size", "threads_per_rank", "engine")  # may change on a resume, and change the bytes
+SHARDING = ("strategy", "replicate_across", "offload", "deepspeed_config")  # the same, but not under the native engine
 
 
 def before_decay(
@@ -37,11 +44,24 @@ def before_decay(
     if earlier is None:
         reason = next(iter(refused.values()))
         return found, [f"the checkpoint of epoch {start.epoch}, before the decay, cannot be used: {reason}"]
-    return earlier, [f"going back to epoch {start.epoch}, the last before the learning rate decayed"]
+    notes = [f"going back to epoch {start.epoch}, the last before the learning rate decayed"]
+    progress = earlier.manifest.progress
+    weights = earlier.path.parent.parent / WEIGHTS
+    epoch = broadcast_object(epoch_of(weights) if world.is_main else None, optional(whole_number), world)
+    if epoch == progress.best_epoch or progress.best_epoch == 0:
+        return earlier, notes
+    notes.append(f"the weights of epoch {progress.best_epoch}, the best of them, are gone: the best from here on stay")
+    progress = dataclasses.replace(progress, best_epoch=0, best_top1=Progress.best_top1)
+    return dataclasses.replace(earlier, manifest=dataclasses.replace(earlier.manifest, progress=progress)), notes
 
 
 def note_other_epochs(
-    config: TrainConfig, found: FoundCheckpoint | None, plan: BatchPlan, head_epochs: int, compiles: str = ""
+    config: TrainConfig,
+    found: FoundCheckpoint | None,
+    plan: BatchPlan,
+    head_epochs: int,
+    engine: str,
+    compiles: str = "",
 ) -> list[str]:
     """Return a note for the log if the epochs are not those of the checkpoint: whether that changes what came before.
 
@@ -50,6 +70,7 @@ def note_other_epochs(
         found: the checkpoint, which fits.
         plan: this run's.
         head_epochs: epochs in which only the head is trained.
+        engine: this run's.
         compiles: what `--compile` a run that began with these epochs needs for the same code; '' for none.
     """
     saved = _with_saved_epochs(config, found)
@@ -64,6 +85,8 @@ def note_other_epochs(
         last_mixed = min(saved.epochs, config.epochs) - config.mixup_off_epochs
         is_same &= steps <= last_mixed * plan.steps_per_epoch
     change = f"--epochs {config.epochs} instead of {saved.epochs}"
+    if is_same and (changed := _changes_of_bytes(config, found, plan, engine)):
+        return [f"{change}: the bytes will not be those of a run that began with them, because of {changed}"]
     if is_same:
         same_code = f" and --compile {compiles}" if compiles else ""
         return [f"{change}: the bytes will be those of a run that began with {config.epochs}{same_code}"]
@@ -71,6 +94,15 @@ def note_other_epochs(
         f"{change}: from here on learning rate and mixing are those of a run of {config.epochs} epochs, up to here "
         "they were not; --schedule wsd can be extended exactly"
     ]
+
+
+def _changes_of_bytes(config: TrainConfig, found: FoundCheckpoint, plan: BatchPlan, engine: str) -> str:
+    """Return what gives other bytes than a run would have that had it from the start; "" for nothing."""
+    names, saved = [*ROUNDING, *(() if engine == "native" else SHARDING)], found.manifest.config
+    changed = [FLAG_OF[name] for name in names if saved.get(name, FIELDS[name].default) != getattr(config, name)]
+    if plan.world_size != len(found.manifest.shards) and (engine != "native" or config.sync_batchnorm):
+        changed.append("the other number of ranks")
+    return ", ".join(changed)
 
 
 def _with_saved_epochs(config: TrainConfig, found: FoundCheckpoint | None) -> TrainConfig | None:

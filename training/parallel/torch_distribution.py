@@ -7,6 +7,7 @@ are released after the block's forward, at stage 2 after its backward.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
@@ -70,6 +71,8 @@ class Replicated(Distribution):
         self._network = under_autocast(module, setup.precision, world.device)
         if setup.compiles:
             self._network.compile(mode=compile_mode(world.device, setup.batch_size, setup.plan))
+        # Of pointwise and depthwise weights, whose orders of dimensions are one order in memory.
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # Not a static graph: what it saves, the search for unused parameters, is not done here either.
         self._parallel = DistributedDataParallel(_AllUsed(self._network, trained), gradient_as_bucket_view=True)

@@ -101,7 +101,8 @@ def _build_rule(name: str, param_groups: list[dict[str, Any]], config: TrainConf
             return Fp32Muon(param_groups, **getattr(get_optimizer_class(name), "keywords", {}) | options)
         return create_optimizer_v2(param_groups, opt="momentum" if is_plain_sgd else name, **options)
     except ValueError as error:
-        raise UserError(f"--optimizer {name} --momentum {momentum}: {one_line(error)}.") from None
+        cure = "" if momentum else " Use --optimizer sgd, or a momentum above 0."
+        raise UserError(f"--optimizer {name} --momentum {momentum}: {one_line(error)}.{cure}") from None
 
 
 def _given_options(name: str, config: TrainConfig) -> dict[str, Any]:
