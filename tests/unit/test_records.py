@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import shlex
 import statistics
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks import record as recorder
 from benchmarks import record_data, variants
-from benchmarks.record import RECORDS, TASKS, our_command, read_our_log, read_timm_log, summary
+from benchmarks.record import RECORDS, TASKS, make_record, our_command, read_our_log, read_timm_log, summary
 from benchmarks.record_table import BEGIN, END, compared, table, time_ratio, top1_cell
 from benchmarks.variants import STUDIES, ablation_table, marks, run_study, study_folder, zoo_table
+from training.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(RECORDS.glob("*/*/record.json"))
@@ -91,13 +94,109 @@ def test_a_variant_is_trained_on_one_kind_of_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(variants, "ZOO", (*variants.ZOO, "resnet"))  # one more goes to the end
     run_study("zoo", data, 1, ["resnet"])
     assert trained == [0, 0, 1, 0]
-    with pytest.raises(SystemExit, match="mobilenet was trained on another; go on there"):
+    with pytest.raises(UserError, match="mobilenet was trained on another; go on there"):
         run_study("zoo", data, 2, ["mobilenet"])
-    with pytest.raises(SystemExit, match="--only alexnet: no such variant; there are basic_cnn, "):
+    with pytest.raises(UserError, match="--only alexnet: no such variant; there are basic_cnn, "):
         run_study("zoo", data, 2, ["alexnet"])
     data.write_bytes(b"other images")
-    with pytest.raises(SystemExit, match="has other data_sha256"):
+    with pytest.raises(UserError, match="has other data_sha256"):
         run_study("zoo", data, 2)
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """The logs of the trainings, none of which takes place; records lie in the test's folder, the current one."""
+    logs = []
+
+    def train(command, seed, log, views=""):
+        logs.append(log.name)
+        return {"top1": 0.9, "seconds": 10.0}
+
+    monkeypatch.chdir(tmp_path)
+    np.savez("images.npz", 0)
+    Path("train.py").touch()
+    for module in (recorder, variants):
+        monkeypatch.setattr(module, "RECORDS", tmp_path / "records")
+        monkeypatch.setattr(module, "train_ours", train)
+    monkeypatch.setattr(recorder, "train_timm", train)
+    monkeypatch.setattr(recorder, "write_table", lambda *_: None)
+    return logs
+
+
+def ends(module, line, monkeypatch, capsys):
+    """Return exit code and message of a script for the words of a line."""
+    monkeypatch.setattr(sys, "argv", ["", *line.split()])
+    code = module.main()
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "message"),
+    [
+        (recorder, "digits --seeds 0", "--seeds '0': expected a whole number from 1 to 1000."),
+        (recorder, "digits --seeds -3", "--seeds '-3': expected a whole number from 1 to 1000."),
+        (recorder, "digits --timm-seeds -1", "--timm-seeds '-1': expected a whole number from 0 to 1000."),
+        (recorder, "digits --what a/b", "--what 'a/b': expected letters, digits, dots, dashes and underscores."),
+        (recorder, "digits --data nope.npz", "--data 'nope.npz': expected an existing .npz file, made by benchmarks/"),
+        (recorder, "digits --data train.py", "--data 'train.py': expected an existing .npz file, made by benchmarks/"),
+        (recorder, "digits --timm nope.py --data images.npz", "--timm 'nope.py': expected the path of timm's train.py"),
+        (recorder, "digits --timm train.py", "digits --timm needs a file: give --data FILE, made by benchmarks/"),
+        (recorder, "fashion-mnist", "fashion-mnist needs a file: give --data FILE, made by benchmarks/record_data.py."),
+        (recorder, "digit", "task 'digit': expected digits | fashion-mnist | cifar10 | cifar10-94."),
+        (recorder, "", "give a task, one of digits, "),
+        (variants, "zoo", "give --data FILE, or --table."),
+        (variants, "zoo --data nope.npz", "--data 'nope.npz': expected an existing .npz file, made by benchmarks/"),
+        (variants, "zoo --data images.npz --seeds 0", "--seeds '0': expected a whole number from 1 to 1000."),
+        (variants, "zoo --data images.npz --only alexnet", "--only alexnet: no such variant; there are basic_cnn, "),
+        (record_data, "digits", "the following arguments are required: file. "),
+        (record_data, "digits digx", "file 'digx': expected a name that ends in .npz."),
+        (record_data, "digits x.npz photos", "digits x.npz photos: expected digits FILE.npz."),
+        (record_data, "digits none/x.npz", "[Errno 2] No such file or directory: 'none/x.npz'; usage: digits "),
+        (record_data, "cifar10 x.npz", "cifar10 x.npz: expected cifar10 FILE.npz FOLDER, the unpacked npm package "),
+        (record_data, "cifar10 x.npz none", "[Errno 2] No such file or directory: 'none/data_batch_1.png'; usage: "),
+        (record_data, "fashion-mnist x.npz none", "[Errno 2] No such file or directory: 'none/train-images-idx3-ubyt"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_leaves_nothing(module, line, message, trained, monkeypatch, capsys):
+    code, printed = ends(module, line, monkeypatch, capsys)
+    name = module.__name__.rpartition(".")[2]
+    assert (code, printed.count("\n")) == (2, 1)
+    assert printed.startswith(f"{name}: {message}")
+    assert not trained
+    assert sorted(path.name for path in Path().iterdir()) == ["images.npz", "train.py"]
+
+
+def test_a_path_holds_in_the_folder_of_the_training(trained, tmp_path):
+    given = recorder.parse(["digits", "--data", "images.npz", "--timm", "train.py"])
+    assert (given.data, given.timm) == (tmp_path / "images.npz", tmp_path / "train.py")
+    assert variants.parse(["zoo", "--data", "images.npz"]).data == tmp_path / "images.npz"
+
+
+def test_a_broken_record_keeps_what_was_trained_and_goes_on(trained, tmp_path, monkeypatch):
+    file, both = tmp_path / "one" / "record.json", {"data": tmp_path / "images.npz", "timm": tmp_path / "train.py"}
+    train = recorder.train_timm
+    monkeypatch.setattr(recorder, "train_timm", lambda *_: sys.exit("broken"))
+    with pytest.raises(SystemExit, match="broken"):
+        make_record("digits", file.parent, seeds=2, timm_seeds=2, **both)
+    kept = json.loads(file.read_text())
+    assert (kept["ours"]["runs"], kept.get("timm")) == (runs([0.9], [10.0]), None)
+    monkeypatch.setattr(recorder, "train_timm", train)
+    make_record("digits", file.parent, seeds=2, timm_seeds=1, **both)
+    assert trained == ["ours-0.log", "timm-0.log", "ours-1.log"]
+    with pytest.raises(UserError, match=r"record.json: has other data_sha256; give another --what\.$"):
+        make_record("digits", file.parent, seeds=2, timm_seeds=0, data=None, timm=None)
+
+
+def test_a_record_goes_on_under_its_whole_name(trained, monkeypatch, capsys):
+    for what in ("without-shifts", "shifts", "shifts"):
+        assert ends(recorder, f"digits --seeds 1 --what {what}", monkeypatch, capsys) == (0, "")
+    assert trained == ["ours-0.log", "ours-0.log"]
+    assert len([*Path("records/digits").iterdir()]) == 2
+
+
+def test_digits_is_written_under_the_given_name(trained, monkeypatch, capsys):
+    assert ends(record_data, "digits x.npz", monkeypatch, capsys) == (0, "")
+    assert np.load("x.npz")["x_test"].shape[1:] == (8, 8)
 
 
 @pytest.mark.parametrize("task", TASKS)
