@@ -86,8 +86,8 @@ def evaluate(
     with preserved_process():
         world = start_world()
         try:
-            config = agreed(found.config, world)
-            evaluated = agreed(lambda: load_evaluation_data(metadata, config, choice), world)
+            config, fingerprint = agreed(lambda: (found.config(), found.data_fingerprint()), world)
+            evaluated = agreed(lambda: load_evaluation_data(metadata, config, choice, fingerprint), world)
             used_precision = agreed(lambda: resolve_precision(precision, world.device), world)
             folder = _output_folder(output, found, config, evaluated)
             if folder is not None:

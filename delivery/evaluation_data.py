@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class EvaluationChoice:
 
 
 def load_evaluation_data(
-    metadata: dict[str, Any], config: TrainConfig | None, choice: EvaluationChoice
+    metadata: dict[str, Any], config: TrainConfig | None, choice: EvaluationChoice, fingerprint: str
 ) -> EvaluationData:
     """Load the images that the user, or else the run, names.
 
@@ -65,9 +66,10 @@ def load_evaluation_data(
         metadata: what `training.checkpoint.weights.load_model` returned.
         config: the run's configuration, None if it is not known.
         choice: what the user asks for.
+        fingerprint: of the run's data, '' if it is not known.
 
     Raises:
-        UserError: if there is no such data, or its classes are not the model's.
+        UserError: if there is no such data, its classes are not the model's, or the run's data cannot be told.
     """
     if choice.split not in SPLITS:
         raise unknown_name("split", choice.split, SPLITS)
@@ -75,9 +77,16 @@ def load_evaluation_data(
         raise UserError("these weights lie outside a run, so their data is not known: give --data.")
     trained_on = config.data if config else ""
     data = choice.data or trained_on
-    split = _resolve_split(choice.split, data, trained_on)
     options = _data_options(metadata["preprocessing"], config or TrainConfig(), choice, data)
-    datasets = load_whole(options) if split == "all" else load_data(options)
+    try:
+        split = _resolve_split(choice, data, trained_on, lambda: load_data(options).fingerprint == fingerprint)
+        datasets = load_whole(options) if split == "all" else load_data(options)
+    except UserError as error:
+        if choice.data:
+            raise
+        raise UserError(f"{error} The run was trained on it: give --data if it lies elsewhere now.") from None
+    if not choice.data and _is_relative_folder(data) and datasets.fingerprint != fingerprint != "":
+        raise UserError(f"'{data}' in this folder is not what the run was trained on: give --data, with its full path.")
     wanted, found = (values_of(each) for each in (metadata["preprocessing"], datasets.preprocessing))
     if wanted != found:
         raise UserError(f"the model was trained on {wanted} values, '{data}' has {found}: convert it.")
@@ -87,12 +96,18 @@ def load_evaluation_data(
     return EvaluationData(dataclasses.replace(datasets, val=seen_as), data, split, label_map)
 
 
-def _resolve_split(split: str, data: str, trained_on: str) -> str:
+def _is_relative_folder(data: str) -> bool:
+    """Return whether it depends on the current folder which images are meant."""
+    return find_dataset(data) is DATASETS["folder"] and not Path(data).expanduser().is_absolute()
+
+
+def _resolve_split(choice: EvaluationChoice, data: str, trained_on: str, has_same_files: Callable[[], bool]) -> str:
     """Return what "auto" means: all images of a folder that was not trained on and has no val/, else what was held out.
 
     Raises:
         UserError: if the data has no such part.
     """
+    split = choice.split
     is_folder = find_dataset(data) is DATASETS["folder"]
     is_undivided = is_folder and not has_parts(data)
     if split == "all" and not is_undivided:
@@ -100,7 +115,7 @@ def _resolve_split(split: str, data: str, trained_on: str) -> str:
     if split != "auto":
         return split
     first, second = (Path(name).expanduser().resolve() for name in (data, trained_on))
-    is_known = bool(trained_on) and (data == trained_on or (is_folder and first == second))
+    is_known = bool(trained_on) and (data == trained_on or (is_folder and (first == second or has_same_files())))
     return "all" if is_undivided and not is_known else "val"
 
 

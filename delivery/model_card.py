@@ -7,7 +7,7 @@ the text.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ def write_model_card(run: Path) -> Path | None:
     values, channels = values_of(metadata["preprocessing"]), len(metadata["preprocessing"]["mean"])
     environment = json.loads((run / ENVIRONMENT).read_text(encoding="utf-8"))
     scores, ranks = read_scores(run / EVALUATION) or {}, environment["ranks"]
+    epochs = [*{line["epoch"]: line for line in _lines(run, "epoch")}.values()]  # without those that were trained again
     jinja = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
     jinja.filters |= {"plain": _plain, "code": _code}
     text = jinja.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
@@ -74,8 +75,9 @@ def write_model_card(run: Path) -> Path | None:
         fixed_size=has_fixed_size(metadata["description"]["timm_name"]),
         weights=WEIGHTS,
         epoch=metadata["extra"].get("epoch"),
-        last_epoch=_last_line(run, "epoch"),
-        end=_last_line(run, "end"),
+        last_epoch=_last_of(epochs),
+        shorter_run=_last_of([line for line in epochs if line.get("epochs", config.epochs) != config.epochs]),
+        end=_last_of(_lines(run, "end")),
         global_batch=count_global_batch(vars(config), environment),
         recipe={name: show_value(value) for name in RECIPE if (value := getattr(config, name)) != ""},
         command=reproduce_command(config, ranks, environment.get("ranks_per_machine", ranks)),
@@ -117,12 +119,15 @@ def _front_matter(name: str, config: TrainConfig, description: Mapping[str, Any]
     return data.to_yaml()
 
 
-def _last_line(run: Path, kind: str) -> dict[str, Any]:
-    """Return the last line of a kind in metrics.jsonl, {} if there is none."""
+def _lines(run: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the lines of a kind in metrics.jsonl."""
     path = run / METRICS
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    found = [line for line in lines if line.startswith(f'{{"kind": "{kind}"')]
-    return json.loads(found[-1]) if found else {}
+    return [json.loads(line) for line in lines if line.startswith(f'{{"kind": "{kind}"')]
+
+
+def _last_of(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return lines[-1] if lines else {}
 
 
 def _plain(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from training.config import REPO_ROOT, TrainConfig
 from training.config_file import read_config_file
 from training.errors import UserError, nearest
-from training.observe.run_folder import CONFIG, WEIGHTS
+from training.observe.run_folder import CONFIG, ENVIRONMENT, WEIGHTS
 
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # torch.save's archive since PyTorch 1.6, and what it wrote before
 
@@ -35,6 +36,15 @@ class TrainedModel:
         if self.run is None:
             return None
         return read_run_config(self.run)
+
+    def data_fingerprint(self) -> str:
+        """Return the fingerprint of the run's data, as of `DatasetPair`; '' if it is not known."""
+        if self.run is None:
+            return ""
+        try:
+            return str(json.loads((self.run / ENVIRONMENT).read_text(encoding="utf-8"))["data_fingerprint"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return ""
 
 
 def find_model(given: str | Path) -> TrainedModel:

@@ -53,7 +53,11 @@ def parse(arguments: Sequence[str], description: str | None) -> RangeTest:
     sweep = ["--schedule", "sweep", "--fallback-schedule", "", "--warmup-epochs", "0", "--log-every-steps", "1"]
     sweep += ["--learning-rate", highest, "--final-learning-rate-scale", lowest]
     sweep += ["--early-stopping-patience", "0", "--mixup-off-epochs", "0"]  # every epoch like the others
-    launch = [*given.launch, *sweep, "--run-name", name, "--save-every-minutes", "0", "--max-restarts", "0"]
+    sweep += ["--run-name", name, "--save-every-minutes", "0", "--max-restarts", "0"]
+    unused = sorted({word.partition("=")[0] for word in given.launch} & {*sweep[::2]})
+    if unused:
+        print(f"note: without effect in a range test: {', '.join(unused)}")
+    launch = [*given.launch, *sweep]
     config = check_training(read_arguments("launch_distributed.sh", launch, {}).training)
     if config.base_batch_size:
         raise UserError("--base-batch-size: leave it out, the rates that are tried are those of this batch.")

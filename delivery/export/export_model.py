@@ -120,7 +120,7 @@ def _show_against_fp32(exported: Exported, settings: ExportSettings) -> None:
 
 def _prepare(settings: ExportSettings, model: TrainedModel, log: Callable[[str], None]) -> ExportJob:
     module, metadata = load_model(model.weights)
-    data = load_evaluation_data(metadata, model.config(), settings.choice)
+    data = load_evaluation_data(metadata, model.config(), settings.choice, model.data_fingerprint())
     check = load_check_images(data, module, settings)
     calibration = load_calibration_images(data, settings.calibration_images) if settings.precision == "int8" else None
     origin = _describe_origin(model, metadata, settings.precision)

@@ -166,6 +166,31 @@ def test_every_image_of_a_new_folder_counts(call, run, digit_folder, data, logit
     assert found == [str(digit_folder), str(other)]
 
 
+def test_the_folder_of_a_run_is_known_by_its_files(call, run, digit_folder, tmp_path, monkeypatch):
+    """Its name may be relative to a folder in which nobody is now."""
+    own, here, elsewhere = tmp_path / "own", tmp_path / "here", tmp_path / "elsewhere"
+    for folder, source in ((own, run), (here / "photos", digit_folder), (elsewhere / "photos", digit_folder)):
+        shutil.copytree(source, folder)
+    next((elsewhere / "photos").rglob("*.png")).unlink()
+    save_config(TrainConfig(model_type="basic_cnn", image_size=8, data="photos"), own / "config.json")
+    fingerprint = load_data(DataOptions(data=str(here / "photos"), image_size=8)).fingerprint
+    (own / "environment.json").write_text(json.dumps({"data_fingerprint": fingerprint}))
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(evaluate, own)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "The run was trained on it: give --data if it lies elsewhere now." in err
+    assert call(evaluate, own, "--data", here / "photos")[0] == 0
+    held_out = read_json(own / "evaluation-photos-val" / "scores.json")["samples"]
+    assert held_out < 54
+    monkeypatch.chdir(elsewhere)
+    code, _, err = call(evaluate, own)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "'photos' in this folder is not what the run was trained on" in err
+    monkeypatch.chdir(here)
+    assert call(evaluate, own)[0] == 0
+    assert read_json(own / "evaluation" / "scores.json")["samples"] == held_out
+
+
 def test_missing_classes_are_refused_unless_allowed(call, run, digit_folder, data, logits, tmp_path):
     few = tmp_path / "few"
     for label in "38":

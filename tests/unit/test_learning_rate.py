@@ -62,6 +62,11 @@ def test_mistakes_are_one_line_before_anything_starts(words, told):
     assert told.lower() in str(caught.value).lower()
 
 
+def test_flags_that_a_range_test_sets_itself_are_named(capsys):
+    parse([*LAUNCH, "--run-name", "mine", "--learning-rate=0.1"], "")
+    assert capsys.readouterr().out == "note: without effect in a range test: --learning-rate, --run-name\n"
+
+
 def test_a_range_test_on_two_ranks_that_share_the_weights(tmp_path, capfd, monkeypatch):
     launch = ["basic_cnn", "fsdp_stage3", "2", "16", "2", *LAUNCH[5:]]
     quiet = ["--tensorboard", "false", "--report", "false", "--progress", "off", "--log-dir", str(tmp_path)]

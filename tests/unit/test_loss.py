@@ -113,6 +113,7 @@ def test_each_member_of_an_ensemble_learns_by_its_own_loss(flags, targets):
         (["--class-weights", "cat=heavy"], ["cat=heavy", "a weight is from 0 to 1000000"]),
         (["--class-weights", "cat=-1"], ["a weight is from 0"]),
         (["--class-weights", "cat=nan"], ["a weight is from 0"]),
+        (["--class-weights", "cat=1,cat=2"], ["class 'cat' has two weights"]),
         (["--class-weights", "=1"], ["CLASS=WEIGHT"]),
         (["--class-weights", "cats=2"], ["no class 'cats'", "Did you mean 'cat'?", "It has "]),
         (["--class-weights", "cat=0,dog=0,a=b=0"], ["all training images have weight 0"]),

@@ -62,6 +62,16 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_run_that_was_given_more_epochs_says_so(run: Path):
+    config = dataclasses.replace(CONFIG, epochs=4)
+    save_config(config, run / "config.json")
+    told = "Up to epoch 2 this was a run of 2 epochs."
+    for epochs in ((4, 4), (2, 2)):
+        lines = [{"kind": "epoch", "epoch": epoch + 1, "epochs": of} for epoch, of in enumerate((*epochs, 4, 4))]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert (told in write_model_card(run).read_text(encoding="utf-8")) == (epochs == (2, 2))
+
+
 def test_the_hubs_library_reads_the_front_matter(run: Path):
     card = ModelCard.load(write_model_card(run))
     data = card.data.to_dict()

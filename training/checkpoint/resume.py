@@ -212,7 +212,8 @@ def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, A
     if progress.epoch > config.epochs or progress.step > steps_per_epoch:
         raise UserError(
             f"checkpoint {found.path} is at epoch {progress.epoch}, step {progress.step}: this run has "
-            f"{config.epochs} epochs of {steps_per_epoch} steps."
+            f"{config.epochs} epochs of {steps_per_epoch} steps: give --epochs {progress.epoch} or more, or another "
+            "--run-name."
         )
 
 

@@ -22,6 +22,8 @@ def given_weights(value: str) -> dict[str, float]:
     weights: dict[str, float] = {}
     for part in value.split(","):
         name, _, number = part.rpartition("=")
+        if name in weights:
+            raise UserError(f"--class-weights {shown(value)}: class {shown(name)} has two weights: give one.")
         try:
             weights[name] = float(number)
         except ValueError:
