@@ -30,7 +30,9 @@ def _falls(config: TrainConfig) -> bool:
 
 
 def _shifts(config: TrainConfig) -> bool:
-    return config.augmentation == "auto" or augmentation_of(config, config.augmentation).shift
+    if config.augmentation == "auto":
+        return config.shift_pixels != 0
+    return augmentation_of(config, config.augmentation).shift
 
 
 def _has_momentum(config: TrainConfig) -> bool:

@@ -54,6 +54,7 @@ def test_a_flag_without_what_it_belongs_to_is_named(name):
         ("decay-epochs", {"schedule": "step", "milestones": "1,2", "decay_epochs": 2.0}),
         ("head-epochs", {"model_type": "mobilenet_finetuned", "tune": "head", "head_epochs": 1}),
         ("backbone-learning-rate-scale", {"model_type": "mobilenet_finetuned", "tune": "lora:2"}),
+        ("shift-padding", {"shift_pixels": 0, "shift_padding": "reflect"}),
         ("shift-padding", {"augmentation": "crop_flip", "shift_padding": "reflect"}),
     ],
 )
