@@ -16,11 +16,11 @@ from torch import nn
 
 from delivery.evaluation_data import EvaluationChoice, EvaluationData, load_evaluation_data
 from delivery.evaluation_files import write_evaluation
+from delivery.flags import evaluate_parser
 from delivery.trained_model import TrainedModel, find_model, slug
 from delivery.views import PLAIN, Views, checked_views, mean_log_probabilities
 from training.checkpoint.weights import load_model
-from training.config import FLAG_OF, TrainConfig
-from training.config_check import check_config
+from training.config import TrainConfig
 from training.data.bad_images import bad_image_lines, check_bad_images
 from training.data.loader import EvaluationLoader, automatic_workers
 from training.data.sampler import EvaluationPlan
@@ -78,7 +78,7 @@ def evaluate(
     Raises:
         UserError: for a mistake in the arguments, and for files that cannot be used; on all ranks.
     """
-    check_config(TrainConfig(batch_size=batch_size, precision=precision), FLAG_OF)  # type: ignore[arg-type]
+    evaluate_parser(None).check(shift_pixels=shift_pixels, batch_size=batch_size, precision=precision)
     choice = EvaluationChoice(str(data), split, data_root, bad_images, allow_missing_classes)
     found = find_model(model)
     module, metadata = load_model(found.weights)
@@ -89,7 +89,7 @@ def evaluate(
             config, fingerprint = agreed(lambda: (found.config(), found.data_fingerprint()), world)
             evaluated = agreed(lambda: load_evaluation_data(metadata, config, choice, fingerprint), world)
             used_precision = agreed(lambda: resolve_precision(precision, world.device), world)
-            folder = _output_folder(output, found, config, evaluated)
+            folder = agreed(lambda: _output_folder(output, found, config, evaluated), world)
             if folder is not None:
                 agreed(lambda: check_replaceable(folder), world)
             network = under_autocast(module.to(world.device), used_precision, world.device)
@@ -166,11 +166,21 @@ def score(
 def _output_folder(
     output: str | Path | None, model: TrainedModel, config: TrainConfig | None, data: EvaluationData
 ) -> Path | None:
-    """Return the folder of the files; by default the run's own evaluation, or another one beside it."""
+    """Return the folder of the files; by default the run's own evaluation, or another one beside it.
+
+    Raises:
+        UserError: if it is the current one, which would be gone for the shell in it.
+    """
     if output is None:
         return None
     if str(output):
-        return Path(output).expanduser()
+        folder = Path(output).expanduser()
+        if folder.is_dir() and folder.samefile("."):
+            raise UserError(
+                f"--output {output} is the current folder, which an evaluation would replace: "
+                f"give a new one, such as {folder / EVALUATION}."
+            )
+        return folder
     if model.run is None or config is None:
         return model.weights.with_name(f"{model.weights.stem}-{EVALUATION}")
     if (data.data, data.split) == (config.data, "val"):

@@ -17,13 +17,12 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import nn
 
-from delivery.flags import LARGEST_TOP_K
+from delivery.flags import predict_parser
 from delivery.image_numbers import ARRAY_EXTENSION, read_numbers
 from delivery.trained_model import find_model
 from delivery.views import Views, checked_views, mean_log_probabilities
 from training.checkpoint.weights import load_model
-from training.config import FLAG_OF, TrainConfig
-from training.config_check import check_config
+from training.config import TrainConfig
 from training.data.augment import evaluation_transform
 from training.data.reading.decode import make_decoder
 from training.data.reading.image_notes import collected_notes, noting
@@ -61,7 +60,7 @@ class Prediction:
 
 def predict(
     model: str | Path,
-    images: Iterable[str | Path],
+    images: str | Path | Iterable[str | Path],
     *,
     top_k: int = 3,
     flip: bool = False,
@@ -74,8 +73,9 @@ def predict(
 
     Args:
         model: a run's name or folder, or a safetensors file.
-        images: files, folders (searched to any depth, in order of their names; hidden files are left out), or "-" for
-            standard input: one image, or paths, one a line. A .npy file contains one image, [H, W] or [H, W, C].
+        images: one or several files, folders (searched to any depth, in order of their names; hidden files are left
+            out), or "-" for standard input: one image, or paths, one a line. A .npy file contains one image, [H, W] or
+            [H, W, C].
         top_k: how many classes each prediction names, at most as many as there are.
         flip: whether to predict the mirrored image too, and to average both probabilities.
         shift_pixels: how far to shift each image for two more views of it, averaged with it.
@@ -87,9 +87,9 @@ def predict(
         UserError: for a mistake in the arguments, and weights that cannot be used. While iterating: a folder contains
             no image, or standard input is empty or has more than `MAX_FILE_BYTES`.
     """
-    check_config(TrainConfig(batch_size=batch_size, decode=decode or "cpu"), FLAG_OF)  # type: ignore[arg-type]
-    if not 1 <= top_k <= LARGEST_TOP_K:
-        raise UserError(f"--top-k {top_k}: expected a whole number from 1 to {LARGEST_TOP_K}.")
+    parser = predict_parser(None)
+    parser.check(top_k=top_k, shift_pixels=shift_pixels, batch_size=batch_size)
+    parser.check(device=device or "cpu", decode=decode or "cpu")
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise UserError("--device cuda: PyTorch finds no GPU here; leave it out, or give --device cpu.")
@@ -161,8 +161,8 @@ def _top_classes(
     return list(zip(best.values.tolist(), best.indices.tolist(), strict=True))
 
 
-def _list_images(given: Iterable[str | Path], extensions: Sequence[str]) -> Iterator[Entry]:
-    for word in map(str, given):
+def _list_images(given: str | Path | Iterable[str | Path], extensions: Sequence[str]) -> Iterator[Entry]:
+    for word in map(str, [given] if isinstance(given, str | Path) else given):
         if word == STDIN:
             yield from _from_stdin(sys.stdin.buffer.read(MAX_FILE_BYTES + 1))
         elif os.path.isdir(word):
@@ -184,7 +184,8 @@ def _from_stdin(content: bytes) -> Iterator[Entry]:
     if is_image:
         yield STDIN_NAME, content
         return
-    paths = [line for line in os.fsdecode(content).splitlines() if line]
+    lines = os.fsdecode(content).split("\n")  # not splitlines, which ends lines at more than that
+    paths = [path for line in lines if (path := line.removesuffix("\r"))]
     if not paths:
         raise UserError("standard input is empty: '-' reads one image, or paths, one a line.")
     yield from ((path, None) for path in paths)

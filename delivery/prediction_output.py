@@ -30,6 +30,8 @@ def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, t
     Raises:
         UserError: if the file cannot be written, and as `predict`.
     """
+    if path and Path(path).expanduser().is_dir():
+        raise UserError(f"--output {path} is a folder: give a file, such as {Path(path) / 'labels.csv'}.")
     unreadable = 0
 
     def readable() -> Iterator[Prediction]:

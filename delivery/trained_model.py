@@ -6,9 +6,10 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from training.config import REPO_ROOT, TrainConfig
-from training.config_file import read_config_file
+from training.config_file import checked_values
 from training.errors import UserError, nearest
 from training.observe.run_folder import CONFIG, ENVIRONMENT, WEIGHTS
 
@@ -93,7 +94,25 @@ def read_run_config(run: Path) -> TrainConfig:
     Raises:
         UserError: if config.json is missing or damaged.
     """
-    return TrainConfig(**read_config_file(run / CONFIG))
+    path = run / CONFIG
+    return TrainConfig(**checked_values(read_json(path), f"'{path}'"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object of one of a run's files.
+
+    Raises:
+        UserError: if it is missing or damaged.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"'{path}' is damaged: {error}. Restore it, or remove it.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"'{path}' is damaged: it is not a JSON object. Restore it, or remove it.")
+    return content
 
 
 def slug(name: str) -> str:

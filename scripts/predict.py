@@ -12,7 +12,6 @@ Only safetensors are read.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -46,10 +45,4 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    try:
-        exit_code = run_script("predict", parse, predict)
-        sys.stdout.flush()
-    except BrokenPipeError:  # as in `predict ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        exit_code = 0
-    sys.exit(exit_code)
+    sys.exit(run_script("predict", parse, predict))

@@ -7,6 +7,7 @@ file, then the command line. Like `training.config`, this module imports the sta
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.config_check import check_config
 from training.config_values import allowed_names, allowed_values, field_types, number_type, read_value
 from training.errors import RANK_0_MESSAGE_SECONDS, USER_ERROR_EXIT_CODE, UserError, nearest, shown
+from training.observe.lasting_output import ReaderGone, end_with_reader
 from training.timm_names import timm_hint
 
 Parsed = TypeVar("Parsed")
@@ -36,6 +38,7 @@ class OneLineParser(argparse.ArgumentParser):
             exit_on_error=False,
         )
         self.expected: dict[str, str] = {}  # by flag: the allowed values, for messages
+        self.convert: dict[str, Callable[[str], Any]] = {}  # by flag
 
     def add_value(
         self, flag: str, read: Callable[[str], Any], expected: str, names: Sequence[str] = (), **options: Any
@@ -56,7 +59,7 @@ class OneLineParser(argparse.ArgumentParser):
             except ValueError:
                 raise wrong_value(flag, word, expected, names) from None
 
-        self.expected[flag] = expected
+        self.expected[flag], self.convert[flag] = expected, convert
         self.add_argument(flag, type=convert, **options)
 
     def add_number(self, flag: str, low: float, high: float, *, kind: str = "", **options: Any) -> None:
@@ -111,6 +114,19 @@ class OneLineParser(argparse.ArgumentParser):
             value = "".join(f" {shown(word)}" for word in following)
             raise UserError(f"{flag}{value}: expected {self.expected[flag]}.") from None
 
+    def check(self, **values: object) -> None:
+        """Check values that a function was given, by the names of its arguments, as those of the flags.
+
+        Raises:
+            UserError: for the first value that is wrong.
+        """
+        for name, value in values.items():
+            flag = f"--{name.replace('_', '-')}"
+            with contextlib.suppress(UserError, ValueError):  # Python formats no whole number of more than 4300 digits
+                if self.convert[flag](str(value)) == value:
+                    continue
+            raise wrong_value(flag, value, self.expected[flag], ())
+
     def error(self, message: str) -> NoReturn:
         """Raise the mistake, for `run_script` to print."""
         raise UserError(f"{message}{'' if message[-1] in '.?' else '.'} `--help` lists all flags.")
@@ -124,8 +140,12 @@ def run_script(name: str, parse: Callable[[list[str]], Parsed], action: Callable
         parse: maps the words of the command line to their values; may raise SystemExit.
         action: does the work and returns the exit code.
     """
+    if sys.stdout is sys.__stdout__:  # the trainer's outlasts its reader
+        end_with_reader()
     try:
         return action(parse(sys.argv[1:]))
+    except ReaderGone:
+        return 0
     except UserError as error:
         return print_user_error(name, error)
     except ModuleNotFoundError as error:

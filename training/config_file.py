@@ -43,9 +43,22 @@ def read_config_file(path: Path) -> dict[str, Any]:
         UserError: if the file is missing or malformed, a key is unknown, or its value wrong.
     """
     where = f"--config {path}"
+    return checked_values(_load_file(path, where), where)
+
+
+def checked_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
+    """Return what a file contains, by field.
+
+    Args:
+        content: by key.
+        where: the file, for messages.
+
+    Raises:
+        UserError: if a key is unknown, or its value wrong.
+    """
     label_of = {name: f"{where}: {flag[2:]}" for name, flag in FLAG_OF.items()}
     values: dict[str, Any] = {}
-    for key, value in _load_file(path, where).items():
+    for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in FIELDS:
             timms = timm_hint(f"--{key}".replace("_", "-"), FLAG_OF.values())

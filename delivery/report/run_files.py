@@ -14,6 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from delivery.trained_model import read_json
 from training.errors import UserError
 from training.observe.run_folder import (
     BATCH_SIZE,
@@ -255,9 +256,9 @@ def read_run(folder: Path) -> RunFiles:
     Raises:
         UserError: if a file is damaged.
     """
-    config = _read_json(folder / CONFIG) or {}
-    environment = _read_json(folder / ENVIRONMENT)
-    scores = _read_json(folder / EVALUATION / SCORES)
+    config = _read_if_there(folder / CONFIG) or {}
+    environment = _read_if_there(folder / ENVIRONMENT)
+    scores = _read_if_there(folder / EVALUATION / SCORES)
     metrics = folder / METRICS
     global_batch = count_global_batch(config, environment or {})
     history = read_history(metrics, global_batch) if metrics.is_file() else History(global_batch)
@@ -273,8 +274,8 @@ def read_run(folder: Path) -> RunFiles:
             "evaluation/scores.json is missing: there are no scores of single classes. "
             "scripts/evaluate.py writes such files from the weights."
         )
-    range_test, parameters = _read_json(folder / LEARNING_RATE), _count_parameters(folder / WEIGHTS)
-    search = _read_json(folder / BATCH_SIZE)
+    range_test, parameters = _read_if_there(folder / LEARNING_RATE), _count_parameters(folder / WEIGHTS)
+    search = _read_if_there(folder / BATCH_SIZE)
     return RunFiles(folder, config, environment or {}, history, scores, range_test, parameters, notes, search)
 
 
@@ -286,19 +287,8 @@ def count_global_batch(config: Mapping[str, Any], environment: Mapping[str, Any]
     return math.prod(factors)
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """Return a file's JSON object, None if there is no file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"'{path}' is damaged: {error}. Restore it, or remove it.") from None
-    if not isinstance(content, dict):
-        raise UserError(f"'{path}' is damaged: it is not a JSON object. Restore it, or remove it.")
-    return content
+def _read_if_there(path: Path) -> dict[str, Any] | None:
+    return read_json(path) if path.exists() else None
 
 
 def _count_parameters(path: Path) -> int | None:

@@ -131,6 +131,16 @@ def test_several_ranks_give_the_same_bytes(call, run, tmp_path):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "three" / name).read_bytes(), name
 
 
+def test_an_evaluation_goes_where_a_link_leads(call, run, tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to("target")
+    for _ in range(2):
+        assert call(evaluate, run, "--output", tmp_path / "link")[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target" / "scores.json").is_file()
+
+
 def test_a_folder_that_the_run_was_not_trained_on_is_judged_whole(call, run, pictures, logits):
     code, _, err = call(evaluate, run / "model.safetensors", "--data", pictures)
     assert code == 2
@@ -353,6 +363,16 @@ def test_standard_input_holds_paths_or_an_image(call, run, pictures):
     assert alone[0]["probability"] == pytest.approx(with_others[0]["probability"], abs=1e-6)
 
 
+def test_paths_on_standard_input_end_with_the_line_alone(call, run, pictures, tmp_path):
+    files = [tmp_path / f"a{sign}b.png" for sign in "\x0b\x0c\x1c\x85\u2028\r"]
+    for path in files:
+        shutil.copy(pictures / "class 0" / "00.png", path)
+    lines = "".join(f"{path}\r\n" for path in files).encode()
+    code, out, err = call(predict, run, "-", "--format", "json", stdin=lines)
+    assert (code, err) == (0, "")
+    assert list(answers(out)) == list(map(str, files))
+
+
 def test_a_large_jpeg_on_standard_input_is_shrunk_as_its_file_is(call, run, tmp_path):
     path = tmp_path / "large.jpg"
     noise = np.random.default_rng(0).integers(0, 255, (400, 300, 3), dtype=np.uint8)
@@ -382,6 +402,54 @@ def test_an_output_file_is_whole_or_not_there(call, run, pictures, small_disk, t
     assert err == f"predict: --output {full}: cannot be written (No space left on device).\n"
     assert full.read_text() == "old\n"
     assert {path.name for path in small_disk.iterdir()} == {"labels.jsonl", "filler"}
+
+
+def run_in_shell(script: str, redirection: str, *words: object) -> subprocess.CompletedProcess[str]:
+    command = ["bash", "-c", f'"$@" {redirection}', "bash", sys.executable, f"scripts/{script}.py", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        *[("predict", ["{run}", "{pictures}", "--format", kind]) for kind in FORMATS],
+        ("evaluate", ["{run}", "--output", "{tmp}/evaluation"]),
+        ("export", ["{run}", "--format", "safetensors", "--output", "{tmp}/export"]),
+        ("report", ["{run}", "--output", "{tmp}/report.html"]),
+    ],
+)
+def test_standard_output_that_is_full_is_one_line(run, pictures, tmp_path, script, words):
+    filled = (word.format(run=run, pictures=pictures, tmp=tmp_path) for word in words)
+    ended = run_in_shell(script, "> /dev/full", *filled)
+    line = f"{script}: standard output cannot be written (No space left on device).\n"
+    assert (ended.returncode, ended.stderr) == (2, line)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_nobody_needs_to_read_all_predictions(run, pictures, kind):
+    ended = run_in_shell("predict", "| true; exit ${PIPESTATUS[0]}", run, pictures, "--format", kind)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("script", [evaluate, predict])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is damaged: Expecting property name enclosed in double quotes: line 1 column 2 (char 1). Restore it"),
+        ("[]", "is damaged: it is not a JSON object. Restore it, or remove it."),
+        ('{"epochs": "ten"}', ": epochs 'ten': expected a whole number from 1"),
+        ('{"epoch": 1}', ": unknown key 'epoch'. Did you mean 'epochs'?"),
+    ],
+)
+def test_a_damaged_configuration_of_a_run_is_named(call, run, tmp_path, script, content, message):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    (folder / "config.json").write_text(content)
+    code, out, err = call(script, folder, *([] if script is evaluate else ["photo.png"]))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    label = "evaluate" if script is evaluate else "predict"
+    assert err.startswith(f"{label}: '{folder / 'config.json'}'")
+    assert message in err
 
 
 @pytest.mark.parametrize("script", [evaluate, predict])
@@ -422,10 +490,14 @@ def test_only_safetensors_are_read(call, tmp_path, script, content, message):
         (predict, ["{run}", "a.png", "--top-k", "0"], "expected a whole number from 1 to 1000"),
         (predict, ["{run}", "a.png", "--format", "xml"], "--format 'xml': expected table | csv | json"),
         (predict, ["{run}", "a.png", "--output", "{empty}/no/such"], "cannot be written (No such file or directory)"),
+        (predict, ["{run}", "a.png", "--output", "."], "--output . is a folder: give a file, such as labels.csv."),
+        (evaluate, ["{run}", "--output", "."], "--output . is the current folder, which an evaluation would replace"),
+        (evaluate, ["{run}", "--output", "{empty}"], "is the current folder, which an evaluation would replace"),
     ],
 )
-def test_mistakes_are_one_line(call, run, tmp_path, script, words, message):
+def test_mistakes_are_one_line(call, run, tmp_path, monkeypatch, script, words, message):
     (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     code, out, err = call(script, *(word.format(run=run, empty=tmp_path / "empty") for word in words))
     assert (code, out, err.count("\n")) == (2, "", 1), err

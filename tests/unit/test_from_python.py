@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,11 @@ def test_evaluate_and_predict_by_the_documentations_lines(digits, capsys):
     assert len(lines[2]) > 30, "the reason"
 
 
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_path_alone_is_a_list_of_one(digits, kind):
+    assert [one.image for one in predict("logs/runs/digits", kind("photos"))] == ["photos/one.png", "photos/two.png"]
+
+
 def test_without_an_output_nothing_is_written(folder, digits):
     before = sorted(folder.rglob("*"))
     evaluate("logs/runs/digits", split="train", output=None)
@@ -124,10 +130,11 @@ def test_without_an_output_nothing_is_written(folder, digits):
         (lambda: run(TrainConfig(precision="fp8")), "--precision 'fp8': expected auto | bf16 | fp16 | fp32"),
         (lambda: run(TrainConfig(model_type="mobilnet")), "Did you mean 'mobilenet'?"),
         (lambda: evaluate("logs/runs/digits", split="test"), "unknown split 'test'"),
-        (lambda: evaluate("logs/runs/digits", batch_size=0), "--batch-size 0: expected a whole number from 1"),
         (lambda: evaluate("logs/runs/digits", precision="fp8"), "--precision 'fp8': expected auto | bf16"),
         (lambda: evaluate("logs/runs/digits", "digitz"), "Did you mean 'digits'?"),
         (lambda: predict("logs/runs/digits", ["a.png"], top_k=0), "--top-k 0: expected a whole number from 1 to 1000"),
+        (lambda: predict("logs/runs/digits", ["a.png"], device="tpu"), "--device 'tpu': expected cpu | cuda."),
+        (lambda: predict("logs/runs/digits", ["a.png"], decode="gpu"), "--decode 'gpu': expected cpu | exact."),
         (lambda: predict("logs/runs/digist", []), "is neither a file, nor a folder, nor a run"),
     ],
 )
@@ -136,6 +143,24 @@ def test_mistakes_raise_the_commands_line(digits, call, message, capsys):
         call()
     assert message in str(caught.value)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("function", [evaluate, partial(predict, images=["a.png"])])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"batch_size": 0}, "--batch-size 0: expected a whole number from 1 to 65536."),
+        ({"batch_size": "auto"}, "--batch-size 'auto': expected a whole number from 1 to 65536."),
+        ({"batch_size": 10**5000}, "--batch-size a huge number: expected a whole number from 1 to 65536."),
+        ({"batch_size": True}, "--batch-size True: expected a whole number from 1 to 65536."),
+        ({"shift_pixels": 1.5}, "--shift-pixels 1.5: expected a whole number from 0 to 4096."),
+        ({"shift_pixels": "2"}, "--shift-pixels '2': expected a whole number from 0 to 4096."),
+    ],
+)
+def test_numbers_are_those_of_the_flags(digits, function, given, message):
+    with pytest.raises(UserError) as caught:
+        function("logs/runs/digits", **given)
+    assert str(caught.value) == message
 
 
 def test_a_process_group_of_the_users_is_left_alone():

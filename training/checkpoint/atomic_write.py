@@ -53,7 +53,11 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `folder` to fill; it replaces `folder` if the block ends without error."""
+    """Yield an empty folder beside `folder` to fill; it replaces `folder` if the block ends without error.
+
+    A link stays, and what it leads to is replaced.
+    """
+    folder = Path(os.path.realpath(folder))
     remove_leftovers(folder.parent)
     new, old = (unfinished(folder, kind) for kind in ("new", "old"))
     shutil.rmtree(new, ignore_errors=True)
