@@ -69,7 +69,7 @@ def load_evaluation_data(
         fingerprint: of the run's data, '' if it is not known.
 
     Raises:
-        UserError: if there is no such data, its classes are not the model's, or the run's data cannot be told.
+        UserError: if there is no such data, its classes are not the model's, or the run's path leads elsewhere now.
     """
     if choice.split not in SPLITS:
         raise unknown_name("split", choice.split, SPLITS)

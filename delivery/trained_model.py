@@ -43,8 +43,8 @@ class TrainedModel:
         if self.run is None:
             return ""
         try:
-            return str(json.loads((self.run / ENVIRONMENT).read_text(encoding="utf-8"))["data_fingerprint"])
-        except (OSError, ValueError, LookupError, TypeError):
+            return str(read_json(self.run / ENVIRONMENT)["data_fingerprint"])
+        except (UserError, KeyError):
             return ""
 
 

@@ -19,7 +19,7 @@ BUDGET = {
     "training/data": 4044,
     "training/recipe": 1749,
     "training/parallel": 4246,
-    "training/checkpoint": 1984,
+    "training/checkpoint": 1986,
     "training/observe": 2921,
     "planning": 5330,
     "delivery": 1552,

@@ -77,7 +77,7 @@ def test_the_best_weights_are_those_of_the_epochs_that_stay(epoch, tmp_path):
     earlier, notes = before_decay(CONFIG, found, ALONE)
     kept = (earlier.manifest.progress.best_epoch, earlier.manifest.progress.best_top1)
     assert kept == ((5, 0.7) if epoch == 5 else (0, -1.0))
-    told = ["the weights of epoch 5, the best of them, are gone: the best from here on stay"]
+    told = ["the weights of epoch 5, the best until then, are gone: those of the best epoch after it are kept"]
     assert notes[1:] == ([] if epoch == 5 else told)
 
 

@@ -11,7 +11,7 @@ from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.data.sampler import BatchPlan
 from training.observe.run_folder import WEIGHTS
 from training.parallel.collectives import broadcast_object
-from training.parallel.exchange import optional, whole_number
+from training.parallel.exchange import exactly
 from training.parallel.world import World
 from training.recipe.schedule import build_schedule, stable_epochs
 from training.state import Progress
@@ -46,11 +46,13 @@ def before_decay(
         return found, [f"the checkpoint of epoch {start.epoch}, before the decay, cannot be used: {reason}"]
     notes = [f"going back to epoch {start.epoch}, the last before the learning rate decayed"]
     progress = earlier.manifest.progress
-    weights = earlier.path.parent.parent / WEIGHTS
-    epoch = broadcast_object(epoch_of(weights) if world.is_main else None, optional(whole_number), world)
-    if epoch == progress.best_epoch or progress.best_epoch == 0:
+    has_best = world.is_main and epoch_of(earlier.path.parent.parent / WEIGHTS) == progress.best_epoch
+    if broadcast_object(has_best, exactly(bool), world) or progress.best_epoch == 0:
         return earlier, notes
-    notes.append(f"the weights of epoch {progress.best_epoch}, the best of them, are gone: the best from here on stay")
+    notes.append(
+        f"the weights of epoch {progress.best_epoch}, the best until then, are gone: those of the best epoch after it "
+        "are kept"
+    )
     progress = dataclasses.replace(progress, best_epoch=0, best_top1=Progress.best_top1)
     return dataclasses.replace(earlier, manifest=dataclasses.replace(earlier.manifest, progress=progress)), notes
 
