@@ -183,7 +183,7 @@ def _output_folder(
         return folder
     if model.run is None or config is None:
         return model.weights.with_name(f"{model.weights.stem}-{EVALUATION}")
-    if (data.data, data.split) == (config.data, "val"):
+    if data.is_own and data.split == "val":
         return model.run / EVALUATION
     folder = model.run / f"{EVALUATION}-{slug(Path(data.data).name)}-{data.split}"
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))

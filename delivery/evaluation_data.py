@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,17 @@ class EvaluationData:
 
     Attributes:
         datasets: the images to evaluate are its `val`.
-        data: what was asked for, such as "digits" or a folder.
+        data: what was asked for, such as "digits", or the full path of a folder; of the run's own what it was given.
         split: "val", "train" or "all".
         label_map: int64 [classes of the data], the model's number of each class.
+        is_own: whether the run was trained on it.
     """
 
     datasets: DatasetPair
     data: str
     split: str
     label_map: torch.Tensor
+    is_own: bool
 
 
 @dataclass(frozen=True)
@@ -78,45 +79,50 @@ def load_evaluation_data(
     trained_on = config.data if config else ""
     data = choice.data or trained_on
     options = _data_options(metadata["preprocessing"], config or TrainConfig(), choice, data)
-    try:
-        split = _resolve_split(choice, data, trained_on, lambda: load_data(options).fingerprint == fingerprint)
-        datasets = load_whole(options) if split == "all" else load_data(options)
-    except UserError as error:
-        if choice.data:
-            raise
-        raise UserError(f"{error} The run was trained on it: give --data if it lies elsewhere now.") from None
-    if not choice.data and _is_relative_folder(data) and datasets.fingerprint != fingerprint != "":
-        raise UserError(f"'{data}' in this folder is not what the run was trained on: give --data, with its full path.")
+    is_own = _is_own(options, trained_on, fingerprint)
+    if not choice.data and not is_own:
+        raise UserError(f"'{data}', which the run was trained on, is not here: give --data, with its full path.")
+    split = _resolve_split(choice.split, data, is_own=is_own)
+    datasets = load_whole(options) if split == "all" else load_data(options)
+    name = trained_on if is_own else str(Path(data).expanduser().resolve()) if _is_folder(data) else data
     wanted, found = (values_of(each) for each in (metadata["preprocessing"], datasets.preprocessing))
     if wanted != found:
         raise UserError(f"the model was trained on {wanted} values, '{data}' has {found}: convert it.")
     part = datasets.train if split == "train" else datasets.val
     seen_as = ImageDataset(part.source, metadata["preprocessing"], most_bad=part.most_bad)
     label_map = _label_map(datasets.class_names, metadata["class_names"], choice.allow_missing_classes)
-    return EvaluationData(dataclasses.replace(datasets, val=seen_as), data, split, label_map)
+    return EvaluationData(dataclasses.replace(datasets, val=seen_as), name, split, label_map, is_own)
 
 
-def _is_relative_folder(data: str) -> bool:
-    """Return whether it depends on the current folder which images are meant."""
-    return find_dataset(data) is DATASETS["folder"] and not Path(data).expanduser().is_absolute()
+def _is_folder(data: str) -> bool:
+    return find_dataset(data) is DATASETS["folder"]
 
 
-def _resolve_split(choice: EvaluationChoice, data: str, trained_on: str, has_same_files: Callable[[], bool]) -> str:
+def _is_own(options: DataOptions, trained_on: str, fingerprint: str) -> bool:
+    """Return whether data is the run's, by its name; a folder by its path, or by its files if that is relative."""
+    if not trained_on or not _is_folder(options.data):
+        return options.data == trained_on
+    path, own = (Path(name).expanduser() for name in (options.data, trained_on))
+    if path.resolve() == own.resolve() and (own.is_absolute() or not fingerprint):
+        return True
+    try:
+        return fingerprint != "" and load_data(options).fingerprint == fingerprint
+    except UserError:  # it cannot be divided as the run's is
+        return False
+
+
+def _resolve_split(split: str, data: str, *, is_own: bool) -> str:
     """Return what "auto" means: all images of a folder that was not trained on and has no val/, else what was held out.
 
     Raises:
         UserError: if the data has no such part.
     """
-    split = choice.split
-    is_folder = find_dataset(data) is DATASETS["folder"]
-    is_undivided = is_folder and not has_parts(data)
+    is_undivided = _is_folder(data) and not has_parts(data)
     if split == "all" and not is_undivided:
         raise UserError(f"--split all is for one folder of classes; '{data}' has parts: give val or train.")
     if split != "auto":
         return split
-    first, second = (Path(name).expanduser().resolve() for name in (data, trained_on))
-    is_known = bool(trained_on) and (data == trained_on or (is_folder and (first == second or has_same_files())))
-    return "all" if is_undivided and not is_known else "val"
+    return "all" if is_undivided and not is_own else "val"
 
 
 def _data_options(

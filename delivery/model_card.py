@@ -56,7 +56,9 @@ def write_model_card(run: Path) -> Path | None:
     values, channels = values_of(metadata["preprocessing"]), len(metadata["preprocessing"]["mean"])
     environment = json.loads((run / ENVIRONMENT).read_text(encoding="utf-8"))
     scores, ranks = read_scores(run / EVALUATION) or {}, environment["ranks"]
-    epochs = [*{line["epoch"]: line for line in _lines(run, "epoch")}.values()]  # without those that were trained again
+    epochs: list[dict[str, Any]] = []
+    for line in _lines(run, "epoch"):  # a run that went back has trained some again
+        epochs = [*(earlier for earlier in epochs if earlier["epoch"] < line["epoch"]), line]
     jinja = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
     jinja.filters |= {"plain": _plain, "code": _code}
     text = jinja.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
@@ -76,7 +78,7 @@ def write_model_card(run: Path) -> Path | None:
         weights=WEIGHTS,
         epoch=metadata["extra"].get("epoch"),
         last_epoch=_last_of(epochs),
-        shorter_run=_last_of([line for line in epochs if line.get("epochs", config.epochs) != config.epochs]),
+        other_run=_last_of([line for line in epochs if line.get("epochs", config.epochs) != config.epochs]),
         end=_last_of(_lines(run, "end")),
         global_batch=count_global_batch(vars(config), environment),
         recipe={name: show_value(value) for name in RECIPE if (value := getattr(config, name)) != ""},

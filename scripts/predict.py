@@ -45,4 +45,4 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script("predict", parse, predict))
+    sys.exit(run_script("predict", parse, predict, writes_product=True))

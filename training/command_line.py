@@ -20,7 +20,7 @@ from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.config_check import check_config
 from training.config_values import allowed_names, allowed_values, field_types, number_type, read_value
 from training.errors import RANK_0_MESSAGE_SECONDS, USER_ERROR_EXIT_CODE, UserError, nearest, shown
-from training.observe.lasting_output import ReaderGone, end_with_reader
+from training.observe.lasting_output import ReaderGone, report_failed_output
 from training.timm_names import timm_hint
 
 Parsed = TypeVar("Parsed")
@@ -132,16 +132,19 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{message}{'' if message[-1] in '.?' else '.'} `--help` lists all flags.")
 
 
-def run_script(name: str, parse: Callable[[list[str]], Parsed], action: Callable[[Parsed], int]) -> int:
+def run_script(
+    name: str, parse: Callable[[list[str]], Parsed], action: Callable[[Parsed], int], *, writes_product: bool = False
+) -> int:
     """Parse the command line, run the action, and return the exit code: 2 and one line for a user's mistake.
 
     Args:
         name: of the script, put before its messages.
         parse: maps the words of the command line to their values; may raise SystemExit.
         action: does the work and returns the exit code.
+        writes_product: whether standard output is all that the script gives, so that it ends with the last reader.
     """
     if sys.stdout is sys.__stdout__:  # the trainer's outlasts its reader
-        end_with_reader()
+        report_failed_output(is_product=writes_product)
     try:
         return action(parse(sys.argv[1:]))
     except ReaderGone:

@@ -8,7 +8,7 @@ from models import model_spec
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.data.augmentations import augmentation_of
 from training.recipe.freezing import has_slow_backbone
-from training.recipe.rules import MATRIX_RULES
+from training.recipe.rules import MATRIX_RULES, read_options
 
 
 def _has_schedule(*names: str) -> Callable[[TrainConfig], bool]:
@@ -38,8 +38,13 @@ def _shifts(config: TrainConfig) -> bool:
 def _has_momentum(config: TrainConfig) -> bool:
     from timm.optim import get_optimizer_info
 
-    rules = [config.optimizer, *([config.fallback_optimizer] if _has_fallback(config) else [])]
-    return any(get_optimizer_info(rule).has_momentum for rule in rules)
+    rules = {config.optimizer: config.optimizer_options}
+    if _has_fallback(config):
+        rules[config.fallback_optimizer] = config.fallback_options
+    return any(
+        get_optimizer_info(rule).has_momentum and "momentum" not in read_options("", options)
+        for rule, options in rules.items()
+    )
 
 
 # When each flag has an effect.

@@ -159,7 +159,8 @@ def test_positions_of_the_run_fit(epoch, step):
 def test_positions_beyond_the_run_do_not(epoch, step):
     line = refusal(found(Progress(epoch, step)))
     assert f"epoch {epoch}, step {step}" in line
-    assert "5 epochs of 7 steps: give --epochs " in line
+    assert "5 epochs of 7 steps." in line
+    assert (f"Give --epochs {epoch} or more, or another --run-name." in line) == (epoch > 5)
 
 
 # The global batch.

@@ -181,24 +181,40 @@ def test_the_folder_of_a_run_is_known_by_its_files(call, run, digit_folder, tmp_
     own, here, elsewhere = tmp_path / "own", tmp_path / "here", tmp_path / "elsewhere"
     for folder, source in ((own, run), (here / "photos", digit_folder), (elsewhere / "photos", digit_folder)):
         shutil.copytree(source, folder)
-    next((elsewhere / "photos").rglob("*.png")).unlink()
+    files = sorted(digit_folder.rglob("*.png"))
+    next((elsewhere / "photos" / "3").iterdir()).unlink()
     save_config(TrainConfig(model_type="basic_cnn", image_size=8, data="photos"), own / "config.json")
     fingerprint = load_data(DataOptions(data=str(here / "photos"), image_size=8)).fingerprint
     (own / "environment.json").write_text(json.dumps({"data_fingerprint": fingerprint}))
-    monkeypatch.chdir(tmp_path)
-    code, _, err = call(evaluate, own)
-    assert (code, err.count("\n")) == (2, 1)
-    assert "The run was trained on it: give --data if it lies elsewhere now." in err
+    for folder in (tmp_path, elsewhere):
+        monkeypatch.chdir(folder)
+        code, _, err = call(evaluate, own)
+        assert (code, err.count("\n")) == (2, 1)
+        assert "'photos', which the run was trained on, is not here: give --data, with its full path" in err
     assert call(evaluate, own, "--data", here / "photos")[0] == 0
-    held_out = read_json(own / "evaluation-photos-val" / "scores.json")["samples"]
-    assert held_out < 54
-    monkeypatch.chdir(elsewhere)
-    code, _, err = call(evaluate, own)
-    assert (code, err.count("\n")) == (2, 1)
-    assert "'photos' in this folder is not what the run was trained on" in err
+    held_out = read_json(own / "evaluation" / "scores.json")["samples"]
+    assert held_out < len(files) - 1
+    assert call(evaluate, own, "--data", "photos")[0] == 0  # elsewhere
     monkeypatch.chdir(here)
+    assert call(evaluate, own, "--split", "all")[0] == 0
     assert call(evaluate, own)[0] == 0
-    assert read_json(own / "evaluation" / "scores.json")["samples"] == held_out
+    for name, samples in (("", held_out), ("-photos-all", len(files) - 1), ("-photos-all-2", len(files))):
+        assert read_json(own / f"evaluation{name}" / "scores.json")["samples"] == samples
+
+
+def test_a_folder_with_one_image_of_each_class_is_evaluated(call, run, digit_folder, tmp_path, monkeypatch):
+    """It cannot be divided as the run's data is; and has one name, however it is written."""
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "own"
+    shutil.copytree(run, own)
+    save_config(TrainConfig(model_type="basic_cnn", image_size=8, data="photos"), own / "config.json")
+    (own / "environment.json").write_text(json.dumps({"data_fingerprint": "of something else"}))
+    for folder in digit_folder.iterdir():
+        (tmp_path / "single" / folder.name).mkdir(parents=True)
+        shutil.copy(next(folder.iterdir()), tmp_path / "single" / folder.name)
+    for name in ("single", "./single", tmp_path / "single"):
+        assert call(evaluate, own, "--data", name)[0] == 0
+    assert [path.name for path in own.glob("evaluation-single*")] == ["evaluation-single-all"]
 
 
 def test_missing_classes_are_refused_unless_allowed(call, run, digit_folder, data, logits, tmp_path):
@@ -429,6 +445,14 @@ def test_standard_output_that_is_full_is_one_line(run, pictures, tmp_path, scrip
 def test_nobody_needs_to_read_all_predictions(run, pictures, kind):
     ended = run_in_shell("predict", "| true; exit ${PIPESTATUS[0]}", run, pictures, "--format", kind)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_script_whose_output_nobody_reads_does_its_work(run, tmp_path):
+    output = tmp_path / "export"
+    words = (run, "--format", "safetensors", "--output", output)
+    ended = run_in_shell("export", "| true; exit ${PIPESTATUS[0]}", *words)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert [*output.iterdir()]
 
 
 @pytest.mark.parametrize("script", [evaluate, predict])

@@ -70,6 +70,9 @@ def test_a_run_that_was_given_more_epochs_says_so(run: Path):
         lines = [{"kind": "epoch", "epoch": epoch + 1, "epochs": of} for epoch, of in enumerate((*epochs, 4, 4))]
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         assert (told in write_model_card(run).read_text(encoding="utf-8")) == (epochs == (2, 2))
+    again = [{"kind": "epoch", "epoch": epoch, "epochs": of} for epoch, of in ((1, 2), (2, 2), (2, 4))]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in again))
+    assert "Up to epoch 1 this was a run of 2 epochs." in write_model_card(run).read_text(encoding="utf-8")
 
 
 def test_the_hubs_library_reads_the_front_matter(run: Path):

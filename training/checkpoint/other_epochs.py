@@ -88,7 +88,7 @@ def note_other_epochs(
         is_same &= steps <= last_mixed * plan.steps_per_epoch
     change = f"--epochs {config.epochs} instead of {saved.epochs}"
     if is_same and (changed := _changes_of_bytes(config, found, plan, engine)):
-        return [f"{change}: the bytes will not be those of a run that began with them, because of {changed}"]
+        return [f"{change}: the bytes may not be those of a run that began with {config.epochs}, because of {changed}"]
     if is_same:
         same_code = f" and --compile {compiles}" if compiles else ""
         return [f"{change}: the bytes will be those of a run that began with {config.epochs}{same_code}"]
@@ -99,7 +99,7 @@ def note_other_epochs(
 
 
 def _changes_of_bytes(config: TrainConfig, found: FoundCheckpoint, plan: BatchPlan, engine: str) -> str:
-    """Return what gives other bytes than a run would have that had it from the start; "" for nothing."""
+    """Return what may give other bytes than if the run had begun with it; "" for nothing."""
     names, saved = [*ROUNDING, *(() if engine == "native" else SHARDING)], found.manifest.config
     changed = [FLAG_OF[name] for name in names if saved.get(name, FIELDS[name].default) != getattr(config, name)]
     if plan.world_size != len(found.manifest.shards) and (engine != "native" or config.sync_batchnorm):

@@ -210,10 +210,10 @@ def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, A
             raise UserError(f"checkpoint {found.path} was made with another {key}: {difference}.")
     progress = manifest.progress
     if progress.epoch > config.epochs or progress.step > steps_per_epoch:
+        cure = f" Give --epochs {progress.epoch} or more, or another --run-name."
         raise UserError(
             f"checkpoint {found.path} is at epoch {progress.epoch}, step {progress.step}: this run has "
-            f"{config.epochs} epochs of {steps_per_epoch} steps: give --epochs {progress.epoch} or more, or another "
-            "--run-name."
+            f"{config.epochs} epochs of {steps_per_epoch} steps.{cure if progress.epoch > config.epochs else ''}"
         )
 
 

@@ -57,7 +57,7 @@ class BatchPlan:
         world_size: Ranks R.
         seed: Decides the order.
         labels: Bytes of the int64 labels [N]: an epoch has equally many samples of each class; empty: each sample once.
-        repeats: How often each sample of an epoch occurs in it: in one step, in as many micro-batches as there are.
+        repeats: How often each sample of an epoch occurs in it, in a row.
     """
 
     num_samples: int
@@ -95,7 +95,7 @@ class BatchPlan:
         Micro-batch a of rank r is leaf r*A + a of its step, and leaf l of step k contains the positions k*G + l*B and
         the B-1 after it: the leaves of a step are the same for all ranks and accumulation steps with one product R x A.
         Repeated samples are dealt to the leaves in turn, as timm's sampler deals them to the ranks: leaf l contains
-        every position k*G + l + i*R*A, so that the copies of a sample are in different leaves.
+        every position k*G + l + i*R*A.
         """
         leaves, leaf = self.world_size * self.accumulation_steps, rank * self.accumulation_steps + micro_step
         places = np.arange(self.batch_size_per_rank)

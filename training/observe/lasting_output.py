@@ -1,4 +1,4 @@
-"""Standard output and error that can no longer be written: a training outlasts that, any other script ends by it."""
+"""Standard output and error that can no longer be written: a training goes on, other scripts go on or end."""
 
 from __future__ import annotations
 
@@ -31,13 +31,21 @@ class _LastingFile(io.FileIO):
         """Go on in silence."""
 
 
-class _EndingFile(_LastingFile):
-    """The same, but that write also raises what ends the script."""
+class _ReportingFile(_LastingFile):
+    """The same, but a full disk ends the script; a reader who has gone does not."""
+
+    def failed(self, error: OSError) -> None:
+        if not isinstance(error, BrokenPipeError):
+            raise UserError(f"standard output cannot be written ({error.strerror}).") from None
+
+
+class _ProductFile(_ReportingFile):
+    """The same, of a script that does nothing but fill its standard output: it ends with the reader, too."""
 
     def failed(self, error: OSError) -> None:
         if isinstance(error, BrokenPipeError):
             raise ReaderGone from None
-        raise UserError(f"standard output cannot be written ({error.strerror}).") from None
+        super().failed(error)
 
 
 def outlast_readers() -> None:
@@ -46,9 +54,9 @@ def outlast_readers() -> None:
     sys.stderr = _replaced(sys.stderr, _LastingFile)
 
 
-def end_with_reader() -> None:
-    """Let standard output raise `ReaderGone`, or a `UserError` such as that of a full disk, if it cannot be written."""
-    sys.stdout = _replaced(sys.stdout, _EndingFile)
+def report_failed_output(*, is_product: bool) -> None:
+    """Let standard output raise `UserError` if it cannot be written, `ReaderGone` if nobody reads the product in it."""
+    sys.stdout = _replaced(sys.stdout, _ProductFile if is_product else _ReportingFile)
 
 
 def _replaced(stream: TextIO, kind: type[_LastingFile]) -> TextIO:

@@ -71,7 +71,7 @@ class Replicated(Distribution):
         self._network = under_autocast(module, setup.precision, world.device)
         if setup.compiles:
             self._network.compile(mode=compile_mode(world.device, setup.batch_size, setup.plan))
-        # Of pointwise and depthwise weights, whose orders of dimensions are one order in memory.
+        # The strides of pointwise and depthwise weights are ambiguous, so DDP warns without a reason.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # Not a static graph: what it saves, the search for unused parameters, is not done here either.

@@ -20,7 +20,7 @@ class BackboneFreezer:
     fine-tuning only the new head is trained for the first epochs: the graph is cut in front of it, so that no gradient
     reaches the backbone and none is computed for it. Its parameters stay in the optimizer, at learning rate 0 (see
     `Schedule.group_learning_rate`): sharding is laid out once for the whole run. The optimizer begins anew with the
-    backbone, whose moments of nothing would else count as those of many steps (see `Engine.restart_optimizer`).
+    backbone, whose moments of nothing would otherwise count as those of many steps (see `Engine.restart_optimizer`).
     """
 
     def __init__(self, module: nn.Module, head_parameter_names: Collection[str]) -> None:
@@ -49,7 +49,7 @@ class BackboneFreezer:
 
 
 def has_slow_backbone(config: TrainConfig) -> bool:
-    """Return whether a published backbone is trained below a new head: later than it, and at a rate of its own."""
+    """Return whether a published backbone is trained below a new head, at a rate of its own."""
     return model_spec(config.model_type).always_pretrained and read_tune(config.tune)[0] in ("full", "layers")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def build_optimizer(
     """Build the optimizer with timm, with separate groups for weight decay or none, and for each learning rate.
 
     Each group has 'rate_scale', the factor on the schedule's learning rate, 'is_fallback', whether that schedule is
-    `fallback_schedule`, and 'is_backbone', whether it waits for the head at first.
+    `fallback_schedule`, and 'is_backbone', whether it waits for the head in the head's epochs.
 
     Args:
         module: the model.
@@ -155,19 +155,38 @@ def create_state(optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tenso
     So every engine has moments to save, and a fused optimizer can skip its first step: SGD would otherwise use
     uninitialized memory as its momentum.
     """
+    groups = _groups(optimizer)
     for weight in weights:
-        optimizer.state[weight] = _first_state(optimizer, weight)
+        rule, group = groups(weight)
+        # The fused kernels read the count on the weights' device, the others keep it on the CPU.
+        place = weight.device if group.get("fused") else torch.device("cpu")
+        optimizer.state[weight] = {
+            kind: _first_value(rule, kind, value, weight, place) for kind, value in _created_state(rule, group).items()
+        }
     set_applied_steps(optimizer, 0)
 
 
 @torch.no_grad()
 def restart(optimizer: torch.optim.Optimizer) -> None:
     """Set the state to that before the first step, in place, all but the averages of the weights."""
+    groups = _groups(optimizer)
     for weight, state in optimizer.state.items():
-        for kind, value in _first_state(optimizer, weight).items():
-            if isinstance(value, torch.Tensor):
-                state[kind].copy_(value)
+        rule, group = groups(weight)
+        for kind, created in _created_state(rule, group).items():
+            if (type(rule).__name__, kind) in STARTS:
+                state[kind].copy_(STARTS[type(rule).__name__, kind](weight))
+            elif _is_moment(created):
+                state[kind].zero_()
     set_applied_steps(optimizer, 0)
+
+
+def _groups(
+    optimizer: torch.optim.Optimizer,
+) -> Callable[[torch.Tensor], tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    """Return what tells the rule and the group of a weight."""
+    groups = [(rule, group) for rule in rules_of(optimizer) for group in rule.param_groups]
+    group_of = {weight: pair for pair in groups for weight in pair[1]["params"]}
+    return lambda weight: group_of.get(weight, groups[0])  # DeepSpeed fills its groups at stage 3 in each step
 
 
 def set_applied_steps(optimizer: torch.optim.Optimizer, applied_steps: int) -> None:
@@ -177,17 +196,6 @@ def set_applied_steps(optimizer: torch.optim.Optimizer, applied_steps: int) -> N
             place["step"].fill_(applied_steps)
         elif "step" in place:
             place["step"] = applied_steps
-
-
-def _first_state(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> dict[str, Any]:
-    """Return the state of a weight before its first step, by kind."""
-    groups = [(rule, group) for rule in rules_of(optimizer) for group in rule.param_groups]
-    group_of = {weight: pair for pair in groups for weight in pair[1]["params"]}
-    rule, group = group_of.get(weight, groups[0])  # DeepSpeed fills its groups at stage 3 in each step
-    # The fused kernels read the count on the weights' device, the others keep it on the CPU.
-    place = weight.device if group.get("fused") else torch.device("cpu")
-    created = _created_state(rule, group)
-    return {kind: _first_value(rule, kind, value, weight, place) for kind, value in created.items()}
 
 
 def _created_state(rule: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class RecipeFields:
     ema: float = option(
         0.0,
         "Evaluate and export an exponential moving average of the weights that keeps this share of itself in each step "
-        "(less before it has seen enough of them); 0: the weights themselves.",
+        "(less early in the training); 0: the weights themselves.",
         low=0,
         high=0.999999,
     )

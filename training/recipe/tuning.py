@@ -21,7 +21,8 @@ from training.errors import UserError
 from training.recipe import read_tune
 from training.recipe.freezing import is_adapters
 
-ADAPTABLE = (nn.Linear, *PLAIN_CONVOLUTIONS)  # of others the sum with an adapter's weight gives no sum of outputs
+# Of others the sum of a layer's weight and an adapter's does not give the sum of their outputs.
+ADAPTABLE = (nn.Linear, *PLAIN_CONVOLUTIONS)
 SMALL_SHARE = 0.05  # of the model: adapters above it are told
 
 

@@ -90,6 +90,7 @@ class WeightAverages:
         """
         if step % self._lookahead_steps == 0 or step % self._steps_per_epoch == 0:
             is_first = step == min(self._lookahead_steps, self._steps_per_epoch)
+            # `applied` as a number, also on the device.
             self._engine.change_weights(partial(_pull_slow_weights, share=applied * 1.0, is_first=is_first))
 
 
