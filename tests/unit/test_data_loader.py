@@ -59,8 +59,10 @@ def epoch_bytes(
         loader = TrainLoader(pair, plan, rank, workers=workers)
         for number, batch in enumerate(loader.epoch(epoch)):
             step, micro_step = divmod(number, accumulation)
+            leaf, leaves = rank * accumulation + micro_step, world * accumulation
             for sample in range(len(batch.labels)):
-                place = (rank * accumulation + micro_step) * plan.batch_size_per_rank + sample
+                # Repeated samples are dealt to the micro-batches.
+                place = leaf * plan.batch_size_per_rank + sample if repeats == 1 else leaf + leaves * sample
                 parts = (batch.images, batch.labels, batch.weights, batch.indices)
                 found[step, place] = [part[sample].numpy().tobytes() for part in parts]
         loader.close()
