@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +81,12 @@ def load_evaluation_data(
     trained_on = config.data if config else ""
     data = choice.data or trained_on
     options = _data_options(metadata["preprocessing"], config or TrainConfig(), choice, data)
-    is_own = _is_own(options, trained_on, fingerprint)
+    divided = cache(lambda: load_data(options))  # once, also where its files tell whether it is the run's
+    is_own = _is_own(data, trained_on, fingerprint, divided)
     if not choice.data and not is_own:
         raise UserError(f"'{data}', which the run was trained on, is not here: give --data, with its full path.")
     split = _resolve_split(choice.split, data, is_own=is_own)
-    datasets = load_whole(options) if split == "all" else load_data(options)
+    datasets = load_whole(options) if split == "all" else divided()
     name = trained_on if is_own else str(Path(data).expanduser().resolve()) if _is_folder(data) else data
     wanted, found = (values_of(each) for each in (metadata["preprocessing"], datasets.preprocessing))
     if wanted != found:
@@ -98,15 +101,15 @@ def _is_folder(data: str) -> bool:
     return find_dataset(data) is DATASETS["folder"]
 
 
-def _is_own(options: DataOptions, trained_on: str, fingerprint: str) -> bool:
+def _is_own(data: str, trained_on: str, fingerprint: str, divided: Callable[[], DatasetPair]) -> bool:
     """Return whether data is the run's, by its name; a folder by its path, or by its files if that is relative."""
-    if not trained_on or not _is_folder(options.data):
-        return options.data == trained_on
-    path, own = (Path(name).expanduser() for name in (options.data, trained_on))
+    if not trained_on or not _is_folder(data):
+        return data == trained_on
+    path, own = (Path(name).expanduser() for name in (data, trained_on))
     if path.resolve() == own.resolve() and (own.is_absolute() or not fingerprint):
         return True
     try:
-        return fingerprint != "" and load_data(options).fingerprint == fingerprint
+        return fingerprint != "" and divided().fingerprint == fingerprint
     except UserError:  # it cannot be divided as the run's is
         return False
 

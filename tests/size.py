@@ -22,7 +22,7 @@ BUDGET = {
     "training/checkpoint": 1986,
     "training/observe": 2929,
     "planning": 5330,
-    "delivery": 1560,
+    "delivery": 1563,
     "delivery/export": 1250,
     "delivery/report": 1402,
 }
