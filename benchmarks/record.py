@@ -270,6 +270,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     given = parser.parse(words)
     if given.task and given.timm and not TASKS[given.task].timm:
         parser.error(f"--timm: {given.task} is not compared with timm's script; leave it out")
+    if given.timm_seeds is not None and not given.timm:
+        parser.error("--timm-seeds: timm's script is trained with --timm TRAIN.PY only")
     if given.task and not given.data and (given.timm or TASKS[given.task].data == "npz"):
         side = " --timm" if given.timm else ""
         parser.error(f"{given.task}{side} needs a file: give --data FILE, made by benchmarks/record_data.py")

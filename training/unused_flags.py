@@ -9,10 +9,11 @@ from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.data.augmentations import augmentation_of
 from training.recipe.freezing import has_slow_backbone
 from training.recipe.rules import MATRIX_RULES, read_options
+from training.recipe.schedule import schedule_names
 
 
 def _has_schedule(*names: str) -> Callable[[TrainConfig], bool]:
-    return lambda config: not {config.schedule, config.fallback_schedule}.isdisjoint(names)
+    return lambda config: not schedule_names(config).isdisjoint(names)
 
 
 def _has_fallback(config: TrainConfig) -> bool:
@@ -25,8 +26,7 @@ def _mixes(config: TrainConfig) -> bool:
 
 def _falls(config: TrainConfig) -> bool:
     """Return whether a rate has a final value that it reaches by its schedule's shape."""
-    fallback = config.fallback_schedule if _has_fallback(config) else ""
-    return not {config.schedule, fallback or config.schedule} <= {"step", "constant"}
+    return not schedule_names(config) <= {"step", "constant"}
 
 
 def _shifts(config: TrainConfig) -> bool:

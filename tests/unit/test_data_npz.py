@@ -59,6 +59,14 @@ def test_names_and_labels_in_a_column(tmp_path):
     assert torch.equal(plain.train.source.labels, column.train.source.labels)
 
 
+def test_classes_without_images_are_named(tmp_path):
+    given = arrays()
+    given["y_train"] = given["y_train"] % 3
+    np.savez(tmp_path / "few.npz", **given)
+    notes = load(tmp_path / "few.npz").notes
+    assert notes == ["no training image for '3', '4', '5', '6', '7' and 2 more"]
+
+
 WRONG = {
     "no such file": (None, "no readable .npz file"),
     "text": ("text", "no readable .npz file"),

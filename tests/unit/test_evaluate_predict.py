@@ -405,6 +405,19 @@ def test_a_table_for_people(call, run, pictures):
     assert sum("%" in line for line in out.splitlines()) == IMAGES // 3
 
 
+def test_an_output_that_is_a_link_or_no_file_stays(call, run, pictures, tmp_path):
+    target, link, pipe = (tmp_path / name for name in ("target.json", "link", "pipe"))
+    target.write_text("old")
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for output in (link, pipe):
+        assert call(predict, run, pictures, "--format", "json", "--output", output)[0] == 0
+    assert os.read(reader, 65536).decode() == target.read_text() != "old"
+    os.close(reader)
+    assert (link.is_symlink(), pipe.is_fifo()) == (True, True)
+
+
 def test_an_output_file_is_whole_or_not_there(call, run, pictures, small_disk, tmp_path):
     target = tmp_path / "labels.jsonl"
     assert call(predict, run, pictures, "--format", "json", "--output", target)[:2] == (0, "")

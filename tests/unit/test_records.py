@@ -136,6 +136,7 @@ def ends(module, line, monkeypatch, capsys):
         (recorder, "digits --seeds 0", "--seeds '0': expected a whole number from 1 to 1000."),
         (recorder, "digits --seeds -3", "--seeds '-3': expected a whole number from 1 to 1000."),
         (recorder, "digits --timm-seeds -1", "--timm-seeds '-1': expected a whole number from 0 to 1000."),
+        (recorder, "digits --timm-seeds 3", "--timm-seeds: timm's script is trained with --timm TRAIN.PY only."),
         (recorder, "digits --what a/b", "--what 'a/b': expected letters, digits, dots, dashes and underscores."),
         (recorder, "digits --data nope.npz", "--data 'nope.npz': expected an existing .npz file, made by benchmarks/"),
         (recorder, "digits --data train.py", "--data 'train.py': expected an existing .npz file, made by benchmarks/"),

@@ -52,6 +52,7 @@ def test_a_flag_without_what_it_belongs_to_is_named(name):
     ("flag", "given"),
     [
         ("decay-epochs", {"schedule": "step", "milestones": "1,2", "decay_epochs": 2.0}),
+        ("fallback-schedule, --milestones", {"fallback_schedule": "step", "milestones": "1,2"}),
         ("momentum", {"optimizer": "sgd", "optimizer_options": "momentum=0.9", "momentum": 0.5}),
         ("head-epochs", {"model_type": "mobilenet_finetuned", "tune": "head", "head_epochs": 1}),
         ("backbone-learning-rate-scale", {"model_type": "mobilenet_finetuned", "tune": "lora:2"}),

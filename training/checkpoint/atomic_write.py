@@ -33,12 +33,17 @@ def sync_to_disk(path: Path) -> None:
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a name beside `path` to write to; the file replaces `path` if the block ends without error.
 
-    A failure leaves the old file, and nothing beside it.
+    A failure leaves the old file, and nothing beside it. A link stays, and what it leads to is replaced; what is no
+    file, such as `/dev/null`, is written to itself.
 
     Args:
         path: the file.
         durable: whether to wait until the new content, and then its name, are on the disk.
     """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    path = Path(os.path.realpath(path))
     temporary = unfinished(path, "tmp")
     try:
         yield temporary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from training.data.values import BYTES, statistics
 from training.errors import UserError, shown
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+NAMES_IN_MESSAGE = 5
 
 
 class ImageDataset(Dataset):
@@ -202,6 +203,13 @@ PHOTOGRAPHS = DatasetDefaults(224, "crop_flip", centre_crop=True, mean=IMAGENET_
 RGBA_PHOTOGRAPHS = replace(PHOTOGRAPHS, mean=(*IMAGENET_MEAN, 0.5), std=(*IMAGENET_STD, 0.5))  # alpha: -1 to 1
 
 
+def first_names(names: Collection[str]) -> str:
+    """Return names of classes for a message, the first of them if they are many."""
+    listed = [repr(name) for name in list(names)[:NAMES_IN_MESSAGE]]
+    more = len(names) - len(listed)
+    return ", ".join(listed) + (f" and {more} more" if more else "")
+
+
 def at_size(preprocessing: dict[str, Any], size: int) -> dict[str, Any]:
     """Return a `DatasetPair.preprocessing` for images of another size."""
     resize_size = preprocessing["resize_size"] and size * preprocessing["resize_size"] // preprocessing["image_size"]
@@ -262,16 +270,23 @@ def make_dataset_pair(
     train_bad, val_bad = (
         bad_image_budget(bad_image_share(options.bad_images), len(set_.labels)) for set_ in (train, val)
     )
+    counts = {
+        what: _count_labels(set_.labels, class_names, what) for what, set_ in (("training", train), ("validation", val))
+    }
+    empty = {
+        what: [name for name, count in zip(class_names, counts[what], strict=True) if not count] for what in counts
+    }
+    without = [f"no {what} image for {first_names(names)}" for what, names in empty.items() if names]
     return DatasetPair(
         train=ImageDataset(train, preprocessing, augmentation, options.seed, train_bad, mixing, ramp),
         val=ImageDataset(val, evaluation, most_bad=val_bad),
         class_names=class_names,
         preprocessing=evaluation,
         augmentation=defaults.augmentation if options.augmentation == "auto" else options.augmentation,
-        train_counts=_count_labels(train.labels, class_names, "training"),
-        val_counts=_count_labels(val.labels, class_names, "validation"),
+        train_counts=counts["training"],
+        val_counts=counts["validation"],
         fingerprint=fingerprint,
-        notes=[*notes, *_size_notes(size, eval_size, ramp)],
+        notes=[*notes, *_size_notes(size, eval_size, ramp), *without],
     )
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from training.data import DATASETS, DataOptions
-from training.data.datasets import DatasetPair, make_file_datasets
+from training.data.datasets import NAMES_IN_MESSAGE, DatasetPair, first_names, make_file_datasets
 from training.data.reading.images import IMAGE_EXTENSIONS
 from training.data.reading.sources import ImageFile
 from training.errors import UserError, nearest
 
 PARTS = ("train", "val")
-NAMES_IN_MESSAGE = 5
 
 FoundFile = tuple[str, int, int]  # path relative to the root, with "/", size in bytes, time of the last change in ns
 Classes = dict[str, list[FoundFile]]
@@ -69,8 +68,6 @@ def _make_datasets(root: Path, parts: list[Classes], options: DataOptions, ignor
     if ignored:
         kinds = ", ".join(f"{count} {extension}" for extension, count in ignored.most_common(NAMES_IN_MESSAGE))
         notes.append(f"skipped {ignored.total()} files that are not images by type or extension: {kinds}")
-    if without := [name for name in class_names if not parts[-1][name]]:
-        notes.append(f"no validation image for {_join(without)}: one image only, kept for training")
     return make_file_datasets(root, files, class_names, options, notes)
 
 
@@ -148,9 +145,11 @@ def _scan_classes(top: Path, root: Path, ignored: Counter[str]) -> Classes:
         )
     empty = [name for name, files in classes.items() if not files]
     if empty:
-        raise UserError(f"no image in class {_join(empty)} of {str(top)!r}: add images or remove the folder.")
+        raise UserError(f"no image in class {first_names(empty)} of {str(top)!r}: add images or remove the folder.")
     if len(classes) == 1:
-        raise UserError(f"{str(top)!r} has one class only, {_join(classes)}: at least two class folders are needed.")
+        raise UserError(
+            f"{str(top)!r} has one class only, {next(iter(classes))!r}: at least two class folders are needed."
+        )
     return classes
 
 
@@ -191,11 +190,5 @@ def _compare_classes(train: Classes, val: Classes) -> None:
     only_train, only_val = sorted(train.keys() - val.keys()), sorted(val.keys() - train.keys())
     if only_train or only_val:
         sides = (("train/", only_train), ("val/", only_val))
-        found = [f"only in {part}: {_join(names)}" for part, names in sides if names]
+        found = [f"only in {part}: {first_names(names)}" for part, names in sides if names]
         raise UserError(f"train/ and val/ must have the same classes; {'; '.join(found)}.")
-
-
-def _join(names: Collection[str]) -> str:
-    shown = [repr(name) for name in list(names)[:NAMES_IN_MESSAGE]]
-    more = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")

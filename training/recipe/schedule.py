@@ -117,8 +117,8 @@ def build_schedule(config: TrainConfig, steps_per_epoch: int, global_batch: int,
         "cooldown_steps": round(config.cooldown_epochs * steps_per_epoch),
     }
     fallback = None
-    if _has_fallback(config):
-        changed = dataclasses.replace(config, schedule=config.fallback_schedule, fallback_schedule="")
+    if name := _fallback_schedule(config):
+        changed = dataclasses.replace(config, schedule=name, fallback_schedule="")
         fallback = build_schedule(changed, steps_per_epoch, global_batch, head_epochs)
     return Schedule(
         peak=config.learning_rate * batch_scale,
@@ -130,13 +130,18 @@ def build_schedule(config: TrainConfig, steps_per_epoch: int, global_batch: int,
     )
 
 
-def _has_fallback(config: TrainConfig) -> bool:
-    return bool(config.fallback_schedule) and config.optimizer in MATRIX_RULES
+def _fallback_schedule(config: TrainConfig) -> str:
+    return config.fallback_schedule if config.optimizer in MATRIX_RULES else ""
+
+
+def schedule_names(config: TrainConfig) -> set[str]:
+    """Return the names of the schedules that a run follows: one, or two if the fallback has its own."""
+    return {config.schedule, _fallback_schedule(config) or config.schedule}
 
 
 def stable_epochs(config: TrainConfig) -> int:
     """Return the whole epochs before the decay of wsd, which a run of more epochs has too; 0 for other schedules."""
-    decaying = {config.schedule, config.fallback_schedule if _has_fallback(config) else config.schedule} - {"constant"}
+    decaying = schedule_names(config) - {"constant"}
     return min((SCHEDULES[name](config, 1).get("stable_steps", 0) for name in decaying), default=0)
 
 
