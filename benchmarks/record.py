@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.record_data import file_sha256
-from benchmarks.record_table import write_table
+from benchmarks.record_table import write_tables
 from benchmarks.report import today, versions
 from planning.ledger import machine_name
 from training.command_line import OneLineParser, run_script
@@ -266,7 +266,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add_data_and_seeds(parser, 10)
     parser.add_value("--timm", existing_file, "the path of timm's train.py", help="the script to train beside ours")
     parser.add_number("--timm-seeds", 0, MOST_SEEDS, help="fewer seeds of timm's side (default: as many)")
-    parser.add_argument("--table", action="store_true", help="only write docs/records.md again")
+    parser.add_argument("--table", action="store_true", help="only write docs/records.md and README.md again")
     given = parser.parse(words)
     if given.task and given.timm and not TASKS[given.task].timm:
         parser.error(f"--timm: {given.task} is not compared with timm's script; leave it out")
@@ -287,7 +287,7 @@ def run(given: argparse.Namespace) -> int:
         begun = sorted((RECORDS / given.task).glob(f"????-??-??-{given.what}"))
         folder = begun[-1] if begun else RECORDS / given.task / f"{today()}-{given.what}"
         make_record(given.task, folder, seeds=given.seeds, data=given.data, timm=given.timm, timm_seeds=theirs)
-    write_table(RECORDS, ROOT / "docs" / "records.md")
+    write_tables(ROOT)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The table of records in docs/records.md: made from records/*/*/record.json, between two comments of the page."""
+"""The tables of records, made from records/*/*/record.json, between two comments of a page: all, and the newest."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ COLUMNS = (
     "record", "top-1, mean ± standard deviation", "seconds", "timm's train.py: top-1", "seconds", "ours / timm",
     "against the record before",
 )  # fmt: skip
+NEWEST_COLUMNS = ("`--preset`", *COLUMNS[1:-1], "on")
 
 
-def write_table(records: Path, page: Path) -> None:
-    """Replace the table in the page."""
-    replace_between(page, BEGIN, END, table(records))
+def write_tables(root: Path) -> None:
+    """Replace the table of all records in docs/records.md, and that of the newest in README.md."""
+    replace_between(root / "docs" / "records.md", BEGIN, END, table(root / "records"))
+    replace_between(root / "README.md", BEGIN, END, newest_table(root / "records"))
 
 
 def replace_between(page: Path, begin: str, end: str, text: str) -> None:
@@ -36,6 +38,17 @@ def table(records: Path) -> str:
         name = path.parent.relative_to(records)
         rows.append((f"[{name}](../records/{name})", *_cells(record, before.get(record["task"]))))
         before[record["task"]] = record
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def newest_table(records: Path) -> str:
+    """Return the newest record of each task as a Markdown table: preset, accuracy, seconds, the same of timm."""
+    rows = [NEWEST_COLUMNS, ("---",) * len(NEWEST_COLUMNS)]
+    for folder in sorted(records.iterdir()):
+        if files := sorted(folder.glob("*/record.json")):
+            record = json.loads(files[-1].read_text(encoding="utf-8"))
+            link = f"[`{record['task']}`]({files[-1].parent.relative_to(records.parent)})"
+            rows.append((link, *_cells(record, None)[:-1], record["machine"]))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
