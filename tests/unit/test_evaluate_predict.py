@@ -433,6 +433,9 @@ def test_an_output_file_is_whole_or_not_there(call, run, pictures, small_disk, t
     assert {path.name for path in small_disk.iterdir()} == {"labels.jsonl", "filler"}
 
 
+MARKS = {kind: [] if kind == "csv" else [pytest.mark.slow] for kind in FORMATS}  # each starts Python with torch
+
+
 def run_in_shell(script: str, redirection: str, *words: object) -> subprocess.CompletedProcess[str]:
     command = ["bash", "-c", f'"$@" {redirection}', "bash", sys.executable, f"scripts/{script}.py", *map(str, words)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -441,10 +444,12 @@ def run_in_shell(script: str, redirection: str, *words: object) -> subprocess.Co
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        *[("predict", ["{run}", "{pictures}", "--format", kind]) for kind in FORMATS],
+        *[pytest.param("predict", ["{run}", "{pictures}", "--format", kind], marks=MARKS[kind]) for kind in FORMATS],
         ("evaluate", ["{run}", "--output", "{tmp}/evaluation"]),
-        ("export", ["{run}", "--format", "safetensors", "--output", "{tmp}/export"]),
-        ("report", ["{run}", "--output", "{tmp}/report.html"]),
+        pytest.param(
+            "export", ["{run}", "--format", "safetensors", "--output", "{tmp}/export"], marks=pytest.mark.slow
+        ),
+        pytest.param("report", ["{run}", "--output", "{tmp}/report.html"], marks=pytest.mark.slow),
     ],
 )
 def test_standard_output_that_is_full_is_one_line(run, pictures, tmp_path, script, words):
@@ -454,7 +459,7 @@ def test_standard_output_that_is_full_is_one_line(run, pictures, tmp_path, scrip
     assert (ended.returncode, ended.stderr) == (2, line)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS[kind]) for kind in FORMATS])
 def test_nobody_needs_to_read_all_predictions(run, pictures, kind):
     ended = run_in_shell("predict", "| true; exit ${PIPESTATUS[0]}", run, pictures, "--format", kind)
     assert (ended.returncode, ended.stderr) == (0, "")

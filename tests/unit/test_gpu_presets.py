@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from planning.machines import GPUS, find_machine
 from planning.search import PlannedJob, evaluate
 from training.command_line import parse_args
@@ -18,7 +20,8 @@ def test_every_gpu_has_a_preset():
     assert set(GPUS) <= set(PRESETS)
 
 
-def test_the_largest_batch_that_fits():
+@pytest.mark.parametrize("names", [["h100-80gb"], pytest.param([*GPUS], marks=pytest.mark.slow)], ids=["one", "all"])
+def test_the_largest_batch_that_fits(names):
     """All in one test: what a batch size takes is counted once in a process, which takes seconds."""
     first = PlannedJob(LARGEST_MODEL, find_machine("h100-80gb", 1), ranks=1, classes=1000, image_size=224, images=10**6)
 
@@ -27,7 +30,7 @@ def test_the_largest_batch_that_fits():
         job.__dict__["workload"] = first.workload
         return evaluate(job, dataclasses.replace(LARGEST_MODEL, batch_size=batch_size)).fits
 
-    for name in GPUS:
+    for name in names:
         config, _ = parse_args(["--preset", name])
         assert (config.strategy, config.image_size) == ("ddp", 224), name
         assert fits(name, config.batch_size), name

@@ -33,7 +33,7 @@ print(faults_of_a_step() + faults_of_a_step())
     [
         (["cpu"], {}, True),
         (["cpu"], {"MALLOC_PERTURB_": "0"}, False),
-        (["cpu", "RLIMIT_AS"], {}, False),
+        pytest.param(["cpu", "RLIMIT_AS"], {}, False, marks=pytest.mark.slow),
         (["cpu", "RLIMIT_DATA"], {}, False),
         (["cuda"], {}, False),
     ],

@@ -95,12 +95,15 @@ def test_a_run_predicts_its_step_hours_and_memory(facts):
     assert ["on h100-80gb has been measured" in said for said in prediction["error_bars"]] == [True, True]
 
 
-@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", ""])
 @pytest.mark.parametrize(
-    ("words", "engine"),
+    ("words", "engine", "device"),
     [
-        (["--strategy=fsdp_stage3", "--replicate-across=nodes", "--model-type=timm:vit_tiny_patch16_224"], "torch"),
-        (["--strategy=fsdp_stage2", "--gradient-accumulation-steps=3", "--activation-checkpointing"], "deepspeed"),
+        (["--strategy=fsdp_stage3", "--replicate-across=nodes", "--model-type=timm:vit_tiny_patch16_224"], "torch", ""),
+        (
+            ["--strategy=fsdp_stage2", "--gradient-accumulation-steps=3", "--activation-checkpointing"],
+            "deepspeed",
+            "NVIDIA H100 80GB HBM3",
+        ),
     ],
 )
 def test_a_run_predicts_what_the_planner_does(words, engine, device, tmp_path):

@@ -152,7 +152,7 @@ def test_damaged_scores_are_named(tmp_path, content):
 STRANGE = [None, "text", -1, 0, 1e308, float("nan"), float("inf"), [], {}, True, "\udcff", 10**400]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_any_change_of_a_file_gives_a_page_or_one_line(tmp_path, seed):
     random = np.random.default_rng(seed)
     run = make_run(tmp_path / "run")
