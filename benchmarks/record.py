@@ -16,6 +16,7 @@ import argparse
 import json
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -38,7 +41,7 @@ from training.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "records"
-MOST_SEEDS = 1000
+MOST_SEEDS, PRESET = 1000, "preset.yaml"
 START, TRAINED, TOP1 = re.compile(r"Scheduled epochs"), re.compile(r"Train: \d+ \["), re.compile(r'"top1": ([\d.]+)')
 
 
@@ -184,6 +187,7 @@ def make_record(task: str, folder: Path, *, seeds: int, data: Path | None, timm:
     if file.exists():
         record = _go_on(record, json.loads(file.read_text()), file)
     folder.mkdir(parents=True, exist_ok=True)
+    _keep_preset(ROOT / "presets" / f"{task}.yaml", folder / PRESET)
     for seed in range(max(seeds, timm_seeds)):
         if seed < seeds and not _has(record["ours"], seed):
             found = train_ours(ours, seed, folder / f"ours-{seed}.log", TASKS[task].views)
@@ -191,6 +195,13 @@ def make_record(task: str, folder: Path, *, seeds: int, data: Path | None, timm:
         if timm and seed < timm_seeds and not _has(record["timm"], seed):
             found = train_timm(theirs, seed, folder / f"timm-{seed}.log")
             _add(record, "timm", {"seed": seed, **found}, file)
+
+
+def _keep_preset(now: Path, kept: Path) -> None:
+    """Copy the preset that a record is of, because the file changes with the next one; refuse another one later."""
+    if kept.exists() and yaml.safe_load(kept.read_text()) != yaml.safe_load(now.read_text()):
+        raise UserError(f"{kept}: has other values than presets/{now.name}; give another --what.")
+    shutil.copyfile(now, kept)
 
 
 def _has(side: dict[str, Any], seed: int) -> bool:

@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str], description: str | None) -> RangeTest:
     return RangeTest(launch, logs / "runs" / name)
 
 
-def run(test: RangeTest) -> int:
+def find_rate(test: RangeTest) -> int:
     """Train, print the curve and the rate that it suggests, and return the exit code.
 
     Raises:

@@ -14,8 +14,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from planning.learning_rate import parse, run
+from delivery.report.page import write_report
+from planning.learning_rate import RangeTest, find_rate, parse
 from training.command_line import run_script
+from training.observe.run_folder import REPORT
+
+
+def run(test: RangeTest) -> int:
+    """Run the test and return the exit code; the report, which the training wrote before there was a curve, gets it."""
+    code, page = find_rate(test), test.run_folder / REPORT
+    if page.exists():
+        write_report([test.run_folder], page)
+    return code
 
 
 def main() -> int:

@@ -30,10 +30,15 @@ from training.parallel.collectives import agreed, broadcast_object, gather_objec
 from training.parallel.exchange import exactly, list_of, optional, row_of, whole_number
 from training.parallel.signals import OUT_OF_MEMORY
 from training.parallel.world import World
-from training.trial import Build, free_memory, shortened, train_shortly, trial
+from training.trial import Build, free_memory, shortened, train_shortly, trial, trial_settings
 
 STEPS = 2  # updates of a trial: the first one chooses kernels and fills caches
 TRIAL_FOLDER = "batch-size-trial"
+# What memory depends on beside the recipe.
+OF_MEMORY = (
+    *("strategy", "precision", "offload", "engine", "replicate_across", "deepspeed_config"),
+    "activation_checkpointing",
+)
 
 
 class Trial(NamedTuple):
@@ -84,7 +89,8 @@ def choose_batch_size(
     if config.batch_size != "auto":
         return config, []
     known = optional(row_of(whole_number, whole_number))
-    size, global_batch = broadcast_object(_earlier_result(folder) if world.is_main else None, known, world) or (0, 0)
+    earlier = _earlier_result(config, folder) if world.is_main else None
+    size, global_batch = broadcast_object(earlier, known, world) or (0, 0)
     if size and config.global_batch in (0, global_batch) and not global_batch % world.size:
         size, how = largest_divisor(global_batch // world.size, size), "found at the run's first start"
     else:
@@ -148,19 +154,22 @@ def _search(
     if world.is_main:
         tried = [{"batch_size": size} | found._asdict() for size, found in trials.items()]
         result = {"batch_size": sizes[place], "global_batch": global_batch, "ranks": world.size, "how": how}
+        result |= {"possible": sizes, "planned": planned, "tried": tried}
+        result["settings"] = trial_settings(config, *OF_MEMORY)
         with contextlib.suppress(OSError):  # a full disk: a start before the first checkpoint would search again
-            write_json(folder.path / BATCH_SIZE, result | {"possible": sizes, "planned": planned, "tried": tried})
+            write_json(folder.path / BATCH_SIZE, result)
     return sizes[place], how
 
 
-def _earlier_result(folder: RunFolder) -> list[int] | None:
-    """Return the batch size and the global batch that an earlier start of this run has found, None if none has."""
+def _earlier_result(config: TrainConfig, folder: RunFolder) -> list[int] | None:
+    """Return the batch size and the global batch that an earlier start with these settings has found, None if none."""
     try:
         content = json.loads((folder.path / BATCH_SIZE).read_text(encoding="utf-8"))
         found = [content["batch_size"], content["global_batch"]]
+        holds = content["settings"] == trial_settings(config, *OF_MEMORY)
     except (OSError, ValueError, TypeError, LookupError):
         return None
-    return found if all(type(number) is int and number > 0 for number in found) else None
+    return found if holds and all(type(number) is int and number > 0 for number in found) else None
 
 
 def _plan(facts: RunFacts, configs: Sequence[TrainConfig], start: RunStart) -> list[int]:

@@ -25,7 +25,7 @@ from training.parallel.exchange import number, optional
 from training.parallel.world import World
 from training.recipe.range_test import FEWEST_STEPS, HIGHEST, LOWEST, describe_range_test, suggested, with_a_loss
 from training.recipe.schedule import SCHEDULES, Schedule
-from training.trial import Build, free_memory, shortened, train_shortly, trial
+from training.trial import Build, free_memory, shortened, train_shortly, trial, trial_settings
 
 if TYPE_CHECKING:
     from training.run import RunContext
@@ -44,7 +44,8 @@ def choose_learning_rate(
 ) -> tuple[TrainConfig, list[str]]:
     """Return the configuration with a number for `--learning-rate auto`, and a note for the log; a collective.
 
-    A run keeps the rate that it began with: that of its checkpoint, or of the test that its folder holds.
+    A run keeps the rate that it began with: that of its checkpoint, or of the test with these settings that its folder
+    holds.
 
     Args:
         config: the run's configuration.
@@ -62,7 +63,7 @@ def choose_learning_rate(
     if found is not None:
         rate, source = found.manifest.config.get("learning_rate"), "that of the checkpoint"
     else:
-        rate = broadcast_object(_earlier_result(folder) if world.is_main else None, optional(number), world)
+        rate = broadcast_object(_earlier_result(config, folder) if world.is_main else None, optional(number), world)
         source = "found at the run's first start"
         if rate is None:
             rate, source = _test(config, folder, start, world, build), "a range test"
@@ -71,10 +72,11 @@ def choose_learning_rate(
     return dataclasses.replace(config, learning_rate=rate), [f"--learning-rate auto is {rate:g}: {source}"]
 
 
-def _earlier_result(folder: RunFolder) -> float | None:
-    """Return the rate that a test of this run has found, None if there was none."""
+def _earlier_result(config: TrainConfig, folder: RunFolder) -> float | None:
+    """Return the rate that a test of this run has found, None if there was none with these settings."""
     try:
-        return float(json.loads((folder.path / LEARNING_RATE).read_text(encoding="utf-8"))["suggested"])
+        content = json.loads((folder.path / LEARNING_RATE).read_text(encoding="utf-8"))
+        return float(content["suggested"]) if content["settings"] == trial_settings(config) else None
     except (OSError, ValueError, TypeError, LookupError):
         return None
 
@@ -93,7 +95,8 @@ def _test(config: TrainConfig, folder: RunFolder, start: RunStart, world: World,
         )
     if world.is_main:
         with contextlib.suppress(OSError):  # a full disk: the curve alone is missing
-            write_json(folder.path / LEARNING_RATE, describe_range_test(curve))
+            result = describe_range_test(curve) | {"settings": trial_settings(config)}
+            write_json(folder.path / LEARNING_RATE, result)
     return suggested(curve)
 
 

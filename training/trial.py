@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from training.checkpoint.resume import FIRST_START, RunStart
-from training.config import TrainConfig
+from training.config import CHANGEABLE_ON_RESUME, FIELDS, TrainConfig
 from training.data.sampler import BatchPlan
 from training.errors import RunEnded
 from training.loop import train_one_epoch
@@ -36,6 +37,12 @@ if TYPE_CHECKING:
 
 Build = Callable[[TrainConfig, World, RunStart], "RunContext"]
 MOST_BAD_STEPS = 10  # in a row: a trial has then seen enough
+
+
+def trial_settings(config: TrainConfig, *more: str) -> dict[str, Any]:
+    """Return the settings that the result of a trial holds for, as JSON has them: the recipe's, and `more`."""
+    names = FIELDS.keys() - CHANGEABLE_ON_RESUME | {*more}
+    return json.loads(json.dumps({name: getattr(config, name) for name in sorted(names)}))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import socket
@@ -131,12 +132,17 @@ def test_occupied_port_under_deepspeed(taken_port):
 
 
 def test_unreadable_image_in_the_middle_of_an_epoch_ends_all_ranks(tmp_path):
-    """The rank that reads it must not leave the other waiting in a collective."""
+    """The rank that reads it must not leave the other waiting in a collective, nor save a step without it."""
     root = make_folder(tmp_path / "images", count=40)
-    truncate(root / "cat" / "7.jpg")
-    flags = ["--data", str(root), "--image-size", "32", "--log-dir", str(tmp_path / "logs")]
+    pair = load_data(DataOptions(str(root), image_size=32))
+    keys = BatchPlan(len(pair.train), 2, 1, 2, seed=0).epoch_keys(0, 1, 0)  # of rank 1
+    path = pair.train.source.name(int(next(itertools.islice(keys, 3, None)).indices[0]))
+    truncate(Path(path))
+    flags = ["--data", str(root), "--image-size", "32", "--log-dir", str(tmp_path / "logs"), "--save-every-steps", "1"]
     result = launch("basic_cnn", "ddp", "2", "2", "1", *flags)
-    assert_user_error(result, "cat/7.jpg")
+    assert_user_error(result, path)
+    (last,) = (tmp_path / "logs" / "runs").glob("*/checkpoints/last")
+    assert last.read_text().strip() == "step-00000-0000003"
 
 
 def test_the_share_of_skipped_images_holds_for_all_ranks_together(tmp_path):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import read_metrics
 from safetensors.numpy import load_file
+
+from training.observe.run_folder import LEARNING_RATE
 
 TRAIN = "tests.training.out_of_memory_ranks:run_short_of_memory"  # which is short of it only if it is told so
 RECIPE = {
@@ -34,7 +37,10 @@ RECIPE = {
     "keep_last": 99,
     "save_every_steps": 1,
 }
-RARE = [{"sampling": "balanced"}, {"class_weights": "wave-3=2.5"}]  # they exclude each other
+RARE = [  # they exclude each other
+    {"sampling": "balanced"},
+    {"class_weights": "wave-3=2.5", "optimizer": "muon", "fallback_schedule": "linear"},  # under PyTorch's engine
+]
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +80,16 @@ def test_one_rank_goes_on_from_any_step_of_two_and_ends_with_the_same_bytes(whol
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
     assert epochs(resumed).items() <= epochs(folder).items()
     assert max(epochs(resumed)) == 3
+
+
+def test_all_ranks_take_the_rate_of_one_range_test(train, tmp_path):
+    automatic = {"model_type": "basic_cnn", "repeated_augmentation": 1, "learning_rate": "auto", "epochs": 1}
+    automatic |= {"whitened_stem": False, "range_test_steps": 24}
+    one = train(1, tmp_path / "one", gradient_accumulation_steps=2, **automatic)
+    two = train(2, tmp_path / "two", strategy="fsdp_stage3", **automatic)
+    rates = [json.loads((folder / LEARNING_RATE).read_text()) for folder in (one, two)]
+    assert rates[0]["curve"] == rates[1]["curve"]
+    assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
 
 
 def test_the_stem_still_whitens_at_the_end(whole):

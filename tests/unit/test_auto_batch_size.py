@@ -185,8 +185,12 @@ def test_a_run_trains_as_with_the_number_and_keeps_it(short_of_memory, tmp_path,
     _, config = train(tmp_path, "auto", epochs=2, **changes)
     assert (config["batch_size"], config["gradient_accumulation_steps"]) == (16, 4)
     shutil.rmtree(auto / "checkpoints")  # as if it had been stopped before the first one
-    _, config = train(tmp_path, "auto", **changes)
+    _, config = train(tmp_path, "auto", global_batch=64, **changes)
     assert (config["batch_size"], config["gradient_accumulation_steps"]) == (16, 4)
+    shutil.rmtree(auto / "checkpoints")
+    monkeypatch.setattr("training.auto_batch_size._search", lambda *_: (8, "searched again"))
+    _, config = train(tmp_path, "auto", global_batch=64, **changes | {"ema": 0.0})
+    assert config["batch_size"] == 8, "what was found with other settings does not hold"
 
 
 def needs_all(monkeypatch, planned):

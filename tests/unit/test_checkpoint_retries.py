@@ -130,6 +130,14 @@ def test_the_weights_of_the_best_epoch_are_written_by_a_later_save(tmp_path, mon
     assert best.read_text() == "epoch 1"
 
 
+def test_whatever_a_write_ends_with_the_other_ranks_hear_of_it(tmp_path, monkeypatch):
+    def fail() -> None:
+        raise MemoryError("no room for a copy")
+
+    training = Training(tmp_path, monkeypatch)
+    assert training.saver._agree(fail) == "rank 0: MemoryError: no room for a copy"
+
+
 @pytest.mark.parametrize(("full_s", "is_stop", "is_saved"), [(500, False, True), (50, True, True), (500, True, False)])
 def test_the_last_save_waits_for_room_but_a_stop_not_for_long(tmp_path, monkeypatch, full_s, is_stop, is_saved):
     training = Training(tmp_path, monkeypatch, full=[(5.5, 5.5 + full_s)])

@@ -69,12 +69,16 @@ def epoch_bytes(
     return found
 
 
+POLICIES = ("randaugment", "trivialaugment", "autoaugment")
+
+
 @pytest.mark.parametrize(
     ("augmentation", "repeats", "sizes"),
-    [("crop_flip", 1, "8:0:2"), ("randaugment", 1, ""), ("3augment", 3, "")],
+    [("crop_flip", 1, "8:0:2"), *((name, 1, "") for name in POLICIES), ("3augment", 3, "")],
 )
 def test_same_bytes_for_any_ranks_accumulation_and_workers(folder, augmentation, repeats, sizes):
-    pair = load_folder(folder, augmentation=augmentation, progressive_size=sizes)
+    jitter = 0.4 if augmentation == "trivialaugment" else 0.0
+    pair = load_folder(folder, augmentation=augmentation, progressive_size=sizes, color_jitter=jitter)
     expected = epoch_bytes(pair, world=1, accumulation=1, workers=0, repeats=repeats)
     assert len(expected) == 64  # 60 images and 4 of padding
     for world, accumulation, workers in ((2, 1, 0), (8, 1, 0), (2, 2, 0), (1, 1, 2)):

@@ -19,6 +19,7 @@ from torchvision.transforms.v2.functional import to_dtype
 from delivery.evaluate import evaluate
 from delivery.model_card import write_model_card
 from delivery.predict import predict
+from models.weights_metadata import SMALLEST_STD
 from training.checkpoint.weights import load_model, preprocess
 from training.config import TrainConfig
 from training.data import DataOptions, load_data
@@ -51,6 +52,21 @@ def save(path: Path, kind: str, *channels: int, **changes: np.ndarray) -> str:
     labels = {f"y_{part}": np.arange(len(arrays[f"x_{part}"])) % CLASSES for part in ("train", "test")}
     np.savez(path, **arrays | labels | changes)
     return f"npz:{path}"
+
+
+@pytest.mark.parametrize(("kind", "value"), [("uint8", 255), ("uint8", 77), ("uint16", 12345), ("float32", 1 / 3)])
+def test_a_channel_of_one_value_is_as_in_training_for_every_use(tmp_path, kind, value):
+    arrays = {f"x_{part}": draw(kind, count, SIDE, SIDE, 2) for part, count in (("train", TRAIN), ("test", 20))}
+    for array in arrays.values():
+        array[..., 1] = value
+    data = load_data(DataOptions(save(tmp_path / "a.npz", kind, 2, **arrays), image_channels=2))
+    for options in (data, load_data(DataOptions(save(tmp_path / "b.npz", kind), image_channels=1))):
+        image, _ = options.val[0, 3]
+        found = evaluation_transform(options.preprocessing)(options.val.source.read(3))
+        torch.testing.assert_close(image, found, rtol=0, atol=0.05)  # of thousands that cancel out
+    assert image.abs().max() < 100
+    std = data.preprocessing["std"]
+    assert std[0] > std[1] >= SMALLEST_STD
 
 
 LARGEST = {"uint16": 65535, "int16": 32767, "float32": 1, "float64": 1, ">u2": 65535}

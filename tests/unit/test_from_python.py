@@ -102,6 +102,15 @@ def test_deepspeed_trains_twice_in_one_process(strategy, tmp_path):
     assert first.read_bytes() == second.read_bytes()
 
 
+def test_a_folder_that_the_evaluation_would_replace_stops_a_run_at_once(tmp_path, capsys):
+    notes = tmp_path / "runs" / "kept" / "evaluation" / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.touch()
+    assert run(TrainConfig(model_type="basic_cnn", run_name="kept", log_dir=str(tmp_path))) == 2
+    assert "kept/evaluation' exists and holds no evaluation: move it away" in capsys.readouterr().err
+    assert notes.exists()
+
+
 def test_evaluate_and_predict_by_the_documentations_lines(digits, capsys):
     exec(code_of("evaluate.md"), names := {})
     scores = evaluate("logs/runs/digits", output=None, batch_size=256)

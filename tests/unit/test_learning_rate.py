@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from launch.arguments import check_training, read_arguments
-from planning.learning_rate import parse, read_curve, run
+from planning.learning_rate import parse, read_curve
+from scripts.find_learning_rate import run
 from training.config import FLAG_OF, TrainConfig
 from training.config_check import check_config
 from training.data.mixing import Mixing
@@ -69,7 +70,7 @@ def test_flags_that_a_range_test_sets_itself_are_named(capsys):
 
 def test_a_range_test_on_two_ranks_that_share_the_weights(tmp_path, capfd, monkeypatch):
     launch = ["basic_cnn", "fsdp_stage3", "2", "16", "2", *LAUNCH[5:]]
-    quiet = ["--tensorboard", "false", "--report", "false", "--progress", "off", "--log-dir", str(tmp_path)]
+    quiet = ["--tensorboard", "false", "--progress", "off", "--log-dir", str(tmp_path)]
     other_ends = ["--early-stopping-patience", "1", "--cooldown-epochs", "1"]  # of the training that this is for
     test = parse(["--lowest", "1e-5", "--highest", "10", *launch, *quiet, *other_ends, "--image-size", "16"], "")
     assert (
@@ -87,6 +88,7 @@ def test_a_range_test_on_two_ranks_that_share_the_weights(tmp_path, capfd, monke
     assert losses[:5].mean() == pytest.approx(math.log(10), abs=0.5)
     assert 1e-5 <= result["suggested"] <= 1
     assert f"--learning-rate {result['suggested']:.2g}," in capfd.readouterr().out
+    assert 'id="chart-range_test"' in (test.run_folder / "report.html").read_text()
 
 
 def train(log_dir, name, **changes):
@@ -115,6 +117,10 @@ def test_an_automatic_rate_is_that_of_a_test_and_trains_as_the_same_number(tmp_p
     assert train(tmp_path, "auto", learning_rate="auto", epochs=2, resume="auto")[1] == rate
     shutil.rmtree(auto / "checkpoints")  # as if it had been stopped before the first one
     assert train(tmp_path, "auto", learning_rate="auto", resume="auto")[1] == rate
+    shutil.rmtree(auto / "checkpoints")
+    monkeypatch.setattr("training.auto_learning_rate._test", lambda *_: 0.25)
+    other = {"optimizer": "sgd", "resume": "auto"}  # what was found with another optimizer does not hold
+    assert train(tmp_path, "auto", learning_rate="auto", **other)[1] == 0.25
 
 
 def test_an_epoch_is_not_trained_whole_for_a_short_test(tmp_path, monkeypatch):

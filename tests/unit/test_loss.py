@@ -71,12 +71,25 @@ def test_balanced_weights_are_scikit_learns():
     ("value", "weights"), [("balanced", BALANCED), ("dog=3,a=b=0.25", [1, 3, 0.25, 1]), ("cat=0", [0, 1, 1, 1])]
 )
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_mean_over_the_training_set_is_pytorchs_weighted_mean(value, weights, smoothing):
-    flags = ("--class-weights", value, "--label-smoothing", str(smoothing))
-    oracle = cross_entropy(LOGITS, LABELS, torch.tensor(weights).float(), label_smoothing=smoothing)
-    torch.testing.assert_close(losses(*flags).mean(), oracle)
+def test_the_mean_over_the_training_set_is_a_weighted_mean(value, weights, smoothing):
+    flags, of_class = ("--class-weights", value, "--label-smoothing", str(smoothing)), torch.tensor(weights).float()
+    plain = cross_entropy(LOGITS, LABELS, label_smoothing=smoothing, reduction="none")
+    torch.testing.assert_close(losses(*flags).mean(), (of_class[LABELS] * plain).sum() / of_class[LABELS].sum())
+    if not smoothing:
+        torch.testing.assert_close(losses(*flags).mean(), cross_entropy(LOGITS, LABELS, of_class))
     whole, parts = losses(*flags, targets=mixed(0.0)), [losses(*flags), losses(*flags, labels=LABELS.flip(0))]
     torch.testing.assert_close(whole, LAMBDA * parts[0] + (1 - LAMBDA) * parts[1])
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "bce"])
+def test_a_frequent_class_is_not_taken_for_a_rare_one(loss):
+    """Whatever the weights, the best prediction for a sample is its own class, with the default smoothing."""
+    config, _ = parse_args(["--class-weights", "balanced", "--loss", loss])
+    batch = Batch(torch.empty(0), torch.zeros(2, dtype=torch.int64), torch.ones(2), torch.arange(2))
+    right, wrong = build_loss(config, NAMES[:2], [600, 20], torch.device("cpu"))(
+        torch.tensor([[2.0, -2.0], [-2.0, 2.0]]), batch
+    )
+    assert right < wrong
 
 
 def test_class_weights_of_binary_cross_entropy_weigh_samples():

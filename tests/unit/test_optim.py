@@ -101,6 +101,13 @@ def test_equals_pytorchs_schedulers(changes, oracle):
     assert len({*expected}) > 3
 
 
+def test_a_cooldown_right_after_the_warm_up_is_at_the_final_rate():
+    config = dataclasses.replace(CONFIG, warmup_epochs=4.0, cooldown_epochs=6.0, final_learning_rate_scale=0.25)
+    schedule = build_schedule(config, steps_per_epoch=5, global_batch=32, head_epochs=0)
+    assert schedule.learning_rate(19) == pytest.approx(0.1)
+    assert rates(schedule, 50)[20:] == pytest.approx([0.025] * 30)
+
+
 @pytest.mark.parametrize("changes", [{"schedule": name} for name in SCHEDULES] + [{"cooldown_epochs": 3.0}])
 def test_every_schedule_is_positive_and_ends_where_it_is_told(changes):
     config = dataclasses.replace(CONFIG, final_learning_rate_scale=0.25, **changes)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
 from benchmarks import record as recorder
 from benchmarks import record_data, variants
-from benchmarks.record import RECORDS, TASKS, make_record, our_command, read_our_log, read_timm_log, summary
+from benchmarks.record import PRESET, RECORDS, TASKS, make_record, our_command, read_our_log, read_timm_log, summary
 from benchmarks.record_table import BEGIN, END, compared, newest_table, table, time_ratio, top1_cell
 from benchmarks.variants import STUDIES, ablation_table, marks, run_study, study_folder, zoo_table
 from training.errors import UserError
@@ -27,6 +28,8 @@ FILES = sorted(RECORDS.glob("*/*/record.json"))
 def test_a_record_follows_from_its_logs(file):
     record = json.loads(file.read_text())
     assert record["data_source"] == TASKS[record["task"]].data_source
+    preset = yaml.safe_load((file.parent / PRESET).read_text())
+    assert preset["model-type"] in shlex.split(record["ours"]["command"])
     for side, read in (("ours", read_our_log), ("timm", read_timm_log)):
         if side not in record:
             continue
@@ -185,6 +188,11 @@ def test_a_broken_record_keeps_what_was_trained_and_goes_on(trained, tmp_path, m
     monkeypatch.setattr(recorder, "train_timm", train)
     make_record("digits", file.parent, seeds=2, timm_seeds=1, **both)
     assert trained == ["ours-0.log", "timm-0.log", "ours-1.log"]
+    preset = file.parent / PRESET
+    assert preset.read_text() == (ROOT / "presets" / "digits.yaml").read_text()
+    preset.write_text(preset.read_text().replace("epochs: 7", "epochs: 8"))
+    with pytest.raises(UserError, match=r"has other values than presets/digits\.yaml; give another --what\.$"):
+        make_record("digits", file.parent, seeds=2, timm_seeds=1, **both)
     with pytest.raises(UserError, match=r"record.json: has other data_sha256; give another --what\.$"):
         make_record("digits", file.parent, seeds=2, timm_seeds=0, data=None, timm=None)
 

@@ -320,12 +320,28 @@ def source(tmp_path_factory) -> Path:
     return path
 
 
+HEAD_FIRST = {"model_type": "mobilenet_finetuned", "head_epochs": 1, "save_every_steps": 1, "keep_last": 99}
+
+
+@pytest.fixture(scope="module")
+def mobilenets(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("mobilenet") / "weights"
+    torch.manual_seed(0)
+    save_file(build_model("mobilenet", num_classes=10, image_size=16).module.state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def head_first(logs, mobilenets) -> Path:
+    return train(logs, "head-first", **HEAD_FIRST, weights=str(mobilenets))
+
+
 def train(folder: Path, name: str, **changes) -> Path:
     config = TrainConfig(
         model_type="basic_cnn", data="fake", epochs=2, batch_size=128, image_size=16, log_dir=str(folder), run_name=name
     )
     quiet = {"progress": "off", "report": False, "tensorboard": False, "keep_last": 9}
-    assert run(dataclasses.replace(config, **quiet, **changes)) == 0
+    assert run(dataclasses.replace(config, **quiet | changes)) == 0
     return folder / "runs" / name
 
 
@@ -340,11 +356,13 @@ def logs(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 
-@pytest.mark.parametrize(("word", "channels"), [("head", 1), ("lora:2", 3)])
-def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, channels, logs, source, capsys):
+@pytest.mark.parametrize(
+    ("word", "channels", "averages"), [("head", 1, {}), ("lora:2", 3, {"ema": 0.8, "lookahead": 3})]
+)
+def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, channels, averages, logs, source, capsys):
     """The weights are for RGB; the first layer of a run on grey images is adapted, and frozen as that."""
     name = word.replace(":", "-")
-    whole = train(logs, name, tune=word, weights=str(source), image_channels=channels)
+    whole = train(logs, name, tune=word, weights=str(source), image_channels=channels, **averages)
     before, after = load_file(source), load_file(whole / "model.safetensors")
     before["blocks.0.0.weight"] = adapt_input_conv(channels, before["blocks.0.0.weight"])
     assert after.keys() == before.keys()
@@ -361,7 +379,7 @@ def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, ch
     assert sum(path.stat().st_size for path in checkpoint.glob("shard*")) < file.stat().st_size / 4
 
     # The starting weights do not matter any more: they are in the checkpoint's file.
-    same = {"image_channels": channels, "resume": str(checkpoint)}
+    same = {"image_channels": channels, "resume": str(checkpoint), **averages}
     resumed = train(logs, f"{name}-resumed", tune=word, **same)
     for path in ("model.safetensors", "checkpoints/step-00002-0000000/shard-00000.safetensors"):
         assert (resumed / path).read_bytes() == (whole / path).read_bytes()
@@ -372,3 +390,10 @@ def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, ch
     with pytest.raises(AssertionError):
         train(logs, f"{name}-damaged", tune=word, **same)
     assert f"{file.name} is damaged: its sha256 does not match" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("checkpoint", ["step-00000-0000007", "step-00001-0000000", "step-00001-0000001"])
+def test_a_run_goes_on_around_the_moment_at_which_the_backbone_joins(checkpoint, logs, mobilenets, head_first):
+    changes = {**HEAD_FIRST, "weights": str(mobilenets), "resume": str(head_first / "checkpoints" / checkpoint)}
+    resumed = train(logs, f"head-first-{checkpoint}", **changes)
+    assert (resumed / "model.safetensors").read_bytes() == (head_first / "model.safetensors").read_bytes()

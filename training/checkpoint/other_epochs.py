@@ -33,7 +33,7 @@ def before_decay(
         found is None
         or saved is None
         or saved.epochs >= config.epochs
-        or found.path == Path(config.resume).expanduser()
+        or found.path.resolve() == Path(config.resume).expanduser().resolve()
     ):
         return found, []
     start = Progress(stable_epochs(saved))

@@ -22,8 +22,9 @@ from training.data.datasets import DatasetPair
 from training.errors import AgreedError, UserError, one_line, shown
 from training.global_batch import divide, divide_given, largest_divisor
 from training.observe.environment import RunFacts
+from training.observe.evaluation import check_replaceable
 from training.observe.heartbeat import HeartbeatWriter
-from training.observe.run_folder import RunFolder, create_run_folder
+from training.observe.run_folder import EVALUATION, RunFolder, create_run_folder
 from training.observe.run_lock import Origin
 from training.observe.scores import ScoreSums
 from training.parallel.collectives import agreed, broadcast_object
@@ -60,7 +61,13 @@ def create_folder(config: TrainConfig, start: RunStart, world: World) -> tuple[R
     Returns:
         The folders, and on rank 0 the file that locks the run as long as it is open.
     """
-    created, lock = agreed(lambda: create_run_folder(config, start.origin) if world.is_main else (None, None), world)
+
+    def create() -> tuple[RunFolder, IO[bytes]]:
+        created, lock = create_run_folder(config, start.origin)
+        check_replaceable(created.path / EVALUATION)  # by that of the best epoch
+        return created, lock
+
+    created, lock = agreed(lambda: create() if world.is_main else (None, None), world)
     paths = [str(created.log_dir), created.name] if created else None
     log_dir, name = broadcast_object(paths, row_of(text, text), world)
     if world.is_main:

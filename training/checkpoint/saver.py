@@ -20,7 +20,7 @@ from training.checkpoint.shards import Snapshot, write_shard
 from training.checkpoint.store import checkpoint_name, commit, discard, temporary_folder
 from training.config import TrainConfig
 from training.data.sampler import BatchPlan
-from training.errors import CANNOT_SAVE_EXIT_CODE, RunEnded, one_line
+from training.errors import CANNOT_SAVE_EXIT_CODE, RunEnded, UserError, one_line
 from training.observe.heartbeat import HeartbeatWriter
 from training.observe.loggers import Loggers
 from training.parallel.collectives import gather_objects
@@ -259,8 +259,10 @@ class Saver:
         try:
             if self._world.is_main or not only_main:
                 action()
-        except (OSError, SafetensorError) as failure:
+        except (OSError, SafetensorError, UserError) as failure:
             error = f"rank {self._world.rank}: {one_line(failure)}"
+        except Exception as failure:  # the others wait for the verdict, whatever it is
+            error = f"rank {self._world.rank}: {type(failure).__name__}: {one_line(failure)}"
         errors = gather_objects(error, optional(text), self._world, self._world.save_group)
         return next((message for message in errors if message is not None), None)
 

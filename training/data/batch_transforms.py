@@ -20,7 +20,6 @@ from training.data.transfer import to_device
 from training.data.values import BYTES, values_of
 
 SHIFT_FRACTION = 0.1
-SMALLEST_STD = 1e-4  # of a set whose images are all of one colour
 BATCH_DRAWS = 3  # mirrored or not, rows and columns to shift by
 
 
@@ -41,7 +40,6 @@ class BatchTransforms:
         self.channels = len(preprocessing["mean"])
         self._erase = RandomErasing(augmentation.erasing, augmentation.erasing_mode, size, seed, self.channels)
         mean, std = (np.array(preprocessing[key], dtype=np.float64) for key in ("mean", "std"))
-        std = np.maximum(std, SMALLEST_STD)
         # (x / largest - mean) / std is x * scale + offset; repeated for each pixel of a row, because the arithmetic on
         # a CPU is four times as fast along whole rows as along the channels
         largest = 255 if values_of(preprocessing) == BYTES else 1

@@ -27,7 +27,7 @@ from training.data.mixing import Mixing
 from training.data.policies import build_policy
 from training.data.randomness import COPY, FIRST_CROP_DRAW, preserved_generators, seed_generators, uniform_draws
 from training.data.reading.sources import ArraySource, ImageFile, Source, open_files
-from training.data.values import BYTES, statistics
+from training.data.values import BYTES, VALUES_AT_A_TIME, statistics
 from training.errors import UserError, shown
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -342,14 +342,19 @@ def _size_notes(size: int, eval_size: int, ramp: SizeRamp | None) -> Iterator[st
 
 
 def _pixel_statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation per channel of uint8 [N, C, H, W] as values in 0..1, 4 decimals."""
+    """Return mean and standard deviation per channel of uint8 [N, C, H, W] as values in 0..1, 4 decimals.
+
+    The deviation of a channel of one value is the last decimal of the mean, in which that is rounded.
+    """
     means, stds = [], []
     levels = np.arange(256) / 255
     for channel in images.unbind(1):
-        shares = np.bincount(channel.reshape(-1).numpy(), minlength=256) / channel.numel()
+        parts = channel.split(max(1, VALUES_AT_A_TIME // channel[0].numel()))
+        counts = sum(np.bincount(part.reshape(-1).numpy(), minlength=256) for part in parts)
+        shares = counts / channel.numel()
         mean = float(shares @ levels)
         means.append(round(mean, 4))
-        stds.append(round(float(shares @ (levels - mean) ** 2) ** 0.5, 4))
+        stds.append(max(round(float(shares @ (levels - mean) ** 2) ** 0.5, 4), 1e-4))
     return means, stds
 
 

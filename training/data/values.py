@@ -17,6 +17,7 @@ from training.errors import UserError
 
 BYTES = "uint8"
 FLOATS = "float32"
+SMALLEST_STD = 1e-6  # of a channel of one value; weights files have no smaller one
 VALUES_AT_A_TIME = 2**22
 SMALLEST_RANGE = 1e-12  # of an image of one value
 
@@ -58,12 +59,16 @@ def stretched(images: torch.Tensor) -> torch.Tensor:
 
 
 def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation per channel of float32 [N, C, H, W], 6 digits; the same with any threads."""
+    """Return mean and standard deviation per channel of float32 [N, C, H, W], 6 digits; the same with any threads.
+
+    The deviation is at least what the mean is rounded by, as that of a channel of one value.
+    """
     means, stds = [], []
     for channel in images.unbind(1):
         parts = [part.numpy() for part in channel.split(max(1, VALUES_AT_A_TIME // channel[0].numel()))]
         mean = sum(part.sum(dtype=np.float64) for part in parts) / channel.numel()
         squares = sum(np.square(np.subtract(part, mean, dtype=np.float64)).sum() for part in parts)
         means.append(float(f"{mean:.6g}"))
-        stds.append(float(f"{(squares / channel.numel()) ** 0.5:.6g}"))
+        smallest = max(SMALLEST_STD, 1e-5 * abs(means[-1]))
+        stds.append(max(float(f"{(squares / channel.numel()) ** 0.5:.6g}"), smallest))
     return means, stds

@@ -10,7 +10,9 @@ import torch
 from training.data.reader import Batch
 from training.observe.step_metrics import StepMetrics
 from training.observe.timing import SpanClock
+from training.parallel.collectives import gather_objects
 from training.parallel.engine import Engine, StepResult
+from training.parallel.exchange import flag
 from training.parallel.signals import OUT_OF_MEMORY
 from training.state import TrainContext, TrainState
 
@@ -111,7 +113,7 @@ class EpochObserver:
         verdict = context.stop.poll(context.world, failure=failure, save_due=is_due)
         self._stop_signal = verdict.stop_signal
         if not (self._stop_signal or state.progress.step == context.plan.steps_per_epoch):
-            self._save_if_due(position + 1, is_due_by_time=verdict.save_due)
+            self._save_if_due(position + 1, failure, is_due_by_time=verdict.save_due)
         elif self._profiler is not None:
             self._profiler.end_epoch()
         return bool(self._stop_signal)
@@ -134,7 +136,8 @@ class EpochObserver:
             self._stop_signal = OUT_OF_MEMORY
         return EpochResult(seconds, images / seconds, self._metrics.data_wait_share, self._stop_signal)
 
-    def _save_if_due(self, position: int, *, is_due_by_time: bool) -> None:
+    def _save_if_due(self, position: int, failure: int, *, is_due_by_time: bool) -> None:
+        """Save, unless a rank cannot go on: this step has then empty batches, and the stop comes after the next."""
         saver = self._context.saver
         if saver is None:
             return
@@ -142,7 +145,8 @@ class EpochObserver:
             saver.note_outcome()
             if is_due_by_time or saver.is_due_by_steps(position):
                 self._settle()
-                if not self._guard.has_failed:
+                have_failed = gather_objects(bool(failure), flag, self._context.world)
+                if not self._guard.has_failed and not any(have_failed):
                     saver.save()
 
     def _settle(self) -> None:

@@ -73,7 +73,7 @@ def check_replaceable(folder: Path) -> None:
         UserError: for such a folder, and for a file.
     """
     if folder.exists() and not (folder / SCORES).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"'{folder}' exists and holds no evaluation: give --output a new folder.")
+        raise UserError(f"'{folder}' exists and holds no evaluation: move it away, or choose another folder.")
 
 
 def confusion_cells(details: SampleScores, num_classes: int) -> list[list[int]]:

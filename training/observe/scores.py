@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -105,9 +106,9 @@ class ScoreSums:
         self._sums.copy_(state if applied is False else torch.where(applied, self._sums, state))
 
     def reduce(self, world: World) -> Scores:
-        """Return the averages over all ranks' samples; a collective, and a sync with the device."""
+        """Return the averages over all ranks' samples, NaN of none; a collective, and a sync with the device."""
         loss, top1, top5, count = sum_over_ranks(self._sums, world).tolist()
-        divisor = max(count, 1.0)
+        divisor = count or math.nan
         return Scores(loss / divisor, top1 / divisor, top5 / divisor, int(count))
 
 

@@ -1,8 +1,8 @@
 """A model's buffers over leaves and ranks: BatchNorm's running statistics, for the most part.
 
-They follow a leaf's samples under the native engine, which has one version of them per leaf, and a rank's under
-DeepSpeed, which neither broadcasts nor averages buffers. They are averaged before every evaluation, so that the
-reported accuracy is that of the saved file.
+They follow a leaf's samples under the native and PyTorch's engine, which have one version of them per leaf, and a
+rank's under DeepSpeed, which neither broadcasts nor averages buffers. They are averaged before every evaluation, so
+that the reported accuracy is that of the saved file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AVERAGE = "average/"  # prefix of a running average's name
 
 
 class ModelBuffers:
-    """All buffers of a model (BatchNorm's statistics), in one version or several: under the native engine one per leaf.
+    """All buffers of a model (BatchNorm's statistics), in one version or several.
 
     The module computes with the selected version. Its buffers become views of one flat tensor per dtype: copying
     mobilenet's 138 buffers one by one takes as long as the optimizer. They keep their names, and the modules still

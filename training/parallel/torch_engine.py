@@ -49,7 +49,8 @@ class TorchEngine(Engine):
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         grouped = [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]
         self._distribution: Distribution = (Replicated if setup.plan.zero_stage == 1 else Sharded)(setup)
-        parameters, self.buffers = dict(self.module.named_parameters()), ModelBuffers(self.module)
+        parameters = dict(self.module.named_parameters())
+        self.buffers = ModelBuffers(self.module, versions=self._accumulation_steps)
         # Without the parameters of which this rank has no rows, or that another rank updates.
         self._trained = {
             name: _local_parameter(parameters[name])
@@ -64,8 +65,10 @@ class TorchEngine(Engine):
         bind_lamb(self.optimizer, self._state_of(self._shards()), self._world, self._distribution.copies)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        is_last = (self._micro_steps + 1) % self._accumulation_steps == 0
-        return self._distribution.forward(images, is_last_micro_step=is_last)
+        leaf = self._micro_steps % self._accumulation_steps
+        if self.module.training:
+            self.buffers.select(leaf)
+        return self._distribution.forward(images, is_last_micro_step=leaf == self._accumulation_steps - 1)
 
     def backward(self, loss: torch.Tensor) -> None:
         self._is_in_backward = True

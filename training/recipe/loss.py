@@ -34,13 +34,20 @@ def build_loss(config: TrainConfig, class_names: Sequence[str], counts: Sequence
 
 
 def _cross_entropy(config: TrainConfig, weights: torch.Tensor | None) -> Loss:
-    """Build the sum over the classes of -weight x target x log softmax, as PyTorch has it."""
+    """Build PyTorch's cross-entropy, times the weight of the target's class.
+
+    PyTorch's own weights multiply what smoothing gives the other classes, too: of two classes, one that is 20 times as
+    frequent would be trained to be taken for the other.
+    """
+    smoothing = config.label_smoothing
 
     def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         targets = batch.labels if batch.targets is None else batch.targets
-        return F.cross_entropy(
-            logits.float(), targets, weights, label_smoothing=config.label_smoothing, reduction="none"
-        )
+        if weights is None:
+            return F.cross_entropy(logits.float(), targets, label_smoothing=smoothing, reduction="none")
+        own = F.cross_entropy(logits.float(), targets, weights, reduction="none")
+        to_all = -F.log_softmax(logits.float(), dim=1).mean(dim=1) * _sample_weights(batch, weights)
+        return (1 - smoothing) * own + smoothing * to_all
 
     return loss
 
@@ -48,8 +55,7 @@ def _cross_entropy(config: TrainConfig, weights: torch.Tensor | None) -> Loss:
 def _binary_cross_entropy(config: TrainConfig, weights: torch.Tensor | None) -> Loss:
     """Build the mean over the classes of each one's binary cross-entropy, as timm's `BinaryCrossEntropy`.
 
-    Wightman et al. 2021 (https://arxiv.org/abs/2110.00476, section 2.2). The weight of a sample is the mean of its
-    targets' weights: those of the columns would weigh the absence of a class, too.
+    Wightman et al. 2021 (https://arxiv.org/abs/2110.00476, section 2.2).
     """
     smoothing, threshold = config.label_smoothing, config.bce_target_threshold
 
@@ -60,9 +66,14 @@ def _binary_cross_entropy(config: TrainConfig, weights: torch.Tensor | None) -> 
         if threshold:
             smoothed = (smoothed > threshold).float()
         losses = F.binary_cross_entropy_with_logits(logits.float(), smoothed, reduction="none").mean(1)
-        return losses if weights is None else losses * (targets @ weights)
+        return losses if weights is None else losses * _sample_weights(batch, weights)
 
     return loss
+
+
+def _sample_weights(batch: Batch, weights: torch.Tensor) -> torch.Tensor:
+    """Return the weight of each sample's class, float32 [B]; of a mixed one, the mean over its classes."""
+    return weights[batch.labels] if batch.targets is None else batch.targets @ weights
 
 
 LOSSES: dict[str, Callable[[TrainConfig, torch.Tensor | None], Loss]] = {

@@ -81,7 +81,7 @@ class Schedule:
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         first, last = max(self.warmup_steps, self.stable_steps), self.total_steps - self.cooldown_steps
-        progress = min(max(step - first, 0) / max(1, last - first), 1.0)
+        progress = 1.0 if step >= last else max(step - first, 0) / max(1, last - first)
         scale = self.final_scale + (1 - self.final_scale) * self.shape(progress)
         return self.peak * scale * self.drop_rate ** bisect_right(self.drops, step)
 
