@@ -189,6 +189,7 @@ def test_help_names_every_flag_with_default_and_imports_no_torch():
         assert f"  {FLAG_OF[name]} " in shown
         if field.metadata["low"] is not None and isinstance(field.default, int):
             assert f"from {field.metadata['low']}" in " ".join(shown.split())
+    assert all(f"{name}," in "".join(shown.split()) for name in PRESETS[:-1])
     assert "training.config" in imported
     assert "torch" not in imported
 
