@@ -48,7 +48,7 @@ def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, t
     if path:
         try:
             with (
-                replacing(Path(path).expanduser()) as temporary,
+                replacing(Path(path).expanduser(), follows=True) as temporary,
                 temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream,
             ):
                 FORMATS[kind](readable(), stream, top_k)

@@ -139,7 +139,7 @@ def plan_memory(
 
         later = activations.workspace - max(at_once - missing(done) for at_once, done in activations.moments)
     frozen = FLOAT32_BYTES * (sizes.parameters - sizes.trained)
-    versions = accumulation_steps if rule.parks_sums and accumulates else 0  # of BatchNorm's statistics
+    versions = accumulation_steps if engine != "deepspeed" and accumulates else 0  # of BatchNorm's statistics
     deals = rule.whole_moments and updates_matrices and others
     moments = optimizer_values * (whole if rule.whole_moments and not deals else part)
     return _placed(

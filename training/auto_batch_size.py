@@ -37,7 +37,7 @@ TRIAL_FOLDER = "batch-size-trial"
 # What memory depends on beside the recipe.
 OF_MEMORY = (
     *("strategy", "precision", "offload", "engine", "replicate_across", "deepspeed_config"),
-    "activation_checkpointing",
+    *("activation_checkpointing", "compile"),
 )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from training.checkpoint.atomic_write import write_json
 from training.checkpoint.resume import RunStart
@@ -63,7 +63,8 @@ def choose_learning_rate(
     if found is not None:
         rate, source = found.manifest.config.get("learning_rate"), "that of the checkpoint"
     else:
-        rate = broadcast_object(_earlier_result(config, folder) if world.is_main else None, optional(number), world)
+        earlier = _earlier_result(_settings(config, world), folder) if world.is_main else None
+        rate = broadcast_object(earlier, optional(number), world)
         source = "found at the run's first start"
         if rate is None:
             rate, source = _test(config, folder, start, world, build), "a range test"
@@ -72,11 +73,16 @@ def choose_learning_rate(
     return dataclasses.replace(config, learning_rate=rate), [f"--learning-rate auto is {rate:g}: {source}"]
 
 
-def _earlier_result(config: TrainConfig, folder: RunFolder) -> float | None:
+def _settings(config: TrainConfig, world: World) -> dict[str, Any]:
+    images_per_step = config.micro_batch * config.gradient_accumulation_steps * world.size
+    return trial_settings(config, "weights", "pretrained", images_per_step=images_per_step)
+
+
+def _earlier_result(settings: dict[str, Any], folder: RunFolder) -> float | None:
     """Return the rate that a test of this run has found, None if there was none with these settings."""
     try:
         content = json.loads((folder.path / LEARNING_RATE).read_text(encoding="utf-8"))
-        return float(content["suggested"]) if content["settings"] == trial_settings(config) else None
+        return float(content["suggested"]) if content["settings"] == settings else None
     except (OSError, ValueError, TypeError, LookupError):
         return None
 
@@ -95,7 +101,7 @@ def _test(config: TrainConfig, folder: RunFolder, start: RunStart, world: World,
         )
     if world.is_main:
         with contextlib.suppress(OSError):  # a full disk: the curve alone is missing
-            result = describe_range_test(curve) | {"settings": trial_settings(config)}
+            result = describe_range_test(curve) | {"settings": _settings(config, world)}
             write_json(folder.path / LEARNING_RATE, result)
     return suggested(curve)
 

@@ -489,7 +489,8 @@ def _end_epoch(
     state, world, clock = context.state, context.world, loop.timing.clock
     train_scores = state.sums.reduce(world)
     state.sums.reset()
-    diverged = find_divergence(train_scores.loss, scores.loss, loop.num_classes)
+    train_loss = train_scores.loss if train_scores.samples else 0.0  # of no step that was applied
+    diverged = find_divergence(train_loss, scores.loss, loop.num_classes)
     write_weights = None
     if diverged is None and scores.top1 > state.progress.best_top1:
         with clock.saving:

@@ -39,10 +39,10 @@ Build = Callable[[TrainConfig, World, RunStart], "RunContext"]
 MOST_BAD_STEPS = 10  # in a row: a trial has then seen enough
 
 
-def trial_settings(config: TrainConfig, *more: str) -> dict[str, Any]:
-    """Return the settings that the result of a trial holds for, as JSON has them: the recipe's, and `more`."""
-    names = FIELDS.keys() - CHANGEABLE_ON_RESUME | {*more}
-    return json.loads(json.dumps({name: getattr(config, name) for name in sorted(names)}))
+def trial_settings(config: TrainConfig, *more: str, **facts: int) -> dict[str, Any]:
+    """Return what the result of a trial holds for, as JSON has it: the recipe's settings, the data, and more."""
+    names = FIELDS.keys() - CHANGEABLE_ON_RESUME | {"data", "data_root", *more}
+    return json.loads(json.dumps({name: getattr(config, name) for name in sorted(names)} | facts))
 
 
 @contextmanager

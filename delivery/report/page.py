@@ -61,7 +61,7 @@ def write_report(folders: Sequence[Path], output: Path, *, is_watched: bool = Fa
     try:
         if output.is_dir():
             raise UserError(f"'{output}' is a folder: give a file, such as {output / 'report.html'}.")
-        with replacing(output) as new:
+        with replacing(output, follows=True) as new:
             new.write_bytes(page)
     except OSError as error:
         raise UserError(f"'{output}' cannot be written: {error.strerror}. Give --output another file.") from None

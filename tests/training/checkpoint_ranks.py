@@ -370,7 +370,7 @@ def save_on_full_disk(world: World, folder: str, strategy: str, full_rank: int) 
     def save(step: int) -> None:
         job.state.progress = dataclasses.replace(job.state.progress, step=step)
         job.saver.save()
-        job.saver._wait()
+        job.saver.wait()
 
     def names() -> list[str]:
         found = sorted(path.name for path in job.folder.iterdir())

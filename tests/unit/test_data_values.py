@@ -20,9 +20,10 @@ from delivery.evaluate import evaluate
 from delivery.model_card import write_model_card
 from delivery.predict import predict
 from models.weights_metadata import SMALLEST_STD
+from training.checkpoint.resume import NORMALIZATION, keep_normalization, normalization_of
 from training.checkpoint.weights import load_model, preprocess
 from training.config import TrainConfig
-from training.data import DataOptions, load_data
+from training.data import DataOptions, data_options, load_data
 from training.data.augment import evaluation_transform
 from training.data.loader import TrainLoader
 from training.data.sampler import BatchPlan
@@ -64,9 +65,22 @@ def test_a_channel_of_one_value_is_as_in_training_for_every_use(tmp_path, kind, 
         image, _ = options.val[0, 3]
         found = evaluation_transform(options.preprocessing)(options.val.source.read(3))
         torch.testing.assert_close(image, found, rtol=0, atol=0.05)  # of thousands that cancel out
-    assert image.abs().max() < 100
+        assert image.abs().max() < 100
     std = data.preprocessing["std"]
     assert std[0] > std[1] >= SMALLEST_STD
+
+
+def test_a_checkpoint_with_a_deviation_of_0_goes_on_with_what_its_run_was_trained_with(tmp_path):
+    arrays = {f"x_{part}": draw("uint8", count, SIDE, SIDE, 4) for part, count in (("train", TRAIN), ("test", 20))}
+    for array in arrays.values():
+        array[..., 3] = 255
+    config = TrainConfig(data=save(tmp_path / "a.npz", "uint8", 4, **arrays), image_channels=4)
+    data = load_data(data_options(config))
+    saved = normalization_of(data) | {"std": [*data.preprocessing["std"][:3], 0.0]}
+    found = SimpleNamespace(path=tmp_path, manifest=SimpleNamespace(identity={NORMALIZATION: saved}))
+    kept = keep_normalization(config, data, found)
+    assert kept.preprocessing["std"] == data.preprocessing["std"]
+    assert kept.preprocessing["std"][3] == 1e-4
 
 
 LARGEST = {"uint16": 65535, "int16": 32767, "float32": 1, "float64": 1, ">u2": 65535}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -11,11 +12,12 @@ import torch
 from models.build import build_model
 from training.checkpoint.best_weights import bring_along, epoch_of
 from training.checkpoint.weights import save_weights
+from training.config import TrainConfig
 from training.observe.evaluation import read_scores, write_scores
 from training.observe.messages import _result
 from training.observe.run_folder import EVALUATION, RunFolder
 from training.recipe.divergence import find_divergence
-from training.run import _deliver
+from training.run import _deliver, run
 from training.state import Progress
 
 PREPROCESSING = {
@@ -115,3 +117,15 @@ def test_the_last_lines_name_divergence(folders):
     assert rest == result(old, best_epoch=2)
     assert result(old, diverged_epochs_in_row=1)[1:] == ["no weights are saved: no epoch was sound"]
     assert result(old) == []
+
+
+def test_an_epoch_of_which_no_step_was_applied_has_no_training_loss_and_has_not_diverged(tmp_path, monkeypatch):
+    broken = lambda logits, batch: logits.float().sum(1) * math.nan  # noqa: E731
+    monkeypatch.setattr("training.run.build_loss", lambda *_: broken)
+    given = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 500, "epochs": 1}
+    quiet = {"progress": "off", "report": False, "tensorboard": False, "log_dir": str(tmp_path), "run_name": "run"}
+    assert run(TrainConfig(**given, **quiet, max_bad_steps=0)) == 0
+    lines = map(json.loads, (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines())
+    epoch = next(line for line in lines if line["kind"] == "epoch")
+    assert math.isnan(epoch["train_loss"])
+    assert math.isfinite(epoch["val_loss"])

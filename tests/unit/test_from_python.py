@@ -23,6 +23,7 @@ from training.parallel.preserved_process import preserved_process
 from training.run import run
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+LINEAR = torch.nn.functional.linear
 CHANGES = (
     'epochs=1, batch_size=64, image_size=16, deterministic=True, log_dir="logs", run_name="{name}", progress="off"'
 )
@@ -100,6 +101,7 @@ def test_deepspeed_trains_twice_in_one_process(strategy, tmp_path):
     first, second = (tmp_path / "runs" / name / "model.safetensors" for name in ("first", "second"))
     assert [run(TrainConfig(run_name=path.parent.name, **given)) for path in (first, second)] == [0, 0]
     assert first.read_bytes() == second.read_bytes()
+    assert torch.nn.functional.linear is LINEAR
 
 
 def test_a_folder_that_the_evaluation_would_replace_stops_a_run_at_once(tmp_path, capsys):
@@ -108,7 +110,8 @@ def test_a_folder_that_the_evaluation_would_replace_stops_a_run_at_once(tmp_path
     notes.touch()
     assert run(TrainConfig(model_type="basic_cnn", run_name="kept", log_dir=str(tmp_path))) == 2
     assert "kept/evaluation' exists and holds no evaluation: move it away" in capsys.readouterr().err
-    assert notes.exists()
+    shutil.move(notes.parent, tmp_path / "moved")
+    assert run(TrainConfig(model_type="basic_cnn", run_name="kept", log_dir=str(tmp_path), epochs=1)) == 0
 
 
 def test_evaluate_and_predict_by_the_documentations_lines(digits, capsys):

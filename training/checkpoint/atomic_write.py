@@ -30,20 +30,22 @@ def sync_to_disk(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
+def replacing(path: Path, *, durable: bool = False, follows: bool = False) -> Iterator[Path]:
     """Yield a name beside `path` to write to; the file replaces `path` if the block ends without error.
 
-    A failure leaves the old file, and nothing beside it. A link stays, and what it leads to is replaced; what is no
-    file, such as `/dev/null`, is written to itself.
+    A failure leaves the old file, and nothing beside it.
 
     Args:
         path: the file.
         durable: whether to wait until the new content, and then its name, are on the disk.
+        follows: whether a link stays, and the file that it leads to is replaced; what is no file, such as `/dev/null`,
+            is written to itself.
     """
-    if path.exists() and not path.is_file():
+    if follows and path.exists() and not path.is_file():
         yield path
         return
-    path = Path(os.path.realpath(path))
+    if follows:
+        path = Path(os.path.realpath(path))
     temporary = unfinished(path, "tmp")
     try:
         yield temporary

@@ -18,13 +18,13 @@ from training.checkpoint.shards import CheckpointReader
 from training.checkpoint.store import FoundCheckpoint, choose, find_candidates, set_aside
 from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
 from training.data import data_options, load_data
-from training.data.datasets import DatasetPair
+from training.data.datasets import SMALLEST_BYTE_STD, DatasetPair
 from training.errors import AgreedError, UserError, one_line, shown
 from training.global_batch import divide, divide_given, largest_divisor
 from training.observe.environment import RunFacts
 from training.observe.evaluation import check_replaceable
 from training.observe.heartbeat import HeartbeatWriter
-from training.observe.run_folder import EVALUATION, RunFolder, create_run_folder
+from training.observe.run_folder import EVALUATION, RunFolder, create_run_folder, run_folder
 from training.observe.run_lock import Origin
 from training.observe.scores import ScoreSums
 from training.parallel.collectives import agreed, broadcast_object
@@ -63,9 +63,9 @@ def create_folder(config: TrainConfig, start: RunStart, world: World) -> tuple[R
     """
 
     def create() -> tuple[RunFolder, IO[bytes]]:
-        created, lock = create_run_folder(config, start.origin)
-        check_replaceable(created.path / EVALUATION)  # by that of the best epoch
-        return created, lock
+        if config.run_name:
+            check_replaceable(run_folder(config).path / EVALUATION)  # by that of the best epoch
+        return create_run_folder(config, start.origin)
 
     created, lock = agreed(lambda: create() if world.is_main else (None, None), world)
     paths = [str(created.log_dir), created.name] if created else None
@@ -137,6 +137,8 @@ def _saved_batch_size(found: FoundCheckpoint) -> int:
 def keep_normalization(config: TrainConfig, data: DatasetPair, found: FoundCheckpoint | None) -> DatasetPair:
     """Return the data set, normalized as the checkpoint's was: for the weights that its run began with.
 
+    Of a channel of one value older checkpoints have the deviation 0.
+
     Raises:
         UserError: if the checkpoint's is none.
     """
@@ -144,7 +146,7 @@ def keep_normalization(config: TrainConfig, data: DatasetPair, found: FoundCheck
     if found is None or saved in (None, normalization_of(data)):
         return data
     try:
-        mean, std = (tuple(map(float, saved[name])) for name in ("mean", "std"))
+        mean, std = tuple(map(float, saved["mean"])), tuple(max(float(one), SMALLEST_BYTE_STD) for one in saved["std"])
     except (TypeError, ValueError, LookupError):
         raise UserError(f"checkpoint {found.path} cannot be used: its normalization is {shown(saved)}.") from None
     return load_data(dataclasses.replace(data_options(config), mean=mean, std=std))

@@ -123,7 +123,7 @@ class Saver:
             RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS`.
         """
         start = self._last_start = self._clock()
-        self._wait()
+        self.wait()
         if write_best is not None:
             self._unsaved_best = write_best
         self._reserve.give()
@@ -184,18 +184,18 @@ class Saver:
         Raises:
             RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS`, or `GIVE_UP_SECONDS_OF_STOP`.
         """
-        self._wait()
+        self.wait()
         if is_stop:
             self._backoff.give_up_s = GIVE_UP_SECONDS_OF_STOP
         while self._backoff.is_failing:
             self.save()
-            self._wait()
+            self.wait()
             if self._backoff.is_failing:
                 delay_s = self._backoff.delay_s()
                 self._heartbeat.beat("save", self._failed_position, self._patience_s + delay_s)
                 self._sleep(delay_s)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Wait for the running save; raise `RunEnded` if saves have failed for too long."""
         if self._thread is not None:
             self._heartbeat.beat("save", self._running.position if self._running else -1, self._patience_s)

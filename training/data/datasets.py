@@ -32,6 +32,7 @@ from training.errors import UserError, shown
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NAMES_IN_MESSAGE = 5
+SMALLEST_BYTE_STD = 1e-4  # of a channel of one value: the last decimal of its mean
 
 
 class ImageDataset(Dataset):
@@ -342,10 +343,7 @@ def _size_notes(size: int, eval_size: int, ramp: SizeRamp | None) -> Iterator[st
 
 
 def _pixel_statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation per channel of uint8 [N, C, H, W] as values in 0..1, 4 decimals.
-
-    The deviation of a channel of one value is the last decimal of the mean, in which that is rounded.
-    """
+    """Return mean and standard deviation per channel of uint8 [N, C, H, W] as values in 0..1, 4 decimals."""
     means, stds = [], []
     levels = np.arange(256) / 255
     for channel in images.unbind(1):
@@ -354,7 +352,7 @@ def _pixel_statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
         shares = counts / channel.numel()
         mean = float(shares @ levels)
         means.append(round(mean, 4))
-        stds.append(max(round(float(shares @ (levels - mean) ** 2) ** 0.5, 4), 1e-4))
+        stds.append(max(round(float(shares @ (levels - mean) ** 2) ** 0.5, 4), SMALLEST_BYTE_STD))
     return means, stds
 
 

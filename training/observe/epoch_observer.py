@@ -145,8 +145,9 @@ class EpochObserver:
             saver.note_outcome()
             if is_due_by_time or saver.is_due_by_steps(position):
                 self._settle()
-                have_failed = gather_objects(bool(failure), flag, self._context.world)
-                if not self._guard.has_failed and not any(have_failed):
+                if any(gather_objects(bool(failure), flag, self._context.world)):
+                    saver.wait()  # for the one before
+                elif not self._guard.has_failed:
                     saver.save()
 
     def _settle(self) -> None:

@@ -48,6 +48,7 @@ class DeepSpeedEngine(Engine):
         self.module, self._world = setup.module, setup.world
         self.loss_scale = DynamicLossScale() if setup.precision == "fp16" else None
         _forget_destroyed_group()
+        self._linear = nn.functional.linear  # which stage 3 replaces for the whole process
         self._engine, _, _, _ = deepspeed.initialize(
             model=under_autocast(setup.module, setup.precision, setup.world.device),
             optimizer=setup.optimizer,
@@ -172,6 +173,7 @@ class DeepSpeedEngine(Engine):
 
         deepspeed.comm.comm.cdb = self._backend
         self._engine.destroy()  # without it a process may abort at its exit
+        nn.functional.linear = self._linear
 
 
 def _forget_destroyed_group() -> None:
