@@ -16,7 +16,7 @@ BUDGET = {
     "launch": 3495,
     "models": 1778,
     "training": 2795,
-    "training/data": 4058,
+    "training/data": 4062,
     "training/recipe": 1775,
     "training/parallel": 4251,
     "training/checkpoint": 2004,

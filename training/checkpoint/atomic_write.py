@@ -41,10 +41,10 @@ def replacing(path: Path, *, durable: bool = False, follows: bool = False) -> It
         follows: whether a link stays, and the file that it leads to is replaced; what is no file, such as `/dev/null`,
             is written to itself.
     """
-    if follows and path.exists() and not path.is_file():
-        yield path
-        return
     if follows:
+        if path.exists() and not path.is_file():
+            yield path
+            return
         path = Path(os.path.realpath(path))
     temporary = unfinished(path, "tmp")
     try:

@@ -27,7 +27,7 @@ from training.data.mixing import Mixing
 from training.data.policies import build_policy
 from training.data.randomness import COPY, FIRST_CROP_DRAW, preserved_generators, seed_generators, uniform_draws
 from training.data.reading.sources import ArraySource, ImageFile, Source, open_files
-from training.data.values import BYTES, VALUES_AT_A_TIME, statistics
+from training.data.values import BYTES, pieces, statistics
 from training.errors import UserError, shown
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -347,8 +347,7 @@ def _pixel_statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
     means, stds = [], []
     levels = np.arange(256) / 255
     for channel in images.unbind(1):
-        parts = channel.split(max(1, VALUES_AT_A_TIME // channel[0].numel()))
-        counts = sum(np.bincount(part.reshape(-1).numpy(), minlength=256) for part in parts)
+        counts = sum(np.bincount(part.reshape(-1), minlength=256) for part in pieces(channel))
         shares = counts / channel.numel()
         mean = float(shares @ levels)
         means.append(round(mean, 4))

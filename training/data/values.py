@@ -58,6 +58,11 @@ def stretched(images: torch.Tensor) -> torch.Tensor:
     return (images - low) / (high - low).clamp_min(SMALLEST_RANGE)
 
 
+def pieces(channel: torch.Tensor) -> list[np.ndarray]:
+    """Return a channel [N, H, W] in arrays of about `VALUES_AT_A_TIME` values, whose copies take little memory."""
+    return [part.numpy() for part in channel.split(max(1, VALUES_AT_A_TIME // channel[0].numel()))]
+
+
 def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
     """Return mean and standard deviation per channel of float32 [N, C, H, W], 6 digits; the same with any threads.
 
@@ -65,7 +70,7 @@ def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
     """
     means, stds = [], []
     for channel in images.unbind(1):
-        parts = [part.numpy() for part in channel.split(max(1, VALUES_AT_A_TIME // channel[0].numel()))]
+        parts = pieces(channel)
         mean = sum(part.sum(dtype=np.float64) for part in parts) / channel.numel()
         squares = sum(np.square(np.subtract(part, mean, dtype=np.float64)).sum() for part in parts)
         means.append(float(f"{mean:.6g}"))
