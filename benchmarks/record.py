@@ -42,6 +42,7 @@ from training.errors import UserError
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "records"
 MOST_SEEDS, PRESET = 1000, "preset.yaml"
+KEPT_EVENTS = ("resume", "epoch", "end")
 START, TRAINED, TOP1 = re.compile(r"Scheduled epochs"), re.compile(r"Train: \d+ \["), re.compile(r'"top1": ([\d.]+)')
 
 
@@ -102,7 +103,7 @@ def train_ours(command: Sequence[str], seed: int, log: Path, views: str = "") ->
         printed = _run([*command, *flags, "--report", "false", "--tensorboard", "false"])
         run = Path(folder) / "runs" / "record"
         lines = (run / "metrics.jsonl").read_text().splitlines()
-        kept = [line for line in lines if json.loads(line)["kind"] in ("epoch", "end")]
+        kept = [line for line in lines if json.loads(line)["kind"] in KEPT_EVENTS]
         if views:
             printed += _run([sys.executable, "scripts/evaluate.py", str(run), *views.split()])
             scores = json.loads((run / "evaluation" / "scores.json").read_text())
@@ -114,12 +115,20 @@ def train_ours(command: Sequence[str], seed: int, log: Path, views: str = "") ->
 def read_our_log(text: str) -> dict[str, float]:
     """Return what the lines of metrics.jsonl in a log have: top-1 of the last epoch, of several views, and seconds.
 
-    A training that was stopped and resumed has an end, and seconds, for each part. The weights that are seen in several
-    views are those of the best epoch: if that is not the last, the test set has chosen it, and they do not count.
+    A training that was stopped and resumed has an end, and seconds, for each part; a part that was killed has those of
+    its epochs. The weights that are seen in several views are those of the best epoch: if that is not the last, the
+    test set has chosen it, and they do not count.
     """
     events = [json.loads(line) for line in text.splitlines() if line.startswith('{"kind"')]
-    epochs, ends, views = ([event for event in events if event["kind"] == kind] for kind in ("epoch", "end", "views"))
-    found = {"top1": epochs[-1]["val_top1"], "seconds": round(sum(end["seconds"] for end in ends), 2)}
+    epochs, views = ([event for event in events if event["kind"] == kind] for kind in ("epoch", "views"))
+    seconds = without_end = 0.0
+    for event in events:
+        if event["kind"] == "epoch":
+            without_end += event["seconds"]
+        elif event["kind"] in ("end", "resume"):
+            seconds += event.get("seconds", without_end)
+            without_end = 0.0
+    found = {"top1": epochs[-1]["val_top1"], "seconds": round(seconds, 2)}
     if views and views[-1].get("epoch", epochs[-1]["epoch"]) == epochs[-1]["epoch"]:
         found["views_top1"] = views[-1]["top1"]
     return found
@@ -187,7 +196,7 @@ def make_record(task: str, folder: Path, *, seeds: int, data: Path | None, timm:
     if file.exists():
         record = _go_on(record, json.loads(file.read_text()), file)
     folder.mkdir(parents=True, exist_ok=True)
-    _keep_preset(ROOT / "presets" / f"{task}.yaml", folder / PRESET)
+    keep_preset(task, folder, "give another --what")
     for seed in range(max(seeds, timm_seeds)):
         if seed < seeds and not _has(record["ours"], seed):
             found = train_ours(ours, seed, folder / f"ours-{seed}.log", TASKS[task].views)
@@ -197,10 +206,15 @@ def make_record(task: str, folder: Path, *, seeds: int, data: Path | None, timm:
             _add(record, "timm", {"seed": seed, **found}, file)
 
 
-def _keep_preset(now: Path, kept: Path) -> None:
-    """Copy the preset that a record is of, because the file changes with the next one; refuse another one later."""
+def keep_preset(task: str, folder: Path, instead: str) -> None:
+    """Copy the preset into the folder of what it trains, because the file changes with the next record.
+
+    Raises:
+        UserError: if another one was copied there before; `instead` says what to do.
+    """
+    now, kept = ROOT / "presets" / f"{task}.yaml", folder / PRESET
     if kept.exists() and yaml.safe_load(kept.read_text()) != yaml.safe_load(now.read_text()):
-        raise UserError(f"{kept}: has other values than presets/{now.name}; give another --what.")
+        raise UserError(f"{kept}: has other values than presets/{now.name}; {instead}.")
     shutil.copyfile(now, kept)
 
 

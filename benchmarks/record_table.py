@@ -42,13 +42,17 @@ def table(records: Path) -> str:
 
 
 def newest_table(records: Path) -> str:
-    """Return the newest record of each task as a Markdown table: preset, accuracy, seconds, the same of timm."""
+    """Return the newest record of each task as a Markdown table: preset, accuracy, seconds, the same of timm.
+
+    One without timm's side stands there only if the task has no record with it.
+    """
     rows = [NEWEST_COLUMNS, ("---",) * len(NEWEST_COLUMNS)]
     for folder in sorted(records.iterdir()):
-        if files := sorted(folder.glob("*/record.json")):
-            record = json.loads(files[-1].read_text(encoding="utf-8"))
-            link = f"[`{record['task']}`]({files[-1].parent.relative_to(records.parent)})"
-            rows.append((link, *_cells(record, None)[:-1], record["machine"]))
+        found = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/record.json"))}
+        if found:
+            path = max(found, key=lambda path: ("timm" in found[path], path))
+            link = f"[`{folder.name}`]({path.parent.relative_to(records.parent)})"
+            rows.append((link, *_cells(found[path], None)[:-1], found[path]["machine"]))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

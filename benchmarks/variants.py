@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scipy import stats
 
-from benchmarks.record import RECORDS, ROOT, add_data_and_seeds, our_command, summary, train_ours
+from benchmarks.record import RECORDS, ROOT, add_data_and_seeds, keep_preset, our_command, summary, train_ours
 from benchmarks.record_data import file_sha256
 from benchmarks.record_table import replace_between, top1_cell
 from benchmarks.report import today, versions
@@ -43,6 +43,7 @@ INGREDIENTS = {
 }
 ZOO = ("basic_cnn", "cnn_lstm", "mobilenet", "efficientnet", "vgg", "ensemble", "airbench_small", "airbench")
 IMAGES, IMAGE_SIZE, SHORT, LONG = 60_000, 32, 2, 12
+ANEW = "move the folder away to begin anew"
 
 
 def ablation() -> dict[str, list[str]]:
@@ -100,16 +101,17 @@ def zoo_table(study: dict[str, Any]) -> str:
 
 
 class Study(NamedTuple):
-    """What is trained, and where its table stands: between two comments of a page."""
+    """What is trained, by which preset ('' for none), and where its table stands: between two comments of a page."""
 
     commands: Callable[[], dict[str, list[str]]]
+    preset: str
     table: Callable[[dict[str, Any]], str]
     page: str
 
 
 STUDIES = {
-    "ablation": Study(ablation, ablation_table, "docs/records.md"),
-    "zoo": Study(zoo, zoo_table, "README.md"),
+    "ablation": Study(ablation, "fashion-mnist", ablation_table, "docs/records.md"),
+    "zoo": Study(zoo, "", zoo_table, "README.md"),
 }
 
 
@@ -122,7 +124,8 @@ def run_study(name: str, data: Path, seeds: int, only: Collection[str] = ()) -> 
     """Train each variant, or only those named, with each seed that it lacks; the file is written after each run.
 
     Raises:
-        UserError: for other versions or data than before, another machine than a variant's, or a name of no variant.
+        UserError: for other versions, data, commands or values of the preset than before, another machine than a
+            variant's, or a name of no variant.
     """
     folder = study_folder(name)
     file, commands = folder / "study.json", STUDIES[name].commands()
@@ -137,11 +140,15 @@ def run_study(name: str, data: Path, seeds: int, only: Collection[str] = ()) -> 
     if file.exists():
         begun = json.loads(file.read_text())
         if different := [key for key in ("versions", "data_sha256") if begun[key] != study[key]]:
-            raise UserError(f"{file}: has other {', '.join(different)}; move it away to begin anew.")
-        known = [variant["name"] for variant in begun["variants"]]
+            raise UserError(f"{file}: has other {', '.join(different)}; {ANEW}.")
+        known = {variant["name"]: variant["command"] for variant in begun["variants"]}
+        if changed := [name for name, command in known.items() if command != shlex.join(commands.get(name, []))]:
+            raise UserError(f"{file}: has another command for {', '.join(changed)}; {ANEW}.")
         begun["variants"] += [variant for variant in study["variants"] if variant["name"] not in known]
         study = begun
     folder.mkdir(parents=True, exist_ok=True)
+    if STUDIES[name].preset:
+        keep_preset(STUDIES[name].preset, folder, ANEW)
     for seed in range(seeds):
         for number, variant in enumerate(study["variants"]):
             if (not only or variant["name"] in only) and all(run["seed"] != seed for run in variant["runs"]):

@@ -48,7 +48,7 @@ def test_groups_are_timms(name, layer_decay):
     expected = settings_of(module, oracle, "lr_scale")
     assert ours(module, layer_decay=layer_decay, no_weight_decay="model") == expected
     scales = {scale for _, scale in expected.values()}
-    assert len(scales) == (1 if layer_decay == 1 else 14 if name == VIT else len(scales))
+    assert len(scales) == (1 if layer_decay == 1 else 14)
     assert max(scales) == 1
 
 

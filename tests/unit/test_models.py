@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -606,6 +607,21 @@ def test_evaluation_recomputes_nothing():
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(recomputing(images), plain(images))
+
+
+def test_the_readme_counts_parameters():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    sizes: dict[str, str] = {}
+    for row in readme.partition("## Models\n")[2].partition("\n<!-- zoo")[0].splitlines():
+        if " million" in row:
+            _, names, _, counts, *_ = row.split("|")
+            sizes |= zip(re.findall(r"`(\w+)`", names), re.findall(r"([\d.]+) million", counts), strict=True)
+    assert set(sizes) == set(MODELS)
+    for name, size in sizes.items():
+        with torch.device("meta"):
+            module = build_model(name, num_classes=1000, image_size=224, pretrained=None).module
+        count = sum(parameter.numel() for parameter in module.parameters()) / 1e6
+        assert f"{count:.{1 if '.' in size else 0}f}" == size, name
 
 
 def test_airbench_has_the_published_size_and_work():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import statistics
 import sys
@@ -29,13 +30,21 @@ def test_a_record_follows_from_its_logs(file):
     record = json.loads(file.read_text())
     assert record["data_source"] == TASKS[record["task"]].data_source
     preset = yaml.safe_load((file.parent / PRESET).read_text())
-    assert preset["model-type"] in shlex.split(record["ours"]["command"])
+    trained_with = (
+        rf"^run \w+: {preset['model-type']}, ddp, {preset.get('precision', 'fp32')}, ",
+        rf"^global batch \d+ = {preset['batch-size']} per CPU rank x 2 CPU ranks x "
+        rf"{preset.get('gradient-accumulation-steps', 1)} .*; peak learning rate {preset['learning-rate']}$",
+        rf"^data .*, augmentation {preset.get('augmentation', 'shift(_flip)?')}$",
+        rf"^epoch 1/{preset['epochs']}  ",
+    )
     for side, read in (("ours", read_our_log), ("timm", read_timm_log)):
         if side not in record:
             continue
         runs = record[side]["runs"]
         for run in runs:
-            assert {"seed": run["seed"], **read((file.parent / f"{side}-{run['seed']}.log").read_text())} == run
+            log = (file.parent / f"{side}-{run['seed']}.log").read_text()
+            assert {"seed": run["seed"], **read(log)} == run
+            assert side == "timm" or all(re.search(line, log, re.MULTILINE) for line in trained_with)
         assert record[side]["summary"] == summary(runs)
 
 
@@ -43,6 +52,21 @@ def test_a_record_follows_from_its_logs(file):
 def test_the_pages_show_the_records(name, made):
     page = (ROOT / name).read_text()
     assert page[page.index(BEGIN) + len(BEGIN) : page.index(END)].strip() == made(RECORDS)
+
+
+def test_the_readme_shows_the_newest_record_beside_timm(tmp_path):
+    for name, timm_seconds in (
+        ("digits/2026-01-01-a", [40]),
+        ("digits/2026-01-02-repeat", []),
+        ("x/2026-01-03", []),
+    ):
+        file = tmp_path / "records" / name / "record.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(record([0.9], [10], timm_seconds, machine="x")))
+    assert newest_table(tmp_path / "records").splitlines()[2:] == [
+        "| [`digits`](records/digits/2026-01-01-a) | 90.00 % (1 seed) | 10.0 | 90.00 % (1 seed) | 40.0 | 0.25 | x |",
+        "| [`x`](records/x/2026-01-03) | 90.00 % (1 seed) | 10.0 |  |  |  | x |",
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in STUDIES if study_folder(name).is_dir()])
@@ -98,6 +122,10 @@ def test_a_variant_is_trained_on_one_kind_of_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(variants, "ZOO", (*variants.ZOO, "resnet"))  # one more goes to the end
     run_study("zoo", data, 1, ["resnet"])
     assert trained == [0, 0, 1, 0]
+    with monkeypatch.context() as patch:
+        patch.setattr(variants, "IMAGE_SIZE", 64)
+        with pytest.raises(UserError, match=r"another command for basic_cnn, .* begin anew\.$"):
+            run_study("zoo", data, 2, ["vgg"])
     with pytest.raises(UserError, match="mobilenet was trained on another; go on there"):
         run_study("zoo", data, 2, ["mobilenet"])
     with pytest.raises(UserError, match="--only alexnet: no such variant; there are basic_cnn, "):
@@ -105,6 +133,15 @@ def test_a_variant_is_trained_on_one_kind_of_machine(tmp_path, monkeypatch):
     data.write_bytes(b"other images")
     with pytest.raises(UserError, match="has other data_sha256"):
         run_study("zoo", data, 2)
+
+
+def test_a_study_goes_on_with_the_preset_that_it_began_with(trained, tmp_path):
+    run_study("ablation", tmp_path / "images.npz", 1, ["nothing"])
+    preset = study_folder("ablation") / PRESET
+    assert preset.read_text() == (ROOT / "presets" / "fashion-mnist.yaml").read_text()
+    preset.write_text(preset.read_text().replace("epochs: 2", "epochs: 3"))
+    with pytest.raises(UserError, match=r"has other values than presets/fashion-mnist\.yaml; move the folder away"):
+        run_study("ablation", tmp_path / "images.npz", 2, ["nothing"])
 
 
 @pytest.fixture
@@ -242,7 +279,7 @@ def test_summary_and_comparison():
 
 
 def test_several_views_stand_beside_the_plain_accuracy():
-    lines = [{"kind": "epoch", "epoch": 3, "val_top1": 0.93}, {"kind": "end", "seconds": 9.0}]
+    lines = [{"kind": "epoch", "epoch": 3, "val_top1": 0.93, "seconds": 8.9}, {"kind": "end", "seconds": 9.0}]
     lines += [{"kind": "views", "epoch": 3, "top1": 0.94}]
     log = "\n".join(["run record: airbench", *map(json.dumps, lines)])
     one = read_our_log(log)
@@ -251,6 +288,13 @@ def test_several_views_stand_beside_the_plain_accuracy():
     both = [one, {"top1": 0.932, "seconds": 9.0, "views_top1": 0.942}]
     found = {"runs": both, "summary": summary(both)}
     assert top1_cell(found) == "93.10 ± 0.14 % (2 seeds); several views 94.10 ± 0.14 %"
+
+
+def test_a_part_that_was_killed_counts_with_its_epochs():
+    ended = [{"kind": "epoch", "seconds": 9.0, "val_top1": 0.8}, {"kind": "end", "seconds": 9.5}, {"kind": "resume"}]
+    killed = [{"kind": "epoch", "seconds": 8.0, "val_top1": 0.8}, {"kind": "resume"}]
+    lines = [*ended, *killed, {"kind": "epoch", "seconds": 7.0, "val_top1": 0.9}, {"kind": "end", "seconds": 7.5}]
+    assert read_our_log("\n".join(map(json.dumps, lines))) == {"top1": 0.9, "seconds": 25.0}
 
 
 def test_a_log_of_timm():

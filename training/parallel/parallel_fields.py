@@ -19,7 +19,9 @@ class ParallelFields:
         "none", "Keep optimizer state (stages 2, 3) or parameters too (all: stage 3) in CPU memory; about 30 % slower."
     )
     engine: Literal["auto", "deepspeed", "native", "torch"] = option(
-        "auto", "What shards the training state; auto: native on CPU ranks for models that fit, else deepspeed."
+        "auto",
+        "What shards the training state; auto: torch for rules that need whole parameters, such as muon; native on CPU "
+        "ranks for models that fit; else deepspeed.",
     )
     replicate_across: Literal["none", "nodes"] = option(
         "none", "nodes: shard inside each machine and replicate over machines (stages 2, 3; --engine torch)."
