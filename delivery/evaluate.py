@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from itertools import chain, count
 from pathlib import Path
@@ -174,7 +175,7 @@ def _output_folder(
     if output is None:
         return None
     if str(output):
-        folder = Path(output).expanduser()
+        folder = Path(os.path.expanduser(output))
         if folder.is_dir() and folder.samefile("."):
             raise UserError(
                 f"--output {output} is the current folder, which an evaluation would replace: "

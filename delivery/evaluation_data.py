@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -87,7 +88,7 @@ def load_evaluation_data(
         raise UserError(f"'{data}', which the run was trained on, is not here: give --data, with its full path.")
     split = _resolve_split(choice.split, data, is_own=is_own)
     datasets = load_whole(options) if split == "all" else divided()
-    name = trained_on if is_own else str(Path(data).expanduser().resolve()) if _is_folder(data) else data
+    name = trained_on if is_own else str(Path(os.path.expanduser(data)).resolve()) if _is_folder(data) else data
     wanted, found = (values_of(each) for each in (metadata["preprocessing"], datasets.preprocessing))
     if wanted != found:
         raise UserError(f"the model was trained on {wanted} values, '{data}' has {found}: convert it.")
@@ -105,7 +106,7 @@ def _is_own(data: str, trained_on: str, fingerprint: str, divided: Callable[[], 
     """Return whether data is the run's, by its name; a folder by its path, or by its files if that is relative."""
     if not trained_on or not _is_folder(data):
         return data == trained_on
-    path, own = (Path(name).expanduser() for name in (data, trained_on))
+    path, own = (Path(os.path.expanduser(name)) for name in (data, trained_on))
     if path.resolve() == own.resolve() and (own.is_absolute() or not fingerprint):
         return True
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, t
     Raises:
         UserError: if the file cannot be written, and as `predict`.
     """
-    if path and Path(path).expanduser().is_dir():
+    if path and Path(os.path.expanduser(path)).is_dir():
         raise UserError(f"--output {path} is a folder: give a file, such as {Path(path) / 'labels.csv'}.")
     unreadable = 0
 
@@ -48,7 +49,7 @@ def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, t
     if path:
         try:
             with (
-                replacing(Path(path).expanduser(), follows=True) as temporary,
+                replacing(Path(os.path.expanduser(path)), follows=True) as temporary,
                 temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream,
             ):
                 FORMATS[kind](readable(), stream, top_k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,13 +58,13 @@ def find_model(given: str | Path) -> TrainedModel:
     Raises:
         UserError: if there is none, or if the file could run code when it is loaded.
     """
-    path = Path(given).expanduser()
-    if path.is_file():
+    path = Path(os.path.expanduser(given))
+    if os.path.isfile(path):
         _check_is_safetensors(path)
         return TrainedModel(path, path.parent if _is_run(path.parent) else None)
     run = find_run(given)
     weights = run / WEIGHTS
-    if not weights.is_file():
+    if not os.path.isfile(weights):
         raise UserError(f"run '{run}' has no {WEIGHTS} yet: it is written after the first epoch.")
     return TrainedModel(weights, run)
 
@@ -75,9 +76,9 @@ def find_run(given: str | Path) -> Path:
         UserError: if there is none.
     """
     runs = REPO_ROOT / "logs" / "runs"
-    path = Path(given).expanduser()
+    path = Path(os.path.expanduser(given))
     for folder in (path, runs / given):
-        if given and folder.is_dir():
+        if given and os.path.isdir(folder):
             if not _is_run(folder):
                 raise UserError(f"folder '{folder}' is no run: it has no config.json. Give logs/runs/NAME.")
             return folder.resolve()
@@ -95,7 +96,7 @@ def read_run_config(run: Path) -> TrainConfig:
         UserError: if config.json is missing or damaged.
     """
     path = run / CONFIG
-    return TrainConfig(**checked_values(read_json(path), f"'{path}'"))
+    return checked_values(read_json(path), f"'{path}'")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def slug(name: str) -> str:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / CONFIG).is_file()
+    return os.path.isfile(folder / CONFIG)
 
 
 def _check_is_safetensors(path: Path) -> None:

@@ -92,7 +92,7 @@ def read_weights_file(path: str) -> tuple[StateDict, dict[str, Any]]:
         UserError: for a file that is missing, broken, or would run code.
     """
     file = Path(path)
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise UserError(f"weights file '{path}' does not exist or is no file: give --weights FILE")
     try:
         with file.open("rb") as stream:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -97,7 +96,7 @@ def starting_normalization(model_type: str, *, pretrained: bool, weights: str) -
 
 
 def _normalization_of_file(path: str) -> Normalization | None:
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         return None
     try:
         with open_weights(path) as reader:

@@ -10,6 +10,7 @@ RUN is a run's name in logs/runs, or its folder.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def report(given: argparse.Namespace) -> int:
 
     folders = list(dict.fromkeys(find_run(run) for run in given.runs))
     default = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
-    output = Path(given.output).expanduser() if given.output else default
+    output = Path(os.path.expanduser(given.output)) if given.output else default
     if given.watch:
         watch(folders, output, print)
     else:

@@ -182,13 +182,16 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
     given = vars(training_parser().parse(argv))
     flags = {name: value for name, value in given.items() if name in FIELDS}
     values: dict[str, Any] = {}
+    label_of = FLAG_OF
     if given["config"] or "preset" in flags:
-        from training.config_file import read_config_file, read_preset  # need PyYAML
+        from training.config_file import labels_of, read_config_file, read_preset  # need PyYAML
 
-        values = read_config_file(Path(given["config"])) if given["config"] else {}
+        if given["config"]:
+            values = read_config_file(Path(given["config"]))
+            label_of = FLAG_OF | {name: labels_of(Path(given["config"]))[name] for name in values.keys() - flags}
         values = read_preset(flags.get("preset") or values.get("preset", "")) | values
     values |= flags
-    return check_config(TrainConfig(**values), FLAG_OF), given["check_config"]
+    return check_config(TrainConfig(**values), label_of), given["check_config"]
 
 
 def training_parser() -> OneLineParser:

@@ -12,6 +12,7 @@ from training.data import bad_image_share
 from training.data.augmentations import augmentation_of
 from training.data.image_sizes import size_ramp
 from training.errors import UserError, shown, unknown_name
+from training.observe.run_folder import run_folder
 from training.parallel.strategies import STRATEGIES
 from training.recipe import read_tune
 from training.recipe.class_weights import given_weights
@@ -107,13 +108,26 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
         raise UserError(f"{label_of['whitened_stem']} would replace weights that are loaded: leave it out.")
     if config.weights and config.pretrained:
         raise UserError(f"{label_of['weights']} and {label_of['pretrained']} exclude each other: give one of them.")
+    tunes_all = read_tune(config.tune)[0] == "full"
+    if not tunes_all and (
+        config.resume == "never" or (config.resume == "auto" and not run_folder(config).has_checkpoint)
+    ):
+        check_starting_weights(config, label_of)
+    return config
+
+
+def check_starting_weights(config: TrainConfig, label_of: Mapping[str, str]) -> None:
+    """Check that what is not trained comes from somewhere, for a run that does not go on from a checkpoint.
+
+    Raises:
+        UserError: if it would keep random weights.
+    """
     has_weights = config.weights or config.pretrained or model_spec(config.model_type).always_pretrained
-    if read_tune(config.tune)[0] != "full" and not has_weights and config.resume in ("never", "auto"):
+    if read_tune(config.tune)[0] != "full" and not has_weights:
         raise UserError(
             f"{label_of['tune']} {config.tune}: what is not trained would keep random weights: "
             f"add {label_of['pretrained']}, or {label_of['weights']} FILE."
         )
-    return config
 
 
 def _check_rules(config: TrainConfig, label_of: Mapping[str, str]) -> None:

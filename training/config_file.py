@@ -13,7 +13,7 @@ from yaml.composer import ComposerError
 from training.command_line import wrong_value
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.config_check import check_config
-from training.config_values import allowed_names, allowed_values, read_value
+from training.config_values import allowed_names, allowed_values, is_allowed, read_value
 from training.errors import UserError, nearest, one_line, unknown_name
 from training.model_fields import PRESET_FOLDER, PRESETS
 from training.small_files import read_small_text
@@ -39,14 +39,26 @@ def read_preset(name: str) -> dict[str, Any]:
 def read_config_file(path: Path) -> dict[str, Any]:
     """Read a YAML (or JSON) file of configuration values; keys as flags (`batch-size`) or as fields (`batch_size`).
 
+    Whether they go together is known with the flags that win over some of them: see `check_config`.
+
     Raises:
         UserError: if the file is missing or malformed, a key is unknown, or its value wrong.
     """
-    where = f"--config {path}"
-    return checked_values(_load_file(path, where), where)
+    where = _name_of(path)
+    return read_values(_load_file(path, where), where)
 
 
-def checked_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
+def labels_of(path: Path) -> dict[str, str]:
+    """Return the name of each field of `--config` in a message."""
+    return _labels(_name_of(path))
+
+
+def checked_values(content: dict[Any, Any], where: str) -> TrainConfig:
+    """Return the configuration that a file contains by itself; arguments and errors as of `read_values`."""
+    return check_config(TrainConfig(**read_values(content, where)), _labels(where))
+
+
+def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
     """Return what a file contains, by field.
 
     Args:
@@ -56,7 +68,7 @@ def checked_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
     Raises:
         UserError: if a key is unknown, or its value wrong.
     """
-    label_of = {name: f"{where}: {flag[2:]}" for name, flag in FLAG_OF.items()}
+    label_of = _labels(where)
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
@@ -73,8 +85,17 @@ def checked_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
             values[name] = read_value(FIELDS[name], value)
         except ValueError:
             raise wrong_value(label_of[name], value, allowed, allowed_names(FIELDS[name])) from None
-    check_config(TrainConfig(**values), label_of)
+        if not is_allowed(values[name], FIELDS[name]):
+            raise wrong_value(label_of[name], values[name], allowed, ())
     return values
+
+
+def _name_of(path: Path) -> str:
+    return f"--config {path}"
+
+
+def _labels(where: str) -> dict[str, str]:
+    return {name: f"{where}: {flag[2:]}" for name, flag in FLAG_OF.items()}
 
 
 def _load_file(path: Path, where: str) -> dict[Any, Any]:

@@ -17,7 +17,7 @@ from models.build import BuiltModel
 from models.weights_file import not_finite
 from training.auto_batch_size import choose_batch_size
 from training.auto_learning_rate import choose_learning_rate
-from training.checkpoint.best_weights import bring_along, epoch_of, write_best
+from training.checkpoint.best_weights import bring_along, epoch_of, keep_finished, write_best
 from training.checkpoint.frozen import FrozenWeights, keep_frozen
 from training.checkpoint.other_epochs import before_decay, note_other_epochs
 from training.checkpoint.resume import (
@@ -29,6 +29,7 @@ from training.checkpoint.resume import (
     find_checkpoint,
     keep_global_batch,
     keep_normalization,
+    keep_starting_weights,
     keep_threads,
     normalization_of,
     note_other_leaves,
@@ -37,7 +38,7 @@ from training.checkpoint.resume import (
 from training.checkpoint.saver import Saver
 from training.checkpoint.store import FoundCheckpoint
 from training.config import FLAG_OF, TrainConfig
-from training.config_check import check_config
+from training.config_check import check_config, check_starting_weights
 from training.data import data_options, load_data
 from training.data.bad_images import check_bad_images
 from training.data.datasets import DatasetPair
@@ -243,6 +244,8 @@ def build_run(
     data = agreed(lambda: keep_normalization(config, first_data, found), world)
     build = functools.partial(build_run, data=data)
     found, decay_notes = before_decay(config, found, world)
+    if found is None:
+        agreed(lambda: check_starting_weights(config, FLAG_OF), world)
     config = agreed(lambda: keep_global_batch(config, found, world), world)
     config, thread_notes = keep_threads(config, found, world)
     if config.threads_per_rank:
@@ -253,6 +256,7 @@ def build_run(
     config, batch_notes = choose_batch_size(config, folder, run_facts, start, world, build)
     config, rate_notes = choose_learning_rate(config, folder, found, start, world, build)
     notes += batch_notes + rate_notes
+    config = keep_starting_weights(config, found)  # after all that reads them
     head_epochs = _head_epochs(config)
     plan = build_plan(config, data.train.source.labels, world.size)
     loss = agreed(lambda: build_loss(config, data.class_names, data.train_counts, world.device), world)
@@ -531,8 +535,11 @@ def _resume(context: RunContext, start: RunStart) -> None:
     agreed(lambda: restore(found, state, context.world), context.world)
     progress, restarts = state.progress, start.origin.restarts
     loggers.message(f"resuming from {found.path}: epoch {progress.epoch + 1}, step {progress.step + 1}")
-    if context.world.is_main and (line := bring_along(found.path, context.folder, progress.best_epoch)):
-        loggers.message(line)
+    if context.world.is_main:
+        kept = keep_finished(context.folder, found.manifest, context.config.epochs)
+        brought = bring_along(found.path, context.folder, progress.best_epoch)
+        for line in filter(None, (kept, brought)):
+            loggers.message(line)
     loggers.event("resume", {"step": context.position, "checkpoint": found.path.name, "restarts": restarts})
 
 

@@ -70,7 +70,7 @@ def export_model(settings: ExportSettings, log: Callable[[str], None]) -> Export
     model = find_model(settings.model)
     job = _prepare(settings, model, log)
     default = model.run / "export" if model.run else model.weights.parent
-    output = Path(settings.output).expanduser() if settings.output else default
+    output = Path(os.path.expanduser(settings.output)) if settings.output else default
     check_output(output, job.metadata)
     writer = importlib.import_module(chosen.module)
     with unfinished_files(output) as (folder, publish):

@@ -93,7 +93,7 @@ def find_status(run: RunFiles, now: float | None = None) -> Status:
         return Status("finished", f"Finished: {plural(done, 'epoch')}, {plural(last_step, 'step')}.")
     if stopped_early:
         return Status("finished", f"Finished early after {progress}: top-1 no longer improved.")
-    if end is not None:
+    if end is not None and history.last_kind != "resume":
         return Status("stopped", f"Stopped at step {count(end['step'])} ({progress}). It can be resumed.")
     if history.last_kind == "gave_up":
         line = history.events[-1]

@@ -95,6 +95,7 @@ class History:
         self.steps_per_epoch = self.total_steps = 0
         self._global_batch = global_batch or 0
         self._last_step = 0
+        self._gap_seconds: float | None = None  # before a start that has logged no more than `resume`
 
     def add(self, line: dict[str, Any]) -> None:
         """Add the next line; unknown kinds are ignored.
@@ -103,6 +104,8 @@ class History:
             KeyError, TypeError, ValueError: if a value is missing, or is not a number.
         """
         when, kind = float(line["time"]), line["kind"]
+        if self._gap_seconds is not None and kind in ("step", "epoch", "end"):
+            self._start_process(self._gap_seconds)
         match kind:
             case "step":
                 self._add_step(line)
@@ -110,7 +113,9 @@ class History:
                 self._add_epoch(line)
             case "resume":
                 self._forget_after(int(line["step"]))
-                self._start_process(when)
+                # What finds nothing left to train logs no more than this, and is no start.
+                if self.last_time is not None:
+                    self._gap_seconds = (self._gap_seconds or 0.0) + max(when - self.last_time, 0.0)
                 self.events.append(line)
             case "checkpoint":
                 self.checkpoints.append(line)
@@ -152,8 +157,8 @@ class History:
             self._forget_after((int(line["epoch"]) - 1) * self.steps_per_epoch)
         steps = max(step - self._last_step, 1)
         seconds = steps * self._global_batch / speed if speed > 0 else 0.0
-        if went_back:
-            self._start_process(float(line["time"]) - seconds)
+        if went_back and self.last_time is not None:
+            self._start_process(max(float(line["time"]) - seconds - self.last_time, 0.0))
         for name, share in line.get("time_shares", {}).items():
             self.processes[-1].logged_seconds[name] += seconds * float(share)
         self.logged_images += steps * self._global_batch if seconds else 0
@@ -172,10 +177,9 @@ class History:
         self.processes[-1].logged_seconds["evaluation"] += float(line.get("evaluation_seconds", 0.0))
         self._add_memory(line.get("memory_bytes_per_rank", []))
 
-    def _start_process(self, when: float) -> None:
-        if self.last_time is not None:
-            gap, failed = max(when - self.last_time, 0.0), self.processes[-1].end is None
-            self.processes.append(Process(gap_seconds=gap, follows_failure=failed))
+    def _start_process(self, gap_seconds: float) -> None:
+        self.processes.append(Process(gap_seconds=gap_seconds, follows_failure=self.processes[-1].end is None))
+        self._gap_seconds = None
 
     def _forget_after(self, step: int) -> None:
         """Drop the logging points and epochs after a step, since it is trained again from there."""

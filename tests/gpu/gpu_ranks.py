@@ -14,7 +14,7 @@ from models import MODELS
 from models.build import build_model
 from tests.training import engine_ranks
 from training.data import DataOptions, load_data
-from training.data.datasets import DatasetDefaults, make_dataset_pair
+from training.data.datasets import DatasetDefaults, DatasetPair, make_dataset_pair
 from training.data.loader import TrainLoader
 from training.data.reading.sources import ArraySource
 from training.data.sampler import BatchPlan
@@ -126,13 +126,29 @@ def one_bf16_step(world: World, model_type: str, strategy: str, engine: str) -> 
     }
 
 
+def blank_images(count: int) -> DatasetPair:
+    pixels = torch.zeros(count, 3, 64, 64, dtype=torch.uint8)
+    source = ArraySource(pixels, torch.arange(count) % CLASSES)
+    defaults = DatasetDefaults(64, "none", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
+    return make_dataset_pair(source, source, list("abcde"), defaults, DataOptions(), "fingerprint")
+
+
+def reserved_by_epochs(world: World, epochs: int) -> list[int]:
+    """Load so many epochs of 8 batches of 64; return the bytes that the allocator has reserved after each."""
+    loader, reserved = TrainLoader(blank_images(512), BatchPlan(512, 64, 1, 1, 0), 0, device=world.device), []
+    for epoch in range(epochs):
+        for _ in loader.epoch(epoch):
+            pass
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+            reserved.append(torch.cuda.memory_reserved())
+    return reserved
+
+
 def peak_of_an_epoch(world: World, accumulation: int) -> int:
     """Train one epoch of 64 x 64 images in micro-batches of 64; return the bytes it took beyond what was there."""
-    pixels = torch.zeros(64 * accumulation, 3, 64, 64, dtype=torch.uint8)
-    source = ArraySource(pixels, torch.arange(len(pixels)) % CLASSES)
-    defaults = DatasetDefaults(64, "none", centre_crop=False, mean=[0.5] * 3, std=[0.25] * 3)
-    data = make_dataset_pair(source, source, list("abcde"), defaults, DataOptions(), "fingerprint")
-    plan = BatchPlan(len(pixels), 64, accumulation, 1, 0)
+    data = blank_images(64 * accumulation)
+    plan = BatchPlan(64 * accumulation, 64, accumulation, 1, 0)
     config = engine_ranks.configuration(gradient_accumulation_steps=accumulation, engine="native")
     engine = engine_ranks.make_engine(world, engine_ranks.make_model(False).to(world.device), config, "bf16")
     context = engine_ranks.loop_context(world, engine, plan, 64, timing=Timing(start_clock(world.device)))

@@ -80,6 +80,12 @@ def test_accumulation_keeps_no_images(on_gpu):
     assert sixteen < one + 4 * bytes_of_a_batch
 
 
+def test_an_epoch_takes_the_memory_of_the_epoch_before(on_gpu):
+    """The allocator keeps what it gave to a stream for that stream alone."""
+    (reserved,) = on_gpu("reserved_by_epochs", [{"epochs": 6}])
+    assert reserved[1:] == reserved[1:2] * 5
+
+
 def test_nothing_in_a_step_waits_for_the_gpu(on_gpu):
     assert on_gpu("steps_without_waits", [{"workers": 0}, {"workers": 1}]) == [8, 8]
 

@@ -141,6 +141,7 @@ def test_small_batches_on_a_gpu_take_cuda_graphs_if_the_weights_stay_where_they_
     for strategy, plan in STRATEGIES.items():
         expected = None if strategy == "fsdp_stage3" else "reduce-overhead"
         assert compile_mode(GPU, 16, plan) == expected
+        assert compile_mode(GPU, 16, plan, keeps_gradients=True) is None
         assert compile_mode(GPU, 64, plan) is None
         assert compile_mode(CPU, 16, plan) is None
 

@@ -14,7 +14,13 @@ import torch
 from small_checkpoints import ALONE, IDENTITY
 
 from training.checkpoint.manifest import Manifest, ShardFacts
-from training.checkpoint.resume import check_fit, keep_global_batch, keep_threads, note_other_leaves
+from training.checkpoint.resume import (
+    check_fit,
+    keep_global_batch,
+    keep_starting_weights,
+    keep_threads,
+    note_other_leaves,
+)
 from training.checkpoint.store import FoundCheckpoint
 from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
 from training.config_values import field_types
@@ -302,3 +308,13 @@ def test_another_batch_size_is_noted_since_the_bytes_change():
     assert note_other_leaves(CONFIG, None) == note_other_leaves(CONFIG, found()) == []
     (line,) = note_other_leaves(dataclasses.replace(CONFIG, batch_size=4), found())
     assert line == "--batch-size 4 instead of 8: the bytes will not be those of the run so far"
+
+
+@pytest.mark.parametrize("given", [{}, {"pretrained": True}, {"weights": "other.safetensors"}])
+@pytest.mark.parametrize("saved", [{"weights": "first.safetensors"}, {"pretrained": True}, {}])
+def test_a_resumed_run_says_which_weights_it_began_with(saved, given):
+    config = dataclasses.replace(CONFIG, **given)
+    assert keep_starting_weights(config, None) == config
+    assert keep_starting_weights(config, found(config=saved)) == dataclasses.replace(CONFIG, **saved)
+    strange = found(config={"weights": 3, "pretrained": "perhaps"})
+    assert keep_starting_weights(config, strange) == config

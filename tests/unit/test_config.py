@@ -209,6 +209,27 @@ def test_order_is_preset_file_command_line(tmp_path):
         parse_args(["--preset", "digit"])
 
 
+@pytest.mark.parametrize(
+    ("line", "words", "wrong"),
+    [
+        ("offload: optimizer", "--strategy fsdp_stage2", "--strategy ddp"),
+        ("schedule: wsd\ndecay-epochs: 40", "--epochs 300", "--epochs 39"),
+        ("mixup: 0.2\nmixup-off-epochs: 40", "--preset resnet50-rsb-a2", "--epochs 39"),
+        ("tune: lora:8", "--pretrained --model-type timm:resnet18", "--model-type timm:resnet18"),
+        ("raw-accuracy: true", "--ema 0.99", "--ema 0"),
+        ("bce-target-threshold: 0.2", "--loss bce", "--loss cross_entropy"),
+    ],
+)
+def test_a_file_is_checked_together_with_the_flags(line, words, wrong, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(line)
+    key, _, value = line.splitlines()[-1].partition(": ")
+    config, _ = parse_args(["--config", str(file), *words.split()])
+    assert str(getattr(config, key.replace("-", "_"))).lower() in (value, f"{value}.0")
+    with pytest.raises(UserError, match=rf"^--config {file}: {key}\b"):
+        parse_args(["--config", str(file), *wrong.split()])
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_valid_and_names_its_source_and_what_was_measured(name):
     config, _ = parse_args(["--preset", name])

@@ -24,7 +24,6 @@ from launch.slurm.slurm_arguments import training_arguments
 from models import MODELS
 from training.command_line import parse_args
 from training.config import FLAG_OF
-from training.config_file import read_config_file
 from training.data import DATASETS
 from training.data.augmentations import AUGMENTATION_NAMES
 from training.errors import UserError
@@ -217,7 +216,7 @@ def block_problems(text: str, folder: Path) -> Iterator[str]:
         file = folder / f"block{number}.yaml"
         file.write_text(body)
         try:
-            read_config_file(file)
+            parse_args(["--config", str(file)])
         except UserError as error:
             yield str(error)
     for body in blocks(text, "python"):

@@ -10,6 +10,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from delivery.trained_model import find_model, find_run
+from models.weights_file import read_weights_file
+from training.checkpoint.weights import read_metadata
+from training.data import DataOptions, load_data
+from training.data.folder import has_parts
 from training.errors import RunEnded, UserError, known_failure, printable
 from training.observe.loggers import Loggers
 
@@ -51,3 +56,13 @@ def test_what_a_terminal_would_obey_is_escaped_in_mistakes_and_in_the_log():
     logger = SimpleNamespace(message=lines.append)
     Loggers([logger]).message(f"note: {name}")
     assert lines == [f"note: {shown}"]
+
+
+@pytest.mark.parametrize("word", ["~nobody.of.this.name/x", "n" * 300])
+@pytest.mark.parametrize(
+    "use", [find_model, find_run, read_weights_file, read_metadata, lambda word: load_data(DataOptions(data=word))]
+)
+def test_a_path_that_no_file_can_have_is_one_line(use, word):
+    with pytest.raises(UserError, match=r"does not exist|neither a file|no folder of that name exists"):
+        use(word)
+    assert not has_parts(word)

@@ -162,6 +162,22 @@ def test_a_warm_up_longer_than_half_the_run_is_noted(warmup_epochs, noted):
     ] * noted
 
 
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"milestones": "30,60"}, "no decay of --schedule step lies within the run"),
+        ({"decay_epochs": 50.0}, "no decay of --schedule step lies within the run"),
+        ({"milestones": "5,30,60"}, "2 of the 3 decays of --schedule step lie after the run's end"),
+        ({"milestones": "5,19"}, None),
+        ({}, None),
+    ],
+)
+def test_decays_after_the_end_of_the_run_are_noted(changes, note):
+    config = dataclasses.replace(CONFIG, epochs=20, schedule="step", **changes)
+    notes = schedule_notes(build_schedule(config, steps_per_epoch=5, global_batch=32, head_epochs=0))
+    assert [found[: len(note or "")] for found in notes] == [note] * (note is not None)
+
+
 def test_linear_scaling_only_where_asked_for():
     scaled = dataclasses.replace(CONFIG, base_batch_size=256)
     assert build_schedule(scaled, 5, global_batch=1024, head_epochs=0).peak == pytest.approx(0.4)

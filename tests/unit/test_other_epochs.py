@@ -7,15 +7,17 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from small_checkpoints import ALONE, newest, write_checkpoint
 
 from models.build import build_model
+from training.checkpoint.best_weights import keep_finished
 from training.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from training.checkpoint.other_epochs import before_decay, note_other_epochs
 from training.checkpoint.weights import save_weights
 from training.config import TrainConfig
 from training.data.sampler import BatchPlan
-from training.observe.run_folder import WEIGHTS
+from training.observe.run_folder import WEIGHTS, RunFolder
 from training.run import run
 from training.state import Progress
 
@@ -68,17 +70,37 @@ def test_the_best_weights_are_those_of_the_epochs_that_stay(epoch, tmp_path):
     for progress in (Progress(8, best_epoch=5, best_top1=0.7), Progress(10, best_epoch=9, best_top1=0.8)):
         write_checkpoint(folder, progress, keep_last=9, config=dataclasses.asdict(SHORT))
     if epoch is not None:
-        built = build_model("basic_cnn", num_classes=2, image_size=8)
-        preprocessing = {"image_size": 8, "resize_size": None, "mean": [0.5] * 3, "std": [0.5] * 3}
-        facts = {"class_names": ["a", "b"], "preprocessing": preprocessing | {"interpolation": "bilinear"}}
-        extra = {"epoch": epoch}
-        save_weights(tmp_path / WEIGHTS, {"w": torch.zeros(1)}, description=built.description, **facts, extra=extra)
+        save_weights_of(epoch, tmp_path / WEIGHTS)
     found, _ = newest(folder)
     earlier, notes = before_decay(CONFIG, found, ALONE)
     kept = (earlier.manifest.progress.best_epoch, earlier.manifest.progress.best_top1)
     assert kept == ((5, 0.7) if epoch == 5 else (0, -1.0))
     told = ["the weights of epoch 5, the best until then, are gone: those of the best epoch after it are kept"]
     assert notes[1:] == ([] if epoch == 5 else told)
+
+
+def save_weights_of(epoch, path):
+    built = build_model("basic_cnn", num_classes=2, image_size=8)
+    preprocessing = {"image_size": 8, "resize_size": None, "mean": [0.5] * 3, "std": [0.5] * 3}
+    facts = {"class_names": ["a", "b"], "preprocessing": preprocessing | {"interpolation": "bilinear"}}
+    weights = {"w": torch.full((1,), float(epoch))}
+    save_weights(path, weights, description=built.description, **facts, extra={"epoch": epoch})
+
+
+@pytest.mark.parametrize(("epoch", "epochs", "kept"), [(10, 20, [10.0]), (8, 20, []), (10, 10, []), (None, 20, [])])
+def test_weights_behind_which_a_longer_run_goes_back_are_kept(epoch, epochs, kept, tmp_path):
+    folder = RunFolder(tmp_path, "waves")
+    write_checkpoint(folder.checkpoints, Progress(8), config=dataclasses.asdict(SHORT))
+    manifest = newest(folder.checkpoints)[0].manifest
+    if epoch is not None:
+        save_weights_of(epoch, folder.weights)
+    line = keep_finished(folder, manifest, epochs)
+    told = "the weights of epoch 10, of the run of 10 epochs, are kept as model-10-epochs.safetensors"
+    assert line == (told if kept else None)
+    if kept:
+        save_weights_of(9, folder.weights)  # the first epoch of the longer run, which is killed then
+        assert keep_finished(folder, manifest, epochs) is None
+    assert [load_file(file)["w"].item() for file in folder.path.glob("model-*.safetensors")] == kept
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,13 @@ def test_a_resume_within_an_interval_repeats_a_part_of_it():
     assert seconds_of(history) == pytest.approx({"data": 4.5 / 4, "forward": 13.5 / 4})
 
 
+def test_a_start_that_found_nothing_left_to_train_is_none():
+    lines = [*FINISHED, event("resume", 100, 40), event("resume", 1e5, 40), step(60, 1.0, at=1e5 + 1), end(60, 1.0)]
+    history = history_of(lines)
+    assert [(start.gap_seconds, start.follows_failure) for start in history.processes] == [(0, False), (1e5, False)]
+    assert "restarting" not in {row.name for row in time_breakdown(history).rows}
+
+
 def test_a_run_that_began_anew_without_a_checkpoint():
     history = history_of([step(10, 1.0, at=1), step(20, 1.0, at=2), step(10, 1.0, at=9)])
     assert list(history.steps) == [10]
@@ -168,6 +175,13 @@ DIVERGED = [
         ([step(20, 1.0)], SILENT_SECONDS - 1, {}, "running"),
         ([step(20, 1.0)], SILENT_SECONDS + 1, {}, "crashed"),
         ([step(20, 1.0), end(20, 1.0), event("resume", 0, 20)], 5, {}, "running"),
+        ([*FINISHED, event("resume", 9e5, 40)], 1e6, {}, "finished"),
+        (
+            [step(20, 1.0), epoch(1, 0.5), epoch(2, 0.25), end(20, 1.0), event("resume", 9e5, 40)],
+            1e6,
+            {"early_stopping_patience": 1},
+            "finished",
+        ),
         (GAVE_UP, 1e6, {}, "gave up"),
         ([*GAVE_UP, event("resume", 0, 20)], 5, {}, "running"),
         ([], 5, {}, "not started"),

@@ -73,11 +73,17 @@ def test_other_words_are_refused_in_one_line(word):
         check_config(TrainConfig(tune=word, weights="w"), FLAG_OF)
 
 
-def test_random_weights_are_not_kept():
+def test_random_weights_are_not_kept(tmp_path):
     with pytest.raises(UserError, match=r"--tune head: .* random weights: add --pretrained, or --weights FILE"):
         check_config(TrainConfig(tune="head"), FLAG_OF)
     for changes in ({"weights": "w"}, {"pretrained": True}, {"model_type": "mobilenet_finetuned"}, {"resume": "must"}):
         check_config(TrainConfig(tune="head", **changes), FLAG_OF)
+    going_on = TrainConfig(tune="head", log_dir=str(tmp_path), run_name="digits", resume="auto")
+    with pytest.raises(UserError, match="random weights"):
+        check_config(going_on, FLAG_OF)
+    (tmp_path / "runs" / "digits" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "runs" / "digits" / "checkpoints" / "last").touch()
+    check_config(going_on, FLAG_OF)
 
 
 # --- what is trained -------------------------------------------------------------------------------------------

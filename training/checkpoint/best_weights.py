@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from models.build import BuiltModel
 from training.checkpoint.atomic_write import replacing
+from training.checkpoint.manifest import Manifest
 from training.checkpoint.weights import read_metadata, save_weights
 from training.data.datasets import DatasetPair
 from training.errors import UserError
@@ -60,6 +62,31 @@ def write_best(
         write_scores(folder.path / EVALUATION, {"epoch": epoch, "data": data_name, "split": "val"} | facts)
 
     return write
+
+
+def keep_finished(folder: RunFolder, manifest: Manifest, epochs: int) -> str | None:
+    """Keep the weights of a run that goes back behind them to train for more epochs; on rank 0 alone.
+
+    Args:
+        folder: of the run.
+        manifest: of the checkpoint from which it goes on.
+        epochs: of the run from now on.
+
+    Returns:
+        A line for the log; None if the run has no more epochs than before, does not go back behind the weights, or
+        keeps them already.
+    """
+    before, epoch = manifest.config.get("epochs"), epoch_of(folder.weights)
+    if not isinstance(before, int) or before >= epochs or epoch is None or epoch <= manifest.progress.epoch:
+        return None
+    kept = folder.path / f"model-{before}-epochs.safetensors"
+    if kept.exists():
+        return None
+    try:
+        os.link(folder.weights, kept)  # new weights come under a name of their own, and then replace the old name
+    except OSError as error:
+        return f"note: the weights of the run of {before} epochs could not be kept as {kept} ({error.strerror})"
+    return f"the weights of epoch {epoch}, of the run of {before} epochs, are kept as {kept.name}"
 
 
 def bring_along(checkpoint: Path, folder: RunFolder, best_epoch: int) -> str | None:

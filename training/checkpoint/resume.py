@@ -17,6 +17,7 @@ from training.checkpoint.manifest import DamagedCheckpoint, Manifest
 from training.checkpoint.shards import CheckpointReader
 from training.checkpoint.store import FoundCheckpoint, choose, find_candidates, set_aside
 from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
+from training.config_values import is_allowed
 from training.data import data_options, load_data
 from training.data.datasets import SMALLEST_BYTE_STD, DatasetPair
 from training.errors import AgreedError, UserError, one_line, shown
@@ -93,6 +94,19 @@ def find_checkpoint(
     if world.is_main:
         set_aside(folder.checkpoints, refused)
     return found, notes + [f"checkpoint {path} is skipped: {reason}" for path, reason in refused.items()]
+
+
+def keep_starting_weights(config: TrainConfig, found: FoundCheckpoint | None) -> TrainConfig:
+    """Return the configuration with the weights that the checkpoint's run began with, which a resume does not load.
+
+    So what describes the run, and repeats it, names them.
+    """
+    if found is None:
+        return config
+    saved = {name: found.manifest.config.get(name, FIELDS[name].default) for name in ("weights", "pretrained")}
+    return dataclasses.replace(
+        config, **{name: value for name, value in saved.items() if is_allowed(value, FIELDS[name])}
+    )
 
 
 def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> TrainConfig:

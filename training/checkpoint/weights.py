@@ -71,7 +71,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         UserError: for a file that is missing or that `save_weights` did not write.
     """
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise UserError(f"weights file '{path}' does not exist or is no file")
     try:
         with open_weights(path) as reader:

@@ -7,6 +7,7 @@ set is imported on demand. A new data set is one module with `load(options)` and
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from dataclasses import dataclass, fields
 from fractions import Fraction
@@ -135,7 +136,7 @@ class DataOptions:
     @property
     def root(self) -> Path:
         """The folder of downloaded data sets."""
-        return Path(self.data_root).expanduser()
+        return Path(os.path.expanduser(self.data_root))
 
 
 def data_options(config: TrainConfig) -> DataOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -26,7 +27,7 @@ def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: t
     if device.type != "cuda":
         yield from (_transformed(batch, dataset, device) for batch in batches)
         return
-    stream = torch.cuda.Stream(device)
+    stream = _side_stream(device)
     ahead: tuple[Batch, torch.cuda.Event] | None = None
     remaining = iter(batches)
     while True:
@@ -38,6 +39,12 @@ def batches_on_device(batches: Iterable[Batch], dataset: ImageDataset, device: t
         if following is None:
             return
         ahead = following
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all loaders: what the allocator has given to one stream it gives to no other."""
+    return torch.cuda.Stream(device)
 
 
 def _transformed(batch: Batch, dataset: ImageDataset, device: torch.device) -> Batch:

@@ -73,8 +73,8 @@ def _make_datasets(root: Path, parts: list[Classes], options: DataOptions, ignor
 
 def has_parts(data: str) -> bool:
     """Whether a folder is already split into train/ and val/."""
-    root = Path(data).expanduser()
-    return any((root / name).is_dir() for name in PARTS)
+    root = Path(os.path.expanduser(data))
+    return any(os.path.isdir(root / name) for name in PARTS)
 
 
 def _split_classes(classes: Classes, val_fraction: float) -> tuple[Classes, Classes]:
@@ -101,10 +101,10 @@ def _unit_hash(path: str) -> float:
 
 
 def _resolve_root(data: str) -> Path:
-    root = Path(data).expanduser()
-    if not data or not root.is_dir():
+    root = Path(os.path.expanduser(data))
+    if not data or not os.path.isdir(root):
         usages = [entry.usage for entry in DATASETS.values()]
-        problem = "is not a folder" if root.is_file() else "is not a data set, and no folder of that name exists"
+        problem = "is not a folder" if os.path.isfile(root) else "is not a data set, and no folder of that name exists"
         raise UserError(f"{data!r} {problem}.{nearest(data, usages)} Allowed: {', '.join(usages)}.")
     return root.resolve()
 

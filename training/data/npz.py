@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ def load(options: DataOptions) -> DatasetPair:
     Raises:
         UserError: The file is missing, no such file, or an array has another shape or type.
     """
-    path = Path(options.data.partition(":")[2]).expanduser()
+    path = Path(os.path.expanduser(options.data.partition(":")[2]))
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}

@@ -58,12 +58,21 @@ def auto_compiles(config: TrainConfig, pixels: int, device: torch.device) -> boo
     return is_faster and pixels >= PIXELS_THAT_PAY and can_be
 
 
-def compile_mode(device: torch.device, batch_size_per_rank: int, plan: ParallelPlan) -> str | None:
+def compile_mode(
+    device: torch.device, batch_size_per_rank: int, plan: ParallelPlan, *, keeps_gradients: bool = False
+) -> str | None:
     """Return the mode of `torch.compile`: CUDA graphs if batches are small, else its default.
 
-    A graph reads the weights at the addresses of its recording, which change if the weights are released.
+    A graph reads the weights at the addresses of its recording, which change if the weights are released. It writes
+    the gradients where those of the micro-batch before may still be, if autograd's own tensors keep their sum.
+
+    Args:
+        device: of this rank.
+        batch_size_per_rank: images of a micro-batch.
+        plan: whether the weights are released.
+        keeps_gradients: whether autograd's tensors keep the gradients from one micro-batch to the next.
     """
     are_launches_the_limit = device.type == "cuda" and batch_size_per_rank <= LARGEST_BATCH_FOR_CUDA_GRAPHS
-    if are_launches_the_limit and not plan.releases_weights:
+    if are_launches_the_limit and not plan.releases_weights and not keeps_gradients:
         return "reduce-overhead"
     return None

@@ -63,7 +63,8 @@ class DeepSpeedEngine(Engine):
         self.optimizer.register_step_pre_hook(lambda rule, *_: self._count_once(rule))
         bind_lamb(self.optimizer, self.state(), setup.world)
         if setup.compiles:
-            mode = compile_mode(setup.world.device, setup.batch_size, setup.plan)
+            sums_by_autograd = setup.accumulation_steps > 1
+            mode = compile_mode(setup.world.device, setup.batch_size, setup.plan, keeps_gradients=sums_by_autograd)
             self._engine.compile(compile_kwargs={"mode": mode})
 
     def _count_once(self, rule: torch.optim.Optimizer) -> None:

@@ -70,7 +70,9 @@ class Replicated(Distribution):
         module.to(memory_format=torch.channels_last)
         self._network = under_autocast(module, setup.precision, world.device)
         if setup.compiles:
-            self._network.compile(mode=compile_mode(world.device, setup.batch_size, setup.plan))
+            sums_by_autograd = setup.accumulation_steps > 1
+            mode = compile_mode(world.device, setup.batch_size, setup.plan, keeps_gradients=sums_by_autograd)
+            self._network.compile(mode=mode)
         # The strides of pointwise and depthwise weights are ambiguous, so DDP warns without a reason.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -184,10 +184,18 @@ def _warmup_steps(config: TrainConfig, steps_per_epoch: int) -> int:
 
 
 def schedule_notes(schedule: Schedule) -> list[str]:
-    """Return a note for the log if most of the run is warm-up."""
-    if 2 * schedule.warmup_steps <= schedule.total_steps:
-        return []
-    return [
-        f"the learning rate is still warming up in {schedule.warmup_steps} of {schedule.total_steps} steps: "
-        "a lower --warmup-epochs, or more --epochs, trains at the rate that was asked for"
-    ]
+    """Return notes for the log: if most of the run is warm-up, and if a step decay lies after its end."""
+    notes = []
+    if 2 * schedule.warmup_steps > schedule.total_steps:
+        notes.append(
+            f"the learning rate is still warming up in {schedule.warmup_steps} of {schedule.total_steps} steps: "
+            "a lower --warmup-epochs, or more --epochs, trains at the rate that was asked for"
+        )
+    for part in (schedule, schedule.fallback):
+        if part is not None and part.drop_rate != 1:
+            late = sum(drop >= part.total_steps for drop in part.drops)
+            if late == len(part.drops):
+                notes.append("no decay of --schedule step lies within the run: the rate stays what it is")
+            elif late:
+                notes.append(f"{late} of the {len(part.drops)} decays of --schedule step lie after the run's end")
+    return notes
