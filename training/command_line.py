@@ -187,8 +187,9 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
         from training.config_file import labels_of, read_config_file, read_preset  # need PyYAML
 
         if given["config"]:
-            values = read_config_file(Path(given["config"]))
-            label_of = FLAG_OF | {name: labels_of(Path(given["config"]))[name] for name in values.keys() - flags}
+            file = Path(given["config"])
+            values, labels = read_config_file(file), labels_of(file)
+            label_of = FLAG_OF | {name: labels[name] for name in values.keys() - flags}
         values = read_preset(flags.get("preset") or values.get("preset", "")) | values
     values |= flags
     return check_config(TrainConfig(**values), label_of), given["check_config"]
