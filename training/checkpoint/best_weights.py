@@ -77,7 +77,7 @@ def keep_finished(folder: RunFolder, manifest: Manifest, epochs: int) -> str | N
         keeps them already.
     """
     before, epoch = manifest.config.get("epochs"), epoch_of(folder.weights)
-    if not isinstance(before, int) or before >= epochs or epoch is None or epoch <= manifest.progress.epoch:
+    if type(before) is not int or before >= epochs or epoch is None or epoch <= manifest.progress.epoch:
         return None
     kept = folder.path / f"model-{before}-epochs.safetensors"
     if kept.exists():
