@@ -21,6 +21,7 @@ from training.checkpoint.manifest import frozen_name, read_manifest
 from training.checkpoint.weights import save_weights
 from training.config import FLAG_OF, TrainConfig
 from training.config_check import check_config
+from training.config_file import read_config_file
 from training.errors import UserError
 from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.model_buffers import ModelBuffers
@@ -389,6 +390,7 @@ def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, ch
     resumed = train(logs, f"{name}-resumed", tune=word, **same)
     for path in ("model.safetensors", "checkpoints/step-00002-0000000/shard-00000.safetensors"):
         assert (resumed / path).read_bytes() == (whole / path).read_bytes()
+    assert read_config_file(resumed / "config.json")["weights"] == str(source)
     with pytest.raises(AssertionError):
         train(logs, f"{name}-other", tune="full", **same)
     assert f"was made with --tune '{word}', this run has 'full'" in capsys.readouterr().err
