@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from training.config import REPO_ROOT, TrainConfig
-from training.config_file import checked_values
+from training.config_check import check_config
+from training.config_file import labels_of, read_values
 from training.errors import UserError, nearest
 from training.observe.run_folder import CONFIG, ENVIRONMENT, WEIGHTS
 
@@ -96,7 +97,8 @@ def read_run_config(run: Path) -> TrainConfig:
         UserError: if config.json is missing or damaged.
     """
     path = run / CONFIG
-    return checked_values(read_json(path), f"'{path}'")
+    where = f"'{path}'"
+    return check_config(TrainConfig(**read_values(read_json(path), where)), labels_of(where))
 
 
 def read_json(path: Path) -> dict[str, Any]:

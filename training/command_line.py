@@ -188,7 +188,7 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
 
         if given["config"]:
             file = Path(given["config"])
-            values, labels = read_config_file(file), labels_of(file)
+            values, labels = read_config_file(file), labels_of(f"--config {file}")
             label_of = FLAG_OF | {name: labels[name] for name in values.keys() - flags}
         values = read_preset(flags.get("preset") or values.get("preset", "")) | values
     values |= flags

@@ -108,8 +108,7 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
         raise UserError(f"{label_of['whitened_stem']} would replace weights that are loaded: leave it out.")
     if config.weights and config.pretrained:
         raise UserError(f"{label_of['weights']} and {label_of['pretrained']} exclude each other: give one of them.")
-    tunes_all = read_tune(config.tune)[0] == "full"
-    if not tunes_all and (
+    if read_tune(config.tune)[0] != "full" and (
         config.resume == "never" or (config.resume == "auto" and not run_folder(config).has_checkpoint)
     ):
         check_starting_weights(config, label_of)

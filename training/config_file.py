@@ -11,8 +11,7 @@ import yaml
 from yaml.composer import ComposerError
 
 from training.command_line import wrong_value
-from training.config import FIELDS, FLAG_OF, TrainConfig
-from training.config_check import check_config
+from training.config import FIELDS, FLAG_OF
 from training.config_values import allowed_names, allowed_values, is_allowed, read_value
 from training.errors import UserError, nearest, one_line, unknown_name
 from training.model_fields import PRESET_FOLDER, PRESETS
@@ -44,18 +43,13 @@ def read_config_file(path: Path) -> dict[str, Any]:
     Raises:
         UserError: if the file is missing or malformed, a key is unknown, or its value wrong.
     """
-    where = _name_of(path)
+    where = f"--config {path}"
     return read_values(_load_file(path, where), where)
 
 
-def labels_of(path: Path) -> dict[str, str]:
-    """Return the name of each field of `--config` in a message."""
-    return _labels(_name_of(path))
-
-
-def checked_values(content: dict[Any, Any], where: str) -> TrainConfig:
-    """Return the configuration that a file contains by itself; arguments and errors as of `read_values`."""
-    return check_config(TrainConfig(**read_values(content, where)), _labels(where))
+def labels_of(where: str) -> dict[str, str]:
+    """Return the name that each field of a file has in a message."""
+    return {name: f"{where}: {flag[2:]}" for name, flag in FLAG_OF.items()}
 
 
 def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
@@ -68,7 +62,7 @@ def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
     Raises:
         UserError: if a key is unknown, or its value wrong.
     """
-    label_of = _labels(where)
+    label_of = labels_of(where)
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
@@ -88,14 +82,6 @@ def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
         if not is_allowed(values[name], FIELDS[name]):
             raise wrong_value(label_of[name], values[name], allowed, ())
     return values
-
-
-def _name_of(path: Path) -> str:
-    return f"--config {path}"
-
-
-def _labels(where: str) -> dict[str, str]:
-    return {name: f"{where}: {flag[2:]}" for name, flag in FLAG_OF.items()}
 
 
 def _load_file(path: Path, where: str) -> dict[Any, Any]:

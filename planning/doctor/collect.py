@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -62,8 +63,8 @@ class Request:
 def dataset_options(config: TrainConfig) -> Answer:
     """Return the fields of `DataOptions` that a configuration has, with an absolute path: probes run elsewhere."""
     options = {field.name: getattr(config, field.name) for field in fields(DataOptions) if hasattr(config, field.name)}
-    folder = Path(config.data).expanduser()
-    return options | ({"data": str(folder.absolute())} if folder.is_dir() or "/" in config.data else {})
+    folder = Path(os.path.expanduser(config.data))
+    return options | ({"data": str(folder.absolute())} if os.path.isdir(folder) or "/" in config.data else {})
 
 
 @dataclass

@@ -86,7 +86,7 @@ def dataset_fingerprint(options: Mapping[str, Any]) -> dict[str, Any]:
         return {"hash": datasets.fingerprint, "covers": f"{len(datasets.train) + len(datasets.val)} images"}
     if entry is not DATASETS["folder"]:
         return {"hash": "", "covers": "part of the packages"}
-    root = str(Path(given.data).expanduser().resolve())
+    root = str(Path(os.path.expanduser(given.data)).resolve())
     if not os.path.isdir(root):
         raise UserError(f"no folder {root!r}")
     entries = list(itertools.islice(_entries(root), MOST_ENTRIES))

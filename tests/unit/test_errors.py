@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from delivery.trained_model import find_model, find_run
 from models.weights_file import read_weights_file
+from planning.doctor.collect import dataset_options
 from training.checkpoint.weights import read_metadata
+from training.config import TrainConfig
 from training.data import DataOptions, load_data
 from training.data.folder import has_parts
 from training.errors import RunEnded, UserError, known_failure, printable
@@ -66,3 +68,4 @@ def test_a_path_that_no_file_can_have_is_one_line(use, word):
     with pytest.raises(UserError, match=r"does not exist|neither a file|no folder of that name exists"):
         use(word)
     assert not has_parts(word)
+    assert dataset_options(TrainConfig(data=word))["data"].endswith(word)

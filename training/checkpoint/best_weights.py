@@ -76,11 +76,11 @@ def keep_finished(folder: RunFolder, manifest: Manifest, epochs: int) -> str | N
         A line for the log; None if the run has no more epochs than before, does not go back behind the weights, or
         keeps them already.
     """
-    before, epoch = manifest.config.get("epochs"), epoch_of(folder.weights)
-    if type(before) is not int or before >= epochs or epoch is None or epoch <= manifest.progress.epoch:
+    before = manifest.config.get("epochs")
+    if type(before) is not int or before >= epochs:
         return None
-    kept = folder.path / f"model-{before}-epochs.safetensors"
-    if kept.exists():
+    epoch, kept = epoch_of(folder.weights), folder.path / f"model-{before}-epochs.safetensors"
+    if epoch is None or epoch <= manifest.progress.epoch or kept.exists():
         return None
     try:
         os.link(folder.weights, kept)  # new weights come under a name of their own, and then replace the old name
