@@ -6,6 +6,7 @@ the text.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,16 +16,19 @@ import jinja2
 
 from delivery.export.output_folder import VALUES
 from delivery.report.run_files import count_global_batch
-from delivery.reproduce_command import reproduce_command, show_value
+from delivery.reproduce_command import NOT_REPEATED, reproduce_command, show_value
 from delivery.trained_model import read_run_config
 from models.timm_models import has_fixed_size
 from training.checkpoint.atomic_write import replacing
 from training.checkpoint.weights import read_metadata
 from training.config import TrainConfig
+from training.data.data_fields import DataFields
 from training.data.reading.images import CHANNEL_MODES
 from training.data.values import BYTES, values_of
+from training.model_fields import ModelFields
 from training.observe.evaluation import read_scores
 from training.observe.run_folder import CARD, ENVIRONMENT, EVALUATION, METRICS, WEIGHTS
+from training.recipe.recipe_fields import RecipeFields
 
 TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 MARK = (
@@ -32,11 +36,16 @@ MARK = (
 )
 TO_FILL = "to-be-filled-in"
 CLASSES_SHOWN = 50
-RECIPE = (
+ALWAYS_SHOWN = (
     *("epochs", "batch_size", "gradient_accumulation_steps", "optimizer", "learning_rate", "base_batch_size"),
     *("schedule", "warmup_epochs", "final_learning_rate_scale", "weight_decay", "gradient_clipping"),
     *("loss", "label_smoothing", "tune"),
     *("class_weights", "sampling", "repeated_augmentation", "augmentation", "pretrained", "weights", "seed"),
+)
+
+# Where images come from and how they are read; the rest of what those fields say is how they are augmented.
+NOT_RECIPE = frozenset(
+    {*NOT_REPEATED, "data", "data_root", "download", "decode", "cache", "cache_gb", "workers", "bad_images"}
 )
 
 
@@ -81,12 +90,19 @@ def write_model_card(run: Path) -> Path | None:
         other_run=_last_of([line for line in epochs if line.get("epochs", config.epochs) != config.epochs]),
         end=_last_of(_lines(run, "end")),
         global_batch=count_global_batch(vars(config), environment),
-        recipe={name: show_value(value) for name in RECIPE if (value := getattr(config, name)) != ""},
+        recipe={name: show_value(value) for name in recipe_names(config) if (value := getattr(config, name)) != ""},
         command=reproduce_command(config, ranks, environment.get("ranks_per_machine", ranks)),
     )
     with replacing(card) as temporary:
         temporary.write_bytes(text.encode("utf-8", "surrogateescape"))  # names of folders may contain bytes of no text
     return card
+
+
+def recipe_names(config: TrainConfig) -> list[str]:
+    """Return the fields of the card's recipe: the usual ones, and what else of model, data and update was chosen."""
+    fields = [field for kind in (ModelFields, DataFields, RecipeFields) for field in dataclasses.fields(kind)]
+    chosen = [field.name for field in fields if getattr(config, field.name) != field.default]
+    return [*ALWAYS_SHOWN, *(name for name in chosen if name not in NOT_RECIPE.union(ALWAYS_SHOWN))]
 
 
 def _front_matter(name: str, config: TrainConfig, description: Mapping[str, Any], scores: Mapping[str, Any]) -> str:

@@ -22,14 +22,14 @@ from planning.memory import MemoryPlan, plan_memory
 from planning.run_workload import Workload, workload_of
 from planning.state_rules import STATE_RULES
 from planning.step_time import StepTime, predict_step
-from training.config import TrainConfig
+from training.config import FLAG_OF, TrainConfig
 from training.errors import UserError
 from training.observe.units import format_bytes
 from training.out_of_memory import Rung, next_rung
 from training.parallel.build_engine import ENGINES, resolve_engine
 from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.strategies import STRATEGIES, ParallelPlan, plan_of
-from training.recipe.rules import MATRIX_RULES
+from training.recipe.rules import MATRIX_RULES, check_optimizer
 
 CLEARLY = 1.05  # times as long as another engine: then the other one is recommended
 SMALLEST_IMAGE = 32  # pixels, of a size that is suggested
@@ -112,8 +112,9 @@ def memory_of(job: PlannedJob, config: TrainConfig) -> tuple[str, ParallelPlan, 
     """Return the engine of one configuration of a job, what it shards, and the memory that a rank then needs.
 
     Raises:
-        UserError: if the engine does not do what is asked for.
+        UserError: if the engine does not do what is asked for, or the update rule not that engine and strategy.
     """
+    check_optimizer(FLAG_OF["optimizer"], config.optimizer, config.strategy, config.engine)
     shards = min(job.machine.ranks, job.ranks) if config.replicate_across == "nodes" else 0
     plan = plan_of(config.strategy, job.ranks, config.offload, shards)
     json = read_strategy_json(config.strategy, config.deepspeed_config)
@@ -185,8 +186,11 @@ def by_engine(job: PlannedJob, config: TrainConfig) -> list[Option]:
 
 def options(job: PlannedJob) -> list[Option]:
     """Return the job under every strategy that it may have, and every engine."""
-    possible = [name for name, plan in STRATEGIES.items() if job.config.offload in plan.offloadable]
-    return [option for name in possible for option in by_engine(job, dataclasses.replace(job.config, strategy=name))]
+    found: list[Option] = []
+    for name in [name for name, plan in STRATEGIES.items() if job.config.offload in plan.offloadable]:
+        with contextlib.suppress(UserError):  # an update rule that does not go with this strategy
+            found += by_engine(job, dataclasses.replace(job.config, strategy=name))
+    return found
 
 
 def fastest(candidates: list[Option], *, keeps_default: bool) -> Option | None:
@@ -233,11 +237,17 @@ def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
         way = "; then ".join(rung.describe() for rung in last)
         asked = format_bytes(evaluate(job, job.config).memory.peak)
         return f"as asked for it would need {asked} per GPU; {way}; it then needs {need}"
-    sharded = evaluate(job, dataclasses.replace(chosen.config, strategy="fsdp_stage3"))
+    return f"it needs {need}, so nothing has to be given up for memory{_what_stage_3_would_save(job, chosen)}"
+
+
+def _what_stage_3_would_save(job: PlannedJob, chosen: Option) -> str:
+    try:
+        sharded = evaluate(job, dataclasses.replace(chosen.config, strategy="fsdp_stage3"))
+    except UserError:  # an update rule that does not go with it
+        return ""
     saved, slower = chosen.memory.peak - sharded.memory.peak, sharded.step.step_s / chosen.step.step_s - 1
     cost = f"cost {slower:.0%} more time" if round(slower, 2) > 0 else "be as fast"
-    other = f"; stage 3 would save {format_bytes(saved)} and {cost}" if saved > 0 else ""
-    return f"it needs {need}, so nothing has to be given up for memory{other}"
+    return f"; stage 3 would save {format_bytes(saved)} and {cost}" if saved > 0 else ""
 
 
 def _fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:

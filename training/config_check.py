@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -16,8 +17,8 @@ from training.observe.run_folder import run_folder
 from training.parallel.strategies import STRATEGIES
 from training.recipe import read_tune
 from training.recipe.class_weights import given_weights
-from training.recipe.rules import ELEMENT_WISE, MATRIX_RULES, SQUARED_DECAY, check_optimizer, read_options
-from training.recipe.schedule import SCHEDULES
+from training.recipe.rules import ELEMENT_WISE, MATRIX_RULES, SHIFTED_RATE, SQUARED_DECAY, check_optimizer, read_options
+from training.recipe.schedule import SCHEDULES, has_slow_backbone
 
 DECAY_WITHIN_RUN = {"wsd": ["decay_epochs"]}  # schedules whose decay must leave room in the run
 MILESTONES_PATTERN = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?(,[0-9]{1,6}(\.[0-9]{1,6})?)*")
@@ -131,18 +132,27 @@ def check_starting_weights(config: TrainConfig, label_of: Mapping[str, str]) -> 
 
 def _check_rules(config: TrainConfig, label_of: Mapping[str, str]) -> None:
     """Check values that the update rules do not go with; raise UserError."""
-    rule = f"{label_of['optimizer']} {config.optimizer}"
     if config.fallback_optimizer not in ELEMENT_WISE:
         raise unknown_name("fallback optimizer", config.fallback_optimizer, ELEMENT_WISE)
     options = {
         name: read_options(label_of[name], getattr(config, name)) for name in ("optimizer_options", "fallback_options")
     }
     if config.optimizer in MATRIX_RULES and options["optimizer_options"].get("momentum", config.momentum) == 0:
-        raise UserError(f"{rule} needs a {label_of['momentum']} above 0, such as 0.95.")
-    if config.optimizer in SQUARED_DECAY and config.base_batch_size:
         raise UserError(
-            f"{rule} and {label_of['base_batch_size']} exclude each other: its decay refers to --learning-rate itself."
+            f"{label_of['optimizer']} {config.optimizer} needs a {label_of['momentum']} above 0, such as 0.95."
         )
+    for name in ("optimizer", "fallback_optimizer") if config.optimizer in MATRIX_RULES else ("optimizer",):
+        rule = f"{label_of[name]} {getattr(config, name)}"
+        if getattr(config, name) in SQUARED_DECAY and config.base_batch_size:
+            raise UserError(
+                f"{rule} and {label_of['base_batch_size']} exclude each other: its decay refers to --learning-rate "
+                "itself."
+            )
+        if getattr(config, name) in SHIFTED_RATE and config.head_epochs and has_slow_backbone(config):
+            raise UserError(
+                f"{rule} moves weights at a learning rate of 0, which the backbone has in the epochs of the head: give "
+                f"{label_of['head_epochs']} 0, or another rule such as adamw."
+            )
 
 
 def _check_schedule(config: TrainConfig, label_of: Mapping[str, str]) -> None:
@@ -153,6 +163,11 @@ def _check_schedule(config: TrainConfig, label_of: Mapping[str, str]) -> None:
         if name not in SCHEDULES:
             raise unknown_name(kind, name, SCHEDULES)
         decays |= dict.fromkeys(DECAY_WITHIN_RUN.get(name, ()))
+    if decays and config.decay_epochs != "auto" and config.decay_epochs % 1:
+        raise UserError(
+            f"{label_of['decay_epochs']} {config.decay_epochs}: wsd decays over whole epochs, give "
+            f"{math.ceil(config.decay_epochs)}."
+        )
     used = 0.0  # epochs of the run
     for name in ("warmup_epochs", "cooldown_epochs", *decays):
         used += 0.0 if getattr(config, name) == "auto" else getattr(config, name)

@@ -82,11 +82,11 @@ from training.parallel.strategies import plan_of
 from training.parallel.world import World, start_world, stop_world
 from training.recipe import read_tune
 from training.recipe.divergence import find_divergence
-from training.recipe.freezing import BackboneFreezer, has_slow_backbone
+from training.recipe.freezing import BackboneFreezer
 from training.recipe.loss import Loss, build_loss
 from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.recipe.optimizer import build_optimizer
-from training.recipe.schedule import Schedule, build_schedule
+from training.recipe.schedule import Schedule, build_schedule, has_slow_backbone
 from training.recipe.tuning import Adapters
 from training.recipe.weight_average import WeightAverages
 from training.state import Progress, TrainContext, TrainState

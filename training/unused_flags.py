@@ -7,9 +7,8 @@ from collections.abc import Callable
 from models import model_spec
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.data.augmentations import augmentation_of
-from training.recipe.freezing import has_slow_backbone
 from training.recipe.rules import MATRIX_RULES, read_options
-from training.recipe.schedule import schedule_names
+from training.recipe.schedule import has_slow_backbone, schedule_names
 
 
 def _has_schedule(*names: str) -> Callable[[TrainConfig], bool]:
@@ -21,7 +20,8 @@ def _has_fallback(config: TrainConfig) -> bool:
 
 
 def _mixes(config: TrainConfig) -> bool:
-    return bool(config.mixup or config.cutmix)
+    """Return whether images are mixed: those of a micro-batch, with each other."""
+    return config.batch_size != 1 and bool(config.mixup or config.cutmix)
 
 
 def _falls(config: TrainConfig) -> bool:
@@ -59,8 +59,8 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
     "fallback_learning_rate_scale": _has_fallback,
     **dict.fromkeys(("head_epochs", "backbone_learning_rate_scale"), has_slow_backbone),
     "ensemble_members": lambda config: model_spec(config.model_type).takes_members,
-    **dict.fromkeys(("mixup_probability", "mixup_off_epochs"), _mixes),
-    "mixup_switch_probability": lambda config: bool(config.mixup and config.cutmix),
+    **dict.fromkeys(("mixup", "cutmix", "mixup_probability", "mixup_off_epochs"), _mixes),
+    "mixup_switch_probability": lambda config: _mixes(config) and bool(config.mixup and config.cutmix),
     "random_erasing_mode": lambda config: config.random_erasing > 0,
     "shift_padding": _shifts,
 }

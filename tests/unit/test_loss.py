@@ -132,6 +132,8 @@ def test_each_member_of_an_ensemble_learns_by_its_own_loss(flags, targets):
         (["--class-weights", "cat=0,dog=0,a=b=0"], ["all training images have weight 0"]),
         (["--class-weights", "balanced", "--sampling", "balanced"], ["give one of them"]),
         (["--bce-target-threshold", "0.2"], ["--loss bce only"]),
+        (["--loss", "bce", "--bce-target-threshold", "0.02"], ["0.02 makes all targets alike", "0.025 and 0.925"]),
+        (["--loss", "bce", "--bce-target-threshold", "0.93"], ["0.93 makes all targets alike", "a value between"]),
         (["--loss", "focal"], ["cross_entropy | bce"]),
     ],
 )

@@ -133,6 +133,24 @@ def test_the_command_repeats_the_configuration(run: Path):
     assert parse_args(words)[0] == dataclasses.replace(CONFIG, run_name="")
 
 
+def test_what_was_chosen_of_the_recipe_is_in_the_card(run: Path):
+    chosen = {"ema": 0.99, "mixup": 0.4, "lookahead": 6, "fallback_optimizer": "sgd", "whitened_stem": True}
+    save_config(dataclasses.replace(CONFIG, workers="3", **chosen), run / "config.json")
+    text = write_model_card(run).read_text(encoding="utf-8")
+    _, _, recipe = text.partition("## Recipe")
+    rows = dict(re.findall(r"^\| (\S+) \| (\S*) \|$", recipe.replace("\\_", "_"), re.MULTILINE))
+    assert {name: rows[name] for name in chosen} == {
+        "ema": "0.99",
+        "mixup": "0.4",
+        "lookahead": "6",
+        "fallback_optimizer": "sgd",
+        "whitened_stem": "true",
+    }
+    assert "The weights are an exponential moving average" in recipe
+    assert rows.keys().isdisjoint({"cutmix", "workers", "data", "run_name"})
+    assert [*rows].index("epochs") == 2, "below the heading, the table's first row"
+
+
 def test_values_of_a_preset_that_were_overridden_are_repeated():
     words = "--preset fashion-mnist --label-smoothing 0.1 --lookahead 0 --precision auto --whitened-stem false"
     config = parse_args(words.split())[0]

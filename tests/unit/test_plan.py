@@ -13,8 +13,8 @@ import pytest
 from launch.arguments import check_training, read_arguments
 from launch.auto_strategy import resolve_strategy
 from planning.machines import find_machine
-from planning.plan_command import parse, run
-from planning.search import PlannedJob, by_engine, evaluate, fastest, reason, recommend
+from planning.plan_command import launch_command, parse, run
+from planning.search import PlannedJob, by_engine, evaluate, fastest, options, reason, recommend
 from training.config import TrainConfig
 from training.errors import UserError
 from training.out_of_memory import next_rung
@@ -90,6 +90,23 @@ def test_the_fastest_engine_is_chosen_among_those_that_fit():
     slow_alone = [dataclasses.replace(option, fits=option is not best) for option in found]
     assert fastest(slow_alone, keeps_default=False) is not best
     assert fastest([dataclasses.replace(option, fits=False) for option in found], keeps_default=True) is None
+
+
+@pytest.mark.parametrize("name", ["muon", "lars", "adagrad"])
+def test_what_is_planned_for_a_rule_is_what_the_trainer_takes(name):
+    """With enough memory, and with less than it needs as asked for."""
+    job = dataclasses.replace(JOB, config=TrainConfig(model_type="basic_cnn", batch_size=32, optimizer=name))
+    found = options(job)
+    assert {option.engine for option in found} == ({"torch", "native"} if name == "adagrad" else {"torch"})
+    for memory in (80 * 10**9, min(option.memory.peak for option in found if option.plan.zero_stage == 1) - 1):
+        gpu = dataclasses.replace(job.machine.gpu, memory_bytes=memory)
+        smaller = dataclasses.replace(job, machine=dataclasses.replace(job.machine, gpu=gpu))
+        chosen, rungs = recommend(smaller)
+        launch = launch_command(smaller, chosen)[1:]
+        config = check_training(read_arguments(Path(launch[0]).name, launch[1:], {}).training)
+        assert (config.optimizer, config.engine) == (name, chosen.config.engine)
+        assert ("stage 3" in reason(smaller, chosen, rungs)) <= (name == "adagrad")
+    assert rungs
 
 
 def test_the_picture_in_the_documentation_is_the_ladder():

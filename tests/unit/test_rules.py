@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Collection
 
 import pytest
 import torch
@@ -27,14 +28,22 @@ from training.recipe.optimizer import (
     moments_of,
     set_applied_steps,
 )
-from training.recipe.rules import ALLOWED, ELEMENT_WISE, MATRIX_RULES, REFUSED, WHOLE_PARAMETER
+from training.recipe.rules import (
+    ALLOWED,
+    ELEMENT_WISE,
+    MATRIX_RULES,
+    REFUSED,
+    SHIFTED_RATE,
+    SQUARED_DECAY,
+    WHOLE_PARAMETER,
+)
 from training.run import set_up_engine
 
 CONFIG = TrainConfig(learning_rate=0.01, weight_decay=0.05)
 BY_TIMM = [name for name in ALLOWED if name != "lamb"]  # ours, see `tests/training/test_engine.py`
 
 
-def make(name: str, **changes):
+def make(name: str, head: Collection[str] = (), **changes):
     """Return a small network and a rule over its convolution, matrix and vectors.
 
     Their sizes are multiples of 64, as where engines cut: the last few values of a vector may be rounded otherwise.
@@ -42,7 +51,7 @@ def make(name: str, **changes):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(4, 64, 3), nn.Flatten(), nn.Linear(64, 64))
     config = dataclasses.replace(CONFIG, optimizer=name, **changes)
-    return module, build_optimizer(module, config, [], discriminative=False)
+    return module, build_optimizer(module, config, head, discriminative=False)
 
 
 def set_gradients(module: nn.Module, step: int) -> None:
@@ -182,6 +191,35 @@ def test_a_run_in_fp32_has_muons_products_in_fp32(name, precision):
     assert apart < 1e-6 if precision == "fp32" else apart > 1e-5
 
 
+@pytest.mark.parametrize("name", [name for name in BY_TIMM if name not in SHIFTED_RATE])
+def test_weights_stay_at_a_rate_of_0(name):
+    """As those of the backbone must while only the head learns, whose gradients are 0 too."""
+    module, rule = make(name)
+    create_state(rule, module.parameters())
+    before = [weight.detach().clone() for weight in module.parameters()]
+    for group in rule.param_groups:
+        group["lr"] = 0.0
+    for _ in range(20):
+        for weight in module.parameters():
+            weight.grad = torch.zeros_like(weight)
+        rule.step()
+    assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in ELEMENT_WISE if name in SQUARED_DECAY])
+def test_the_decay_of_a_fallback_refers_to_its_own_peak(name):
+    """In a step at the peak and with gradients of 0, weights decay as by that rule alone at the fallback's rate."""
+    head = ["2.weight"]
+    module, rule = make("muon", head, fallback_optimizer=name, fallback_learning_rate_scale=10.0)
+    alone, oracle = make(name, head, learning_rate=0.1)
+    for network, by in ((module, rule), (alone, oracle)):
+        for weight in network.parameters():
+            weight.grad = torch.zeros_like(weight)
+        by.step()
+    torch.testing.assert_close(module[2].weight, alone[2].weight, atol=0, rtol=1e-6)
+    assert not torch.equal(alone[2].weight, make(name)[0][2].weight)
+
+
 def test_the_head_and_depthwise_convolutions_are_the_fallbacks():
     module = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 16, 1), nn.Flatten(), nn.Linear(16, 10))
     config = dataclasses.replace(CONFIG, optimizer="muon", fallback_optimizer="lion")
@@ -223,6 +261,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(name):
 def test_rules_of_whole_parameters_go_to_torchs_engine_at_ddp():
     module, cpu = nn.Linear(2, 2), torch.device("cpu")
     assert resolve_engine("auto", plan_of("ddp", 2), {}, module, cpu, "muon") == "torch"
+    assert resolve_engine("auto", plan_of("fsdp_stage3", 2), {}, module, torch.device("cuda"), "adagrad") == "torch"
     assert resolve_engine("auto", plan_of("ddp", 2), {}, module, torch.device("cuda"), "clion") == "torch"
     assert resolve_engine("auto", plan_of("ddp", 2), {}, module, cpu, "lion") == "native"
     with pytest.raises(UserError, match="--engine torch does not know flops_profiler"):
@@ -240,9 +279,18 @@ def test_rules_of_whole_parameters_go_to_torchs_engine_at_ddp():
             {"optimizer": "larc", "engine": "native"},
             "--engine native cuts into flat parts: use --engine torch, or auto",
         ),
+        ({"optimizer": "adagrad", "engine": "deepspeed"}, "--engine deepspeed has no such rule: use --engine torch"),
         ({"optimizer": "larc", "engine": "deepspeed"}, "--engine deepspeed cuts into flat parts"),
         ({"optimizer": "muon", "momentum": 0.0}, "--optimizer muon needs a --momentum above 0"),
         ({"optimizer": "adamc", "base_batch_size": 256}, "--optimizer adamc and --base-batch-size exclude each other"),
+        (
+            {"optimizer": "muon", "fallback_optimizer": "lionc", "base_batch_size": 256},
+            "--fallback-optimizer lionc and --base-batch-size exclude each other",
+        ),
+        (
+            {"model_type": "mobilenet_finetuned", "optimizer": "madgrad"},
+            "--optimizer madgrad moves weights at a learning rate of 0",
+        ),
         ({"optimizer_options": "betas=0.9/1.5"}, "'betas=0.9/1.5': expected numbers from 0 to below 1, such as"),
         ({"optimizer_options": "eps=-1"}, "--optimizer-options 'eps=-1': expected a number above 0."),
         ({"fallback_options": "eps=nan"}, "--fallback-options 'eps=nan': expected a number above 0."),
@@ -264,6 +312,8 @@ def test_what_is_sound_is_allowed():
             check_config(dataclasses.replace(CONFIG, optimizer=name, strategy=strategy), FLAG_OF)
     for name in WHOLE_PARAMETER:
         check_config(dataclasses.replace(CONFIG, optimizer=name, engine="torch"), FLAG_OF)
+    finetuned = dataclasses.replace(CONFIG, model_type="mobilenet_finetuned", optimizer="madgrad", head_epochs=0)
+    check_config(finetuned, FLAG_OF)
     muon = dataclasses.replace(CONFIG, optimizer="muon", fallback_optimizer="sgd")
     check_config(dataclasses.replace(muon, fallback_options="momentum=0"), FLAG_OF)
     check_config(dataclasses.replace(muon, optimizer_options="momentum=0.9", momentum=0.0), FLAG_OF)
@@ -275,7 +325,7 @@ def test_what_is_sound_is_allowed():
         (
             "sgdw",
             {"momentum": 0.0},
-            "--optimizer sgdw --momentum 0.0: Nesterov momentum requires a momentum and zero "
+            "--optimizer sgdw with a momentum of 0.0: Nesterov momentum requires a momentum and zero "
             "dampening. Use --optimizer sgd, or a momentum above 0.",
         ),
         (
@@ -283,6 +333,13 @@ def test_what_is_sound_is_allowed():
             {"optimizer_options": "eps=1e-3"},
             "--optimizer-options eps: sgdw has no such option. Allowed: momentum",
         ),
+        (
+            "muon",
+            {"fallback_optimizer": "sgdw", "fallback_options": "momentum=0"},
+            "--fallback-optimizer sgdw with a momentum of 0.0: Nesterov momentum requires a momentum and zero "
+            "dampening. Use --fallback-optimizer sgd, or a momentum above 0.",
+        ),
+        ("muon", {"optimizer_options": "betas=0.9/0.99"}, "--optimizer-options betas: muon has no such option."),
         ("adan", {"optimizer_options": "betas=0.9/0.99"}, "--optimizer-options betas: adan has 3 of them."),
         (
             "muon",

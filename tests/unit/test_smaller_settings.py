@@ -75,6 +75,13 @@ def test_every_rung_keeps_the_global_batch():
     assert advise(config, 4, **GPUS).startswith("nothing is left")
 
 
+@pytest.mark.parametrize("mixing", ["mixup", "cutmix"])
+def test_images_that_are_mixed_stay_pairs(mixing):
+    config = TrainConfig(batch_size=2, activation_checkpointing=True, **{mixing: 1.0})
+    assert next_rung(config, 1, **CPUS) is None
+    assert next_rung(dataclasses.replace(config, **{mixing: 0.0}), 1, **CPUS).changes["batch_size"] == 1
+
+
 def test_the_guide_has_the_same_order():
     section = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## Out of memory\n")[2]
     rungs = re.findall(r"^\d\. (.*)", section, re.MULTILINE)

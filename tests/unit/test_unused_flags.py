@@ -11,7 +11,7 @@ from training.config import TrainConfig
 from training.model_fields import PRESETS
 from training.unused_flags import USED, note_unused_flags
 
-MUON, STEP = {"optimizer": "muon"}, {"schedule": "step"}
+MUON, STEP, PAIRS = {"optimizer": "muon"}, {"schedule": "step"}, {"batch_size": 2}
 CASES = {  # a value, and what gives it an effect
     "momentum": (0.5, {"optimizer": "sgd"}),
     "milestones": ("1,2", STEP),
@@ -28,9 +28,11 @@ CASES = {  # a value, and what gives it an effect
     "head_epochs": (1, {"model_type": "mobilenet_finetuned"}),
     "backbone_learning_rate_scale": (0.2, {"model_type": "mobilenet_finetuned"}),
     "ensemble_members": ("vgg,mobilenet", {"model_type": "ensemble"}),
-    "mixup_probability": (0.5, {"cutmix": 1.0}),
-    "mixup_off_epochs": (1, {"mixup": 1.0}),
-    "mixup_switch_probability": (0.3, {"mixup": 1.0, "cutmix": 1.0}),
+    "mixup": (0.4, PAIRS),
+    "cutmix": (1.0, PAIRS),
+    "mixup_probability": (0.5, PAIRS | {"cutmix": 1.0}),
+    "mixup_off_epochs": (1, PAIRS | {"mixup": 1.0}),
+    "mixup_switch_probability": (0.3, PAIRS | {"mixup": 1.0, "cutmix": 1.0}),
     "random_erasing_mode": ("const", {"random_erasing": 0.5}),
     "shift_padding": ("reflect", {"shift_pixels": 2}),
 }
@@ -43,7 +45,8 @@ def test_every_flag_of_the_table_has_a_case():
 @pytest.mark.parametrize("name", CASES)
 def test_a_flag_without_what_it_belongs_to_is_named(name):
     value, others = CASES[name]
-    config = TrainConfig(**{"shift_pixels": 0, "augmentation": "none", "schedule": "constant", name: value})
+    base = {"shift_pixels": 0, "augmentation": "none", "schedule": "constant", "batch_size": 1}
+    config = TrainConfig(**{**base, name: value})
     assert note_unused_flags(config) == [f"without effect in this run: --{name.replace('_', '-')}"]
     assert note_unused_flags(dataclasses.replace(config, **others)) == []
 

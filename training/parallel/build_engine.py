@@ -15,7 +15,7 @@ from training.parallel.deepspeed_config import keys_of_deepspeed_alone
 from training.parallel.engine import Engine, EngineSetup
 from training.parallel.parameter_shards import frozen_parameters
 from training.parallel.strategies import ParallelPlan
-from training.recipe.rules import WHOLE_PARAMETER
+from training.recipe.rules import NOT_DEEPSPEED, WHOLE_PARAMETER
 
 # Module and class of each, built from an `EngineSetup`; a collective.
 ENGINES = {
@@ -37,7 +37,7 @@ def resolve_engine(
 
     'auto' is the native one if that was measured to be faster: on CPU ranks, for models whose gradients fit into one
     bucket (any model under ddp, whose gradients are whole on every rank); PyTorch's if the update rule needs whole
-    parameters.
+    parameters, or is not DeepSpeed's.
 
     Args:
         engine: 'auto' or a key of `ENGINES`.
@@ -50,7 +50,7 @@ def resolve_engine(
     Raises:
         UserError: if an engine is asked for something that it does not do.
     """
-    if engine == "auto" and optimizer in WHOLE_PARAMETER:
+    if engine == "auto" and optimizer in (*WHOLE_PARAMETER, *NOT_DEEPSPEED):
         engine = "torch"
     needs_deepspeed = keys_of_deepspeed_alone(strategy_json)
     if plan.offload != "none" and engine != "torch":

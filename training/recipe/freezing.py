@@ -7,10 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from models import model_spec
-from training.config import TrainConfig
 from training.parallel.batchnorm import BATCHNORMS, freeze_statistics
-from training.recipe import read_tune
 
 
 class BackboneFreezer:
@@ -46,11 +43,6 @@ class BackboneFreezer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-def has_slow_backbone(config: TrainConfig) -> bool:
-    """Return whether a published backbone is trained below a new head, at a rate of its own."""
-    return model_spec(config.model_type).always_pretrained and read_tune(config.tune)[0] in ("full", "layers")
 
 
 def is_adapters(name: str) -> bool:

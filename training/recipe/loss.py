@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from models.ensemble import mean_over_members
 from training.config import TrainConfig
 from training.data.reader import Batch
+from training.errors import UserError
 from training.recipe.class_weights import class_weights
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
@@ -26,11 +27,21 @@ def build_loss(config: TrainConfig, class_names: Sequence[str], counts: Sequence
         device: device of the logits.
 
     Raises:
-        UserError: for class weights that do not fit the data.
+        UserError: for class weights that do not fit the data, and a threshold that all targets are above or below.
     """
+    _check_threshold(config, len(class_names))
     weights = class_weights(config.class_weights, class_names, counts)
     loss = LOSSES[config.loss](config, None if weights is None else torch.tensor(weights, device=device))
     return lambda logits, batch: mean_over_members(lambda member: loss(member, batch), logits)
+
+
+def _check_threshold(config: TrainConfig, classes: int) -> None:
+    low, high = config.label_smoothing / classes, 1 - config.label_smoothing * (1 - 1 / classes)
+    if config.bce_target_threshold and not low < config.bce_target_threshold < high:
+        raise UserError(
+            f"--bce-target-threshold {config.bce_target_threshold:g} makes all targets alike: with --label-smoothing "
+            f"{config.label_smoothing:g} and {classes} classes they are {low:.4g} and {high:.4g}; give a value between."
+        )
 
 
 def _cross_entropy(config: TrainConfig, weights: torch.Tensor | None) -> Loss:

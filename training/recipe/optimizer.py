@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # Gradient clipping is the engine's.
     **{name: {"max_grad_norm": None} for name in ("lambc", "lambw", "lambcw", "lambcd", "clamb", "clambw")},
 }
+WITHOUT_BETAS = ("muon", "nmuon")  # whose class has them for other rules
 # What does not begin with zeros, by the rule's class.
 STARTS = {("RMSpropTF", "square_avg"): torch.ones_like, ("MADGRAD", "x0"): torch.clone}
 
@@ -64,15 +65,15 @@ def build_optimizer(
         by_rule.setdefault(rule, []).append(group)
     if config.optimizer not in by_rule:
         raise UserError(
-            f"--optimizer {config.optimizer}: nothing that is trained is a matrix or convolution that it updates: use "
-            f"--optimizer {config.fallback_optimizer}."
+            f"--optimizer {config.optimizer}: nothing that is trained is a matrix or convolution that it updates (at least "
+            f"4 by 4, one side at most 128 times the other): use --optimizer {config.fallback_optimizer}."
         )
     rules = [_build_rule(rule, param_groups, config) for rule, param_groups in by_rule.items()]
     return rules[0] if len(rules) == 1 else Composite(rules)
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:
-    """Return whether Muon can update a parameter: a matrix or a convolution, but no depthwise one."""
+    """Return whether Muon can update a parameter: a matrix or convolution, neither depthwise nor very narrow."""
     from timm.optim.muon import _is_suitable_for_muon
 
     return bool(_is_suitable_for_muon(parameter))
@@ -82,7 +83,10 @@ def _build_rule(name: str, param_groups: list[dict[str, Any]], config: TrainConf
     from timm.optim import create_optimizer_v2, get_optimizer_class
 
     given = _given_options(name, config)
-    options = {"lr": config.learning_rate, "weight_decay": config.weight_decay, **given}
+    is_fallback = name != config.optimizer
+    # The groups have their own rates; corrected decays refer to this one, the peak.
+    peak = config.learning_rate * (config.fallback_learning_rate_scale if is_fallback else 1)
+    options = {"lr": peak, "weight_decay": config.weight_decay, **given}
     momentum = given.get("momentum", config.momentum)
     if name in MATRIX_RULES:
         param_groups = [{**group, "use_muon": True} for group in param_groups]
@@ -101,8 +105,9 @@ def _build_rule(name: str, param_groups: list[dict[str, Any]], config: TrainConf
             return Fp32Muon(param_groups, **getattr(get_optimizer_class(name), "keywords", {}) | options)
         return create_optimizer_v2(param_groups, opt="momentum" if is_plain_sgd else name, **options)
     except ValueError as error:
-        cure = "" if momentum else " Use --optimizer sgd, or a momentum above 0."
-        raise UserError(f"--optimizer {name} --momentum {momentum}: {one_line(error)}.{cure}") from None
+        flag = "--fallback-optimizer" if is_fallback else "--optimizer"
+        cure = "" if momentum else f" Use {flag} sgd, or a momentum above 0."
+        raise UserError(f"{flag} {name} with a momentum of {momentum}: {one_line(error)}.{cure}") from None
 
 
 def _given_options(name: str, config: TrainConfig) -> dict[str, Any]:
@@ -117,7 +122,9 @@ def _given_options(name: str, config: TrainConfig) -> dict[str, Any]:
     if config.optimizer in MATRIX_RULES and name not in MATRIX_RULES:
         flag, text = "--fallback-options", config.fallback_options
     options = read_options(flag, text)
-    known = inspect.signature(get_optimizer_class(name, bind_defaults=False)).parameters
+    known = {*inspect.signature(get_optimizer_class(name, bind_defaults=False)).parameters}
+    if name in WITHOUT_BETAS:
+        known.remove("betas")
     for option in options:
         if option not in known:
             allowed = ", ".join(sorted(OPTION_READERS.keys() & known)) or "none"

@@ -18,14 +18,18 @@ from training.parallel.strategies import STRATEGIES
 ELEMENT_WISE = (
     *("adamw", "sgd", "momentum", "nesterov", "lion", "adan", "adanw", "nadamw", "radam", "radamw", "adabelief"),
     *("adam", "adamax", "madgrad", "madgradw", "radabelief", "rmsprop", "rmsproptf", "rmsproptfw"),
-    *("adadelta", "adamwlegacy", "radamlegacy", "sgdw", "nesterovw"),
+    *("adadelta", "adagrad", "adamwlegacy", "radamlegacy", "sgdw", "nesterovw"),
     *("adamc", "lionc", "nadamc", "rmsproptfc", "sgdc"),
 )
+# DeepSpeed puts an optimizer of its own in the place of these.
+NOT_DEEPSPEED = ("adagrad",)
 # The decay is the square of the learning rate by the one that the optimizer was built with.
 SQUARED_DECAY = (
     *("adamc", "cadamc", "clionc", "cnadamc", "csgdc", "lambcd", "lionc", "nadamc", "rmsproptfc"),
     "sgdc",
 )
+# A small number is added to the learning rate: weights move at a rate of 0 too.
+SHIFTED_RATE = ("madgrad", "madgradw")
 # Matrices and convolutions are updated by this rule, all else by `--fallback-optimizer`.
 MATRIX_RULES = ("muon", "nmuon", "adamuon", "nadamuon")
 # A parameter's norm, a mean over it or its matrix is part of the update: each rank must have whole parameters.
@@ -50,7 +54,6 @@ REFUSED = {
     **dict.fromkeys(("novograd", "novogradc", "novogradw"), "its state is one number per layer: use lamb"),
     **dict.fromkeys(("nadam", "nadamlegacy", "laprop", "lapropc", "claprop"), _HISTORY),
     **dict.fromkeys(("adopt", "adoptc", "adoptw", "cadopt", "cadoptc", "cadoptw"), _FIRST_STEP),
-    "adagrad": "DeepSpeed replaces its parameter groups: use adadelta or rmsprop",
     "adahessian": "it needs second derivatives: use adamw",
     **dict.fromkeys(("fusedadam", "fusedadamw", "fusedlamb", "fusednovograd", "fusedsgd"), _PACKAGE),
     **dict.fromkeys(("bnbadam", "bnbadam8bit", "bnbadamw", "bnbadamw8bit", "bnbademamix"), _PACKAGE),
@@ -131,6 +134,8 @@ def check_optimizer(flag: str, name: str, strategy: str, engine: str) -> None:
             f"{flag} {name} computes with whole parameters, which --strategy {strategy} shards: use --strategy ddp, "
             "or a rule such as adamw or lamb."
         )
+    if name in NOT_DEEPSPEED and engine == "deepspeed":
+        raise UserError(f"{flag} {name}: --engine deepspeed has no such rule: use --engine torch, or auto.")
     if name in WHOLE_PARAMETER and engine not in ("auto", "torch"):
         raise UserError(
             f"{flag} {name} computes with whole parameters, which --engine {engine} cuts into flat parts: "

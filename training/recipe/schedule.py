@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from models import model_spec
+from training.recipe import read_tune
 from training.recipe.rules import MATRIX_RULES
 
 if TYPE_CHECKING:  # which imports the table of this module
@@ -99,6 +101,11 @@ class Schedule:
         for group in groups:
             schedule = self.fallback if self.fallback and group["is_fallback"] else self
             group["lr"] = schedule.group_learning_rate(step, group["rate_scale"], is_backbone=group["is_backbone"])
+
+
+def has_slow_backbone(config: TrainConfig) -> bool:
+    """Return whether a published backbone is trained below a new head, at a rate of its own."""
+    return model_spec(config.model_type).always_pretrained and read_tune(config.tune)[0] in ("full", "layers")
 
 
 def build_schedule(config: TrainConfig, steps_per_epoch: int, global_batch: int, head_epochs: int) -> Schedule:
