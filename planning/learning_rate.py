@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.arguments import check_training, read_arguments
+from launch.auto_strategy import AUTO
 from training.checkpoint.atomic_write import write_json
 from training.command_line import OneLineParser
 from training.config import REPO_ROOT
 from training.errors import DIVERGED_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE, UserError
 from training.observe.run_folder import LEARNING_RATE, METRICS
+from training.parallel.strategies import STRATEGIES
 from training.recipe.range_test import FEWEST_STEPS, HIGHEST, LOWEST, describe_range_test, with_a_loss
-from training.recipe.schedule import SMALLEST_SHARE
+from training.recipe.schedule import SMALLEST_SHARE, has_slow_backbone
 
 ROWS = 16  # of the printed table
 
@@ -47,7 +49,9 @@ def parse(arguments: Sequence[str], description: str | None) -> RangeTest:
     if not SMALLEST_SHARE <= given.lowest / given.highest < 1:
         bounds = f"below --highest {given.highest:g}, and at least {SMALLEST_SHARE:g} of it"
         raise UserError(f"--lowest {given.lowest:g} must be {bounds}.")
-    read_arguments("launch_distributed.sh", given.launch, {})  # by themselves, for a mistake in their number
+    asked = read_arguments("launch_distributed.sh", given.launch, {})  # by themselves, for a mistake in their number
+    if asked.positional["strategy"] == AUTO:
+        raise UserError(f"a range test plans no strategy: give {', '.join(STRATEGIES)} in place of {AUTO}.")
     name = time.strftime("learning-rate-%Y%m%d-%H%M%S")
     lowest, highest = f"{given.lowest / given.highest!r}", f"{given.highest!r}"
     sweep = ["--schedule", "sweep", "--fallback-schedule", "", "--warmup-epochs", "0", "--log-every-steps", "1"]
@@ -61,6 +65,8 @@ def parse(arguments: Sequence[str], description: str | None) -> RangeTest:
     config = check_training(read_arguments("launch_distributed.sh", launch, {}).training)
     if config.base_batch_size:
         raise UserError("--base-batch-size: leave it out, the rates that are tried are those of this batch.")
+    if config.head_epochs and has_slow_backbone(config):
+        launch += ["--head-epochs", str(config.epochs)]  # the backbone would join in the middle of the curve
     logs = Path(config.log_dir).expanduser() if config.log_dir else REPO_ROOT / "logs"
     return RangeTest(launch, logs / "runs" / name)
 
@@ -69,7 +75,7 @@ def find_rate(test: RangeTest) -> int:
     """Train, print the curve and the rate that it suggests, and return the exit code.
 
     Raises:
-        UserError: if too few steps had a loss.
+        UserError: if too few steps had a loss, or it did not fall.
     """
     code = subprocess.run(["bash", str(REPO_ROOT / "scripts" / "launch_distributed.sh"), *test.launch]).returncode
     if code not in (0, DIVERGED_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE):  # at its highest rates it may well diverge
@@ -86,6 +92,11 @@ def find_rate(test: RangeTest) -> int:
     print("\nlearning rate   loss (smoothed)")
     for rate, _, mean in points[:: math.ceil(len(points) / ROWS)]:
         print(f"{rate:13.2g}   {mean:.4f}")
+    if result["suggested"] is None:
+        raise UserError(
+            f"no rate from {points[0][0]:.2g} to {points[-1][0]:.2g} has clearly lowered the loss: give another "
+            "--lowest and --highest, or more epochs."
+        )
     print(f"\nsuggested    --learning-rate {result['suggested']:g}, a tenth of the rate of the smallest loss")
     print(f"curve        {test.run_folder / LEARNING_RATE}")
     return 0

@@ -56,7 +56,7 @@ def choose_learning_rate(
         build: builds a run, for the test.
 
     Raises:
-        UserError: on all ranks, if too few steps of the test had a loss.
+        UserError: on all ranks, if too few steps of the test had a loss, or it did not fall.
     """
     if config.learning_rate != "auto":
         return config, []
@@ -103,7 +103,12 @@ def _test(config: TrainConfig, folder: RunFolder, start: RunStart, world: World,
         with contextlib.suppress(OSError):  # a full disk: the curve alone is missing
             result = describe_range_test(curve) | {"settings": _settings(config, world)}
             write_json(folder.path / LEARNING_RATE, result)
-    return suggested(curve)
+    rate = suggested(curve)
+    if rate is None:
+        raise AgreedError(
+            f"--learning-rate auto: no rate from {LOWEST:g} to {HIGHEST:g} has clearly lowered the loss: give a number."
+        )
+    return rate
 
 
 class _Points(RunLogger):

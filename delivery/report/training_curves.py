@@ -65,12 +65,14 @@ def range_test_chart(result: Mapping[str, Any] | None) -> Chart | None:
         Line("loss of the step", 8, rates, losses, "range-loss", is_faint=True),
         Line("smoothed", 1, rates, means, "range-smoothed", is_faint=True),
     ]
-    rate = float(result["suggested"])
+    marks = [] if result["suggested"] is None else [float(result["suggested"])]
     caption = (
         f"The learning rate grew with every step. Smallest smoothed loss: {number(float(means.min()), 3)}, at a rate "
-        f"of {number(float(rates[means.argmin()]), 2)}; the dotted vertical marks the suggested {number(rate, 2)}."
+        f"of {number(float(rates[means.argmin()]), 2)}; "
+        + "".join(f"the dotted vertical marks the suggested {number(rate, 2)}." for rate in marks)
+        + ("" if marks else "that is no clear fall, and no rate is suggested.")
     )
-    return draw("range_test", "Range test", lines, caption=caption, x_name="learning rate", marks=[rate], is_x_log=True)
+    return draw("range_test", "Range test", lines, caption=caption, x_name="learning rate", marks=marks, is_x_log=True)
 
 
 def overlaid_charts(histories: Sequence[History], names: Sequence[str]) -> list[Chart]:

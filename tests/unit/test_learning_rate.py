@@ -37,6 +37,19 @@ def test_a_tenth_of_the_rate_of_the_smallest_loss_is_suggested():
     assert 0.001 < suggested(curve) < 0.002, "the mean lags a little behind"
 
 
+@pytest.mark.parametrize("steps", [20, 60, 200])
+def test_a_loss_that_no_rate_lowers_suggests_none(steps):
+    """As for weights that are trained already: noise, until the rates are too high."""
+    rates, by_chance = np.geomspace(1e-6, 1, steps), 0
+    for seed in range(50):
+        noise = np.random.default_rng(seed).normal(size=steps)
+        flat = 0.5 + 0.1 * noise + np.where(rates > 0.1, rates, 0)
+        by_chance += suggested([*zip(rates, flat, strict=True)]) is not None
+        falling = flat + 1.0 * (rates < 1e-3)
+        assert suggested([*zip(rates, falling, strict=True)]) > 1e-4
+    assert by_chance <= 2
+
+
 def test_steps_without_a_finite_loss_are_no_points(tmp_path):
     lines = [{"kind": "step", "learning_rate": rate, "loss": loss} for rate, loss in ((0.1, 2.0), (0.2, None))]
     path = tmp_path / "metrics.jsonl"
@@ -54,6 +67,7 @@ def test_steps_without_a_finite_loss_are_no_points(tmp_path):
         ([*LAUNCH, "--optimiser", "sgd"], "unknown argument '--optimiser'. Did you mean '--optimizer'?"),
         (["basic_cnn", "dpp", "2", "16", "1"], "unknown strategy 'dpp'. Did you mean 'ddp'?"),
         ([*LAUNCH, "--base-batch-size", "256"], "--base-batch-size: leave it out"),
+        (["basic_cnn", "auto", *LAUNCH[2:]], "give ddp, fsdp_stage2, fsdp_stage3 in place of auto."),
         ([], "5 arguments are needed (model strategy num_gpus batch_size epochs), 0 given"),
     ],
 )
@@ -66,6 +80,14 @@ def test_mistakes_are_one_line_before_anything_starts(words, told):
 def test_flags_that_a_range_test_sets_itself_are_named(capsys):
     parse([*LAUNCH, "--run-name", "mine", "--learning-rate=0.1"], "")
     assert capsys.readouterr().out == "note: without effect in a range test: --learning-rate, --run-name\n"
+
+
+@pytest.mark.parametrize(("more", "only_head"), [([], True), (["--head-epochs", "0"], False)])
+def test_a_range_test_of_fine_tuning_has_one_regime(more, only_head):
+    """As that of --learning-rate auto: the head alone, or all layers."""
+    words = parse(["mobilenet_finetuned", "ddp", "2", "16", "9", *more], "").launch
+    config = check_training(read_arguments("launch_distributed.sh", words, {}).training)
+    assert config.head_epochs == (9 if only_head else 0)
 
 
 def test_a_range_test_on_two_ranks_that_share_the_weights(tmp_path, capfd, monkeypatch):

@@ -5,7 +5,9 @@ After Smith 2017 (https://arxiv.org/abs/1506.01186, section 3.3), with exponenti
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,15 +33,23 @@ def smoothed(losses: Iterable[float]) -> list[float]:
     return means
 
 
-def suggested(curve: Curve) -> float:
-    """Return a tenth of the rate at which the smoothed loss is smallest, in two digits."""
-    means = smoothed([loss for _, loss in curve])
-    rate = curve[min(range(len(means)), key=means.__getitem__)][0] / SAFETY
-    return float(f"{rate:.2g}")
+def suggested(curve: Curve) -> float | None:
+    """Return a tenth of the rate at which the smoothed loss is smallest, in two digits; None if it did not fall.
+
+    It has fallen if it is below that of the first steps by more than the losses scatter from step to step.
+    """
+    losses = [loss for _, loss in curve]
+    means, first = smoothed(losses), min(FEWEST_STEPS, len(curve) // 4)
+    best = min(range(len(means)), key=means.__getitem__)
+    if best < first:
+        return None
+    steps = itertools.pairwise(losses[: best + 1])
+    scatter = math.sqrt(statistics.fmean((after - before) ** 2 for before, after in steps) / 2)
+    return float(f"{curve[best][0] / SAFETY:.2g}") if means[first - 1] - means[best] > scatter else None
 
 
 def describe_range_test(curve: Curve) -> dict[str, Any]:
-    """Return the suggested rate and the curve as `learning_rate.json` has them."""
+    """Return the suggested rate, if there is one, and the curve as `learning_rate.json` has them."""
     means = smoothed([loss for _, loss in curve])
     points = [[rate, loss, mean] for (rate, loss), mean in zip(curve, means, strict=True)]
     return {"suggested": suggested(curve), "columns": ["learning_rate", "loss", "smoothed_loss"], "curve": points}
