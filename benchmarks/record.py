@@ -25,6 +25,7 @@ import time
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +97,17 @@ def our_command(task: str) -> list[str]:
     return shlex.split(first.partition(": ")[2])
 
 
-def train_ours(command: Sequence[str], seed: int, log: Path, views: str = "") -> dict[str, float]:
-    """Train once; keep what was printed, the epochs' lines of metrics.jsonl, and what the flags in `views` give."""
+def train_ours(command: Sequence[str], seed: int, log: Path, views: str = "") -> dict[str, Any]:
+    """Train once; keep what was printed, the epochs' lines of metrics.jsonl, the commit, and what `views` give."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--seed", str(seed), "--log-dir", folder, "--run-name", "record", "--progress", "lines"]
         printed = _run([*command, *flags, "--report", "false", "--tensorboard", "false"])
         run = Path(folder) / "runs" / "record"
         lines = (run / "metrics.jsonl").read_text().splitlines()
         kept = [line for line in lines if json.loads(line)["kind"] in KEPT_EVENTS]
+        code = json.loads((run / "environment.json").read_text())
+        changed = " with changes" if code["git_has_changes"] else ""
+        kept.insert(0, json.dumps({"kind": "code", "commit": f"{code['git_commit']}{changed}"}))
         if views:
             printed += _run([sys.executable, "scripts/evaluate.py", str(run), *views.split()])
             scores = json.loads((run / "evaluation" / "scores.json").read_text())
@@ -112,8 +116,8 @@ def train_ours(command: Sequence[str], seed: int, log: Path, views: str = "") ->
     return read_our_log(log.read_text())
 
 
-def read_our_log(text: str) -> dict[str, float]:
-    """Return what the lines of metrics.jsonl in a log have: top-1 of the last epoch, of several views, and seconds.
+def read_our_log(text: str) -> dict[str, Any]:
+    """Return what a log has: top-1 of the last epoch and of several views, seconds, and the commit, if it is there.
 
     A training that was stopped and resumed has an end, and seconds, for each part; a part that was killed has those of
     its epochs. The weights that are seen in several views are those of the best epoch: if that is not the last, the
@@ -129,6 +133,7 @@ def read_our_log(text: str) -> dict[str, float]:
             seconds += event.get("seconds", without_end)
             without_end = 0.0
     found = {"top1": epochs[-1]["val_top1"], "seconds": round(seconds, 2)}
+    found |= next(({"commit": event["commit"]} for event in events if event["kind"] == "code"), {})
     if views and views[-1].get("epoch", epochs[-1]["epoch"]) == epochs[-1]["epoch"]:
         found["views_top1"] = views[-1]["top1"]
     return found
@@ -167,7 +172,7 @@ def _run(command: Sequence[str]) -> list[tuple[float, str]]:
     return lines
 
 
-def summary(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+def summary(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return mean and sample standard deviation of top-1, and of that of several views; the median of the seconds."""
     found = {}
     for key in (key for key in ("top1", "views_top1") if all(key in run for run in runs)):
@@ -185,6 +190,7 @@ def make_record(task: str, folder: Path, *, seeds: int, data: Path | None, timm:
     record: dict[str, Any] = {
         "task": task,
         "date": today(),
+        "begun": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine_name(),
         "versions": versions("torch", "torchvision", "timm", "deepspeed"),
         "data_source": TASKS[task].data_source,
@@ -222,7 +228,7 @@ def _has(side: dict[str, Any], seed: int) -> bool:
     return any(run["seed"] == seed for run in side["runs"])
 
 
-def _add(record: dict[str, Any], side: str, run: dict[str, float], file: Path) -> None:
+def _add(record: dict[str, Any], side: str, run: dict[str, Any], file: Path) -> None:
     """Add a run to its side and write the record, without a side that has no runs yet."""
     record[side]["runs"].append(run)
     record[side]["summary"] = summary(record[side]["runs"])

@@ -30,12 +30,18 @@ def replace_between(page: Path, begin: str, end: str, text: str) -> None:
     page.write_text(f"{before}\n{text}\n{after}", encoding="utf-8")
 
 
+def _read(records: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the folders of all records and what each contains, by task and the time at which they were begun."""
+    found = [(path.parent, json.loads(path.read_text(encoding="utf-8"))) for path in records.glob("*/*/record.json")]
+    # The first ones tell the day alone.
+    return sorted(found, key=lambda one: (one[0].parent, one[1].get("begun", one[0].name[: len("2026-11-22")]), one[0]))
+
+
 def table(records: Path) -> str:
-    """Return all records as a Markdown table, by task and date."""
+    """Return all records as a Markdown table, by task and time."""
     rows, before = [COLUMNS, ("---",) * len(COLUMNS)], {}
-    for path in sorted(records.glob("*/*/record.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        name = path.parent.relative_to(records)
+    for folder, record in _read(records):
+        name = folder.relative_to(records)
         rows.append((f"[{name}](../records/{name})", *_cells(record, before.get(record["task"]))))
         before[record["task"]] = record
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
@@ -46,13 +52,15 @@ def newest_table(records: Path) -> str:
 
     One without timm's side stands there only if the task has no record with it.
     """
+    newest: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for folder, record in _read(records):
+        task = folder.parent.name
+        if "timm" in record or "timm" not in newest.get(task, (folder, {}))[1]:
+            newest[task] = folder, record
     rows = [NEWEST_COLUMNS, ("---",) * len(NEWEST_COLUMNS)]
-    for folder in sorted(records.iterdir()):
-        found = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/record.json"))}
-        if found:
-            path = max(found, key=lambda path: ("timm" in found[path], path))
-            link = f"[`{folder.name}`]({path.parent.relative_to(records.parent)})"
-            rows.append((link, *_cells(found[path], None)[:-1], found[path]["machine"]))
+    for task, (folder, record) in newest.items():
+        link = f"[`{task}`]({folder.relative_to(records.parent)})"
+        rows.append((link, *_cells(record, None)[:-1], record["machine"]))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
@@ -88,15 +96,19 @@ def time_ratio(record: dict[str, Any]) -> float:
 def compared(record: dict[str, Any], before: dict[str, Any]) -> str:
     """Compare accuracy with the record before by Welch's t-test, two-sided; time too, if the machine is the same.
 
-    Seeds that end at the same accuracies as before are the same trainings again, and no second sample to test.
+    Seeds that end at the same accuracies as before are the same trainings again, and no second sample to test; one seed
+    alone is none either.
     """
     new, old = ({run["seed"]: run["top1"] for run in side["ours"]["runs"]} for side in (record, before))
-    if new == old:
+    common = new.keys() & old.keys()
+    if common and all(new[seed] == old[seed] for seed in common):
         accuracy = "the same accuracies, seed by seed"
     else:
-        p = float(stats.ttest_ind([*new.values()], [*old.values()], equal_var=False).pvalue)
         change = 100 * (statistics.mean(new.values()) - statistics.mean(old.values()))
-        accuracy = f"{change:+.2f} points (p = {p:.2g})"
+        accuracy = f"{change:+.2f} points"
+        if min(len(new), len(old)) > 1:
+            p = float(stats.ttest_ind([*new.values()], [*old.values()], equal_var=False).pvalue)
+            accuracy += f" (p = {p:.2g})"
     time = "on another machine"
     if record["machine"] == before["machine"]:
         ratio = record["ours"]["summary"]["seconds_median"] / before["ours"]["summary"]["seconds_median"]

@@ -100,7 +100,8 @@ def build_model(
     module = _assemble(description, modules)
     if weights:
         adapt = partial(_adapt_weights, description, modules)
-        notes += load_weights_file(module, weights, model_type=model_type, heads=heads, adapt=adapt)
+        strides = description["stem_stride_changed"]
+        notes += load_weights_file(module, weights, model_type=model_type, heads=heads, strides=strides, adapt=adapt)
     head_names = (name for name, _ in module.named_parameters() for head in heads if name.startswith(f"{head}."))
     return BuiltModel(module, description, notes, frozenset(head_names))
 
@@ -263,9 +264,12 @@ def _create_pretrained(part: dict[str, Any], create: Callable[..., nn.Module], n
         from_nothing = f"--model-type {twins[0]}" if model_spec(name).always_pretrained else "no --pretrained"
         raise UserError(f"{error}. Type --weights FILE, or {from_nothing} to start from nothing.") from error
     notes.append(f"{name}: pretrained weights of timm's {timm_name} loaded")
-    hub_classes = getattr(module, "default_cfg", {}).get("num_classes")
+    published = getattr(module, "default_cfg", {})
+    hub_classes = published.get("num_classes")
     if hub_classes not in (None, part["num_classes"]):
         notes.append(f"{name}: head replaced: {hub_classes} -> {part['num_classes']} classes")
+    if published.get("fixed_input_size") and published["input_size"][-1] != part["image_size"]:
+        notes.append(f"{name}: adapted from images of {published['input_size'][-1]} pixels to {part['image_size']}")
     if channels_of(part) != 3:
         notes.append(f"{name}: first layer adapted: 3 -> {channels_of(part)} channels")
     return module

@@ -113,6 +113,12 @@ def create(
         reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
         if isinstance(error, LocalEntryNotFoundError):
             reason = f"{huggingface_hub.constants.ENDPOINT} cannot be reached, and they are not in its local cache"
+        elif "size mismatch" in str(error):
+            published: Any = timm.get_pretrained_cfg(timm_name)
+            reason = (
+                f"timm cannot adapt them to images of {image_size} pixels and {image_channels} channels; they are for "
+                f"--image-size {published.input_size[-1]} --image-channels {published.input_size[0]}"
+            )
         raise UserError(f"the pretrained weights of timm's {timm_name} could not be loaded: {reason}") from error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ def load_weights_file(
     *,
     model_type: str,
     heads: Iterable[str],
+    strides: Mapping[str, Sequence[int]],
     adapt: Callable[[StateDict], StateDict],
 ) -> list[str]:
     """Load a safetensors or `weights_only` file into `module`; a head of another class count stays as it is.
@@ -34,6 +35,7 @@ def load_weights_file(
         path: the file.
         model_type: the model as the user typed it, for the messages.
         heads: names of the classifier's submodules.
+        strides: `module`'s `stem_stride_changed`, see `models.build.BuiltModel`.
         adapt: returns the same network's tensors for `module`'s image size and channels, from those of another size; or
             those that it is given, if they do not fit.
 
@@ -54,10 +56,10 @@ def load_weights_file(
     resized = _other_shapes(expected, tensors, left_out)
     if resized and tensors.keys() == expected.keys():
         tensors = adapt(tensors)
-    _check_same_network(path, model_type, expected, tensors, left_out)
+    _check_same_network(path, model_type, expected, tensors, left_out, facts.get("description", {}))
     check_finite(path, tensors)
     module.load_state_dict({**expected, **{key: tensors[key] for key in expected.keys() - left_out}})
-    notes = [f"weights loaded from {path}"]
+    notes = [f"weights loaded from {path}", *_other_strides(facts.get("description"), strides)]
     if replaced:
         found, wanted = replaced[0]
         notes.append(f"head replaced: {found} -> {wanted} classes, it starts from random weights")
@@ -142,7 +144,12 @@ def _other_class_count(expected: torch.Tensor, found: torch.Tensor) -> bool:
 
 
 def _check_same_network(
-    path: str, model_type: str, expected: StateDict, tensors: StateDict, left_out: set[str]
+    path: str,
+    model_type: str,
+    expected: StateDict,
+    tensors: StateDict,
+    left_out: set[str],
+    described: dict[str, Any],
 ) -> None:
     missing = [key for key in expected if key not in tensors]
     unexpected = [key for key in tensors if key not in expected]
@@ -153,10 +160,28 @@ def _check_same_network(
             f"{len(unexpected)} unexpected (first {', first '.join(firsts)})"
         )
     for key, shape in _other_shapes(expected, tensors, left_out).items():
-        raise UserError(
-            f"weights file '{path}' is of another model than '{model_type}': {key!r} is "
-            f"{shape} there, {list(expected[key].shape)} here"
-        )
+        differs = f"{key!r} is {shape} there, {list(expected[key].shape)} here"
+        if described.get("model_type") == model_type:
+            raise UserError(
+                f"weights file '{path}' cannot be adapted to other images than its own: {differs}; give --image-size "
+                f"{described['image_size']} --image-channels {described.get('image_channels', 3)}"
+            )
+        raise UserError(f"weights file '{path}' is of another model than '{model_type}', or another size: {differs}")
+
+
+def _other_strides(described: dict[str, Any] | None, strides: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return a note for each layer of the stem whose stride is not that with which one of our files was trained."""
+    theirs: Mapping[str, Sequence[int]] = described["stem_stride_changed"] if described else strides
+    notes = []
+    for name in sorted({*theirs, *strides}):
+        usual = [*theirs.get(name, ()), *strides.get(name, ())][0]
+        there, here = (changed.get(name, (usual, usual))[1] for changed in (theirs, strides))
+        if described and there != here:
+            notes.append(
+                f"the weights were trained with a stride of {there} in {name}, which is {here} here: "
+                f"--image-size {described['image_size']} has theirs"
+            )
+    return notes
 
 
 def _other_shapes(expected: StateDict, tensors: StateDict, left_out: set[str]) -> dict[str, list[int]]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from models import DEFAULT_MEMBERS, LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS, MOST_MEMBERS, model_spec
-from models.errors import shown
+from models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS, MOST_MEMBERS, model_spec
+from models.errors import UserError, shown
 
 # One key for everything: safetensors writes several keys in an order that changes from run to run, and equal runs
 # shall write equal files.
@@ -80,19 +80,31 @@ def read_facts(reader: safe_open) -> dict[str, Any]:
     return facts
 
 
-def starting_normalization(model_type: str, *, pretrained: bool, weights: str) -> Normalization | None:
+def starting_normalization(
+    model_type: str, members: Sequence[str], *, pretrained: bool, weights: str
+) -> Normalization | None:
     """Return (mean, std) per channel, for pixels in 0..1, that the starting weights expect; None for random weights.
 
     Args:
         model_type: a name of `MODELS`, or `timm:<name>`.
+        members: names of an ensemble's.
         pretrained: whether the hub's weights are loaded.
         weights: the local file that is loaded, or ''; a file of one of our own runs contains its normalization.
+
+    Raises:
+        UserError: if members of an ensemble expect different ones.
     """
-    if weights:
-        return _normalization_of_file(weights) or _normalization_of_timm(model_type)
-    if pretrained or model_spec(model_type).always_pretrained:
-        return _normalization_of_timm(model_type)
-    return None
+    names = members if model_spec(model_type).takes_members else (model_type,)
+    own = _normalization_of_file(weights) if weights else None
+    if own or not (weights or pretrained or model_spec(model_type).always_pretrained):
+        return own
+    found = {_normalization_of_timm(name) for name in names} - {None}
+    if len(found) > 1:
+        raise UserError(
+            f"--ensemble-members {','.join(names)}: their weights were trained with pixels normalized in different "
+            "ways: give members that agree, or leave their weights out."
+        )
+    return found.pop() if found else None
 
 
 def _normalization_of_file(path: str) -> Normalization | None:
@@ -109,9 +121,7 @@ def _normalization_of_file(path: str) -> Normalization | None:
 def _normalization_of_timm(model_type: str) -> Normalization | None:
     from timm.models import get_pretrained_cfg
 
-    spec = model_spec(model_type)
-    # The default members of an ensemble were all trained with the same numbers.
-    timm_name = model_spec(DEFAULT_MEMBERS[0]).timm_name if spec.takes_members else spec.timm_name
+    timm_name = model_spec(model_type).timm_name
     config = get_pretrained_cfg(timm_name) if timm_name else None
     return (tuple(config.mean), tuple(config.std)) if config is not None else None
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -182,6 +182,7 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
     given = vars(training_parser().parse(argv))
     flags = {name: value for name, value in given.items() if name in FIELDS}
     values: dict[str, Any] = {}
+    preset: dict[str, Any] = {}
     label_of = FLAG_OF
     if given["config"] or "preset" in flags:
         from training.config_file import labels_of, read_config_file, read_preset  # need PyYAML
@@ -190,9 +191,23 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
             file = Path(given["config"])
             values, labels = read_config_file(file), labels_of(f"--config {file}")
             label_of = FLAG_OF | {name: labels[name] for name in values.keys() - flags}
-        values = read_preset(flags.get("preset") or values.get("preset", "")) | values
+        preset = read_preset(flags.get("preset") or values.get("preset", ""))
     values |= flags
-    return check_config(TrainConfig(**values), label_of), given["check_config"]
+    try:
+        return check_config(TrainConfig(**(preset | values)), label_of), given["check_config"]
+    except UserError as error:
+        raise UserError(f"{error}{_override_hint(str(error), values, preset)}") from None
+
+
+def _override_hint(message: str, values: Mapping[str, Any], preset: Mapping[str, Any]) -> str:
+    """Return the flags that undo what a message is about and the preset says, not the user."""
+    words = message.split()
+    undo = [
+        f"{FLAG_OF[name]} {str(FIELDS[name].default).lower() or chr(39) * 2}"
+        for name in preset.keys() - values.keys()
+        if FLAG_OF[name] in (word.rstrip(".,:;") for word in words)
+    ]
+    return f" Preset {values['preset']} has the value; to override it, add {' '.join(sorted(undo))}." if undo else ""
 
 
 def training_parser() -> OneLineParser:

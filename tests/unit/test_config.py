@@ -230,6 +230,28 @@ def test_a_file_is_checked_together_with_the_flags(line, words, wrong, tmp_path)
         parse_args(["--config", str(file), *wrong.split()])
 
 
+@pytest.mark.parametrize(
+    ("words", "undo"),
+    [
+        ("--preset vit-small-finetune --weights x", "--pretrained false"),
+        ("--preset cifar10 --weights x", "--whitened-stem false"),
+        ("--preset resnet50-ffcv-16 --epochs 1", "--warmup-epochs auto"),
+        ("--preset resnet50-rsb-a2 --loss cross_entropy", "--bce-target-threshold 0.0"),
+        ("--preset vit-small-90 --crop-scale 0.08,1 --augmentation none", "--randaugment rand-m9-mstd0.5"),
+        ("--preset cifar10 --strategy fsdp_stage2", "--optimizer adamw"),
+    ],
+)
+def test_a_value_of_a_preset_that_does_not_go_is_told_with_the_flag_that_overrides_it(words, undo):
+    name = words.split()[1]
+    with pytest.raises(UserError, match=f" Preset {name} has the value; to override it, add {undo}\\.$"):
+        parse_args(words.split())
+    parse_args([*words.split(), *undo.split()])
+    own = [*words.split(), "--learning-rate", "-1"]
+    with pytest.raises(UserError) as caught:
+        parse_args(own)
+    assert "Preset" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_valid_and_names_its_source_and_what_was_measured(name):
     config, _ = parse_args(["--preset", name])

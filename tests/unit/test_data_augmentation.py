@@ -263,7 +263,15 @@ def test_a_shift_wider_than_the_image_and_a_decoder_without_pillow_are_one_line(
 
 
 def test_every_string_for_randaugment_that_is_let_through_works():
-    strings = ("rand", "rand-m10-n9-tweights", "rand-m0-p1", "rand-m1", "rand-m5-mstd101-inc1", "rand-m9-n2-t3a", "rand-p0.5-t3aw")
+    strings = (
+        "rand",
+        "rand-m10-n9-tweights",
+        "rand-m0-p1",
+        "rand-m1",
+        "rand-m5-mstd101-inc1",
+        "rand-m9-n2-t3a",
+        "rand-p0.5-t3aw",
+    )
     for text in strings:
         policy = build_policy(augmentation(augmentation="randaugment", randaugment=text), PREPROCESSING)
         with preserved_generators():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -283,3 +284,12 @@ def test_arrays_are_predicted_and_others_are_one_line(tmp_path):
         assert not found[name].labels
         with pytest.raises(ValueError, match=message):
             raise ValueError(found[name].error)
+
+
+def test_pretrained_members_of_an_ensemble_bring_their_normalization_or_are_refused():
+    vits = "timm:vit_tiny_patch16_224,timm:vit_small_patch16_224"
+    config = TrainConfig(model_type="ensemble", ensemble_members=vits, pretrained=True)
+    assert data_options(config).mean == (0.5,) * 3
+    assert data_options(dataclasses.replace(config, pretrained=False)).mean is None
+    with pytest.raises(UserError, match=r"--ensemble-members timm:vit\S+,mobilenet: their weights were trained"):
+        data_options(dataclasses.replace(config, ensemble_members="timm:vit_tiny_patch16_224,mobilenet"))

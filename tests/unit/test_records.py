@@ -276,6 +276,19 @@ def test_summary_and_comparison():
     assert compared(new, elsewhere) == "+2.00 points (p = 0.07), on another machine"
     again = record([0.93, 0.94, 0.95], [5, 15, 10])
     assert compared(again, new) == "the same accuracies, seed by seed, 0.50 of its seconds"
+    assert compared(record([0.93, 0.94], [20, 20]), new) == "the same accuracies, seed by seed, 1.00 of its seconds"
+    assert compared(record([0.95], [20]), new) == "+1.00 points, 1.00 of its seconds"
+
+
+def test_records_of_one_day_stand_in_the_order_in_which_they_were_begun(tmp_path):
+    for what, top1, second in (("faster", 0.9, "08"), ("even-faster", 0.93, "09")):
+        file = tmp_path / "records" / "digits" / f"2026-11-27-{what}" / "record.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(record([top1], [10]) | {"begun": f"2026-11-27T10:00:{second}+00:00"}))
+    earlier, later = table(tmp_path / "records").splitlines()[2:]
+    assert [text in earlier for text in ("2026-11-27-faster](", "the first")] == [True, True]
+    assert [text in later for text in ("even-faster](", "+3.00 points")] == [True, True]
+    assert "-even-faster)" in newest_table(tmp_path / "records")
 
 
 def test_several_views_stand_beside_the_plain_accuracy():
@@ -283,6 +296,7 @@ def test_several_views_stand_beside_the_plain_accuracy():
     lines += [{"kind": "views", "epoch": 3, "top1": 0.94}]
     log = "\n".join(["run record: airbench", *map(json.dumps, lines)])
     one = read_our_log(log)
+    assert read_our_log(f'{log}\n{{"kind": "code", "commit": "abc"}}') == one | {"commit": "abc"}
     assert one == {"top1": 0.93, "seconds": 9.0, "views_top1": 0.94}
     assert read_our_log(log.replace('"views", "epoch": 3', '"views", "epoch": 2')).keys() == {"top1", "seconds"}
     both = [one, {"top1": 0.932, "seconds": 9.0, "views_top1": 0.942}]

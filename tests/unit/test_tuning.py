@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from pathlib import Path
 
@@ -33,6 +34,10 @@ from training.recipe.tuning import Adapters, tune
 from training.run import run, set_up_engine
 
 IMAGE_SIZE = 32
+PREPROCESSING = {
+    **{"image_size": 32, "resize_size": None, "interpolation": "bilinear"},
+    **{"mean": [0.5] * 3, "std": [0.5] * 3},
+}
 ADAPTED = (  # with an example of a layer that has an adapter
     ("vit_tiny_patch16_224", "blocks.3.attn.qkv"),
     ("mobilenetv3_small_100", "blocks.4.0.conv_pw"),
@@ -99,6 +104,8 @@ def test_random_weights_are_not_kept(tmp_path):
         ("mobilenet", "layers:2", ["classifier.", "conv_head.", "blocks.5."]),
         ("timm:resnet18", "layers:2", ["fc.", "layer4."]),
         ("timm:vit_tiny_patch16_224", "layers:2", ["head.", "norm.", "blocks.10.", "blocks.11."]),
+        ("timm:convnext_atto", "layers:1", ["head.", "stages.3.blocks.1."]),
+        ("timm:densenet121", "layers:1", ["classifier.", "features.denseblock4.denselayer16.", "features.norm5."]),
         ("timm:vit_tiny_patch16_224", "full", [""]),
     ],
 )
@@ -302,6 +309,47 @@ def test_relative_position_tables_are_resampled_as_timm_does_it(tmp_path):
     assert found.state_dict()[table].shape == (25, 24), "windows of 3 patches instead of 7"
     for key, expected in oracle.state_dict().items():
         assert torch.equal(found.state_dict()[key], expected), key
+
+
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_embeddings_that_timm_does_not_resample_are_told_with_their_size(pretrained, tmp_path, monkeypatch):
+    name = "cait_xxs24_224"
+    path, size = str(tmp_path / "weights.safetensors"), "--image-size 64 --image-channels 3"
+    source = build_model(f"timm:{name}", num_classes=3, image_size=64)
+    facts = {"class_names": ["a", "b", "c"], "preprocessing": PREPROCESSING, "extra": {}}
+    save_weights(Path(path), source.module.state_dict(), description=source.description, **facts)
+    if pretrained:  # as from the hub
+        size = "--image-size 224 --image-channels 3"
+        overlay = {"file": path, "num_classes": 3, "url": "", "hf_hub_id": None}
+        create = functools.partial(timm.create_model, pretrained_cfg_overlay=overlay)
+        monkeypatch.setattr("models.timm_models.timm.create_model", create)
+    with pytest.raises(UserError, match=size) as caught:
+        build_model(
+            f"timm:{name}", num_classes=3, image_size=96, pretrained=pretrained, weights="" if pretrained else path
+        )
+    assert "another model" not in str(caught.value)
+
+
+def test_published_weights_that_are_resampled_are_told(tmp_path, monkeypatch):
+    name, file = "vit_tiny_patch16_224", tmp_path / "weights.safetensors"
+    save_file(timm.create_model(name, num_classes=3).state_dict(), file)
+    overlay = {"file": str(file), "num_classes": 3, "url": "", "hf_hub_id": None}
+    create = functools.partial(timm.create_model, pretrained_cfg_overlay=overlay)
+    monkeypatch.setattr("models.timm_models.timm.create_model", create)
+    told = f"timm:{name}: adapted from images of 224 pixels to 96"
+    for size in (96, 224):
+        notes = build_model(f"timm:{name}", num_classes=3, image_size=size, pretrained=True).notes
+        assert (told in notes) == (size == 96)
+
+
+def test_a_stem_of_another_stride_is_told(tmp_path):
+    source = build_model("basic_cnn", num_classes=3, image_size=60)
+    facts = {"class_names": ["a", "b", "c"], "preprocessing": PREPROCESSING, "extra": {}}
+    save_weights(tmp_path / "weights", source.module.state_dict(), description=source.description, **facts)
+    for size, told in ((64, True), (32, False)):
+        notes = build_model("basic_cnn", num_classes=3, image_size=size, weights=str(tmp_path / "weights")).notes
+        found = [note for note in notes if "trained with a stride of 1 in blocks.0.0, which is 2 here" in note]
+        assert len(found) == told, notes
 
 
 def test_another_network_is_still_refused(tmp_path):

@@ -143,7 +143,9 @@ def data_options(config: TrainConfig) -> DataOptions:
     """Return the options of the data set that a configuration names; a pretrained backbone brings its normalization."""
     from models.weights_metadata import starting_normalization
 
-    normalization = starting_normalization(config.model_type, pretrained=config.pretrained, weights=config.weights)
+    normalization = starting_normalization(
+        config.model_type, config.ensemble_members.split(","), pretrained=config.pretrained, weights=config.weights
+    )
     mean, std = normalization or (None, None)
     shared = [field.name for field in fields(DataOptions) if hasattr(config, field.name)]
     return DataOptions(mean=mean, std=std, **{name: getattr(config, name) for name in shared})

@@ -103,7 +103,7 @@ def augmentation_of(given: DataOptions | TrainConfig, default: str) -> Augmentat
     if not _RANDAUGMENT_PATTERN.fullmatch(given.randaugment):
         raise UserError(
             f"--randaugment {shown(given.randaugment)}: expected timm's string, such as {RANDAUGMENT} or "
-            "rand-m7-n2-mstd0.5-inc1: m magnitude up to 10, n operations, p probability, mstd, inc1, t set of operations."
+            "rand-m7-n2-mstd0.5-inc1: m magnitude up to 10, n operations, p probability, mstd, inc1, t operations."
         )
     if given.randaugment != RANDAUGMENT and line.policy != "randaugment":
         raise UserError(

@@ -65,8 +65,8 @@ def build_optimizer(
         by_rule.setdefault(rule, []).append(group)
     if config.optimizer not in by_rule:
         raise UserError(
-            f"--optimizer {config.optimizer}: nothing that is trained is a matrix or convolution that it updates (at least "
-            f"4 by 4, one side at most 128 times the other): use --optimizer {config.fallback_optimizer}."
+            f"--optimizer {config.optimizer}: nothing that is trained is a matrix or convolution that it updates (at "
+            f"least 4 by 4, one side at most 128 times the other): use --optimizer {config.fallback_optimizer}."
         )
     rules = [_build_rule(rule, param_groups, config) for rule, param_groups in by_rule.items()]
     return rules[0] if len(rules) == 1 else Composite(rules)
@@ -83,6 +83,7 @@ def _build_rule(name: str, param_groups: list[dict[str, Any]], config: TrainConf
     from timm.optim import create_optimizer_v2, get_optimizer_class
 
     given = _given_options(name, config)
+    assert config.learning_rate != "auto"  # chosen before
     is_fallback = name != config.optimizer
     # The groups have their own rates; corrected decays refer to this one, the peak.
     peak = config.learning_rate * (config.fallback_learning_rate_scale if is_fallback else 1)

@@ -75,9 +75,16 @@ def _last_layers(module: nn.Module, heads: Collection[str], count: int) -> froze
     for name, layer in layer_of_parameters(module).items():
         if name not in heads:
             layers.setdefault(layer, []).append(name)
-    if count > len(layers):
-        raise UserError(f"--tune layers:{count}: there are {len(layers)} layers before the head: use --tune full.")
-    return frozenset(name for layer in sorted(layers)[-count:] for name in layers[layer])
+    parts: list[list[str]] = []
+    for _, names_of_layer in sorted(layers.items()):
+        # A norm that timm counts as a layer of its own, such as that before the head, belongs to what it normalizes.
+        if parts and all(module.get_parameter(name).ndim < 2 for name in names_of_layer):
+            parts[-1] += names_of_layer
+        else:
+            parts.append(names_of_layer)
+    if count > len(parts):
+        raise UserError(f"--tune layers:{count}: there are {len(parts)} layers before the head: use --tune full.")
+    return frozenset(name for part in parts[-count:] for name in part)
 
 
 def layer_of_parameters(module: nn.Module) -> dict[str, int]:
