@@ -59,10 +59,11 @@ def folders(tmp_path):
     return old, new
 
 
-def result(folder, **progress):
+def result(folder, schedule="cosine", **progress):
     world = SimpleNamespace(is_main=True)
     state = SimpleNamespace(progress=Progress(epoch=4, best_top1=0.5, **progress))
-    return _result(SimpleNamespace(folder=folder, data=SimpleNamespace(val=range(9)), world=world, state=state))
+    run_of = {"config": TrainConfig(schedule=schedule), "folder": folder, "data": SimpleNamespace(val=range(9))}
+    return _result(SimpleNamespace(world=world, state=state, **run_of))
 
 
 def test_the_best_weights_come_along_to_a_run_that_goes_on_elsewhere(folders):
@@ -117,6 +118,7 @@ def test_the_last_lines_name_divergence(folders):
     assert rest == result(old, best_epoch=2)
     assert result(old, diverged_epochs_in_row=1)[1:] == ["no weights are saved: no epoch was sound"]
     assert result(old) == []
+    assert result(old, "sweep", best_epoch=2, diverged_epochs_in_row=2) == rest, "a range test goes on until it does"
 
 
 def test_an_epoch_of_which_no_step_was_applied_has_no_training_loss_and_has_not_diverged(tmp_path, monkeypatch):

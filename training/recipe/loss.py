@@ -36,11 +36,14 @@ def build_loss(config: TrainConfig, class_names: Sequence[str], counts: Sequence
 
 
 def _check_threshold(config: TrainConfig, classes: int) -> None:
-    low, high = config.label_smoothing / classes, 1 - config.label_smoothing * (1 - 1 / classes)
-    if config.bce_target_threshold and not low < config.bce_target_threshold < high:
+    threshold, smoothing = config.bce_target_threshold, config.label_smoothing
+    if not threshold:
+        return
+    low, high = smoothing / classes, 1 - smoothing + smoothing / classes
+    if not low < threshold < high:
         raise UserError(
-            f"--bce-target-threshold {config.bce_target_threshold:g} makes all targets alike: with --label-smoothing "
-            f"{config.label_smoothing:g} and {classes} classes they are {low:.4g} and {high:.4g}; give a value between."
+            f"--bce-target-threshold {threshold:g} makes all targets alike: with --label-smoothing {smoothing:g} and "
+            f"{classes} classes they are {low:.4g} and {high:.4g}; give a value between."
         )
 
 
