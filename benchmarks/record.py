@@ -39,6 +39,7 @@ from benchmarks.report import today, versions
 from planning.ledger import machine_name
 from training.command_line import OneLineParser, run_script
 from training.errors import UserError
+from training.observe.environment import git
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "records"
@@ -105,15 +106,20 @@ def train_ours(command: Sequence[str], seed: int, log: Path, views: str = "") ->
         run = Path(folder) / "runs" / "record"
         lines = (run / "metrics.jsonl").read_text().splitlines()
         kept = [line for line in lines if json.loads(line)["kind"] in KEPT_EVENTS]
-        code = json.loads((run / "environment.json").read_text())
-        changed = " with changes" if code["git_has_changes"] else ""
-        kept.insert(0, json.dumps({"kind": "code", "commit": f"{code['git_commit']}{changed}"}))
+        kept.insert(0, json.dumps({"kind": "code", "commit": _commit()}))
         if views:
             printed += _run([sys.executable, "scripts/evaluate.py", str(run), *views.split()])
             scores = json.loads((run / "evaluation" / "scores.json").read_text())
             kept.append(json.dumps({"kind": "views", "epoch": scores["epoch"], **scores["views"]}))
     log.write_text("".join(f"{line}\n" for line in [*(line for _, line in printed), *kept]))
     return read_our_log(log.read_text())
+
+
+def _commit() -> str:
+    """Return the commit, and whether there are changes, except those to what a record itself writes."""
+    written = [f":!{path}" for path in ("records", "docs/records.md", "README.md")]
+    changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", *written)
+    return f"{git('rev-parse', 'HEAD')}{' with changes' if changes else ''}"
 
 
 def read_our_log(text: str) -> dict[str, Any]:
@@ -245,7 +251,7 @@ def _go_on(new: dict[str, Any], old: dict[str, Any], file: Path) -> dict[str, An
     ]
     if different or sides:
         raise UserError(f"{file}: has other {', '.join(different + sides)}; give another --what.")
-    return new | old
+    return {key: value for key, value in (new | old).items() if key != "begun" or "begun" in old}
 
 
 def _named(command: Sequence[str], data: Path | None, timm: Path | None) -> list[str]:

@@ -101,7 +101,7 @@ def compared(record: dict[str, Any], before: dict[str, Any]) -> str:
     """
     new, old = ({run["seed"]: run["top1"] for run in side["ours"]["runs"]} for side in (record, before))
     common = new.keys() & old.keys()
-    if common and all(new[seed] == old[seed] for seed in common):
+    if len(common) > 1 and all(new[seed] == old[seed] for seed in common):
         accuracy = "the same accuracies, seed by seed"
     else:
         change = 100 * (statistics.mean(new.values()) - statistics.mean(old.values()))

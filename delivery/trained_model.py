@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from training.config import REPO_ROOT, TrainConfig
-from training.config_check import check_config
-from training.config_file import labels_of, read_values
+from training.config_file import read_values
 from training.errors import UserError, nearest
 from training.observe.run_folder import CONFIG, ENVIRONMENT, WEIGHTS
 
@@ -93,12 +92,13 @@ def find_run(given: str | Path) -> Path:
 def read_run_config(run: Path) -> TrainConfig:
     """Return the configuration of a run; what a newer version added has its default.
 
+    Values that it would not train with together any more are the run's all the same.
+
     Raises:
         UserError: if config.json is missing or damaged.
     """
     path = run / CONFIG
-    where = f"'{path}'"
-    return check_config(TrainConfig(**read_values(read_json(path), where)), labels_of(where))
+    return TrainConfig(**read_values(read_json(path), f"'{path}'"))
 
 
 def read_json(path: Path) -> dict[str, Any]:

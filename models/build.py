@@ -100,8 +100,7 @@ def build_model(
     module = _assemble(description, modules)
     if weights:
         adapt = partial(_adapt_weights, description, modules)
-        strides = description["stem_stride_changed"]
-        notes += load_weights_file(module, weights, model_type=model_type, heads=heads, strides=strides, adapt=adapt)
+        notes += load_weights_file(module, weights, description=description, heads=heads, adapt=adapt)
     head_names = (name for name, _ in module.named_parameters() for head in heads if name.startswith(f"{head}."))
     return BuiltModel(module, description, notes, frozenset(head_names))
 

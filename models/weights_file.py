@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,8 @@ def load_weights_file(
     module: nn.Module,
     path: str,
     *,
-    model_type: str,
+    description: Mapping[str, Any],
     heads: Iterable[str],
-    strides: Mapping[str, Sequence[int]],
     adapt: Callable[[StateDict], StateDict],
 ) -> list[str]:
     """Load a safetensors or `weights_only` file into `module`; a head of another class count stays as it is.
@@ -33,9 +32,8 @@ def load_weights_file(
     Args:
         module: the network to fill, in place.
         path: the file.
-        model_type: the model as the user typed it, for the messages.
+        description: of `module`, see `models.build.BuiltModel`.
         heads: names of the classifier's submodules.
-        strides: `module`'s `stem_stride_changed`, see `models.build.BuiltModel`.
         adapt: returns the same network's tensors for `module`'s image size and channels, from those of another size; or
             those that it is given, if they do not fit.
 
@@ -56,10 +54,10 @@ def load_weights_file(
     resized = _other_shapes(expected, tensors, left_out)
     if resized and tensors.keys() == expected.keys():
         tensors = adapt(tensors)
-    _check_same_network(path, model_type, expected, tensors, left_out, facts.get("description", {}))
+    _check_same_network(path, description, facts.get("description"), expected, tensors, left_out)
     check_finite(path, tensors)
     module.load_state_dict({**expected, **{key: tensors[key] for key in expected.keys() - left_out}})
-    notes = [f"weights loaded from {path}", *_other_strides(facts.get("description"), strides)]
+    notes = [f"weights loaded from {path}", *_other_strides(facts.get("description"), description)]
     if replaced:
         found, wanted = replaced[0]
         notes.append(f"head replaced: {found} -> {wanted} classes, it starts from random weights")
@@ -145,12 +143,14 @@ def _other_class_count(expected: torch.Tensor, found: torch.Tensor) -> bool:
 
 def _check_same_network(
     path: str,
-    model_type: str,
+    ours: Mapping[str, Any],
+    theirs: Mapping[str, Any] | None,
     expected: StateDict,
     tensors: StateDict,
     left_out: set[str],
-    described: dict[str, Any],
 ) -> None:
+    """Refuse tensors that do not fit; `ours` describes the network, `theirs` that of the file if it is of a run."""
+    model_type = ours["model_type"]
     missing = [key for key in expected if key not in tensors]
     unexpected = [key for key in tensors if key not in expected]
     if missing or unexpected:
@@ -161,25 +161,23 @@ def _check_same_network(
         )
     for key, shape in _other_shapes(expected, tensors, left_out).items():
         differs = f"{key!r} is {shape} there, {list(expected[key].shape)} here"
-        if described.get("model_type") == model_type:
-            raise UserError(
-                f"weights file '{path}' cannot be adapted to other images than its own: {differs}; give --image-size "
-                f"{described['image_size']} --image-channels {described.get('image_channels', 3)}"
-            )
+        if theirs and all(theirs[what] == ours[what] for what in ("model_type", "members")):
+            size, channels = theirs["image_size"], theirs.get("image_channels", 3)
+            cure = f"--image-size {size}" if size != ours["image_size"] else f"--image-channels {channels}"
+            raise UserError(f"weights file '{path}' cannot be adapted to such images: {differs}; give {cure}")
         raise UserError(f"weights file '{path}' is of another model than '{model_type}', or another size: {differs}")
 
 
-def _other_strides(described: dict[str, Any] | None, strides: Mapping[str, Sequence[int]]) -> list[str]:
+def _other_strides(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any]) -> list[str]:
     """Return a note for each layer of the stem whose stride is not that with which one of our files was trained."""
-    theirs: Mapping[str, Sequence[int]] = described["stem_stride_changed"] if described else strides
+    there, here = (described["stem_stride_changed"] for described in (theirs or ours, ours))
     notes = []
-    for name in sorted({*theirs, *strides}):
-        usual = [*theirs.get(name, ()), *strides.get(name, ())][0]
-        there, here = (changed.get(name, (usual, usual))[1] for changed in (theirs, strides))
-        if described and there != here:
+    for name, (usual, _) in (there | here).items():
+        old, new = (changed.get(name, (usual, usual))[1] for changed in (there, here))
+        if old != new:
             notes.append(
-                f"the weights were trained with a stride of {there} in {name}, which is {here} here: "
-                f"--image-size {described['image_size']} has theirs"
+                f"{name} has a stride of {new}, but had {old} when these weights were trained, for another "
+                "--image-size or --stem"
             )
     return notes
 

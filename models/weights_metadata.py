@@ -92,19 +92,19 @@ def starting_normalization(
         weights: the local file that is loaded, or ''; a file of one of our own runs contains its normalization.
 
     Raises:
-        UserError: if members of an ensemble expect different ones.
+        UserError: if the published weights of members expect different ones.
     """
     names = members if model_spec(model_type).takes_members else (model_type,)
     own = _normalization_of_file(weights) if weights else None
     if own or not (weights or pretrained or model_spec(model_type).always_pretrained):
         return own
     found = {_normalization_of_timm(name) for name in names} - {None}
-    if len(found) > 1:
+    if len(found) > 1 and not weights:
         raise UserError(
-            f"--ensemble-members {','.join(names)}: their weights were trained with pixels normalized in different "
-            "ways: give members that agree, or leave their weights out."
+            f"--ensemble-members {','.join(names)}: their published weights were trained with pixels normalized in "
+            "different ways: give members that agree, or leave --pretrained out."
         )
-    return found.pop() if found else None
+    return found.pop() if len(found) == 1 else None
 
 
 def _normalization_of_file(path: str) -> Normalization | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,7 +82,8 @@ def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
             drop_path=config.drop_path,
         )
         network = tune(built, config.tune).module.train()
-    optimizer = build_optimizer(network, config, (), discriminative=False)
+    some_rate = dataclasses.replace(config, learning_rate=1e-3) if config.learning_rate == "auto" else config
+    optimizer = build_optimizer(network, some_rate, (), discriminative=False)
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     create_state(optimizer, trained)
     kept = sum(value.numel() for state in optimizer.state.values() for value in state.values() if _per_weight(value))

@@ -196,18 +196,23 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
     try:
         return check_config(TrainConfig(**(preset | values)), label_of), given["check_config"]
     except UserError as error:
-        raise UserError(f"{error}{_override_hint(str(error), values, preset)}") from None
+        of_preset = {name: value for name, value in preset.items() if name not in values}
+        raise UserError(f"{error}{_override_hint(str(error), values, of_preset)}") from None
 
 
-def _override_hint(message: str, values: Mapping[str, Any], preset: Mapping[str, Any]) -> str:
-    """Return the flags that undo what a message is about and the preset says, not the user."""
-    words = message.split()
-    undo = [
-        f"{FLAG_OF[name]} {str(FIELDS[name].default).lower() or chr(39) * 2}"
-        for name in preset.keys() - values.keys()
-        if FLAG_OF[name] in (word.rstrip(".,:;") for word in words)
-    ]
-    return f" Preset {values['preset']} has the value; to override it, add {' '.join(sorted(undo))}." if undo else ""
+def _override_hint(message: str, values: Mapping[str, Any], of_preset: Mapping[str, Any]) -> str:
+    """Return the flag that overrides the preset's value that a message is about, if that makes the message go away."""
+    words = [word.rstrip(".,:;") for word in message.split()]
+    # The rates of a recipe are for its update rule: without that, it is another recipe.
+    for name in [name for name in of_preset if FLAG_OF[name] in words and name != "optimizer"]:
+        default = FIELDS[name].default
+        try:
+            check_config(TrainConfig(**{**of_preset, **values, name: default}), FLAG_OF)
+        except UserError as error:
+            if str(error).split()[0] == words[0]:
+                continue
+        return f" That is preset {values['preset']}'s: to override it, add {FLAG_OF[name]} {str(default).lower()}."
+    return ""
 
 
 def training_parser() -> OneLineParser:

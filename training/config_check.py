@@ -163,10 +163,10 @@ def _check_schedule(config: TrainConfig, label_of: Mapping[str, str]) -> None:
         if name not in SCHEDULES:
             raise unknown_name(kind, name, SCHEDULES)
         decays |= dict.fromkeys(DECAY_WITHIN_RUN.get(name, ()))
-    if decays and config.decay_epochs != "auto" and config.decay_epochs % 1:
+    if decays and config.decay_epochs != "auto" and (config.decay_epochs + config.cooldown_epochs) % 1:
+        wanted = math.ceil(config.decay_epochs + config.cooldown_epochs) - config.cooldown_epochs
         raise UserError(
-            f"{label_of['decay_epochs']} {config.decay_epochs}: wsd decays over whole epochs, give "
-            f"{math.ceil(config.decay_epochs)}."
+            f"{label_of['decay_epochs']} {config.decay_epochs}: the decay of wsd begins with an epoch, give {wanted:g}."
         )
     used = 0.0  # epochs of the run
     for name in ("warmup_epochs", "cooldown_epochs", *decays):

@@ -19,13 +19,16 @@ from sklearn.metrics import accuracy_score, classification_report, log_loss, top
 
 from delivery.predict import Prediction
 from delivery.prediction_output import FORMATS
+from delivery.trained_model import read_run_config
 from launch.node_launcher import local_ranks_command
 from models.build import build_model
 from scripts import evaluate, predict
 from training.checkpoint.weights import load_model, save_weights
 from training.command_line import run_script
-from training.config import TrainConfig, save_config
+from training.config import FLAG_OF, TrainConfig, save_config
+from training.config_check import check_config
 from training.data import DataOptions, load_data
+from training.errors import UserError
 from training.parallel.launchers import launched_world
 from training.parallel.network_interfaces import free_port
 
@@ -492,6 +495,14 @@ def test_a_damaged_configuration_of_a_run_is_named(call, run, tmp_path, script, 
     label = "evaluate" if script is evaluate else "predict"
     assert err.startswith(f"{label}: '{folder / 'config.json'}'")
     assert message in err
+
+
+def test_a_run_is_read_with_values_that_no_new_one_may_have_together(tmp_path):
+    config = TrainConfig(schedule="wsd", decay_epochs=0.5, randaugment="rand-m15-n2", augmentation="randaugment")
+    save_config(config, tmp_path / "config.json")
+    assert read_run_config(tmp_path) == config
+    with pytest.raises(UserError, match="--decay-epochs"):
+        check_config(config, FLAG_OF)
 
 
 @pytest.mark.parametrize("script", [evaluate, predict])

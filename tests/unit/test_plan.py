@@ -125,7 +125,12 @@ WORDS = ["--model-type", "basic_cnn", "--num-gpus", "16", "--gpu", "h100", "--ep
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["--global-batch", "1024", "--ema", "0.999"], ["--gpus-per-node", "4", "--compile=on"]]
+    "more",
+    [
+        ["--learning-rate", "auto"],
+        ["--global-batch", "1024", "--ema", "0.999"],
+        ["--gpus-per-node", "4", "--compile=on"],
+    ],
 )
 def test_the_launcher_takes_the_command_that_is_printed(more, capsys):
     assert run(parse([*WORDS, "--json", *more], None)) == 0

@@ -225,6 +225,10 @@ def test_a_broken_record_keeps_what_was_trained_and_goes_on(trained, tmp_path, m
     monkeypatch.setattr(recorder, "train_timm", train)
     make_record("digits", file.parent, seeds=2, timm_seeds=1, **both)
     assert trained == ["ours-0.log", "timm-0.log", "ours-1.log"]
+    begun = json.loads(file.read_text())["begun"]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"begun": "2026-11-22T10:00:00+00:00"}))
+    make_record("digits", file.parent, seeds=3, timm_seeds=1, **both)
+    assert json.loads(file.read_text())["begun"] == "2026-11-22T10:00:00+00:00" < begun
     preset = file.parent / PRESET
     assert preset.read_text() == (ROOT / "presets" / "digits.yaml").read_text()
     preset.write_text(preset.read_text().replace("epochs: 7", "epochs: 8"))
@@ -277,6 +281,7 @@ def test_summary_and_comparison():
     again = record([0.93, 0.94, 0.95], [5, 15, 10])
     assert compared(again, new) == "the same accuracies, seed by seed, 0.50 of its seconds"
     assert compared(record([0.93, 0.94], [20, 20]), new) == "the same accuracies, seed by seed, 1.00 of its seconds"
+    assert compared(record([0.93], [20]), new) == "-1.00 points, 1.00 of its seconds"
     assert compared(record([0.95], [20]), new) == "+1.00 points, 1.00 of its seconds"
 
 

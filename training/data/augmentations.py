@@ -21,7 +21,7 @@ ERASING_MODES = ("pixel", "rand", "const")
 
 # timm reads magnitude, number of operations, probability, deviation of the magnitude, direction and set of operations
 _RANDAUGMENT_PATTERN = re.compile(
-    r"rand(-(m10?|m[02-9]|n[1-9]|p(0\.[0-9]{1,6}|1)|mstd[0-9]{1,3}(\.[0-9]{1,6})?|inc[01]|t(weights|3aw|3a)))*"
+    r"rand(-(m[0-9]{1,2}|n[1-9]|p(0\.[0-9]{1,6}|1)|mstd[0-9]{1,3}(\.[0-9]{1,6})?|inc[01]|t(weights|3aw|3a)))*"
 )
 _NUMBER = r"[0-9]{0,3}(?:\.[0-9]{1,6}|[0-9](?:/[1-9][0-9]{0,3})?)"
 _RANGE_PATTERN = re.compile(f"({_NUMBER}),({_NUMBER})")
@@ -103,7 +103,7 @@ def augmentation_of(given: DataOptions | TrainConfig, default: str) -> Augmentat
     if not _RANDAUGMENT_PATTERN.fullmatch(given.randaugment):
         raise UserError(
             f"--randaugment {shown(given.randaugment)}: expected timm's string, such as {RANDAUGMENT} or "
-            "rand-m7-n2-mstd0.5-inc1: m magnitude up to 10, n operations, p probability, mstd, inc1, t operations."
+            "rand-m7-n2-mstd0.5-inc1: m magnitude, n operations, p probability, mstd, inc1, t set of operations."
         )
     if given.randaugment != RANDAUGMENT and line.policy != "randaugment":
         raise UserError(

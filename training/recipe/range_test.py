@@ -15,6 +15,7 @@ LOWEST, HIGHEST = 1e-6, 1.0  # rates of the first and of the last step, unless o
 FEWEST_STEPS = 20
 SMOOTHING = 0.95  # share of the past in the mean of the losses
 SAFETY = 10  # times below the rate of the smallest loss
+CLEARLY = 2.5  # standard errors
 
 Curve = Sequence[tuple[float, float]]  # learning rate and loss (nats) of each step that had a finite one
 
@@ -36,16 +37,16 @@ def smoothed(losses: Iterable[float]) -> list[float]:
 def suggested(curve: Curve) -> float | None:
     """Return a tenth of the rate at which the smoothed loss is smallest, in two digits; None if it did not fall.
 
-    It has fallen if it is below that of the first steps by more than the losses scatter from step to step.
+    It has fallen if the losses before that rate have a lower mean than as many of the first ones, by `CLEARLY` times
+    the standard error of this difference; the losses scatter as they differ from step to step.
     """
     losses = [loss for _, loss in curve]
-    means, first = smoothed(losses), min(FEWEST_STEPS, len(curve) // 4)
-    best = min(range(len(means)), key=means.__getitem__)
-    if best < first:
-        return None
-    steps = itertools.pairwise(losses[: best + 1])
-    scatter = math.sqrt(statistics.fmean((after - before) ** 2 for before, after in steps) / 2)
-    return float(f"{curve[best][0] / SAFETY:.2g}") if means[first - 1] - means[best] > scatter else None
+    means, count = smoothed(losses), min(FEWEST_STEPS, len(curve) // 4)
+    best = min(range(count, len(means)), key=means.__getitem__)
+    fall = statistics.fmean(losses[:count]) - statistics.fmean(losses[best + 1 - count : best + 1])
+    variance = statistics.fmean((after - before) ** 2 for before, after in itertools.pairwise(losses[: best + 1])) / 2
+    rate = curve[best][0] / SAFETY
+    return float(f"{rate:.2g}") if fall > CLEARLY * math.sqrt(2 * variance / count) and rate >= curve[0][0] else None
 
 
 def describe_range_test(curve: Curve) -> dict[str, Any]:

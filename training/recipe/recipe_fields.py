@@ -81,7 +81,8 @@ class RecipeFields:
     )
     decay_epochs: float | Literal["auto"] = option(
         "auto",
-        "step: epochs between two decays; wsd: epochs of the decay, whole ones. auto: a third, or a fifth, of the run.",
+        "step: epochs between two decays; wsd: epochs of the decay, whole ones with the cooldown. auto: a third, or a "
+        "fifth, of the run.",
         low=0.1,
     )
     decay_rate: float = option(0.1, "step: factor on the learning rate at each decay.", above=0, high=1)
