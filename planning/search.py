@@ -187,7 +187,8 @@ def by_engine(job: PlannedJob, config: TrainConfig) -> list[Option]:
 def options(job: PlannedJob) -> list[Option]:
     """Return the job under every strategy that it may have, and every engine."""
     found: list[Option] = []
-    for name in [name for name, plan in STRATEGIES.items() if job.config.offload in plan.offloadable]:
+    possible = [name for name, plan in STRATEGIES.items() if job.config.offload in plan.offloadable]
+    for name in possible:
         with contextlib.suppress(UserError):  # an update rule that does not go with this strategy
             found += by_engine(job, dataclasses.replace(job.config, strategy=name))
     return found

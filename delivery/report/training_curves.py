@@ -10,6 +10,7 @@ import numpy as np
 from delivery.report.charts import Chart, Line, draw
 from delivery.report.formatting import number, percent, plural
 from delivery.report.run_files import CURVES, History
+from training.recipe.range_test import step_of_smallest
 
 STYLES = 8  # colours, each with a dash pattern of its own
 OVERLAID = {
@@ -66,9 +67,10 @@ def range_test_chart(result: Mapping[str, Any] | None) -> Chart | None:
         Line("smoothed", 1, rates, means, "range-smoothed", is_faint=True),
     ]
     marks = [] if result["suggested"] is None else [float(result["suggested"])]
+    smallest = step_of_smallest(means.tolist())
     caption = (
-        f"The learning rate grew with every step. Smallest smoothed loss: {number(float(means.min()), 3)}, at a rate "
-        f"of {number(float(rates[means.argmin()]), 2)}; "
+        f"The learning rate grew with every step. Smallest smoothed loss: {number(float(means[smallest]), 3)}, at a "
+        f"rate of {number(float(rates[smallest]), 2)}; "
         + "".join(f"the dotted vertical marks the suggested {number(rate, 2)}." for rate in marks)
         + ("" if marks else "that is no clear fall, and no rate is suggested.")
     )

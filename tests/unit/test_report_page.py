@@ -284,7 +284,7 @@ def test_the_report_needs_no_torch():
 
 
 def test_a_range_test_is_a_curve_over_rates(tmp_path):
-    curve = [(1e-6 * 10**power, loss) for power, loss in enumerate((2.5, 2.4, 2.0, 1.0, 1.5, 3.0, 9.0))]
+    curve = [(1e-6 * 10**power, loss) for power, loss in enumerate((4.0, 3.0, 2.0, 1.0, 1.0, 3.0, 9.0))]
     folder, output = make_run(tmp_path / "run"), tmp_path / "report.html"
     (folder / LEARNING_RATE).write_text(json.dumps(describe_range_test(curve)))
     write_report([folder], output)
@@ -296,6 +296,9 @@ def test_a_range_test_is_a_curve_over_rates(tmp_path):
     page = output.read_text()
     assert 'id="chart-range_test"' in page
     assert chart["caption"] in page
+    flat = range_test_chart(describe_range_test([(rate, 2.0) for rate, _ in curve]))
+    assert flat["marks"] == []
+    assert flat["caption"].endswith("that is no clear fall, and no rate is suggested.")
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,15 @@ def smoothed(losses: Iterable[float]) -> list[float]:
     return means
 
 
+def step_of_smallest(means: Sequence[float]) -> int:
+    """Return the step of the smallest smoothed loss, after the first: a mean of few losses is small by chance."""
+    return min(range(_first_steps(means), len(means)), key=means.__getitem__)
+
+
+def _first_steps(steps: Sequence[Any]) -> int:
+    return min(FEWEST_STEPS, len(steps) // 4)
+
+
 def suggested(curve: Curve) -> float | None:
     """Return a tenth of the rate at which the smoothed loss is smallest, in two digits; None if it did not fall.
 
@@ -41,8 +50,7 @@ def suggested(curve: Curve) -> float | None:
     the standard error of this difference; the losses scatter as they differ from step to step.
     """
     losses = [loss for _, loss in curve]
-    means, count = smoothed(losses), min(FEWEST_STEPS, len(curve) // 4)
-    best = min(range(count, len(means)), key=means.__getitem__)
+    count, best = _first_steps(curve), step_of_smallest(smoothed(losses))
     fall = statistics.fmean(losses[:count]) - statistics.fmean(losses[best + 1 - count : best + 1])
     variance = statistics.fmean((after - before) ** 2 for before, after in itertools.pairwise(losses[: best + 1])) / 2
     rate = curve[best][0] / SAFETY
