@@ -100,13 +100,14 @@ def our_command(task: str) -> list[str]:
 
 def train_ours(command: Sequence[str], seed: int, log: Path, views: str = "") -> dict[str, Any]:
     """Train once; keep what was printed, the epochs' lines of metrics.jsonl, the commit, and what `views` give."""
+    commit = _commit()
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--seed", str(seed), "--log-dir", folder, "--run-name", "record", "--progress", "lines"]
         printed = _run([*command, *flags, "--report", "false", "--tensorboard", "false"])
         run = Path(folder) / "runs" / "record"
         lines = (run / "metrics.jsonl").read_text().splitlines()
         kept = [line for line in lines if json.loads(line)["kind"] in KEPT_EVENTS]
-        kept.insert(0, json.dumps({"kind": "code", "commit": _commit()}))
+        kept.insert(0, json.dumps({"kind": "code", "commit": commit}))
         if views:
             printed += _run([sys.executable, "scripts/evaluate.py", str(run), *views.split()])
             scores = json.loads((run / "evaluation" / "scores.json").read_text())
@@ -119,7 +120,8 @@ def _commit() -> str:
     """Return the commit, and whether there are changes, except those to what a record itself writes."""
     written = [f":!{path}" for path in ("records", "docs/records.md", "README.md")]
     changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", *written)
-    return f"{git('rev-parse', 'HEAD')}{' with changes' if changes else ''}"
+    known = git("rev-parse", "HEAD") if changes is not None else None
+    return f"{known or 'unknown'}{' with changes' if changes else ''}"
 
 
 def read_our_log(text: str) -> dict[str, Any]:

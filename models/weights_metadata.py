@@ -94,11 +94,11 @@ def starting_normalization(
     Raises:
         UserError: if the published weights of members expect different ones.
     """
-    names = members if model_spec(model_type).takes_members else (model_type,)
-    own = _normalization_of_file(weights) if weights else None
-    if own or not (weights or pretrained or model_spec(model_type).always_pretrained):
+    if weights and (own := _normalization_of_file(weights)):
         return own
-    found = {_normalization_of_timm(name) for name in names} - {None}
+    names = members if model_spec(model_type).takes_members else (model_type,)
+    published = [name for name in names if weights or pretrained or model_spec(name).always_pretrained]
+    found = {_normalization_of_timm(name) for name in published} - {None}
     if len(found) > 1 and not weights:
         raise UserError(
             f"--ensemble-members {','.join(names)}: their published weights were trained with pixels normalized in "

@@ -197,21 +197,28 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
         return check_config(TrainConfig(**(preset | values)), label_of), given["check_config"]
     except UserError as error:
         of_preset = {name: value for name, value in preset.items() if name not in values}
-        raise UserError(f"{error}{_override_hint(str(error), values, of_preset)}") from None
+        raise UserError(f"{error}{_override_hint(str(error), values, of_preset, label_of)}") from None
 
 
-def _override_hint(message: str, values: Mapping[str, Any], of_preset: Mapping[str, Any]) -> str:
+def _override_hint(
+    message: str, values: Mapping[str, Any], of_preset: Mapping[str, Any], label_of: Mapping[str, str]
+) -> str:
     """Return the flag that overrides the preset's value that a message is about, if that makes the message go away."""
+
+    def subject(text: str) -> str:
+        return max((label for label in label_of.values() if text.startswith(label)), key=len, default=text)
+
     words = [word.rstrip(".,:;") for word in message.split()]
     # The rates of a recipe are for its update rule: without that, it is another recipe.
     for name in [name for name in of_preset if FLAG_OF[name] in words and name != "optimizer"]:
         default = FIELDS[name].default
         try:
-            check_config(TrainConfig(**{**of_preset, **values, name: default}), FLAG_OF)
+            check_config(TrainConfig(**{**of_preset, **values, name: default}), label_of)
         except UserError as error:
-            if str(error).split()[0] == words[0]:
+            if subject(str(error)) == subject(message):
                 continue
-        return f" That is preset {values['preset']}'s: to override it, add {FLAG_OF[name]} {str(default).lower()}."
+        shown_default = str(default).lower() or "''"
+        return f" That is preset {values['preset']}'s: to override it, add {FLAG_OF[name]} {shown_default}."
     return ""
 
 

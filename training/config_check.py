@@ -18,7 +18,7 @@ from training.parallel.strategies import STRATEGIES
 from training.recipe import read_tune
 from training.recipe.class_weights import given_weights
 from training.recipe.rules import ELEMENT_WISE, MATRIX_RULES, SHIFTED_RATE, SQUARED_DECAY, check_optimizer, read_options
-from training.recipe.schedule import SCHEDULES, has_slow_backbone
+from training.recipe.schedule import SCHEDULES, has_slow_backbone, schedule_names
 
 DECAY_WITHIN_RUN = {"wsd": ["decay_epochs"]}  # schedules whose decay must leave room in the run
 MILESTONES_PATTERN = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?(,[0-9]{1,6}(\.[0-9]{1,6})?)*")
@@ -162,12 +162,15 @@ def _check_schedule(config: TrainConfig, label_of: Mapping[str, str]) -> None:
     for kind, name in (("schedule", config.schedule), ("fallback schedule", fallback)):
         if name not in SCHEDULES:
             raise unknown_name(kind, name, SCHEDULES)
+    for name in schedule_names(config):
         decays |= dict.fromkeys(DECAY_WITHIN_RUN.get(name, ()))
-    if decays and config.decay_epochs != "auto" and (config.decay_epochs + config.cooldown_epochs) % 1:
-        wanted = math.ceil(config.decay_epochs + config.cooldown_epochs) - config.cooldown_epochs
-        raise UserError(
-            f"{label_of['decay_epochs']} {config.decay_epochs}: the decay of wsd begins with an epoch, give {wanted:g}."
-        )
+    if decays and config.decay_epochs != "auto":
+        last = round(config.decay_epochs + config.cooldown_epochs, 6)
+        if last % 1:
+            raise UserError(
+                f"{label_of['decay_epochs']} {config.decay_epochs}: the decay of wsd begins with an epoch, give "
+                f"{math.ceil(last) - config.cooldown_epochs:.9g}."
+            )
     used = 0.0  # epochs of the run
     for name in ("warmup_epochs", "cooldown_epochs", *decays):
         used += 0.0 if getattr(config, name) == "auto" else getattr(config, name)

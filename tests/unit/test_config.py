@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -261,6 +262,25 @@ def test_what_overriding_a_preset_does_not_mend_names_none(words):
     with pytest.raises(UserError) as caught:
         parse_args(words.split())
     assert "override" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "undo"),
+    [
+        ("preset: cifar10\nfallback-optimizer: adamc\nbase-batch-size: 256", ""),
+        ("preset: resnet50-ffcv-16\ncompile: 'on'", ""),
+        ("preset: resnet50-ffcv-16\neval-image-size: 0\ncompile: 'on'", "--progressive-size ''"),
+    ],
+)
+def test_a_preset_of_a_file_is_overridden_by_the_flag_that_is_told(lines, undo, tmp_path):
+    (tmp_path / "run.yaml").write_text(lines)
+    words = ["--config", str(tmp_path / "run.yaml")]
+    with pytest.raises(UserError) as caught:
+        parse_args(words)
+    _, _, told = str(caught.value).partition("to override it, add ")
+    assert told.rstrip(".") == undo
+    if undo:
+        parse_args([*words, *shlex.split(undo)])
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -101,6 +101,18 @@ def test_equals_pytorchs_schedulers(changes, oracle):
     assert len({*expected}) > 3
 
 
+@pytest.mark.parametrize("cooldown", [0.3, 0.333333, 1 / 3, 0.1234567])
+def test_the_decay_of_wsd_begins_where_the_check_says(cooldown):
+    config = dataclasses.replace(CONFIG, schedule="wsd", decay_epochs=2.5, cooldown_epochs=cooldown)
+    with pytest.raises(UserError, match=r"give ") as caught:
+        check_config(config, FLAG_OF)
+    given = dataclasses.replace(config, decay_epochs=float(str(caught.value).partition("give ")[2].rstrip(".")))
+    assert check_config(given, FLAG_OF) == given
+    assert build_schedule(given, steps_per_epoch=5, global_batch=32, head_epochs=0).stable_steps == 35
+    unused = dataclasses.replace(config, schedule="step", fallback_schedule="wsd")
+    assert check_config(unused, FLAG_OF) == unused, "adamw has no fallback"
+
+
 def test_a_cooldown_right_after_the_warm_up_is_at_the_final_rate():
     config = dataclasses.replace(CONFIG, warmup_epochs=4.0, cooldown_epochs=6.0, final_learning_rate_scale=0.25)
     schedule = build_schedule(config, steps_per_epoch=5, global_batch=32, head_epochs=0)
@@ -123,7 +135,10 @@ def test_every_schedule_is_positive_and_ends_where_it_is_told(changes):
     [
         ({"schedule": "cosin"}, "unknown schedule 'cosin'. Did you mean 'cosine'?"),
         ({"fallback_schedule": "lin"}, "unknown fallback schedule 'lin'. Did you mean 'linear'?"),
-        ({"fallback_schedule": "wsd", "decay_epochs": 9.0}, "--decay-epochs 9.0 with the epochs before it"),
+        (
+            {"fallback_schedule": "wsd", "optimizer": "muon", "decay_epochs": 9.0},
+            "--decay-epochs 9.0 with the epochs before it",
+        ),
         ({"warmup_epochs": 11}, "--warmup-epochs 11: the run has 10 epochs only."),
         ({"cooldown_epochs": 8.5}, "--cooldown-epochs 8.5 with the epochs before it: the run has 10 epochs only."),
         ({"schedule": "wsd", "decay_epochs": 9.0}, "--decay-epochs 9.0 with the epochs before it"),

@@ -53,8 +53,7 @@ def suggested(curve: Curve) -> float | None:
     count, best = _first_steps(curve), step_of_smallest(smoothed(losses))
     fall = statistics.fmean(losses[:count]) - statistics.fmean(losses[best + 1 - count : best + 1])
     variance = statistics.fmean((after - before) ** 2 for before, after in itertools.pairwise(losses[: best + 1])) / 2
-    rate = curve[best][0] / SAFETY
-    return float(f"{rate:.2g}") if fall > CLEARLY * math.sqrt(2 * variance / count) and rate >= curve[0][0] else None
+    return float(f"{curve[best][0] / SAFETY:.2g}") if fall > CLEARLY * math.sqrt(2 * variance / count) else None
 
 
 def describe_range_test(curve: Curve) -> dict[str, Any]:

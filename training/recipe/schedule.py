@@ -165,7 +165,7 @@ def _steps_fields(config: TrainConfig, steps_per_epoch: int) -> dict[str, Any]:
 
 def _stable_fields(config: TrainConfig, steps_per_epoch: int) -> dict[str, Any]:
     decay = config.epochs / 5 if config.decay_epochs == "auto" else config.decay_epochs
-    epochs = max(0, math.floor(config.epochs - config.cooldown_epochs - decay))
+    epochs = max(0, math.floor(round(config.epochs - config.cooldown_epochs - decay, 6)))
     return {"shape": SHAPES[config.decay_shape], "stable_steps": epochs * steps_per_epoch}
 
 
