@@ -1,10 +1,10 @@
 """Find a learning rate: a short training whose rate grows with every step, and the loss at each rate.
 
-python scripts/find_learning_rate.py mobilenet ddp 2 16 1
-python scripts/find_learning_rate.py --lowest 1e-4 --highest 10 basic_cnn ddp 2 16 1 --data fake --optimizer sgd
+python scripts/find_learning_rate.py mobilenet ddp 2 16 5
+python scripts/find_learning_rate.py --lowest 1e-4 --highest 10 basic_cnn ddp 2 16 7 --data fake --optimizer sgd
 
-After the flags of its own come the arguments of scripts/launch_distributed.sh: any strategy, any number of ranks. Two
-hundred steps or more give a smooth curve: choose EPOCHS so. The curve is printed and in learning_rate.json.
+After the flags of its own come the arguments of scripts/launch_distributed.sh: any strategy by its name, any number of
+ranks. Two hundred steps or more give a smooth curve: choose EPOCHS so. The curve is printed and in learning_rate.json.
 """
 
 from __future__ import annotations

@@ -165,6 +165,8 @@ def test_the_log_says_whether_the_steps_so_far_had_the_rates_of_the_longer_run(t
     found, _ = newest(tmp_path)
     (note,) = note_other_epochs(config, found, PLAN, 0, "native")
     assert ("the bytes will be those of a run that began with" in note) == is_same
+    has_cure = not is_same and config.schedule != "wsd"
+    assert note.endswith("; --schedule wsd can be extended exactly") == has_cure
     assert note_other_epochs(dataclasses.replace(config, epochs=5), found, PLAN, 0, "native") == []
 
 

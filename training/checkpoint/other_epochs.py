@@ -13,7 +13,7 @@ from training.observe.run_folder import WEIGHTS
 from training.parallel.collectives import broadcast_object
 from training.parallel.exchange import exactly
 from training.parallel.world import World
-from training.recipe.schedule import build_schedule, stable_epochs
+from training.recipe.schedule import build_schedule, schedule_names, stable_epochs
 from training.state import Progress
 
 ROUNDING = ("precision", "batch_size", "threads_per_rank", "engine")  # may change on a resume, and change the bytes
@@ -92,9 +92,10 @@ def note_other_epochs(
     if is_same:
         same_code = f" and --compile {compiles}" if compiles else ""
         return [f"{change}: the bytes will be those of a run that began with {config.epochs}{same_code}"]
+    cure = "" if "wsd" in schedule_names(config) else "; --schedule wsd can be extended exactly"
     return [
         f"{change}: from here on learning rate and mixing are those of a run of {config.epochs} epochs, up to here "
-        "they were not; --schedule wsd can be extended exactly"
+        f"they were not{cure}"
     ]
 
 

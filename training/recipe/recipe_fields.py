@@ -91,7 +91,9 @@ class RecipeFields:
     decay_shape: Literal["sqrt", "linear", "cosine"] = option(
         "sqrt", "wsd: how the rate falls with the share p of the decay; sqrt: as 1 - sqrt(p)."
     )
-    cooldown_epochs: float = option(0.0, "Last epochs of the run, at the final learning rate.", low=0)
+    cooldown_epochs: float = option(
+        0.0, "Last epochs of the run, at the final learning rate; not of step and constant.", low=0
+    )
     base_batch_size: int = option(
         0, "Scale --learning-rate by global batch / this (linear scaling rule); 0 leaves it alone.", low=0
     )
