@@ -134,11 +134,11 @@ def _offload(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
                 )
 
 
-def _to_one_image(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
+def _to_fewest_images(config: TrainConfig, ranks: int, has_gpus: bool) -> Iterator[Rung]:
     yield from _halve(config, 2 if config.mixup or config.cutmix else 1)  # which mix images of a micro-batch
 
 
 _LADDER: tuple[Callable[[TrainConfig, int, bool], Iterator[Rung]], ...] = (
     *(_to_few_images, _recompute, _shard, _offload),
-    _to_one_image,
+    _to_fewest_images,
 )

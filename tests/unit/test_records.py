@@ -229,6 +229,9 @@ def test_a_broken_record_keeps_what_was_trained_and_goes_on(trained, tmp_path, m
     file.write_text(json.dumps(json.loads(file.read_text()) | {"begun": "2026-11-22T10:00:00+00:00"}))
     make_record("digits", file.parent, seeds=3, timm_seeds=1, **both)
     assert json.loads(file.read_text())["begun"] == "2026-11-22T10:00:00+00:00" < begun
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "begun"}))
+    make_record("digits", file.parent, seeds=4, timm_seeds=1, **both)
+    assert "begun" not in json.loads(file.read_text()), "its day is that of the folder's name"
     preset = file.parent / PRESET
     assert preset.read_text() == (ROOT / "presets" / "digits.yaml").read_text()
     preset.write_text(preset.read_text().replace("epochs: 7", "epochs: 8"))
