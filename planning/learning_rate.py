@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.arguments import check_training, read_arguments
-from launch.auto_strategy import AUTO
 from training.checkpoint.atomic_write import write_json
 from training.command_line import OneLineParser
 from training.config import REPO_ROOT
+from training.config_check import OF_LAUNCHERS
 from training.errors import DIVERGED_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE, UserError
 from training.observe.run_folder import LEARNING_RATE, METRICS
 from training.parallel.strategies import STRATEGIES
 from training.recipe.range_test import FEWEST_STEPS, HIGHEST, LOWEST, describe_range_test, with_a_loss
-from training.recipe.schedule import SMALLEST_SHARE, has_slow_backbone
+from training.recipe.schedule import SMALLEST_SHARE, head_epochs_of
 
 ROWS = 16  # of the printed table
 
@@ -50,8 +50,8 @@ def parse(arguments: Sequence[str], description: str | None) -> RangeTest:
         bounds = f"below --highest {given.highest:g}, and at least {SMALLEST_SHARE:g} of it"
         raise UserError(f"--lowest {given.lowest:g} must be {bounds}.")
     asked = read_arguments("launch_distributed.sh", given.launch, {})  # by themselves, for a mistake in their number
-    if asked.positional["strategy"] == AUTO:
-        raise UserError(f"a range test plans no strategy: give {', '.join(STRATEGIES)} in place of {AUTO}.")
+    if (strategy := asked.positional["strategy"]) in OF_LAUNCHERS:
+        raise UserError(f"a range test plans no strategy: give {', '.join(STRATEGIES)} in place of {strategy}.")
     name = time.strftime("learning-rate-%Y%m%d-%H%M%S")
     lowest, highest = f"{given.lowest / given.highest!r}", f"{given.highest!r}"
     sweep = ["--schedule", "sweep", "--fallback-schedule", "", "--warmup-epochs", "0", "--log-every-steps", "1"]
@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str], description: str | None) -> RangeTest:
     config = check_training(read_arguments("launch_distributed.sh", launch, {}).training)
     if config.base_batch_size:
         raise UserError("--base-batch-size: leave it out, the rates that are tried are those of this batch.")
-    if config.head_epochs and has_slow_backbone(config):
+    if head_epochs_of(config):
         launch += ["--head-epochs", str(config.epochs)]  # the backbone would join in the middle of the curve
     logs = Path(config.log_dir).expanduser() if config.log_dir else REPO_ROOT / "logs"
     return RangeTest(launch, logs / "runs" / name)

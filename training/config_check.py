@@ -18,7 +18,7 @@ from training.parallel.strategies import STRATEGIES
 from training.recipe import read_tune
 from training.recipe.class_weights import given_weights
 from training.recipe.rules import ELEMENT_WISE, MATRIX_RULES, SHIFTED_RATE, SQUARED_DECAY, check_optimizer, read_options
-from training.recipe.schedule import SCHEDULES, has_slow_backbone, schedule_names
+from training.recipe.schedule import SCHEDULES, head_epochs_of, schedule_names
 
 DECAY_WITHIN_RUN = {"wsd": ["decay_epochs"]}  # schedules whose decay must leave room in the run
 MILESTONES_PATTERN = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?(,[0-9]{1,6}(\.[0-9]{1,6})?)*")
@@ -142,16 +142,16 @@ def _check_rules(config: TrainConfig, label_of: Mapping[str, str]) -> None:
             f"{label_of['optimizer']} {config.optimizer} needs a {label_of['momentum']} above 0, such as 0.95."
         )
     for name in ("optimizer", "fallback_optimizer") if config.optimizer in MATRIX_RULES else ("optimizer",):
-        rule = f"{label_of[name]} {getattr(config, name)}"
-        if getattr(config, name) in SQUARED_DECAY and config.base_batch_size:
+        rule = getattr(config, name)
+        if rule in SQUARED_DECAY and config.base_batch_size:
             raise UserError(
-                f"{rule} and {label_of['base_batch_size']} exclude each other: its decay refers to --learning-rate "
-                "itself."
+                f"{label_of[name]} {rule} and {label_of['base_batch_size']} exclude each other: its decay refers to "
+                "--learning-rate itself."
             )
-        if getattr(config, name) in SHIFTED_RATE and config.head_epochs and has_slow_backbone(config):
+        if rule in SHIFTED_RATE and head_epochs_of(config):
             raise UserError(
-                f"{rule} moves weights at a learning rate of 0, which the backbone has in the epochs of the head: give "
-                f"{label_of['head_epochs']} 0, or another rule such as adamw."
+                f"{label_of[name]} {rule} moves weights at a learning rate of 0, which the backbone has in the epochs "
+                f"of the head: give {label_of['head_epochs']} 0, or another rule such as adamw."
             )
 
 

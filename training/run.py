@@ -86,7 +86,7 @@ from training.recipe.freezing import BackboneFreezer
 from training.recipe.loss import Loss, build_loss
 from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.recipe.optimizer import build_optimizer
-from training.recipe.schedule import Schedule, build_schedule, has_slow_backbone
+from training.recipe.schedule import Schedule, build_schedule, has_slow_backbone, head_epochs_of
 from training.recipe.tuning import Adapters
 from training.recipe.weight_average import WeightAverages
 from training.state import Progress, TrainContext, TrainState
@@ -257,7 +257,7 @@ def build_run(
     config, rate_notes = choose_learning_rate(config, folder, found, start, world, build)
     notes += batch_notes + rate_notes
     config = keep_starting_weights(config, found)  # after all that reads them
-    head_epochs = _head_epochs(config)
+    head_epochs = head_epochs_of(config)
     plan = build_plan(config, data.train.source.labels, world.size)
     loss = agreed(lambda: build_loss(config, data.class_names, data.train_counts, world.device), world)
     # Worker processes take seconds to start: they do so while the model and the engine are built.
@@ -394,11 +394,6 @@ def _keep_frozen(
     if read_tune(config.tune)[0] == "full":
         return None
     return keep_frozen(folder.checkpoints, frozen_parameters(built.module), found, is_main=world.is_main)
-
-
-def _head_epochs(config: TrainConfig) -> int:
-    """Return the epochs in which only the head is trained, before parts of the backbone."""
-    return config.head_epochs if has_slow_backbone(config) else 0
 
 
 def train(context: RunContext, stop: StopRequest, start: RunStart = FIRST_START, deliver: Deliver | None = None) -> int:

@@ -120,7 +120,7 @@ def _given_options(name: str, config: TrainConfig) -> dict[str, Any]:
     from timm.optim import get_optimizer_class, get_optimizer_info
 
     flag, text = "--optimizer-options", config.optimizer_options
-    if config.optimizer in MATRIX_RULES and name not in MATRIX_RULES:
+    if name != config.optimizer:
         flag, text = "--fallback-options", config.fallback_options
     options = read_options(flag, text)
     known = {*inspect.signature(get_optimizer_class(name, bind_defaults=False)).parameters}

@@ -108,6 +108,11 @@ def has_slow_backbone(config: TrainConfig) -> bool:
     return model_spec(config.model_type).always_pretrained and read_tune(config.tune)[0] in ("full", "layers")
 
 
+def head_epochs_of(config: TrainConfig) -> int:
+    """Return the epochs in which only the new head is trained."""
+    return config.head_epochs if has_slow_backbone(config) else 0
+
+
 def build_schedule(config: TrainConfig, steps_per_epoch: int, global_batch: int, head_epochs: int) -> Schedule:
     """Build the schedule of a run.
 
