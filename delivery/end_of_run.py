@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable
 
 import torch
 
 from delivery.evaluation_files import write_evaluation
 from delivery.predicted import prediction_line
-from delivery.report.run_files import count_global_batch
 from training.checkpoint.weights import read_metadata
 from training.observe.evaluation import read_scores
-from training.observe.run_folder import CONFIG, ENVIRONMENT, EVALUATION, REPORT, RunFolder, shown_path
+from training.observe.run_folder import EVALUATION, REPORT, RunFolder, shown_path
 
 
 def leave_files(
@@ -41,9 +39,7 @@ def leave_files(
         steps["report"] = lambda: write_report([folder.path], report)
     lines = {}
     with contextlib.suppress(Exception):  # a prediction that cannot be read, whatever it is
-        environment = json.loads((folder.path / ENVIRONMENT).read_text(encoding="utf-8"))
-        config = json.loads((folder.path / CONFIG).read_text(encoding="utf-8"))
-        if line := prediction_line(folder.path, count_global_batch(config, environment)):
+        if line := prediction_line(folder.path):
             lines["prediction"] = line
     if with_report:
         lines["report"] = f"report       {shown_path(report)}"

@@ -37,25 +37,33 @@ def compare_prediction(prediction: Mapping[str, Any], end: Mapping[str, Any], gl
         steps = end["seconds"] * speed / global_batch
         if round(steps) == prediction["steps"]:
             rows.append(("training", 3600 * prediction["hours"], end["seconds"], format_duration))
-    if peaks := end.get("memory_bytes_per_rank"):
-        rows.append(("memory of a rank", prediction["memory_bytes"]["peak"], max(peaks), format_bytes))
-    return [
+    times = [
         Comparison(name, show(predicted), show(measured), predicted / measured)
         for name, predicted, measured, show in rows
         if measured
     ]
+    memory = _compare_memory(prediction, end)
+    return [*times, memory] if memory else times
 
 
-def prediction_line(folder: Path, global_batch: int | None) -> str | None:
-    """Return the line for a run's log, None if it has no prediction or no `end` line."""
+def _compare_memory(prediction: Mapping[str, Any], end: Mapping[str, Any]) -> Comparison | None:
+    peaks = end.get("memory_bytes_per_rank")
+    if not peaks:
+        return None
+    predicted, measured = prediction["memory_bytes"]["peak"], max(peaks)
+    return Comparison("memory of a rank", format_bytes(predicted), format_bytes(measured), predicted / measured)
+
+
+def prediction_line(folder: Path) -> str | None:
+    """Return the line for a run's log, None if it has no prediction or no `end` line.
+
+    It has the memory alone: how long a step takes depends on who else computes on the machine.
+    """
     prediction, metrics = read_prediction(folder), folder / METRICS
     lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
     end = json.loads(lines[-1]) if lines else {}
-    if prediction is None or end.get("kind") != "end" or not global_batch:
-        return None
-    rows = compare_prediction(prediction, end, global_batch)
-    texts = [f"{one.name} {one.predicted} ({one.measured} measured, ratio {one.ratio:.2f})" for one in rows]
-    return f"predicted    {', '.join(texts)}" if texts else None
+    one = _compare_memory(prediction, end) if prediction and end.get("kind") == "end" else None
+    return f"predicted    {one.name} {one.predicted} ({one.measured} measured, ratio {one.ratio:.2f})" if one else None
 
 
 def read_prediction(folder: Path) -> dict[str, Any] | None:

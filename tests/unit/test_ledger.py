@@ -164,10 +164,11 @@ def test_predicted_beside_measured(tmp_path):
     prediction = {"seconds": {"step": 0.11}, "hours": 9.9 / 3600, "steps": 90, "memory_bytes": {"peak": 800}}
     rows = {one.name: one.ratio for one in compare_prediction(prediction, end, 128)}
     assert rows == pytest.approx({"step": 1.1, "training": 0.55, "memory of a rank": 0.8})
-    assert prediction_line(tmp_path, 128) is None
+    assert prediction_line(tmp_path) is None
     (tmp_path / PREDICTION).write_text(json.dumps(prediction))
     (tmp_path / METRICS).write_text('{"kind": "step"}\n' + json.dumps(end) + "\n")
-    assert prediction_line(tmp_path, 128).startswith("predicted    step 110 ms (100 ms measured, ratio 1.10)")
+    line = "predicted    memory of a rank 800 B (1 kB measured, ratio 0.80)"  # no time: that depends on who else computes
+    assert prediction_line(tmp_path) == line
     interrupted = end | {"seconds": 9.0}  # 45 of the 90 steps: its time says nothing about the whole
     assert "training" not in {one.name for one in compare_prediction(prediction, interrupted, 128)}
 
