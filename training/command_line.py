@@ -19,7 +19,15 @@ from typing import Any, NoReturn, TypeVar
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.config_check import check_config
 from training.config_values import allowed_names, allowed_values, field_types, number_type, read_value
-from training.errors import RANK_0_MESSAGE_SECONDS, USER_ERROR_EXIT_CODE, UserError, nearest, shown
+from training.errors import (
+    FILE_SERVER_EXIT_CODE,
+    RANK_0_MESSAGE_SECONDS,
+    USER_ERROR_EXIT_CODE,
+    FileServerError,
+    UserError,
+    nearest,
+    shown,
+)
 from training.observe.lasting_output import ReaderGone, report_failed_output
 from training.timm_names import timm_hint
 
@@ -135,7 +143,9 @@ class OneLineParser(argparse.ArgumentParser):
 def run_script(
     name: str, parse: Callable[[list[str]], Parsed], action: Callable[[Parsed], int], *, writes_product: bool = False
 ) -> int:
-    """Parse the command line, run the action, and return the exit code: 2 and one line for a user's mistake.
+    """Parse the command line, run the action, and return the exit code.
+
+    A user's mistake is one line and 2, a file server that does not answer one line and 75.
 
     Args:
         name: of the script, put before its messages.
@@ -151,6 +161,9 @@ def run_script(
         return 0
     except UserError as error:
         return print_user_error(name, error)
+    except FileServerError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return FILE_SERVER_EXIT_CODE
     except ModuleNotFoundError as error:
         cure = "type 'make setup', and .venv/bin/python instead of python"
         print(f"{name}: {sys.executable} has no module {error.name!r}: {cure}.", file=sys.stderr)

@@ -6,6 +6,7 @@ from models.errors import UserError, nearest, one_line, printable, shown, unknow
 
 __all__ = [
     "AgreedError",
+    "FileServerError",
     "RunEnded",
     "UserError",
     "known_failure",
@@ -21,11 +22,32 @@ TOO_MANY_BAD_STEPS_EXIT_CODE = 65  # EX_DATAERR of sysexits.h: --max-bad-steps i
 DIVERGED_EXIT_CODE = 78  # EX_CONFIG of sysexits.h: the run finished, and its last epoch had diverged
 CANNOT_SAVE_EXIT_CODE = 74  # EX_IOERR of sysexits.h: saves have failed for too long
 OUT_OF_MEMORY_EXIT_CODE = 71  # EX_OSERR of sysexits.h: a rank could not get memory
+FILE_SERVER_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: images could not be read now, but another start may succeed
 RANK_0_MESSAGE_SECONDS = 2.0  # a launcher ends all ranks when one exits: the others wait until rank 0 has printed
 
 
 class AgreedError(UserError):
     """A mistake that every rank raises at the same point; rank 0 alone prints it."""
+
+
+class FileServerError(Exception):
+    """A file or folder cannot be read now, which is no fault of its own: no mistake of the user's, no bad image.
+
+    Args:
+        path: of the file or folder.
+        reason: as the system gives it.
+        seconds: how long it was tried.
+    """
+
+    def __init__(self, path: str, reason: str, seconds: float) -> None:
+        super().__init__(path, reason, seconds)  # all of them, so that it can be sent between processes
+
+    def __str__(self) -> str:
+        path, reason, seconds = self.args
+        return (
+            f"{path!r} cannot be read: {reason}, also after {seconds:g} s. That is a fault of the file server or of this "
+            "machine, not of the file: start again when it is mended."
+        )
 
 
 class RunEnded(Exception):

@@ -46,10 +46,12 @@ from training.data.loader import EvaluationLoader, TrainLoader, build_loaders
 from training.data.sampler import BatchPlan, build_plan
 from training.errors import (
     DIVERGED_EXIT_CODE,
+    FILE_SERVER_EXIT_CODE,
     OUT_OF_MEMORY_EXIT_CODE,
     RANK_0_MESSAGE_SECONDS,
     USER_ERROR_EXIT_CODE,
     AgreedError,
+    FileServerError,
     RunEnded,
     UserError,
     known_failure,
@@ -107,7 +109,7 @@ def run(config: TrainConfig, start: RunStart = FIRST_START, deliver: Deliver | N
 
     Returns:
         The process's exit code: 0 after the last epoch; 130, 138 or 143 after SIGINT, SIGUSR1 or SIGTERM; 2 for a
-        user's mistake; 65, 71, 74 and 78 as in `training.errors`; 1 for anything else.
+        user's mistake; 65, 71, 74, 75 and 78 as in `training.errors`; 1 for anything else.
     """
     check_config(config, FLAG_OF)
     start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
@@ -136,6 +138,9 @@ def run(config: TrainConfig, start: RunStart = FIRST_START, deliver: Deliver | N
         if is_out_of_memory(error):  # outside a step, or in one of which messages had been sent
             print(f"error: {describe_failure(error, world.rank)}", file=sys.stderr, flush=True)
             return OUT_OF_MEMORY_EXIT_CODE
+        if isinstance(error, FileServerError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return FILE_SERVER_EXIT_CODE
         # The other ranks do not know of it. Closing anything that needs them would wait for ever.
         print(known_failure(error, world.rank) or traceback.format_exc(), file=sys.stderr, flush=True)
         return 1

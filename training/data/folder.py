@@ -12,6 +12,7 @@ from pathlib import Path
 from training.data import DATASETS, DataOptions
 from training.data.datasets import NAMES_IN_MESSAGE, DatasetPair, first_names, make_file_datasets
 from training.data.reading.images import IMAGE_EXTENSIONS
+from training.data.reading.retry import entries_of, patiently
 from training.data.reading.sources import ImageFile
 from training.errors import UserError, nearest
 
@@ -133,7 +134,7 @@ def _scan_classes(top: Path, root: Path, ignored: Counter[str]) -> Classes:
             if not entry.is_file():
                 ignored["not a regular file"] += 1
             elif extension in IMAGE_EXTENSIONS:
-                status = entry.stat()
+                status = patiently(entry.stat, entry.path)
                 files.append((entry.path[prefix:], status.st_size, status.st_mtime_ns))
             else:
                 ignored[extension or "no extension"] += 1
@@ -155,8 +156,7 @@ def _scan_classes(top: Path, root: Path, ignored: Counter[str]) -> Classes:
 
 def _visible_entries(folder: str, root: str) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as scan:
-            entries = sorted((entry for entry in scan if not entry.name.startswith(".")), key=lambda entry: entry.name)
+        entries = [entry for entry in entries_of(folder) if not entry.name.startswith(".")]
     except OSError as error:
         raise UserError(f"the folder {folder!r} cannot be listed: {error.strerror}.") from None
     for entry in entries:

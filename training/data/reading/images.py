@@ -19,6 +19,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from training.data.reading.image_notes import in_one_line, noting
+from training.data.reading.retry import patiently
 from training.errors import UserError
 
 Decoded = TypeVar("Decoded")
@@ -59,23 +60,28 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> 
 
     Raises:
         ImageError: The file is missing, not a regular one, or larger than `max_bytes`.
+        FileServerError: It cannot be read now, see `patiently`.
     """
     try:
-        # without O_NONBLOCK, opening a FIFO without a writer blocks for ever
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if stat.S_ISDIR(status.st_mode):
-                raise ImageError(path, "a directory, not a file")
-            if not stat.S_ISREG(status.st_mode):
-                raise ImageError(path, "not a regular file, but a device, a FIFO or a socket")
-            if status.st_size > max_bytes:
-                raise ImageError(path, f"{status.st_size / 1e6:.0f} MB, more than the {max_bytes / 1e6:g} MB allowed")
-            data = file.read(status.st_size + 1)
+        return patiently(lambda: _content(path, max_bytes), path)
     except OSError as error:
         raise ImageError(path, error.strerror or str(error)) from None
     except ValueError as error:  # a null character in the name
         raise ImageError(path, str(error)) from None
+
+
+def _content(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    # without O_NONBLOCK, opening a FIFO without a writer blocks for ever
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise ImageError(path, "a directory, not a file")
+        if not stat.S_ISREG(status.st_mode):
+            raise ImageError(path, "not a regular file, but a device, a FIFO or a socket")
+        if status.st_size > max_bytes:
+            raise ImageError(path, f"{status.st_size / 1e6:.0f} MB, more than the {max_bytes / 1e6:g} MB allowed")
+        data = file.read(status.st_size + 1)
     if len(data) > status.st_size:  # such as files below /proc, whose size is given as 0
         raise ImageError(path, f"contains more than the {status.st_size} bytes that the file system gives as its size")
     return data

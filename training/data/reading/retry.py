@@ -1,0 +1,60 @@
+"""Tries again what a file server, or a machine short of something, refuses for a moment.
+
+Such an error says nothing about the file: it never makes an image a bad one, which would be left out of the training.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from training.errors import FileServerError
+
+Result = TypeVar("Result")
+
+WAITS_SECONDS = (1.0, 2.0, 4.0)
+_OF_THE_SERVER = ("ESTALE", "EIO", "EREMOTEIO", "ETIMEDOUT", "EAGAIN", "EBUSY", "ENOLINK", "ECOMM", "ESHUTDOWN")
+_OF_THE_NETWORK = (
+    *("EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "ENETRESET"),
+    *("ECONNRESET", "ECONNABORTED", "ECONNREFUSED", "ENOTCONN"),  # the last one of a FUSE mount whose process has died
+)
+_OF_THE_MACHINE = ("EMFILE", "ENFILE", "ENOMEM")
+PASSING = frozenset(getattr(errno, name) for name in (*_OF_THE_SERVER, *_OF_THE_NETWORK, *_OF_THE_MACHINE))
+
+
+def patiently(
+    action: Callable[[], Result], path: str | os.PathLike[str], waits_s: Sequence[float] = WAITS_SECONDS
+) -> Result:
+    """Return what `action` returns; if it fails with an error that may pass, try again after 1, 2 and 4 s.
+
+    Args:
+        action: Reads the file or folder at `path`; may be called several times.
+        path: For the message.
+        waits_s: Before each further try.
+
+    Raises:
+        FileServerError: It failed with such an error each time.
+        OSError: It failed with another one.
+    """
+    try:
+        return action()
+    except OSError as error:
+        if error.errno not in PASSING:
+            raise
+        if not waits_s:
+            raise FileServerError(os.fspath(path), error.strerror, sum(WAITS_SECONDS)) from None
+    time.sleep(waits_s[0])
+    return patiently(action, path, waits_s[1:])
+
+
+def entries_of(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder, sorted by name; the errors are those of `patiently`."""
+
+    def listed() -> list[os.DirEntry[str]]:
+        with os.scandir(folder) as scan:
+            return sorted(scan, key=lambda entry: entry.name)
+
+    return patiently(listed, folder)
