@@ -16,6 +16,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from training.observe.control_groups import usable_cores
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -33,7 +35,7 @@ def hardware() -> str:
     """Name the hardware in a word for a file's name: `2cpu`, or the GPU."""
     if torch.cuda.is_available():
         return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
-    return f"{len(os.sched_getaffinity(0))}cpu"
+    return f"{usable_cores()}cpu"
 
 
 def versions(*packages: str) -> str:

@@ -29,6 +29,7 @@ from training.data.reading.image_notes import collected_notes, noting
 from training.data.reading.images import CHANNEL_MODES, IMAGE_EXTENSIONS, MAX_FILE_BYTES, ImageError
 from training.data.values import BYTES, values_of
 from training.errors import UserError
+from training.observe.control_groups import limit_threads, usable_cores
 from training.parallel.precision import use_exact_fp32
 from training.parallel.preserved_process import preserved_torch_settings
 
@@ -135,7 +136,7 @@ def _predictions(
             return error
         return transform(image), notes.get(entry[0], "")
 
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+    with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
         while batch := list(islice(entries, batch_size)):
             images = list(pool.map(read, batch))
             readable = [image[0] for image in images if not isinstance(image, ImageError)]
@@ -155,6 +156,7 @@ def _top_classes(
     """Return the highest probabilities of each image, and the numbers of their classes."""
     images = images.to(next(module.parameters()).device)
     with preserved_torch_settings():
+        limit_threads()
         use_exact_fp32()
         probabilities = mean_log_probabilities(module, images, module(images), views).exp()
     best = probabilities.topk(min(top_k, probabilities.shape[1]), dim=1)

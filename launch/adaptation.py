@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from launch.arguments import check_training
-from training.observe.memory_limit import ROOT, group_files
+from training.observe.control_groups import ROOT, group_files
 from training.out_of_memory import advise, next_rung
 
 OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
@@ -58,7 +58,7 @@ def oom_kills(root: Path = ROOT) -> int:
     Args:
         root: that /proc and /sys are below.
     """
-    for path in [*group_files("memory.events", "memory.oom_control", root), root / "proc/vmstat"]:
+    for path in [*group_files("memory", "memory.events", "memory.oom_control", root), root / "proc/vmstat"]:
         with contextlib.suppress(OSError):
             if found := OOM_KILLS.search(path.read_text()):
                 return int(found[1])

@@ -31,6 +31,7 @@ from launch.process_tree import extensions_folder
 from launch.supervisor import supervise
 from training.config import REPO_ROOT
 from training.errors import UserError, shown
+from training.observe.control_groups import quota_note, usable_cores
 from training.parallel.network_interfaces import free_port
 
 MAX_CPU_RANKS_PER_CORE = 8
@@ -55,8 +56,9 @@ def main(arguments: list[str]) -> int:
         ) from None
     command = rank_command(given, port, gpus, present, config.engine)
     if not gpus:
-        cores = len(os.sched_getaffinity(0))
-        print(f"no GPU found: running {ranks} CPU ranks over gloo on {cores} cores", file=sys.stderr, flush=True)
+        limit = f" ({note})" if (note := quota_note()) else ""
+        message = f"no GPU found: running {ranks} CPU ranks over gloo on {usable_cores()} cores{limit}"
+        print(message, file=sys.stderr, flush=True)
     if given.dry_run:
         print_command(command)
         return 0
@@ -85,7 +87,7 @@ def rank_command(
     Raises:
         UserError: if the machine has too few cores, or CUDA_VISIBLE_DEVICES names what deepspeed cannot use.
     """
-    ranks, cores = given.ranks_per_node, len(os.sched_getaffinity(0))
+    ranks, cores = given.ranks_per_node, usable_cores()
     if not gpus and ranks > cores * MAX_CPU_RANKS_PER_CORE:
         most = cores * MAX_CPU_RANKS_PER_CORE
         raise UserError(f"no GPU found, and {ranks} CPU ranks are too many for {cores} cores: at most {most}.")

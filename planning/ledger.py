@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import psutil
 import torch
 
 from planning.machines import Gpu, Machine, detect_machine, machine_of_cpu
+from training.observe.control_groups import usable_cores
 
 LEDGER = Path(__file__).with_name("ledger.jsonl")
 STEP, MEMORY = KINDS = ("step_s", "memory_bytes")
@@ -156,7 +156,7 @@ def machine_name() -> str:
     said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     name = said.get("model name", platform.machine())
     family = f" (family {said['cpu family']}, model {said['model']})" if {"cpu family", "model"} <= said.keys() else ""
-    return f"{len(os.sched_getaffinity(0))} cores of {name}{family}"
+    return f"{usable_cores()} cores of {name}{family}"
 
 
 def _run_of(entry: LedgerEntry) -> tuple[object, ...]:

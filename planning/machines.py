@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ import psutil
 import torch
 
 from training.errors import UserError, nearest, one_line
+from training.observe.control_groups import limit_threads, usable_cores
 from training.observe.flops import PEAK_TFLOPS, peak_tflops
 
 GB, TERA = 1e9, 1e12
@@ -211,7 +211,7 @@ def detect_machine(ranks: int = 1) -> Machine:
 
 def machine_of_cpu(share: Gpu, ranks: int) -> Machine:
     """Return this machine, of which each rank has this share."""
-    cores = len(os.sched_getaffinity(0)) / ranks
+    cores = usable_cores() / ranks
     link = shared_memory(share.bandwidth_bytes_per_s)
     return Machine(share, ranks, link, find_interconnect("ethernet10"), cores)
 
@@ -252,12 +252,13 @@ def gpu_of_device(device_name: str, memory_bytes: int) -> str:
 @functools.cache  # one process, one machine: what it says twice agrees
 def _measure_cpu(ranks: int) -> Gpu:
     """Measure a convolution, a matrix product and a copy, of which each rank gets as much as its cores do."""
+    limit_threads()
     images = torch.rand(IMAGES, CHANNELS, PIXELS, PIXELS).contiguous(memory_format=torch.channels_last)
     weights = torch.rand(CHANNELS, CHANNELS, 3, 3).contiguous(memory_format=torch.channels_last)
     left, right = torch.rand(2, MATMUL_SIZE, MATMUL_SIZE)
     source = torch.zeros(COPY_BYTES // 4)
     target = torch.empty_like(source)
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     share = cores / ranks
     convolution_s = _best_core_s(lambda: torch.conv2d(images, weights, padding=1))
     convolved = share * 2 * IMAGES * (3 * CHANNELS * PIXELS) ** 2 / convolution_s

@@ -30,6 +30,7 @@ from delivery.export.output_folder import PREPROCESSING, check_output, preproces
 from delivery.trained_model import TrainedModel, find_model, slug
 from training.checkpoint.weights import load_model
 from training.errors import printable
+from training.observe.control_groups import limit_threads
 
 LATENCY_BATCHES = (1, 16)
 
@@ -67,6 +68,7 @@ def export_model(settings: ExportSettings, log: Callable[[str], None]) -> Export
         ExportRefused: if the file does not compute what the model computes.
     """
     chosen = check_choice(settings.format, settings.precision)
+    limit_threads()
     model = find_model(settings.model)
     job = _prepare(settings, model, log)
     default = model.run / "export" if model.run else model.weights.parent

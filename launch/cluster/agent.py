@@ -38,6 +38,7 @@ from launch.node_launcher import NodeLauncher
 from launch.node_run import NodeRun, receive_signals
 from launch.process_tree import Launch, remove_stale_build_locks
 from launch.temporary_folder import launch_environment, launch_folder
+from training.observe.control_groups import usable_cores
 from training.observe.environment import software
 from training.observe.lasting_output import outlast_readers
 from training.observe.shared_folder import leave_mark, sees_mark
@@ -180,7 +181,7 @@ class Agent:
     def _environment(self, order: Message, folder: HeartbeatFolder) -> dict[str, str]:
         """Return the variables of the ranks: this machine's, the launch's, and where their heartbeats go."""
         environment = launch_environment(self._launch, folder, {**os.environ, **order["environment"]})
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // order["local_size"])))
         # With ninja, which DeepSpeed needs to compile its operators.
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])

@@ -20,6 +20,7 @@ CHECKPOINT_BYTES_PER_PARAMETER = 3 * FLOAT32_BYTES  # weights and two moments, a
 BESIDE_KEPT_CHECKPOINTS = 2  # the best one, and the one that is being written
 LOG_BYTES = 100 * MIB  # of logs and small checkpoints, at least
 RANKS_PER_CORE = 8  # as many CPU ranks as launch_distributed.sh allows
+CORES_PER_GPU = 2  # one for the rank, one that reads images
 OPEN_FILES_OF_A_RANK = 256  # libraries, loader workers, log files; and sockets to every other rank
 HOT_C = 85.0
 USED_MIB = 1024  # a GPU's memory that is taken before the start
@@ -122,6 +123,17 @@ def assess_gpu_health(facts: Facts, need: Need) -> Row | None:
     return Row("GPU health", "ok", f"no memory errors, not slowed down, {memory / 1024:.0f} GiB each")
 
 
+def assess_cpu_quota(facts: Facts, need: Need) -> Row | None:
+    """Compare the cores that a container's quota leaves with the ranks; None without a quota."""
+    if not facts["cpu_quota"]:
+        return None
+    found = f"{facts['cpu_quota']}: {facts['cores']} usable"
+    if facts["cores"] < max(need.ranks, 1) * (CORES_PER_GPU if facts["gpus"] else 1):
+        cure = "a higher CPU limit: docker run --cpus, Kubernetes resources.limits.cpu"
+        return Row("cores", "warning", f"{found}, {max(need.ranks, 1)} rank(s) need more", cure)
+    return Row("cores", "ok", found)
+
+
 def assess_memory(facts: Facts, need: Need) -> Row:
     """Compare the free CPU memory with what the ranks need."""
     found = f"{format_bytes(facts['memory_free_bytes'])} of {format_bytes(facts['memory_bytes'])} free"
@@ -190,6 +202,7 @@ def assess_log_folder(facts: Facts, need: Need) -> Row:
 CHECKS: tuple[Callable[[Facts, Need], Row | None], ...] = (
     assess_gpus,
     assess_gpu_health,
+    assess_cpu_quota,
     assess_memory,
     assess_shared_memory,
     assess_open_files,

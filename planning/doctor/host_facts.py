@@ -22,6 +22,7 @@ import psutil
 
 from launch.process_tree import unheld_build_locks
 from training.config import REPO_ROOT
+from training.observe.control_groups import quota_note, usable_cores
 from training.observe.environment import LIBRARIES, code_fingerprint, git, package_version
 from training.observe.shared_folder import existing_part
 from training.parallel.network_interfaces import free_port, own_addresses, port_if_free
@@ -66,7 +67,8 @@ def collect_host_facts(log_dir: str, port: int, hosts: list[str], with_torch: bo
         "packages": {name: package_version(name) for name in LIBRARIES},
         "commit": git("rev-parse", "HEAD"),
         "code": code_fingerprint(REPO_ROOT),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
+        "cpu_quota": quota_note(),
         "memory_bytes": memory.total,
         "memory_free_bytes": memory.available,
         "shm_bytes": shared_memory.total if shared_memory else 0,

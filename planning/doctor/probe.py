@@ -24,6 +24,7 @@ from launch.cluster.remote_shell import Command
 from training.checkpoint.atomic_write import process_start_ticks
 from training.config import REPO_ROOT
 from training.errors import UserError
+from training.observe.control_groups import usable_cores
 from training.observe.shared_folder import leave_mark, sees_mark
 
 RECORD_SEPARATOR = "\x1e"
@@ -80,7 +81,7 @@ def slowdown() -> float:
     minute per core. This process is idle while it waits for a question, so only the first answer is a measure.
     """
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(process_start_ticks("self")) / os.sysconf("SC_CLK_TCK")
-    load = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+    load = os.getloadavg()[0] / usable_cores()
     return max(1.0, age / max(time.process_time(), LEAST_COMPUTING_SECONDS), load)
 
 

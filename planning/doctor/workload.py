@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from training.data import DATASETS, DataOptions, find_dataset, load_data
 from training.errors import UserError
+from training.observe.control_groups import usable_cores
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,7 +122,7 @@ def measure_model(
     description = describe_model(model_type, num_classes, image_size, members, image_channels)
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in rebuild_model(description).parameters())
-    found: dict[str, Any] = {"parameters": parameters, "cores": len(os.sched_getaffinity(0))}
+    found: dict[str, Any] = {"parameters": parameters, "cores": usable_cores()}
     if not torch.cuda.is_available():
         return found | {"device": "cpu", "images_per_second": None}
     with torch.device("cuda"):

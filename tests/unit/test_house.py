@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -75,6 +76,12 @@ def test_no_name_stands_for_two_things():
     ]
     for names in ([path.name for path in files], [name for name in classes if not name.startswith("_")]):
         assert [name for name, count in Counter(names).items() if count > 1] == []
+
+
+def test_cores_are_counted_in_one_place():
+    """`usable_cores` knows of a container's quota, too."""
+    own = [path for path in python_files() if path.name != "control_groups.py"]
+    assert [path.name for path in own if re.search(r"cpu_count|getaffinity", path.read_text())] == []
 
 
 def test_the_training_step_fits_on_a_screen():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from training.data import data_options, load_data
 from training.data.datasets import SMALLEST_BYTE_STD, DatasetPair
 from training.errors import AgreedError, UserError, one_line, shown
 from training.global_batch import divide, divide_given, largest_divisor
+from training.observe.control_groups import usable_cores
 from training.observe.environment import RunFacts
 from training.observe.evaluation import check_replaceable
 from training.observe.heartbeat import HeartbeatWriter
@@ -183,7 +183,7 @@ def keep_threads(config: TrainConfig, found: FoundCheckpoint | None, world: Worl
     if type(saved) is not int or not 0 <= saved <= FIELDS["threads_per_rank"].metadata["high"]:
         raise AgreedError(f"the checkpoint's --threads-per-rank {shown(saved)} is no number of threads.")
     own = broadcast_object(torch.get_num_threads(), whole_number, world)
-    threads, cores, notes = config.threads_per_rank or saved or own, len(os.sched_getaffinity(0)), []
+    threads, cores, notes = config.threads_per_rank or saved or own, usable_cores(), []
     used = threads * world.local_size
     if threads != own and used != cores:
         cost = "slower (OMP_WAIT_POLICY=passive helps)" if used > cores else f"{cores - used} idle"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -24,6 +23,7 @@ from training.data.reading.images import ImageError
 from training.data.sampler import BatchKey, BatchPlan, EvaluationPlan
 from training.data.workers import end_with_parent, fit_workers_into_memory, worker_context
 from training.errors import UserError
+from training.observe.control_groups import usable_cores
 from training.parallel.world import World
 
 CPU = torch.device("cpu")
@@ -180,7 +180,7 @@ def automatic_workers(dataset: ImageDataset, device: torch.device = CPU, ranks_o
 
 def most_workers(ranks_on_machine: int = 1) -> int:
     """Return a rank's share of the cores less one, at least 1."""
-    return max(len(os.sched_getaffinity(0)) // ranks_on_machine - 1, 1)
+    return max(usable_cores() // ranks_on_machine - 1, 1)
 
 
 def _seconds_per_image(dataset: ImageDataset) -> float:

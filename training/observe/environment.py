@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import platform
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from training.config import REPO_ROOT
+from training.observe.control_groups import cpu_quota, usable_cores
 
 if TYPE_CHECKING:
     from models.build import BuiltModel
@@ -79,7 +81,8 @@ def describe_run(world: World, precision: str, data: DatasetPair, built: BuiltMo
         "ranks_per_machine": world.local_size,
         "device": world.describe(),
         "cuda": torch.version.cuda if world.device.type == "cuda" else None,
-        "cpu_cores": psutil.cpu_count(logical=True),
+        "cpu_cores": usable_cores(),
+        "cpu_quota": None if cpu_quota() == math.inf else cpu_quota(),
         "memory_bytes": psutil.virtual_memory().total,
         "precision": precision,
         "data_fingerprint": data.fingerprint,

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import re
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from training.observe.control_groups import ROOT, group_files
 
 if TYPE_CHECKING:
     import torch
 
-ROOT = Path("/")
 FILL = 0.9  # share of the room that is planned for: other steps may need more, and other processes too
 # A process's own limits, and the line of /proc/self/status that counts against each.
 OWN_LIMITS = ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize"))
@@ -72,29 +72,10 @@ def reset_peak_memory(device: torch.device) -> None:
             (ROOT / "proc/self/clear_refs").write_text("5")  # proc(5): the peak of resident memory
 
 
-def group_files(name: str, old_name: str, root: Path = ROOT) -> Iterator[Path]:
-    """Yield where this process's control groups may have a file about memory, its own first, then those around it.
-
-    Args:
-        name: of the file under version 2.
-        old_name: of the file under version 1.
-        root: that /proc and /sys are below.
-    """
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if controllers not in ("memory", ""):
-                continue
-            top = root / "sys/fs/cgroup" / controllers
-            inside = Path(group.lstrip("/"))
-            for folder in dict.fromkeys((inside, *inside.parents)):  # a container may see its own group at the top
-                yield top / folder / (old_name if controllers else name)
-
-
 def _free_bytes(root: Path) -> int:
     """Return the bytes that machine and control groups have left; files that the kernel keeps in memory are free."""
     found = [_bytes_by_name((root / "proc/meminfo").read_text())["MemAvailable"]]
-    for path in group_files("memory.max", "memory.limit_in_bytes", root):
+    for path in group_files("memory", "memory.max", "memory.limit_in_bytes", root):
         used = path.with_name("memory.current" if path.name == "memory.max" else "memory.usage_in_bytes")
         with contextlib.suppress(OSError, ValueError):  # no such group, or 'max'
             found.append(int(path.read_text()) - int(used.read_text()) + _kept_files(path.with_name("memory.stat")))

@@ -15,6 +15,7 @@ from training.data.augment import viewable
 from training.data.bad_images import bad_image_lines
 from training.data.reading.images import ImageError
 from training.data.values import BYTES, stretched
+from training.observe.control_groups import quota_note, usable_cores
 from training.observe.loggers.points import EpochPoint, RunPoint
 from training.observe.run_folder import shown_path
 from training.out_of_memory import advise
@@ -149,6 +150,8 @@ def _result(context: RunContext) -> list[str]:
 def _warnings(context: RunContext) -> list[str]:
     config, plan = context.config, context.plan
     warnings = note_slow_bf16(context.precision, context.world.device)
+    if note := quota_note():
+        warnings.append(f"{note}: the ranks of this machine share {usable_cores()}")
     if config.gradient_accumulation_steps > 1 and any(
         isinstance(m, _BatchNorm) for m in context.state.engine.module.modules()
     ):

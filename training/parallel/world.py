@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from training.errors import UserError
+from training.observe.control_groups import usable_cores
 from training.observe.heartbeat import SECRET_VARIABLE
 from training.parallel import secure_store
 from training.parallel.launchers import launched_world
@@ -169,7 +170,7 @@ def _choose_device(local_rank: int, local_size: int) -> torch.device:
     """
     if not torch.cuda.is_available():
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+            torch.set_num_threads(max(1, usable_cores() // local_size))
         return torch.device("cpu")
     if local_size > torch.cuda.device_count():
         raise UserError(f"{local_size} GPUs asked for, {torch.cuda.device_count()} present: ask for fewer.")

@@ -1,0 +1,77 @@
+"""What this process's control groups, such as those of a container, leave it of its machine."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def group_files(controller: str, name: str, old_name: str, root: Path = ROOT) -> Iterator[Path]:
+    """Yield where this process's control groups may have a file, its own first, then those around it.
+
+    Args:
+        controller: that the file is about, 'memory' or 'cpu'.
+        name: of the file under version 2.
+        old_name: of the file under version 1.
+        root: that /proc and /sys are below.
+    """
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            # Version 1 may mount several controllers as one; version 2 is beside it then.
+            tops = {"": (".", "unified")}.get(controllers, dict.fromkeys((controllers, controller)))
+            inside = Path(group.lstrip("/"))
+            for folder in dict.fromkeys((inside, *inside.parents)):  # a container may see its own group at the top
+                for top in tops:
+                    yield root / "sys/fs/cgroup" / top / folder / (old_name if controllers else name)
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Return how many cores this process can keep busy: those it may run on, or fewer by a control group's quota.
+
+    Args:
+        root: that /proc and /sys are below.
+    """
+    return max(1, math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota(root))))
+
+
+def cpu_quota(root: Path = ROOT) -> float:
+    """Return the seconds of computing that the control groups allow in a second, over all cores; inf without a quota.
+
+    Args:
+        root: that /proc and /sys are below.
+    """
+    quotas = [math.inf]
+    for path in group_files("cpu", "cpu.max", "cpu.cfs_quota_us", root):
+        with contextlib.suppress(OSError, ValueError):  # no such group, or 'max'
+            if path.name == "cpu.max":
+                quota, period = map(int, path.read_text().split())
+            else:
+                quota, period = (int(path.with_name(f"cpu.cfs_{kind}_us").read_text()) for kind in ("quota", "period"))
+            if quota > 0 and period > 0:  # -1: none
+                quotas.append(quota / period)
+    return min(quotas)
+
+
+def quota_note(root: Path = ROOT) -> str:
+    """Return in a few words which quota leaves this process less than the cores that it may run on; '' if none does.
+
+    Args:
+        root: that /proc and /sys are below.
+    """
+    quota, cores = cpu_quota(root), len(os.sched_getaffinity(0))
+    return f"a CPU quota of {quota:.3g} of {cores} cores" if quota < cores else ""
+
+
+def limit_threads() -> None:
+    """Let PyTorch have no more threads in this process than cores can be used; it knows nothing of quotas itself."""
+    import torch
+
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
