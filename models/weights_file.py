@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pickle
+import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from timm.models import clean_state_dict
 from torch import nn
 
 from models.errors import UserError
+from models.peer_weights import StateDict, find_state_dict, without_prefix
 from models.weights_metadata import WrongMetadata, open_weights, read_facts
-
-StateDict = dict[str, torch.Tensor]
 
 
 def load_weights_file(
@@ -44,8 +44,8 @@ def load_weights_file(
         UserError: for a missing, broken or unsafe file, one of another model, one that contradicts itself, or one
             with NaN or infinity.
     """
-    tensors, facts = read_weights_file(path)
     expected = module.state_dict()
+    tensors, facts, read_notes = read_weights_file(path, expected)
     head_keys = {key for key in expected for head in heads if key.startswith(f"{head}.")}
     counts = {(len(expected[key]), len(tensors[key])) for key in head_keys & tensors.keys() if tensors[key].ndim}
     _check_class_names(path, facts, {found for _, found in counts})
@@ -57,7 +57,7 @@ def load_weights_file(
     _check_same_network(path, description, facts.get("description"), expected, tensors, left_out)
     check_finite(path, tensors)
     module.load_state_dict({**expected, **{key: tensors[key] for key in expected.keys() - left_out}})
-    notes = [f"weights loaded from {path}", *_other_strides(facts.get("description"), description)]
+    notes = [f"weights loaded from {path}", *read_notes, *_other_strides(facts.get("description"), description)]
     if replaced:
         found, wanted = replaced[0]
         notes.append(f"head replaced: {found} -> {wanted} classes, it starts from random weights")
@@ -85,8 +85,15 @@ def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
     return next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
 
 
-def read_weights_file(path: str) -> tuple[StateDict, dict[str, Any]]:
-    """Read a file's tensors (on the CPU) and, for one of our own, its facts; nothing in the file is executed.
+def read_weights_file(path: str, names: Collection[str]) -> tuple[StateDict, dict[str, Any], list[str]]:
+    """Read a file's tensors (on the CPU); nothing in the file is executed.
+
+    Args:
+        path: the file.
+        names: of the network's tensors; a prefix before them in the file is taken off.
+
+    Returns:
+        The tensors by name, the facts of a file of ours or {}, and notes about what was taken from one of others.
 
     Raises:
         UserError: for a file that is missing, broken, or would run code.
@@ -99,31 +106,39 @@ def read_weights_file(path: str) -> tuple[StateDict, dict[str, Any]]:
             is_safetensors = stream.read(9)[8:] == b"{"  # 8 bytes of header length, then JSON
         if is_safetensors:
             with open_weights(path) as reader:
-                return {key: reader.get_tensor(key) for key in reader.keys()}, read_facts(reader)  # noqa: SIM118
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a pickle that is then refused
-            content = torch.load(path, map_location="cpu", weights_only=True)
+                tensors, facts = {key: reader.get_tensor(key) for key in reader.keys()}, read_facts(reader)  # noqa: SIM118
+            found: tuple[StateDict, list[str]] | None = (tensors, [])
+        else:
+            found, facts = find_state_dict(_unpickled(path)), {}
     except pickle.UnpicklingError as error:
+        asked = re.search(r"GLOBAL (\S+)", str(error))
+        cause = f"asks for {asked[1]}; a" if asked else "a"
         raise UserError(
-            f"weights file '{path}' is neither safetensors nor a PyTorch file of tensors alone (a file that could run "
-            "code is refused): save the state_dict with safetensors.torch.save_file"
+            f"weights file '{path}' is neither safetensors nor a PyTorch file of tensors alone ({cause} file that "
+            "could run code is refused): save the state_dict with safetensors.torch.save_file"
         ) from error
     except WrongMetadata as error:
         raise UserError(f"weights file '{path}' {error}") from None
     except Exception as error:  # on a damaged file the unpickler may raise anything
         reason = str(error).partition("\n")[0] or "nothing in it"
         raise UserError(f"weights file '{path}' cannot be read: {type(error).__name__}: {reason}") from error
-    return _plain_state_dict(path, content), {}
-
-
-def _plain_state_dict(path: str, content: object) -> StateDict:
-    for key in ("state_dict", "model"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    tensors = content.items() if isinstance(content, dict) else ()
-    if not tensors or not all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in tensors):
+    if found is None:
         raise UserError(f"weights file '{path}' holds no state_dict: save torch.save(model.state_dict(), FILE)")
-    return clean_state_dict(dict(tensors))  # removes the prefixes of DDP ("module.") and torch.compile
+    tensors, notes = found
+    if not facts:
+        tensors, prefix_notes = without_prefix(path, tensors, names)
+        notes += prefix_notes
+    return tensors, facts, notes
+
+
+def _unpickled(path: str) -> object:
+    """Return what `torch.save` wrote, made of tensors and plain values.
+
+    timm and torchvision keep their arguments in an `argparse.Namespace`: it has no code that a pickle could use.
+    """
+    with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+        warnings.simplefilter("ignore")  # about a pickle that is then refused
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _check_class_names(path: str, facts: dict[str, Any], counts: set[int]) -> None:

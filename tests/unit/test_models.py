@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import os
@@ -366,28 +367,59 @@ def test_ensemble_refuses_members(members):
 # --- weights ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("model_type", "container"),
-    [
-        *[("mobilenet", container) for container in ("safetensors", "plain", "state_dict", "model", "ddp")],
-        ("mobilenet_finetuned", "ddp"),
-        ("ensemble", "safetensors"),
-        ("ensemble", "ddp"),
-    ],
-)
-def test_weights_file_loads(tmp_path, model_type, container):
-    file = tmp_path / "weights"
-    source = build("ensemble" if model_type == "ensemble" else "mobilenet").module
-    state = state_of(source)
-    if container == "safetensors":
-        save_file(state, file)
-    else:
-        wrapped = {f"module.{name}": tensor for name, tensor in state.items()} if container == "ddp" else state
-        torch.save({container: wrapped} if container in ("state_dict", "model") else wrapped, file)
+NAMESPACE = argparse.Namespace(model="mobilenet", lr=0.1)
+# What a file contains, by who writes it, and what the notes say; of an average, `average` is what is to be taken.
+PEERS = {
+    "plain": (lambda raw, average: raw, ""),
+    "state_dict": (lambda raw, average: {"state_dict": raw, "state_dict_ema": None, "args": NAMESPACE}, ""),
+    "timm": (
+        lambda raw, average: {"state_dict": raw, "state_dict_ema": average, "args": NAMESPACE, "optimizer": {}},
+        "'state_dict_ema', the average of the weights over the steps, is taken",
+    ),
+    "torchvision": (
+        lambda raw, average: {
+            "model": raw,
+            "model_ema": {"n_averaged": torch.tensor(1)} | under("module.", average),
+            "args": NAMESPACE,
+        },
+        "'model_ema', the average of the weights over the steps, is taken",
+    ),
+    "DDP": (lambda raw, average: under("module.", raw), "prefix 'module.' taken off"),
+    "DDP, compiled": (lambda raw, average: under("_orig_mod.module.", raw), "prefix '_orig_mod.module.' taken off"),
+    "compiled, DDP": (lambda raw, average: under("module._orig_mod.", raw), "prefix 'module._orig_mod.' taken off"),
+    "Lightning": (
+        lambda raw, average: {
+            "state_dict": under("model._orig_mod.", raw) | {"criterion.weight": torch.ones(5)},
+            "hyper_parameters": {"lr": 0.1},
+            "pytorch-lightning_version": "2.6",
+        },
+        "not taken from it: 'criterion.weight'",
+    ),
+    "tutorial": (lambda raw, average: {"epoch": 1, "model_state_dict": under("net.", raw)}, "prefix 'net.' taken off"),
+    "DeepSpeed": (lambda raw, average: {"module": under("backbone.", raw)}, "prefix 'backbone.' taken off"),
+}
+
+
+def under(prefix: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("is_ensemble", [False, True], ids=["mobilenet", "ensemble"])
+@pytest.mark.parametrize("peer", [*PEERS, "safetensors", "transformers"])
+def test_weights_of_peers_start_a_model_and_a_note_says_what_was_taken(tmp_path, peer, is_ensemble):
+    file, model_type = tmp_path / "weights", "ensemble" if is_ensemble else "mobilenet_finetuned"
+    raw = state_of(build("ensemble" if is_ensemble else "mobilenet").module)
+    average = {name: tensor + 1 for name, tensor in raw.items()}
+    prefix = {"safetensors": "", "transformers": "timm_model."}.get(peer)
+    content, note = PEERS.get(peer, (None, f"prefix '{prefix}' taken off" if prefix else ""))
+    torch.save(content(raw, average), file) if content else save_file(under(str(prefix), raw), file)
     torch.manual_seed(7)
     built = build_model(model_type, num_classes=5, image_size=32, weights=str(file), members=SMALL_MEMBERS)
-    assert all(torch.equal(state[name], tensor) for name, tensor in built.module.state_dict().items())
-    assert not any("head" in note for note in built.notes)
+    expected = average if "average" in note else raw
+    assert all(torch.equal(expected[name], tensor) for name, tensor in built.module.state_dict().items())
+    notes = built.notes[[note.startswith("weights loaded") for note in built.notes].index(True) + 1 :]
+    assert note in "; ".join(notes)
+    assert bool(notes) == bool(note), notes
 
 
 @pytest.mark.parametrize(
@@ -447,6 +479,15 @@ def write_bad_file(kind: str, file: Path) -> None:
         "code": lambda: file.write_bytes(pickle.dumps(RunsCode(), protocol=2)),
         "code of protocol 4": lambda: file.write_bytes(pickle.dumps(RunsCode(), protocol=4)),
         "code in torch file": lambda: torch.save({"state_dict": RunsCode()}, file),
+        "code beside arguments": lambda: torch.save({"model": state, "args": argparse.Namespace(x=RunsCode())}, file),
+        "whole model": lambda: torch.save(build("basic_cnn").module, file),
+        "two networks": lambda: torch.save(under("student.", state) | under("teacher.", state), file),
+        "prefix of another model": lambda: torch.save(
+            under("model.", {name: state[name] for name in state if name != "bn1.weight"}), file
+        ),
+        "prefix of some": lambda: torch.save(
+            {name if name.startswith("bn1") else f"module.{name}": tensor for name, tensor in state.items()}, file
+        ),
         "no tensors": lambda: torch.save({"epoch": 3}, file),
         "list": lambda: torch.save([1, 2], file),
         "names no text": lambda: torch.save({1: torch.zeros(1)}, file),
@@ -473,6 +514,11 @@ def write_bad_file(kind: str, file: Path) -> None:
         ("code", "could run code is refused"),
         ("code of protocol 4", "could run code is refused"),
         ("code in torch file", "could run code is refused"),
+        ("code beside arguments", r"\(asks for (posix|nt)\.system; a file that could run code is refused\)"),
+        ("whole model", r"\(asks for \S+; a file that could run code is refused\)"),
+        ("two networks", r"holds 2 such networks \('student\.', 'teacher\.'\): save the state_dict of one"),
+        ("prefix of another model", r"1 tensors missing, 0 unexpected \(first missing 'bn1.weight'\)"),
+        ("prefix of some", r"of another model than 'mobilenet': \d+ tensors missing"),
         ("no tensors", "holds no state_dict"),
         ("list", "holds no state_dict"),
         ("names no text", "holds no state_dict"),
