@@ -45,8 +45,9 @@ def read_numbers(path: str, content: bytes | None, preprocessing: dict[str, Any]
 
 
 def _read_array(path: str) -> np.ndarray:
+    content = read_file(path)
     try:
-        array = np.load(io.BytesIO(read_file(path)), allow_pickle=False)
+        array = np.load(io.BytesIO(content), allow_pickle=False)
     except Exception as error:  # a damaged file may end in anything, also in a header of a size without limits
         raise ImageError(path, f"no readable .npy file ({one_line(error)})") from None
     if not isinstance(array, np.ndarray):  # an archive of several

@@ -27,6 +27,7 @@ from training.data.augment import evaluation_transform
 from training.data.reading.decode import make_decoder
 from training.data.reading.image_notes import collected_notes, noting
 from training.data.reading.images import CHANNEL_MODES, IMAGE_EXTENSIONS, MAX_FILE_BYTES, ImageError
+from training.data.reading.retry import entries_of, is_folder, patiently
 from training.data.values import BYTES, values_of
 from training.errors import UserError
 from training.observe.control_groups import limit_threads, usable_cores
@@ -167,7 +168,7 @@ def _list_images(given: str | Path | Iterable[str | Path], extensions: Sequence[
     for word in map(str, [given] if isinstance(given, str | Path) else given):
         if word == STDIN:
             yield from _from_stdin(sys.stdin.buffer.read(MAX_FILE_BYTES + 1))
-        elif os.path.isdir(word):
+        elif is_folder(word):
             yield from ((path, None) for path in _below(word, extensions))
         else:
             yield word, None
@@ -196,11 +197,22 @@ def _from_stdin(content: bytes) -> Iterator[Entry]:
 def _below(folder: str, extensions: Sequence[str]) -> Iterator[str]:
     """Yield the images below a folder."""
     found = False
-    for parent, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(files):
-            if not name.startswith(".") and Path(name).suffix.lower() in extensions:
-                found = True
-                yield os.path.join(parent, name)
+    for path in _files_below(folder):
+        if Path(path).suffix.lower() in extensions:
+            found = True
+            yield path
     if not found:
         raise UserError(f"no image in the folder '{folder}': expected files with one of {', '.join(extensions)}.")
+
+
+def _files_below(folder: str) -> Iterator[str]:
+    """Yield the paths of the files below a folder, its own before those of its subfolders; hidden ones are left out."""
+    try:
+        entries = [entry for entry in entries_of(folder) if not entry.name.startswith(".")]
+    except OSError as error:
+        raise UserError(f"the folder {folder!r} cannot be listed: {error.strerror}.") from None
+    folders = [entry.path for entry in entries if patiently(entry.is_dir, entry.path)]
+    yield from (entry.path for entry in entries if entry.path not in folders)
+    for path in folders:
+        if not os.path.islink(path):
+            yield from _files_below(path)

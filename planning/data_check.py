@@ -19,11 +19,12 @@ from training.data.reading.image_notes import collected_notes
 from training.data.reading.images import ImageError
 from training.data.reading.sources import Source
 from training.data.workers import end_with_parent, worker_context
-from training.errors import printable
+from training.errors import FileServerError, printable
 
 IMAGES_PER_MESSAGE = 64
 IMAGES_WORTH_A_WORKER = 1000  # fewer are decoded before a worker has started
 CLASSES_SHOWN = 20
+THINNEST_SIDES = 20  # the longer side, as a multiple of the shorter one, of an image without a note
 Size = tuple[int, int]  # width, height in pixels
 
 
@@ -114,13 +115,19 @@ class _SizeReader(Dataset):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, position: int) -> Found:
+    def __getitem__(self, position: int) -> Found | FileServerError:
+        index = int(self._indices[position])
         try:
             with collected_notes() as notes:
-                _, height, width = self._source.read(int(self._indices[position])).shape
+                _, height, width = self._source.read(index).shape
         except ImageError as error:
             return None, (error.path, error.reason), []
-        return (width, height), None, list(notes.items())
+        except FileServerError as error:  # DataLoader would add its traceback
+            return error
+        found = list(notes.items())
+        if THINNEST_SIDES * min(width, height) < max(width, height):
+            found.append((self._source.name(index), f"{width}x{height} pixels, thinner than 1:{THINNEST_SIDES}"))
+        return (width, height), None, found
 
 
 def _decode(dataset: ImageDataset, indices: np.ndarray, workers: int, report: DataReport) -> None:
@@ -132,7 +139,10 @@ def _decode(dataset: ImageDataset, indices: np.ndarray, workers: int, report: Da
         worker_init_fn=end_with_parent,
         multiprocessing_context=worker_context() if workers else None,
     )
-    for size, problem, notes in (found for group in loader for found in group):
+    for found in (found for group in loader for found in group):
+        if isinstance(found, FileServerError):
+            raise found
+        size, problem, notes = found
         report.image_notes += notes
         if problem:
             report.unreadable.append(problem)

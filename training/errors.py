@@ -45,8 +45,8 @@ class FileServerError(Exception):
     def __str__(self) -> str:
         path, reason, seconds = self.args
         return (
-            f"{path!r} cannot be read: {reason}, also after {seconds:g} s. That is a fault of the file server or of this "
-            "machine, not of the file: start again when it is mended."
+            f"{path!r} cannot be read: {reason}, also after {seconds:g} s. That is a fault of the file server or of "
+            "this machine, not of the file: start again when it is mended."
         )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training.data import DATASETS, DataOptions, find_dataset, load_data
+from training.data.reading.retry import entries_of, is_folder, patiently
 from training.errors import UserError
 from training.observe.control_groups import usable_cores
 
@@ -88,7 +89,7 @@ def dataset_fingerprint(options: Mapping[str, Any]) -> dict[str, Any]:
     if entry is not DATASETS["folder"]:
         return {"hash": "", "covers": "part of the packages"}
     root = str(Path(os.path.expanduser(given.data)).resolve())
-    if not os.path.isdir(root):
+    if not is_folder(root):
         raise UserError(f"no folder {root!r}")
     entries = list(itertools.islice(_entries(root), MOST_ENTRIES))
     digest = hashlib.sha256(b"".join(os.fsencode(f"{path[len(root) :]}\0{size}\n") for path, size in entries))
@@ -98,11 +99,10 @@ def dataset_fingerprint(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _entries(folder: str) -> Iterator[tuple[str, int]]:
     """Yield path and size of all folders (size 0) and files below one, hidden ones left out."""
-    with os.scandir(folder) as scan:
-        entries = sorted((entry for entry in scan if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    entries = [entry for entry in entries_of(folder) if not entry.name.startswith(".")]
     folders = [entry.path for entry in entries if entry.is_dir()]
     yield from ((path, 0) for path in folders)
-    yield from ((entry.path, entry.stat().st_size) for entry in entries if entry.is_file())
+    yield from ((entry.path, patiently(entry.stat, entry.path).st_size) for entry in entries if entry.is_file())
     for path in folders:
         yield from _entries(path)
 

@@ -42,6 +42,14 @@ def test_every_image_is_decoded_and_measured(folder, workers):
     assert report.image_notes == [(str(folder / "a" / "0.png"), "several frames or pages, the first is used")]
 
 
+def test_thin_images_are_named(folder):
+    for size in ((2, 40), (2, 41), (41, 2)):
+        Image.new("RGB", size).save(folder / "a" / f"{size[0]}x{size[1]}.png")
+    report = check_data(DataOptions(data=str(folder)))
+    expected = {str(folder / "a" / f"{size}.png"): f"{size} pixels, thinner than 1:20" for size in ("2x41", "41x2")}
+    assert dict(report.image_notes) == expected
+
+
 def test_images_in_memory():
     report = check_data(DataOptions())
     assert (report.images, report.unreadable) == (1797, [])

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import os
 import pickle
+import re
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-from made_data import class_folders
+import torch
+from made_data import class_folders, train_loader
 from PIL import Image
 
+from delivery.image_numbers import read_numbers
+from delivery.predict import _list_images
+from planning.data_check import check_datasets
+from planning.doctor.workload import dataset_fingerprint
 from training.config import TrainConfig
 from training.data import DataOptions, load_data
+from training.data.datasets import DatasetPair, ImageDataset
 from training.data.reading import images
+from training.data.reading.decode import header_size
 from training.data.reading.images import ImageError, read_file
-from training.errors import FILE_SERVER_EXIT_CODE, FileServerError
+from training.errors import FILE_SERVER_EXIT_CODE, FileServerError, UserError
 from training.run import run
 
 HICCUPS = [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO, errno.EHOSTDOWN, errno.EMFILE]
@@ -37,19 +47,19 @@ def server(monkeypatch):
 
     def fails(name: str, at: str, code: int, times: int) -> None:
         left = [times]
-        original = {"open": os.open, "read": open, "list": os.scandir}[at]
+        original = {"open": os.open, "read": open, "list": os.scandir, "stat": os.stat, "load": np.load}[at]
 
-        def failing(path, *arguments):
+        def failing(path, *arguments, **options):
             opened = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.fspath(path)
             if not opened.endswith(name) or not left[0]:
-                return original(path, *arguments)
+                return original(path, *arguments, **options)
             left[0] -= 1
             if at != "read":
                 raise OSError(code, os.strerror(code), opened)
             return BrokenFile(path, code)
 
-        where = {"open": (os, "open"), "read": (images, "open"), "list": (os, "scandir")}[at]
-        monkeypatch.setattr(*where, failing, raising=False)
+        owner = {"read": images, "load": np}.get(at, os)
+        monkeypatch.setattr(owner, {"read": "open", "list": "scandir"}.get(at, at), failing, raising=False)
 
     return fails
 
@@ -90,6 +100,65 @@ def test_what_lasts_is_no_fault_of_the_image(tmp_path, server, waits):
         read_file(tmp_path / "image.png")
     assert waits == [1, 2, 4]
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+
+
+class SilentData(ImageDataset):
+    """Images of a server that never answers; workers do not see what a test has patched."""
+
+    def __init__(self, whole: ImageDataset) -> None:
+        super().__init__(whole.source, whole.preprocessing)
+        whole.source.read = read_nothing
+
+    def read(self, epoch, index, draws, offset=0):
+        return read_nothing(index)
+
+
+def read_nothing(index, choose=None):
+    raise FileServerError(f"image {index}", os.strerror(errno.ESTALE), 7)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_server_that_stays_silent_is_one_line_from_every_process(tmp_path, workers):
+    pair = load_data(DataOptions(data=str(folder(tmp_path))))
+    silent = dataclasses.replace(pair, train=SilentData(pair.train))
+    for batches in (train_loader(silent, batch_size=2, workers=workers).epoch(0), [None]):
+        with pytest.raises(FileServerError) as error:
+            next(iter(batches)) or check_datasets(silent, workers)
+        assert re.fullmatch(r"'image [0-3]' cannot be read: Stale file handle, also after 7 s[^\n]*", str(error.value))
+
+
+READERS = {
+    "header": ("1.png", "open", header_size),
+    "array": ("x.npy", "open", lambda path: read_numbers(path, None, {"mean": [0.5], "values": "float32"})),
+    "arrays": ("x.npz", "load", lambda path: load_data(DataOptions(data=f"npz:{path}"))),
+    "predict's folder": ("/train/a", "list", lambda path: list(_list_images(path, [".png"]))),
+    "predict's word": ("/train/a", "stat", lambda path: list(_list_images(path, [".png"]))),
+    "the doctor's copies": ("/train/b", "list", lambda path: dataset_fingerprint({"data": str(Path(path).parents[1])})),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_is_patient(tmp_path, server, waits, reader):
+    name, at, read = READERS[reader]
+    path = str(folder(tmp_path) / "train/a") if at in ("list", "stat") else str(tmp_path / name)
+    numbers, labels = np.zeros((2, 4, 4), np.uint8), np.array([0, 1])
+    np.savez(tmp_path / "x.npz", x_train=numbers, y_train=labels, x_test=numbers, y_test=labels)
+    np.save(tmp_path / "x.npy", np.zeros((4, 4), np.float32))
+    Image.new("L", (4, 4)).save(tmp_path / "1.png")
+    expected = read(path)
+    server(name, at, errno.ESTALE, times=1)
+    found = read(path)
+    assert isinstance(found, (torch.Tensor, DatasetPair)) or found == expected
+    assert waits == [1]
+    server(name, at, errno.ESTALE, times=10)
+    with pytest.raises(FileServerError, match="Stale file handle"):
+        read(path)
+
+
+def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path, server):
+    server("/train/a", "list", errno.EACCES, times=1)
+    with pytest.raises(UserError, match="/train/a' cannot be listed: Permission denied"):
+        list(_list_images(folder(tmp_path), [".png"]))
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ENOENT, errno.ELOOP])

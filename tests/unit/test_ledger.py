@@ -167,7 +167,9 @@ def test_predicted_beside_measured(tmp_path):
     assert prediction_line(tmp_path) is None
     (tmp_path / PREDICTION).write_text(json.dumps(prediction))
     (tmp_path / METRICS).write_text('{"kind": "step"}\n' + json.dumps(end) + "\n")
-    line = "predicted    memory of a rank 800 B (1 kB measured, ratio 0.80)"  # no time: that depends on who else computes
+    line = (
+        "predicted    memory of a rank 800 B (1 kB measured, ratio 0.80)"  # no time: that depends on who else computes
+    )
     assert prediction_line(tmp_path) == line
     interrupted = end | {"seconds": 9.0}  # 45 of the 90 steps: its time says nothing about the whole
     assert "training" not in {one.name for one in compare_prediction(prediction, interrupted, 128)}

@@ -84,8 +84,8 @@ class _Loader:
     def _read(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
         self._keys.keys = keys
         for result in map(self._reader.__getitem__, keys) if self._workers is None else self._workers:
-            if isinstance(result, str):
-                raise UserError(result)
+            if isinstance(result, Exception):
+                raise result
             batch = decode_batch(result, self.dataset, self._device) if result.encoded else result
             self.notes |= batch.notes
             if batch.bad_images:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ import torch
 from models import MOST_IMAGE_CHANNELS
 from training.data import DataOptions
 from training.data.datasets import DatasetPair, make_array_datasets
+from training.data.reading.retry import patiently
 from training.data.reading.sources import ArraySource
 from training.data.values import to_values
-from training.errors import UserError
+from training.errors import FileServerError, UserError
 
 PARTS = ("train", "test")
 CLASS_NAMES = "class_names"
@@ -28,8 +30,9 @@ def load(options: DataOptions) -> DatasetPair:
     """
     path = Path(os.path.expanduser(options.data.partition(":")[2]))
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        arrays = patiently(partial(_arrays, path), path)
+    except FileServerError:
+        raise
     except Exception as error:  # a damaged archive may end in anything, a single array (.npy) is none
         raise UserError(f"--data npz:{path}: this is no readable .npz file ({' '.join(str(error).split())}).") from None
     train, val = (_source(arrays, part, path) for part in PARTS)
@@ -45,6 +48,11 @@ def load(options: DataOptions) -> DatasetPair:
         raise UserError(f"--data npz:{path}: {CLASS_NAMES} has {len(names)} names, the labels are up to {count - 1}.")
     size = train.images.shape[-1]
     return make_array_datasets(train, val, names, options, image_size=size, augmentation="shift_flip")
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
 
 
 def _source(arrays: dict[str, np.ndarray], part: str, path: Path) -> ArraySource:

@@ -17,7 +17,7 @@ from training.data.randomness import preserved_generators
 from training.data.reading.gpu_decode import read_encoded
 from training.data.reading.image_notes import collected_notes
 from training.data.sampler import BatchKey
-from training.errors import UserError
+from training.errors import FileServerError, UserError
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,19 @@ class Batch:
 
 
 class BatchReader(Dataset):
-    """Reads the batch of a key; returns the message of a UserError, which DataLoader would print with its traceback."""
+    """Reads the batch of a key; returns an error of one line, to which DataLoader would add its traceback."""
 
     def __init__(self, dataset: ImageDataset) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, key: BatchKey) -> Batch | str:
+    def __getitem__(self, key: BatchKey) -> Batch | UserError | FileServerError:
         try:
             with preserved_generators() if self._dataset.augmentation.uses_pillow else nullcontext():
                 return self._read(key)
         except UserError as error:
-            return str(error)
+            return UserError(str(error))  # those of other arguments cannot be sent between processes
+        except FileServerError as error:
+            return error
 
     def _read(self, key: BatchKey) -> Batch:
         dataset, weights = self._dataset.for_epoch(key.epoch), torch.from_numpy(key.weights)

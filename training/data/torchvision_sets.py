@@ -15,8 +15,9 @@ from torchvision import datasets
 
 from training.data import DataOptions
 from training.data.datasets import DatasetPair, make_array_datasets, make_file_datasets
+from training.data.reading.retry import patiently
 from training.data.reading.sources import ArraySource, ImageFile
-from training.errors import UserError, one_line, unknown_name
+from training.errors import FileServerError, UserError, one_line, unknown_name
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,9 @@ def _open(name: str, options: DataOptions, arguments: dict[str, Any]) -> Any:
     make = partial(getattr(datasets, name), str(root), **arguments)
     if not options.download:
         try:
-            return make()
+            return patiently(make, root)
+        except FileServerError:
+            raise
         except Exception:  # a file that is cut off may end in anything
             raise UserError(
                 f"torchvision:{name} is missing or incomplete in {str(root)!r}: add --download, "
@@ -131,7 +134,8 @@ def _array_source(dataset: Any) -> ArraySource:
 
 
 def _list_files(dataset: Any, attribute: str, root: Path) -> list[ImageFile]:
-    statuses = ((os.path.relpath(path, root), os.stat(path)) for path in getattr(dataset, attribute))
+    paths = getattr(dataset, attribute)
+    statuses = ((os.path.relpath(path, root), patiently(partial(os.stat, path), path)) for path in paths)
     try:
         return [
             ImageFile(path, status.st_size, label, status.st_mtime_ns)

@@ -110,8 +110,9 @@ def header_size(path: str) -> tuple[int, int]:
     Raises:
         ImageError: There is no header.
     """
+    data = read_file(path)
     try:
-        with noting(path), Image.open(io.BytesIO(read_file(path))) as image:
+        with noting(path), Image.open(io.BytesIO(data)) as image:
             return image.height, image.width
     except Exception as error:  # as in `open_image`: Pillow raises nearly every type
         raise ImageError(path, str(error) or type(error).__name__) from None

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from training.errors import FileServerError
@@ -58,3 +60,11 @@ def entries_of(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
             return sorted(scan, key=lambda entry: entry.name)
 
     return patiently(listed, folder)
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """As `os.path.isdir`, which takes a server's silence for a no; the error is that of `patiently`."""
+    try:
+        return stat.S_ISDIR(patiently(partial(os.stat, path), path).st_mode)
+    except (OSError, ValueError):  # ValueError: a null character in the name
+        return False
