@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from training.parallel.preserved_process import preserved_torch_settings
 
 STDIN = "-"
 STDIN_NAME = "standard input"
+
+_SETTINGS = threading.Lock()  # PyTorch's, which threads that predict at the same time would save of each other
 
 # The path of an image, and its content if that came over standard input.
 Entry = tuple[str, bytes | None]
@@ -156,7 +159,7 @@ def _top_classes(
 ) -> list[tuple[list[float], list[int]]]:
     """Return the highest probabilities of each image, and the numbers of their classes."""
     images = images.to(next(module.parameters()).device)
-    with preserved_torch_settings():
+    with _SETTINGS, preserved_torch_settings():
         limit_threads()
         use_exact_fp32()
         probabilities = mean_log_probabilities(module, images, module(images), views).exp()

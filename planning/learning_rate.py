@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import time
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ def parse(arguments: Sequence[str], description: str | None) -> RangeTest:
     asked = read_arguments("launch_distributed.sh", given.launch, {})  # by themselves, for a mistake in their number
     if (strategy := asked.positional["strategy"]) in OF_LAUNCHERS:
         raise UserError(f"a range test plans no strategy: give {', '.join(STRATEGIES)} in place of {strategy}.")
-    name = time.strftime("learning-rate-%Y%m%d-%H%M%S")
+    name = f"{time.strftime('learning-rate-%Y%m%d-%H%M%S')}-{os.getpid()}"  # others may start in the same second
     lowest, highest = f"{given.lowest / given.highest!r}", f"{given.highest!r}"
     sweep = ["--schedule", "sweep", "--fallback-schedule", "", "--warmup-epochs", "0", "--log-every-steps", "1"]
     sweep += ["--learning-rate", highest, "--final-learning-rate-scale", lowest]

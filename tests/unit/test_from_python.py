@@ -7,6 +7,8 @@ import random
 import re
 import shutil
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -83,8 +85,14 @@ def digits(notebook) -> Path:
     return path if path.exists() else train("digits")
 
 
-def test_two_trainings_in_one_process_are_the_same(digits):
-    first, second = digits, train("again")
+def test_two_trainings_in_one_process_are_the_same(digits, capsys):
+    """The second in another thread, where Python has no signal handlers."""
+    with ThreadPoolExecutor() as pool:
+        first, second = digits, pool.submit(train, "again").result()
+    notes = [line for line in capsys.readouterr().out.splitlines() if "main thread" in line]
+    assert len(notes) == 1
+    assert "Ctrl-C and SIGTERM do not stop the run" in notes[0]
+    assert "--run-name again --resume auto" in notes[0]
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
     assert {"README.md", "report.html", "evaluation"} <= set(os.listdir(second))
     shutil.rmtree(second)
@@ -124,6 +132,21 @@ def test_evaluate_and_predict_by_the_documentations_lines(digits, capsys):
     assert lines[0].split()[1:] == lines[1].split()[1:]
     assert lines[2].startswith("photos/two.png [] [] ")
     assert len(lines[2]) > 30, "the reason"
+
+
+def test_threads_evaluate_one_after_the_other(digits, capsys):
+    """Each would take the other's process group and restore the other's settings."""
+    with ThreadPoolExecutor() as pool:
+        with preserved_process():
+            evaluations = [pool.submit(evaluate, digits, output=None) for _ in range(2)]
+            notes, deadline = "", time.monotonic() + 60
+            while notes.count("waiting for its end") < 2 and time.monotonic() < deadline:
+                notes += capsys.readouterr().err
+                time.sleep(0.05)
+            assert not any(one.done() for one in evaluations)
+        assert evaluations[0].result() == evaluations[1].result() == evaluate(digits, output=None)
+        predictions = [pool.submit(lambda: list(predict(digits, "photos"))) for _ in range(2)]
+        assert predictions[0].result() == predictions[1].result() == list(predict(digits, "photos"))
 
 
 @pytest.mark.parametrize("kind", [str, Path])

@@ -141,3 +141,20 @@ def test_the_folder_of_a_run_is_held_until_the_lock_is_closed(tmp_path: Path, ru
         hold()
     lock.close()
     hold()
+
+
+def test_runs_of_one_second_whose_names_nobody_chose_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda *_: "20261126-120000")
+    config = TrainConfig(model_type="timm:a/b", log_dir=str(tmp_path))
+    created = [create_run_folder(config, Origin()) for _ in range(3)]
+    name = "20261126-120000-timm-a-b-ddp"
+    assert [folder.name for folder, _ in created] == [name, f"{name}-2", f"{name}-3"]
+    for _, lock in created:
+        lock.close()
+    # A restart is told the name, and stays in its folder; a name that somebody chose is refused as before.
+    named = TrainConfig(log_dir=str(tmp_path), run_name=f"{name}-2")
+    again, lock = create_run_folder(named, Origin("launch", restarts=1))
+    assert again == created[1][0]
+    lock.close()
+    with pytest.raises(UserError, match="already contains a run"):
+        create_run_folder(named, Origin())

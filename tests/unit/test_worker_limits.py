@@ -1,4 +1,4 @@
-"""Little shared memory and few open files: the data workers fit, or one line says what to do."""
+"""Data workers: in little shared memory and few open files they fit or one line says what to do; no script in them."""
 
 from __future__ import annotations
 
@@ -42,6 +42,20 @@ def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one():
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))  # noqa: E731
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, preexec_fn=limit, capture_output=True, text=True)
     assert done.stdout == "128 128\n", done.stderr
+
+
+@pytest.mark.parametrize("start", [["script.py"], ["-m", "script"]])
+def test_a_script_without_a_main_guard_runs_in_no_worker(tmp_path, start):
+    (tmp_path / "script.py").write_text(
+        "from training.data import workers\n"
+        "print('script', flush=True)\n"
+        "workers._PRELOADED_MODULES.clear()\n"
+        "worker = workers.worker_context().Process(target=print, args=('worker',))\n"
+        "worker.start(); worker.join(); print(worker.exitcode)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(REPO_ROOT)}
+    done = subprocess.run([sys.executable, *start], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["script", "worker", "0"], done.stderr
 
 
 def test_too_many_open_files_is_one_line():

@@ -1,9 +1,10 @@
-"""Starts worker processes that neither hang at the start nor die of a signal that was meant for the trainer.
+"""Starts worker processes that neither hang at the start, nor run the caller's script, nor die of the ranks' signals.
 
 They are started with `forkserver`: a plain fork copies the locks of the threads that gloo, NCCL and CUDA run in the
 parent, and can hang for ever. The fork server imports torch once, so that each worker starts in a moment. Workers block
 SIGINT and SIGTERM: a launcher sends those to every process, and the trainer still needs its data to finish the step and
-save. They end when the process that started them dies.
+save. They end when the process that started them dies. They do not import the main module, as Python's own do: nothing
+of it is sent to them, and one without `if __name__ == "__main__"` would start its training in each of them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import shutil
 import signal
 import sys
 import threading
-from multiprocessing import forkserver, resource_tracker
-from multiprocessing.context import ForkServerContext
+import types
+from multiprocessing import forkserver, popen_forkserver, resource_tracker, spawn
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
 
 from training.errors import UserError
 
@@ -54,10 +57,33 @@ def fit_workers_into_memory(
     return room
 
 
+def _preparation_data(name: str) -> dict[str, Any]:
+    """Return what a worker is told of this process before it starts: all but its main module."""
+    told = spawn.get_preparation_data(name)
+    return {key: value for key, value in told.items() if not key.startswith("init_main")}
+
+
+class _Popen(popen_forkserver.Popen):
+    # Python's own method, which finds the function above in place of `spawn.get_preparation_data`: replacing that one
+    # would change the user's own processes.
+    _launch = types.FunctionType(
+        popen_forkserver.Popen._launch.__code__,  # type: ignore[attr-defined]  # not in typeshed
+        vars(popen_forkserver) | {"spawn": types.SimpleNamespace(get_preparation_data=_preparation_data)},
+    )
+
+
+class _Worker(ForkServerProcess):
+    _Popen = _Popen
+
+
+class _WorkerContext(ForkServerContext):
+    Process = _Worker
+
+
 def worker_context() -> ForkServerContext:
     """Return the multiprocessing context of all workers; its fork server starts now, in the background."""
     _raise_descriptor_limit()
-    context = multiprocessing.get_context("forkserver")
+    context = _WorkerContext()
     context.set_forkserver_preload(_PRELOADED_MODULES)
     resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM when it starts, so it must start first
     # the fork server and its workers inherit the mask and keep it for life

@@ -20,7 +20,7 @@ from training.observe.loggers.points import EpochPoint, RunPoint
 from training.observe.run_folder import shown_path
 from training.out_of_memory import advise
 from training.parallel.precision import note_slow_bf16
-from training.parallel.signals import OUT_OF_MEMORY
+from training.parallel.signals import OUT_OF_MEMORY, can_handle_signals
 from training.recipe.schedule import schedule_notes
 from training.state import Progress
 
@@ -152,6 +152,11 @@ def _warnings(context: RunContext) -> list[str]:
     warnings = note_slow_bf16(context.precision, context.world.device)
     if note := quota_note():
         warnings.append(f"{note}: the ranks of this machine share {usable_cores()}")
+    if not can_handle_signals():
+        warnings.append(
+            "this is not the main thread: Ctrl-C and SIGTERM do not stop the run; if the process ends, "
+            f"--run-name {context.folder.name} --resume auto goes on from the newest checkpoint"
+        )
     if config.gradient_accumulation_steps > 1 and any(
         isinstance(m, _BatchNorm) for m in context.state.engine.module.modules()
     ):

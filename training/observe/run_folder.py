@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -113,14 +115,17 @@ def create_run_folder(config: TrainConfig, origin: Origin) -> tuple[RunFolder, I
     Raises:
         UserError: if a folder cannot be written, or a run of that name exists and is not resumed, or is being trained.
     """
-    model = config.model_type.replace(":", "-").replace("/", "-")
-    folder = run_folder(config, f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.strategy}")
+    folder = run_folder(config)
 
     def refuse_another_run() -> None:
         if not origin.restarts:
             refuse_existing(config, folder)
 
     try:
+        if not config.run_name:
+            model = config.model_type.replace(":", "-").replace("/", "-")
+            name = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.strategy}"
+            folder = RunFolder(folder.log_dir, new_name(folder.log_dir, name))
         for path in (folder.path, folder.tensorboard, folder.checkpoints):
             path.mkdir(parents=True, exist_ok=True)
         refuse_another_run()
@@ -135,6 +140,18 @@ def create_run_folder(config: TrainConfig, origin: Origin) -> tuple[RunFolder, I
             "Give a folder that you may write to."
         ) from None
     return folder, lock
+
+
+def new_name(log_dir: Path, name: str) -> str:
+    """Create the folder of a run whose name nobody chose; return the name, ending in -2, -3, ... if others have it."""
+    runs = log_dir / "runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        one = name if number == 1 else f"{name}-{number}"
+        with contextlib.suppress(FileExistsError):
+            (runs / one).mkdir()
+            break
+    return one
 
 
 def shown_path(path: Path) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from training.data.randomness import preserved_generators
 from training.errors import UserError
-from training.parallel.signals import STOP_SIGNALS
+from training.parallel.signals import STOP_SIGNALS, can_handle_signals
 from training.parallel.world import stop_world
 
 FLAGS = (
@@ -22,6 +24,8 @@ FLAGS = (
     (torch.backends.cuda.matmul, "allow_tf32"),
     (torch.utils.deterministic, "fill_uninitialized_memory"),
 )
+# Process group, environment and settings are the process's: one training or evaluation after the other has them.
+_IN_USE = threading.RLock()
 
 
 @contextmanager
@@ -30,14 +34,23 @@ def preserved_process() -> Iterator[None]:
 
     Restored are signal handlers, the environment, the CPU's random generators and PyTorch's global settings; the
     process group is destroyed. The process of a launched rank belongs to the run: a signal that comes after its end
-    must still find the run's handlers.
+    must still find the run's handlers. If another thread trains or evaluates, this one waits for its end.
 
     Raises:
         UserError: if the process has a process group already.
     """
-    if "RANK" in os.environ:
-        yield
-        return
+    if not _IN_USE.acquire(blocking=False):
+        print("note: another thread of this process trains or evaluates: waiting for its end", file=sys.stderr)
+        _IN_USE.acquire()
+    try:
+        with contextlib.nullcontext() if "RANK" in os.environ else _restored_process():
+            yield
+    finally:
+        _IN_USE.release()
+
+
+@contextmanager
+def _restored_process() -> Iterator[None]:
     if dist.is_initialized():
         raise UserError("this process has a process group: call torch.distributed.destroy_process_group() first.")
     environment = dict(os.environ)
@@ -47,9 +60,10 @@ def preserved_process() -> Iterator[None]:
             yield
     finally:
         stop_world()
-        for number, handler in handlers.items():
-            with contextlib.suppress(ValueError, TypeError):  # not in the main thread, or no handler of Python's
-                signal.signal(number, handler)
+        if can_handle_signals():
+            for number, handler in handlers.items():
+                with contextlib.suppress(TypeError):  # no handler of Python's
+                    signal.signal(number, handler)
         os.environ.clear()
         os.environ.update(environment)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from types import FrameType
 from typing import NamedTuple
 
@@ -38,9 +39,10 @@ class StopRequest:
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def install(self) -> None:
-        """Handle the stop signals in this process."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._remember)
+        """Handle the stop signals in this process, if it can be done from this thread."""
+        if can_handle_signals():
+            for number in STOP_SIGNALS:
+                signal.signal(number, self._remember)
 
     def poll(self, world: World, *, failure: int = 0, save_due: bool = False) -> StopDecision:
         """Return what any rank had received or requested by the previous poll, the same on all ranks; a collective.
@@ -81,6 +83,11 @@ class StopRequest:
 
     def _remember(self, signal_number: int, _frame: FrameType | None) -> None:
         self._signal_number = self._signal_number or signal_number
+
+
+def can_handle_signals() -> bool:
+    """Whether this is the process's main thread, the only one in which Python sets signal handlers."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def exit_code_of(signal_number: int) -> int:
