@@ -166,6 +166,11 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
         raise UserError(
             f"{len(names)} arguments are needed ({' '.join(names)}), {len(arguments)} given. --help shows examples."
         )
+    if flag := next((word for word in arguments[: len(names)] if re.match("--?[a-zA-Z]", word)), ""):
+        raise UserError(
+            f"{shown(flag)} stands among the first {len(names)} arguments, which are words: {' '.join(names)}. "
+            "Flags come after them. --help shows examples."
+        )
     positional = dict(zip(names, arguments, strict=False))
     for name in LARGEST.keys() & positional.keys():
         if (name, positional[name]) != ("batch_size", "auto"):

@@ -70,7 +70,9 @@ def check_model_name(name: str) -> None:
         UserError: for any other name, with the nearest one.
     """
     if name not in MODELS and not (name.startswith(TIMM_PREFIX) and len(name) > len(TIMM_PREFIX)):
-        raise unknown_name("model", name, [*MODELS, "timm:<name>"])
+        from models.timm_models import name_in_timm  # a mistake may wait for timm
+
+        raise unknown_name("model", name, [*MODELS, f"{TIMM_PREFIX}<name>"], name_in_timm(name, MODELS))
 
 
 def model_spec(name: str) -> ModelSpec:

@@ -11,6 +11,8 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any
 
+from models.names_elsewhere import ours
+
 JOINERS = "\u200c\u200d"  # of letters in Persian and Indic scripts, and of emoji; terminals do not interpret them
 
 
@@ -47,13 +49,30 @@ class UserError(Exception):
         super().__init__(printable(message))
 
 
-def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Return the closest allowed name as ' Did you mean ...?', or '' if none is close."""
-    matches = difflib.get_close_matches(given.lower(), {a.lower(): a for a in allowed}, n=1, cutoff=0.5)
-    return f" Did you mean '{matches[0]}'?" if matches else ""
+def nearest(given: str, allowed: Iterable[str], likeness: float = 0.65) -> str:
+    """Return ' Did you mean ...?' with the names that begin with what was given, or else the one most like it.
+
+    Args:
+        given: the unknown name.
+        allowed: the known ones.
+        likeness: least share of common letters; '' is returned if no name has it.
+    """
+    names = {name.lower().lstrip("-"): name for name in allowed}
+    word = given.lower().lstrip("-")
+    near = [word] if word in names else [name for name in names if len(word) > 2 and name.startswith(word)][:3]
+    near = near or difflib.get_close_matches(word, names, n=1, cutoff=likeness)
+    return f" Did you mean {' or '.join(repr(names[name]) for name in near)}?" if near else ""
 
 
-def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> UserError:
-    """Build the error for a name that is in no table: what was given, the nearest name, all that are allowed."""
+def unknown_name(kind: str, given: str, allowed: Iterable[str], hint: str = "") -> UserError:
+    """Build the error for a name that is in no table: what was given, what others mean by it, all that are allowed.
+
+    Args:
+        kind: of name.
+        given: the unknown one.
+        allowed: the known ones.
+        hint: a sentence that says more than the tables of names; '' for none.
+    """
     names = list(allowed)
-    return UserError(f"unknown {kind} '{one_line(given, 100)}'.{nearest(given, names)} Allowed: {', '.join(names)}.")
+    hint = ours(given, names, kind) or hint or nearest(given, names)
+    return UserError(f"unknown {kind} '{one_line(given, 100)}'.{hint} Allowed: {', '.join(names)}.")

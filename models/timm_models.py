@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,12 +30,30 @@ def check_timm_name(name: str) -> None:
     """
     if not timm.is_model(name):
         # No list of all that is allowed: timm has more than a thousand names.
-        hint = nearest(name, timm.list_models())
+        hint = name_in_timm(name)
         raise UserError(f"unknown model 'timm:{name}': timm {timm.__version__} has no such name.{hint}")
     architecture, _, tag = name.partition(".")
     tagged = timm.list_pretrained(f"{architecture}.*")
     if tag and name not in tagged:
         raise UserError(f"unknown weights tag '{tag}' in 'timm:{name}'. Allowed: {', '.join([architecture, *tagged])}.")
+
+
+def name_in_timm(name: str, others: Iterable[str] = ()) -> str:
+    """Return ' Did you mean ...?' with timm's name for a network, however it is written; '' if none is near.
+
+    Args:
+        name: such as resnet50, ResNet-50, microsoft/resnet-50 or hf-hub:timm/resnet50.a1_in1k.
+        others: names that are no networks of timm's, which a mistyped name may be as well.
+    """
+    given, dot, tag = name.rpartition("/")[2].rpartition(":")[2].partition(".")
+    letters = str.maketrans("", "", "-_ ")
+    known = {name.translate(letters): name for name in timm.list_models()}
+    found = known.get(given.lower().translate(letters), "")
+    if not found:
+        near = difflib.get_close_matches(given.lower(), known.values(), n=1, cutoff=0.75)
+        return nearest(name, others) or (f" Did you mean 'timm:{near[0]}'?" if near else "")
+    tagged = f"{found}{dot}{tag}"
+    return f" Did you mean 'timm:{tagged if tagged in timm.list_pretrained(f'{found}.*') else found}'?"
 
 
 def check_dropout(name: str, rate: float) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from models.names_elsewhere import ours, plain
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.config_check import check_config
 from training.config_values import allowed_names, allowed_values, field_types, number_type, read_value
@@ -29,7 +30,6 @@ from training.errors import (
     shown,
 )
 from training.observe.lasting_output import ReaderGone, report_failed_output
-from training.timm_names import timm_hint
 
 Parsed = TypeVar("Parsed")
 
@@ -103,11 +103,16 @@ class OneLineParser(argparse.ArgumentParser):
         """
         given, unknown = self.parse_known(words)
         if unknown:
-            word = unknown[0].partition("=")[0]
+            word, equals, _ = unknown[0].partition("=")
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            hint = timm_hint(word, flags) or (nearest(word, flags) if word.startswith("--") and word != "--" else "")
+            is_flag = word.startswith("-") or bool(equals)  # Ultralytics writes imgsz=224
+            hint = ours(word, [*flags, *self._words()]) or nearest(plain(word), flags) if is_flag else ""
             self.error(f"unknown argument {shown(word)}.{hint}")
         return given
+
+    def _words(self) -> list[str]:
+        """Return the names of the arguments that are no flags."""
+        return [str(action.metavar or action.dest) for action in self._get_positional_actions()]
 
     def parse_known(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return what this parser knows, and the other words; the errors are those of `parse`."""
@@ -194,6 +199,8 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, bool]:
     """
     given = vars(training_parser().parse(argv))
     flags = {name: value for name, value in given.items() if name in FIELDS}
+    if given["deepspeed"]:
+        flags.setdefault("deepspeed_config", given["deepspeed"])
     values: dict[str, Any] = {}
     preset: dict[str, Any] = {}
     label_of = FLAG_OF
@@ -241,6 +248,17 @@ def training_parser() -> OneLineParser:
     parser.add_argument("--config", metavar="FILE", help="YAML file of the values below; flags win over it.")
     parser.add_argument("--check-config", action="store_true", help="Check the configuration and stop.")
     parser.add_local_rank()
+    parser.add_value(
+        "--deepspeed",
+        str,
+        "text",
+        nargs="?",
+        const="",
+        default="",
+        metavar="FILE",
+        help="As --deepspeed-config FILE, for scripts that were written for DeepSpeed; alone, it changes nothing.",
+    )
+    parser.add_value("--deepspeed_config", str, "text", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for name, field in FIELDS.items():
         kind, names, help_text = field_types()[name], allowed_names(field), field.metadata["help"]
         options: dict[str, Any] = {"metavar": "TEXT" if kind is str else f"{{{','.join(names)}}}"}
@@ -264,5 +282,6 @@ def training_parser() -> OneLineParser:
 
 def wrong_value(label: str, value: object, allowed: str, names: Sequence[str]) -> UserError:
     """Build the error for a value that a flag or a key of a file does not take."""
-    hint = nearest(value, names) if isinstance(value, str) else ""
+    kind = plain(label.rpartition(" ")[2])
+    hint = ours(str(value), names, kind) or (nearest(value, names) if isinstance(value, str) else "")
     return UserError(f"{label} {shown(value)}: expected {allowed}.{hint}")

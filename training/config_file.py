@@ -10,13 +10,13 @@ from typing import Any
 import yaml
 from yaml.composer import ComposerError
 
+from models.names_elsewhere import ours, plain
 from training.command_line import wrong_value
 from training.config import FIELDS, FLAG_OF
 from training.config_values import allowed_names, allowed_values, is_allowed, read_value
 from training.errors import UserError, nearest, one_line, unknown_name
 from training.model_fields import PRESET_FOLDER, PRESETS
 from training.small_files import read_small_text
-from training.timm_names import timm_hint
 
 LARGEST_FILE = 64 * 2**10  # bytes of a configuration file; one with every flag has 3,000
 PLAIN_LINES = "expected lines such as 'batch-size: 16', each with one value"
@@ -67,8 +67,7 @@ def read_values(content: dict[Any, Any], where: str) -> dict[str, Any]:
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in FIELDS:
-            timms = timm_hint(f"--{key}".replace("_", "-"), FLAG_OF.values())
-            hint = timms or nearest(str(key), [flag[2:] for flag in FLAG_OF.values()])
+            hint = ours(str(key), FLAG_OF.values()) or nearest(plain(str(key)), [flag[2:] for flag in FLAG_OF.values()])
             raise UserError(f"{where}: unknown key '{one_line(key, 60)}'.{hint} `--help` lists all.")
         if name in values:
             raise UserError(f"{where}: key '{key}' is given twice.")

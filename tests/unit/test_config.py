@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from training.config_file import read_config_file
 from training.config_values import field_types
 from training.errors import UserError
 from training.model_fields import PRESETS
-from training.timm_names import HERE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,20 +53,6 @@ def test_the_guides_flags_keep_their_names():
     config, only_check = parse_args(words)
     assert (config.model_type, config.strategy, config.gradient_accumulation_steps) == ("vgg", "fsdp_stage3", 2)
     assert only_check is False
-
-
-def test_timms_flags_and_keys_are_answered_with_ours(tmp_path):
-    own, file = set(FLAG_OF.values()), tmp_path / "args.yaml"
-    for timms, here in HERE.items():
-        assert timms not in own
-        assert {word for word in here.split() if word.startswith("--")} <= own
-        answer = re.escape(f"timm's {timms} is {here} here.")
-        file.write_text(f"{timms.lstrip('-').replace('-', '_')}: 1\n")
-        with pytest.raises(UserError, match=rf"unknown argument '{timms}'\. {answer}"):
-            parse_args([timms, "1"])
-        if timms.startswith("--"):
-            with pytest.raises(UserError, match=rf"unknown key '.*'\. {answer}"):
-                parse_args(["--config", str(file)])
 
 
 @pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.metadata["low"] is not None])

@@ -6,12 +6,14 @@ import ast
 import contextlib
 import dataclasses
 import importlib
+import importlib.metadata
 import io
 import json
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -56,7 +58,7 @@ VERBS = ("evaluate", "predict", "report", "export", "plan")
 # With how many words they take.
 LAUNCHER_FLAGS = {"--master_port": 2} | {flag: 1 if field.default is False else 2 for flag, field in SETTINGS.items()}
 FLAGS_LEFT_OUT = {"--config": 2, **LAUNCHER_FLAGS}  # not judged: the first names a file of the reader's
-ENTRY_FLAGS = {*FLAG_OF.values(), "--config", "--check-config", "--help"}
+ENTRY_FLAGS = {*FLAG_OF.values(), "--config", "--check-config", "--deepspeed", "--help"}
 
 
 @cache
@@ -306,6 +308,13 @@ def test_logged_fields_are_documented() -> None:
     assert named_in(DOCS / "runs.md") >= set(SPANS)
     assert tags
     assert named_in(DOCS / "runs.md") >= tags
+
+
+def test_the_licence_is_the_text_that_readme_and_pyproject_name() -> None:
+    of_deepspeed = [path for path in importlib.metadata.files("deepspeed") or () if path.name == "LICENSE"]
+    assert (ROOT / "LICENSE").read_text() == of_deepspeed[0].read_text(), "Apache-2.0, to the letter"
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license"] == "Apache-2.0"
+    assert "[Apache License 2.0](LICENSE)" in (ROOT / "README.md").read_text()
 
 
 def test_pictures_are_small() -> None:

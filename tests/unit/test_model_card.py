@@ -80,6 +80,7 @@ def test_the_hubs_library_reads_the_front_matter(run: Path):
     data = card.data.to_dict()
     assert data["pipeline_tag"] == "image-classification"
     assert (data["library_name"], data["license"], data["license_name"]) == ("timm", "other", "to-be-filled-in")
+    assert "zerovision, which trained it, is under the Apache License 2.0" in card.text, "its own, not the weights'"
     results = {
         one.metric_name: (one.metric_value, one.dataset_name, one.dataset_split) for one in card.data.eval_results
     }

@@ -78,7 +78,7 @@ def test_unknown_name_gets_the_nearest(given, hint):
 
 def test_unknown_timm_name_gets_the_nearest_of_timm():
     check_model_name("timm:resnet81")
-    with pytest.raises(UserError, match=r"no such name. Did you mean 'resnet"):
+    with pytest.raises(UserError, match=r"no such name. Did you mean 'timm:resnet"):
         build("timm:resnet81")
     with pytest.raises(UserError, match=r"unknown weights tag .* Allowed: .*resnet18.a1_in1k"):
         build("timm:resnet18.nosuchtag")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from models.names_elsewhere import ours
 from training.data import DATASETS, DataOptions
 from training.data.datasets import NAMES_IN_MESSAGE, DatasetPair, first_names, make_file_datasets
 from training.data.reading.images import IMAGE_EXTENSIONS
@@ -106,7 +107,8 @@ def _resolve_root(data: str) -> Path:
     if not data or not os.path.isdir(root):
         usages = [entry.usage for entry in DATASETS.values()]
         problem = "is not a folder" if os.path.isfile(root) else "is not a data set, and no folder of that name exists"
-        raise UserError(f"{data!r} {problem}.{nearest(data, usages)} Allowed: {', '.join(usages)}.")
+        hint = ours(data, usages, "data set") or nearest(data, usages)
+        raise UserError(f"{data!r} {problem}.{hint} Allowed: {', '.join(usages)}.")
     return root.resolve()
 
 
