@@ -27,7 +27,7 @@ from training.data.loader import EvaluationLoader, automatic_workers
 from training.data.sampler import EvaluationPlan
 from training.errors import UserError, printable
 from training.observe.evaluation import check_replaceable, describe_scores, read_scores
-from training.observe.run_folder import EVALUATION
+from training.observe.run_folder import EVALUATION, remove_leftovers_of_run
 from training.observe.scores import SampleRecorder, Scores, sample_losses
 from training.parallel.collectives import agreed
 from training.parallel.precision import resolve_precision, under_autocast
@@ -93,6 +93,8 @@ def evaluate(
             folder = agreed(lambda: _output_folder(output, found, config, evaluated), world)
             if folder is not None:
                 agreed(lambda: check_replaceable(folder), world)
+            if found.run is not None and world.is_main:
+                remove_leftovers_of_run(found.run)
             network = under_autocast(module.to(world.device), used_precision, world.device)
             num_classes = len(metadata["class_names"])
             result = score(network, evaluated, world, num_classes, batch_size, views, verbose=verbose)

@@ -31,6 +31,7 @@ from delivery.trained_model import TrainedModel, find_model, slug
 from training.checkpoint.weights import load_model
 from training.errors import printable
 from training.observe.control_groups import limit_threads
+from training.observe.run_folder import EXPORT, remove_leftovers_of_run
 
 LATENCY_BATCHES = (1, 16)
 
@@ -71,7 +72,9 @@ def export_model(settings: ExportSettings, log: Callable[[str], None]) -> Export
     limit_threads()
     model = find_model(settings.model)
     job = _prepare(settings, model, log)
-    default = model.run / "export" if model.run else model.weights.parent
+    if model.run:
+        remove_leftovers_of_run(model.run)
+    default = model.run / EXPORT if model.run else model.weights.parent
     output = Path(os.path.expanduser(settings.output)) if settings.output else default
     check_output(output, job.metadata)
     writer = importlib.import_module(chosen.module)

@@ -229,8 +229,9 @@ def test_all_is_on_the_disk_before_its_name_and_that_before_the_pointer(tmp_path
     monkeypatch.setattr(os, "replace", lambda a, b: (log.append(("name", str(b))), replace(a, b))[1])
     path = write_checkpoint(tmp_path, NEW, ranks=2, is_best=True)
     temporary = temporary_folder(tmp_path, path.name)
-    files = [temporary / name for name in (shard_name(0), shard_name(1), MANIFEST_FILE)]
-    expected = [("sync", file) for file in (*files, temporary)] + [("name", path), ("sync", tmp_path)]
+    shards = [temporary / shard_name(rank) for rank in range(2)]
+    expected = [step for shard in shards for step in (("sync", unfinished(shard, "tmp") / shard.name), ("name", shard))]
+    expected += [("sync", temporary / MANIFEST_FILE), ("sync", temporary), ("name", path), ("sync", tmp_path)]
     for pointer in ("last", "best"):
         expected += [("sync", unfinished(tmp_path / pointer, "tmp")), ("name", tmp_path / pointer), ("sync", tmp_path)]
     assert log == [(action, str(file)) for action, file in expected]

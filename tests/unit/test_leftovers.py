@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from launch.process_tree import MARK
 from launch.temporary_folder import LONGEST_PATH, make_temporary_folder, private_variables, remove_abandoned
@@ -17,22 +21,31 @@ from training.checkpoint.atomic_write import (
     SECONDS_OF_OTHERS,
     remove_leftovers,
     replacing,
+    sync_to_disk,
     unfinished,
 )
+from training.checkpoint.manifest import shard_name
+from training.checkpoint.shards import Snapshot, write_frozen, write_shard
+from training.checkpoint.weights import save_weights
+from training.config import TrainConfig
+from training.observe.run_folder import create_run_folder, remove_leftovers_of_run
+from training.observe.run_lock import Origin
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PREPARE = """
 import os, signal, sys
 from pathlib import Path
 from delivery.export.output_folder import unfinished_files
-from training.checkpoint.atomic_write import replacing_folder, replacing
+from training.checkpoint.atomic_write import replacing_by_library, replacing_folder, replacing
 folder = Path(sys.argv[1])
 with (
-    replacing(folder / "model.safetensors") as weights,
+    replacing(folder / "card.md") as card,
+    replacing_by_library(folder / "model.safetensors") as weights,
     replacing_folder(folder / "evaluation") as new,
     unfinished_files(folder),
 ):
-    weights.touch()
+    card.touch()
+    weights.with_name(".tmpAbC123").touch()  # safetensors' own unfinished file
     if len(sys.argv) > 2:  # killed between the two renames that replace a folder
         os.replace(folder / "evaluation", str(new)[:-3] + "old")
     print("ready", flush=True)
@@ -65,7 +78,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_stay
     folder = tmp_path / "run"
     process = busy(folder, *words)
     before = sorted(path.name for path in folder.iterdir())
-    assert len(before) == 4
+    assert len(before) == 5
     remove_leftovers(folder)
     assert sorted(path.name for path in folder.iterdir()) == before
     process.kill()
@@ -73,6 +86,85 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_stay
     remove_leftovers(folder)
     assert [path.name for path in folder.iterdir()] == ["evaluation"]
     assert (folder / "evaluation" / "scores.json").exists()
+
+
+def a_library(tensors, path: Path, metadata) -> None:
+    """Write as the safetensors of a later day might."""
+    (path.parent / ".part.7").touch(0o600)
+    path.with_suffix(".safetensors.lock").touch(0o600)
+    path.write_bytes(b"whole")
+    path.chmod(0o600)
+
+
+WRITERS = {
+    "training.checkpoint.weights": lambda path: save_weights(
+        path, {"a": torch.zeros(2)}, description={}, class_names=[], preprocessing={}
+    ),
+    "training.checkpoint.shards": lambda path: write_shard(path, Snapshot()),
+    "training.checkpoint.shards, frozen": lambda path: write_frozen(path, {"a": torch.zeros(2)}),
+}
+
+
+@pytest.mark.parametrize("library", [a_library, save_file], ids=["any", "safetensors"])
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("umask", [0o002, 0o027, 0o077])
+def test_whatever_the_library_does_files_follow_the_umask_and_nothing_lies_beside_them(
+    tmp_path: Path, monkeypatch, umask, writer, library
+):
+    monkeypatch.setattr(f"{writer.partition(',')[0]}.save_file", library)
+    path = tmp_path / "file.safetensors"
+    before = os.umask(umask)
+    try:
+        WRITERS[writer](path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_only_these_modules_let_safetensors_write():
+    known = {name.partition(",")[0].replace(".", "/") + ".py" for name in WRITERS}
+    rooms = ("models", "training", "planning", "delivery", "launch", "scripts")
+    paths = [path for room in rooms for path in (REPO_ROOT / room).rglob("*.py")]
+    found = {str(path.relative_to(REPO_ROOT)) for path in paths if re.search(r"import .*save_file", path.read_text())}
+    assert found == known
+
+
+def test_the_next_start_of_a_run_removes_what_a_dead_library_left_however_fresh(tmp_path: Path):
+    run = tmp_path / "runs" / "digits"
+    folders = [run, run / "export", run / "checkpoints", run / "checkpoints" / "step-00001-0000000"]
+    left, written = ([folder / name for folder in folders] for name in (".tmpXyZ789", ".tmpAbC123"))
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half")
+    other = run / "checkpoints" / ".step-00002-0000000.tmp"
+    other.mkdir()
+    (other / shard_name(0)).touch()
+    open_ones = [path.open("wb") for path in written]
+    remove_leftovers(run)
+    assert all(path.exists() for path in (*left, *written)), "in a folder that may be anybody's they stay"
+    remove_leftovers_of_run(run)
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in written), "a living process writes them"
+    for file in open_ones:
+        file.close()
+    create_run_folder(TrainConfig(run_name="digits", log_dir=str(tmp_path)), Origin())[1].close()
+    assert not any(path.exists() for path in (*written, other))
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])
+def test_a_file_system_that_syncs_no_folders_is_good_enough(tmp_path: Path, monkeypatch, number):
+    def refuse(_descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    if number == errno.EIO:  # that is lost data
+        with pytest.raises(OSError, match="Input/output"):
+            sync_to_disk(tmp_path)
+    else:
+        with replacing(tmp_path / "last", durable=True) as temporary:
+            temporary.write_text("step")
+        assert (tmp_path / "last").read_text() == "step"
 
 
 def test_a_number_given_to_another_process_since_then_is_no_sign_of_life(tmp_path: Path):

@@ -132,6 +132,26 @@ def test_a_file_system_without_locks_costs_a_note(run: Path, monkeypatch, capfd)
     assert "no locks there (No locks available)" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("owner", "name", "number"), [(Path, "rename", errno.ENOSYS), (os, "replace", errno.EPERM)])
+def test_a_file_system_without_renames_is_refused_before_training(
+    tmp_path: Path, run: Path, monkeypatch, owner, name, number
+):
+    """As of a bucket that is mounted: gcsfuse renames no folder with files in it, Mountpoint for S3 nothing."""
+
+    def refuse(old, new):
+        raise OSError(number, os.strerror(number), str(old), None, str(new))
+
+    monkeypatch.setattr(owner, name, refuse)
+    config = TrainConfig(run_name="digits", log_dir=str(tmp_path))
+    with pytest.raises(
+        UserError, match=rf"^--log-dir {tmp_path}: nothing can be renamed there \({os.strerror(number)}\)"
+    ):
+        create_run_folder(config, Origin())
+    monkeypatch.undo()
+    assert not list((run / "checkpoints").iterdir())
+    create_run_folder(config, Origin())[1].close()
+
+
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_the_folder_of_a_run_is_held_until_the_lock_is_closed(tmp_path: Path, run: Path, hold: Hold, resume: str):
     config = TrainConfig(run_name="digits", log_dir=str(tmp_path), resume=resume)

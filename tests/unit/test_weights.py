@@ -101,12 +101,6 @@ def test_the_file_can_start_another_training(tmp_path):
     assert all(torch.equal(t, built.module.state_dict()[name]) for name, t in again.module.state_dict().items())
 
 
-def test_others_may_read_the_file_as_any_other(tmp_path):
-    tmp_path.chmod(0o750)
-    save(tmp_path / "model.safetensors", "basic_cnn")
-    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
-
-
 def test_views_into_one_flat_buffer_and_strided_tensors_are_saved_as_they_read(tmp_path):
     flat = torch.arange(24, dtype=torch.float32)
     state = {"a": flat[:6].view(2, 3), "b": flat[6:12], "t": flat.view(4, 6).t(), "n": torch.tensor(3)}

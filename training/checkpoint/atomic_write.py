@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -17,14 +18,20 @@ from typing import Any
 
 # name, owner, kind: .model.safetensors.node01+4026531836+4711+99887766.tmp
 _UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<owner>(?P<host>[^+]+\+\d+)\+(?P<pid>\d+)\+\d+)\.(?P<kind>new|old|tmp)")
+# What safetensors 0.8 writes beside the file that it was asked for, and renames; versions before this one left them.
+_OF_SAFETENSORS = re.compile(r"\.tmp[A-Za-z0-9]{6}")
 SECONDS_OF_OTHERS = 86400.0  # another machine's files count as left behind after so long without a change
+NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # that of folders on CIFS, and of some FUSE servers
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of entries, is on the disk."""
+    """Wait until a file's content, or a folder's list of entries, is on the disk; where a file system offers that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
     finally:
         os.close(descriptor)
 
@@ -79,6 +86,27 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(left, ignore_errors=True)
 
 
+@contextmanager
+def replacing_by_library(path: Path) -> Iterator[Path]:
+    """Yield a name for a library to write to; the file replaces `path`, durably, if the block ends without error.
+
+    The name is in a folder of its own: whatever the library leaves there when it is killed is removed with the folder,
+    see `remove_leftovers`. Whatever rights it gives the file, it gets those of any other new file (umask, ACLs).
+    """
+    folder = unfinished(path, "tmp")
+    folder.mkdir(exist_ok=True)
+    try:
+        made, plain = folder / path.name, folder / "plain"
+        yield made
+        plain.touch()
+        if made.stat().st_mode != plain.stat().st_mode:
+            made.chmod(plain.stat().st_mode & 0o777)
+        sync_to_disk(made)
+        os.replace(made, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write an indented JSON file."""
     path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
@@ -89,7 +117,24 @@ def unfinished(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name[:100]}.{_host()}+{os.getpid()}+{process_start_ticks('self')}.{kind}")
 
 
-def remove_leftovers(folder: Path, ours: Collection[str] = ()) -> None:
+def check_renames(folder: Path) -> None:
+    """Rename a folder with a file in it, and a file over another, as every save does; leave nothing.
+
+    Raises:
+        OSError: if the file system cannot do that, as object stores that are mounted as folders.
+    """
+    place = unfinished(folder / "renames", "tmp")
+    try:
+        (place / "new").mkdir(parents=True)
+        for name in ("file", "other"):
+            (place / "new" / name).write_text(name)
+        (place / "new").rename(place / "old")
+        os.replace(place / "old" / "file", place / "old" / "other")
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path, ours: Collection[str] = (), *, of_library: bool = False) -> None:
     """Remove the unfinished files and folders of dead processes from a folder.
 
     Whether a process lives is visible only from its own machine and container. A folder that was renamed to be
@@ -98,9 +143,13 @@ def remove_leftovers(folder: Path, ours: Collection[str] = ()) -> None:
     Args:
         folder: the folder.
         ours: names of files that no other process writes at this time.
+        of_library: whether to remove safetensors' own unfinished files, too. Their names do not say that they are, so
+            only from folders in which nothing else writes.
     """
     with contextlib.suppress(OSError):  # nothing depends on what cannot be listed or removed
         for path in list(folder.iterdir()):
+            if of_library and _OF_SAFETENSORS.fullmatch(path.name) and path.is_file() and not _is_being_written(path):
+                path.unlink(missing_ok=True)
             found = _UNFINISHED.fullmatch(path.name)
             if not found or (found["name"] not in ours and _may_live(path, found)):
                 continue
@@ -115,7 +164,23 @@ def remove_leftovers(folder: Path, ours: Collection[str] = ()) -> None:
 def _may_live(path: Path, found: re.Match[str]) -> bool:
     if found["host"] == _host():
         return found["owner"] == f"{_host()}+{found['pid']}+{process_start_ticks(found['pid'])}"
+    return _is_recent(path)
+
+
+def _is_recent(path: Path) -> bool:
     return time.time() - path.lstat().st_mtime < SECONDS_OF_OTHERS
+
+
+def _is_being_written(path: Path) -> bool:
+    """Return whether a process has the file open, as safetensors has to the end, or another user's may have it."""
+    facts = path.stat()
+    if os.geteuid() not in (0, facts.st_uid) and _is_recent(path):
+        return True
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # closed by now, or of another user
+            if os.path.samestat(descriptor.stat(), facts):
+                return True
+    return False
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from models.weights_metadata import METADATA_KEY
-from training.checkpoint.atomic_write import sync_to_disk
+from training.checkpoint.atomic_write import replacing_by_library
 from training.checkpoint.format_1 import FlatPlace, is_format_1, shards_of_format_1
 from training.checkpoint.manifest import (
     DamagedCheckpoint,
@@ -96,9 +96,7 @@ def write_shard(path: Path, snapshot: Snapshot) -> ShardFacts:
         OSError, SafetensorError: if that fails, as on a full disk.
     """
     snapshot.wait()
-    save_file(snapshot.tensors, path, metadata={METADATA_KEY: json.dumps(snapshot.layout)})
-    sync_to_disk(path)
-    return ShardFacts(path.stat().st_size, _sha256(path))
+    return _write(path, snapshot.tensors, snapshot.layout)
 
 
 def write_frozen(path: Path, parameters: Mapping[str, torch.Tensor]) -> ShardFacts:
@@ -112,8 +110,12 @@ def write_frozen(path: Path, parameters: Mapping[str, torch.Tensor]) -> ShardFac
         for number, parameter in enumerate(parameters.values())
     }
     layout = {"moments": [], "shards": [[name, [0] * tensor.ndim] for name, tensor in parameters.items()]}
-    save_file(tensors, path, metadata={METADATA_KEY: json.dumps(layout)})
-    sync_to_disk(path)
+    return _write(path, tensors, layout)
+
+
+def _write(path: Path, tensors: dict[str, torch.Tensor], layout: dict[str, Any]) -> ShardFacts:
+    with replacing_by_library(path) as temporary:
+        save_file(tensors, temporary, metadata={METADATA_KEY: json.dumps(layout)})
     return ShardFacts(path.stat().st_size, _sha256(path))
 
 

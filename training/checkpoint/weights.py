@@ -24,7 +24,7 @@ from models.build import channels_of, rebuild_model, tensor_mismatch
 from models.dry_run import forward_failure
 from models.weights_file import check_finite
 from models.weights_metadata import METADATA_KEY, METADATA_KEYS, WrongMetadata, open_weights, read_facts
-from training.checkpoint.atomic_write import replacing
+from training.checkpoint.atomic_write import replacing_by_library, sync_to_disk
 from training.data.augment import evaluation_transform
 from training.data.randomness import preserved_generators
 from training.data.reading.images import to_channels
@@ -60,9 +60,9 @@ def save_weights(
         for name, tensor in state_dict.items()
     }
     path = Path(path)
-    with replacing(path, durable=True) as temporary:
+    with replacing_by_library(path) as temporary:
         save_file(tensors, temporary, metadata=metadata)
-        temporary.chmod(path.parent.stat().st_mode & 0o666)  # safetensors writes for the owner alone
+    sync_to_disk(path.parent)
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import IO
 
-from training.checkpoint.atomic_write import remove_leftovers
+from training.checkpoint.atomic_write import check_renames, remove_leftovers
 from training.config import REPO_ROOT, TrainConfig
 from training.errors import UserError, one_line, shown
 from training.observe.run_lock import LOCK, Origin, lock_run
@@ -24,6 +26,8 @@ BATCH_SIZE = "batch_size.json"  # of a search for one
 PREDICTION = "prediction.json"  # written by planning.prediction
 WEIGHTS = "model.safetensors"
 EVALUATION = "evaluation"
+EXPORT = "export"
+CHECKPOINTS = "checkpoints"
 REPORT = "report.html"
 CARD = "README.md"
 # In its folder of checkpoints.
@@ -68,7 +72,7 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         """What resume reads."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def has_checkpoint(self) -> bool:
@@ -131,7 +135,10 @@ def create_run_folder(config: TrainConfig, origin: Origin) -> tuple[RunFolder, I
         refuse_another_run()
         lock = lock_run(folder.path / LOCK, origin)
         refuse_another_run()  # one that was being trained until now
-        remove_leftovers(folder.path, ours=(WEIGHTS,))
+        remove_leftovers_of_run(folder.path, ours=(WEIGHTS, LAST))
+        for left in folder.checkpoints.glob(".step-*.tmp"):  # a checkpoint that no living training writes
+            shutil.rmtree(left, ignore_errors=True)
+        _check_renames(folder)
         with folder.text_log.open("a", encoding="utf-8"), folder.metrics.open("a", encoding="utf-8"):
             pass
     except OSError as error:
@@ -152,6 +159,25 @@ def new_name(log_dir: Path, name: str) -> str:
             (runs / one).mkdir()
             break
     return one
+
+
+def _check_renames(folder: RunFolder) -> None:
+    try:
+        check_renames(folder.checkpoints)
+    except OSError as error:
+        if error.filename2 is None:  # it was no renaming: no room, or no rights
+            raise
+        raise UserError(
+            f"--log-dir {folder.log_dir}: nothing can be renamed there ({error.strerror}), and every checkpoint is. "
+            "Give a folder on a disk or a file server, and copy the run when it is done."
+        ) from None
+
+
+def remove_leftovers_of_run(run: Path, ours: Collection[str] = ()) -> None:
+    """Remove what dead processes left unfinished in a run's own folders, see `remove_leftovers`."""
+    checkpoints = run / CHECKPOINTS
+    for folder in (run, run / EXPORT, checkpoints, *checkpoints.glob("step-*")):
+        remove_leftovers(folder, ours, of_library=True)
 
 
 def shown_path(path: Path) -> str:
