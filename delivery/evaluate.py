@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import nn
@@ -26,6 +25,7 @@ from training.data.bad_images import bad_image_lines, check_bad_images
 from training.data.loader import EvaluationLoader, automatic_workers
 from training.data.sampler import EvaluationPlan
 from training.errors import UserError, printable
+from training.observe.console import open_console
 from training.observe.evaluation import check_replaceable, describe_scores, read_scores
 from training.observe.run_folder import EVALUATION, remove_leftovers_of_run
 from training.observe.scores import SampleRecorder, Scores, sample_losses
@@ -143,7 +143,7 @@ def score(
     workers = automatic_workers(dataset, world.device, world.local_size)
     loader = EvaluationLoader(data.datasets, plan, world.rank, workers=workers, device=world.device)
     label_map = data.label_map.to(world.device)
-    recorders, console = [SampleRecorder(num_classes) for _ in range(1 + views.are_several)], Console(stderr=True)
+    recorders, console = [SampleRecorder(num_classes) for _ in range(1 + views.are_several)], open_console(stderr=True)
     is_silent = not (verbose and world.is_main and console.is_terminal)
 
     def all_batches() -> None:
@@ -209,7 +209,7 @@ def _write(folder: Path, scores: dict[str, Any], data: EvaluationData) -> None:
 
 def _show(scores: dict[str, Any], folder: Path | None) -> None:
     """Print the scores and the classes, of many those with the lowest F1."""
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = open_console()
     console.print(
         f"top-1 {scores['top1']:.4f}  top-5 {scores['top5']:.4f}  loss {scores['loss']:.4f}  ECE {scores['ece']:.4f}  "
         f"macro F1 {scores['macro']['f1']:.4f}  on {scores['samples']} images ({printable(scores['data'])}, "

@@ -16,12 +16,13 @@ import jinja2
 
 from delivery.export.output_folder import VALUES
 from delivery.report.run_files import count_global_batch
-from delivery.reproduce_command import NOT_REPEATED, reproduce_command, show_value
+from delivery.reproduce_command import NOT_REPEATED, reproduce_command
 from delivery.trained_model import read_run_config
 from models.timm_models import has_fixed_size
 from training.checkpoint.atomic_write import replacing
 from training.checkpoint.weights import read_metadata
 from training.config import TrainConfig
+from training.config_values import show_value
 from training.data.data_fields import DataFields
 from training.data.reading.images import CHANNEL_MODES
 from training.data.values import BYTES, values_of

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
 
 from training.config import FLAG_OF, TrainConfig
+from training.config_values import WORDS_OF_LAUNCH, show_value
 
-WORDS_OF_LAUNCH = ("model_type", "strategy", "batch_size", "epochs")
 # Where a run's files go and how it is watched is no part of what is repeated; a preset's values are given one by one,
 # because those that were overridden may be the defaults, which are left out.
 NOT_REPEATED = frozenset({*WORDS_OF_LAUNCH, "preset", "run_name", "log_dir", "progress", "resume", "profile"})
@@ -33,8 +32,3 @@ def reproduce_command(config: TrainConfig, ranks: int, ranks_per_machine: int) -
 def _words(flag: str, value: str) -> list[str]:
     """Return a flag and its value, as one word if the value would be taken for a flag."""
     return [f"{flag}={value}"] if value.startswith("-") else [flag, value]
-
-
-def show_value(value: Any) -> str:
-    """Write a setting as the command line takes it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)

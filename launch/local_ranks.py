@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     import_ahead(given.preload)
     while True:
         ranks = [fork_rank(given, local_rank, channel) for local_rank in range(given.nproc_per_node)]
-        # Only now: a signal before ends this process, and with it every rank (`HeartbeatWriter.end_with_parent`).
+        # Only now: a signal before ends this process, and with it every rank (`heartbeat.end_with_parent`).
         with passing_signals_on(ranks):
             code = wait_for_all(ranks)
         order = next_order(channel, code)

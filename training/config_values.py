@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 from training.config import TrainConfig
 
+WORDS_OF_LAUNCH = ("model_type", "strategy", "batch_size", "epochs")  # fields that a launcher takes without a flag
 # The words that YAML 1.1 reads as booleans.
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -55,6 +56,11 @@ def read_value(field: dataclasses.Field, value: Any) -> Any:
     if number and (is_read_exactly or (number is float and isinstance(value, float))):
         return number(value)
     raise ValueError
+
+
+def show_value(value: Any) -> str:
+    """Write a value as the command line takes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def is_allowed(value: Any, field: dataclasses.Field) -> bool:

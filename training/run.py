@@ -56,6 +56,7 @@ from training.errors import (
     UserError,
     known_failure,
 )
+from training.launched_run import run_launched
 from training.loop import evaluate, train_one_epoch
 from training.memory_guard import keep_freed_memory
 from training.observe.environment import RunFacts, describe_run
@@ -98,19 +99,30 @@ from training.unused_flags import note_unused_flags
 Deliver = Callable[..., list[str]]
 
 
-@preserved_process()
-def run(config: TrainConfig, start: RunStart = FIRST_START, deliver: Deliver | None = None) -> int:
+def run(
+    config: TrainConfig, start: RunStart = FIRST_START, deliver: Deliver | None = None, *, gpus: int | None = None
+) -> int:
     """Train as the configuration says; every rank calls this.
 
     Args:
         config: what to train.
         start: which start of the run this is.
         deliver: writes the files about a finished run on rank 0; None for the weights and logs alone.
+        gpus: ranks to start on this machine, which leave the files that scripts/launch_distributed.sh does, whatever
+            `start` and `deliver` are; None to train in this process, which may be a rank that a launcher has started.
 
     Returns:
         The process's exit code: 0 after the last epoch; 130, 138 or 143 after SIGINT, SIGUSR1 or SIGTERM; 2 for a
         user's mistake; 65, 71, 74, 75 and 78 as in `training.errors`; 1 for anything else.
+
+    Raises:
+        UserError: for a value that a flag would refuse.
     """
+    return _run_here(config, start, deliver) if gpus is None else run_launched(config, gpus)
+
+
+@preserved_process()
+def _run_here(config: TrainConfig, start: RunStart, deliver: Deliver | None) -> int:
     check_config(config, FLAG_OF)
     start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
     stop = StopRequest()

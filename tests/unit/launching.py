@@ -27,14 +27,14 @@ STUB_ENTRY = """
 import json, os, signal, sys, tempfile, time
 from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from training.observe.heartbeat import FOLDER_VARIABLE, RESTARTS_VARIABLE, HeartbeatWriter
+from training.observe.heartbeat import FOLDER_VARIABLE, RESTARTS_VARIABLE, HeartbeatWriter, end_with_parent
 received = []
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda given, frame: received.append((given, time.time())))
 folder, rank, restarts = Path(os.environ["STUB_FOLDER"]), int(os.environ["RANK"]), int(os.environ[RESTARTS_VARIABLE])
 heartbeat = HeartbeatWriter(Path(os.environ[FOLDER_VARIABLE]), rank, hang_timeout_s=3.0)
 heartbeat.watch_stacks()
-heartbeat.end_with_parent()
+end_with_parent()
 heartbeat.beat("start", allowed_s=60.0)
 record, stop = folder / f"rank{rank}-{restarts}.json", folder / f"stop-{restarts}"
 

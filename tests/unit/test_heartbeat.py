@@ -161,14 +161,14 @@ def test_sigusr2_gives_the_stack_of_code_that_is_stuck(tmp_path: Path) -> None:
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
-from training.observe.heartbeat import HeartbeatWriter
+from training.observe.heartbeat import end_with_parent
 folder = Path(sys.argv[1])
 def remember(number, frame):
     (folder / "signal").write_text(str(number))
     os._exit(0)
 signal.signal(signal.SIGTERM, remember)
 sys.argv[0] = sys.argv[2] if len(sys.argv) > 2 else "train.py"
-HeartbeatWriter(None, 0, 300.0).end_with_parent()
+end_with_parent()
 (folder / "pid").write_text(str(os.getpid()))
 time.sleep(60)
 """
@@ -192,13 +192,19 @@ def test_the_end_of_the_parent_is_heard_and_only_that(tmp_path: Path) -> None:
     parent.wait()
 
 
-@pytest.mark.parametrize("started_by_process_1", [False, True])
-def test_a_parent_that_was_gone_before_is_noticed(tmp_path: Path, started_by_process_1: bool) -> None:
-    """Process 1 is where orphans go, and in a container may be the launcher itself."""
+@pytest.mark.parametrize(
+    ("given", "started_by_process_1", "has_parent"),
+    [("", False, False), ("", True, True), ("1", False, True), ("2", True, False)],
+)
+def test_a_parent_that_was_gone_before_is_noticed(
+    tmp_path: Path, given: str, started_by_process_1: bool, has_parent: bool
+) -> None:
+    """Process 1 is where orphans go, and in a container may be the launcher itself, or a script that starts one."""
     script = Path("/proc/1/cmdline").read_text().split("\0")[0] if started_by_process_1 else "nothing-like-this.py"
-    child = run_python(f"import os\nos.getppid = lambda: 1\n{CHILD}", tmp_path, script)
+    code = CHILD.replace("end_with_parent()", f"end_with_parent({given})")
+    child = run_python(f"import os\nos.getppid = lambda: 1\n{code}", tmp_path, script)
     wait_until(lambda: child.poll() is not None or (tmp_path / "pid").exists())
-    assert (tmp_path / "pid").exists() == started_by_process_1
-    assert (tmp_path / "signal").exists() != started_by_process_1
+    assert (tmp_path / "pid").exists() == has_parent
+    assert (tmp_path / "signal").exists() != has_parent
     child.kill()
     child.wait()

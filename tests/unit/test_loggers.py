@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dataclasses
 import io
 import json
+import sys
 import threading
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from training.config import TrainConfig
@@ -77,19 +78,32 @@ EPOCH = EpochPoint(
 )
 
 
-def console_output(mode, is_terminal):
-    logger = ConsoleLogger(mode)
+class ZMQInteractiveShell:
+    """What a notebook's `get_ipython()` returns; its streams are no terminals."""
+
+
+@pytest.fixture(params=[False, True], ids=["script", "notebook"])
+def place(request, monkeypatch):
+    """A script's process or a notebook's, with the variables that notebooks and CI set."""
+    for name, value in {"FORCE_COLOR": "1", "CLICOLOR_FORCE": "1", "TERM": "xterm-color", "COLUMNS": "140"}.items():
+        monkeypatch.setenv(name, value)
+    if request.param:
+        monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
+
+
+def console_output(mode, is_terminal, monkeypatch):
     stream = io.StringIO()
-    logger._console = Console(file=stream, force_terminal=is_terminal, width=140, highlight=False)
-    logger._use_bar = is_terminal and mode != "lines"
+    stream.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stdout", stream)
+    logger = ConsoleLogger(mode)
     logger.steps(STEP)
     logger.epoch(EPOCH)
     logger.close()
     return stream.getvalue()
 
 
-def test_a_terminal_gets_a_bar():
-    shown = console_output("auto", is_terminal=True)
+def test_a_terminal_gets_a_bar(place, monkeypatch):
+    shown = console_output("auto", True, monkeypatch)
     for word in ("epoch 2", "3/10", "loss 0.5000", "lr 0.001", "321 images/s", "data wait 12.5%", "left 1 min 15 s"):
         assert word in shown
     assert "━" in shown
@@ -101,8 +115,8 @@ def test_a_diverged_epoch_is_marked():
     )
 
 
-def test_a_file_gets_plain_lines():
-    shown = console_output("auto", is_terminal=False)
+def test_files_and_notebooks_get_plain_lines(place, monkeypatch):
+    shown = console_output("auto", False, monkeypatch)
     assert "\x1b" not in shown
     assert shown == (
         "epoch 2/5  train loss 0.4000  val loss 0.3000  top-1 0.9000  top-5 0.9900  300 images/s  5.0 s  best\n"

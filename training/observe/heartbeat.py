@@ -112,7 +112,7 @@ class HeartbeatWriter:
         writer = cls(Path(folder) if folder else None, int(rank) if rank.isdigit() else 0, hang_timeout_s)
         writer.watch_stacks()
         if "LOCAL_RANK" in os.environ:
-            writer.end_with_parent()
+            end_with_parent()
         writer.beat("import", allowed_s=SLOW_IMPORT_S + hang_timeout_s)
         return writer
 
@@ -148,18 +148,6 @@ class HeartbeatWriter:
             self._stacks = stack_path(self._folder, self._rank).open("w")
             faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
 
-    def end_with_parent(self) -> None:
-        """Get SIGTERM when the node launcher that started this process dies; does nothing without prctl.
-
-        Call it only if a launcher started this process: one that a shell started would end with that shell. The
-        kernel sends the signal when the parent's *thread* ends that made this process; every launcher makes its ranks
-        from the main thread.
-        """
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() == 1 and not _process_1_started_us():
-                os.kill(os.getpid(), signal.SIGTERM)  # it died before
-
     def _write(self, phase: str, step: int, allowed_s: float, exit_code: int | None = None) -> None:
         if self._folder is None or self._descriptor < 0:
             return
@@ -187,6 +175,22 @@ def _record_path(folder: Path, rank: int) -> Path:
 def stack_path(folder: Path, rank: int) -> Path:
     """Return the file of a rank's stacks."""
     return folder / f"stack-{rank}.txt"
+
+
+def end_with_parent(parent: int = 0) -> None:
+    """Get SIGTERM when the process that started this one dies; does nothing without prctl.
+
+    Call it only if a launcher started this process: one that a shell started would end with that shell. The kernel
+    sends the signal when the parent's *thread* ends that made this process: launchers make ranks in their main thread.
+
+    Args:
+        parent: its process id, 0 if it is not known.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        now = os.getppid()
+        if now != parent if parent else now == 1 and not _process_1_started_us():  # it died before
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _process_1_started_us() -> bool:

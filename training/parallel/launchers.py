@@ -18,6 +18,7 @@ _MPIRUN_VARIABLES = (
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
 )
+PORT_OF_NONE = "0"  # MASTER_PORT of a process that trains alone
 _FIRST_JOB_PORT, _JOB_PORTS = 20000, 10000
 _DEFAULT_PORT = 29500  # torchrun's
 _WAYS = (
@@ -46,6 +47,21 @@ def launched_world() -> tuple[int, int, int, int]:
         raise UserError(
             f"the launcher's environment is incomplete: {said}. Start through deepspeed or torchrun."
         ) from None
+
+
+def environment_for_ranks() -> dict[str, str]:
+    """Return the environment for a launcher that this process starts.
+
+    Raises:
+        UserError: if this process is itself a rank that a launcher started.
+    """
+    environment = dict(os.environ)
+    if environment.get("MASTER_PORT") == PORT_OF_NONE:  # another thread trains, alone, in this process
+        for name in (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(name, None)
+    if "RANK" in environment:
+        raise UserError("gpus: this process is a rank already, and its launcher has started the others: leave it out.")
+    return environment
 
 
 def adopt_rank() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from training.data.randomness import preserved_generators
 from training.errors import UserError
-from training.parallel.signals import STOP_SIGNALS, can_handle_signals
+from training.parallel.signals import handling_stop_signals
 from training.parallel.world import stop_world
 
 FLAGS = (
@@ -54,16 +53,11 @@ def _restored_process() -> Iterator[None]:
     if dist.is_initialized():
         raise UserError("this process has a process group: call torch.distributed.destroy_process_group() first.")
     environment = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
-        with preserved_generators(), preserved_torch_settings():
+        with preserved_generators(), preserved_torch_settings(), handling_stop_signals():
             yield
     finally:
         stop_world()
-        if can_handle_signals():
-            for number, handler in handlers.items():
-                with contextlib.suppress(TypeError):  # no handler of Python's
-                    signal.signal(number, handler)
         os.environ.clear()
         os.environ.update(environment)
 

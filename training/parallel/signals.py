@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NamedTuple
 
@@ -88,6 +90,20 @@ class StopRequest:
 def can_handle_signals() -> bool:
     """Whether this is the process's main thread, the only one in which Python sets signal handlers."""
     return threading.current_thread() is threading.main_thread()
+
+
+@contextlib.contextmanager
+def handling_stop_signals(handler: Callable[[int, FrameType | None], object] | None = None) -> Iterator[None]:
+    """Restore the handlers of the stop signals when the block ends, within which `handler` may take their place."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS} if can_handle_signals() else {}
+    try:
+        for number in before if handler else ():
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, previous in before.items():
+            with contextlib.suppress(TypeError):  # no handler of Python's
+                signal.signal(number, previous)
 
 
 def exit_code_of(signal_number: int) -> int:

@@ -18,7 +18,7 @@ from training.errors import UserError
 from training.observe.control_groups import usable_cores
 from training.observe.heartbeat import SECRET_VARIABLE
 from training.parallel import secure_store
-from training.parallel.launchers import launched_world
+from training.parallel.launchers import PORT_OF_NONE, launched_world
 from training.parallel.network_interfaces import interface_towards
 from training.parallel.precision import use_exact_fp32
 
@@ -148,7 +148,7 @@ def _configure_libraries(*, deterministic: bool) -> None:
     """Set PyTorch's switches and variables for its libraries; must come before CUDA's first use."""
     if "RANK" not in os.environ:
         # For DeepSpeed, which looks for MPI if they are missing; nothing listens on this port.
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT_OF_NONE)
     # Otherwise the last bit of MKL's products may depend on a matrix's address.
     os.environ.setdefault("MKL_CBWR", "AUTO")
     # Otherwise the profiler's library logs every start, and an error if there is no GPU.

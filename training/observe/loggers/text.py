@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from training.observe.console import open_console
 from training.observe.loggers import RunLogger
 from training.observe.loggers.points import (
     EpochPoint,
@@ -35,7 +35,7 @@ class ConsoleLogger(RunLogger):
     """
 
     def __init__(self, mode: str) -> None:
-        self._console = Console(highlight=False, soft_wrap=True, force_terminal=True if mode == "bar" else None)
+        self._console = open_console(is_forced=mode == "bar")
         self._use_bar = self._console.is_terminal and mode != "lines"
         self._is_quiet = mode == "off"
         self._bar: Progress | None = None
@@ -43,7 +43,7 @@ class ConsoleLogger(RunLogger):
 
     def message(self, message: str) -> None:
         """Print the line, above the bar if there is one."""
-        self._console.print(message, markup=False)
+        self._console.print(message, soft_wrap=True)
 
     def steps(self, point: StepPoint) -> None:
         """Move the bar, or print a line once in ten seconds."""
