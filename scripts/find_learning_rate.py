@@ -1,10 +1,11 @@
-"""Find a learning rate: a short training whose rate grows with every step, and the loss at each rate.
+"""Find a learning rate: a training with each of a few rates, and their final losses.
 
 python scripts/find_learning_rate.py mobilenet ddp 2 16 5
 python scripts/find_learning_rate.py --lowest 1e-4 --highest 10 basic_cnn ddp 2 16 7 --data fake --optimizer sgd
 
 After the flags of its own come the arguments of scripts/launch_distributed.sh: any strategy by its name, any number of
-ranks. Two hundred steps or more give a smooth curve: choose EPOCHS so. The curve is printed and in learning_rate.json.
+ranks. The first rate is their --learning-rate; from there it goes up or down by factors of about 3 as long as the loss
+gets lower. A hundred steps or more tell rates apart: choose EPOCHS so.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from delivery.report.page import write_report
-from planning.learning_rate import RangeTest, find_rate, parse
+from planning.learning_rate import RateSearch, parse, search
 from training.command_line import run_script
 from training.observe.run_folder import REPORT
 
 
-def run(test: RangeTest) -> int:
-    """Run the test and return the exit code; the report, which the training wrote before there was a curve, gets it."""
-    code, page = find_rate(test), test.run_folder / REPORT
-    if page.exists():
-        write_report([test.run_folder], page)
+def run(asked: RateSearch) -> int:
+    """Run the search and return the exit code; the best run's report, which was written before, gets its chart."""
+    code, folder = search(asked)
+    if folder is not None and (folder / REPORT).exists():
+        write_report([folder], folder / REPORT)
     return code
 
 

@@ -44,7 +44,7 @@ class ModelFields:
     )
     learning_rate: float | Literal["auto"] = option(
         1e-3,
-        "Peak learning rate, before scaling by --base-batch-size; auto: as a range test before the training suggests.",
+        "Peak learning rate, before scaling by --base-batch-size; auto: the best in short trainings before.",
         above=0,
         high=100,
     )

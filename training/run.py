@@ -271,7 +271,7 @@ def build_run(
     notes = [*note_unused_flags(config), *notes, *decay_notes, *thread_notes, *note_other_leaves(config, found)]
     run_facts = _facts(config, world, precision, config.engine, data, folder, steps=0)
     config, batch_notes = choose_batch_size(config, folder, run_facts, start, world, build)
-    config, rate_notes = choose_learning_rate(config, folder, found, start, world, build)
+    config, rate_notes = choose_learning_rate(config, len(data.class_names), folder, found, start, world, build)
     notes += batch_notes + rate_notes
     config = keep_starting_weights(config, found)  # after all that reads them
     head_epochs = head_epochs_of(config)

@@ -17,7 +17,7 @@ from delivery.report import formatting, run_facts
 from delivery.report.incidents import find_incidents
 from delivery.report.per_class import MOST_IMAGES, calibration_chart, class_table, confusion, misclassified_images
 from delivery.report.run_files import read_run
-from delivery.report.training_curves import STYLES, overlaid_charts, range_test_chart, single_run_charts
+from delivery.report.training_curves import STYLES, overlaid_charts, rate_search_chart, single_run_charts
 from training.checkpoint.atomic_write import replacing
 from training.errors import UserError
 from training.observe.run_folder import ENVIRONMENT, EVALUATION, LEARNING_RATE, METRICS, SCORES, WORST
@@ -126,7 +126,7 @@ def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, An
     shown = {"key": key, "name": name, "style": position % STYLES + 1, "folder": str(folder), "notes": run.notes}
     shown |= {"history": history, "settings": run_facts.settings(run), "evaluation": None}
     with _damage_named(folder / LEARNING_RATE):
-        shown["range_test"] = range_test_chart(run.range_test)
+        shown["rate_search"] = rate_search_chart(run.rate_search)
     with _damage_named(folder / EVALUATION / SCORES):
         shown["figures"] = run_facts.key_figures(run)
         if run.scores is not None:
@@ -162,7 +162,7 @@ def _render(runs: Sequence[dict[str, Any]], *, is_live: bool) -> str:
     histories, names = [run["history"] for run in runs], [run["name"] for run in runs]
     is_single = len(runs) == 1
     charts = single_run_charts(histories[0]) if is_single else overlaid_charts(histories, names)
-    charts += [runs[0]["range_test"]] if is_single and runs[0]["range_test"] else []
+    charts += [runs[0]["rate_search"]] if is_single and runs[0]["rate_search"] else []
     calibrations = [run["evaluation"]["calibration"] for run in runs if run["evaluation"]]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATE),

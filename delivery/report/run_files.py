@@ -237,7 +237,7 @@ class RunFiles:
         config, environment: the JSON objects; empty if the file is missing.
         history: of metrics.jsonl.
         scores: evaluation/scores.json, None if it is missing.
-        range_test: learning_rate.json, None if there was no test.
+        rate_search: learning_rate.json, None if none was searched for.
         parameters: the count of numbers in the weights file, BatchNorm buffers included; None if it is missing.
         notes: a sentence for each missing file.
         batch_search: batch_size.json, None if none was searched for.
@@ -248,7 +248,7 @@ class RunFiles:
     environment: dict[str, Any]
     history: History
     scores: dict[str, Any] | None
-    range_test: dict[str, Any] | None
+    rate_search: dict[str, Any] | None
     parameters: int | None
     notes: list[str]
     batch_search: dict[str, Any] | None = None
@@ -278,9 +278,9 @@ def read_run(folder: Path) -> RunFiles:
             "evaluation/scores.json is missing: there are no scores of single classes. "
             "scripts/evaluate.py writes such files from the weights."
         )
-    range_test, parameters = _read_if_there(folder / LEARNING_RATE), _count_parameters(folder / WEIGHTS)
+    rate_search, parameters = _read_if_there(folder / LEARNING_RATE), _count_parameters(folder / WEIGHTS)
     search = _read_if_there(folder / BATCH_SIZE)
-    return RunFiles(folder, config, environment or {}, history, scores, range_test, parameters, notes, search)
+    return RunFiles(folder, config, environment or {}, history, scores, rate_search, parameters, notes, search)
 
 
 def count_global_batch(config: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:

@@ -10,7 +10,6 @@ import numpy as np
 from delivery.report.charts import Chart, Line, draw
 from delivery.report.formatting import number, percent, plural
 from delivery.report.run_files import CURVES, History
-from training.recipe.range_test import step_of_smallest
 
 STYLES = 8  # colours, each with a dash pattern of its own
 OVERLAID = {
@@ -57,24 +56,21 @@ def single_run_charts(history: History) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def range_test_chart(result: Mapping[str, Any] | None) -> Chart | None:
-    """Return the chart of a learning-rate range test as `training.recipe.range_test.describe_range_test` has it."""
+def rate_search_chart(result: Mapping[str, Any] | None) -> Chart | None:
+    """Return the chart of a search for a learning rate as `training.recipe.rate_search.describe_search` has it."""
     if result is None:
         return None
-    rates, losses, means = np.array(result["curve"], dtype=np.float64).T
-    lines = [
-        Line("loss of the step", 8, rates, losses, "range-loss", is_faint=True),
-        Line("smoothed", 1, rates, means, "range-smoothed", is_faint=True),
-    ]
+    rates, final_losses = np.array([row[:2] for row in result["tried"]], dtype=np.float64).T
+    lines = [Line("final training loss", 1, rates, final_losses, "rate-search")]
     marks = [] if result["suggested"] is None else [float(result["suggested"])]
-    smallest = step_of_smallest(means.tolist())
-    caption = (
-        f"The learning rate grew with every step. Smallest smoothed loss: {number(float(means[smallest]), 3)}, at a "
-        f"rate of {number(float(rates[smallest]), 2)}; "
-        + "".join(f"the dotted vertical marks the suggested {number(rate, 2)}." for rate in marks)
-        + ("" if marks else "that is no clear fall, and no rate is suggested.")
+    caption = "Short trainings that differed in nothing but the learning rate; " + (
+        f"the dotted vertical marks the suggested {number(marks[0], 2)}."
+        if marks
+        else "none has clearly lowered the loss, and no rate is suggested."
     )
-    return draw("range_test", "Range test", lines, caption=caption, x_name="learning rate", marks=marks, is_x_log=True)
+    return draw(
+        "rate_search", "Learning rates", lines, caption=caption, x_name="learning rate", marks=marks, is_x_log=True
+    )
 
 
 def overlaid_charts(histories: Sequence[History], names: Sequence[str]) -> list[Chart]:

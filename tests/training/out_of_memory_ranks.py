@@ -41,7 +41,7 @@ def run_short_of_memory(
     phase: str = "",
     at: int = 0,
     shared: bool = True,
-    range_test_steps: int = 200,
+    rate_trial_steps: int = 100,
     **changes: Any,
 ) -> dict[str, Any]:
     """Train; rank 1 runs out of memory in the `at`-th forward, backward or evaluated batch, from 0, if `phase` is one.
@@ -54,8 +54,8 @@ def run_short_of_memory(
     """
     config = TrainConfig(**(SETTINGS | {"log_dir": log_dir, "run_name": name} | changes))
     stop = StopRequest()
-    short_test = mock.patch("training.auto_learning_rate.TEST_STEPS", range_test_steps)
-    with short_test, nullcontext() if shared else without_shared_memory():
+    short_trials = mock.patch("training.auto_learning_rate.TRIAL_STEPS", rate_trial_steps)
+    with short_trials, nullcontext() if shared else without_shared_memory():
         context = build_run(config, world)
     if phase and world.rank == FAILING_RANK:
         SHORTAGES[phase](context.state.engine, at)

@@ -82,13 +82,13 @@ def test_one_rank_goes_on_from_any_step_of_two_and_ends_with_the_same_bytes(whol
     assert max(epochs(resumed)) == 3
 
 
-def test_all_ranks_take_the_rate_of_one_range_test(train, tmp_path):
+def test_all_ranks_take_the_rate_of_one_search(train, tmp_path):
     automatic = {"model_type": "basic_cnn", "repeated_augmentation": 1, "learning_rate": "auto", "epochs": 1}
-    automatic |= {"whitened_stem": False, "range_test_steps": 24}
+    automatic |= {"whitened_stem": False, "rate_trial_steps": 24}
     one = train(1, tmp_path / "one", gradient_accumulation_steps=2, **automatic)
     two = train(2, tmp_path / "two", strategy="fsdp_stage3", **automatic)
     rates = [json.loads((folder / LEARNING_RATE).read_text()) for folder in (one, two)]
-    assert rates[0]["curve"] == rates[1]["curve"]
+    assert rates[0]["tried"] == rates[1]["tried"]
     assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
 
 

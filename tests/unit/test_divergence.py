@@ -118,7 +118,6 @@ def test_the_last_lines_name_divergence(folders):
     assert rest == result(old, best_epoch=2)
     assert result(old, diverged_epochs_in_row=1)[1:] == ["no weights are saved: no epoch was sound"]
     assert result(old) == []
-    assert result(old, "sweep", best_epoch=2, diverged_epochs_in_row=2) == rest, "a range test goes on until it does"
 
 
 def test_an_epoch_of_which_no_step_was_applied_has_no_training_loss_and_has_not_diverged(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The learning-rate range test: its command line, the smoothing, and a real one on two ranks."""
+"""The search for a learning rate: its decisions, its command line, and real ones, alone and on two ranks."""
 
 from __future__ import annotations
 
@@ -9,62 +9,125 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
-from launch.arguments import check_training, read_arguments
-from planning.learning_rate import parse, read_curve
+from planning.learning_rate import parse, read_losses
 from scripts.find_learning_rate import run
 from training.config import FLAG_OF, TrainConfig
 from training.config_check import check_config
 from training.data.mixing import Mixing
+from training.data.reader import Batch
 from training.errors import UserError
-from training.observe.run_folder import LEARNING_RATE
-from training.recipe.range_test import SMOOTHING, smoothed, suggested
+from training.observe.run_folder import LEARNING_RATE, METRICS
+from training.recipe.loss import GUESSES, build_loss
+from training.recipe.rate_search import HIGHEST, LOWEST, find_rate
 from training.run import run as train_run
 
 LAUNCH = ["basic_cnn", "ddp", "2", "16", "1", "--data", "fake"]
+GUESS = math.log(10)
 
 
-def test_the_smoothed_loss_is_the_exponentially_weighted_mean():
-    losses = np.random.default_rng(0).normal(size=30)
-    weights = SMOOTHING ** np.arange(30)[::-1]
-    expected = [np.average(losses[: n + 1], weights=weights[29 - n :]) for n in range(30)]
-    assert smoothed(losses) == pytest.approx(expected)
+def trained(rate, best, *, floor=0.5, steps=100):
+    """Losses that end the lower the nearer the rate is to the best; far above it there are none."""
+    off = math.log10(rate / best)
+    final = floor + 0.5 * abs(off) + (50 if off > 1.6 else 0)
+    noise = 0.05 * np.random.default_rng(3).normal(size=steps)  # of the images, which are the same for each rate
+    losses = final + 1.5 * np.exp(-np.arange(steps) / 20) + noise
+    return [None] * steps if off > 3.1 else losses.tolist()
 
 
-def test_a_tenth_of_the_rate_of_the_smallest_loss_is_suggested():
-    rates = np.geomspace(1e-6, 1, 601)
-    curve = [(rate, (math.log10(rate) + 2) ** 2) for rate in rates]  # smallest at 0.01
-    assert 0.001 < suggested(curve) < 0.002, "the mean lags a little behind"
+@pytest.mark.parametrize("best", [1e-5, 1e-4, 3.2e-4, 1e-3, 3.2e-3, 0.01, 0.1, 1.0])
+def test_the_rate_with_the_lowest_final_loss_is_found_from_the_usual_one(best):
+    calls = []
+
+    def measure(rate):
+        calls.append(rate)
+        return trained(rate, best)
+
+    found, tried = find_rate(1e-3, LOWEST, HIGHEST, GUESS, measure)
+    assert found == pytest.approx(best, rel=0.05)
+    assert calls == [*tried], "each once"
+    assert 1e-3 in tried
+    assert LOWEST <= min(tried) <= max(tried) <= HIGHEST
+    assert len(tried) <= abs(math.log10(best / 1e-3)) * 2 + 4.1
 
 
-@pytest.mark.parametrize(("steps", "fall", "least"), [(200, 2.0, 48), (60, 4.0, 48), (20, 8.0, 45)])
-def test_a_loss_that_no_rate_lowers_suggests_none(steps, fall, least):
-    """As for weights that are trained already: noise, until the rates are too high. `fall` is in deviations of it."""
-    rates, share = np.geomspace(1e-6, 1, steps), np.arange(steps) / steps
+def test_a_rate_that_is_hardly_better_does_not_replace_the_usual_one():
+    """A loss that differs by chance, or by less than it takes to tell in a validation."""
+    noise = np.random.default_rng(0).normal(size=(7, 100))
+    found, tried = find_rate(
+        1e-3, LOWEST, HIGHEST, GUESS, lambda rate: trained(rate, 1e-3) + (rate != 1e-3) * noise[0] * 1e-3
+    )
+    assert (found, len(tried)) == (1e-3, 3)
+    drop = lambda rate: np.array(trained(1e-3, 1e-3)) - 0.005 * (rate > 1e-3)  # noqa: E731
+    assert find_rate(1e-3, LOWEST, HIGHEST, GUESS, drop)[0] == 1e-3
+    scattered = lambda rate: np.array(trained(1e-3, 1e-3)) + noise[int(2 * math.log10(rate) + 7)]  # noqa: E731
+    assert find_rate(1e-3, LOWEST, HIGHEST, GUESS, scattered)[0] in (1e-3, None)
+
+
+def test_a_usual_rate_that_diverges_is_replaced_by_the_first_that_does_not():
+    too_high = lambda rate: [None] * 100 if rate > 1e-4 else trained(rate, 1e-4)  # noqa: E731
+    assert find_rate(1e-3, LOWEST, HIGHEST, GUESS, too_high)[0] == 1e-4
+    found, tried = find_rate(1e-3, LOWEST, HIGHEST, GUESS, lambda _: [None] * 100)
+    assert (found, sorted(tried)) == (None, [1e-4, 3.2e-4, 1e-3, 3.2e-3, 0.01]), "a decade each way"
+
+
+def test_an_untrained_network_that_learns_to_answer_the_same_has_learned_nothing():
+    """As mobilenet did here: losses of 3.4 at first, and at rates so high that it was ruined those of a guess."""
+    noise = 0.06 * np.random.default_rng(1).normal(size=100)
+    ruined = lambda rate: GUESS + np.exp(-np.arange(100) * rate * 30) + noise  # noqa: E731
+    assert find_rate(1e-3, LOWEST, HIGHEST, GUESS, ruined)[0] is None
+    learns_at_one = lambda rate: ruined(rate) - (rate == 1e-3) * np.linspace(0, 0.4, 100)  # noqa: E731
+    assert find_rate(1e-3, LOWEST, HIGHEST, GUESS, learns_at_one)[0] == 1e-3
+    better_above = lambda rate: ruined(rate) - (rate == 0.01) * np.linspace(0, 0.4, 100)  # noqa: E731
+    assert find_rate(1e-3, LOWEST, HIGHEST, GUESS, better_above)[0] == 0.01
+
+
+@pytest.mark.parametrize("name", GUESSES)
+def test_the_loss_of_a_guess_is_that_of_equal_probabilities(name):
+    config, classes = TrainConfig(loss=name), 7
+    loss = build_loss(config, [*"abcdefg"], [1] * classes, torch.device("cpu"))
+    logits = torch.full((1, classes), -math.log(classes - 1))  # of 1 / 7, for a sigmoid as for a softmax
+    batch = Batch(torch.empty(0), torch.zeros(1, dtype=torch.int64), torch.ones(1), torch.zeros(1))
+    assert float(loss(logits, batch)) == pytest.approx(GUESSES[name](classes))
+
+
+def test_a_few_steps_without_a_loss_do_not_matter():
+    with_gaps = lambda rate: [None, *trained(rate, 0.01)[1:-2], None, math.nan]  # noqa: E731
+    assert find_rate(1e-3, LOWEST, HIGHEST, GUESS, with_gaps)[0] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("steps", [300, 100])
+def test_a_loss_that_no_rate_lowers_suggests_none(steps):
+    """As for weights that are trained already: the higher the rate, the more is lost."""
     by_chance = found = 0
     for seed in range(50):
         noise = 0.1 * np.random.default_rng(seed).normal(size=steps)
         noise[0] -= 0.5  # an easy first batch
-        flat = 2 + noise + 20 * np.clip(share - 0.85, 0, 1)
-        falling = flat - 0.1 * fall * np.clip((share - 0.5) / 0.3, 0, 1)
-        by_chance += suggested([*zip(rates, flat, strict=True)]) is not None
-        found += (suggested([*zip(rates, falling, strict=True)]) or 0) > 1e-5
+
+        def unlearned(rate, noise=noise):
+            return 0.5 + noise + min(rate / 1e-4, 1) * np.sin(np.linspace(0.1, 3, steps))
+
+        def falling(_rate, noise=noise):
+            return 2 + noise - 0.2 * np.linspace(0, 1, steps)  # by two deviations
+
+        by_chance += find_rate(1e-3, LOWEST, HIGHEST, GUESS, unlearned)[0] is not None
+        found += find_rate(1e-3, LOWEST, HIGHEST, GUESS, falling)[0] == 1e-3
     assert by_chance <= 5
-    assert found >= least
+    assert found >= 45
 
 
-def test_steps_without_a_finite_loss_are_no_points(tmp_path):
+def test_a_step_without_a_finite_loss_keeps_its_place(tmp_path):
     lines = [{"kind": "step", "learning_rate": rate, "loss": loss} for rate, loss in ((0.1, 2.0), (0.2, None))]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"kind": "epoch"}]))
-    assert read_curve(path) == [(0.1, 2.0)]
+    assert read_losses(path) == [2.0, None]
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--lowest", "0.1", "--highest", "0.01", *LAUNCH], "--lowest 0.1 must be below --highest 0.01, and"),
-        (["--lowest", "1e-12", "--highest", "100", *LAUNCH], "--highest 100, and at least 1e-09 of it."),
+        (["--lowest", "0.1", "--highest", "0.01", *LAUNCH], "--lowest 0.1 must be below --highest 0.01."),
         (["--lowest", "0", *LAUNCH], "--lowest '0': expected a number from 1e-12 to 1."),
         (["--lowest"], "--lowest: expected a number"),
         ([*LAUNCH, "--optimiser", "sgd"], "unknown argument '--optimiser'. Did you mean '--optimizer'?"),
@@ -80,95 +143,130 @@ def test_mistakes_are_one_line_before_anything_starts(words, told):
     assert told.lower() in str(caught.value).lower()
 
 
-def test_flags_that_a_range_test_sets_itself_are_named(capsys):
-    parse([*LAUNCH, "--run-name", "mine", "--learning-rate=0.1"], "")
-    assert capsys.readouterr().out == "note: without effect in a range test: --learning-rate, --run-name\n"
+def test_flags_that_a_search_sets_itself_are_named(capsys):
+    asked = parse(["--highest", "0.05", *LAUNCH, "--run-name", "mine", "--learning-rate=0.1"], "")
+    assert capsys.readouterr().out == "note: without effect in a search: --run-name\n"
+    assert asked.first == 0.05
+    assert parse([*LAUNCH, "--learning-rate", "0.1"], "").first == 0.1
+    assert parse([*LAUNCH, "--learning-rate", "auto"], "").first == parse(LAUNCH, "").first == 1e-3
 
 
-@pytest.mark.parametrize(("more", "only_head"), [([], True), (["--head-epochs", "0"], False)])
-def test_a_range_test_of_fine_tuning_has_one_regime(more, only_head):
-    """As that of --learning-rate auto: the head alone, or all layers."""
-    words = parse(["mobilenet_finetuned", "ddp", "2", "16", "9", *more], "").launch
-    config = check_training(read_arguments("launch_distributed.sh", words, {}).training)
-    assert config.head_epochs == (9 if only_head else 0)
-
-
-def test_a_range_test_on_two_ranks_that_share_the_weights(tmp_path, capfd, monkeypatch):
-    launch = ["basic_cnn", "fsdp_stage3", "2", "16", "2", *LAUNCH[5:]]
+def test_a_search_on_two_ranks_that_share_the_weights(tmp_path, capfd, monkeypatch):
+    launch = ["basic_cnn", "fsdp_stage3", "2", "16", "2", *LAUNCH[5:], "--image-size", "16"]
     quiet = ["--tensorboard", "false", "--progress", "off", "--log-dir", str(tmp_path)]
-    other_ends = ["--early-stopping-patience", "1", "--cooldown-epochs", "1"]  # of the training that this is for
-    test = parse(["--lowest", "1e-5", "--highest", "10", *launch, *quiet, *other_ends, "--image-size", "16"], "")
-    assert (
-        check_training(read_arguments("launch_distributed.sh", test.launch, {}).training).early_stopping_patience == 0
-    )
+    other_end = ["--early-stopping-patience", "1"]  # of the training that this is for
+    asked = parse(["--lowest", "1e-3", "--highest", "4e-3", *launch, *quiet, *other_end], "")
     with monkeypatch.context() as dry:
         dry.setenv("DRY_RUN", "1")
-        assert run(test) == 0
-    assert not test.run_folder.exists()
-    assert run(test) == 0
-    result = json.loads((test.run_folder / LEARNING_RATE).read_text())
-    rates, losses, _ = np.array(result["curve"]).T
-    assert np.diff(np.log(rates)) == pytest.approx(math.log(1e6) / 63)  # twice 1000 images / 32
-    assert (rates[0], rates[-1]) == pytest.approx((1e-5, 10))
-    assert losses[:5].mean() == pytest.approx(math.log(10), abs=0.5)
-    assert 1e-5 <= result["suggested"] <= 1
-    assert f"--learning-rate {result['suggested']:.2g}," in capfd.readouterr().out
-    assert 'id="chart-range_test"' in (test.run_folder / "report.html").read_text()
+        assert run(asked) == 0
+    assert not asked.run_folder(1e-3).exists()
+    assert run(asked) == 0
+    folders = [asked.run_folder(rate) for rate in (1e-3, 3.2e-3)]
+    losses = [read_losses(folder / METRICS) for folder in folders]
+    assert [len(of_rate) for of_rate in losses] == [64, 64]  # twice 1000 images / 32
+    assert losses[0][0] == losses[1][0] == pytest.approx(math.log(10), abs=0.5)
+    final = [np.mean(of_rate[-12:]) for of_rate in losses]
+    best = int(final[1] < 0.98 * final[0])
+    result = json.loads((folders[best] / LEARNING_RATE).read_text())
+    assert [row[0] for row in result["tried"]] == [1e-3, 3.2e-3]
+    assert [row[1] for row in result["tried"]] == pytest.approx(final)
+    assert [row[2] for row in result["tried"]] == losses
+    assert result["suggested"] == (1e-3, 3.2e-3)[best]
+    assert f"--learning-rate {result['suggested']:g}\n" in capfd.readouterr().out
+    assert 'id="chart-rate_search"' in (folders[best] / "report.html").read_text()
+
+
+def test_too_few_steps_are_named(tmp_path, monkeypatch):
+    asked = parse([*LAUNCH, "--log-dir", str(tmp_path)], "")
+
+    def launch(_words):
+        asked.run_folder(1e-3).mkdir(parents=True)
+        line = json.dumps({"kind": "step", "loss": 1.0}) + "\n"
+        (asked.run_folder(1e-3) / METRICS).write_text(line * 19)
+
+    monkeypatch.setattr("planning.learning_rate._launch", launch)
+    with pytest.raises(UserError, match="19 steps were trained, 20 are needed: give more epochs"):
+        run(asked)
+
+
+RECIPE = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 125, "epochs": 1}
+RECIPE |= {"progress": "off", "tensorboard": False, "report": False}
 
 
 def train(log_dir, name, **changes):
-    recipe = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 125, "epochs": 1}
-    output = {"progress": "off", "tensorboard": False, "report": False, "log_dir": str(log_dir), "run_name": name}
-    assert train_run(TrainConfig(**(recipe | output | changes))) == 0
+    assert train_run(TrainConfig(**(RECIPE | {"log_dir": str(log_dir), "run_name": name} | changes))) == 0
     folder = log_dir / "runs" / name
     return folder, json.loads((folder / "config.json").read_text())["learning_rate"]
 
 
-def test_an_automatic_rate_is_that_of_a_test_and_trains_as_the_same_number(tmp_path, monkeypatch):
-    monkeypatch.setattr("training.auto_learning_rate.TEST_STEPS", 20)  # three epochs, of 7 of their 8 steps
-    auto, rate = train(tmp_path, "auto", learning_rate="auto")
+def test_an_automatic_rate_is_the_best_of_short_trainings_and_trains_as_the_same_number(tmp_path, monkeypatch):
+    monkeypatch.setattr("training.auto_learning_rate.TRIAL_STEPS", 20)  # three epochs, of 7 of their 8 steps
+    auto, rate = train(tmp_path, "auto", learning_rate="auto", epochs=3)
     result = json.loads((auto / LEARNING_RATE).read_text())
-    rates, losses, means = np.array(result["curve"]).T
-    assert np.diff(np.log(rates)) == pytest.approx(math.log(1e6) / 20)
-    assert means == pytest.approx(smoothed(losses))
-    assert rate == result["suggested"] == pytest.approx(rates[means.argmin()] / 10, rel=0.05)
-    assert not (auto / "range-test").exists()
+    tried = {row[0]: row[1:] for row in result["tried"]}
+    assert {3.2e-4, 1e-3} < tried.keys() or {1e-3, 3.2e-3} < tried.keys()
+    assert [len(losses) for _, losses in tried.values()] == [21] * len(tried)
+    assert [final for final, _ in tried.values()] == pytest.approx(
+        [np.mean(losses[-4:]) for _, losses in tried.values()]
+    )
+    assert rate == result["suggested"]
+    assert all(tried[rate][0] <= final for final, _ in tried.values())
+    assert not (auto / "learning-rate-trial").exists()
 
-    typed, _ = train(tmp_path, "typed", learning_rate=rate)
-    for name in ("model.safetensors", "checkpoints/step-00001-0000000/shard-00000.safetensors"):
+    typed, _ = train(tmp_path, "typed", learning_rate=rate, epochs=3)
+    for name in ("model.safetensors", "checkpoints/step-00003-0000000/shard-00000.safetensors"):
         assert (auto / name).read_bytes() == (typed / name).read_bytes(), name
 
-    monkeypatch.setattr("training.auto_learning_rate._test", None)  # a resume makes no other test
-    assert train(tmp_path, "auto", learning_rate="auto", epochs=2, resume="auto")[1] == rate
+    monkeypatch.setattr("training.auto_learning_rate._search", None)  # a resume makes no other search
+    assert train(tmp_path, "auto", learning_rate="auto", epochs=4, resume="auto")[1] == rate
     shutil.rmtree(auto / "checkpoints")  # as if it had been stopped before the first one
     assert train(tmp_path, "auto", learning_rate="auto", resume="auto")[1] == rate
     shutil.rmtree(auto / "checkpoints")
-    monkeypatch.setattr("training.auto_learning_rate._test", lambda *_: 0.25)
+    monkeypatch.setattr("training.auto_learning_rate._search", lambda *_: (0.25, "tried"))
     other = {"optimizer": "sgd", "resume": "auto"}  # what was found with another optimizer does not hold
     assert train(tmp_path, "auto", learning_rate="auto", **other)[1] == 0.25
 
 
-def test_an_epoch_is_not_trained_whole_for_a_short_test(tmp_path, monkeypatch):
-    monkeypatch.setattr("training.auto_learning_rate.TEST_STEPS", 25)
-    folder, _ = train(tmp_path, "long", learning_rate="auto", batch_size=20)  # 50 steps an epoch
-    assert len(json.loads((folder / LEARNING_RATE).read_text())["curve"]) == 25
+def test_a_trial_is_the_run_in_small(tmp_path, monkeypatch):
+    """As a run of as many steps with that rate: the same weights, images and schedule."""
+    monkeypatch.setattr("training.auto_learning_rate.TRIAL_STEPS", 24)
+    recipe = {"optimizer": "muon", "fallback_schedule": "linear", "mixup": 0.5, "epochs": 3, "warmup_epochs": 1.0}
+    folder, _ = train(tmp_path, "auto", learning_rate="auto", **recipe)
+    rate, _, losses = json.loads((folder / LEARNING_RATE).read_text())["tried"][0]
+    typed, _ = train(tmp_path, "typed", learning_rate=rate, log_every_steps=1, **recipe)
+    assert losses == read_losses(typed / METRICS)
 
 
-def test_a_range_test_mixes_as_the_runs_first_epochs(tmp_path, monkeypatch):
-    """Whether a micro-batch is mixed does not depend on how many epochs the run has."""
-    monkeypatch.setattr("training.auto_learning_rate.TEST_STEPS", 24)
-    curves = [
-        json.loads((train(tmp_path, name, learning_rate="auto", mixup=8.0, **changes)[0] / LEARNING_RATE).read_text())
-        for name, changes in (("one", {}), ("three", {"epochs": 3}))
-    ]
-    assert curves[0] == curves[1]
+def test_a_trial_is_as_long_as_the_run_at_most_and_trains_no_epoch_whole_for_less(tmp_path, monkeypatch):
+    steps = []
+    monkeypatch.setattr(
+        "training.auto_learning_rate.find_rate", lambda *given: (0.5, {1e-3: steps.append(given[-1](1e-3))})
+    )
+    monkeypatch.setattr("training.auto_learning_rate.describe_search", lambda *_: {})
+    monkeypatch.setattr("training.auto_learning_rate.in_words", lambda _: "")
+    train(tmp_path, "short", learning_rate="auto", batch_size=20)  # 50 steps an epoch
+    monkeypatch.setattr("training.auto_learning_rate.TRIAL_STEPS", 25)
+    train(tmp_path, "long", learning_rate="auto", batch_size=20)
+    assert [len(losses) for losses in steps] == [50, 25]
+
+
+def test_trials_mix_as_the_runs_first_epochs(tmp_path, monkeypatch):
+    monkeypatch.setattr("training.auto_learning_rate.TRIAL_STEPS", 24)
+    monkeypatch.setattr(
+        "training.auto_learning_rate.find_rate", lambda first, *given: (first, {first: given[-1](first)})
+    )
     drawn = []
     monkeypatch.setattr(Mixing, "drawn", lambda _self, epoch, _leaf: drawn.append(epoch))
-    off, _ = train(tmp_path, "off", learning_rate="auto", mixup=8.0, epochs=3, mixup_off_epochs=1)
+    train(tmp_path, "off", learning_rate="auto", mixup=8.0, epochs=3, mixup_off_epochs=1)
     epochs = [epoch for epoch, _ in itertools.groupby(drawn)]
-    assert epochs == [0, 1, 0, 1, 2], "the test again from the start in place of epoch 2, then the training"
-    rates = [rate for rate, *_ in json.loads((off / LEARNING_RATE).read_text())["curve"]]
-    assert rates == pytest.approx(np.geomspace(1e-6, 1, 24))
+    assert epochs == [0, 1, 0, 1, 2], "the trial again from the start in place of epoch 2, then the training"
+
+
+def test_no_clear_fall_ends_the_run_and_names_the_default(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("training.auto_learning_rate._train", lambda *_: [2.0] * 100)
+    assert train_run(TrainConfig(**(RECIPE | {"log_dir": str(tmp_path), "learning_rate": "auto"}))) == 2
+    told = "no rate from 0.00032 to 0.0032 has clearly lowered the loss within 100 steps: give a number (the default is"
+    assert f"{told} 0.001)." in capsys.readouterr().err
 
 
 def test_an_automatic_rate_is_not_scaled():

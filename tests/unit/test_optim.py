@@ -124,7 +124,7 @@ def test_a_cooldown_right_after_the_warm_up_is_at_the_final_rate():
 def test_every_schedule_is_positive_and_ends_where_it_is_told(changes):
     config = dataclasses.replace(CONFIG, final_learning_rate_scale=0.25, **changes)
     schedule = build_schedule(config, steps_per_epoch=5, global_batch=32, head_epochs=0)
-    end = {"step": 0.01 * 0.1, "constant": 0.1, "sweep": 0.1}.get(config.schedule, 0.025)
+    end = {"step": 0.01 * 0.1, "constant": 0.1}.get(config.schedule, 0.025)
     assert schedule.learning_rate(50) == pytest.approx(end)
     assert max(rates(schedule, 50)) == pytest.approx(0.1)
     assert min(rates(schedule, 60)) >= min(end, 0.01) * 0.999

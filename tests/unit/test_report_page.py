@@ -18,10 +18,10 @@ from made_runs import GLOBAL_BATCH, RESTARTED, event, make_run, step
 from delivery.report import formatting
 from delivery.report.page import TEMPLATE, watch, write_report
 from delivery.report.run_files import read_history
-from delivery.report.training_curves import range_test_chart
+from delivery.report.training_curves import rate_search_chart
 from training.errors import UserError
 from training.observe.run_folder import LEARNING_RATE
-from training.recipe.range_test import describe_range_test, suggested
+from training.recipe.rate_search import describe_search
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGEST_PAGE_BYTES = 2_000_000
@@ -283,28 +283,30 @@ def test_the_report_needs_no_torch():
     )
 
 
-def test_a_range_test_is_a_curve_over_rates(tmp_path):
-    curve = [(1e-6 * 10**power, loss) for power, loss in enumerate((4.0, 3.0, 2.0, 1.0, 1.0, 3.0, 9.0))]
+def test_a_search_for_a_learning_rate_is_a_curve_over_rates(tmp_path):
+    tried = {1e-3: [3.0, 2.0], 1e-2: [3.0, 1.0], 1e-1: [None, math.nan]}
     folder, output = make_run(tmp_path / "run"), tmp_path / "report.html"
-    (folder / LEARNING_RATE).write_text(json.dumps(describe_range_test(curve)))
+    (folder / LEARNING_RATE).write_text(json.dumps(describe_search(1e-2, tried), allow_nan=False))
     write_report([folder], output)
-    chart = range_test_chart(describe_range_test(curve))
-    assert [text for _, text in chart["x_axis"].ticks][::6] == [formatting.number(1e-6, 1), formatting.number(1.0, 1)]
-    assert chart["lines"][0]["path"].startswith("M0 ")  # at the left edge, and each rate a sixth further
-    assert "L166.7 " in chart["lines"][0]["path"]
-    assert chart["marks"] == pytest.approx([100 * (math.log10(suggested(curve)) + 6) / 6])
+    chart = rate_search_chart(describe_search(1e-2, tried))
+    assert [text for _, text in chart["x_axis"].ticks] == [formatting.number(rate, 1) for rate in tried]
+    assert chart["lines"][0]["path"].startswith("M0 ")  # at the left edge, and the next in the middle
+    assert "L500 " in chart["lines"][0]["path"]
+    assert chart["lines"][0]["path"].count("L") == 1, "a rate that is too high has no loss"
+    assert chart["marks"] == [pytest.approx(50)]
     page = output.read_text()
-    assert 'id="chart-range_test"' in page
+    assert 'id="chart-rate_search"' in page
     assert chart["caption"] in page
-    flat = range_test_chart(describe_range_test([(rate, 2.0) for rate, _ in curve]))
+    flat = rate_search_chart(describe_search(None, {1e-3: [2.0, 2.0]}))
     assert flat["marks"] == []
-    assert flat["caption"].endswith("that is no clear fall, and no rate is suggested.")
+    assert flat["caption"].endswith("none has clearly lowered the loss, and no rate is suggested.")
+    assert rate_search_chart(describe_search(None, {1e-3: [None, None]})) is None, "nothing to draw"
 
 
 @pytest.mark.parametrize(
-    "content", ["[]", "{}", '{"curve": [[1]], "suggested": 1}', '{"curve": [], "suggested": null}']
+    "content", ["[]", "{}", '{"tried": [[1]], "suggested": 1}', '{"tried": [], "suggested": null}']
 )
-def test_a_damaged_range_test_is_named(tmp_path, content):
+def test_a_damaged_search_for_a_learning_rate_is_named(tmp_path, content):
     folder = make_run(tmp_path / "run")
     (folder / LEARNING_RATE).write_text(content)
     with pytest.raises(UserError, match=LEARNING_RATE):

@@ -131,7 +131,7 @@ def _announce_out_of_memory(context: RunContext) -> None:
 def _result(context: RunContext) -> list[str]:
     """Return whether the training has diverged, the best epoch, and its weights if the run folder contains them."""
     progress, lines = context.state.progress, []
-    if progress.diverged_epochs_in_row and context.config.schedule != "sweep":  # which goes on until it does
+    if progress.diverged_epochs_in_row:
         first = progress.epoch - progress.diverged_epochs_in_row + 1
         lines.append(
             f"the training has diverged in epoch {first}: start a new run with a lower --learning-rate, and with "

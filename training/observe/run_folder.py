@@ -21,7 +21,7 @@ from training.observe.run_lock import LOCK, Origin, lock_run
 CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
-LEARNING_RATE = "learning_rate.json"  # of a range test
+LEARNING_RATE = "learning_rate.json"  # of a search for one
 BATCH_SIZE = "batch_size.json"  # of a search for one
 PREDICTION = "prediction.json"  # written by planning.prediction
 WEIGHTS = "model.safetensors"

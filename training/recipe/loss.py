@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -93,4 +94,10 @@ def _sample_weights(batch: Batch, weights: torch.Tensor) -> torch.Tensor:
 LOSSES: dict[str, Callable[[TrainConfig, torch.Tensor | None], Loss]] = {
     "cross_entropy": _cross_entropy,
     "bce": _binary_cross_entropy,
+}
+
+# Loss of the same answer to every image, 1 / classes for each class.
+GUESSES: dict[str, Callable[[int], float]] = {
+    "cross_entropy": math.log,
+    "bce": lambda classes: (math.log(classes) - (classes - 1) * math.log1p(-1 / classes)) / classes,
 }

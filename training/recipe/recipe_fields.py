@@ -70,8 +70,7 @@ class RecipeFields:
     )
     schedule: str = option(
         "cosine",
-        f"How the learning rate falls after the warm-up: {', '.join(SCHEDULES)}; wsd: warm-up, stable, decay; "
-        "sweep: it rises, for scripts/find_learning_rate.py.",
+        f"How the learning rate falls after the warm-up: {', '.join(SCHEDULES)}; wsd: warm-up, stable, decay.",
     )
     final_learning_rate_scale: float = option(
         0.01,

@@ -18,9 +18,6 @@ if TYPE_CHECKING:  # which imports the table of this module
     from training.config import TrainConfig
 
 
-SMALLEST_SHARE = 1e-9  # of the peak, where "sweep" begins
-
-
 def _cosine(progress: float) -> float:
     """Half a cosine (Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983, eq. 5)."""
     return 0.5 * (1 + math.cos(math.pi * progress))
@@ -33,12 +30,6 @@ def _polynomial(progress: float, power: float = 1.0) -> float:
 def _sqrt(progress: float) -> float:
     """The decay of a stable rate that Haegele et al. 2024 (https://arxiv.org/abs/2405.18392, eq. 3) found best."""
     return 1 - math.sqrt(progress)
-
-
-def _sweep(progress: float, lowest: float) -> float:
-    """The inverse: the rate grows exponentially from `lowest`, a share of the peak, to the peak."""
-    lowest = min(max(lowest, SMALLEST_SHARE), 0.999)
-    return (lowest ** (1 - progress) - lowest) / (1 - lowest)
 
 
 # How far the rate is above its final value, from 1 to 0, at each share of the decay.
@@ -77,6 +68,20 @@ class Schedule:
     drops: tuple[int, ...] = ()
     drop_rate: float = 1.0
     fallback: Schedule | None = None
+
+    def shortened(self, total_steps: int, *, only_head: bool) -> Schedule:
+        """Return the same schedule over another number of steps, with the head alone or all layers from the start."""
+        share = total_steps / self.total_steps
+        return dataclasses.replace(
+            self,
+            total_steps=total_steps,
+            warmup_steps=round(share * self.warmup_steps),
+            head_steps=total_steps if only_head else 0,
+            stable_steps=round(share * self.stable_steps),
+            cooldown_steps=round(share * self.cooldown_steps),
+            drops=tuple(round(share * drop) for drop in self.drops),
+            fallback=self.fallback and self.fallback.shortened(total_steps, only_head=only_head),
+        )
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, counted from 0 over the whole run."""
@@ -182,10 +187,6 @@ SCHEDULES: dict[str, Callable[[TrainConfig, int], dict[str, Any]]] = {
     "step": _steps_fields,
     "constant": lambda _config, _steps: {"final_scale": 1.0},
     "wsd": _stable_fields,
-    "sweep": lambda config, _steps: {
-        "shape": partial(_sweep, lowest=config.final_learning_rate_scale),
-        "cooldown_steps": 1,  # the last step has the peak
-    },
 }
 
 
