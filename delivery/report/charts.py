@@ -161,6 +161,7 @@ def linear_axis(
 def log_axis(low: float, high: float) -> Axis:
     """Return a logarithmic axis over whole powers of ten with at most seven ticks."""
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
+    last = max(last, first + 1)  # of a single value
     powers = range(first, last + 1, max(1, math.ceil((last - first) / 6)))
     ticks = [(100 * (power - first) / (last - first), number(10.0**power, 1)) for power in powers]
     return Axis(10.0**first, 10.0**last, ticks, is_log=True)
