@@ -1,4 +1,4 @@
-"""The search for a learning rate: its decisions, its command line, and real ones, alone and on two ranks."""
+"""The search for a learning rate: its decisions, its command line, and real ones."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from launch.arguments import check_training, read_arguments
 from planning.learning_rate import parse, read_losses
 from scripts.find_learning_rate import run
 from training.config import FLAG_OF, TrainConfig
@@ -18,7 +19,7 @@ from training.config_check import check_config
 from training.data.mixing import Mixing
 from training.data.reader import Batch
 from training.errors import UserError
-from training.observe.run_folder import LEARNING_RATE, METRICS
+from training.observe.run_folder import LEARNING_RATE, METRICS, REPORT
 from training.recipe.loss import GUESSES, build_loss
 from training.recipe.rate_search import HIGHEST, LOWEST, find_rate
 from training.run import run as train_run
@@ -151,8 +152,8 @@ def test_flags_that_a_search_sets_itself_are_named(capsys):
     assert parse([*LAUNCH, "--learning-rate", "auto"], "").first == parse(LAUNCH, "").first == 1e-3
 
 
-def test_a_search_on_two_ranks_that_share_the_weights(tmp_path, capfd, monkeypatch):
-    launch = ["basic_cnn", "fsdp_stage3", "2", "16", "2", *LAUNCH[5:], "--image-size", "16"]
+def test_a_search_of_its_own_trains_a_launch_with_each_rate(tmp_path, capfd, monkeypatch):
+    launch = ["basic_cnn", "ddp", "1", "32", "2", *LAUNCH[5:], "--image-size", "8"]
     quiet = ["--tensorboard", "false", "--progress", "off", "--log-dir", str(tmp_path)]
     other_end = ["--early-stopping-patience", "1"]  # of the training that this is for
     asked = parse(["--lowest", "1e-3", "--highest", "4e-3", *launch, *quiet, *other_end], "")
@@ -160,6 +161,13 @@ def test_a_search_on_two_ranks_that_share_the_weights(tmp_path, capfd, monkeypat
         dry.setenv("DRY_RUN", "1")
         assert run(asked) == 0
     assert not asked.run_folder(1e-3).exists()
+
+    def train_here(words):
+        config = check_training(read_arguments("launch_distributed.sh", words, {}).training)
+        assert train_run(config) == 0
+        (tmp_path / "runs" / config.run_name / REPORT).touch()
+
+    monkeypatch.setattr("planning.learning_rate._launch", train_here)
     assert run(asked) == 0
     folders = [asked.run_folder(rate) for rate in (1e-3, 3.2e-3)]
     losses = [read_losses(folder / METRICS) for folder in folders]
@@ -173,7 +181,7 @@ def test_a_search_on_two_ranks_that_share_the_weights(tmp_path, capfd, monkeypat
     assert [row[2] for row in result["tried"]] == losses
     assert result["suggested"] == (1e-3, 3.2e-3)[best]
     assert f"--learning-rate {result['suggested']:g}\n" in capfd.readouterr().out
-    assert 'id="chart-rate_search"' in (folders[best] / "report.html").read_text()
+    assert 'id="chart-rate_search"' in (folders[best] / REPORT).read_text()
 
 
 def test_too_few_steps_are_named(tmp_path, monkeypatch):
