@@ -26,8 +26,9 @@ from training.checkpoint.weights import load_model
 from training.config import TrainConfig
 from training.data.augment import evaluation_transform
 from training.data.reading.decode import make_decoder
+from training.data.reading.formats import IMAGE_EXTENSIONS
 from training.data.reading.image_notes import collected_notes, noting
-from training.data.reading.images import CHANNEL_MODES, IMAGE_EXTENSIONS, MAX_FILE_BYTES, ImageError
+from training.data.reading.images import CHANNEL_MODES, MAX_FILE_BYTES, ImageError
 from training.data.reading.retry import entries_of, is_folder, patiently
 from training.data.values import BYTES, values_of
 from training.errors import UserError

@@ -8,13 +8,16 @@ import struct
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, features
 
+from training.data import DataOptions, load_data
 from training.data.augment import Box
-from training.data.reading.decode import make_decoder
+from training.data.reading.decode import header_size, make_decoder
+from training.data.reading.formats import CURES, pillow_formats
 from training.data.reading.image_notes import collected_notes
 from training.data.reading.images import MAX_FILE_BYTES, ImageError, open_image
 from training.errors import UserError
@@ -352,6 +355,89 @@ def test_a_bad_file_is_refused_in_one_line_with_its_name(tmp_path, name, make, r
         assert repr(str(tmp_path / name)) in str(caught.value)
         assert "\n" not in str(caught.value)
     assert not recwarn.list
+
+
+def _chunk(kind: bytes, data: bytes, damage: int = 0) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data) ^ damage)
+
+
+REFUSED_METADATA = {  # by Pillow
+    "profile": _chunk(b"iCCP", b"icc\0\0" + zlib.compress(bytes(2_000_000))),
+    "compressed text": _chunk(b"zTXt", b"workflow\0\0" + zlib.compress(bytes(3_000_000))),
+    "international text": _chunk(b"iTXt", b"workflow\0\1\0\0\0" + zlib.compress(bytes(3_000_000))),
+    "many texts": b"".join(_chunk(b"tEXt", b"k%02d\0" % number + b"x" * 3_300_000) for number in range(21)),
+    "checksum": _chunk(b"tEXt", b"Software\0paint", damage=1),
+    "short gamma": _chunk(b"gAMA", b"\0"),
+    "damaged orientation": _chunk(b"eXIf", b"MM\0*\0\0\0\x08", damage=1),
+    "no orientation": _chunk(b"eXIf", b"II*\0" + b"\xff" * 500),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED_METADATA)
+@pytest.mark.parametrize("place", [33, -12], ids=["before", "after"])  # the pixels
+def test_metadata_that_pillow_refuses_are_passed_over(tmp_path, kind, place):
+    path, stream = tmp_path / "image.png", io.BytesIO()
+    turned = Image.Exif()
+    turned[0x0112] = 6  # shown after a turn by 90 degrees to the right
+    Image.fromarray(RGB).save(stream, "PNG", exif=turned if "orientation" not in kind else None)
+    whole = stream.getvalue()
+    path.write_bytes(whole[:place] + REFUSED_METADATA[kind] + whole[place:])
+    expected = RGB if "orientation" in kind else np.rot90(RGB, -1)
+    np.testing.assert_array_equal(pixels(path), expected)
+    np.testing.assert_array_equal(make_decoder("cpu", 32)(str(path)), expected)
+    assert header_size(str(path)) in ((11, 17), (17, 11))
+
+
+def test_the_pixels_of_a_png_are_not_passed_over(tmp_path):
+    """Its transparent colour, and damage to the data."""
+    path, stream = tmp_path / "image.png", io.BytesIO()
+    Image.fromarray(RGB).save(stream, "PNG", transparency=tuple(map(int, RGB[0, 0])))
+    whole = stream.getvalue()
+    path.write_bytes(whole[:33] + REFUSED_METADATA["profile"] + whole[33:])
+    assert (pixels(path)[0, 0] == 255).all()
+    broken = whole.index(b"IDAT") + 20
+    path.write_bytes(whole[:33] + REFUSED_METADATA["profile"] + whole[33:broken] + b"\xff" * 9 + whole[broken + 9 :])
+    with pytest.raises(ImageError, match=r"broken|data stream|decoding"):
+        open_image(path)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "webp", "png", "tif"])
+def test_exif_that_cannot_be_read_turns_nothing(tmp_path, suffix):
+    path = tmp_path / f"image.{suffix}"
+    with collected_notes() as notes:
+        if suffix == "tif":
+            Image.fromarray(RGB).save(path)
+        else:
+            Image.fromarray(RGB).save(
+                path, exif=b"Exif\0\0II*\0" + b"\xff" * 40, **({} if suffix == "jpg" else {"lossless": True})
+            )
+        assert np.asarray(open_image(path)).shape == RGB.shape
+        assert make_decoder("cpu", 32)(str(path)).shape == RGB.shape
+    assert all("EXIF passed over" in note or "Pillow" in note for note in notes.values()), notes
+
+
+@pytest.mark.parametrize(("suffix", "format"), [("jfif", "JPEG"), ("jpe", "JPEG"), ("avif", "AVIF"), ("heic", "HEIF")])
+def test_files_of_other_names_are_read_or_named_with_a_cure(tmp_path, suffix, format):
+    here = {"JPEG": True, "AVIF": features.check("avif"), "HEIF": find_spec("pillow_heif") is not None}[format]
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            Image.new("RGB", (16, 16)).save(tmp_path / name / f"{number}.png")
+        path = tmp_path / name / f"photo.{suffix}"
+        if here:
+            pillow_formats()
+            Image.fromarray(np.full((16, 16, 3), 99, np.uint8)).save(path, format)
+        else:
+            path.write_bytes(b"\0\0\0\x20ftyp" + {"AVIF": b"avif", "HEIF": b"heic"}[format] + bytes(50))
+    pair = load_data(DataOptions(data=str(tmp_path)))
+    assert len(pair.train) + len(pair.val) == (6 if here else 4)
+    if here:
+        np.testing.assert_allclose(pixels(path), 99, atol=2)
+        assert not any(suffix in note for note in pair.notes)
+        return
+    with pytest.raises(ImageError, match=f"a file of {format}: pip install"):
+        open_image(path)
+    assert f"2 .{suffix} could be read: {CURES[f'.{suffix}']}" in pair.notes
 
 
 def test_a_bomb_is_refused_before_it_is_decoded(tmp_path):

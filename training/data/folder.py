@@ -12,7 +12,7 @@ from pathlib import Path
 from models.names_elsewhere import ours
 from training.data import DATASETS, DataOptions
 from training.data.datasets import NAMES_IN_MESSAGE, DatasetPair, first_names, make_file_datasets
-from training.data.reading.images import IMAGE_EXTENSIONS
+from training.data.reading.formats import CURES, IMAGE_EXTENSIONS
 from training.data.reading.retry import entries_of, patiently
 from training.data.reading.sources import ImageFile
 from training.errors import UserError, nearest
@@ -70,6 +70,7 @@ def _make_datasets(root: Path, parts: list[Classes], options: DataOptions, ignor
     if ignored:
         kinds = ", ".join(f"{count} {extension}" for extension, count in ignored.most_common(NAMES_IN_MESSAGE))
         notes.append(f"skipped {ignored.total()} files that are not images by type or extension: {kinds}")
+        notes += [f"{ignored[name]} {name} could be read: {cure}" for name, cure in CURES.items() if name in ignored]
     return make_file_datasets(root, files, class_names, options, notes)
 
 

@@ -19,9 +19,11 @@ import simplejpeg
 from PIL import Image, ImageOps
 
 from training.data.augment import BoxChooser
+from training.data.reading.formats import pillow_formats
 from training.data.reading.image_notes import add_note, noting
 from training.data.reading.images import CHANNEL_MODES, MAX_PIXELS, ImageError, open_image, read_file
 from training.data.reading.native import crop_jpeg
+from training.data.reading.png import without_metadata
 from training.errors import UserError
 
 SCALE_NUMERATORS = (1, 2, 4)  # of eighths; the others that libjpeg-turbo has are slower than the work they save
@@ -110,9 +112,9 @@ def header_size(path: str) -> tuple[int, int]:
     Raises:
         ImageError: There is no header.
     """
-    data = read_file(path)
+    data = without_metadata(read_file(path))
     try:
-        with noting(path), Image.open(io.BytesIO(data)) as image:
+        with noting(path), Image.open(io.BytesIO(data), formats=pillow_formats()) as image:
             return image.height, image.width
     except Exception as error:  # as in `open_image`: Pillow raises nearly every type
         raise ImageError(path, str(error) or type(error).__name__) from None

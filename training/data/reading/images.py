@@ -18,7 +18,9 @@ from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from training.data.reading.formats import pillow_formats, unknown_format
 from training.data.reading.image_notes import in_one_line, noting
+from training.data.reading.png import without_metadata
 from training.data.reading.retry import patiently
 from training.errors import UserError
 
@@ -28,10 +30,6 @@ MAX_PIXELS = 50_000_000
 BITS_PER_SAMPLE, PLANAR_CONFIGURATION = 258, 284  # tags of TIFF
 MAX_FILE_BYTES = 500_000_000  # more than MAX_PIXELS take without compression, at 4 channels of 16 bits
 CHANNEL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's names by number of channels
-IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-
-# Only these decoders are allowed: others, such as EPS, start external programs.
-_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 # A phone's "multi-picture" JPEG contains the photo first, then previews and depth maps: no animation.
 _FORMATS_WITH_EXTRA_PICTURES = ("MPO",)
 
@@ -95,7 +93,7 @@ def open_image(
     The EXIF orientation is applied; see `to_channels` for the colours. Of several frames or pages the first is used.
 
     Args:
-        path: A file of one of the formats of `IMAGE_EXTENSIONS`, detected by its content, not by its name.
+        path: A file of one of `pillow_formats`, detected by its content, not by its name.
         max_pixels: Most pixels (width x height) that the header may declare; checked before decoding.
         data: The content of the file, if it was read before.
         channels: A key of `CHANNEL_MODES`.
@@ -123,22 +121,43 @@ def _decode(
     content = read_file(path) if data is None else data
     with noting(path) as notes:
         try:
-            with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-                _check_header(image, max_pixels)
-                if getattr(image, "is_animated", False) and image.format not in _FORMATS_WITH_EXTRA_PICTURES:
-                    notes.append("several frames or pages, the first is used")
-                _scale_transparent_colour(image)
-                image.load()
-                ImageOps.exif_transpose(image, in_place=True)
-                return convert(image)
-        except Image.UnidentifiedImageError:
-            raise ImageError(path, "not an image of a known format") from None
-        except Image.DecompressionBombError:
-            raise ImageError(path, f"more than {max_pixels / 1e6:g} megapixels (a decompression bomb?)") from None
-        # Pillow's decoders raise nearly every exception type on damaged files.
+            return _load(content, max_pixels, convert, notes)
+        except Exception as error:  # Pillow's decoders raise nearly every type on damaged files
+            reason = _reason(error, content, max_pixels)
+        pixels_alone = without_metadata(content)
+        if pixels_alone is not content:
+            try:
+                decoded = _load(pixels_alone, max_pixels, convert, notes)
+                notes.append(f"metadata passed over: {reason}")
+                return decoded
+            except Exception as error:
+                reason = _reason(error, content, max_pixels)
+        found = f"; {in_one_line(notes)}" if notes else ""
+        raise ImageError(path, f"{reason}{found}")
+
+
+def _load(content: bytes, max_pixels: int, convert: Callable[[Image.Image], Decoded], notes: list[str]) -> Decoded:
+    with Image.open(io.BytesIO(content), formats=pillow_formats()) as image:
+        _check_header(image, max_pixels)
+        if getattr(image, "is_animated", False) and image.format not in _FORMATS_WITH_EXTRA_PICTURES:
+            notes.append("several frames or pages, the first is used")
+        _scale_transparent_colour(image)
+        image.load()
+        try:
+            ImageOps.exif_transpose(image, in_place=True)
+        except MemoryError:
+            raise
         except Exception as error:
-            found = f"; {in_one_line(notes)}" if notes else ""
-            raise ImageError(path, f"{str(error) or type(error).__name__}{found}") from None
+            notes.append(f"EXIF passed over: {error}")
+        return convert(image)
+
+
+def _reason(problem: Exception, content: bytes, max_pixels: int) -> str:
+    if isinstance(problem, Image.UnidentifiedImageError):
+        return unknown_format(content)
+    if isinstance(problem, Image.DecompressionBombError):
+        return f"more than {max_pixels / 1e6:g} megapixels (a decompression bomb?)"
+    return str(problem) or type(problem).__name__
 
 
 def _check_header(image: Image.Image, max_pixels: int) -> None:

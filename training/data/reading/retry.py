@@ -47,7 +47,7 @@ def patiently(
         if error.errno not in PASSING:
             raise
         if not waits_s:
-            raise FileServerError(os.fspath(path), error.strerror, sum(WAITS_SECONDS)) from None
+            raise FileServerError(os.fspath(path), error.strerror or str(error), sum(WAITS_SECONDS)) from None
     time.sleep(waits_s[0])
     return patiently(action, path, waits_s[1:])
 

@@ -1,0 +1,60 @@
+"""The formats of image files that are read, and what to install for those that could be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from PIL import features
+
+_HEIF_READER = "pillow_heif"  # of the package pillow-heif
+
+
+class _Optional(NamedTuple):
+    """A format that is read where a library is.
+
+    Attributes:
+        pillow_name: Pillow's.
+        extensions: Of its files, in small letters.
+        brands: That its files begin with, after "ftyp" (ISO/IEC 14496-12).
+        is_here: Whether the library is.
+        cure: What to do where it is not.
+    """
+
+    pillow_name: str
+    extensions: tuple[str, ...]
+    brands: tuple[bytes, ...]
+    is_here: bool
+    cure: str
+
+
+_HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1")
+_OPTIONAL = (
+    _Optional("AVIF", (".avif",), (b"avif", b"avis"), features.check("avif"), "pip install --upgrade pillow"),
+    _Optional("HEIF", (".heic", ".heif"), _HEIC_BRANDS, find_spec(_HEIF_READER) is not None, "pip install pillow-heif"),
+)
+_JPEG_EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".jfif")
+_OTHER_EXTENSIONS = (".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+_FOUND = [each for each in _OPTIONAL if each.is_here]
+_MISSING = [each for each in _OPTIONAL if not each.is_here]
+
+IMAGE_EXTENSIONS = (*_JPEG_EXTENSIONS, *_OTHER_EXTENSIONS, *(name for each in _FOUND for name in each.extensions))
+CURES: Mapping[str, str] = {name: each.cure for each in _MISSING for name in each.extensions}  # by extension
+
+
+@cache
+def pillow_formats() -> tuple[str, ...]:
+    """Return Pillow's names of the formats that are allowed: other decoders, such as EPS, start external programs."""
+    if "HEIF" in (names := tuple(each.pillow_name for each in _FOUND)):
+        import_module(_HEIF_READER).register_heif_opener()
+    return ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM", *names)
+
+
+def unknown_format(content: bytes) -> str:
+    """Return what is wrong with a file that is of none of these formats, with the cure if there is one."""
+    brand = content[8:12] if content[4:8] == b"ftyp" else b""
+    found = next((f"a file of {each.pillow_name}: {each.cure}" for each in _MISSING if brand in each.brands), None)
+    return found or "not an image of a known format"
