@@ -18,13 +18,13 @@ from training.data.loader import most_workers
 from training.data.reading.image_notes import collected_notes
 from training.data.reading.images import ImageError
 from training.data.reading.sources import Source
+from training.data.thin_images import THINNEST_SIDES
 from training.data.workers import end_with_parent, worker_context
 from training.errors import FileServerError, printable
 
 IMAGES_PER_MESSAGE = 64
 IMAGES_WORTH_A_WORKER = 1000  # fewer are decoded before a worker has started
 CLASSES_SHOWN = 20
-THINNEST_SIDES = 20  # the longer side, as a multiple of the shorter one, of an image without a note
 Size = tuple[int, int]  # width, height in pixels
 
 

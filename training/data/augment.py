@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torchvision.transforms import InterpolationMode, v2
+
+from training.data.thin_images import resized_centre
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
@@ -91,7 +94,7 @@ def evaluation_geometry(preprocessing: dict[str, Any]) -> Transform:
     filter_mode = InterpolationMode(preprocessing["interpolation"])
     if resize_size is None:
         return v2.Resize([size, size], interpolation=filter_mode, antialias=True)
-    return v2.Compose([v2.Resize(resize_size, interpolation=filter_mode, antialias=True), v2.CenterCrop(size)])
+    return partial(resized_centre, resize_size=resize_size, size=size, mode=filter_mode)
 
 
 def viewable(images: torch.Tensor) -> torch.Tensor:

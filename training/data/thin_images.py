@@ -1,0 +1,80 @@
+"""The centre of a thin image, enlarged: without enlarging the image, of which most would be cut off again.
+
+An image of 3 x 9000 pixels whose shorter side becomes 256 has 768,000 on the longer one, 590 MB, for a centre of 224.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional
+
+THINNEST_SIDES = 20  # longer side, as a multiple of the shorter one, up to which an image is enlarged as a whole
+_WEIGHT_BITS = 14  # of PyTorch's fixed-point weights for bytes, if the largest weight is from 1 to 2
+
+# By filter: how far it reaches in pixels, and its weight at a distance; PyTorch's with antialiasing, as Pillow's.
+_FILTERS = {
+    InterpolationMode.BILINEAR: (1, lambda x: np.maximum(1 - x, 0)),
+    InterpolationMode.BICUBIC: (
+        2,
+        lambda x: np.where(x < 1, (1.5 * x - 2.5) * x * x + 1, np.maximum(2 - x, 0) ** 2 * (x - 1) / -2),
+    ),
+}
+
+
+def resized_centre(image: torch.Tensor, resize_size: int, size: int, mode: InterpolationMode) -> torch.Tensor:
+    """Resize the shorter side, and cut out the centre.
+
+    Of an image that is thinner than 1:20 and is enlarged, only the part that the centre needs is read: the same bytes
+    as those of `resize` and `center_crop` where PyTorch resizes bytes as bytes (x86 with AVX2, ARM), elsewhere off by
+    at most 1; floats are off by rounding.
+
+    Args:
+        image: uint8 or float32 [C, H, W].
+        resize_size: Of the shorter side, in pixels.
+        size: S, of the centre, in pixels.
+        mode: Bilinear or bicubic, with antialiasing.
+
+    Returns:
+        As `image`, [C, S, S].
+    """
+    height, width = image.shape[-2:]
+    shorter, longer = sorted((height, width))
+    if longer <= THINNEST_SIDES * shorter or resize_size <= shorter:
+        image = functional.resize(image, [resize_size], mode, antialias=True)
+    elif height > width:  # columns first, as PyTorch: it rounds bytes in between
+        first, weights = _centre_weights(longer, int(resize_size * longer / shorter), size, mode)
+        rows = image[:, first : first + weights.shape[1]]
+        rows = functional.resize(rows, [rows.shape[1], resize_size], mode, antialias=True)
+        image = _weighted(weights, rows)
+    else:
+        first, weights = _centre_weights(longer, int(resize_size * longer / shorter), size, mode)
+        columns = image[:, :, first : first + weights.shape[1]]
+        columns = _weighted(weights, columns.transpose(1, 2)).transpose(1, 2)
+        image = functional.resize(columns, [resize_size, size], mode, antialias=True)
+    return functional.center_crop(image, [size, size])
+
+
+def _centre_weights(side: int, resized: int, size: int, mode: InterpolationMode) -> tuple[int, np.ndarray]:
+    """Return the first pixel that the centre of an enlarged side is made of, and float64 [size, pixels] weights.
+
+    As in PyTorch's `_compute_indices_min_size_weights_aa` (aten/src/ATen/native/cpu/UpSampleKernel.cpp).
+    """
+    reach, weight_at = _FILTERS[mode]
+    centres = side / resized * (round((resized - size) / 2) + np.arange(size) + 0.5)
+    lows = np.maximum((centres - reach + 0.5).astype(int), 0)
+    ends = np.minimum((centres + reach + 0.5).astype(int), side)
+    pixels = np.arange(lows[0], ends[-1])
+    is_inside = (pixels >= lows[:, None]) & (pixels < ends[:, None])
+    weights = np.where(is_inside, weight_at(np.abs(pixels - centres[:, None] + 0.5)), 0)
+    return int(lows[0]), weights / weights.sum(axis=1, keepdims=True)
+
+
+def _weighted(weights: np.ndarray, image: torch.Tensor) -> torch.Tensor:
+    """Return the rows of `image` [C, h, w], weighted by [S, h]: [C, S, w]; bytes as PyTorch rounds them."""
+    exact = image.dtype != torch.uint8
+    one = 2**_WEIGHT_BITS
+    factors = torch.from_numpy(weights if exact else np.trunc(weights * one + np.copysign(0.5, weights)))
+    summed = factors.to(image.device) @ image.double()
+    return (summed if exact else ((summed + one / 2) / one).floor().clamp(0, 255)).to(image.dtype)
