@@ -33,7 +33,7 @@ class _Optional(NamedTuple):
 
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1")
 _OPTIONAL = (
-    _Optional("AVIF", (".avif",), (b"avif", b"avis"), features.check("avif"), "pip install --upgrade pillow"),
+    _Optional("AVIF", (".avif",), (b"avif", b"avis"), bool(features.check("avif")), "pip install --upgrade pillow"),
     _Optional("HEIF", (".heic", ".heif"), _HEIC_BRANDS, find_spec(_HEIF_READER) is not None, "pip install pillow-heif"),
 )
 _JPEG_EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".jfif")
