@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-
-import torch
+from collections.abc import Callable, Mapping
 
 from delivery.evaluation_files import write_evaluation
 from delivery.predicted import prediction_line
 from training.checkpoint.weights import read_metadata
+from training.data.reading.sources import Source
 from training.observe.evaluation import read_scores
-from training.observe.run_folder import EVALUATION, REPORT, RunFolder, shown_path
+from training.observe.run_folder import EVALUATION, REPORT, TEST_EVALUATION, RunFolder, shown_path
 
 
-def leave_files(
-    folder: RunFolder, read_image: Callable[[int], torch.Tensor], *, with_card: bool, with_report: bool
-) -> list[str]:
+def leave_files(folder: RunFolder, sources: Mapping[str, Source], *, with_card: bool, with_report: bool) -> list[str]:
     """Write the files about the best epoch so far; nothing that goes wrong here may spoil a run that went well.
 
     Args:
         folder: of the run.
-        read_image: from a validation sample's position to its image, uint8 [C, H, W].
+        sources: the images of each part: "val", and "test" if there is one.
         with_card: whether to write the model card: of a run that has finished, no other.
         with_report: whether to write the report too.
 
@@ -32,7 +29,11 @@ def leave_files(
     from delivery.report.page import write_report
 
     report = folder.path / REPORT
-    steps: dict[str, Callable[[], object]] = {"evaluation": lambda: _write_evaluation(folder, read_image)}
+    steps: dict[str, Callable[[], object]] = {
+        "evaluation": lambda: _write_evaluation(folder, EVALUATION, sources["val"])
+    }
+    if "test" in sources:
+        steps["evaluation of the test part"] = lambda: _write_evaluation(folder, TEST_EVALUATION, sources["test"])
     if with_card:
         steps["model card"] = lambda: write_model_card(folder.path)
     if with_report:
@@ -51,8 +52,8 @@ def leave_files(
     return list(lines.values())
 
 
-def _write_evaluation(folder: RunFolder, read_image: Callable[[int], torch.Tensor]) -> None:
-    facts = read_scores(folder.path / EVALUATION)
+def _write_evaluation(folder: RunFolder, name: str, source: Source) -> None:
+    facts = read_scores(folder.path / name)
     # A run that was killed between the two files has the scores of an older epoch.
     if facts is not None and facts["epoch"] == read_metadata(folder.weights)["extra"].get("epoch"):
-        write_evaluation(folder.path / EVALUATION, facts, read_image)
+        write_evaluation(folder.path / name, facts, source.read)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.progress import track
 from rich.table import Table
 from torch import nn
 
-from delivery.evaluation_data import EvaluationChoice, EvaluationData, load_evaluation_data
+from delivery.evaluation_data import EvaluationChoice, EvaluationData, load_evaluation_data, run_data
 from delivery.evaluation_files import write_evaluation
 from delivery.flags import evaluate_parser
 from delivery.trained_model import TrainedModel, find_model, slug
@@ -23,11 +24,13 @@ from training.checkpoint.weights import load_model
 from training.config import TrainConfig
 from training.data.bad_images import bad_image_lines, check_bad_images
 from training.data.loader import EvaluationLoader, automatic_workers
+from training.data.reader import Batch
+from training.data.reading.sources import FileSource
 from training.data.sampler import EvaluationPlan
 from training.errors import UserError, printable
 from training.observe.console import open_console
 from training.observe.evaluation import check_replaceable, describe_scores, read_scores
-from training.observe.run_folder import EVALUATION, remove_leftovers_of_run
+from training.observe.run_folder import EVALUATION, TEST_EVALUATION, remove_leftovers_of_run
 from training.observe.scores import SampleRecorder, Scores, sample_losses
 from training.parallel.collectives import agreed
 from training.parallel.precision import resolve_precision, under_autocast
@@ -35,7 +38,8 @@ from training.parallel.preserved_process import preserved_process
 from training.parallel.world import World, start_world, stop_world
 
 CLASSES_SHOWN = 20
-VIEWS_SHOWN = {"top1": "top-1", "top5": "top-5", "loss": "loss"}
+OWN_FOLDERS = {"val": EVALUATION, "test": TEST_EVALUATION}
+SCORES_SHOWN = {"top1": "top-1", "top5": "top-5", "loss": "loss"}
 
 
 def evaluate(
@@ -87,8 +91,8 @@ def evaluate(
     with preserved_process():
         world = start_world()
         try:
-            config, fingerprint = agreed(lambda: (found.config(), found.data_fingerprint()), world)
-            evaluated = agreed(lambda: load_evaluation_data(metadata, config, choice, fingerprint), world)
+            config, known = agreed(lambda: (found.config(), run_data(found)), world)
+            evaluated = agreed(lambda: load_evaluation_data(metadata, config, choice, known), world)
             used_precision = agreed(lambda: resolve_precision(precision, world.device), world)
             folder = agreed(lambda: _output_folder(output, found, config, evaluated), world)
             if folder is not None:
@@ -100,16 +104,32 @@ def evaluate(
             result = score(network, evaluated, world, num_classes, batch_size, views, verbose=verbose)
             scores = {"epoch": metadata["extra"].get("epoch"), "data": evaluated.data, "split": evaluated.split}
             scores |= {"precision": used_precision}
-            scores |= describe_scores(result[0], metadata["class_names"], evaluated.datasets.val.source.name)
-            if views.are_several:
-                scores["views"] = views._asdict() | {key: getattr(result[1], key) for key in VIEWS_SHOWN}
+            scores |= describe_scores(result.plain, metadata["class_names"], evaluated.datasets.val.source.name)
+            if result.views is not None:
+                scores["views"] = views._asdict() | {key: getattr(result.views, key) for key in SCORES_SHOWN}
+            if result.trained_on is not None:
+                scores["trained_on"] = {key: getattr(result.trained_on, key) for key in ("samples", *SCORES_SHOWN)}
             if folder is not None:
                 agreed(lambda: _write(folder, scores, evaluated) if world.is_main else None, world)
         finally:
             stop_world()
     if verbose and world.is_main:
-        _show(scores, folder)
+        _show(scores, folder, evaluated.notes)
     return scores
+
+
+class Result(NamedTuple):
+    """The scores of an evaluation.
+
+    Attributes:
+        plain: of the images that the model was not trained on; of all of them, if it was trained on all.
+        views: of the mean of several views of these; None without.
+        trained_on: of the images that the model was trained on; None if there are none, or it is not known.
+    """
+
+    plain: Scores
+    views: Scores | None = None
+    trained_on: Scores | None = None
 
 
 def score(
@@ -121,10 +141,8 @@ def score(
     views: Views = PLAIN,
     *,
     verbose: bool = False,
-) -> list[Scores]:
-    """Return the exact scores of every image, each counted once, and with several views those of the mean of them.
-
-    A collective.
+) -> Result:
+    """Return the exact scores of every image, each counted once, apart for those that were trained on; a collective.
 
     Args:
         network: images float32 [B, C, S, S] to logits [B, classes], in evaluation mode, on the rank's device.
@@ -142,18 +160,23 @@ def score(
     plan = EvaluationPlan(len(dataset), batch_size, world.size)
     workers = automatic_workers(dataset, world.device, world.local_size)
     loader = EvaluationLoader(data.datasets, plan, world.rank, workers=workers, device=world.device)
+    loader.watch(is_on=data.trained_images is not None)
     label_map = data.label_map.to(world.device)
-    recorders, console = [SampleRecorder(num_classes) for _ in range(1 + views.are_several)], open_console(stderr=True)
+    plain, of_views, trained_on = (SampleRecorder(num_classes) for _ in range(3))
+    console = open_console(stderr=True)
     is_silent = not (verbose and world.is_main and console.is_terminal)
 
     def all_batches() -> None:
         with torch.inference_mode():
             for batch in track(loader, "evaluating", len(loader), console=console, transient=True, disable=is_silent):
-                logits, labels = [network(batch.images)], label_map[batch.labels]
+                logits, labels = network(batch.images), label_map[batch.labels]
+                known = _trained_on(data, batch).to(world.device)
+                losses, fresh = sample_losses(logits, labels), batch.weights * ~known
+                plain.add(losses, logits, labels, fresh, batch.indices)
+                trained_on.add(losses, logits, labels, batch.weights * known, batch.indices)
                 if views.are_several:
-                    logits.append(mean_log_probabilities(network, batch.images, logits[0], views))
-                for recorder, one in zip(recorders, logits, strict=True):
-                    recorder.add(sample_losses(one, labels), one, labels, batch.weights, batch.indices)
+                    mean = mean_log_probabilities(network, batch.images, logits, views)
+                    of_views.add(sample_losses(mean, labels), mean, labels, fresh, batch.indices)
 
     try:
         agreed(all_batches, world)
@@ -163,7 +186,20 @@ def score(
     for line in bad_image_lines([loader], world):
         if world.is_main:
             print(line, file=sys.stderr)
-    return [recorder.gather(world) for recorder in recorders]
+    apart = trained_on.gather(world)
+    scores = Result(
+        plain.gather(world), of_views.gather(world) if views.are_several else None, apart if apart.samples else None
+    )
+    return scores if scores.plain.samples else scores._replace(plain=apart)
+
+
+def _trained_on(data: EvaluationData, batch: Batch) -> torch.Tensor:
+    """Return which images of a batch the model was trained on, bool [B]."""
+    source = data.datasets.val.source
+    if data.trained_images is None or not isinstance(source, FileSource):
+        return torch.zeros(len(batch.indices), dtype=torch.bool)
+    paths = [source.path(index) for index in batch.indices.tolist()]
+    return torch.from_numpy(data.trained_images.contain(batch.digests, paths))
 
 
 def _output_folder(
@@ -186,8 +222,8 @@ def _output_folder(
         return folder
     if model.run is None or config is None:
         return model.weights.with_name(f"{model.weights.stem}-{EVALUATION}")
-    if data.is_own and data.split == "val":
-        return model.run / EVALUATION
+    if data.is_own and data.split in OWN_FOLDERS:
+        return model.run / OWN_FOLDERS[data.split]
     folder = model.run / f"{EVALUATION}-{slug(Path(data.data).name)}-{data.split}"
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     return next(one for one in chain([folder], numbered) if not _is_of_other_data(one, data.data))
@@ -207,9 +243,11 @@ def _write(folder: Path, scores: dict[str, Any], data: EvaluationData) -> None:
         raise UserError(f"cannot write into '{folder}': {error.strerror or error}.") from None
 
 
-def _show(scores: dict[str, Any], folder: Path | None) -> None:
+def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> None:
     """Print the scores and the classes, of many those with the lowest F1."""
     console = open_console()
+    for note in notes:
+        console.print(f"note: {printable(note)}", soft_wrap=True)
     console.print(
         f"top-1 {scores['top1']:.4f}  top-5 {scores['top5']:.4f}  loss {scores['loss']:.4f}  ECE {scores['ece']:.4f}  "
         f"macro F1 {scores['macro']['f1']:.4f}  on {scores['samples']} images ({printable(scores['data'])}, "
@@ -217,9 +255,15 @@ def _show(scores: dict[str, Any], folder: Path | None) -> None:
         soft_wrap=True,
     )
     if "views" in scores:
-        of_views = "  ".join(f"{name} {scores['views'][key]:.4f}" for key, name in VIEWS_SHOWN.items())
         views = Views(scores["views"]["flip"], scores["views"]["shift_pixels"])
-        console.print(f"{of_views}  of the mean of {views}", soft_wrap=True)
+        console.print(f"{_of(scores['views'])}  of the mean of {views}", soft_wrap=True)
+    if known := scores.get("trained_on"):
+        are_all = known["samples"] == scores["samples"] and known["loss"] == scores["loss"]
+        console.print(
+            f"{_of(known)}  on {known['samples']} images that the model was trained on, "
+            f"{'which are all of them' if are_all else 'which are not among the ones above'}",
+            soft_wrap=True,
+        )
     classes, title = scores["classes"], None
     if len(classes) > CLASSES_SHOWN:
         title = f"the {CLASSES_SHOWN} classes with the lowest F1, of {len(classes)}"
@@ -233,3 +277,7 @@ def _show(scores: dict[str, Any], folder: Path | None) -> None:
     console.print(table)
     if folder is not None:
         console.print(f"files  {printable(str(folder))}", soft_wrap=True)
+
+
+def _of(scores: dict[str, float]) -> str:
+    return "  ".join(f"{name} {scores[key]:.4f}" for key, name in SCORES_SHOWN.items())

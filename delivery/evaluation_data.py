@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,14 +13,17 @@ from typing import Any
 
 import torch
 
+from delivery.trained_model import TrainedModel, read_json
 from training.config import TrainConfig
 from training.data import DATASETS, DataOptions, find_dataset, load_data
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.folder import has_parts, load_whole
 from training.data.values import values_of
 from training.errors import UserError, unknown_name
+from training.observe.image_list import ListedImage, TrainedImages, describe_change, read_image_list
+from training.observe.run_folder import ENVIRONMENT, IMAGES
 
-SPLITS = ("auto", "val", "train", "all")
+SPLITS = ("auto", "val", "test", "train", "all")
 NAMES_IN_MESSAGE = 5
 
 
@@ -30,9 +34,11 @@ class EvaluationData:
     Attributes:
         datasets: the images to evaluate are its `val`.
         data: what was asked for, such as "digits", or the full path of a folder; of the run's own what it was given.
-        split: "val", "train" or "all".
+        split: "val", "test", "train" or "all".
         label_map: int64 [classes of the data], the model's number of each class.
         is_own: whether the run was trained on it.
+        trained_images: what the run was trained on, if some of the images may be among it.
+        notes: lines for the user.
     """
 
     datasets: DatasetPair
@@ -40,6 +46,8 @@ class EvaluationData:
     split: str
     label_map: torch.Tensor
     is_own: bool
+    trained_images: TrainedImages | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,8 +69,39 @@ class EvaluationChoice:
     allow_missing_classes: bool = False
 
 
+@dataclass(frozen=True)
+class RunData:
+    """What is known of the data of a run.
+
+    Attributes:
+        fingerprint: as of `DatasetPair`; '' if it is not known.
+        folder: full path of the folder; '' if it is none, or not known.
+        images: the list in the run's folder, empty if there is none.
+    """
+
+    fingerprint: str = ""
+    folder: str = ""
+    images: Sequence[ListedImage] = ()
+
+
+def run_data(model: TrainedModel) -> RunData:
+    """Return what is known of the data that a model was trained on.
+
+    Raises:
+        UserError: if the list of images is damaged.
+    """
+    if model.run is None:
+        return RunData()
+    try:
+        environment = read_json(model.run / ENVIRONMENT)
+    except UserError:
+        environment = {}
+    fingerprint, folder = (str(environment.get(key) or "") for key in ("data_fingerprint", "data_folder"))
+    return RunData(fingerprint, folder, read_image_list(model.run / IMAGES))
+
+
 def load_evaluation_data(
-    metadata: dict[str, Any], config: TrainConfig | None, choice: EvaluationChoice, fingerprint: str
+    metadata: dict[str, Any], config: TrainConfig | None, choice: EvaluationChoice, known: RunData
 ) -> EvaluationData:
     """Load the images that the user, or else the run, names.
 
@@ -70,7 +109,7 @@ def load_evaluation_data(
         metadata: what `training.checkpoint.weights.load_model` returned.
         config: the run's configuration, None if it is not known.
         choice: what the user asks for.
-        fingerprint: of the run's data, '' if it is not known.
+        known: of the run's data.
 
     Raises:
         UserError: if there is no such data, its classes are not the model's, or the run's path leads elsewhere now.
@@ -83,47 +122,65 @@ def load_evaluation_data(
     data = choice.data or trained_on
     options = _data_options(metadata["preprocessing"], config or TrainConfig(), choice, data)
     divided = cache(lambda: load_data(options))  # once, also where its files tell whether it is the run's
-    is_own = _is_own(data, trained_on, fingerprint, divided)
+    is_own = _is_own(data, trained_on, known, divided)
     if not choice.data and not is_own:
-        raise UserError(f"'{data}', which the run was trained on, is not here: give --data, with its full path.")
-    split = _resolve_split(choice.split, data, is_own=is_own)
+        raise UserError(_no_data(data, known, divided))
+    split = _resolve_split(choice.split, options, is_own=is_own)
     datasets = load_whole(options) if split == "all" else divided()
+    is_changed = is_own and known.fingerprint not in ("", divided().fingerprint)
+    notes = []
+    if is_changed:
+        notes.append(f"'{data}' has changed since the training: {describe_change(known.images, divided())}")
     name = trained_on if is_own else str(Path(os.path.expanduser(data)).resolve()) if _is_folder(data) else data
     wanted, found = (values_of(each) for each in (metadata["preprocessing"], datasets.preprocessing))
     if wanted != found:
         raise UserError(f"the model was trained on {wanted} values, '{data}' has {found}: convert it.")
-    part = datasets.train if split == "train" else datasets.val
+    part = datasets.parts.get(split, datasets.val)
     seen_as = ImageDataset(part.source, metadata["preprocessing"], most_bad=part.most_bad)
     label_map = _label_map(datasets.class_names, metadata["class_names"], choice.allow_missing_classes)
-    return EvaluationData(dataclasses.replace(datasets, val=seen_as), name, split, label_map, is_own)
+    may_be_trained_on = known.images and (is_changed or not is_own or split == "train")
+    trained = TrainedImages(known.images) if may_be_trained_on else None
+    judged = dataclasses.replace(datasets, val=seen_as)
+    return EvaluationData(judged, name, split, label_map, is_own, trained, tuple(notes))
 
 
 def _is_folder(data: str) -> bool:
     return find_dataset(data) is DATASETS["folder"]
 
 
-def _is_own(data: str, trained_on: str, fingerprint: str, divided: Callable[[], DatasetPair]) -> bool:
+def _no_data(data: str, known: RunData, divided: Callable[[], DatasetPair]) -> str:
+    """Return why the data of the run is not known, or not the one that is here."""
+    if not os.path.isdir(os.path.expanduser(data)):
+        return f"'{data}', which the run was trained on, is not here: give --data, with its full path."
+    place = f"'{known.folder}'" if known.folder else "the folder of that name which the run was trained on"
+    difference = describe_change(known.images, divided())
+    return f"'{data}' here is not {place}, or has changed ({difference}): give --data, with its full path."
+
+
+def _is_own(data: str, trained_on: str, known: RunData, divided: Callable[[], DatasetPair]) -> bool:
     """Return whether data is the run's, by its name; a folder by its path, or by its files if that is relative."""
     if not trained_on or not _is_folder(data):
         return data == trained_on
-    path, own = (Path(os.path.expanduser(name)) for name in (data, trained_on))
-    if path.resolve() == own.resolve() and (own.is_absolute() or not fingerprint):
+    path, own = (Path(os.path.expanduser(name)) for name in (data, known.folder or trained_on))
+    if path.resolve() == own.resolve() and (own.is_absolute() or not known.fingerprint) and path.is_dir():
         return True
     try:
-        return fingerprint != "" and divided().fingerprint == fingerprint
+        return known.fingerprint != "" and divided().fingerprint == known.fingerprint
     except UserError:  # it cannot be divided as the run's is
         return False
 
 
-def _resolve_split(split: str, data: str, *, is_own: bool) -> str:
+def _resolve_split(split: str, options: DataOptions, *, is_own: bool) -> str:
     """Return what "auto" means: all images of a folder that was not trained on and has no val/, else what was held out.
 
     Raises:
         UserError: if the data has no such part.
     """
-    is_undivided = _is_folder(data) and not has_parts(data)
+    is_undivided = _is_folder(options.data) and not has_parts(options)
     if split == "all" and not is_undivided:
-        raise UserError(f"--split all is for one folder of classes; '{data}' has parts: give val or train.")
+        raise UserError(f"--split all is for one folder of classes; '{options.data}' has parts: give val or train.")
+    if split == "test" and (is_undivided or load_data(options).test is None):
+        raise UserError(f"--split test: '{options.data}' has no test part: give val or train.")
     if split != "auto":
         return split
     return "all" if is_undivided and not is_own else "val"
@@ -135,6 +192,9 @@ def _data_options(
     return DataOptions(
         data=data,
         val_fraction=config.val_fraction,
+        split_seed=config.split_seed,
+        val_part=config.val_part,
+        links=config.links,
         image_size=preprocessing["image_size"],
         image_channels=len(preprocessing["mean"]),
         augmentation="none",
@@ -154,8 +214,10 @@ def _label_map(data_classes: list[str], model_classes: list[str], allow_missing:
     Raises:
         UserError: if the data has a class that the model does not know, or lacks one (unless allowed).
     """
-    unknown = [name for name in data_classes if name not in set(model_classes)]
-    missing = [name for name in model_classes if name not in set(data_classes)]
+    keys = {unicodedata.normalize("NFC", name): number for number, name in enumerate(model_classes)}
+    of_data = {unicodedata.normalize("NFC", name): name for name in data_classes}
+    unknown = [name for key, name in of_data.items() if key not in keys]
+    missing = [model_classes[number] for key, number in keys.items() if key not in of_data]
     if unknown:
         raise UserError(
             f"the data has {len(unknown)} class(es) that the model does not know: {_shown(unknown)}. "
@@ -166,8 +228,7 @@ def _label_map(data_classes: list[str], model_classes: list[str], allow_missing:
             f"the data lacks {len(missing)} of the model's {len(model_classes)} classes: {_shown(missing)}. "
             "Add them, or give --allow-missing-classes."
         )
-    number_of = {name: number for number, name in enumerate(model_classes)}
-    return torch.tensor([number_of[name] for name in data_classes])
+    return torch.tensor([keys[key] for key in of_data])
 
 
 def _shown(names: list[str]) -> str:

@@ -21,7 +21,7 @@ def evaluate_parser(description: str | None) -> OneLineParser:
     _add_image_flags(parser, "evaluate")
     parser.add_choice(
         "--split",
-        ("auto", "val", "train", "all"),
+        ("auto", "val", "test", "train", "all"),
         default="auto",
         help="Part of the data; auto: what the run held out, or all of a folder that it was not trained on.",
     )

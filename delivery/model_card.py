@@ -28,7 +28,7 @@ from training.data.reading.images import CHANNEL_MODES
 from training.data.values import BYTES, values_of
 from training.model_fields import ModelFields
 from training.observe.evaluation import read_scores
-from training.observe.run_folder import CARD, ENVIRONMENT, EVALUATION, METRICS, WEIGHTS
+from training.observe.run_folder import CARD, ENVIRONMENT, EVALUATION, METRICS, TEST_EVALUATION, WEIGHTS
 from training.recipe.recipe_fields import RecipeFields
 
 TEMPLATE = Path(__file__).with_name("model_card.md.j2")
@@ -65,7 +65,8 @@ def write_model_card(run: Path) -> Path | None:
     config, metadata = read_run_config(run), read_metadata(run / WEIGHTS)
     values, channels = values_of(metadata["preprocessing"]), len(metadata["preprocessing"]["mean"])
     environment = json.loads((run / ENVIRONMENT).read_text(encoding="utf-8"))
-    scores, ranks = read_scores(run / EVALUATION) or {}, environment["ranks"]
+    scores, test_scores = (read_scores(run / name) or {} for name in (EVALUATION, TEST_EVALUATION))
+    ranks = environment["ranks"]
     epochs: list[dict[str, Any]] = []
     for line in _lines(run, "epoch"):  # a run that went back has trained some again
         epochs = [*(earlier for earlier in epochs if earlier["epoch"] < line["epoch"]), line]
@@ -74,10 +75,11 @@ def write_model_card(run: Path) -> Path | None:
     text = jinja.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=run.name,
         mark=MARK,
-        front_matter=_front_matter(run.name, config, metadata["description"], scores),
+        front_matter=_front_matter(run.name, config, metadata["description"], [scores, test_scores]),
         config=config,
         environment=environment,
         scores=scores,
+        test_scores=test_scores,
         description=metadata["description"],
         class_names=metadata["class_names"],
         classes_shown=CLASSES_SHOWN,
@@ -106,24 +108,29 @@ def recipe_names(config: TrainConfig) -> list[str]:
     return [*ALWAYS_SHOWN, *(name for name in chosen if name not in NOT_RECIPE.union(ALWAYS_SHOWN))]
 
 
-def _front_matter(name: str, config: TrainConfig, description: Mapping[str, Any], scores: Mapping[str, Any]) -> str:
+def _front_matter(
+    name: str, config: TrainConfig, description: Mapping[str, Any], all_scores: Sequence[Mapping[str, Any]]
+) -> str:
     from huggingface_hub import EvalResult, ModelCardData
 
     values = []
-    if scores:
-        values = [("accuracy", "top-1", scores["top1"]), ("accuracy", "top-5", scores["top5"])]
-        values.append(("f1", "macro F1", scores["macro"]["f1"]))
+    for scores in filter(None, all_scores):
+        values += [
+            (scores["split"], "accuracy", "top-1", scores["top1"]),
+            (scores["split"], "accuracy", "top-5", scores["top5"]),
+            (scores["split"], "f1", "macro F1", scores["macro"]["f1"]),
+        ]
     results = [
         EvalResult(
             task_type="image-classification",
             dataset_type=Path(config.data).name,
             dataset_name=Path(config.data).name,
-            dataset_split=scores["split"],
+            dataset_split=split,
             metric_type=metric_type,
             metric_name=metric_name,
             metric_value=value,
         )
-        for metric_type, metric_name, value in values
+        for split, metric_type, metric_name, value in values
     ]
     data = ModelCardData(
         license="other",

@@ -12,7 +12,7 @@ from typing import Any
 from training.config import REPO_ROOT, TrainConfig
 from training.config_file import read_values
 from training.errors import UserError, nearest
-from training.observe.run_folder import CONFIG, ENVIRONMENT, WEIGHTS
+from training.observe.run_folder import CONFIG, WEIGHTS
 
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # torch.save's archive since PyTorch 1.6, and what it wrote before
 
@@ -38,15 +38,6 @@ class TrainedModel:
         if self.run is None:
             return None
         return read_run_config(self.run)
-
-    def data_fingerprint(self) -> str:
-        """Return the fingerprint of the run's data, as of `DatasetPair`; '' if it is not known."""
-        if self.run is None:
-            return ""
-        try:
-            return str(read_json(self.run / ENVIRONMENT)["data_fingerprint"])
-        except (UserError, KeyError):
-            return ""
 
 
 def find_model(given: str | Path) -> TrainedModel:

@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from planning.doctor.table import cell
 from training.data import DataOptions, load_data
-from training.data.datasets import DatasetPair, ImageDataset
+from training.data.datasets import DatasetPair
+from training.data.duplicates import find_duplicates
 from training.data.loader import most_workers
+from training.data.reading.digests import UNKNOWN, collected_digests
 from training.data.reading.image_notes import collected_notes
 from training.data.reading.images import ImageError
 from training.data.reading.sources import Source
@@ -25,6 +27,7 @@ from training.errors import FileServerError, printable
 IMAGES_PER_MESSAGE = 64
 IMAGES_WORTH_A_WORKER = 1000  # fewer are decoded before a worker has started
 CLASSES_SHOWN = 20
+TITLES = {"train": "train", "val": "validation", "test": "test"}
 Size = tuple[int, int]  # width, height in pixels
 
 
@@ -38,6 +41,7 @@ class DataReport:
         unreadable: Path and reason of each image that cannot be used.
         image_notes: Path and note of each image that is odd but can be used.
         decoded: Images that were decoded: all, or a sample.
+        digests: By the name of a part, int64 [N], of the files that were read.
     """
 
     datasets: DatasetPair
@@ -45,11 +49,12 @@ class DataReport:
     unreadable: list[tuple[str, str]] = field(default_factory=list)
     image_notes: list[tuple[str, str]] = field(default_factory=list)
     decoded: int = 0
+    digests: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def images(self) -> int:
-        """Images of both parts, readable or not."""
-        return sum(self.datasets.train_counts) + sum(self.datasets.val_counts)
+        """Images of all parts, readable or not."""
+        return sum(map(len, self.datasets.parts.values()))
 
 
 def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
@@ -69,11 +74,12 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
 def check_datasets(datasets: DatasetPair, workers: int | None = None, most: int | None = None) -> DataReport:
     """As `check_data`, of a loaded data set, and of at most `most` images of each part, evenly spread."""
     report = DataReport(datasets)
-    for part in (datasets.train, datasets.val):
+    for name, part in datasets.parts.items():
+        report.digests[name] = np.full(len(part), UNKNOWN, dtype=np.int64)
         chosen = np.unique(np.linspace(0, len(part) - 1, min(len(part), most or len(part))).astype(int))
         is_worth_it = len(chosen) >= IMAGES_WORTH_A_WORKER and not part.source.in_memory
         automatic = most_workers() if is_worth_it else 0
-        _decode(part, chosen, automatic if workers is None else workers, report)
+        _decode(name, chosen, automatic if workers is None else workers, report)
         report.decoded += len(chosen)
     return report
 
@@ -81,16 +87,19 @@ def check_datasets(datasets: DatasetPair, workers: int | None = None, most: int 
 def print_report(data: str, report: DataReport) -> None:
     """Print the report on `data`: counts by class, sizes, and each image that cannot be used."""
     console, datasets = Console(highlight=False, soft_wrap=True), report.datasets
-    table = Table("class", "train", "validation", title=cell(f"{data}: {len(datasets.class_names)} classes"))
-    rows = list(zip(datasets.class_names, datasets.train_counts, datasets.val_counts, strict=True))
-    for name, train, val in rows[:CLASSES_SHOWN]:
-        table.add_row(cell(name), str(train), str(val))
+    parts, names = datasets.parts, datasets.class_names
+    table = Table("class", *(TITLES[name] for name in parts), title=cell(f"{data}: {len(names)} classes"))
+    columns = [torch.bincount(part.source.labels, minlength=len(names)).tolist() for part in parts.values()]
+    rows = list(zip(names, *columns, strict=True))
+    for name, *counts in rows[:CLASSES_SHOWN]:
+        table.add_row(cell(name), *map(str, counts))
     if len(rows) > CLASSES_SHOWN:
-        table.add_row(f"and {len(rows) - CLASSES_SHOWN} more", "", "")
-    table.add_row("all", str(sum(datasets.train_counts)), str(sum(datasets.val_counts)))
+        table.add_row(f"and {len(rows) - CLASSES_SHOWN} more", *[""] * len(columns))
+    table.add_row("all", *(str(sum(column)) for column in columns))
     console.print(table)
     lines = [f"note: {printable(note)}" for note in datasets.notes]
-    labels = torch.cat([datasets.train.source.labels, datasets.val.source.labels])
+    lines += find_duplicates(datasets, report.digests).lines()
+    labels = torch.cat([part.source.labels for part in parts.values()])
     lines.append(f"labels {int(labels.min())} to {int(labels.max())}")
     if report.sizes:
         smallest, largest = (f"{width}x{height}" for width, height in report.sizes)
@@ -102,8 +111,8 @@ def print_report(data: str, report: DataReport) -> None:
         console.print(line, markup=False)
 
 
-# Of an image: its size, or path and reason if it is unreadable; and the notes on it.
-Found = tuple[Size | None, tuple[str, str] | None, list[tuple[str, str]]]
+# Of an image: its size, or path and reason if it is unreadable; the notes on it; its file's digest.
+Found = tuple[Size | None, tuple[str, str] | None, list[tuple[str, str]], int]
 
 
 class _SizeReader(Dataset):
@@ -118,32 +127,34 @@ class _SizeReader(Dataset):
     def __getitem__(self, position: int) -> Found | FileServerError:
         index = int(self._indices[position])
         try:
-            with collected_notes() as notes:
+            with collected_notes() as notes, collected_digests() as digests:
                 _, height, width = self._source.read(index).shape
         except ImageError as error:
-            return None, (error.path, error.reason), []
+            return None, (error.path, error.reason), [], UNKNOWN
         except FileServerError as error:  # DataLoader would add its traceback
             return error
-        found = list(notes.items())
+        name, found = self._source.name(index), list(notes.items())
         if THINNEST_SIDES * min(width, height) < max(width, height):
-            found.append((self._source.name(index), f"{width}x{height} pixels, thinner than 1:{THINNEST_SIDES}"))
-        return (width, height), None, found
+            found.append((name, f"{width}x{height} pixels, thinner than 1:{THINNEST_SIDES}"))
+        return (width, height), None, found, digests.get(name, UNKNOWN)
 
 
-def _decode(dataset: ImageDataset, indices: np.ndarray, workers: int, report: DataReport) -> None:
+def _decode(part: str, indices: np.ndarray, workers: int, report: DataReport) -> None:
     loader = DataLoader(
-        _SizeReader(dataset.source, indices),
+        _SizeReader(report.datasets.parts[part].source, indices),
         batch_size=IMAGES_PER_MESSAGE,
         num_workers=workers,
         collate_fn=list,
         worker_init_fn=end_with_parent,
         multiprocessing_context=worker_context() if workers else None,
     )
-    for found in (found for group in loader for found in group):
+    all_found = (found for group in loader for found in group)
+    for index, found in zip(indices.tolist(), all_found, strict=True):
         if isinstance(found, FileServerError):
             raise found
-        size, problem, notes = found
+        size, problem, notes, digest = found
         report.image_notes += notes
+        report.digests[part][index] = digest
         if problem:
             report.unreadable.append(problem)
         if size:

@@ -21,6 +21,7 @@ from training.checkpoint.best_weights import bring_along, epoch_of, keep_finishe
 from training.checkpoint.frozen import FrozenWeights, keep_frozen
 from training.checkpoint.other_epochs import before_decay, note_other_epochs
 from training.checkpoint.resume import (
+    DATA_SET,
     FIRST_START,
     NORMALIZATION,
     RunStart,
@@ -56,6 +57,7 @@ from training.errors import (
     UserError,
     known_failure,
 )
+from training.final_test import judge_test
 from training.launched_run import run_launched
 from training.loop import evaluate, train_one_epoch
 from training.memory_guard import keep_freed_memory
@@ -63,6 +65,7 @@ from training.observe.environment import RunFacts, describe_run
 from training.observe.epoch_observer import EpochResult
 from training.observe.flops import TrainingFlops
 from training.observe.heartbeat import SLOW_PHASE
+from training.observe.image_contents import ImageContents
 from training.observe.loggers import Loggers, open_loggers
 from training.observe.messages import announce_end, announce_start, log_epoch
 from training.observe.run_folder import RunFolder
@@ -190,6 +193,7 @@ class RunContext:
         notes: lines for the log about the choice of the checkpoint.
         train_loader: this rank's training batches.
         val_loader: this rank's validation batches.
+        contents: watches the files that the first epoch reads.
         compiled_code: what `torch.compile` makes; None unless the run is compiled.
     """
 
@@ -215,6 +219,7 @@ class RunContext:
     notes: list[str]
     train_loader: TrainLoader
     val_loader: EvaluationLoader
+    contents: ImageContents
     compiled_code: CompiledCode | None
 
     @property
@@ -282,7 +287,7 @@ def build_run(
     built, flops = build_training_model(config, data, world, loads_weights=found is None)
     if found is not None:
         checkpoint, identity = found, _identity(data, built, plan)
-        agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch), world)
+        agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch, data), world)
     pixels = config.epochs * len(data.train) * data.train.preprocessing["image_size"] ** 2
     compiles = resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, world)
     is_choice = config.compile != "auto" or compiles == auto_compiles(config, pixels, world.device)
@@ -330,6 +335,7 @@ def build_run(
         notes=notes,
         train_loader=train_loader,
         val_loader=val_loader,
+        contents=ImageContents(folder, data, {"train": train_loader, "val": val_loader}, world, loggers),
         compiled_code=compiled_code,
     )
 
@@ -436,6 +442,8 @@ def train(context: RunContext, stop: StopRequest, start: RunStart = FIRST_START,
             stop_signal = _train_and_evaluate(context, loop, loop.saver)
         with loop.timing.clock.saving:
             loop.saver.finish(is_stop=bool(stop_signal))
+        if not stop_signal:
+            judge_test(context, loop)
     images = (context.position - first_position) * context.plan.global_batch
     announce_end(context, stop_signal, run_point(context.position, images, loop.timing, world))
     starts_again = stop_signal == OUT_OF_MEMORY and config.on_oom == "adapt"
@@ -456,12 +464,13 @@ def _train_and_evaluate(context: RunContext, loop: TrainContext, saver: Saver) -
     context.freezer.start_epoch(only_head=epoch < context.head_epochs)
     if epoch == context.head_epochs > 0 and state.progress.step == 0:
         engine.restart_optimizer()
-    only_evaluation_is_left = state.progress.step == context.plan.steps_per_epoch
+    first_step, last_step = state.progress.step, context.plan.steps_per_epoch
+    only_evaluation_is_left = first_step == last_step
     write_weights = None
     result = train_one_epoch(state, context.train_loader.epoch(epoch, state.progress.step), loop)
     check_bad_images(context.train_loader, world)
     stop_signal = result.stop_signal
-    if state.progress.step == context.plan.steps_per_epoch:
+    if state.progress.step == last_step:
         # A checkpoint of this moment holds averaged buffers: averaging them again would round them again.
         if not only_evaluation_is_left:
             engine.buffers.average(world)
@@ -474,6 +483,8 @@ def _train_and_evaluate(context: RunContext, loop: TrainContext, saver: Saver) -
                 if isinstance(scores, Scores):
                     seconds = time.perf_counter() - evaluation_start
                     write_weights = _end_epoch(context, loop, result, scores, raw, seconds)
+                    is_last = state.progress.epoch == context.config.epochs
+                    context.contents.after_epoch(context.position, is_last_chance=first_step == 0 or is_last)
                 else:
                     stop_signal = scores
     with clock.saving:
@@ -612,8 +623,8 @@ def _deliver(context: RunContext, deliver: Deliver | None, *, has_finished: bool
         return
     # A run without a sound epoch has none; one that went back before its decay may have those of the longer run before.
     with_card = has_finished and epoch_of(context.folder.weights) == context.state.progress.best_epoch
-    read_image = context.data.val.source.read
-    for line in deliver(context.folder, read_image, with_card=with_card, with_report=context.config.report):
+    sources = {name: part.source for name, part in context.data.parts.items()}
+    for line in deliver(context.folder, sources, with_card=with_card, with_report=context.config.report):
         context.loggers.message(line)
 
 
@@ -621,6 +632,6 @@ def _identity(data: DatasetPair, built: BuiltModel, plan: BatchPlan) -> dict[str
     return {
         "model": built.description,
         "class list": data.class_names,
-        "data set": data.fingerprint,
+        DATA_SET: data.fingerprint,
         "global batch": plan.global_batch,
     }

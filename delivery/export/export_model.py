@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from delivery.evaluation_data import load_evaluation_data
+from delivery.evaluation_data import load_evaluation_data, run_data
 from delivery.export import check_choice
 from delivery.export.comparison import Agreement, check_agreement, compare, measure_latency, processor_name
 from delivery.export.export_job import (
@@ -125,7 +125,7 @@ def _show_against_fp32(exported: Exported, settings: ExportSettings) -> None:
 
 def _prepare(settings: ExportSettings, model: TrainedModel, log: Callable[[str], None]) -> ExportJob:
     module, metadata = load_model(model.weights)
-    data = load_evaluation_data(metadata, model.config(), settings.choice, model.data_fingerprint())
+    data = load_evaluation_data(metadata, model.config(), settings.choice, run_data(model))
     check = load_check_images(data, module, settings)
     calibration = load_calibration_images(data, settings.calibration_images) if settings.precision == "int8" else None
     origin = _describe_origin(model, metadata, settings.precision)

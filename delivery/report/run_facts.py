@@ -249,7 +249,15 @@ def _scores(run: RunFiles) -> list[Fact]:
         Fact("top-5 accuracy", percent(top5, 2)),
         Fact("validation loss", number(loss), "cross-entropy in nats"),
         *([Fact("calibration error", percent(scores["ece"], 2), "ECE, 15 bins")] if scores else []),
+        *_test_scores(run),
     ]
+
+
+def _test_scores(run: RunFiles) -> list[Fact]:
+    if run.test_scores is None:
+        return []
+    remark = f"{plural(run.test_scores['samples'], 'image')}, judged once, epoch {run.test_scores.get('epoch', '?')}"
+    return [Fact("test top-1 accuracy", percent(run.test_scores["top1"], 2), remark)]
 
 
 def _images_per_second(history: History) -> float | None:

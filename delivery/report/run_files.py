@@ -24,11 +24,12 @@ from training.observe.run_folder import (
     LEARNING_RATE,
     METRICS,
     SCORES,
+    TEST_EVALUATION,
     WEIGHTS,
 )
 
 CURVES = ("loss", "learning_rate", "images_per_second", "gradient_norm")
-EVENTS = ("skipped_step", "checkpoint_failed", "slow_rank", "slow_link", "diverged", "gave_up")
+EVENTS = ("duplicates", "skipped_step", "checkpoint_failed", "slow_rank", "slow_link", "diverged", "gave_up")
 EPOCH_NUMBERS = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5")
 
 
@@ -237,6 +238,7 @@ class RunFiles:
         config, environment: the JSON objects; empty if the file is missing.
         history: of metrics.jsonl.
         scores: evaluation/scores.json, None if it is missing.
+        test_scores: of the test part, None without.
         rate_search: learning_rate.json, None if none was searched for.
         parameters: the count of numbers in the weights file, BatchNorm buffers included; None if it is missing.
         notes: a sentence for each missing file.
@@ -252,6 +254,7 @@ class RunFiles:
     parameters: int | None
     notes: list[str]
     batch_search: dict[str, Any] | None = None
+    test_scores: dict[str, Any] | None = None
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -280,7 +283,8 @@ def read_run(folder: Path) -> RunFiles:
         )
     rate_search, parameters = _read_if_there(folder / LEARNING_RATE), _count_parameters(folder / WEIGHTS)
     search = _read_if_there(folder / BATCH_SIZE)
-    return RunFiles(folder, config, environment or {}, history, scores, rate_search, parameters, notes, search)
+    test = _read_if_there(folder / TEST_EVALUATION / SCORES)
+    return RunFiles(folder, config, environment or {}, history, scores, rate_search, parameters, notes, search, test)
 
 
 def count_global_batch(config: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:

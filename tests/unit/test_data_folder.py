@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import unicodedata
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode, v2
 
 from training.data import DataOptions, load_data
+from training.data.folder_parts import part_kind
+from training.data.folder_split import split_class
 from training.data.reading.decode import decode_exact
 from training.data.reading.sources import FileSource, ImageFile
 from training.errors import UserError
@@ -93,8 +97,10 @@ def test_names_of_any_case_nested_folders_and_hidden_files(tmp_path):
     expected = {"a/000.png", "a/001.png", "a/002.png", "a/deeper/000.JPEG", "b/ÄÖ 1.PNG", "b/001.png", "b/002.png"}
     assert names == expected
     assert pair.class_names == ["a", "b"]
-    assert len(pair.notes) == 1
-    assert "1 .txt" in pair.notes[0]
+    assert pair.notes == [
+        "skipped 1 files that are not images by type or extension: 1 .txt",
+        "passed over 2 hidden files and folders of the system: ._001.png, .cache",
+    ]
 
 
 def test_split_is_disjoint_complete_and_of_about_the_wanted_size(tmp_path):
@@ -107,13 +113,204 @@ def test_split_is_disjoint_complete_and_of_about_the_wanted_size(tmp_path):
         assert abs(held_out - total / 4) < 4 * (total * 0.25 * 0.75) ** 0.5  # four standard deviations
 
 
-def test_split_of_a_file_depends_on_no_other_file(tmp_path):
-    make_images(tmp_path, {"a": 30, "b": 20}, size=(1, 1))
-    before = set(files_of(load(tmp_path).val))
-    make_images(tmp_path, {"a": 90, "c": 10}, size=(1, 1))
-    after = set(files_of(load(tmp_path).val))
-    assert before < after
-    assert before == {name for name in after if "/c/" not in name and (("/b/" in name) or int(Path(name).stem) < 30)}
+def test_each_class_has_about_its_share_held_out_and_growing_moves_few_images():
+    generator = np.random.Generator(np.random.PCG64(0))
+    moved = kept = 0
+    for _ in range(300):
+        paths = [f"c{generator.integers(1e9)}/{number}.png" for number in range(generator.integers(2, 400))]
+        files, fraction = [(path, 1, 0) for path in paths], float(generator.uniform(0.1, 0.4))
+        before, after = (
+            {file[0] for file in split_class(part, fraction)[1]} for part in (files[: len(files) // 2], files)
+        )
+        expected = fraction * len(files)
+        assert 1 <= len(after) < len(files)
+        assert abs(len(after) - expected) <= 1.5 + 0.1 * expected
+        moved += len(before - after) + len((after - before) & set(paths[: len(files) // 2]))
+        kept += len(files) // 2
+    assert moved < 0.03 * kept
+
+
+def test_eleven_images_are_split_as_the_fraction_says_whatever_their_names():
+    """By the hash alone 7 of 11 were held out."""
+    held_out = {len(split_class([(f"{k}/{n}.png", 1, 0) for n in range(11)], 0.2)[1]) for k in range(500)}
+    assert held_out == {1, 2, 3}
+
+
+def test_split_seed_holds_out_other_images_and_zero_is_the_hash_of_the_path(tmp_path):
+    make_images(tmp_path, {"a": 60, "b": 60}, size=(1, 1))
+    splits = [set(files_of(load(tmp_path, split_seed=seed).val)) for seed in (0, 0, 1)]
+    assert splits[0] == splits[1] != splits[2]
+    assert len(splits[0] & splits[2]) < len(splits[0]) / 2
+    by_hash = {
+        name
+        for name in map(str, tmp_path.glob("*/*.png"))
+        if int.from_bytes(blake2b(os.path.relpath(name, tmp_path).encode(), digest_size=8).digest(), "little")
+        < 0.2 * 2**64
+    }
+    assert len(splits[0] ^ by_hash) <= 4
+
+
+PARTS = [
+    ("Training", "Testing"),
+    ("Train", "Val"),
+    ("TRAIN", "TEST"),
+    ("training_set", "test_set"),
+    ("Training Set", "Validation Set"),
+    ("train_images", "val-images"),
+    ("trainset", "testset"),
+    ("train", "holdout"),
+    ("train", "Hold-Out"),
+    ("train", "dev"),
+    ("train", "eval"),
+    ("seg_train", "seg_test"),
+    ("asl_alphabet_train", "asl_alphabet_test"),
+]
+
+
+@pytest.mark.parametrize(("train", "other"), PARTS)
+@pytest.mark.parametrize("nested", [False, True])
+def test_parts_of_any_usual_name_are_no_classes(tmp_path, train, other, nested):
+    for number, name in enumerate((train, other)):
+        make_images(tmp_path / name / name if nested else tmp_path / name, {"ant": 10 - number, "bee": 10 - number})
+    pair = load(tmp_path)
+    assert pair.class_names == ["ant", "bee"]
+    is_test = part_kind(other)[0] == "test"
+    assert (pair.test is not None) == is_test
+    assert len(pair.train) + (len(pair.val) if is_test else 0) == 20
+    assert len(pair.test if is_test else pair.val) == 18
+    assert len(pair.notes) == 1
+    assert f"training on {train}/" in pair.notes[0]
+    assert f"{other}/ is {'judged once' if is_test else 'the validation part'}" in pair.notes[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["trains", "contest", "evaluate me", "bullet train", "unset", "valley", "attest", "dev-board"]
+)
+def test_names_that_only_contain_the_word_are_classes(tmp_path, name):
+    make_images(tmp_path, {name: 3, "cat": 3})
+    assert sorted(load(tmp_path).class_names) == sorted([name, "cat"])
+
+
+@pytest.mark.parametrize("name", ["train", "test", "dev", "Val"])
+def test_a_class_may_have_the_name_of_a_part(tmp_path, name):
+    """CIFAR-100 has the class train."""
+    make_images(tmp_path, {name: 3, "bus": 3, "car": 3})
+    assert sorted(load(tmp_path).class_names) == sorted([name, "bus", "car"])
+    make_images(tmp_path / name, {"deep": 1, "deeper": 1})
+    assert sorted(load(tmp_path, val_part="none").class_names) == sorted([name, "bus", "car"])
+
+
+def test_train_valid_and_test(tmp_path):
+    for part, count in (("train", 4), ("valid", 3), ("test", 2)):
+        make_images(tmp_path / part, {"a": count, "b": count})
+    plain = load(tmp_path)
+    shutil.copyfile(tmp_path / "train" / "a" / "000.png", tmp_path / "train" / "loose.png")
+    shutil.copyfile(tmp_path / "train" / "a" / "000.png", tmp_path / "loose.JPG")
+    shutil.rmtree(tmp_path / "test" / "b")
+    pair = load(tmp_path)
+    for part, dataset, count in (("train", pair.train, 8), ("valid", pair.val, 6), ("test", pair.test, 2)):
+        assert {os.path.relpath(name, tmp_path).split("/")[0] for name in files_of(dataset)} == {part}
+        assert len(dataset) == count
+    assert pair.fingerprint == plain.fingerprint  # a test part changes nothing that is trained
+    assert pair.notes[1] == "2 images beside the class folders belong to no class, and are not used: loose.JPG"
+    make_images(tmp_path / "test", {"c": 1})
+    with pytest.raises(UserError, match="only in the test part: 'c'"):
+        load(tmp_path)
+
+
+def test_val_part_names_the_folder_to_validate_on(tmp_path):
+    for fold in ("fold0", "fold1", "fold2"):
+        make_images(tmp_path / fold, {"a": 2, "b": 3})
+    with pytest.raises(
+        UserError, match=r"'fold0', 'fold1', 'fold2' contain folders of the same names.*--val-part fold2"
+    ):
+        load(tmp_path)
+    pair = load(tmp_path, val_part="fold1")
+    assert (len(pair.train), len(pair.val)) == (10, 5)
+    assert all("/fold1/" in name for name in files_of(pair.val))
+    with pytest.raises(UserError, match=r"--val-part fold9: .* has no such folder"):
+        load(tmp_path, val_part="fold9")
+    assert load(tmp_path, val_part="none").class_names == ["fold0", "fold1", "fold2"]
+    (tmp_path / "fold0").rename(tmp_path / "Train")
+    (tmp_path / "fold1").rename(tmp_path / "Test")
+    pair = load(tmp_path, val_part="Test")
+    assert (len(pair.train), len(pair.val), pair.test) == (5, 5, None)
+
+
+SYSTEM = ["@eaDir", "__MACOSX", "#recycle", "$RECYCLE.BIN", "@Recycle", "lost+found", "System Volume Information"]
+SYSTEM += [".ipynb_checkpoints", ".Trash-1000", "__pycache__"]
+
+
+@pytest.mark.parametrize("name", SYSTEM)
+def test_folders_of_systems_are_passed_over_and_counted(tmp_path, name):
+    make_images(tmp_path, {"a": 3, "b": 3})
+    plain = load(tmp_path)
+    make_images(tmp_path / name, {"a": 1, "b": 1})
+    make_images(tmp_path / "a" / name, {"000.png": 1})
+    (tmp_path / "b" / "Thumbs.db").write_text("")
+    pair = load(tmp_path)
+    assert (pair.class_names, pair.fingerprint) == (plain.class_names, plain.fingerprint)
+    first = sorted([name, "Thumbs.db"])
+    assert pair.notes == [f"passed over 3 hidden files and folders of the system: {', '.join(first)}"]
+
+
+def test_one_name_in_two_unicode_forms_is_one_class(tmp_path):
+    composed, decomposed = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+    make_images(tmp_path / "train", {composed: 2, "thé": 2})
+    make_images(tmp_path / "val", {decomposed: 1, "thé": 1})
+    pair = load(tmp_path)
+    assert (pair.class_names, pair.train_counts, pair.val_counts) == ([composed, "thé"], [2, 2], [1, 1])
+    assert any("two Unicode forms" in note for note in pair.notes)
+    make_images(tmp_path / "both", {composed: 4, decomposed: 3, "thé": 4})
+    pair = load(tmp_path / "both")
+    assert len(pair.class_names) == 2
+    assert pair.train_counts[0] + pair.val_counts[0] == 7
+
+
+def test_links_are_followed_and_counted_or_refused(tmp_path):
+    pool = make_images(tmp_path / "pool", {"x": 4, "y": 4})
+    snapshot = tmp_path / "snapshot"
+    for label, name in (("a", "x"), ("b", "y")):  # as in a hub's cache, where the content has another name
+        (snapshot / label).mkdir(parents=True)
+        for file in sorted((pool / name).iterdir()):
+            (tmp_path / f"blob-{name}-{file.stem}").write_bytes(file.read_bytes())
+            (snapshot / label / file.name).symlink_to(f"../../blob-{name}-{file.stem}")
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    (folders / "a").symlink_to(pool / "x")
+    (folders / "b").symlink_to("../pool/y")
+    whole = tmp_path / "whole"
+    whole.symlink_to(pool)
+    for root, links in ((snapshot, 8), (folders, 2)):
+        pair = load(root)
+        assert (pair.class_names, len(pair.train) + len(pair.val)) == (["a", "b"], 8)
+        assert len(pair.notes) == 1
+        assert f"followed {links} symbolic links" in pair.notes[0]
+        with pytest.raises(UserError, match="leads out of the data folder"):
+            load(root, links="refuse")
+    assert load(whole).notes == []
+    (pool / "x" / "one").symlink_to(pool / "y")
+    (pool / "y" / "two").symlink_to(pool / "x")
+    with pytest.raises(UserError, match="leads to a folder that contains it"):
+        load(pool)
+
+
+def test_a_link_to_a_device_is_not_read(tmp_path):
+    make_images(tmp_path, {"a": 2, "b": 2})
+    (tmp_path / "a" / "zero.png").symlink_to("/dev/zero")
+    pair = load(tmp_path)
+    assert len(pair.train) + len(pair.val) == 4
+    assert pair.notes[0].endswith("1 not a regular file")
+
+
+def test_classes_of_other_sizes_are_noted_with_the_flag_that_answers(tmp_path):
+    make_images(tmp_path / "train", {"rare": 2, "usual": 30}, size=(1, 1))
+    make_images(tmp_path / "val", {"rare": 1, "usual": 1}, size=(1, 1))
+    (note,) = [note for note in load(tmp_path).notes if "balanced" in note]
+    assert "'usual' has 30 training images, 'rare' 2" in note
+    assert "--class-weights balanced" in note
+    for answer in ({"sampling": "balanced"}, {"class_weights": "balanced"}):
+        assert not any("balanced" in note for note in load(tmp_path, **answer).notes)
 
 
 def test_split_changes_with_neither_the_seed_nor_the_place(tmp_path):
@@ -186,25 +383,29 @@ def _different_classes(root):
     make_images(root / "val", {"a": 1, "b": 1, "hen": 1})
 
 
-def _train_only(root):
+def _val_only(root):
     shutil.rmtree(root)
-    make_images(root / "train", {"a": 1, "b": 1})
-
-
-def _link_out(root):
-    make_images(root.parent / "secret", {"x": 1})
-    (root / "a" / "escape.png").symlink_to(root.parent / "secret" / "x" / "000.png")
-
-
-def _folder_link_out(root):
-    make_images(root.parent / "secret", {"x": 1})
-    (root / "escape").symlink_to(root.parent / "secret" / "x")
-
-
-def _train_link_out(root):
-    make_images(root.parent / "secret", {"a": 1, "b": 1})
     make_images(root / "val", {"a": 1, "b": 1})
-    (root / "train").symlink_to(root.parent / "secret")
+
+
+def _test_beside_classes(root):
+    make_images(root / "test", {"a": 1, "b": 1})
+
+
+def _parts_without_classes(root):
+    shutil.rmtree(root)
+    make_images(root, {"train": 2, "test1": 2})
+
+
+def _two_validation_parts(root):
+    shutil.rmtree(root)
+    for part in ("train", "val", "Validation"):
+        make_images(root / part, {"a": 1, "b": 1})
+
+
+def _one_folder_deeper(root):
+    shutil.rmtree(root)
+    make_images(root / "images", {"a": 2, "b": 2})
 
 
 @pytest.mark.parametrize(
@@ -218,11 +419,12 @@ def _train_link_out(root):
         (lambda root: shutil.rmtree(root / "b"), "one class only, 'a'"),
         (lambda root: (root / "hollow").mkdir(), "no image in class 'hollow'"),
         (_single_images, "one image per class"),
-        (_different_classes, r"only in train/: 'cow'; only in val/: 'hen'"),
-        (_train_only, r"has no folder val/"),
-        (_link_out, r"escape.png' leads out of the data folder"),
-        (_folder_link_out, r"escape' leads out of the data folder"),
-        (_train_link_out, r"train' leads out of the data folder"),
+        (_different_classes, r"only in the training part: 'cow'; only in the validation part: 'hen'"),
+        (_val_only, r"no train/ beside"),
+        (_test_beside_classes, r"put the class folders 'a', 'b' into .*/train"),
+        (_parts_without_classes, r"no class folders in them: expected test1/CLASS/IMAGE"),
+        (_two_validation_parts, r"more than one val part, 'Validation', 'val': give --val-part NAME"),
+        (_one_folder_deeper, r"give --data .*/data/images, if its folders are the classes"),
         (lambda root: (root / "a" / "broken.png").symlink_to("nowhere.png"), r"broken.png' is broken"),
         (lambda root: (root / "a" / "loop").symlink_to(root), r"loop' leads to a folder that contains it"),
     ],

@@ -104,7 +104,7 @@ def test_other_weights_stay_where_they_are(folders, monkeypatch):
 def test_a_card_is_of_the_runs_own_weights(folders, best_epoch, has_card):
     """Not of those of epoch 2 of the run before, if this one went back to epoch 1 and found nothing better."""
     state = SimpleNamespace(progress=Progress(epoch=4, best_epoch=best_epoch))
-    data = SimpleNamespace(val=SimpleNamespace(source=SimpleNamespace(read=None)))
+    data = SimpleNamespace(parts={"val": SimpleNamespace(source=None)})
     context = SimpleNamespace(folder=folders[0], state=state, data=data, config=SimpleNamespace(report=True))
     cards = []
     _deliver(context, lambda *_, with_card, **_others: cards.append(with_card) or [], has_finished=True)

@@ -20,7 +20,7 @@ def folder(tmp_path):
 
 
 def leave(folder, **changes):
-    return leave_files(folder, lambda index: None, **({"with_card": False, "with_report": True} | changes))
+    return leave_files(folder, {"val": None}, **({"with_card": False, "with_report": True} | changes))
 
 
 def test_a_report_that_cannot_be_written_is_a_note(folder):

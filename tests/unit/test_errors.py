@@ -67,5 +67,6 @@ def test_what_a_terminal_would_obey_is_escaped_in_mistakes_and_in_the_log():
 def test_a_path_that_no_file_can_have_is_one_line(use, word):
     with pytest.raises(UserError, match=r"does not exist|neither a file|no folder of that name exists"):
         use(word)
-    assert not has_parts(word)
+    with pytest.raises(UserError, match="no folder of that name exists"):
+        has_parts(DataOptions(data=word))
     assert dataset_options(TrainConfig(data=word))["data"].endswith(word)

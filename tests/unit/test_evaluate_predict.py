@@ -189,11 +189,14 @@ def test_the_folder_of_a_run_is_known_by_its_files(call, run, digit_folder, tmp_
     save_config(TrainConfig(model_type="basic_cnn", image_size=8, data="photos"), own / "config.json")
     fingerprint = load_data(DataOptions(data=str(here / "photos"), image_size=8)).fingerprint
     (own / "environment.json").write_text(json.dumps({"data_fingerprint": fingerprint}))
-    for folder in (tmp_path, elsewhere):
+    for folder, problem in (
+        (tmp_path, "'photos', which the run was trained on, is not here: give --data, with its full path"),
+        (elsewhere, "'photos' here is not the folder of that name which the run was trained on, or has changed"),
+    ):
         monkeypatch.chdir(folder)
         code, _, err = call(evaluate, own)
         assert (code, err.count("\n")) == (2, 1)
-        assert "'photos', which the run was trained on, is not here: give --data, with its full path" in err
+        assert problem in err
     assert call(evaluate, own, "--data", here / "photos")[0] == 0
     held_out = read_json(own / "evaluation" / "scores.json")["samples"]
     assert held_out < len(files) - 1

@@ -25,7 +25,8 @@ from training.observe.control_groups import usable_cores
 from training.observe.environment import RunFacts
 from training.observe.evaluation import check_replaceable
 from training.observe.heartbeat import HeartbeatWriter
-from training.observe.run_folder import EVALUATION, RunFolder, create_run_folder, run_folder
+from training.observe.image_list import describe_change, read_image_list
+from training.observe.run_folder import EVALUATION, IMAGES, WEIGHTS, RunFolder, create_run_folder, run_folder
 from training.observe.run_lock import Origin
 from training.observe.scores import ScoreSums
 from training.parallel.collectives import agreed, broadcast_object
@@ -52,7 +53,7 @@ class RunStart:
     plan_memory: Callable[[RunFacts, Sequence[TrainConfig]], list[int]] | None = None
 
 
-NORMALIZATION = "normalization"  # its key in `Manifest.identity`
+DATA_SET, NORMALIZATION = "data set", "normalization"  # their keys in `Manifest.identity`
 FIRST_START = RunStart(Origin(), HeartbeatWriter(None, 0, 0.0))
 
 
@@ -203,7 +204,13 @@ def note_other_leaves(config: TrainConfig, found: FoundCheckpoint | None) -> lis
     ]
 
 
-def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, Any], steps_per_epoch: int) -> None:
+def check_fit(
+    found: FoundCheckpoint,
+    config: TrainConfig,
+    identity: dict[str, Any],
+    steps_per_epoch: int,
+    data: DatasetPair | None = None,
+) -> None:
     """Refuse a checkpoint of another recipe, model, class list or data set, or of a position that this run never has.
 
     Args:
@@ -211,6 +218,7 @@ def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, A
         config: this run's configuration.
         identity: this run's, see `Manifest.identity`.
         steps_per_epoch: optimizer steps of one epoch of this run.
+        data: this run's, to say how it differs.
 
     Raises:
         UserError: with the first difference.
@@ -229,8 +237,13 @@ def check_fit(found: FoundCheckpoint, config: TrainConfig, identity: dict[str, A
     for key, value in identity.items():
         saved = manifest.identity.get(key)
         if saved != value:
-            difference = one_line(_difference(saved, value), 400)
-            raise UserError(f"checkpoint {found.path} was made with another {key}: {difference}.")
+            difference, run = _difference(saved, value), found.path.absolute().parent.parent
+            if key == DATA_SET and data is not None:
+                difference = describe_change(read_image_list(run / IMAGES), data)
+            raise UserError(
+                f"checkpoint {found.path} was made with another {key}: {one_line(difference, 400)}. Give the same, or "
+                f"start a new run from its weights: --weights {run / WEIGHTS} and another --run-name."
+            )
     progress = manifest.progress
     if progress.epoch > config.epochs or progress.step > steps_per_epoch:
         cure = f" Give --epochs {progress.epoch} or more, or another --run-name."

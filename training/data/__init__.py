@@ -70,7 +70,7 @@ DATASETS: dict[str, DatasetEntry] = {
     ),
     "folder": DatasetEntry(
         "DIR",
-        "a folder with train/ and val/, or one folder that is split; below each, one folder of images per class",
+        "a folder with train/, val/ and test/, or one folder that is split; below each, one folder of images per class",
         "training.data.folder",
     ),
 }
@@ -82,6 +82,7 @@ DECODERS: dict[str, str] = {
     "gpu": "JPEG files decoded at full size by the GPU (nvJPEG)",
 }
 CACHES = ("auto", "ram", "disk", "off")
+LINKS = ("follow", "refuse")
 
 INTERPOLATIONS = ("bilinear", "bicubic")
 BAD_IMAGES_USAGE = "error, skip, skip:SHARE"
@@ -101,6 +102,9 @@ class DataOptions:
 
     data: str = "digits"
     val_fraction: float = 0.2
+    split_seed: int = 0
+    val_part: str = ""
+    links: str = "follow"
     image_size: int = 0
     eval_image_size: int = 0
     eval_crop: float = 0.875
@@ -122,6 +126,8 @@ class DataOptions:
     mixup_probability: float = 1.0
     mixup_switch_probability: float = 0.5
     mixup_off_epochs: int = 0
+    sampling: str = "uniform"
+    class_weights: str = ""
     bad_images: str = "error"
     download: bool = False
     seed: int = 0
@@ -194,6 +200,7 @@ def _check_options(options: DataOptions) -> None:
         ("interpolation", options.interpolation, INTERPOLATIONS),
         ("decoder", options.decode, DECODERS),
         ("cache", options.cache, CACHES),
+        ("way with links", options.links, LINKS),
     )
     bad_image_share(options.bad_images)
     for kind, given, allowed in tables:

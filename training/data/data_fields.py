@@ -25,6 +25,15 @@ class DataFields:
     val_fraction: float = option(
         0.2, "Share of a folder without train/ and val/ held out for validation.", above=0, high=0.9
     )
+    split_seed: int = option(0, "Another one holds out other images.", low=0, high=2**31)
+    val_part: str = option(
+        "",
+        "Folder of DIR to validate on, such as Testing; train/, val/ and test/ are known by many names; none: the "
+        "folders are classes whatever their names.",
+    )
+    links: Literal["follow", "refuse"] = option(
+        "follow", "Symbolic links that lead out of DIR; links inside are always followed."
+    )
     image_size: int = option(
         0, "Side of the square images, in pixels; 0: the data set's own.", low=0, high=LARGEST_IMAGE_SIZE
     )

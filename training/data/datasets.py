@@ -32,6 +32,7 @@ from training.errors import UserError, shown
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NAMES_IN_MESSAGE = 5
+IMBALANCE = 15  # from which on a run notes it
 SMALLEST_BYTE_STD = 1e-4  # of a channel of one value: the last decimal of its mean
 
 
@@ -158,6 +159,7 @@ class DatasetPair:
         val_counts: Validation images of each class.
         fingerprint: sha256 that changes with the classes, the files (path, size, label) or the pixels in memory.
         notes: One-line messages for the user.
+        test: Samples that are judged once, after the training; None without. `fingerprint` does not cover them.
     """
 
     train: ImageDataset
@@ -169,6 +171,12 @@ class DatasetPair:
     val_counts: list[int]
     fingerprint: str
     notes: list[str] = field(default_factory=list)
+    test: ImageDataset | None = None
+
+    @property
+    def parts(self) -> dict[str, ImageDataset]:
+        """The sets by name: train, val and, if there is one, test."""
+        return {"train": self.train, "val": self.val} | ({"test": self.test} if self.test else {})
 
     @property
     def image_channels(self) -> int:
@@ -229,8 +237,9 @@ def make_dataset_pair(
     options: DataOptions,
     fingerprint: str,
     notes: Iterable[str] = (),
+    test: Source | None = None,
 ) -> DatasetPair:
-    """Put the transforms around two sources and check their labels.
+    """Put the transforms around two or three sources and check their labels.
 
     Raises:
         UserError: A set is empty, there is only one class, two have one name, or a label is out of range; the
@@ -268,8 +277,9 @@ def make_dataset_pair(
         )
     mixing = Mixing(options, size, len(class_names)) if options.mixup or options.cutmix else None
     evaluation = preprocessing | _sides(eval_size, options.eval_crop, defaults)
-    train_bad, val_bad = (
-        bad_image_budget(bad_image_share(options.bad_images), len(set_.labels)) for set_ in (train, val)
+    share = bad_image_share(options.bad_images)
+    train_bad, val_bad, test_bad = (
+        bad_image_budget(share, len(set_.labels) if set_ else 0) for set_ in (train, val, test)
     )
     counts = {
         what: _count_labels(set_.labels, class_names, what) for what, set_ in (("training", train), ("validation", val))
@@ -287,7 +297,13 @@ def make_dataset_pair(
         train_counts=counts["training"],
         val_counts=counts["validation"],
         fingerprint=fingerprint,
-        notes=[*notes, *_size_notes(size, eval_size, ramp), *without],
+        notes=[
+            *notes,
+            *_size_notes(size, eval_size, ramp),
+            *without,
+            *_balance_notes(counts["training"], class_names, options),
+        ],
+        test=ImageDataset(test, evaluation, most_bad=test_bad) if test else None,
     )
 
 
@@ -320,18 +336,36 @@ def make_array_datasets(
 
 
 def make_file_datasets(
-    root: Path, parts: Sequence[list[ImageFile]], class_names: list[str], options: DataOptions, notes: Iterable[str]
+    root: Path,
+    parts: Sequence[list[ImageFile]],
+    class_names: list[str],
+    options: DataOptions,
+    notes: Iterable[str],
+    test: list[ImageFile] | None = None,
 ) -> DatasetPair:
     """As `make_dataset_pair`, of training and validation files below `root`; one list of files is used as both."""
     largest = max(options.image_size or PHOTOGRAPHS.image_size, options.eval_image_size)
     sources, cache_notes = open_files(root, parts, largest, options)
+    tested = open_files(root, [test], largest, replace(options, cache="off"))[0][0] if test else None  # read once
     digest = hashlib.sha256("\0".join(class_names).encode("utf-8", "surrogateescape"))
     for part in parts:
         digest.update(b"\n\n")
         for file in sorted(part):
             digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.label}\n"))
     all_notes, defaults = [*notes, *cache_notes], RGBA_PHOTOGRAPHS if sources[0].channels == 4 else PHOTOGRAPHS
-    return make_dataset_pair(sources[0], sources[-1], class_names, defaults, options, digest.hexdigest(), all_notes)
+    return make_dataset_pair(
+        sources[0], sources[-1], class_names, defaults, options, digest.hexdigest(), all_notes, tested
+    )
+
+
+def _balance_notes(counts: Sequence[int], class_names: Sequence[str], options: DataOptions) -> Iterator[str]:
+    low, high = min(counts), max(counts)
+    if 0 < low * IMBALANCE <= high and options.sampling == "uniform" and not options.class_weights:
+        rarest, most = (shown(class_names[counts.index(count)]) for count in (low, high))
+        yield (
+            f"the classes are not balanced: {most} has {high} training images, {rarest} {low}; --sampling balanced or "
+            "--class-weights balanced gives the rare ones as much say"
+        )
 
 
 def _size_notes(size: int, eval_size: int, ramp: SizeRamp | None) -> Iterator[str]:

@@ -1,47 +1,54 @@
-"""Folders of images: `DIR/train` and `DIR/val`, or one folder that is split; one subfolder per class."""
+"""Folders of images: parts such as `DIR/train` and `DIR/val`, or one folder that is split; one subfolder per class."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections import Counter
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from models.names_elsewhere import ours
 from training.data import DATASETS, DataOptions
-from training.data.datasets import NAMES_IN_MESSAGE, DatasetPair, first_names, make_file_datasets
-from training.data.reading.formats import CURES, IMAGE_EXTENSIONS
-from training.data.reading.retry import entries_of, patiently
+from training.data.datasets import DatasetPair, first_names, make_file_datasets
+from training.data.folder_listing import FolderListing, FoundFile
+from training.data.folder_parts import find_layout
+from training.data.folder_split import split_class
+from training.data.reading.formats import IMAGE_EXTENSIONS
+from training.data.reading.retry import is_folder
 from training.data.reading.sources import ImageFile
 from training.errors import UserError, nearest
 
-PARTS = ("train", "val")
-
-FoundFile = tuple[str, int, int]  # path relative to the root, with "/", size in bytes, time of the last change in ns
-Classes = dict[str, list[FoundFile]]
+Classes = dict[str, list[FoundFile]]  # the name in Unicode's form NFC, the images
 
 
 def load(options: DataOptions) -> DatasetPair:
     """Load a folder of classes; hidden files, files without an image's extension, FIFOs and devices are skipped.
 
     Raises:
-        UserError: The folder is missing or empty; a class has no image; there is one class only; train/ and val/ have
-            different classes; a symbolic link is broken or leads out of the folder.
+        UserError: The folder is missing or empty; a class has no image; there is one class only; the parts have
+            different classes, or it is not clear which is which; a symbolic link is broken or leads in a circle.
     """
-    root = _resolve_root(options.data)
-    ignored: Counter[str] = Counter()
-    if has_parts(options.data):
-        for name in PARTS:
-            _require_part(root / name, root)
-        train, val = (_scan_classes(root / name, root, ignored) for name in PARTS)
-        _compare_classes(train, val)
+    listing = FolderListing(_resolve_root(options.data), options.links)
+    layout = find_layout(listing, options.val_part)
+    names = _Names()
+    if layout.train != [str(listing.root)]:
+        listing.count_loose(str(listing.root))
+    train = _merged(_read_classes(listing, folder, names) for folder in layout.train)
+    if layout.val is None:
+        split = {name: split_class(files, options.val_fraction, options.split_seed) for name, files in train.items()}
+        train, val = ({name: parts[side] for name, parts in split.items()} for side in (0, 1))
     else:
-        train, val = _split_classes(_scan_classes(root, root, ignored), options.val_fraction)
+        val = _read_classes(listing, layout.val, names)
+        _compare_classes(train, val, "validation part")
     if not any(val.values()):
-        raise UserError(f"{str(root)!r} has one image per class, so none is left for validation: add images or val/.")
-    return _make_datasets(root, [train, val], options, ignored)
+        raise UserError(
+            f"'{listing.root}' has one image per class, so none is left for validation: add images or val/."
+        )
+    test = _read_classes(listing, layout.test, names, may_lack=True) if layout.test else None
+    if test is not None:
+        _compare_classes(train, train | test, "test part")  # which may lack some
+    return _make_datasets(listing, [train, val], test, names, options, layout.notes)
 
 
 def load_whole(options: DataOptions) -> DatasetPair:
@@ -52,60 +59,77 @@ def load_whole(options: DataOptions) -> DatasetPair:
     Raises:
         UserError: As `load`.
     """
-    root = _resolve_root(options.data)
-    ignored: Counter[str] = Counter()
-    return _make_datasets(root, [_scan_classes(root, root, ignored)], replace(options, cache="off"), ignored)
+    listing, names = FolderListing(_resolve_root(options.data), options.links), _Names()
+    classes = _read_classes(listing, str(listing.root), names)
+    return _make_datasets(listing, [classes], None, names, replace(options, cache="off"))
 
 
-def _make_datasets(root: Path, parts: list[Classes], options: DataOptions, ignored: Counter[str]) -> DatasetPair:
-    class_names, notes = sorted(parts[0]), []
-    files = [
-        [
-            ImageFile(path, size, label, changed_ns)
-            for label, name in enumerate(class_names)
-            for path, size, changed_ns in sorted(part[name])
-        ]
-        for part in parts
-    ]
-    if ignored:
-        kinds = ", ".join(f"{count} {extension}" for extension, count in ignored.most_common(NAMES_IN_MESSAGE))
-        notes.append(f"skipped {ignored.total()} files that are not images by type or extension: {kinds}")
-        notes += [f"{ignored[name]} {name} could be read: {cure}" for name, cure in CURES.items() if name in ignored]
-    return make_file_datasets(root, files, class_names, options, notes)
+def has_parts(options: DataOptions) -> bool:
+    """Whether a folder is already divided, into train/ and val/ for example.
 
-
-def has_parts(data: str) -> bool:
-    """Whether a folder is already split into train/ and val/."""
-    root = Path(os.path.expanduser(data))
-    return any(os.path.isdir(root / name) for name in PARTS)
-
-
-def _split_classes(classes: Classes, val_fraction: float) -> tuple[Classes, Classes]:
-    """Split every class into a training and a validation part.
-
-    A file is held out if the hash of its path is below `val_fraction`: that depends on no other file, so adding images
-    moves none, and on no seed, so that runs of different seeds are evaluated on the same images. Only if a class of two
-    or more would be left without one of the parts, the file with the lowest or highest hash fills it.
+    Raises:
+        UserError: As `load`.
     """
-    train: Classes = {}
-    val: Classes = {}
-    for name, files in classes.items():
-        ranked = sorted((_unit_hash(file[0]), file) for file in files)
-        held_out = sum(position < val_fraction for position, _ in ranked)
-        held_out = min(max(held_out, 1), len(files) - 1)
-        val[name] = [file for _, file in ranked[:held_out]]
-        train[name] = [file for _, file in ranked[held_out:]]
-    return train, val
+    root = _resolve_root(options.data)
+    return find_layout(FolderListing(root, options.links), options.val_part).train != [str(root)]
 
 
-def _unit_hash(path: str) -> float:
-    digest = hashlib.blake2b(os.fsencode(path), digest_size=8).digest()
-    return int.from_bytes(digest, "little") / 2**64
+class _Names:
+    """Names of classes as their folders have them, by the form NFC, in which equal ones have the same bytes."""
+
+    def __init__(self) -> None:
+        self._forms: dict[str, list[str]] = {}
+
+    def key(self, folder: str) -> str:
+        """Return the NFC form of a folder's name."""
+        name = unicodedata.normalize("NFC", folder)
+        forms = self._forms.setdefault(name, [])
+        if folder not in forms:
+            forms.append(folder)
+        return name
+
+    def shown(self, key: str) -> str:
+        """Return the name as the first folder of it has it."""
+        return self._forms[key][0]
+
+    def notes(self) -> list[str]:
+        """Return a note if one name was met in several forms."""
+        several = [name for name, forms in self._forms.items() if len(forms) > 1]
+        if not several:
+            return []
+        return [f"{len(several)} class names are written in two Unicode forms, taken as one: {first_names(several)}"]
+
+
+def _make_datasets(
+    listing: FolderListing,
+    parts: Sequence[Classes],
+    test: Classes | None,
+    names: _Names,
+    options: DataOptions,
+    notes: Iterable[str] = (),
+) -> DatasetPair:
+    keys = sorted(parts[0], key=names.shown)
+
+    def files(part: Classes) -> list[ImageFile]:
+        return [
+            ImageFile(path, size, label, changed_ns)
+            for label, key in enumerate(keys)
+            for path, size, changed_ns in sorted(part.get(key, []))
+        ]
+
+    return make_file_datasets(
+        listing.root,
+        [files(part) for part in parts],
+        [names.shown(key) for key in keys],
+        options,
+        [*notes, *listing.notes(), *names.notes()],
+        test=None if test is None else files(test),
+    )
 
 
 def _resolve_root(data: str) -> Path:
     root = Path(os.path.expanduser(data))
-    if not data or not os.path.isdir(root):
+    if not data or not is_folder(root):
         usages = [entry.usage for entry in DATASETS.values()]
         problem = "is not a folder" if os.path.isfile(root) else "is not a data set, and no folder of that name exists"
         hint = ours(data, usages, "data set") or nearest(data, usages)
@@ -113,85 +137,47 @@ def _resolve_root(data: str) -> Path:
     return root.resolve()
 
 
-def _require_part(part: Path, root: Path) -> None:
-    if part.is_symlink():
-        _check_link(str(part), str(root))
-    if not part.is_dir():
-        raise UserError(
-            f"{str(root)!r} has no folder {part.name}/: give it one, or give one folder of classes, "
-            "which is split by --val-fraction."
-        )
+def _read_classes(listing: FolderListing, top: str, names: _Names, *, may_lack: bool = False) -> Classes:
+    """List the images of each class folder directly below `top`.
 
-
-def _scan_classes(top: Path, root: Path, ignored: Counter[str]) -> Classes:
-    """List the images of each class folder directly below `top`, sorted by path; count other files by extension."""
-    entries = _visible_entries(str(top), str(root))
-    if not entries:
-        raise UserError(f"the data folder {str(top)!r} is empty: give it one folder of images per class.")
+    Raises:
+        UserError: There are no classes; one has no image, unless it may lack some.
+    """
+    if not listing.entries(top):
+        raise UserError(f"the data folder {top!r} is empty: give it one folder of images per class.")
+    listing.count_loose(top)
     classes: Classes = {}
-    prefix = len(str(root).rstrip("/")) + 1
-    for folder in (entry for entry in entries if entry.is_dir()):
-        files = []
-        for entry in _files_below(folder.path, str(root)):
-            extension = os.path.splitext(entry.name)[1].lower()
-            if not entry.is_file():
-                ignored["not a regular file"] += 1
-            elif extension in IMAGE_EXTENSIONS:
-                status = patiently(entry.stat, entry.path)
-                files.append((entry.path[prefix:], status.st_size, status.st_mtime_ns))
-            else:
-                ignored[extension or "no extension"] += 1
-        classes[folder.name] = sorted(files)
+    folders = listing.folders(top)
+    for folder in folders:
+        classes.setdefault(names.key(folder.name), []).extend(listing.images(folder.path))
     if not any(classes.values()):
         raise UserError(
-            f"no image in a class folder below {str(top)!r}: expected {top.name}/CLASS/IMAGE "
+            f"no image in a class folder below {top!r}: expected {os.path.basename(top)}/CLASS/IMAGE "
             f"with one of {', '.join(IMAGE_EXTENSIONS)}."
         )
     empty = [name for name, files in classes.items() if not files]
-    if empty:
-        raise UserError(f"no image in class {first_names(empty)} of {str(top)!r}: add images or remove the folder.")
-    if len(classes) == 1:
+    if empty and not may_lack:
+        raise UserError(f"no image in class {first_names(empty)} of {top!r}: add images or remove the folder.")
+    if len(classes) == 1 and not may_lack:
+        inside = len(listing.folders(folders[0].path)) > 1
+        cure = f"give --data {folders[0].path}, if its folders are the classes" if inside else "add another one"
         raise UserError(
-            f"{str(top)!r} has one class only, {next(iter(classes))!r}: at least two class folders are needed."
+            f"{top!r} has one class only, {next(iter(classes))!r}, at least two class folders are needed: {cure}."
         )
     return classes
 
 
-def _visible_entries(folder: str, root: str) -> list[os.DirEntry[str]]:
-    try:
-        entries = [entry for entry in entries_of(folder) if not entry.name.startswith(".")]
-    except OSError as error:
-        raise UserError(f"the folder {folder!r} cannot be listed: {error.strerror}.") from None
-    for entry in entries:
-        if entry.is_symlink():
-            _check_link(entry.path, root)
-    return entries
+def _merged(parts: Iterable[Classes]) -> Classes:
+    merged: Classes = {}
+    for part in parts:
+        for name, files in part.items():
+            merged.setdefault(name, []).extend(files)
+    return merged
 
 
-def _files_below(folder: str, root: str) -> Iterator[os.DirEntry[str]]:
-    for entry in _visible_entries(folder, root):
-        if entry.is_dir():
-            yield from _files_below(entry.path, root)
-        else:
-            yield entry
-
-
-def _check_link(path: str, root: str) -> None:
-    """Raise UserError if a link is broken, leads out of `root`, or leads to a folder that contains the link."""
-    target = os.path.realpath(path)
-    if not os.path.exists(target):
-        raise UserError(f"the symbolic link {path!r} is broken: remove or repair it.")
-    if not Path(target).is_relative_to(root):
-        raise UserError(
-            f"the symbolic link {path!r} leads out of the data folder {root!r}: copy the file there instead."
-        )
-    if Path(os.path.realpath(os.path.dirname(path))).is_relative_to(target):
-        raise UserError(f"the symbolic link {path!r} leads to a folder that contains it: remove it.")
-
-
-def _compare_classes(train: Classes, val: Classes) -> None:
-    only_train, only_val = sorted(train.keys() - val.keys()), sorted(val.keys() - train.keys())
-    if only_train or only_val:
-        sides = (("train/", only_train), ("val/", only_val))
+def _compare_classes(train: Classes, other: Classes, what: str) -> None:
+    only_train, only_other = sorted(train.keys() - other.keys()), sorted(other.keys() - train.keys())
+    if only_train or only_other:
+        sides = (("the training part", only_train), (f"the {what}", only_other))
         found = [f"only in {part}: {first_names(names)}" for part, names in sides if names]
-        raise UserError(f"train/ and val/ must have the same classes; {'; '.join(found)}.")
+        raise UserError(f"the training part and the {what} must have the same classes; {'; '.join(found)}.")

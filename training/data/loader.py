@@ -18,6 +18,7 @@ from training.data.datasets import DatasetPair, ImageDataset
 from training.data.device import batches_on_device, images_on_device
 from training.data.randomness import preserved_generators
 from training.data.reader import Batch, BatchReader
+from training.data.reading.digests import UNKNOWN
 from training.data.reading.gpu_decode import decode_batch
 from training.data.reading.images import ImageError
 from training.data.sampler import BatchKey, BatchPlan, EvaluationPlan
@@ -47,12 +48,14 @@ class _Loader:
         dataset: The set.
         bad_images: Path and reason of the unreadable images that this rank has found so far.
         notes: Path and note of the odd images that this rank has decoded so far.
+        digests: int64 [N], of the files that this rank has read while they are watched, see `watch`; None if not.
     """
 
     def __init__(self, dataset: ImageDataset, workers: int, device: torch.device) -> None:
         self.dataset, self._device = dataset, device
         self.bad_images: dict[str, str] = {}
         self.notes: dict[str, str] = {}
+        self.digests: np.ndarray | None = None
         self._reader = BatchReader(dataset)
         self._keys = _CurrentKeys()
         self._images_on_device = None if workers else images_on_device(dataset, device)
@@ -62,6 +65,11 @@ class _Loader:
         """End the worker processes."""
         # DataLoader has no public way to end persistent workers: they end when their iterator is dropped
         self._workers = None
+
+    def watch(self, *, is_on: bool = True) -> None:
+        """Collect the digests of the files that are read from now on, or no longer; images in memory have none."""
+        is_on = is_on and not self.dataset.source.in_memory
+        self.digests = np.full(len(self.dataset), UNKNOWN, dtype=np.int64) if is_on else None
 
     def _start_workers(self, workers: int) -> DataLoader:
         return DataLoader(
@@ -78,6 +86,8 @@ class _Loader:
         )
 
     def _batches(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
+        if self.digests is not None:
+            keys = (key._replace(wants_digests=True) for key in keys)
         read = self._read(keys) if self._images_on_device is None else map(self._images_on_device.batch, keys)
         return batches_on_device(read, self.dataset, self._device)
 
@@ -88,6 +98,8 @@ class _Loader:
                 raise result
             batch = decode_batch(result, self.dataset, self._device) if result.encoded else result
             self.notes |= batch.notes
+            if self.digests is not None and len(batch.digests):
+                self.digests[batch.indices.numpy()] = batch.digests
             if batch.bad_images:
                 self.bad_images |= batch.bad_images
                 check_budget(self.bad_images, self.dataset)

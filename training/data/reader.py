@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from training.data.bad_images import read_or_replace
 from training.data.datasets import ImageDataset
 from training.data.randomness import preserved_generators
+from training.data.reading.digests import UNKNOWN, collected_digests
 from training.data.reading.gpu_decode import read_encoded
 from training.data.reading.image_notes import collected_notes
 from training.data.sampler import BatchKey
@@ -37,6 +38,7 @@ class Batch:
         targets: float32 [B, classes], if they are not just the labels, see `mixing`; each row adds up to 1.
         is_transformed: Whether `images` are normalised already.
         encoded: Images still to be decoded on the GPU, see `gpu_decode`; `images` is empty then.
+        digests: int64 [B], of the images' files, see `reading.digests`; empty unless the key wants them.
     """
 
     images: torch.Tensor
@@ -51,6 +53,7 @@ class Batch:
     targets: torch.Tensor | None = None
     is_transformed: bool = False
     encoded: list[torch.Tensor] = field(default_factory=list)
+    digests: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory, from which copies to a GPU are asynchronous."""
@@ -79,7 +82,9 @@ class BatchReader(Dataset):
         bad_images: dict[str, str] = {}
         draws, offsets = dataset.draws(key.epoch, key.draw_keys), (key.draw_keys - key.indices).tolist()
         images: list[torch.Tensor] = []
-        with collected_notes() as notes:
+        digests: dict[str, int] = {}
+        collecting = collected_digests(digests) if key.wants_digests else nullcontext()
+        with collected_notes() as notes, collecting:
             for slot, index in enumerate(key.indices.tolist()):
                 read = partial(read_image, key.epoch, draws=draws[slot], offset=offsets[slot])
                 image, error = read_or_replace(read, index, dataset)
@@ -101,7 +106,12 @@ class BatchReader(Dataset):
             draw_keys=key.draw_keys,
             leaf=key.leaf,
             encoded=encoded,
+            digests=_by_index(digests, dataset, key.indices) if key.wants_digests else np.empty(0, dtype=np.int64),
         )
+
+
+def _by_index(digests: dict[str, int], dataset: ImageDataset, indices: np.ndarray) -> np.ndarray:
+    return np.array([digests.get(dataset.source.name(index), UNKNOWN) for index in indices.tolist()], dtype=np.int64)
 
 
 def _stack(images: list[torch.Tensor]) -> torch.Tensor:

@@ -37,6 +37,7 @@ class BatchKey(NamedTuple):
         weights: float32 [B], 1 for a sample and 0 for padding.
         draw_keys: int64 [B], what the augmentation is drawn from: index + k * COPY for copy k of a sample in the epoch.
         leaf: Number of the micro-batch in the epoch, over all ranks: what is drawn for all of it.
+        wants_digests: Whether to compute `Batch.digests`.
     """
 
     epoch: int
@@ -44,6 +45,7 @@ class BatchKey(NamedTuple):
     weights: np.ndarray
     draw_keys: np.ndarray
     leaf: int = 0
+    wants_digests: bool = False
 
 
 @dataclass(frozen=True)

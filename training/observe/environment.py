@@ -69,6 +69,8 @@ def describe_run(world: World, precision: str, data: DatasetPair, built: BuiltMo
     import psutil
     import torch
 
+    from training.data.reading.sources import FileSource
+
     return {
         "command": shlex.join(sys.argv),
         "host": platform.node(),
@@ -86,8 +88,10 @@ def describe_run(world: World, precision: str, data: DatasetPair, built: BuiltMo
         "memory_bytes": psutil.virtual_memory().total,
         "precision": precision,
         "data_fingerprint": data.fingerprint,
+        "data_folder": str(source.root) if isinstance(source := data.train.source, FileSource) else None,
         "training_images": len(data.train),
         "validation_images": len(data.val),
+        "test_images": len(data.test) if data.test else 0,
         "model": built.description,
     }
 

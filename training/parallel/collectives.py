@@ -33,6 +33,15 @@ def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
     return total
 
 
+def largest_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Return the elementwise maximum of a tensor over all ranks; a collective."""
+    largest = values.clone()
+    if world.size > 1:
+        with communication():
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest
+
+
 def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
     """Return every rank's values [n] as [ranks, n] on every rank; a collective."""
     rows = values.new_empty(world.size, values.numel())

@@ -1,8 +1,9 @@
 """Decoded images in files that all processes of a machine share, added as they are first read.
 
-A cache is a folder of two files. `pixels` is only ever appended to; entry i of `index` contains the offset of image i,
-and a checksum over the entry, the name of the cache and the pixels, which is verified on every read. So a torn, stale
-or foreign entry is never taken for an image, whatever was killed when: the image is decoded again.
+A cache is a folder of three files. `pixels` is only ever appended to; entry i of `index` contains the offset of image
+i, and a checksum over the entry, the name of the cache and the pixels, which is verified on every read. So a torn,
+stale or foreign entry is never taken for an image, whatever was killed when: the image is decoded again. `digests` has
+those of the images' files, int64, 0 if unknown.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import psutil
 
 from training.data import DataOptions
 
-INDEX, PIXELS = "index", "pixels"
+INDEX, PIXELS, DIGESTS = "index", "pixels", "digests"
 RAM_SHARE = 0.25  # of this machine's memory, for all caches in it together
 DISK_BYTES = 50 * 10**9
 _ENTRY = struct.Struct("<QII8s")  # offset in bytes, height and width in pixels, checksum
@@ -87,14 +88,28 @@ class ImageCache:
         except OSError:  # no space left, over quota: training continues without
             self.is_full = True
 
+    def digest(self, index: int) -> int:
+        """Return the digest of an image's file, 0 if it is not known."""
+        try:
+            return int.from_bytes(os.pread(self._digests, _WORD, index * _WORD), "little")
+        except OSError:
+            return 0
+
+    def put_digest(self, index: int, digest: int) -> None:
+        """Keep the digest of an image's file."""
+        with suppress(OSError):
+            os.pwrite(self._digests, digest.to_bytes(_WORD, "little"), index * _WORD)
+
     def close(self) -> None:
         """Close the files; other processes may remove them then."""
-        os.close(self._index)
-        os.close(self._pixels)
+        for descriptor in (self._index, self._pixels, self._digests):
+            os.close(descriptor)
 
     def _open(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._index, self._pixels = (os.open(self.folder / name, flags, 0o600) for name in (INDEX, PIXELS))
+        self._index, self._pixels, self._digests = (
+            os.open(self.folder / name, flags, 0o600) for name in (INDEX, PIXELS, DIGESTS)
+        )
         fcntl.flock(self._index, fcntl.LOCK_SH)
 
     def _checksum(self, index: int, offset: int, height: int, width: int, words: np.ndarray) -> bytes:
@@ -110,7 +125,7 @@ class ImageCache:
         try:
             self._open()
         except OSError:  # removed meanwhile: a worker that starts now has no cache
-            self._index = self._pixels = -1
+            self._index = self._pixels = self._digests = -1
             self.is_full = True
 
 

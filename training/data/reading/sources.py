@@ -16,6 +16,7 @@ from training.data import DataOptions
 from training.data.augment import BoxChooser
 from training.data.reading.cache import ImageCache, open_cache
 from training.data.reading.decode import Decoder, crop, header_size, make_decoder, shrunk_bytes
+from training.data.reading.digests import UNKNOWN, collected_digests, note_digest
 from training.data.reading.images import ImageError
 from training.data.values import BYTES
 from training.errors import UserError
@@ -125,7 +126,7 @@ class FileSource:
 
     Args:
         root: Folder that the paths are relative to.
-        files: The files; only their paths and labels are kept.
+        files: The files; all but the time of their last change is kept.
         decoder: Decodes a file.
         cache: Keeps decoded images.
         first_in_cache: Position of the first file in the cache.
@@ -148,6 +149,7 @@ class FileSource:
         self.decodes_later, self.channels = decodes_later, channels
         self.root, self._decode, self._cache, self._first_in_cache = root, decoder, cache, first_in_cache
         self.labels = torch.tensor([file.label for file in files])
+        self.sizes = torch.tensor([file.size for file in files])
         parts = [os.path.split(file.path) for file in files]
         numbers = {folder: number for number, folder in enumerate(dict.fromkeys(folder for folder, _ in parts))}
         self._folders = list(numbers)
@@ -160,21 +162,31 @@ class FileSource:
         """Return the image, or the part that `choose` takes of it: uint8 [C, h, w]; raise ImageError if it is bad."""
         cache, position = self._cache, self._first_in_cache + index
         pixels = None if cache is None else cache.get(position)
-        if pixels is not None:
+        if cache is not None and pixels is not None:
+            note_digest(self.name(index), cache.digest(position))
             pixels = crop(pixels, choose)
         elif cache is None or cache.is_full:
             pixels = self._decode(self.name(index), choose)  # of a JPEG no more than that part
         else:
-            whole = self._decode(self.name(index))
+            name = self.name(index)
+            with collected_digests() as digests:
+                whole = self._decode(name)
+            digest = digests.get(name, UNKNOWN)
+            cache.put_digest(position, digest)
             cache.put(position, whole)
+            note_digest(name, digest)
             pixels = crop(whole, choose)
         return torch.from_numpy(pixels).permute(2, 0, 1)  # the memory keeps its order
 
     def name(self, index: int) -> str:
         """Return the path of the image."""
+        return str(self.root / self.path(index))
+
+    def path(self, index: int) -> str:
+        """Return the path of the image, relative to `root`."""
         start, end = int(self._ends[index - 1]) if index else 0, int(self._ends[index])
         name = os.fsdecode(self._names[start:end].numpy().tobytes())
-        return str(self.root / self._folders[int(self._folder_of[index])] / name)
+        return os.path.join(self._folders[int(self._folder_of[index])], name)
 
 
 def open_files(

@@ -1,0 +1,112 @@
+"""Judges the test part of the data once, after training, by the weights of the best epoch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from training.checkpoint.best_weights import epoch_of
+from training.checkpoint.weights import load_model
+from training.data.loader import EvaluationLoader, automatic_workers
+from training.data.reading.sources import FileSource
+from training.data.sampler import EvaluationPlan
+from training.errors import UserError
+from training.loop import evaluate
+from training.observe.evaluation import describe_scores, read_scores, write_scores
+from training.observe.image_contents import digests_over_ranks
+from training.observe.image_list import TrainedImages, read_image_list
+from training.observe.run_folder import IMAGES, TEST_EVALUATION
+from training.observe.scores import Scores
+from training.parallel.collectives import agreed, broadcast_object
+from training.parallel.engine import Engine
+from training.parallel.exchange import flag
+from training.parallel.precision import under_autocast
+from training.state import TrainContext
+
+if TYPE_CHECKING:
+    from training.run import RunContext
+
+
+@dataclasses.dataclass(frozen=True)
+class _WholeModel:
+    """The part of `Engine` that an evaluation uses, for a network that every rank has as a whole."""
+
+    module: nn.Module
+    sends_in_forward: bool = False
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        return self.module(images)
+
+
+def judge_test(context: RunContext, loop: TrainContext) -> None:
+    """Write the scores of the test part into a folder of their own, unless they are there already; a collective.
+
+    Nothing that goes wrong here spoils the run, whose weights are saved: it is a line in the log.
+    """
+    test, world, folder = context.data.test, context.world, context.folder
+    best_epoch = context.state.progress.best_epoch
+    if test is None or not broadcast_object(best_epoch > 0 and _is_due(context), flag, world):
+        return
+    try:
+        module, _ = agreed(lambda: load_model(folder.weights), world)
+        network = under_autocast(module.to(world.device), context.precision, world.device)
+        scores, trained_on = _score(context, loop, network)
+    except UserError as error:
+        context.loggers.message(f"note: the test part could not be judged: {error}")
+        return
+    if not isinstance(scores, Scores):
+        context.loggers.message("note: the test part was not judged: scripts/evaluate.py RUN --split test does it")
+        return
+    context.loggers.message(
+        f"test         top-1 {scores.top1:.4f} on the {scores.samples} images of the test part, "
+        f"judged once, by the weights of epoch {best_epoch}"
+    )
+    if trained_on:
+        context.loggers.message(
+            f"note: {trained_on} of the test images are identical to training images, so this score is too good: "
+            "remove them from the test part, and judge it again with scripts/evaluate.py RUN --split test"
+        )
+    values = {name: getattr(scores, name) for name in ("samples", "loss", "top1", "top5")}
+    context.loggers.event("test", {"step": context.position, "epoch": best_epoch} | values)
+    if world.is_main:
+        facts: dict[str, Any] = {"epoch": best_epoch, "data": context.config.data, "split": "test"}
+        facts |= describe_scores(scores, context.data.class_names, test.source.name)
+        try:
+            write_scores(folder.path / TEST_EVALUATION, facts)
+        except (OSError, UserError) as error:
+            context.loggers.message(f"note: the scores of the test part could not be written: {error}")
+
+
+def _is_due(context: RunContext) -> bool:
+    """Return whether the weights in the folder are those of the best epoch, and were not judged before; on rank 0."""
+    folder, best_epoch = context.folder, context.state.progress.best_epoch
+    try:
+        judged = (read_scores(folder.path / TEST_EVALUATION) or {}).get("epoch")
+    except (OSError, ValueError, AttributeError):
+        judged = None
+    return epoch_of(folder.weights) == best_epoch != judged
+
+
+def _score(context: RunContext, loop: TrainContext, network: nn.Module) -> tuple[Scores | int, int]:
+    """Return what `evaluate` returns, and on rank 0 how many of the images were trained on; a collective."""
+    data, world = context.data, context.world
+    assert data.test is not None
+    judged = dataclasses.replace(data, val=data.test)
+    plan = EvaluationPlan(len(data.test), context.config.micro_batch, world.size)
+    workers = automatic_workers(data.test, world.device, world.local_size)
+    loader = EvaluationLoader(judged, plan, world.rank, workers=workers, device=world.device)
+    loader.watch()
+    try:
+        with loop.timing.clock.evaluation:
+            scores = evaluate(cast(Engine, _WholeModel(network)), loader, loop, is_interruptible=True)
+    finally:
+        loader.close()
+    digests, source = digests_over_ranks(loader, world), data.test.source
+    if not (world.is_main and isinstance(source, FileSource)):
+        return scores, 0
+    trained = TrainedImages(read_image_list(context.folder.path / IMAGES))
+    return scores, int(trained.contain(digests, [source.path(index) for index in range(len(digests))]).sum())
