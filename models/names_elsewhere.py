@@ -64,6 +64,7 @@ FLAGS = {
     "--data": "data-dir data-path dataset dataset-name dataset-dir dataset-path train-dir train-data image-folder root",
     "--download": "dataset-download",
     "--val-fraction": "val-split validation-split val-size test-size val-ratio split-ratio",
+    "--val-part": "val-dir valdir val-data val-folder",
     "--image-size": "img-size imgsz input-size img resolution image-res train-crop-size",
     "--eval-image-size": "val-crop-size val-resize-size eval-size",
     "--eval-crop": "crop-pct",
@@ -121,7 +122,9 @@ FLAGS = {
     "A run counts in epochs: --epochs.": "max-steps steps iterations max-iters num-steps train-iters",
     "For a trained model: scripts/evaluate.py RUN.": "eval evaluate validate test test-only do-eval do-train eval-only",
     _CURVES: "wandb wandb-project log-wandb mlflow comet neptune clearml use-wandb",
-    "Not there yet: one part is held out, by --val-fraction.": "kfold k-fold kfolds k-folds folds fold cv n-splits",
+    "Not there yet: one part is held out; --val-part or --split-seed choose which.": (
+        "kfold k-fold kfolds k-folds folds fold cv n-splits"
+    ),
     "Not there yet.": (
         "teacher distill distillation kd kd-model focal focal-loss multilabel multi-label limit-train-batches mosaic"
         " limit-val-batches overfit-batches bn-momentum grayscale vflip flipud degrees rotation perspective mean std"

@@ -103,7 +103,7 @@ def _search(
         free_memory(world)
         return losses
 
-    usual = FIELDS["learning_rate"].default
+    usual: float = FIELDS["learning_rate"].default  # type: ignore[assignment]  # it has one
     rate, tried = find_rate(usual, LOWEST, HIGHEST, GUESSES[config.loss](max(classes, 2)), measure)
     if world.is_main:
         with contextlib.suppress(OSError):  # a full disk: the losses alone are missing

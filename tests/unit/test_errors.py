@@ -62,7 +62,14 @@ def test_what_a_terminal_would_obey_is_escaped_in_mistakes_and_in_the_log():
 
 @pytest.mark.parametrize("word", ["~nobody.of.this.name/x", "n" * 300])
 @pytest.mark.parametrize(
-    "use", [find_model, find_run, read_weights_file, read_metadata, lambda word: load_data(DataOptions(data=word))]
+    "use",
+    [
+        find_model,
+        find_run,
+        lambda word: read_weights_file(word, []),
+        read_metadata,
+        lambda word: load_data(DataOptions(data=word)),
+    ],
 )
 def test_a_path_that_no_file_can_have_is_one_line(use, word):
     with pytest.raises(UserError, match=r"does not exist|neither a file|no folder of that name exists"):

@@ -486,7 +486,7 @@ def test_a_script_whose_output_nobody_reads_does_its_work(run, tmp_path):
         ("{", "is damaged: Expecting property name enclosed in double quotes: line 1 column 2 (char 1). Restore it"),
         ("[]", "is damaged: it is not a JSON object. Restore it, or remove it."),
         ('{"epochs": "ten"}', ": epochs 'ten': expected a whole number from 1"),
-        ('{"epoch": 1}', ": unknown key 'epoch'. Did you mean 'epochs'?"),
+        ('{"epoch": 1}', ": unknown key 'epoch'. Here that is --epochs."),
     ],
 )
 def test_a_damaged_configuration_of_a_run_is_named(call, run, tmp_path, script, content, message):
