@@ -1,13 +1,26 @@
-"""Cells of a CSV file that a spreadsheet shows, and does not compute."""
+"""Lines of a CSV file that every reader takes for one row, and in which a spreadsheet finds nothing to compute."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterable
 from typing import Any
 
 # What begins a formula, also after a spreadsheet has taken off white space, and in the full width of Chinese and
 # Japanese input: https://owasp.org/www-community/attacks/CSV_Injection
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
+
+
+def csv_line(row: Iterable[Any]) -> str:
+    r"""Return a row, inert, as it stands in a file that is opened with `newline=""`; it ends in \n.
+
+    Python's writer quotes a line break in a cell only if it is one of those that end its rows, and readers end a row at
+    each of \n, \r and \r\n.
+    """
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\r\n").writerow(inert(row))
+    return line.getvalue().removesuffix("\r\n") + "\n"
 
 
 def inert(row: Iterable[Any]) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torchvision.transforms.v2.functional import to_pil_image
 
-from delivery.csv_cells import inert
+from delivery.csv_cells import csv_line
 from training.checkpoint.atomic_write import replacing_folder, write_json
 from training.data.augment import viewable
 from training.data.values import stretched
@@ -63,9 +62,7 @@ def thumbnail(image: torch.Tensor, side: int = THUMBNAIL_PIXELS) -> Image.Image:
 
 def _write_csv(path: Path, header: Sequence[str], rows: Any) -> None:
     with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(inert(header))
-        writer.writerows(map(inert, rows))
+        stream.writelines(map(csv_line, (header, *rows)))
 
 
 def _write_confusion(folder: Path, cells: Sequence[Sequence[int]], class_names: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import sys
@@ -13,7 +12,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from delivery.csv_cells import inert
+from delivery.csv_cells import csv_line
 from delivery.predict import Prediction
 from training.checkpoint.atomic_write import replacing
 from training.errors import UserError, printable
@@ -72,17 +71,17 @@ def _write_json(predictions: Iterator[Prediction], stream: TextIO, top_k: int) -
 
 
 def _write_csv(predictions: Iterator[Prediction], stream: TextIO, top_k: int) -> None:
-    writer, is_terminal = csv.writer(stream, lineterminator="\n"), stream.isatty()
+    is_terminal = stream.isatty()
     header: list[str] = []
     for one in predictions:
         if not header:
             header = _csv_header(len(one.labels))
-            writer.writerow(header)
+            stream.write(csv_line(header))
         pairs = zip(one.labels, one.probabilities, strict=True)
-        row = inert([one.image, *(value for pair in pairs for value in pair)])
-        writer.writerow([printable(cell) for cell in map(str, row)] if is_terminal else row)
+        row = [one.image, *(value for pair in pairs for value in pair)]
+        stream.write(csv_line([printable(str(cell)) for cell in row] if is_terminal else row))
     if not header:
-        writer.writerow(_csv_header(top_k))
+        stream.write(csv_line(_csv_header(top_k)))
 
 
 def _csv_header(top_k: int) -> list[str]:

@@ -26,7 +26,7 @@ from delivery.export.export_job import (
     load_calibration_images,
     load_check_images,
 )
-from delivery.export.output_folder import PREPROCESSING, check_output, preprocessing_text, unfinished_files
+from delivery.export.output_folder import check_output, files_about, unfinished_files
 from delivery.trained_model import TrainedModel, find_model, slug
 from training.checkpoint.weights import load_model
 from training.errors import printable
@@ -76,17 +76,19 @@ def export_model(settings: ExportSettings, log: Callable[[str], None]) -> Export
         remove_leftovers_of_run(model.run)
     default = model.run / EXPORT if model.run else model.weights.parent
     output = Path(os.path.expanduser(settings.output)) if settings.output else default
-    check_output(output, job.metadata)
+    about = files_about(job.metadata)
+    check_output(output, about)
     writer = importlib.import_module(chosen.module)
     with unfinished_files(output) as (folder, publish):
-        file, preprocessing = folder / f"model{chosen.extension}", folder / PREPROCESSING
+        file = folder / f"model{chosen.extension}"
         written = writer.write(job, file)
-        preprocessing.write_text(preprocessing_text(job.metadata), encoding="utf-8")
+        for fact, content in about.items():
+            (folder / fact).write_bytes(content)
         agreement = compare(writer.open_exported(file, settings.threads), job.check, settings.batch_size)
         check_agreement(agreement, settings.precision, settings.max_accuracy_loss)
         sizes, latencies = _compare_with_fp32(writer, written, file, job)
         name = f"{slug(job.metadata['description']['model_type'])}-{settings.precision}{chosen.extension}"
-        files = publish({preprocessing: PREPROCESSING, file: name})
+        files = publish({folder / fact: fact for fact in about} | {file: name})
     return Exported(files[::-1], agreement, job.check.name, written, sizes, latencies)
 
 

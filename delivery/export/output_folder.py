@@ -1,4 +1,4 @@
-"""The output folder of an export: preprocessing.json, and files that get their names once they are checked."""
+"""The output folder of an export: what is beside the model, and files that get their names once checked."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from training.checkpoint.atomic_write import remove_leftovers, sync_to_disk, unfinished
+from training.checkpoint.class_map import CLASS_MAP, class_map
 from training.data.values import BYTES, values_of
 from training.errors import UserError
 
@@ -119,24 +120,33 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_output(output: Path, metadata: dict[str, Any]) -> None:
-    """Check that the output is a folder, and that no preprocessing.json of another model would be overwritten.
+def check_output(output: Path, facts: Mapping[str, bytes]) -> None:
+    """Check that the output is a folder, and that no file about another model would be overwritten.
+
+    Args:
+        output: the folder.
+        facts: of `files_about`.
 
     Raises:
         UserError: if not.
     """
     if output.exists() and not output.is_dir():
         raise UserError(f"--output '{output}' is a file: give a folder.")
-    path = output / PREPROCESSING
-    try:
-        present = path.read_text(encoding="utf-8") if path.is_file() else None
-    except (OSError, ValueError) as error:
-        raise UserError(f"'{path}' cannot be read: {error}.") from None
-    if present is not None and present != preprocessing_text(metadata):
-        raise UserError(f"'{path}' is of a model with other classes or preprocessing: give --output another folder.")
+    for path, content in ((output / name, content) for name, content in facts.items()):
+        try:
+            is_other = path.is_file() and path.read_bytes() != content
+        except OSError as error:
+            raise UserError(f"'{path}' cannot be read: {error}.") from None
+        if is_other:
+            raise UserError(
+                f"'{path}' is of a model with other classes or preprocessing: give --output another folder."
+            )
 
 
-def preprocessing_text(metadata: dict[str, Any]) -> str:
-    """Return preprocessing.json as text."""
+def files_about(metadata: dict[str, Any]) -> dict[str, bytes]:
+    """Return the content of preprocessing.json, and of class_map.txt if there can be one, by their names."""
     text = json.dumps(describe_use(metadata), indent=1, ensure_ascii=False) + "\n"
-    return text.encode("utf-8", "backslashreplace").decode()  # names of folders may contain bytes that are no text
+    # Names of folders may contain bytes that are no text.
+    files = {PREPROCESSING: text.encode("utf-8", "backslashreplace")}
+    names = class_map(metadata["class_names"])
+    return files if names is None else files | {CLASS_MAP: names}

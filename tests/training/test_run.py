@@ -55,6 +55,7 @@ def run_folder(trained):
 def predictions(run_folder):
     """(labels [360], probabilities [360, 10] as float64) of the saved file on the held-out digits, plain PyTorch."""
     model, metadata = load_model(run_folder / "model.safetensors")
+    assert (run_folder / "class_map.txt").read_text().split("\n") == [*metadata["class_names"], ""]
     data = load_data(DATA)
     images = torch.stack([data.val[0, index][0] for index in range(len(data.val))])
     with torch.no_grad():
@@ -285,7 +286,8 @@ def test_early_stopping_waits_for_its_patience_and_deepspeed_counts_operations(t
     again = train_alone(*flags, "--run-name", "again", "--log-dir", str(tmp_path), "--resume", str(tmp_path / "runs/r"))
     weights = tmp_path / "runs" / "again" / "model.safetensors"
     assert f"(best epoch: {best + 1}; its weights are saved)\nweights      {weights}\n" in again.stdout, again.stderr
-    assert weights.read_bytes() == (tmp_path / "runs" / "r" / "model.safetensors").read_bytes()
+    for name in (weights.name, "class_map.txt"):
+        assert (weights.parent / name).read_bytes() == (tmp_path / "runs" / "r" / name).read_bytes()
     assert (weights.parent / "evaluation" / "worst.png").exists()
     assert (weights.parent / "README.md").exists()
 

@@ -18,7 +18,7 @@ from PIL import Image
 from sklearn.metrics import accuracy_score, classification_report, log_loss, top_k_accuracy_score
 
 from delivery.predict import Prediction
-from delivery.prediction_output import FORMATS
+from delivery.prediction_output import FORMATS, write_predictions
 from delivery.trained_model import read_run_config
 from launch.node_launcher import local_ranks_command
 from models.build import build_model
@@ -628,6 +628,22 @@ def test_names_from_outside_are_exact_in_files_and_harmless_to_look_at(call, hos
         assert set(list(csv.reader(stream))[1][1::2]) == set(INERT)
     code, out, _ = call(predict, hostile_run, image, "--top-k", 10)
     assert out.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("name", ["cr\r.png", "nl\n.png", "crlf\r\n", "\r", 'q"\r,', "\x0b\u2028", "", "plain"])
+def test_a_csv_file_has_as_many_rows_as_images_whatever_their_names(tmp_path, name):
+    names, target = [name, "b.png", name], tmp_path / "labels.csv"
+    predictions = (Prediction(one, [f"class {one}"], [0.5]) for one in names)
+    write_predictions(predictions, "csv", str(target), 1)
+    with target.open(newline="", encoding="utf-8") as stream:
+        header, *rows = csv.reader(stream)
+    assert header == ["image", "label", "probability"]
+    # A name that a spreadsheet would take for a formula has a quote before it.
+    assert [row[0].removeprefix("'") for row in rows] == names
+    assert [row[1:] for row in rows] == [[f"class {one}", "0.5"] for one in names]
+    text = target.read_bytes().decode()
+    assert text.endswith(",0.5\n")
+    assert name != "plain" or text == "image,label,probability\n" + "".join(f"{one},class {one},0.5\n" for one in names)
 
 
 def test_csv_on_a_terminal_is_escaped():

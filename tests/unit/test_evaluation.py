@@ -28,7 +28,7 @@ from training.observe.scores import SampleRecorder, SampleScores, sample_losses
 from training.parallel.world import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
-NAMES = ["null", "<b>eins</b>", "zwei", "drei", "vier", "fünf", "六"]
+NAMES = ["null", "<b>eins</b>", "zw\rei", "drei\n", "vier", "fünf", "六"]
 SAMPLES = 500
 
 
@@ -46,7 +46,7 @@ def judged():
         losses = sample_losses(logits[part], labels[part])
         recorder.add(losses, logits[part], labels[part], torch.ones(len(part)), part)
     scores = recorder.gather(ALONE)
-    return labels.numpy(), logits.double(), describe_scores(scores, NAMES, lambda index: f"image {index}")
+    return labels.numpy(), logits.double(), describe_scores(scores, NAMES, lambda index: f"image\r{index}")
 
 
 def test_scores_are_scikit_learns_to_the_last_digit(judged):
@@ -108,7 +108,7 @@ def test_the_worst_samples_are_the_wrong_ones_with_the_highest_loss(judged):
     first = facts["worst"][0]
     assert first["loss"] == pytest.approx(losses[expected[0]], rel=1e-5)
     assert (first["label"], first["prediction"]) == (labels[expected[0]], predictions[expected[0]])
-    assert first["name"] == f"image {expected[0]}"
+    assert first["name"] == f"image\r{expected[0]}"
 
 
 def image(index: int) -> torch.Tensor:

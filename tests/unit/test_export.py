@@ -19,11 +19,13 @@ import torch
 from exports import IMAGE_SIZE, ROOT, held_out, run_export, save_run
 from PIL import Image
 from safetensors.torch import load_file
+from timm.data.readers.class_map import load_class_map
 
 from delivery.export import ExportRefused, onnx_format, safetensors_format
 from delivery.export.comparison import check_agreement, compare
 from delivery.export.export_job import CheckImages, tracing
 from models.build import build_model
+from training.checkpoint.class_map import write_class_map
 from training.checkpoint.weights import load_model, preprocess, read_metadata
 from training.errors import UserError
 
@@ -114,7 +116,7 @@ def test_the_file_computes_what_the_model_computes(
         run_export(monkeypatch, run_folder, "--format", format_name, "--precision", precision, "--output", tmp_path)
         == 0
     )
-    (file,) = (path for path in tmp_path.iterdir() if path.name != "preprocessing.json")
+    (file,) = (path for path in tmp_path.iterdir() if path.name not in ("preprocessing.json", "class_map.txt"))
     assert file.stem == f"basic_cnn-{precision}"
     images, labels = held_out(data)
     run = OPENERS[file.suffix[1:]](str(file))
@@ -236,10 +238,38 @@ def test_a_second_export_of_one_model_joins_the_first(run_folder, monkeypatch, t
     for precision in ("fp32", "bf16", "fp32"):
         words = ("--format", "safetensors", "--precision", precision, "--output", tmp_path)
         assert run_export(monkeypatch, run_folder, *words) == 0
-    names = ["basic_cnn-bf16.safetensors", "basic_cnn-fp32.safetensors", "preprocessing.json"]
+    names = ["basic_cnn-bf16.safetensors", "basic_cnn-fp32.safetensors", "class_map.txt", "preprocessing.json"]
     assert sorted(os.listdir(tmp_path)) == names
+    assert load_class_map(str(tmp_path / "class_map.txt")) == {str(digit): digit for digit in range(10)}
     (tmp_path / "plain").touch()
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # as the umask has it
+
+
+@pytest.mark.parametrize(
+    ("names", "is_written"),
+    [
+        (["1", "10", "11", "2", "20", "3"], True),
+        (["n01440764", "tench, Tinca", "=a\x0b\u2028b", "é", "#"], True),
+        ([" a", "b"], False),
+        (["a\rb", "c"], False),
+        (["a\nb", "c"], False),
+        (["a\udcff", "b"], False),
+    ],
+)
+def test_timm_numbers_the_classes_by_the_class_map_as_we_do(tmp_path, names, is_written):
+    path = tmp_path / "class_map.txt"
+    path.write_text("of other classes\n")
+    write_class_map(tmp_path, names)
+    assert path.exists() == is_written, "what timm would read as other names is not there"
+    if is_written:
+        assert load_class_map(str(path)) == {name: number for number, name in enumerate(names)}
+
+
+def test_a_class_map_of_another_model_is_not_overwritten(run_folder, monkeypatch, capsys, tmp_path):
+    (tmp_path / "class_map.txt").write_text("cat\ndog\n")
+    assert run_export(monkeypatch, run_folder, "--format", "safetensors", "--output", tmp_path) == 2
+    assert f"'{tmp_path}/class_map.txt' is of a model with other classes" in capsys.readouterr().err
+    assert (tmp_path / "class_map.txt").read_text() == "cat\ndog\n"
 
 
 def check_images(count=40):

@@ -11,6 +11,7 @@ import torch
 
 from models.build import BuiltModel
 from training.checkpoint.atomic_write import replacing
+from training.checkpoint.class_map import write_class_map
 from training.checkpoint.manifest import Manifest
 from training.checkpoint.weights import read_metadata, save_weights
 from training.data.datasets import DatasetPair
@@ -58,6 +59,7 @@ def write_best(
             preprocessing=data.preprocessing,
             extra={"epoch": epoch, "top1": scores.top1, "top5": scores.top5, "loss": scores.loss},
         )
+        write_class_map(folder.path, data.class_names)
         facts = describe_scores(scores, data.class_names, data.val.source.name)
         write_scores(folder.path / EVALUATION, {"epoch": epoch, "data": data_name, "split": "val"} | facts)
 
@@ -111,6 +113,7 @@ def bring_along(checkpoint: Path, folder: RunFolder, best_epoch: int) -> str | N
     try:
         with replacing(folder.weights, durable=True) as temporary:
             shutil.copyfile(weights, temporary)
+        write_class_map(folder.path, read_metadata(weights)["class_names"])
         scores = read_scores(run / EVALUATION)
         if scores is not None and scores["epoch"] == best_epoch:
             write_scores(folder.path / EVALUATION, scores)
