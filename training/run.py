@@ -441,7 +441,7 @@ def train(context: RunContext, stop: StopRequest, start: RunStart = FIRST_START,
                 break
             stop_signal = _train_and_evaluate(context, loop, loop.saver)
         with loop.timing.clock.saving:
-            loop.saver.finish(is_stop=bool(stop_signal))
+            loop.saver.finish(stop, is_stop=bool(stop_signal))
         if not stop_signal:
             judge_test(context, loop)
     images = (context.position - first_position) * context.plan.global_batch

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
+import math
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,7 @@ from training.errors import CANNOT_SAVE_EXIT_CODE, RunEnded
 from training.observe.heartbeat import HeartbeatWriter
 from training.observe.loggers import Loggers
 from training.observe.scores import ScoreSums
+from training.parallel.signals import StopRequest
 from training.state import Progress, TrainState
 
 pytestmark = pytest.mark.usefixtures("no_sync")
@@ -43,7 +48,7 @@ class Training:
         self.state = TrainState(self.engine, self.sums, Progress())
         run = (folder, IDENTITY, config, plan, self.state, ALONE, Loggers([]), report)
         self.saver = Saver(*run, 60.0, lambda: self.now, self.sleep)
-        self.step = 0
+        self.step, self.stop, self.signal_at = 0, StopRequest(), math.inf
 
     def _refusing(self, write, counts):
         def refuse_or_write(*arguments, **options):
@@ -56,7 +61,10 @@ class Training:
         return refuse_or_write
 
     def sleep(self, seconds: float) -> None:
-        self.now += seconds
+        self.now += max(seconds, 1e-3)
+        if self.now - 1000.0 >= self.signal_at:
+            self.signal_at = math.inf
+            self.stop._remember(signal.SIGTERM, None)
 
     @property
     def progress(self) -> Progress:
@@ -79,7 +87,7 @@ class Training:
 
     def finish(self, **options) -> None:
         self.state.progress = self.progress
-        self.saver.finish(**options)
+        self.saver.finish(self.stop, **options)
 
     def newest_step(self) -> int:
         progress = newest(self.folder)[0].manifest.progress
@@ -149,6 +157,45 @@ def test_the_last_save_waits_for_room_but_a_stop_not_for_long(tmp_path, monkeypa
             training.finish(is_stop=is_stop)
         assert training.now <= 1000 + 8 + 65
     assert training.newest_step() == (8 if is_saved else 5)
+
+
+@pytest.mark.parametrize("is_stop", [False, True], ids=["finished", "stopped before"])
+@pytest.mark.parametrize(("full_s", "is_saved"), [(20, True), (10_000, False)])
+def test_a_signal_ends_the_waiting_at_once_after_one_more_try(tmp_path, monkeypatch, is_stop, full_s, is_saved):
+    training = Training(tmp_path, monkeypatch, full=[(5.5, 5.5 + full_s)])
+    if is_stop:  # this one is what is waited for
+        training.stop._remember(signal.SIGTERM, None)
+        training.stop._times[0] -= 60
+    training.train(8)
+    # The tries come after 1, 2, 4, 8, ... s of failing since second 6: 22 lies between two, the next comes at 38.
+    training.signal_at = 25.6 if is_saved else 30.0
+    if is_saved:
+        training.finish(is_stop=is_stop)
+    else:
+        with pytest.raises(RunEnded) as ended:
+            training.finish(is_stop=is_stop)
+        assert ended.value.exit_code == CANNOT_SAVE_EXIT_CODE
+    assert training.now - 1000 == pytest.approx(25.6 if is_saved else 30, abs=0.5)
+    assert training.attempts[-1] == pytest.approx(training.now - 1000, abs=0.5), "the last try"
+    assert training.newest_step() == (8 if is_saved else 5)
+
+
+def test_a_second_signal_ends_without_saving_but_not_the_same_one_passed_on(monkeypatch):
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    stop = StopRequest()
+    stop._remember(signal.SIGTERM, None)
+    assert stop.wait(ALONE, 600.0, 7, is_stopping=False), "one from before the waiting ends it, too"
+    stop._remember(signal.SIGINT, None)
+    assert not left, "within a second: a launcher has passed on what the terminal had sent to all"
+    stop._times[0] -= 60
+    with pytest.raises(RunEnded, match="without saving") as ended:
+        stop._remember(signal.SIGINT, None)
+    assert (ended.value.exit_code, ended.value.step) == (130, 7)
+    stop._times[:] = [0.0]
+    stop.wait(dataclasses.replace(ALONE, size=2), 600.0, 7, is_stopping=False)
+    stop._remember(signal.SIGINT, None)
+    assert left == [130], "a rank of several waits for none"
 
 
 def test_a_commit_that_fails_half_way_keeps_what_was_good(tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ from training.observe.heartbeat import HeartbeatWriter
 from training.observe.loggers import Loggers
 from training.parallel.collectives import gather_objects
 from training.parallel.exchange import flag, optional, row_of, text, whole_number
+from training.parallel.signals import StopRequest
 from training.parallel.world import World
 from training.recipe.schedule import stable_epochs
 from training.state import Progress, TrainState
@@ -175,14 +176,18 @@ class Saver:
             + ("" if save.is_last_try else f", the next try comes within {self._backoff.delay_s():.0f} s")
         )
 
-    def finish(self, *, is_stop: bool = False) -> None:
+    def finish(self, stop: StopRequest, *, is_stop: bool = False) -> None:
         """Wait for the running save; while it fails, save the current state again. A collective.
 
+        A signal ends the waiting: one last try follows at once, and a second signal ends the process without it.
+
         Args:
+            stop: the signals of this run.
             is_stop: whether the run was asked to stop, and should not wait for long.
 
         Raises:
-            RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS`, or `GIVE_UP_SECONDS_OF_STOP`.
+            RunEnded: on all ranks, if saves have failed for `GIVE_UP_SECONDS`, or `GIVE_UP_SECONDS_OF_STOP`, or in the
+                last try after a signal.
         """
         self.wait()
         if is_stop:
@@ -193,7 +198,10 @@ class Saver:
             if self._backoff.is_failing:
                 delay_s = self._backoff.delay_s()
                 self._heartbeat.beat("save", self._failed_position, self._patience_s + delay_s)
-                self._sleep(delay_s)
+                times = {"clock": self._clock, "sleep": self._sleep}
+                if stop.wait(self._world, delay_s, self._failed_position, is_stopping=is_stop, **times):
+                    self._loggers.message("signal: the last try to save; a second signal ends without it")
+                    self._backoff.give_up_s = 0.0
 
     def wait(self) -> None:
         """Wait for the running save; raise `RunEnded` if saves have failed for too long."""

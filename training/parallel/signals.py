@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NamedTuple
@@ -12,10 +14,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from training.errors import OUT_OF_MEMORY_EXIT_CODE
+from training.errors import OUT_OF_MEMORY_EXIT_CODE, RunEnded
 from training.observe.timing import communication
 from training.parallel.world import World
 
+SAME_SIGNAL_SECONDS = 1.0  # what a terminal sends to all of its processes, launchers pass on once more
+WAIT_POLL_SECONDS = 0.2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # Not signals' numbers. If several ranks stop, the largest counts.
 FAILED = 1000  # a rank cannot continue, and the others stop with it
@@ -38,6 +42,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._signal_number = 0
+        self._times: list[float] = []  # of the signals, by the monotonic clock
+        self._most: int | None = None  # one more signal than so many ends the run at once
+        self._is_alone, self._step = True, 0
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def install(self) -> None:
@@ -69,6 +76,41 @@ class StopRequest:
         earlier = self.poll(world).stop_signal
         return earlier or self.poll(world).stop_signal
 
+    def wait(
+        self,
+        world: World,
+        seconds: float,
+        step: int,
+        *,
+        is_stopping: bool,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> bool:
+        """Wait, by rank 0's clock, and return whether a signal ended it, on all ranks; a collective.
+
+        From now on one signal more ends the run at once; a rank of several ends its process, as it can ask no other.
+
+        Args:
+            world: the ranks.
+            seconds: to wait.
+            step: of the run.
+            is_stopping: whether the first signal is what the wait is about: only a second one ends it.
+            clock: returns seconds that never go back.
+            sleep: waits for so many seconds.
+        """
+        if self._most is None:
+            self._most = 1 + (len(self._times) if is_stopping else 0)
+        self._is_alone, self._step = world.size == 1, step
+        deadline = clock() + seconds
+        while True:
+            flags = torch.tensor([len(self._times) >= self._most, world.is_main and clock() >= deadline]).int()
+            if world.signal_group is not None:
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=world.signal_group)
+            has_signal, is_over = flags.tolist()
+            if has_signal or is_over:
+                return bool(has_signal)
+            sleep(min(WAIT_POLL_SECONDS, max(deadline - clock(), 0.0)))
+
     def close(self) -> None:
         """Finish the pending all-reduce; a collective."""
         self._finish()
@@ -85,6 +127,16 @@ class StopRequest:
 
     def _remember(self, signal_number: int, _frame: FrameType | None) -> None:
         self._signal_number = self._signal_number or signal_number
+        now = time.monotonic()
+        if self._times and now - self._times[-1] < SAME_SIGNAL_SECONDS:
+            return
+        self._times.append(now)
+        if self._most is not None and len(self._times) > self._most:
+            reason = "a second signal: ended without saving"
+            if self._is_alone:  # the process may be a notebook's
+                raise RunEnded(reason, 128 + signal_number, self._step)
+            os.write(2, f"{reason}\n".encode())  # print could be what was interrupted
+            os._exit(128 + signal_number)
 
 
 def can_handle_signals() -> bool:
