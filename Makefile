@@ -1,7 +1,7 @@
 # `make help` lists the targets.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev train test test-slow test-cluster chaos pictures bench record check-memory ledger lint size check clean
+.PHONY: help setup setup-dev train test test-slow test-cases test-cluster chaos pictures bench record check-memory ledger lint size check clean
 
 PYTHON ?= python3
 EPOCHS ?= 15
@@ -35,6 +35,9 @@ test: setup-dev ## Run the tests: those of units side by side, then those that s
 
 test-slow: setup-dev ## Run the tests that take minutes each, and more variants of the others
 	$(BIN)/python -m pytest -m slow
+
+test-cases: setup-dev ## Run the cases from public reports (tests/cases), half an hour
+	$(BIN)/python -m pytest -m cases -n 2 tests/cases
 
 test-cluster: setup-dev ## Train on hosts made on this machine, over ssh and Slurm (root on Debian; skipped elsewhere)
 	@bash tests/cluster/lab/install.sh
