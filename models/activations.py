@@ -24,12 +24,17 @@ BLOCKED_COPIES = 2
 CHANNEL_BLOCK = 16 * 16
 LARGEST_DEPTHWISE_KERNEL = 3 * 3
 
+# Of a piece that a CPU rank's malloc keeps when it is freed (`training.memory_guard.keep_freed_memory`): glibc maps
+# larger ones one by one, and gives them back.
+LARGEST_KEPT_BYTES = 32 * 2**20
+
 
 class Activations(NamedTuple):
     """Bytes of one micro-batch.
 
     Attributes:
         saved: what forward keeps for backward: distinct tensors, with the images.
+        heap: the most at a time in pieces that malloc keeps for the next step, see `LARGEST_KEPT_BYTES`.
         moments: when most is taken beside that (less is, once backward frees it): these bytes, of gradients of
             activations, of the weights' gradients that are computed just then, on a CPU of oneDNN's copies of these;
             and how many elements of the weights' gradients are complete. A moment with no more of either is left out.
@@ -37,6 +42,7 @@ class Activations(NamedTuple):
 
     saved: int
     moments: tuple[tuple[int, int], ...]
+    heap: int = 0
 
     @property
     def workspace(self) -> int:
@@ -88,7 +94,8 @@ def activations(
                 logits = network(images)
             saved = live.now
             logits.float().sum().backward()
-    return Activations(saved + images.nbytes, tuple((most - saved, done) for most, done in live.moments()))
+    moments = tuple((most - saved, done) for most, done in live.moments())
+    return Activations(saved + images.nbytes, moments, live.heap)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -96,12 +103,13 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         now: bytes at this moment.
+        heap: the most at a time in pieces of up to `LARGEST_KEPT_BYTES`.
     """
 
     def __init__(self, copies: Callable[[Any, Any], int] | None = None) -> None:
         """Count also the bytes that `copies` returns for an operation and its arguments, while that runs."""
         super().__init__()
-        self.now = self._complete = 0
+        self.now = self.heap = self._heap_now = self._complete = 0
         self._copies, self._sizes = copies, dict[int, int]()
         self._most: dict[int, int] = {}  # bytes, by the number of complete elements
 
@@ -136,10 +144,18 @@ class LiveBytes(TorchDispatchMode):
             return
         self._sizes[key] = storage.nbytes()
         self.now += storage.nbytes()
+        self._heap_now += _kept(storage.nbytes())
+        self.heap = max(self.heap, self._heap_now)
         weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
+        size = self._sizes.pop(key)
+        self.now -= size
+        self._heap_now -= _kept(size)
+
+
+def _kept(size: int) -> int:
+    return size if size <= LARGEST_KEPT_BYTES else 0
 
 
 def onednn_copies(operation: Any, args: Any, *, channels_last: bool) -> int:

@@ -27,6 +27,7 @@ IMAGES, CHANNELS, PIXELS = 16, 128, 16  # of a convolution in the middle of a ne
 MATMUL_SIZE = 768
 COPY_BYTES = 64 * 2**20
 REPEATS = 5
+SMALLEST_GB = 0.5  # of a GPU that is planned for
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,14 @@ USUAL_NETWORK = "ib400"
 def find_gpu(name: str) -> Gpu:
     """Return a GPU by its key in `GPUS`, also with other punctuation or without its memory, as 'H100' or 'RTX 3090'.
 
+    A number of GB alone, such as '8gb', is any GPU with so much memory: it computes as the one of them with 16-bit
+    tensor cores that is nearest in memory.
+
     Raises:
         UserError: for an unknown name, or one of several, with the nearest.
     """
+    if size := re.fullmatch(r"\s*(\d{1,4}(?:\.\d{1,3})?)\s*gi?b\s*", name.lower()):
+        return _gpu_of_memory(float(size[1]), name)
     wanted = re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
     plain = {re.sub(r"[^a-z0-9]", "", key): gpu for key, gpu in GPUS.items()}
     found = [gpu for key, gpu in plain.items() if wanted and (key.startswith(wanted) or key == "rtx" + wanted)]
@@ -152,7 +158,19 @@ def find_gpu(name: str) -> Gpu:
         return plain.get(wanted) or found[0]
     if found:
         raise UserError(f"--gpu {one_line(name, 50)} is one of several: give {' or '.join(gpu.name for gpu in found)}.")
-    raise UserError(f"unknown --gpu '{one_line(name, 50)}'.{nearest(wanted, GPUS)} Known: {', '.join(GPUS)}.")
+    raise UserError(
+        f"unknown --gpu '{one_line(name, 50)}'.{nearest(wanted, GPUS)} Known: {', '.join(GPUS)}; any other "
+        "by its memory, such as 8gb."
+    )
+
+
+def _gpu_of_memory(gigabytes: float, given: str) -> Gpu:
+    if gigabytes < SMALLEST_GB:
+        raise UserError(f"--gpu {one_line(given, 50)}: give at least {SMALLEST_GB:g} GB.")
+    modern = [gpu for gpu in GPUS.values() if "bf16" in gpu.peaks]
+    near = min(modern, key=lambda gpu: abs(gpu.memory_bytes - gigabytes * GB))
+    source = f"of the memory alone; times are those of {near.name}"
+    return dataclasses.replace(near, name=f"{gigabytes:g}gb", memory_bytes=int(gigabytes * GB), source=source)
 
 
 def find_interconnect(name: str) -> Interconnect:
@@ -243,9 +261,10 @@ def gpu_of_device(device_name: str, memory_bytes: int) -> str:
     words = re.sub(r"[^a-z0-9]+", " ", device_name.lower()).replace("rtx ", "rtx").replace("rtxa", "a").split()
     found = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words]
     if not found or "mig" in words or "laptop" in words or "ti" in words:
-        near = min(GPUS.values(), key=lambda gpu: abs(gpu.memory_bytes - memory_bytes)).name
         device = one_line(device_name, 80)
-        raise UserError(f"this machine's {device} is not in planning/machines.py: give --gpu, for instance {near}.")
+        raise UserError(
+            f"this machine's {device} is not in planning/machines.py: give --gpu {memory_bytes / GB:.0f}gb."
+        )
     return min(found, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes)).name
 
 

@@ -75,6 +75,8 @@ class MemoryPlan:
     """Of gradients and communication, bytes that stay taken between the steps."""
     later: int = 0
     """Of gradients and communication, bytes that backward has not taken yet when all in all it needs most."""
+    heap: int = 0
+    """Of what backward takes, bytes that a CPU rank's malloc keeps between the steps."""
     offloaded: int = 0
     """Bytes in CPU memory instead, in none of the fields above."""
     overhead: int = 0
@@ -154,6 +156,7 @@ def plan_memory(
             step=round(max(rule.step * part + deals * (whole + part), traffic.step)),
             stays=round((traffic.buckets + gradients) * rule.gradients_stay),
             later=round(later),
+            heap=activations.heap + (0 if rule.gradients_stay else round(gradients)),
         ),
         engine,
         plan.offload,

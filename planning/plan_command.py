@@ -12,12 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from planning.batch_memory import with_planned_batch
+from planning.batch_memory import filling_batch, with_planned_batch
 from planning.calibration import calibrate, measured_scale
 from planning.failures import FAILURES_PER_GPU_DAY
 from planning.ledger import this_machine
-from planning.machines import GPUS, find_machine
-from planning.scale_command import run_scale
+from planning.machines import GB, GPUS, SMALLEST_GB, find_machine
+from planning.scale_command import run_scale, what_the_rate_does
 from planning.scaling import read_counts
 from planning.search import Option, PlannedJob, error_bars, options, reason, recommend
 from training.command_line import OneLineParser, parse_args
@@ -25,6 +25,7 @@ from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.data import data_options, load_data
 from training.errors import UserError, shown
 from training.global_batch import nearest_multiples
+from training.observe.units import format_bytes, format_digits, format_duration
 from training.parallel.strategies import STRATEGIES
 
 IMAGENET = {"classes": 1000, "image_size": 224, "images": 1_281_167}  # planned for if no --data is given
@@ -59,7 +60,9 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     parser = OneLineParser("plan", description)
     parser.add_number("--num-gpus", 1, MOST_RANKS, default=1, help="GPUs (or CPU ranks) of the run (default: 1).")
     parser.add_number("--gpus-per-node", 1, 1024, help=f"GPUs of a machine (default: at most {GPUS_PER_NODE}).")
-    parser.add_argument("--gpu", metavar="NAME", help=f"One of {', '.join(GPUS)}; default: this machine's, or its CPU.")
+    gpus = ", ".join(GPUS)
+    parser.add_argument("--gpu", metavar="NAME", help=f"{gpus}, or as 8gb any; default: this machine's, or its CPU.")
+    parser.add_number("--gpu-memory", SMALLEST_GB, 9999.0, help="GB of each GPU, such as 8: of --gpu, or of any GPU.")
     parser.add_argument(
         "--interconnect", metavar="A+B", help="Links inside and between machines, such as nvlink4+ib400 or pcie4."
     )
@@ -103,7 +106,11 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
         )
     if config.global_batch and config.batch_size != "auto":
         config = _with_global_batch(config, given.num_gpus, config.global_batch)
-    machine = find_machine(given.gpu, per_node, given.interconnect) if given.gpu else this_machine(per_node)
+    gpu = given.gpu or (f"{given.gpu_memory:.3f}gb" if given.gpu_memory else None)
+    machine = find_machine(gpu, per_node, given.interconnect) if gpu else this_machine(per_node)
+    if given.gpu_memory:
+        sized = dataclasses.replace(machine.gpu, memory_bytes=int(given.gpu_memory * GB))
+        machine = dataclasses.replace(machine, gpu=sized)
     machine = calibrate(machine, given.calibrate) if given.calibrate else machine
     has_data = given.with_data or given.dry_run or any(word.partition("=")[0] == "--data" for word in others)
     data, assumed = _data(config, has_data=has_data)
@@ -166,8 +173,9 @@ def run(request: PlanRequest) -> int:
     why = reason(job, chosen, rungs)
     rows = options(job)
     command = launch_command(job, chosen)
+    filled = filling_batch(job, chosen) if job.has_gpus else None
     if request.as_json:
-        print(json.dumps(_as_json(job, chosen, why, rows, command), indent=2))
+        print(json.dumps(_as_json(job, chosen, why, rows, command, filled), indent=2))
         return 0
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, WIDTH)
@@ -179,30 +187,50 @@ def run(request: PlanRequest) -> int:
     )
     hours = chosen.hours(job.images)
     console.print(
-        f"time         {words.epochs} epochs: {hours:,.3g} hours without evaluation, {job.ranks * hours:,.3g} GPU-hours"
+        f"time         {words.epochs} epochs: {format_duration(3600 * hours)} without evaluation, "
+        f"{format_digits(job.ranks * hours)} GPU-hours"
     )
+    if job.has_gpus and job.machine.gpu.name not in GPUS:
+        console.print(f"GPU          {job.machine.gpu.name}: known {job.machine.gpu.source}")
     if job.compute_scale != 1:
         console.print(f"computing    {job.compute_scale:.2f} times as long as predicted, as in the measured run")
     if job.ranks > 1:
         console.print(f"exchange     {'; '.join(links(job))}")
     console.print(f"recommended  {chosen.config.strategy}, engine {chosen.engine}: {why}.")
+    if filled is not None:
+        console.print(f"fills a GPU  {describe_filling(job, chosen, filled)}")
     console.print(f"error so far {'; '.join(error_bars(chosen, job.machine.gpu.name))}")
     console.print(f"type         {shlex.join(command)}")
     return 0
+
+
+def describe_filling(job: PlannedJob, chosen: Option, filled: Option) -> str:
+    """Return how many images fill a GPU, what they need, and what becomes of speed, global batch and learning rate."""
+    need = f"{format_bytes(filled.memory.peak)} of {format_bytes(job.machine.gpu.memory_bytes)}"
+    if filled is chosen:
+        return f"these {chosen.config.micro_batch} images do, with {need}"
+    before, now = chosen.images_per_update, filled.images_per_update
+    rate = f"; {what_the_rate_does(job.config, before)}" if now > before else ""
+    speed = f"{filled.images_per_s:,.0f} images/s, {format_duration(3600 * filled.hours(job.images))}"
+    return (
+        f"--batch-size {filled.config.micro_batch} needs {need}: {speed}; the global batch is then {now:,} images "
+        f"instead of {before:,}{rate}"
+    )
 
 
 def _table(job: PlannedJob, rows: list[Option], chosen: Option) -> Table:
     gpu = job.machine.gpu
     each = f"{gpu.memory_bytes / 1e9:.1f} GB each"
     table = Table(title=f"{job.config.model_type} on {job.ranks} x {gpu.name}, {each}: GB per GPU")
-    for heading in ("strategy, engine", *PARTS, "needs", "fits", "ms/step", "images/s", "exchange", "hours"):
+    for heading in ("strategy, engine", *PARTS, "needs", "fits", "step", "images/s", "exchange", "time"):
         table.add_column(heading, justify="left" if heading.startswith("strategy") else "right", no_wrap=True)
     for option in rows:
         name = f"{option.config.strategy}, {option.engine}" + (" *" if option == chosen else "")
         cells = [f"{part / 1e9:.2f}" for part in (*parts(option), option.memory.peak)]
         step = option.step
         share = f"{step.exposed_communication_s / step.step_s:.0%}"
-        speed = (f"{1000 * step.step_s:.3g}", f"{option.images_per_s:,.0f}", share, f"{option.hours(job.images):,.1f}")
+        time = format_duration(3600 * option.hours(job.images))
+        speed = (format_duration(step.step_s), f"{option.images_per_s:,.0f}", share, time)
         table.add_row(name, *cells, "yes" if option.fits else "no", *speed)
     return table
 
@@ -256,7 +284,9 @@ def launch_command(job: PlannedJob, chosen: Option) -> list[str]:
     return ["bash", f"scripts/{script}", *map(str, positional), *training_flags(config)]
 
 
-def _as_json(job: PlannedJob, chosen: Option, why: str, rows: list[Option], command: list[str]) -> dict[str, Any]:
+def _as_json(
+    job: PlannedJob, chosen: Option, why: str, rows: list[Option], command: list[str], filled: Option | None
+) -> dict[str, Any]:
     def described(option: Option) -> dict[str, Any]:
         memory = {field.name: getattr(option.memory, field.name) for field in dataclasses.fields(option.memory)}
         settings = ("strategy", "batch_size", "gradient_accumulation_steps", "activation_checkpointing", "offload")
@@ -266,6 +296,7 @@ def _as_json(job: PlannedJob, chosen: Option, why: str, rows: list[Option], comm
             "fits": option.fits,
             "peak_bytes": option.memory.peak,
             "memory_bytes": memory,
+            "host_bytes_per_machine": job.host_bytes(option),
             "step_s": option.step.step_s,
             "exposed_communication_s": option.step.exposed_communication_s,
             "images_per_s": option.images_per_s,
@@ -284,6 +315,7 @@ def _as_json(job: PlannedJob, chosen: Option, why: str, rows: list[Option], comm
         "compute_scale": job.compute_scale,
         "batch_size": job.config.batch_size,
         "options": [described(option) for option in rows],
+        "fills_a_gpu": described(filled) if filled else None,
         "recommended": described(chosen)
         | {"reason": why, "error_bars": error_bars(chosen, job.machine.gpu.name)}
         | {"changed_flags": training_flags(chosen.config, job.config), "command": command},

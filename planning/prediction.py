@@ -20,6 +20,7 @@ import torch
 from planning.ledger import cpu_machine
 from planning.machines import machine_of_device
 from planning.memory import FLOAT32_BYTES, ModelSizes
+from planning.run_workload import Workload
 from planning.search import Option, PlannedJob, error_bars, evaluate
 from training.checkpoint.atomic_write import write_json
 from training.config import TrainConfig
@@ -85,12 +86,15 @@ def predict_run(facts: RunFacts) -> dict[str, Any]:
     job = job_of(facts)
     option = evaluate(job, job.config)
     machine, memory, step = job.machine, option.memory, option.step
+    hours = step.step_s * facts.steps / 3600
     process = 0 if facts.gpu_name else _process_bytes(facts, option, job.workload.sizes)
+    saving = 0 if facts.gpu_name else _saving_bytes(facts, option, job.workload, hours)
     name = machine.gpu.name
     return {
-        "memory_bytes": dataclasses.asdict(memory) | {"process": process, "peak": memory.tensors + process},
+        "memory_bytes": dataclasses.asdict(memory)
+        | {"process": process, "saving": saving, "peak": memory.tensors + process + saving},
         "seconds": dataclasses.asdict(step) | {"step": step.step_s},
-        "hours": step.step_s * facts.steps / 3600,
+        "hours": hours,
         "steps": facts.steps,
         "images_per_step": option.images_per_update,
         "model_type": job.config.model_type,
@@ -119,3 +123,20 @@ def _process_bytes(facts: RunFacts, option: Option, sizes: ModelSizes) -> int:
     shared = 2 * whole * (1 - 1 / facts.ranks) if option.engine == "native" else 0
     slack = ALLOCATOR_SLACK * option.memory.activations
     return round(facts.process_bytes - whole - sizes.buffer_bytes + LOADED_LATER_BYTES[option.engine] + slack + shared)
+
+
+def _saving_bytes(facts: RunFacts, option: Option, workload: Workload, hours: float) -> int:
+    """Return the bytes of rank 0's process that saving adds to the peak.
+
+    A checkpoint is written from a copy of the rank's part of the state, which stays, and the best weights from a whole
+    one, both while the next epoch begins. After the last epoch the activations are gone, except what malloc keeps: the
+    weights find room there, the copy of the state has pages of its own.
+    """
+    config, memory, sizes = option.config, option.memory, workload.sizes
+    state = FLOAT32_BYTES * sizes.trained * (1 + workload.optimizer_values) / facts.ranks + sizes.buffer_bytes
+    weights = FLOAT32_BYTES * sizes.parameters + sizes.buffer_bytes
+    if config.epochs > 1:
+        return round(state + weights)
+    is_saved_between = 0 < config.save_every_steps < facts.steps or 0 < config.save_every_minutes < 60 * hours
+    at_the_end = memory.held + max(memory.heap, weights) + state - memory.tensors
+    return round(max(at_the_end, state if is_saved_between else 0, 0))

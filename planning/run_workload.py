@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from models.activations import Activations, activations
 from models.build import build_model
@@ -43,6 +44,11 @@ class Workload:
     optimizer_values: float
     operators: Sequence[Operator]
     blocks: int
+
+    @property
+    def has_batchnorm(self) -> bool:
+        """Whether any of its layers normalizes over the images of a micro-batch."""
+        return any(isinstance(part, _BatchNorm) for part in self.network.modules())
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  # as long as the workload, which a command has one of
     def activations(

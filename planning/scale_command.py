@@ -12,12 +12,14 @@ from rich.table import Table
 from planning.scaling import RESTART_S, ScaleJob, ScalePoint, scale, verdict
 from planning.search import PlannedJob, recommend
 from planning.step_time import predict_step
-from training.observe.units import format_duration
+from training.config import TrainConfig
+from training.observe.units import format_digits, format_duration
 from training.parallel.strategies import plan_of
 
 WIDTH = 140  # of the table, if it is not printed to a wide terminal
 BAR = 20  # characters for an efficiency of 1
-HEADINGS = ("GPUs", "images/s", "efficiency", "", "step", "epoch", "GPU-hours", "failures", "save every", "lost")
+OF_TIME = ("step", "epoch", "GPU-hours", "failures", "save every", "lost")
+HEADINGS = ("GPUs", "images/s", "efficiency", "", "global batch", *OF_TIME)
 
 
 def run_scale(job: PlannedJob, counts: Sequence[int], failures_per_gpu_day: float, *, as_json: bool) -> int:
@@ -28,8 +30,9 @@ def run_scale(job: PlannedJob, counts: Sequence[int], failures_per_gpu_day: floa
     """
     scaled = scale_job(job, failures_per_gpu_day)
     points = scale(scaled, counts)
+    batch = what_the_batch_does(job.config, scaled, points)
     if as_json:
-        content = {"engine": scaled.engine, "strategy": scaled.strategy, "verdict": verdict(points)}
+        content = {"engine": scaled.engine, "strategy": scaled.strategy, "verdict": verdict(points), "batch": batch}
         print(json.dumps(content | {"points": [dataclasses.asdict(point) for point in points]}, indent=2))
         return 0
     machine = job.machine
@@ -44,9 +47,10 @@ def run_scale(job: PlannedJob, counts: Sequence[int], failures_per_gpu_day: floa
     console.print(table)
     console.print(
         f"{scaled.strategy}, engine {scaled.engine}; {scaled.batch_size} images per GPU x {scaled.accumulation_steps}; "
-        f"GPU-hours of an epoch; {failures_per_gpu_day:.2g} failures per GPU and day, each of which costs "
+        f"GPU-hours of an epoch; {format_digits(failures_per_gpu_day)} failures per GPU and day, each of which costs "
         f"{RESTART_S:.0f} s and the work since the last save. No GPU has confirmed these predictions yet."
     )
+    console.print(f"{batch}.")
     console.print(verdict(points))
     return 0
 
@@ -85,6 +89,24 @@ def scale_job(job: PlannedJob, failures_per_gpu_day: float) -> ScaleJob:
     )
 
 
+def what_the_batch_does(config: TrainConfig, job: ScaleJob, points: Sequence[ScalePoint]) -> str:
+    """Return what becomes of the global batch and the learning rate as there are more GPUs."""
+    first, last = points[0].global_batch, points[-1].global_batch
+    if first == last:
+        return f"the global batch is {first:,} images"
+    each = f"each GPU keeps its {job.batch_size} images x {job.accumulation_steps}"
+    return f"{each}, so the global batch grows from {first:,} to {last:,}; {what_the_rate_does(config, first)}"
+
+
+def what_the_rate_does(config: TrainConfig, global_batch: int) -> str:
+    """Return what becomes of the learning rate if this global batch grows."""
+    if config.learning_rate == "auto":
+        return "--learning-rate auto suggests one for it"
+    if config.base_batch_size:
+        return f"the learning rate grows with it (--base-batch-size {config.base_batch_size})"
+    return f"the learning rate stays {config.learning_rate:g}, unless --base-batch-size {global_batch} scales it"
+
+
 def cells(point: ScalePoint) -> list[str]:
     """Return the cells of a row."""
     return [
@@ -92,10 +114,11 @@ def cells(point: ScalePoint) -> list[str]:
         f"{point.images_per_s:,.0f}",
         f"{point.efficiency:.1%}",
         "█" * round(BAR * point.efficiency),
-        f"{1e3 * point.step_s:.1f} ms",
+        f"{point.global_batch:,}",
+        format_duration(point.step_s),
         format_duration(point.epoch_s),
-        f"{point.gpu_hours_per_epoch:.2f}",
-        f"{point.failures_per_day:.2g} a day",
+        format_digits(point.gpu_hours_per_epoch),
+        f"{format_digits(point.failures_per_day)} a day",
         format_duration(point.save_every_s),
         f"{point.lost_share:.2%}",
     ]

@@ -67,6 +67,10 @@ class PlannedJob:
         """Whether the ranks compute on GPUs."""
         return self.machine.gpu.name != "cpu"
 
+    def host_bytes(self, option: Option) -> int:
+        """Return what the ranks of a machine offload to its own memory."""
+        return option.memory.offloaded * min(self.machine.ranks, self.ranks)
+
     @property
     def precision(self) -> str:
         """The precision that `--precision` means on these devices, see `training.parallel.precision`.
@@ -229,13 +233,15 @@ def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
     """Return in one sentence why this option is recommended, and what the most sharded one would save."""
     gpu = job.machine.gpu
     need = f"{format_bytes(chosen.memory.peak)} of {format_bytes(gpu.memory_bytes)} per GPU"
+    if chosen.memory.offloaded:
+        need += f" and {format_bytes(job.host_bytes(chosen))} of each machine's own memory for what is offloaded"
     default = evaluate(job, dataclasses.replace(chosen.config, engine=job.config.engine))
     if default.engine != chosen.engine:
         ratio = default.step.step_s / chosen.step.step_s
         need += f"; --engine {chosen.engine} is predicted {ratio:.2f} times as fast as {default.engine}"
     if rungs:
         last = {tuple(rung.changes): rung for rung in rungs}.values()  # of those that change the same
-        way = "; then ".join(rung.describe() for rung in last)
+        way = "; then ".join(rung.describe(has_batchnorm=job.workload.has_batchnorm) for rung in last)
         asked = format_bytes(evaluate(job, job.config).memory.peak)
         return f"as asked for it would need {asked} per GPU; {way}; it then needs {need}"
     return f"it needs {need}, so nothing has to be given up for memory{_what_stage_3_would_save(job, chosen)}"

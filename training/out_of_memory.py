@@ -43,19 +43,26 @@ class Rung(NamedTuple):
     Attributes:
         changes: values of fields of `TrainConfig`.
         cost: what it saves, and what that costs.
+        batchnorm_images: that a BatchNorm sees at a time from then on; 0 if that does not change.
     """
 
     changes: dict[str, Any]
     cost: str
+    batchnorm_images: int = 0
 
     @property
     def flags(self) -> list[str]:
         """The trainer's flags of the changes."""
         return [f"{FLAG_OF[name]}={str(value).lower()}" for name, value in self.changes.items()]
 
-    def describe(self) -> str:
-        """Return flags and cost for messages."""
-        return f"{' '.join(self.flags)}: {self.cost}"
+    def describe(self, *, has_batchnorm: bool | None = None) -> str:
+        """Return flags and cost for messages; `has_batchnorm` is of the network, None if it is not known."""
+        text = f"{' '.join(self.flags)}: {self.cost}"
+        if not self.batchnorm_images or has_batchnorm is False:
+            return text
+        return (
+            f"{text}; BatchNorm{'' if has_batchnorm else ', if there is any,'} sees {self.batchnorm_images} at a time"
+        )
 
 
 def next_rung(config: TrainConfig, ranks: int, *, has_gpus: bool) -> Rung | None:
@@ -76,12 +83,12 @@ def next_rung(config: TrainConfig, ranks: int, *, has_gpus: bool) -> Rung | None
     return None
 
 
-def advise(config: TrainConfig, ranks: int, *, has_gpus: bool) -> str:
+def advise(config: TrainConfig, ranks: int, *, has_gpus: bool, has_batchnorm: bool | None = None) -> str:
     """Return what a user can do about a configuration that has run out of memory."""
     rung = next_rung(config, ranks, has_gpus=has_gpus)
     if rung is None:
         return "nothing is left that would need less memory: use a smaller --image-size or model, or more ranks"
-    return f"next to try: {rung.describe()}" + (
+    return f"next to try: {rung.describe(has_batchnorm=has_batchnorm)}" + (
         " (--on-oom adapt does so by itself)" if config.on_oom == "stop" else ""
     )
 
@@ -94,7 +101,8 @@ def _halve(config: TrainConfig, fewest: int) -> Iterator[Rung]:
         return
     yield Rung(
         {"batch_size": half} | ({} if config.global_batch else {"gradient_accumulation_steps": steps}),
-        f"half the activations; global batch and learning rate stay, and BatchNorm sees {half} images at a time",
+        f"half the activations, {half} images at a time; global batch and learning rate stay",
+        batchnorm_images=half,
     )
 
 

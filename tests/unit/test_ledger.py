@@ -127,10 +127,26 @@ def test_a_cpu_ranks_memory_is_that_of_its_process(facts, ranks):
     cpu = dataclasses.replace(facts, gpu_name="", process_bytes=10**9, ranks=ranks, ranks_per_machine=ranks)
     job = job_of(cpu)
     sizes, plan = job.workload.sizes, evaluate(job, job.config).memory
+    # Saving: a copy of the rank's weights and AdamW's moments, and, in a run of several epochs, the best weights.
+    saving = 4 * 3 * sizes.trained / ranks + 4 * sizes.parameters + 2 * sizes.buffer_bytes
     shared = 2 * 4 * sizes.trained * (1 - 1 / ranks)
     loaded = LOADED_LATER_BYTES["native"] + ALLOCATOR_SLACK * plan.activations
-    expected = 10**9 - 4 * sizes.parameters - sizes.buffer_bytes + shared + loaded + plan.tensors
+    expected = 10**9 - 4 * sizes.parameters - sizes.buffer_bytes + shared + loaded + plan.tensors + saving
     assert predict_run(cpu)["memory_bytes"]["peak"] == pytest.approx(expected, abs=2)
+
+
+@pytest.mark.parametrize(("minutes", "steps", "in_epoch"), [(0, 0, False), (1e-6, 0, True), (0, 10, True)])
+def test_saving_after_the_only_epoch_finds_room_where_the_step_had_it(facts, minutes, steps, in_epoch):
+    """The steps' pieces stay with malloc: the best weights fit in, the copy of the state does not go there."""
+    config = facts.config | {"epochs": 1, "save_every_minutes": minutes, "save_every_steps": steps}
+    cpu = dataclasses.replace(facts, gpu_name="", process_bytes=10**9, ranks=2, ranks_per_machine=2, config=config)
+    job = job_of(cpu)
+    sizes, plan = job.workload.sizes, evaluate(job, job.config).memory
+    state = 4 * 3 * sizes.trained / 2 + sizes.buffer_bytes
+    assert plan.heap > 4 * sizes.parameters  # of basic_cnn
+    after = state + plan.held + plan.heap - plan.tensors
+    found = predict_run(cpu)["memory_bytes"]["saving"]
+    assert found == pytest.approx(state if in_epoch else after, abs=2)
 
 
 ROOT = Path(__file__).resolve().parents[2]

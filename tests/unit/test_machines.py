@@ -36,11 +36,26 @@ def test_a_gpu_by_any_usual_spelling(given, name):
 
 
 @pytest.mark.parametrize(
+    ("given", "gigabytes", "like"),
+    [("8gb", 8, "rtx3060"), ("16 GB", 16, "rtx3060"), ("10.5GiB", 10.5, "rtx3060"), ("96gb", 96, "a100-80gb")],
+)
+def test_any_gpu_by_its_memory(given, gigabytes, like):
+    """It computes as the nearest with bf16: a V100 has none, and a card of 16 GB that one buys today does."""
+    found = find_gpu(given)
+    assert found.memory_bytes == gigabytes * 10**9
+    assert (found.peaks, found.bandwidth_bytes_per_s) == (GPUS[like].peaks, GPUS[like].bandwidth_bytes_per_s)
+    assert found.name not in GPUS
+    assert like in found.source
+
+
+@pytest.mark.parametrize(
     ("given", "answer"),
     [
         ("a100", "give a100-40gb or a100-80gb"),
         ("rtx3091", "Did you mean 'rtx3090'?"),
         ("", "Known: rtx3060"),
+        ("t4", "any other by its memory, such as 8gb"),
+        ("0gb", "give at least 0.5 GB"),
         ("tpu\nv5", r"unknown --gpu 'tpu v5'"),
     ],
 )
@@ -102,8 +117,8 @@ def test_a_device_by_pytorchs_name(device, memory_gb, name):
 
 
 @pytest.mark.parametrize("device", ["NVIDIA GeForce RTX 3090 Ti", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Tesla T4"])
-def test_another_device_names_the_nearest_in_memory(device):
-    with pytest.raises(UserError, match=r"give --gpu, for instance v100-16gb\."):
+def test_another_device_is_planned_for_by_its_memory(device):
+    with pytest.raises(UserError, match=r"give --gpu 16gb\."):
         gpu_of_device(device, 16 * 10**9)
 
 

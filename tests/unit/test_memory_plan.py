@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.activations import Activations, activations
+from models.activations import LARGEST_KEPT_BYTES, Activations, activations
 from models.dry_run import without_data
 from planning.memory import ModelSizes, plan_memory
 from planning.run_workload import sizes_of, workload_of
@@ -192,6 +192,16 @@ def test_copies_of_the_weights_on_a_cpu(kernel, groups, copies):
     other = activations(without_data(network), **settings, channels_last=False)
     assert cpu.workspace - gpu.workspace == copies * weight_bytes
     assert other.workspace - cpu.workspace == (weight_bytes if copies == 2 else 0)
+
+
+def test_what_malloc_keeps_is_in_small_pieces():
+    """Of two maps of 36 MiB and one of 9: the large ones are mapped, and given back."""
+    network = nn.Sequential(nn.Conv2d(3, 12, 1), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten())
+    found = activations(without_data(network), 12, 256, device="cuda")
+    map_bytes = 4 * 12 * 12 * 256 * 256
+    assert map_bytes > LARGEST_KEPT_BYTES > map_bytes / 4
+    assert found.saved >= map_bytes
+    assert map_bytes / 4 <= found.heap < map_bytes
 
 
 def test_moments_of_backward():

@@ -12,11 +12,13 @@ import pytest
 
 from launch.arguments import check_training, read_arguments
 from launch.auto_strategy import resolve_strategy
+from planning.batch_memory import filling_batch
 from planning.machines import find_machine
-from planning.plan_command import launch_command, parse, run
+from planning.plan_command import describe_filling, launch_command, parse, run
 from planning.search import PlannedJob, by_engine, evaluate, fastest, options, reason, recommend
 from training.config import TrainConfig
 from training.errors import UserError
+from training.observe.units import format_bytes
 from training.out_of_memory import next_rung
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,6 +168,56 @@ def test_mistakes_in_one_line(words, answer):
     with pytest.raises(UserError, match=re.escape(answer)) as raised:
         run(parse(["--gpu", "h100", "--json", *words], None))
     assert "\n" not in str(raised.value)
+
+
+def test_the_batch_that_fills_the_gpu():
+    """No multiple of 8 images more fits into 90 %; where the planned ones fill it already, these are the answer."""
+    config = dataclasses.replace(JOB.config, engine="torch", gradient_accumulation_steps=2)
+    job = with_memory(8 * 10**9, config)
+    filled = filling_batch(job, chosen := evaluate(job, config))
+    assert (filled.config.batch_size % 8, filled.config.gradient_accumulation_steps) == (0, 1)
+    more = dataclasses.replace(filled.config, batch_size=filled.config.batch_size + 8)
+    assert chosen.memory.peak < filled.memory.peak <= 0.9 * 8e9 < evaluate(job, more).memory.peak
+    full = with_memory(int(chosen.memory.peak / 0.95), config)
+    assert filling_batch(full, chosen) is chosen
+    assert describe_filling(full, chosen, chosen).startswith("these 16 images do")
+
+
+@pytest.mark.parametrize("words", [("--gpu=8gb", "--epochs=100000"), ("--gpu-memory=8", "--epochs=1", "--images=100")])
+def test_the_answer_is_written_as_people_do(words, capsys):
+    """Of years and of seconds: no power of ten, no '0.0 hours'; and the batch that fills the GPU is in it."""
+    assert (
+        run(parse(["--model-type=basic_cnn", "--num-gpus=2", "--image-size=32", "--engine=torch", *words], None)) == 0
+    )
+    text = capsys.readouterr().out
+    assert not re.search(r"\de[+-]\d|inf|nan|\b0\.0\b", text)
+    assert re.search(r"epochs: \S+ (d|h|s|ms)\b.* without evaluation", text)
+    assert "8gb: known of the memory alone; times are those of rtx3060" in text.replace("8.000gb", "8gb")
+    assert re.search(
+        r"fills a GPU  --batch-size \d+ needs \S+ GB of 8 GB: .* images instead of 32; the learning rate", text
+    )
+
+
+@pytest.mark.parametrize(("model", "sees"), [("timm:vit_tiny_patch16_224", False), ("basic_cnn", True)])
+def test_batchnorm_is_named_where_there_is_one(model, sees):
+    words = [f"--model-type={model}", "--gpu=8gb", "--image-size=224", "--engine=torch", "--batch-size=64"]
+    job = parse(words, None).job
+    short = dataclasses.replace(job.machine.gpu, memory_bytes=evaluate(job, job.config).memory.peak - 1)
+    smaller = dataclasses.replace(job, machine=dataclasses.replace(job.machine, gpu=short))
+    chosen, rungs = recommend(smaller)
+    why = reason(smaller, chosen, rungs)
+    assert "--batch-size=32" in why
+    assert ("BatchNorm sees 32 at a time" in why) is sees is ("BatchNorm" in why)
+
+
+def test_offload_says_what_it_takes_of_the_host():
+    """Of each of two machines: what the four ranks on it offload."""
+    words = ["--model-type=basic_cnn", "--gpu-memory=80", "--num-gpus=8", "--gpus-per-node=4", "--image-size=64"]
+    job = parse([*words, "--strategy=fsdp_stage2", "--offload=optimizer"], None).job
+    chosen, rungs = recommend(job)
+    host = 4 * chosen.memory.offloaded
+    assert host > 0
+    assert f"and {format_bytes(host)} of each machine's own memory for what is offloaded" in reason(job, chosen, rungs)
 
 
 def test_auto_becomes_what_the_planner_recommends(capfd):

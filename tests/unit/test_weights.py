@@ -110,6 +110,21 @@ def test_views_into_one_flat_buffer_and_strided_tensors_are_saved_as_they_read(t
     assert all(torch.equal(found[name], state[name]) and found[name].dtype == state[name].dtype for name in state)
 
 
+def test_weights_that_share_no_memory_are_written_without_a_copy(tmp_path, monkeypatch):
+    """A whole network's copy beside the training is memory that may be missing. Tied ones and views are copied."""
+    whole, tied, flat = torch.rand(2, 3), torch.rand(4), torch.rand(6)
+    state = {"whole": whole, "tied": tied, "again": tied, "view": flat[:5]}
+    written = {}
+
+    def write(tensors, *words, **facts):
+        written.update(tensors)
+        save_file(tensors, *words, **facts)
+
+    monkeypatch.setattr("training.checkpoint.weights.save_file", write)
+    save_weights(tmp_path / "w.safetensors", state, description={}, class_names=[], preprocessing={})
+    assert {name for name in state if written[name].data_ptr() == state[name].data_ptr()} == {"whole"}
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     save(tmp_path / "model.safetensors")
     before = (tmp_path / "model.safetensors").read_bytes()

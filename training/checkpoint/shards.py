@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,8 +80,19 @@ class Snapshot:
         source = source.detach()
         kept = self.tensors.get(name)
         if kept is None or kept.shape != source.shape:
-            kept = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type == "cuda")
+            kept = _memory_for(source)
         return kept.copy_(source, non_blocking=True)
+
+
+def _memory_for(source: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor for a copy: pinned for one on a GPU, else in pages of its own.
+
+    malloc would put the copy, which stays, where a step's activations were and will be, and the heap grows in pieces.
+    """
+    if source.device.type != "cpu" or not source.numel():
+        return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type == "cuda")
+    pages = mmap.mmap(-1, source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=source.dtype).view(source.shape)
 
 
 def _own_moments(shard: ParameterShard, state: EngineState) -> list[list[str]]:

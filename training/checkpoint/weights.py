@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +55,29 @@ def save_weights(
     """
     values = (description, class_names, preprocessing, extra or {})
     metadata = {METADATA_KEY: json.dumps(dict(zip(METADATA_KEYS, values, strict=True)))}
-    # Copies: a view into a strategy's flat buffer would be refused as shared memory.
-    tensors = {
-        name: torch.clone(tensor.detach().cpu(), memory_format=torch.contiguous_format)
-        for name, tensor in state_dict.items()
-    }
+    tensors = _unshared({name: tensor.detach().cpu() for name, tensor in state_dict.items()})
     path = Path(path)
     with replacing_by_library(path) as temporary:
         save_file(tensors, temporary, metadata=metadata)
     sync_to_disk(path.parent)
+
+
+def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return CPU tensors in the usual order of dimensions that share no memory, which safetensors refuses.
+
+    Copied are only those that share some, such as views into a flat buffer, or are in another order: a copy of a whole
+    network beside the training is memory that somebody may not have.
+    """
+    uses = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
+
+    def is_alone(tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return tensor.is_contiguous() and storage.nbytes() == tensor.nbytes and uses[storage.data_ptr()] == 1
+
+    return {
+        name: tensor if is_alone(tensor) else torch.clone(tensor, memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -120,7 +120,8 @@ def announce_end(context: RunContext, stop_signal: int, point: RunPoint) -> None
 
 def _announce_out_of_memory(context: RunContext) -> None:
     config, world, progress = context.config, context.world, context.state.progress
-    advice = advise(config, world.size, has_gpus=world.device.type == "cuda")
+    has_batchnorm = any(isinstance(part, _BatchNorm) for part in context.built.module.modules())
+    advice = advise(config, world.size, has_gpus=world.device.type == "cuda", has_batchnorm=has_batchnorm)
     context.loggers.event("out_of_memory", {"step": context.position, "advice": advice})
     context.loggers.message(
         f"out of memory in epoch {progress.epoch + 1} after {progress.step} steps, checkpoint saved; "
