@@ -25,6 +25,7 @@ from delivery.views import Views, checked_views, mean_log_probabilities
 from training.checkpoint.weights import load_model
 from training.config import TrainConfig
 from training.data.augment import evaluation_transform
+from training.data.folder_listing import SYSTEM_NAMES
 from training.data.reading.decode import make_decoder
 from training.data.reading.formats import IMAGE_EXTENSIONS
 from training.data.reading.image_notes import collected_notes, noting
@@ -79,9 +80,9 @@ def predict(
 
     Args:
         model: a run's name or folder, or a safetensors file.
-        images: one or several files, folders (searched to any depth, in order of their names; hidden files are left
-            out), or "-" for standard input: one image, or paths, one a line. A .npy file contains one image, [H, W] or
-            [H, W, C].
+        images: one or several files, folders (searched to any depth, in order of their names; hidden files and those of
+            systems are left out), or "-" for standard input: one image, or paths, one a line. A .npy file contains one
+            image, [H, W] or [H, W, C].
         top_k: how many classes each prediction names, at most as many as there are.
         flip: whether to predict the mirrored image too, and to average both probabilities.
         shift_pixels: how far to shift each image for two more views of it, averaged with it.
@@ -209,14 +210,19 @@ def _below(folder: str, extensions: Sequence[str]) -> Iterator[str]:
         raise UserError(f"no image in the folder '{folder}': expected files with one of {', '.join(extensions)}.")
 
 
-def _files_below(folder: str) -> Iterator[str]:
-    """Yield the paths of the files below a folder, its own before those of its subfolders; hidden ones are left out."""
+def _files_below(folder: str, above: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the paths of the files below a folder, its own before those of its subfolders.
+
+    Hidden files and those of systems are left out; links are followed, but not into the folders `above` (real paths).
+    """
     try:
         entries = [entry for entry in entries_of(folder) if not entry.name.startswith(".")]
     except OSError as error:
         raise UserError(f"the folder {folder!r} cannot be listed: {error.strerror}.") from None
+    entries = [entry for entry in entries if entry.name.casefold() not in SYSTEM_NAMES]
     folders = [entry.path for entry in entries if patiently(entry.is_dir, entry.path)]
     yield from (entry.path for entry in entries if entry.path not in folders)
+    above = [*above, os.path.realpath(folder)]
     for path in folders:
-        if not os.path.islink(path):
-            yield from _files_below(path)
+        if os.path.realpath(path) not in above:
+            yield from _files_below(path, above)

@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -153,6 +154,18 @@ def test_every_reader_is_patient(tmp_path, server, waits, reader):
     server(name, at, errno.ESTALE, times=10)
     with pytest.raises(FileServerError, match="Stale file handle"):
         read(path)
+
+
+def test_predict_follows_links_once_and_passes_systems_over(tmp_path):
+    root = folder(tmp_path / "data")
+    for name in ("@eaDir", ".hidden"):
+        shutil.copytree(root / "val", root / name)
+    (root / "val" / "linked").symlink_to(root / "train" / "a")
+    (root / "val" / "circle").symlink_to(root)
+    expected = [
+        f"{part}/{number}.png" for part in ("train/a", "train/b", "val/a", "val/b", "val/linked") for number in "01"
+    ]
+    assert [path for path, _ in _list_images(root, [".png"])] == [f"{root}/{name}" for name in expected]
 
 
 def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path, server):
