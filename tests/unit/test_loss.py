@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 
 import numpy as np
 import pytest
@@ -122,7 +123,7 @@ def test_each_member_of_an_ensemble_learns_by_its_own_loss(flags, targets):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--class-weights", "frequency"], ["frequency", "none, balanced, or CLASS=WEIGHT"]),
+        (["--class-weights", "frequency"], ["frequency", "none, balanced, CLASS=WEIGHT"]),
         (["--class-weights", "cat=heavy"], ["cat=heavy", "a weight is from 0 to 1000000"]),
         (["--class-weights", "cat=-1"], ["a weight is from 0"]),
         (["--class-weights", "cat=nan"], ["a weight is from 0"]),
@@ -143,3 +144,22 @@ def test_a_value_that_does_not_fit_is_refused_in_one_line(flags, words):
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
+
+
+def test_names_with_commas_and_equals_signs_have_weights_in_quotes_or_in_a_file(tmp_path):
+    names, weights = ["tench, Tinca tinca", "a=b", 'say "hi"', "none"], [2.0, 3.0, 4.0, 1.0]
+    file = tmp_path / "weights.csv"
+    with file.open("w", newline="") as stream:
+        csv.writer(stream).writerows([("class", "weight"), *zip(names, weights, strict=True)])
+    mean = sum(weights) / 4
+    for value in (
+        '"tench, Tinca tinca"=2, a=b=3,"say ""hi"""=4',
+        '"tench, Tinca tinca"=2,"a=b"=3,say "hi"=4',
+        str(file),
+    ):
+        assert class_weights(value, names, [5, 5, 5, 5]) == pytest.approx([weight / mean for weight in weights])
+    file.write_text("a=b\n")
+    with pytest.raises(UserError, match="CLASS,WEIGHT"):
+        class_weights(str(file), names, [5, 5, 5, 5])
+    with pytest.raises(UserError, match="cannot be read"):
+        class_weights(str(tmp_path / "none.csv"), names, [5, 5, 5, 5])

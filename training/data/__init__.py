@@ -127,7 +127,7 @@ class DataOptions:
     mixup_switch_probability: float = 0.5
     mixup_off_epochs: int = 0
     sampling: str = "uniform"
-    class_weights: str = ""
+    class_weights: str = "none"
     bad_images: str = "error"
     download: bool = False
     seed: int = 0

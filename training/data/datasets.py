@@ -360,7 +360,7 @@ def make_file_datasets(
 
 def _balance_notes(counts: Sequence[int], class_names: Sequence[str], options: DataOptions) -> Iterator[str]:
     low, high = min(counts), max(counts)
-    if 0 < low * IMBALANCE <= high and options.sampling == "uniform" and not options.class_weights:
+    if 0 < low * IMBALANCE <= high and (options.sampling, options.class_weights) == ("uniform", "none"):
         rarest, most = (shown(class_names[counts.index(count)]) for count in (low, high))
         yield (
             f"the classes are not balanced: {most} has {high} training images, {rarest} {low}; --sampling balanced or "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import math
+import os
 from collections.abc import Sequence
 
 from training.errors import UserError, nearest, shown
 
-USAGE = "none, balanced, or CLASS=WEIGHT,... (1 for the classes left out)"
+USAGE = 'none, balanced, CLASS=WEIGHT,... with "a name, in quotes"=2, or FILE.csv of lines CLASS,WEIGHT (others: 1)'
 HEAVIEST = 10**6
 
 
@@ -15,13 +17,12 @@ def given_weights(value: str) -> dict[str, float]:
     """Return the weights that a value of `--class-weights` gives by name; none for "none" and "balanced".
 
     Raises:
-        UserError: for anything else, and for weights that are not from 0 to a million.
+        UserError: for anything else, for a file that cannot be read, and for weights that are not from 0 to a million.
     """
     if value in ("none", "balanced"):
         return {}
     weights: dict[str, float] = {}
-    for part in value.split(","):
-        name, _, number = part.rpartition("=")
+    for name, number in _pairs(value):
         if name in weights:
             raise UserError(f"--class-weights {shown(value)}: class {shown(name)} has two weights: give one.")
         try:
@@ -31,6 +32,22 @@ def given_weights(value: str) -> dict[str, float]:
         if not (name and 0 <= weights[name] <= HEAVIEST):  # nan is in no range
             raise UserError(f"--class-weights {shown(value)}: expected {USAGE}; a weight is from 0 to {HEAVIEST}.")
     return weights
+
+
+def _pairs(value: str) -> list[tuple[str, str]]:
+    """Return name and weight, as written, of each class that a value names, itself or in its file."""
+    if not value.lower().endswith(".csv"):
+        parts = next(csv.reader([value], skipinitialspace=True), [])
+        return [(name, number) for name, _, number in (part.rpartition("=") for part in parts)] or [("", "")]
+    try:
+        with open(os.path.expanduser(value), encoding="utf-8", errors="surrogateescape", newline="") as stream:
+            rows = [row for row in csv.reader(stream, skipinitialspace=True) if row]
+    except (OSError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--class-weights {shown(value)}: the file cannot be read ({reason}).") from None
+    if rows and rows[0][1:] == ["weight"]:
+        del rows[0]
+    return [(row[0], row[1] if len(row) == 2 else "") for row in rows] or [("", "")]
 
 
 def class_weights(value: str, class_names: Sequence[str], counts: Sequence[int]) -> list[float] | None:
