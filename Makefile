@@ -56,7 +56,7 @@ bench: ## Compare with bare DDP, ZeRO, Lightning, Accelerate, ... on CPU ranks (
 check-memory: setup ## Compare the memory that is predicted for CPU ranks with what they take (up to an hour)
 	$(BIN)/python benchmarks/memory.py
 
-record: setup ## Train a preset's task with 10 seeds and write a record (TASK=digits, RECORD_FLAGS="--data FILE --seeds 3")
+record: setup ## Train a preset's task with 10 seeds and write a record (TASK=digits, RECORD_FLAGS="--data FILE --seeds 3 --first-seed 10")
 	$(BIN)/python benchmarks/record.py $(TASK) $(RECORD_FLAGS)
 
 ledger: setup-dev ## Predict and measure training steps of every model on 1, 2 and 4 CPU ranks, into planning/ledger.jsonl

@@ -2,6 +2,7 @@
 
     python benchmarks/record.py digits --what first --seeds 10
     python benchmarks/record.py fashion-mnist --what first --data fashion-mnist.npz --timm pytorch-image-models/train.py
+    python benchmarks/record.py digits --what more-seeds --first-seed 10 --seeds 5            # seeds 10 to 14
     python benchmarks/record.py --table            # docs/records.md, from all records
 
 Each round trains one seed with ours, and then with timm's script, so that both see the same machine. Time is counted
@@ -43,7 +44,7 @@ from training.observe.environment import git
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "records"
-MOST_SEEDS, PRESET = 1000, "preset.yaml"
+MOST_SEEDS, LARGEST_SEED, PRESET = 1000, 10**6, "preset.yaml"
 KEPT_EVENTS = ("resume", "epoch", "end")
 START, TRAINED, TOP1 = re.compile(r"Scheduled epochs"), re.compile(r"Train: \d+ \["), re.compile(r'"top1": ([\d.]+)')
 
@@ -190,7 +191,16 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     return found | {"seconds_median": statistics.median(run["seconds"] for run in runs)}
 
 
-def make_record(task: str, folder: Path, *, seeds: int, data: Path | None, timm: Path | None, timm_seeds: int) -> None:
+def make_record(
+    task: str,
+    folder: Path,
+    *,
+    seeds: int,
+    data: Path | None,
+    timm: Path | None,
+    timm_seeds: int,
+    first_seed: int = 0,
+) -> None:
     """Train all seeds that the record lacks and write it after each training, so that a break keeps what is there."""
     file = folder / "record.json"
     ours = [*our_command(task), *(["--data", f"npz:{data}"] if data and TASKS[task].data == "npz" else [])]
@@ -211,11 +221,12 @@ def make_record(task: str, folder: Path, *, seeds: int, data: Path | None, timm:
         record = _go_on(record, json.loads(file.read_text()), file)
     folder.mkdir(parents=True, exist_ok=True)
     keep_preset(task, folder, "give another --what")
-    for seed in range(max(seeds, timm_seeds)):
-        if seed < seeds and not _has(record["ours"], seed):
+    for number in range(max(seeds, timm_seeds)):
+        seed = first_seed + number
+        if number < seeds and not _has(record["ours"], seed):
             found = train_ours(ours, seed, folder / f"ours-{seed}.log", TASKS[task].views)
             _add(record, "ours", {"seed": seed, **found}, file)
-        if timm and seed < timm_seeds and not _has(record["timm"], seed):
+        if timm and number < timm_seeds and not _has(record["timm"], seed):
             found = train_timm(theirs, seed, folder / f"timm-{seed}.log")
             _add(record, "timm", {"seed": seed, **found}, file)
 
@@ -303,6 +314,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         help="what changed since the record before, for the folder's name; one that is there goes on",
     )
     add_data_and_seeds(parser, 10)
+    parser.add_number("--first-seed", 0, LARGEST_SEED, default=0, help="the others follow it, one by one (default: 0)")
     parser.add_value("--timm", existing_file, "the path of timm's train.py", help="the script to train beside ours")
     parser.add_number("--timm-seeds", 0, MOST_SEEDS, help="fewer seeds of timm's side (default: as many)")
     parser.add_argument("--table", action="store_true", help="only write docs/records.md and README.md again")
@@ -325,7 +337,8 @@ def run(given: argparse.Namespace) -> int:
         theirs = given.seeds if given.timm_seeds is None else given.timm_seeds
         begun = sorted((RECORDS / given.task).glob(f"????-??-??-{given.what}"))
         folder = begun[-1] if begun else RECORDS / given.task / f"{today()}-{given.what}"
-        make_record(given.task, folder, seeds=given.seeds, data=given.data, timm=given.timm, timm_seeds=theirs)
+        sides = {"data": given.data, "timm": given.timm, "timm_seeds": theirs}
+        make_record(given.task, folder, seeds=given.seeds, first_seed=given.first_seed, **sides)
     write_tables(ROOT)
     return 0
 

@@ -176,6 +176,7 @@ def ends(module, line, monkeypatch, capsys):
     [
         (recorder, "digits --seeds 0", "--seeds '0': expected a whole number from 1 to 1000."),
         (recorder, "digits --seeds -3", "--seeds '-3': expected a whole number from 1 to 1000."),
+        (recorder, "digits --first-seed -1", "--first-seed '-1': expected a whole number from 0 to 1000000."),
         (recorder, "digits --timm-seeds -1", "--timm-seeds '-1': expected a whole number from 0 to 1000."),
         (recorder, "digits --timm-seeds 3", "--timm-seeds: timm's script is trained with --timm TRAIN.PY only."),
         (recorder, "digits --what a/b", "--what 'a/b': expected letters, digits, dots, dashes and underscores."),
@@ -231,6 +232,8 @@ def test_a_broken_record_keeps_what_was_trained_and_goes_on(trained, tmp_path, m
     assert json.loads(file.read_text())["begun"] == "2026-11-22T10:00:00+00:00" < begun
     file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "begun"}))
     make_record("digits", file.parent, seeds=4, timm_seeds=1, **both)
+    make_record("digits", file.parent, seeds=2, timm_seeds=1, first_seed=7, **both)
+    assert trained[-3:] == ["ours-7.log", "timm-7.log", "ours-8.log"]
     assert "begun" not in json.loads(file.read_text()), "its day is that of the folder's name"
     preset = file.parent / PRESET
     assert preset.read_text() == (ROOT / "presets" / "digits.yaml").read_text()
@@ -245,6 +248,8 @@ def test_a_record_goes_on_under_its_whole_name(trained, monkeypatch, capsys):
     for what in ("without-shifts", "shifts", "shifts"):
         assert ends(recorder, f"digits --seeds 1 --what {what}", monkeypatch, capsys) == (0, "")
     assert trained == ["ours-0.log", "ours-0.log"]
+    assert ends(recorder, "digits --first-seed 7 --seeds 2 --what shifts", monkeypatch, capsys) == (0, "")
+    assert trained[2:] == ["ours-7.log", "ours-8.log"]
     assert len([*Path("records/digits").iterdir()]) == 2
 
 
