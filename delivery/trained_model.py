@@ -44,12 +44,14 @@ def find_model(given: str | Path) -> TrainedModel:
     """Return the model that an argument names.
 
     Args:
-        given: a safetensors file, a run's folder, or the name of a run in logs/runs.
+        given: a safetensors file, a run's folder (either also from the repository's folder), or the name of a run in
+            logs/runs.
 
     Raises:
         UserError: if there is none, or if the file could run code when it is loaded.
     """
     path = Path(os.path.expanduser(given))
+    path = path if os.path.exists(path) else REPO_ROOT / path  # 'logs/runs/NAME/...', typed in another folder
     if os.path.isfile(path):
         _check_is_safetensors(path)
         return TrainedModel(path, path.parent if _is_run(path.parent) else None)
@@ -61,14 +63,14 @@ def find_model(given: str | Path) -> TrainedModel:
 
 
 def find_run(given: str | Path) -> Path:
-    """Return the folder of the run that an argument names: a folder, or a name in logs/runs.
+    """Return the folder of the run that an argument names: a folder, a name in logs/runs, or 'logs/runs/NAME'.
 
     Raises:
         UserError: if there is none.
     """
     runs = REPO_ROOT / "logs" / "runs"
     path = Path(os.path.expanduser(given))
-    for folder in (path, runs / given):
+    for folder in (path, runs / given, REPO_ROOT / path):
         if given and os.path.isdir(folder):
             if not _is_run(folder):
                 raise UserError(f"folder '{folder}' is no run: it has no config.json. Give logs/runs/NAME.")

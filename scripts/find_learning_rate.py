@@ -12,17 +12,30 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from delivery.report.page import write_report
-from planning.learning_rate import RateSearch, parse, search
 from training.command_line import run_script
 from training.observe.run_folder import REPORT
+
+if TYPE_CHECKING:
+    from planning.learning_rate import RateSearch
+
+
+# Imported late: outside the environment `run_script` says in one line what is missing.
+def parse(words: list[str]) -> RateSearch:
+    """Read the command line."""
+    from planning.learning_rate import parse
+
+    return parse(words, __doc__)
 
 
 def run(asked: RateSearch) -> int:
     """Run the search and return the exit code; the best run's report, which was written before, gets its chart."""
+    from delivery.report.page import write_report
+    from planning.learning_rate import search
+
     code, folder = search(asked)
     if folder is not None and (folder / REPORT).exists():
         write_report([folder], folder / REPORT)
@@ -31,7 +44,7 @@ def run(asked: RateSearch) -> int:
 
 def main() -> int:
     """Run the command line and return the exit code."""
-    return run_script("find_learning_rate", lambda arguments: parse(arguments, __doc__), run)
+    return run_script("find_learning_rate", parse, run)
 
 
 if __name__ == "__main__":

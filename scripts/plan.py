@@ -11,21 +11,34 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from planning import plan_command
 from training.command_line import run_script
 
+if TYPE_CHECKING:
+    from planning.plan_command import PlanRequest
 
-def parse(words: list[str]) -> plan_command.PlanRequest:
+
+# Imported late: outside the environment `run_script` says in one line what is missing.
+def parse(words: list[str]) -> PlanRequest:
     """Read the command line."""
-    return plan_command.parse(words, __doc__)
+    from planning.plan_command import parse
+
+    return parse(words, __doc__)
+
+
+def plan(request: PlanRequest) -> int:
+    """Print what was asked for; return the exit code."""
+    from planning.plan_command import run
+
+    return run(request)
 
 
 def main() -> int:
     """Run the command line and return the exit code."""
-    return run_script("plan", parse, plan_command.run)
+    return run_script("plan", parse, plan)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ def train(arguments: list[str]) -> int:
     config, only_check = parse_args(arguments)
     read_strategy_json(config.strategy, config.deepspeed_config)
     if only_check:
+        print("all is well with these settings; python scripts/doctor.py --check-data FOLDER looks at the images")
         return 0
     heartbeat = HeartbeatWriter.of_this_process(config.hang_timeout)
     # Imported late: `--help` and the launchers' check need none of it.

@@ -20,10 +20,12 @@ import torch
 from made_data import class_folders, train_loader
 from PIL import Image
 
+from training.config import TrainConfig
 from training.data import DataOptions, load_data
 from training.data.loader import EvaluationLoader
 from training.data.reading.cache import INDEX, PIXELS, CacheLocation, ImageCache, open_cache
 from training.data.sampler import EvaluationPlan
+from training.run import run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMAGES = 24
@@ -94,6 +96,19 @@ def test_damage_costs_time_but_changes_no_pixel(photos, name):
     for damaged in (bytes(flipped), whole[: len(whole) // 2], b"", os.urandom(len(whole)), whole[8:], whole * 2):
         file.write_bytes(damaged)
         assert equal(batches(options(photos)), plain)
+
+
+def test_a_run_that_leaves_images_in_memory_says_how_to_free_it(photos, tmp_path, capsys):
+    given = {"data": str(photos), "image_size": 16, "cache": "ram", "log_dir": str(tmp_path / "logs"), "batch_size": 8}
+    config = TrainConfig(model_type="basic_cnn", epochs=1, tensorboard=False, progress="off", **given)
+    assert run(config) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "rm -r" in line)
+    command = line.partition(": ")[2]
+    folder = Path(command.split()[-1])
+    assert (folder / INDEX).exists()
+    assert folder.is_relative_to("/dev/shm")
+    subprocess.run(command, shell=True, check=True)
+    assert not folder.exists()
 
 
 def test_the_cache_of_another_data_set_is_not_taken(photos):

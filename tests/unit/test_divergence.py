@@ -59,10 +59,11 @@ def folders(tmp_path):
     return old, new
 
 
-def result(folder, schedule="cosine", **progress):
+def result(folder, schedule="cosine", head_epochs=0, **progress):
     world = SimpleNamespace(is_main=True)
     state = SimpleNamespace(progress=Progress(epoch=4, best_top1=0.5, **progress))
     run_of = {"config": TrainConfig(schedule=schedule), "folder": folder, "data": SimpleNamespace(val=range(9))}
+    run_of["head_epochs"] = head_epochs
     return _result(SimpleNamespace(world=world, state=state, **run_of))
 
 
@@ -79,6 +80,14 @@ def test_the_best_weights_come_along_to_a_run_that_goes_on_elsewhere(folders):
         "top-1 0.5000 on 9 held-out images (best epoch: 2; its weights are saved)",
         f"weights      {new.weights}",
     ]
+
+
+def test_a_run_that_is_all_head_epochs_says_so_at_its_end(folders):
+    epochs = TrainConfig().epochs
+    (said, _) = result(folders[1], best_epoch=2, head_epochs=epochs)
+    assert said.startswith(f"only the head was trained: the first {epochs} epoch(s) are its own; to train the backbone")
+    assert len(result(folders[1], best_epoch=2, head_epochs=epochs - 1)) == 1
+    assert len(result(folders[1], best_epoch=2, head_epochs=epochs, schedule="sweep")) == 1, "a range test's own choice"
 
 
 def test_other_weights_stay_where_they_are(folders, monkeypatch):

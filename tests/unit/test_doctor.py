@@ -178,10 +178,11 @@ def test_preflight_stops_a_start_where_something_is_wrong(tmp_path: Path) -> Non
     assert "run " not in result.stdout + result.stderr
 
 
-def test_a_python_without_the_packages_is_told_so_in_one_line() -> None:
-    result = subprocess.run(
-        [sys.executable, "-S", str(ROOT / "scripts/doctor.py")], capture_output=True, text=True, timeout=60
-    )
+@pytest.mark.parametrize("words", ["doctor.py", "plan.py --help", "find_learning_rate.py basic_cnn ddp 1 16 1"])
+def test_a_python_without_the_packages_is_told_so_in_one_line(words: str) -> None:
+    script, *flags = words.split()
+    command = [sys.executable, "-S", str(ROOT / "scripts" / script), *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2, result.stderr
     (line,) = result.stderr.splitlines()
     assert "has no module" in line

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from delivery.trained_model import find_model, find_run
+from delivery.trained_model import TrainedModel, find_model, find_run
 from models.weights_file import read_weights_file
 from planning.doctor.collect import dataset_options
 from training.checkpoint.weights import read_metadata
@@ -58,6 +58,25 @@ def test_what_a_terminal_would_obey_is_escaped_in_mistakes_and_in_the_log():
     logger = SimpleNamespace(message=lines.append)
     Loggers([logger]).message(f"note: {name}")
     assert lines == [f"note: {shown}"]
+
+
+def test_a_run_is_found_from_other_folders(tmp_path, monkeypatch):
+    """By its name, and as the documentation writes its folder and weights; a file of the current folder comes first."""
+    run, other = tmp_path / "repository" / "logs" / "runs" / "digits", tmp_path / "other"
+    for folder in (run, other):
+        folder.mkdir(parents=True)
+    (run / "config.json").write_text("{}")
+    weights = run / "model.safetensors"
+    weights.write_bytes(bytes(8) + b"{}")
+    monkeypatch.setattr("delivery.trained_model.REPO_ROOT", tmp_path / "repository")
+    monkeypatch.chdir(other)
+    for word in ("digits", "logs/runs/digits", "logs/runs/digits/", "logs/runs/digits/model.safetensors"):
+        assert find_model(word) == TrainedModel(weights, run)
+    assert find_run("logs/runs/digits") == run
+    own = other / "logs" / "runs" / "digits"
+    own.mkdir(parents=True)
+    (own / "config.json").write_text("{}")
+    assert find_run("logs/runs/digits") == own
 
 
 @pytest.mark.parametrize("word", ["~nobody.of.this.name/x", "n" * 300])

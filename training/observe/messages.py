@@ -15,6 +15,7 @@ from training.data.augment import viewable
 from training.data.bad_images import bad_image_lines
 from training.data.reading.images import ImageError
 from training.data.values import BYTES, stretched
+from training.data.workers import SHARED_MEMORY
 from training.observe.control_groups import quota_note, usable_cores
 from training.observe.loggers.points import EpochPoint, RunPoint
 from training.observe.run_folder import shown_path
@@ -116,6 +117,9 @@ def announce_end(context: RunContext, stop_signal: int, point: RunPoint) -> None
     if context.config.tensorboard:
         log(f"TensorBoard  tensorboard --logdir {shown_path(context.folder.tensorboard.parent)}")
     log(f"log          {shown_path(context.folder.text_log)}")
+    cache = context.data.train.source.cache_folder
+    if cache is not None and cache.is_relative_to(SHARED_MEMORY):
+        log(f"memory       decoded images stay in it for the next run; to free it: rm -r {cache}")
 
 
 def _announce_out_of_memory(context: RunContext) -> None:
@@ -137,6 +141,11 @@ def _result(context: RunContext) -> list[str]:
         lines.append(
             f"the training has diverged in epoch {first}: start a new run with a lower --learning-rate, and with "
             "--gradient-clipping 1 if it was changed"
+        )
+    if context.head_epochs >= context.config.epochs and context.config.schedule != "sweep":
+        lines.append(
+            f"only the head was trained: the first {context.head_epochs} epoch(s) are its own; to train the backbone, "
+            "too, give more --epochs or fewer --head-epochs"
         )
     if not progress.best_epoch:
         return [*lines, "no weights are saved: no epoch was sound"] if lines else []
@@ -179,7 +188,8 @@ def _warnings(context: RunContext) -> list[str]:
     if config.ema:
         warnings.append(f"evaluated and saved is the moving average of the weights, --ema {config.ema}")
     if context.head_epochs:
-        warnings.append(f"only the head learns for the first {context.head_epochs} epoch(s)")
+        all_of_them = ", which are all that this run has" if context.head_epochs >= config.epochs else ""
+        warnings.append(f"only the head learns for the first {context.head_epochs} epoch(s){all_of_them}")
     return warnings
 
 

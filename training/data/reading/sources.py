@@ -38,6 +38,7 @@ class Source(Protocol):
         labels: int64 [N].
         in_memory: Whether reading needs no decoding.
         decodes_later: Whether batches contain encoded files, which the GPU decodes.
+        cache_folder: Where decoded images are kept; None if they are not.
     """
 
     channels: int
@@ -45,6 +46,7 @@ class Source(Protocol):
     labels: torch.Tensor
     in_memory: bool
     decodes_later: bool
+    cache_folder: Path | None
 
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
         """Return the image, or the part that `choose` takes of it: uint8 or float32 [C, h, w].
@@ -64,6 +66,7 @@ class ArraySource:
     """
 
     in_memory, decodes_later = True, False
+    cache_folder: Path | None = None
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, channels: int = 0, values: str = BYTES) -> None:
         self.images, self.labels, self.values = images, labels, values
@@ -148,6 +151,7 @@ class FileSource:
     ) -> None:
         self.decodes_later, self.channels = decodes_later, channels
         self.root, self._decode, self._cache, self._first_in_cache = root, decoder, cache, first_in_cache
+        self.cache_folder = cache.folder if cache else None
         self.labels = torch.tensor([file.label for file in files])
         self.sizes = torch.tensor([file.size for file in files])
         parts = [os.path.split(file.path) for file in files]
