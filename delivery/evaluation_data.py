@@ -17,7 +17,7 @@ from delivery.trained_model import TrainedModel, read_json
 from training.config import TrainConfig
 from training.data import DATASETS, DataOptions, find_dataset, load_data
 from training.data.datasets import DatasetPair, ImageDataset
-from training.data.folder import has_parts, load_whole
+from training.data.folder import layout_of, load_whole
 from training.data.values import values_of
 from training.errors import UserError, unknown_name
 from training.observe.image_list import ListedImage, TrainedImages, describe_change, read_image_list
@@ -171,19 +171,24 @@ def _is_own(data: str, trained_on: str, known: RunData, divided: Callable[[], Da
 
 
 def _resolve_split(split: str, options: DataOptions, *, is_own: bool) -> str:
-    """Return what "auto" means: all images of a folder that was not trained on and has no val/, else what was held out.
+    """Return what "auto" means: what was held out; of a folder that was not trained on all images, if it has no parts.
+
+    If that has no validation part, but a test part, the test part.
 
     Raises:
         UserError: if the data has no such part.
     """
-    is_undivided = _is_folder(options.data) and not has_parts(options)
+    layout = layout_of(options) if _is_folder(options.data) else None
+    is_undivided = layout is not None and not layout.is_divided
     if split == "all" and not is_undivided:
         raise UserError(f"--split all is for one folder of classes; '{options.data}' has parts: give val or train.")
-    if split == "test" and (is_undivided or load_data(options).test is None):
+    if split == "test" and not (layout and layout.test):
         raise UserError(f"--split test: '{options.data}' has no test part: give val or train.")
-    if split != "auto":
-        return split
-    return "all" if is_undivided and not is_own else "val"
+    if split != "auto" or is_own or layout is None:
+        return "val" if split == "auto" else split
+    if layout.val:
+        return "val"
+    return "all" if is_undivided else "test" if layout.test else "val"
 
 
 def _data_options(

@@ -18,6 +18,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode, v2
 
 from training.data import DataOptions, load_data
+from training.data.folder import layout_of
 from training.data.folder_parts import part_kind
 from training.data.folder_split import split_class
 from training.data.reading.decode import decode_exact
@@ -233,6 +234,7 @@ def test_val_part_names_the_folder_to_validate_on(tmp_path):
     assert load(tmp_path, val_part="none").class_names == ["fold0", "fold1", "fold2"]
     (tmp_path / "fold0").rename(tmp_path / "Train")
     (tmp_path / "fold1").rename(tmp_path / "Test")
+    assert layout_of(DataOptions(data=str(tmp_path))).test == str(tmp_path / "Test")
     pair = load(tmp_path, val_part="Test")
     assert (len(pair.train), len(pair.val), pair.test) == (5, 5, None)
 

@@ -16,7 +16,7 @@ from planning.doctor.collect import dataset_options
 from training.checkpoint.weights import read_metadata
 from training.config import TrainConfig
 from training.data import DataOptions, load_data
-from training.data.folder import has_parts
+from training.data.folder import layout_of
 from training.errors import RunEnded, UserError, known_failure, printable
 from training.observe.loggers import Loggers
 
@@ -94,5 +94,5 @@ def test_a_path_that_no_file_can_have_is_one_line(use, word):
     with pytest.raises(UserError, match=r"does not exist|neither a file|no folder of that name exists"):
         use(word)
     with pytest.raises(UserError, match="no folder of that name exists"):
-        has_parts(DataOptions(data=word))
+        layout_of(DataOptions(data=word))
     assert dataset_options(TrainConfig(data=word))["data"].endswith(word)

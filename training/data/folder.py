@@ -12,7 +12,7 @@ from models.names_elsewhere import ours
 from training.data import DATASETS, DataOptions
 from training.data.datasets import DatasetPair, first_names, make_file_datasets
 from training.data.folder_listing import FolderListing, FoundFile
-from training.data.folder_parts import find_layout
+from training.data.folder_parts import Layout, find_layout
 from training.data.folder_split import split_class
 from training.data.reading.formats import IMAGE_EXTENSIONS
 from training.data.reading.retry import is_folder
@@ -32,7 +32,7 @@ def load(options: DataOptions) -> DatasetPair:
     listing = FolderListing(_resolve_root(options.data), options.links)
     layout = find_layout(listing, options.val_part)
     names = _Names()
-    if layout.train != [str(listing.root)]:
+    if layout.is_divided:
         listing.count_loose(str(listing.root))
     train = _merged(_read_classes(listing, folder, names) for folder in layout.train)
     if layout.val is None:
@@ -64,14 +64,13 @@ def load_whole(options: DataOptions) -> DatasetPair:
     return _make_datasets(listing, [classes], None, names, replace(options, cache="off"))
 
 
-def has_parts(options: DataOptions) -> bool:
-    """Whether a folder is already divided, into train/ and val/ for example.
+def layout_of(options: DataOptions) -> Layout:
+    """Return the parts of a folder.
 
     Raises:
         UserError: As `load`.
     """
-    root = _resolve_root(options.data)
-    return find_layout(FolderListing(root, options.links), options.val_part).train != [str(root)]
+    return find_layout(FolderListing(_resolve_root(options.data), options.links), options.val_part)
 
 
 class _Names:

@@ -30,12 +30,14 @@ class Layout(NamedTuple):
         train: Folders of the training images.
         val: Folder of the validation images; None if they are held out from the training images.
         test: Folder of the images that are judged once after training; None without.
+        is_divided: Whether there are parts: without them the data folder itself is the training part.
         notes: Lines for the user.
     """
 
     train: list[str]
     val: str | None = None
     test: str | None = None
+    is_divided: bool = True
     notes: Sequence[str] = ()
 
 
@@ -68,7 +70,7 @@ def find_layout(listing: FolderListing, val_part: str = "") -> Layout:
     """
     root = str(listing.root)
     if val_part == NO_PARTS:
-        return Layout([root])
+        return Layout([root], is_divided=False)
     entries = listing.folders(root)
     kinds = _kinds([entry.name for entry in entries])
     folders = [_describe(listing, entry.name, entry.path, kinds[entry.name]) for entry in entries]
@@ -84,7 +86,7 @@ def find_layout(listing: FolderListing, val_part: str = "") -> Layout:
             f"{flat[0].name}/CLASS/IMAGE; {CLASSES_ANYWAY}."
         )
     _refuse_alike(root, folders)
-    return Layout([root])
+    return Layout([root], is_divided=False)
 
 
 def part_kind(name: str) -> tuple[str, str]:
@@ -140,7 +142,9 @@ def _chosen(root: str, folders: Sequence[_Folder], val_part: str) -> Layout:
     train = [folder for folder in others if folder.kind == TRAIN] or [one for one in others if one is not test]
     if not train:
         raise UserError(f"--val-part {val_part}: {root!r} has no other folder with classes in it to train on.")
-    return Layout([one.path for one in train], val.path, test.path if test else None, [_summary(train, val, test)])
+    return Layout(
+        [one.path for one in train], val.path, test.path if test else None, notes=[_summary(train, val, test)]
+    )
 
 
 def _named(listing: FolderListing, folders: Sequence[_Folder], parts: Sequence[_Folder]) -> Layout:
@@ -170,7 +174,7 @@ def _named(listing: FolderListing, folders: Sequence[_Folder], parts: Sequence[_
     notes = [] if are_plain else [_summary([train], val, test)]
     if with_images:
         notes.append(f"not used: {_names(with_images)}, which have no class folders or are no part by their names")
-    return Layout([train.path], val.path if val else None, test.path if test else None, notes)
+    return Layout([train.path], val.path if val else None, test.path if test else None, notes=notes)
 
 
 def _summary(train: Sequence[_Folder], val: _Folder | None, test: _Folder | None) -> str:
