@@ -198,8 +198,14 @@ class Saver:
             if self._backoff.is_failing:
                 delay_s = self._backoff.delay_s()
                 self._heartbeat.beat("save", self._failed_position, self._patience_s + delay_s)
-                times = {"clock": self._clock, "sleep": self._sleep}
-                if stop.wait(self._world, delay_s, self._failed_position, is_stopping=is_stop, **times):
+                if stop.wait(
+                    self._world,
+                    delay_s,
+                    self._failed_position,
+                    is_stopping=is_stop,
+                    clock=self._clock,
+                    sleep=self._sleep,
+                ):
                     self._loggers.message("signal: the last try to save; a second signal ends without it")
                     self._backoff.give_up_s = 0.0
 
