@@ -35,7 +35,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.record_data import file_sha256
-from benchmarks.record_table import write_tables
+from benchmarks.record_table import write_table
 from benchmarks.report import today, versions
 from planning.ledger import machine_name
 from training.command_line import OneLineParser, run_script
@@ -119,7 +119,7 @@ def train_ours(command: Sequence[str], seed: int, log: Path, views: str = "") ->
 
 def _commit() -> str:
     """Return the commit, and whether there are changes, except those to what a record itself writes."""
-    written = [f":!{path}" for path in ("records", "docs/records.md", "README.md")]
+    written = [f":!{path}" for path in ("records", "docs/records.md")]
     changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", *written)
     known = git("rev-parse", "HEAD") if changes is not None else None
     return f"{known or 'unknown'}{' with changes' if changes else ''}"
@@ -317,7 +317,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_number("--first-seed", 0, LARGEST_SEED, default=0, help="the others follow it, one by one (default: 0)")
     parser.add_value("--timm", existing_file, "the path of timm's train.py", help="the script to train beside ours")
     parser.add_number("--timm-seeds", 0, MOST_SEEDS, help="fewer seeds of timm's side (default: as many)")
-    parser.add_argument("--table", action="store_true", help="only write docs/records.md and README.md again")
+    parser.add_argument("--table", action="store_true", help="only write docs/records.md again")
     given = parser.parse(words)
     if given.task and given.timm and not TASKS[given.task].timm:
         parser.error(f"--timm: {given.task} is not compared with timm's script; leave it out")
@@ -339,7 +339,7 @@ def run(given: argparse.Namespace) -> int:
         folder = begun[-1] if begun else RECORDS / given.task / f"{today()}-{given.what}"
         sides = {"data": given.data, "timm": given.timm, "timm_seeds": theirs}
         make_record(given.task, folder, seeds=given.seeds, first_seed=given.first_seed, **sides)
-    write_tables(ROOT)
+    write_table(ROOT)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The tables of records, made from records/*/*/record.json, between two comments of a page: all, and the newest."""
+"""The table of all records, made from records/*/*/record.json, between two comments of docs/records.md."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from scipy import stats
 BEGIN, END = "<!-- records: made by benchmarks/record.py --table -->", "<!-- end of records -->"
 COLUMNS = (
     "record", "top-1, mean ± standard deviation", "seconds", "timm's train.py: top-1", "seconds", "ours / timm",
-    "against the record before",
+    "epochs and processes, ours: timm's", "against the record before",
 )  # fmt: skip
-NEWEST_COLUMNS = ("`--preset`", *COLUMNS[1:-1], "on")
 
 
-def write_tables(root: Path) -> None:
-    """Replace the table of all records in docs/records.md, and that of the newest in README.md."""
+def write_table(root: Path) -> None:
+    """Replace the table of all records in docs/records.md."""
     replace_between(root / "docs" / "records.md", BEGIN, END, table(root / "records"))
-    replace_between(root / "README.md", BEGIN, END, newest_table(root / "records"))
 
 
 def replace_between(page: Path, begin: str, end: str, text: str) -> None:
@@ -47,31 +45,22 @@ def table(records: Path) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def newest_table(records: Path) -> str:
-    """Return the newest record of each task as a Markdown table: preset, accuracy, seconds, the same of timm.
-
-    One without timm's side stands there only if the task has no record with it.
-    """
-    newest: dict[str, tuple[Path, dict[str, Any]]] = {}
-    for folder, record in _read(records):
-        task = folder.parent.name
-        if "timm" in record or "timm" not in newest.get(task, (folder, {}))[1]:
-            newest[task] = folder, record
-    rows = [NEWEST_COLUMNS, ("---",) * len(NEWEST_COLUMNS)]
-    for task, (folder, record) in newest.items():
-        link = f"[`{task}`]({folder.relative_to(records.parent)})"
-        rows.append((link, *_cells(record, None)[:-1], record["machine"]))
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
 def _cells(record: dict[str, Any], before: dict[str, Any] | None) -> tuple[str, ...]:
     ours, theirs = record["ours"], record.get("timm")
     cells = (top1_cell(ours), f"{ours['summary']['seconds_median']:.1f}")
     if theirs:
         cells += (top1_cell(theirs), f"{theirs['summary']['seconds_median']:.1f}", f"{time_ratio(record):.2f}")
+        cells += (f"{_work(ours['command'])}: {_work(theirs['command'])}",)
     else:
-        cells += ("", "", "")
+        cells += ("", "", "", "")
     return (*cells, compared(record, before) if before else "the first")
+
+
+def _work(command: str) -> str:
+    """Return the epochs and processes of a command, ours or timm's: the first reason why one takes longer."""
+    words = command.split()
+    ranks, epochs = (words[4], words[6]) if words[0] == "bash" else ("1", words[words.index("--epochs") + 1])
+    return f"{epochs} on {ranks}"
 
 
 def top1_cell(side: dict[str, Any]) -> str:

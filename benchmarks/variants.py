@@ -111,7 +111,7 @@ class Study(NamedTuple):
 
 STUDIES = {
     "ablation": Study(ablation, "fashion-mnist", ablation_table, "docs/records.md"),
-    "zoo": Study(zoo, "", zoo_table, "README.md"),
+    "zoo": Study(zoo, "", zoo_table, "docs/models.md"),
 }
 
 

@@ -655,10 +655,10 @@ def test_evaluation_recomputes_nothing():
         assert torch.equal(recomputing(images), plain(images))
 
 
-def test_the_readme_counts_parameters():
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_page_of_models_counts_parameters():
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     sizes: dict[str, str] = {}
-    for row in readme.partition("## Models\n")[2].partition("\n<!-- zoo")[0].splitlines():
+    for row in page.partition("\n## On")[0].splitlines():
         if " million" in row:
             _, names, _, counts, *_ = row.split("|")
             sizes |= zip(re.findall(r"`(\w+)`", names), re.findall(r"([\d.]+) million", counts), strict=True)

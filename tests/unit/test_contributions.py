@@ -1,0 +1,105 @@
+"""What a new model, strategy, data set, augmentation, schedule, logger, format, preset or flag has to be named in.
+
+All that is missing is told at once, each with its place: CONTRIBUTING.md has the same list.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from delivery.export import FORMATS
+from models import MODELS, ModelSpec
+from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
+from training.data import DATASETS
+from training.data.augmentations import AUGMENTATIONS, Augmentation
+from training.model_fields import PRESETS
+from training.parallel.deepspeed_config import strategy_file
+from training.parallel.strategies import STRATEGIES
+from training.recipe.schedule import SCHEDULES
+
+ROOT = Path(__file__).resolve().parents[2]
+LOGGERS = "training/observe/loggers"
+
+
+def text_of(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+def places() -> Iterator[tuple[str, list[str], str]]:
+    """Yield kinds of entries, their names, and a page that names each as code."""
+    yield "model", [*MODELS], "docs/models.md"
+    yield "model", [*MODELS], "docs/guide.md"
+    yield "strategy", [*STRATEGIES], "README.md"
+    yield "strategy", [*STRATEGIES], "docs/guide.md"
+    yield "strategy", [*STRATEGIES, *(strategy_file(name).name for name in STRATEGIES)], "docs/strategies.md"
+    yield "data set", [entry.usage for entry in DATASETS.values()], "docs/data.md"
+    yield "augmentation", ["auto", *AUGMENTATIONS], "docs/data.md"
+    yield "schedule", [name for name in SCHEDULES if name != "sweep"], "docs/guide.md"  # sweep: the range test's own
+    yield "export format", [*FORMATS], "docs/export.md"
+    yield "preset", [*PRESETS], "docs/recipes.md"
+    yield "flag", [*FLAG_OF.values()], "docs/guide.md"
+
+
+def opened_loggers() -> set[str]:
+    """Return the classes that `open_loggers` builds."""
+    tree = ast.parse(text_of(f"{LOGGERS}/__init__.py"))
+    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "open_loggers")
+    calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
+    return {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+
+
+def missing() -> list[str]:
+    """Return a line for every name that is lacking somewhere."""
+    found = []
+    for kind, names, page in places():
+        code = {word for span in re.findall(r"`([^`\n]+)`", text_of(page)) for word in span.split()}
+        found += [f"{kind} {name}: `{name}` in {page}" for name in names if name not in code]
+    found += [
+        f"strategy {name}: the file deepspeed_configs/{strategy_file(name).name}"
+        for name in STRATEGIES
+        if not strategy_file(name).is_file()
+    ]
+    rows = text_of("docs/models.md").partition("\n## ")[0]
+    found += [f"model {name}: a row with its size in docs/models.md" for name in MODELS if f"`{name}`" not in rows]
+    known = text_of("tests/references/flags.txt")
+    update = ".venv/bin/python -m tests.unit.test_flags > tests/references/flags.txt"
+    found += [f"flag {flag}: {update}" for flag in FLAG_OF.values() if f"train_distributed {flag}:" not in known]
+    inherited = {name for base in TrainConfig.__bases__ for name in base.__dataclass_fields__}
+    found += [
+        f"flag {FLAG_OF[name]}: in CHANGEABLE_ON_RESUME, training/config.py, as every flag of output and checkpoints"
+        for name in FIELDS.keys() - inherited - CHANGEABLE_ON_RESUME
+    ]
+    for file in sorted((ROOT / LOGGERS).glob("*.py")):
+        for name in re.findall(r"^class (\w+)\(RunLogger\)", file.read_text(), re.MULTILINE):
+            if name not in opened_loggers() and name != "Loggers":
+                found.append(f"logger {name}: in open_loggers, {LOGGERS}/__init__.py")
+    return found
+
+
+def test_everything_new_is_named_everywhere() -> None:
+    assert missing() == []
+
+
+def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert opened_loggers() >= {"TextLogger", "TensorBoardLogger"}
+    monkeypatch.setitem(MODELS, "tiny_mlp", ModelSpec("models.tiny_mlp", "tiny"))
+    monkeypatch.setitem(AUGMENTATIONS, "posterized", Augmentation())
+    monkeypatch.setitem(FLAG_OF, "csv", "--csv")
+    assert [line.partition(":")[2].split()[-1] for line in missing()] == [
+        *("docs/models.md", "docs/guide.md", "docs/data.md", "docs/guide.md", "docs/models.md"),
+        "tests/references/flags.txt",
+    ]
+    for name in (
+        "docs/models.md",
+        "docs/guide.md",
+        "docs/data.md",
+        "open_loggers",
+        "CHANGEABLE_ON_RESUME",
+        "flags.txt",
+    ):
+        assert name in text_of("CONTRIBUTING.md"), "its table says where"
