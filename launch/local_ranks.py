@@ -36,6 +36,8 @@ END_SECONDS = 30.0  # that the other ranks have to leave after SIGTERM, as under
 
 def main(arguments: list[str]) -> int:
     """Start the ranks and wait for all; return the code of the first that failed, 128 + n for signal n, else 0."""
+    if sys.flags.safe_path:  # then it is not there, and is replaced below
+        sys.path.insert(0, str(Path(__file__).resolve().parent))
     descriptor = os.environ.pop(CHANNEL_VARIABLE, "")
     channel = socket.socket(fileno=int(descriptor)) if descriptor else None
     given = parse(arguments)

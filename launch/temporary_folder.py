@@ -11,6 +11,7 @@ import fcntl
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,11 +19,10 @@ from pathlib import Path
 from launch.heartbeat_reader import OWNER, HeartbeatFolder
 from launch.process_tree import MARK, Launch, extensions_folder
 from training.errors import UserError
+from training.helper_processes import socket_place
 from training.observe.heartbeat import FOLDER_VARIABLE
 
 PREFIX = "zerovision-"
-# A socket's path may have 107 bytes; those of multiprocessing add '/pymp-12345678/listener-12345678'.
-LONGEST_PATH = 107 - 32
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 MOST_DESCRIPTORS = 4096
 
@@ -71,10 +71,14 @@ def make_temporary_folder(mark: str) -> HeartbeatFolder:
     """Make the folder of the launch with this mark, and remove those of launches that are gone.
 
     Raises:
-        OSError: if there is no place for it.
+        OSError, UserError: if there is no place for it.
     """
-    remove_abandoned(Path(tempfile.gettempdir()))
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    place = socket_place(f"/{PREFIX}12345678")
+    if os.path.abspath(os.environ.get("TMPDIR") or place) != place:
+        wrong = "it cannot be written, or its name is too long for sockets in it"
+        print(f"note: {place} is used instead of TMPDIR: {wrong}", file=sys.stderr, flush=True)
+    remove_abandoned(Path(place))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
     lock = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # open as long as this process lives
     with contextlib.suppress(OSError):  # without locks or room the folder is never taken for abandoned
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -110,7 +114,5 @@ def private_variables(folder: Path, given: Mapping[str, str]) -> dict[str, str]:
         folder: the launch's folder.
         given: their variables so far.
     """
-    variables = {"TORCH_EXTENSIONS_DIR": given.get("TORCH_EXTENSIONS_DIR") or extensions_folder()}
-    if len(os.fsencode(folder)) <= LONGEST_PATH:
-        variables["TMPDIR"] = str(folder)
-    return variables
+    extensions = given.get("TORCH_EXTENSIONS_DIR") or extensions_folder()
+    return {"TORCH_EXTENSIONS_DIR": extensions, "TMPDIR": str(folder)}

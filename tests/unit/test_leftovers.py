@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from launch.process_tree import MARK
-from launch.temporary_folder import LONGEST_PATH, make_temporary_folder, private_variables, remove_abandoned
+from launch.temporary_folder import make_temporary_folder, remove_abandoned
 from training.checkpoint.atomic_write import (
     SECONDS_OF_OTHERS,
     remove_leftovers,
@@ -28,6 +30,7 @@ from training.checkpoint.manifest import shard_name
 from training.checkpoint.shards import Snapshot, write_frozen, write_shard
 from training.checkpoint.weights import save_weights
 from training.config import TrainConfig
+from training.helper_processes import LONGEST_PLACE
 from training.observe.run_folder import create_run_folder, remove_leftovers_of_run
 from training.observe.run_lock import Origin
 
@@ -199,7 +202,7 @@ def test_other_files_stay(tmp_path: Path):
 
 
 def test_the_folder_of_a_launch_stays_while_its_maker_or_a_process_of_it_lives(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("launch.temporary_folder.socket_place", lambda subfolder: str(tmp_path))
     code = "import sys, signal; from launch.temporary_folder import make_temporary_folder as make; "
     code += "print(make('of-another').path, flush=True); signal.pause()"
     maker = subprocess.Popen([sys.executable, "-c", code], cwd=REPO_ROOT, stdout=subprocess.PIPE, text=True)
@@ -219,9 +222,52 @@ def test_the_folder_of_a_launch_stays_while_its_maker_or_a_process_of_it_lives(t
     assert set(tmp_path.iterdir()) == {ours, stranger}
 
 
-def test_a_folder_whose_name_is_too_long_for_sockets_is_not_forced_on_the_ranks(tmp_path: Path):
-    given = {"TORCH_EXTENSIONS_DIR": "/extensions"}
-    short, long = Path("/" + "s" * (LONGEST_PATH - 1)), Path("/" + "s" * LONGEST_PATH)
-    assert private_variables(short, given)["TMPDIR"] == str(short)
-    assert "TMPDIR" not in private_variables(long, given)
-    assert private_variables(short, given)["TORCH_EXTENSIONS_DIR"] == "/extensions"
+WORKERS = """
+import os, shutil, sys, tempfile
+from multiprocessing.connection import Listener
+from multiprocessing.util import get_temp_dir
+from launch.temporary_folder import make_temporary_folder, private_variables
+from training.data.workers import worker_context
+if __name__ == "__main__":
+    if "launched" in sys.argv:
+        os.environ |= private_variables(make_temporary_folder("m").path, os.environ)
+        tempfile.tempdir = None  # as in a process that is started with these
+    worker = worker_context().Process(target=print, args=("from a worker",))
+    worker.start()
+    worker.join()
+    Listener(family="AF_UNIX").close()  # as for tensors between processes
+    print(get_temp_dir())
+    if "launched" in sys.argv:
+        shutil.rmtree(os.environ["TMPDIR"])
+"""
+
+
+IN_A_LAUNCH = LONGEST_PLACE - len("/zerovision-12345678")
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "is_used"),
+    [
+        *(("launched", length, length <= IN_A_LAUNCH) for length in (IN_A_LAUNCH, IN_A_LAUNCH + 1, 120)),
+        *(("alone", length, length <= LONGEST_PLACE) for length in (LONGEST_PLACE, LONGEST_PLACE + 1, 120)),
+    ],
+)
+def test_workers_start_whatever_the_folders_are(start: str, length: int, is_used: bool, tmp_path: Path):
+    """A TMPDIR that leaves no room for sockets is passed over; no module is imported from the current folder."""
+    for name in ("random", "queue", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a foreign module')")
+    program = tmp_path / "programs" / "workers.py"
+    program.parent.mkdir()
+    program.write_text(WORKERS)
+    wanted = Path(tempfile.mkdtemp(prefix="t" * (length - len("/tmp/") - 8), dir="/tmp"))
+    variables = os.environ | {"TMPDIR": str(wanted), "PYTHONPATH": str(REPO_ROOT)}
+    try:
+        command = [sys.executable, str(program), start]
+        result = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True)
+        assert (result.returncode, "foreign" in result.stderr) == (0, False), result.stderr
+        said, folder = result.stdout.splitlines()
+        assert said == "from a worker"
+        assert Path(folder).is_relative_to(wanted) is is_used
+        assert ("/tmp is used instead of TMPDIR" in result.stderr) is (start == "launched" and not is_used)
+    finally:
+        shutil.rmtree(wanted)

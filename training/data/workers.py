@@ -17,11 +17,12 @@ import signal
 import sys
 import threading
 import types
-from multiprocessing import forkserver, popen_forkserver, resource_tracker, spawn
+from multiprocessing import forkserver, popen_forkserver, resource_tracker, spawn, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 from training.errors import UserError
+from training.helper_processes import SAFE_PATH, socket_place, temporary_files_in
 
 # Installed packages only: Python 3.11's fork server does not know the paths that a script added.
 _PRELOADED_MODULES = ["torch", "torchvision.transforms.v2", "PIL.Image"]
@@ -85,6 +86,9 @@ def worker_context() -> ForkServerContext:
     _raise_descriptor_limit()
     context = _WorkerContext()
     context.set_forkserver_preload(_PRELOADED_MODULES)
+    os.environ |= SAFE_PATH
+    with temporary_files_in(socket_place()):
+        util.get_temp_dir()  # it is made now, and kept for all sockets of this process and its workers
     resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM when it starts, so it must start first
     # the fork server and its workers inherit the mask and keep it for life
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_FOR_THE_TRAINER)

@@ -1,0 +1,48 @@
+"""What a process needs before it starts others beside itself, such as the workers that read images."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+
+from training.errors import UserError
+
+# As -P for every Python process that is started from here: those of `-c` and `-m`, such as multiprocessing's and
+# deepspeed's own, would import a random.py that lies in the current folder.
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+# A socket's path may have 107 bytes; those of multiprocessing add '/pymp-12345678/listener-12345678'.
+LONGEST_PLACE = 107 - 32
+OTHER_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def socket_place(subfolder: str = "") -> str:
+    """Return the folder for temporary files, or another one if its path is too long for the sockets of processes.
+
+    Args:
+        subfolder: in it, that is to contain them.
+
+    Raises:
+        UserError: if there is none.
+    """
+    wanted, longest = "", LONGEST_PLACE - len(subfolder)
+    with contextlib.suppress(OSError):
+        wanted = tempfile.gettempdir()
+        if len(os.fsencode(wanted)) <= longest:
+            return wanted
+    for place in OTHER_PLACES:
+        if os.access(place, os.W_OK | os.X_OK):
+            return place
+    wrong = f"{wanted} is too long, at most {longest} bytes" if wanted else "none can be written"
+    raise UserError(f"no folder for temporary files ({wrong}): set TMPDIR to another one.")
+
+
+@contextlib.contextmanager
+def temporary_files_in(place: str) -> Iterator[None]:
+    """Let `tempfile` use this folder inside the block."""
+    before, tempfile.tempdir = tempfile.tempdir, place
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
