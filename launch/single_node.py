@@ -32,18 +32,23 @@ from launch.supervisor import supervise
 from training.config import REPO_ROOT
 from training.errors import UserError, shown
 from training.observe.control_groups import quota_note, usable_cores
-from training.parallel.network_interfaces import free_port
+from training.parallel.launchers import refuse_a_pod_alone
+from training.parallel.network_interfaces import check_chosen_interfaces, free_port
 
 MAX_CPU_RANKS_PER_CORE = 8
 
 
 def main(arguments: list[str]) -> int:
     """Train as the arguments and the environment say; return the exit code."""
-    given = resolve_strategy(read_arguments("launch_distributed.sh", arguments, os.environ), nodes=1)
+    given = read_arguments("launch_distributed.sh", arguments, os.environ)
+    refuse_a_pod_alone(os.environ, given.training)
+    given = resolve_strategy(given, nodes=1)
     ranks, present = given.ranks_per_node, machine_gpus()
     gpus = visible_gpus(present, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus and ranks > len(gpus):
         raise UserError(f"{ranks} GPUs asked for, {len(gpus)} present: ask for at most {len(gpus)}.")
+    if ranks > 1:
+        check_chosen_interfaces(os.environ, has_gpus=bool(gpus))
     config = check_training(given.training)
     check_new_run(config, [ranks])
     if code := run_preflight(given, given.training, "--here", f"--port={given.master_port}"):

@@ -38,11 +38,12 @@ from launch.node_launcher import NodeLauncher
 from launch.node_run import NodeRun, receive_signals
 from launch.process_tree import Launch, remove_stale_build_locks
 from launch.temporary_folder import launch_environment, launch_folder
+from training.errors import UserError
 from training.observe.control_groups import usable_cores
 from training.observe.environment import software
 from training.observe.lasting_output import outlast_readers
 from training.observe.shared_folder import leave_mark, sees_mark
-from training.parallel.network_interfaces import free_port, own_addresses, route_towards
+from training.parallel.network_interfaces import check_chosen_interfaces, free_port, own_addresses, route_towards
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 10.0  # without a sign of life the other end counts as lost; a cable out for 3 seconds costs nothing
@@ -133,12 +134,16 @@ class Agent:
         """End what an earlier start left here; return facts about this machine, or what is wrong."""
         self._launch = Launch(f"{order['mark']}-{self._node}")  # two nodes may be one machine under two names
         self._launch.kill()
-        remove_stale_build_locks(Path(order["locks"]))
+        remove_stale_build_locks(Path(order["environment"]["TORCH_EXTENSIONS_DIR"]))
         try:
             os.chdir(order["folder"])
             port = free_port(order["port"])
         except OSError as error:
             return {"error": f"{error.strerror}: {error.filename or 'port ' + str(order['port'])}"}
+        try:
+            check_chosen_interfaces({**os.environ, **order["environment"]}, has_gpus=_count_gpus() > 0)
+        except UserError as error:
+            return {"error": str(error)}
         return {
             "address": self._address,
             "addresses": own_addresses(),

@@ -53,7 +53,7 @@ class ClusterRun:
         """
         try:
             prepare = {"mark": self._launch_id, "folder": self._plan.folder, "port": self._plan.port}
-            prepare["locks"] = self._plan.environment()["TORCH_EXTENSIONS_DIR"]
+            prepare["environment"] = self._plan.environment()
             rendezvous = next_rendezvous(self._nodes, self._plan, prepare, self._received, is_restart=restart > 0)
             if rendezvous is None:
                 return Started(Ending(128 + PASSED_ON[signal.Signals(self._received[0])]), "", -1)

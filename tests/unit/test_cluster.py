@@ -7,12 +7,14 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -29,9 +31,11 @@ from launch.node_run import HANG_CODE, Ending
 from launch.process_tree import MARK
 from tests.unit.launching import environment, hear_ctrl_c, stub_repo
 from training.config import TrainConfig
+from training.errors import UserError
 from training.observe.shared_folder import leave_mark, sees_mark
 from training.parallel.network_interfaces import (
     address_towards,
+    check_chosen_interfaces,
     interface_of,
     interface_towards,
     is_loopback,
@@ -504,3 +508,49 @@ def test_the_last_lines_of_a_remote_shell_are_read_before_it_counts_as_failed() 
 
 def test_no_mark_is_left_in_this_environment() -> None:
     assert MARK not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("gloo", "nccl", "said"),
+    [
+        ("", "", ""),
+        ("eth0", "", ""),
+        ("lo,eth0", "", ""),
+        (
+            "eth",
+            "",
+            "GLOO_SOCKET_IFNAME 'eth': no interface 'eth', this machine has enp3s0, eth0, eth1, lo",
+        ),  # no prefix
+        ("eth0,ib0", "", "GLOO_SOCKET_IFNAME 'eth0,ib0': no interface 'ib0', "),
+        ("docker0", "", "no interface 'docker0'"),  # without an address
+        ("", "eth", ""),
+        ("", "ib,enp", ""),
+        ("", "=eth0", ""),
+        ("", "=eth", "NCCL_SOCKET_IFNAME '=eth' leaves no interface, this machine has enp3s0, eth0, eth1, lo"),
+        ("", "=ib0,eth1:1234", ""),
+        ("", "ib", "NCCL_SOCKET_IFNAME 'ib' leaves no interface"),
+        ("", "^ib", ""),
+        ("", "^docker,lo", ""),
+        ("", "^=eth,enp,lo", ""),
+        ("", "^eth,enp,lo", "NCCL_SOCKET_IFNAME '^eth,enp,lo' leaves no interface"),
+        ("", "^=eth0,eth1,lo,enp3s0", "leaves no interface"),
+    ],
+)
+def test_an_interface_that_is_not_there_is_refused(gloo, nccl, said, monkeypatch):
+    """gloo's names are exact; NCCL's as in its documentation of NCCL_SOCKET_IFNAME."""
+    addresses = {
+        **{name: [SimpleNamespace(family=socket.AF_INET)] for name in ("eth0", "eth1", "lo")},
+        "enp3s0": [SimpleNamespace(family=socket.AF_PACKET), SimpleNamespace(family=socket.AF_INET6)],
+        "docker0": [SimpleNamespace(family=socket.AF_PACKET)],
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+    variables = {"GLOO_SOCKET_IFNAME": gloo, "NCCL_SOCKET_IFNAME": nccl}
+    if said:
+        with pytest.raises(UserError) as caught:
+            check_chosen_interfaces(variables, has_gpus=True)
+        assert said in str(caught.value)
+        assert str(caught.value).count("\n") == 0
+    else:
+        check_chosen_interfaces(variables, has_gpus=True)
+    if not gloo:  # without GPUs nothing uses NCCL
+        check_chosen_interfaces(variables, has_gpus=False)

@@ -112,6 +112,21 @@ def test_gpus_are_counted_and_chosen(tmp_path: Path, visible: str | None, expect
     assert "DS_ACCELERATOR=cpu" not in words
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "eth99"}, "GLOO_SOCKET_IFNAME 'eth99': no interface 'eth99', this machine has "),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"},
+            "torchrun --nnodes=2 --node_rank=0 --nproc_per_node=GPUS --master_addr=pod-0 --master_port=23456 "
+            "scripts/train_distributed.py --model-type=mobilenet --strategy=ddp --batch-size 16 --epochs 3 in each",
+        ),
+    ],
+)
+def test_what_the_variables_say_of_the_network_is_not_ignored(variables: dict[str, str], said: str) -> None:
+    assert_refused(launch("launch_distributed.sh", WORDS["launch_distributed.sh"], **variables), said)
+
+
 @pytest.mark.parametrize("visible", ["", "-1"])
 def test_hidden_gpus_mean_cpu_ranks(tmp_path: Path, visible: str) -> None:
     path = pretend_gpus(tmp_path, 4)

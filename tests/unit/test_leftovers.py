@@ -30,7 +30,8 @@ from training.checkpoint.manifest import shard_name
 from training.checkpoint.shards import Snapshot, write_frozen, write_shard
 from training.checkpoint.weights import save_weights
 from training.config import TrainConfig
-from training.helper_processes import LONGEST_PLACE
+from training.errors import UserError
+from training.helper_processes import LONGEST_PLACE, socket_place
 from training.observe.run_folder import create_run_folder, remove_leftovers_of_run
 from training.observe.run_lock import Origin
 
@@ -227,12 +228,13 @@ import os, shutil, sys, tempfile
 from multiprocessing.connection import Listener
 from multiprocessing.util import get_temp_dir
 from launch.temporary_folder import make_temporary_folder, private_variables
-from training.data.workers import worker_context
+from training.data import workers
+workers._PRELOADED_MODULES = []  # which take seconds
 if __name__ == "__main__":
     if "launched" in sys.argv:
         os.environ |= private_variables(make_temporary_folder("m").path, os.environ)
         tempfile.tempdir = None  # as in a process that is started with these
-    worker = worker_context().Process(target=print, args=("from a worker",))
+    worker = workers.worker_context().Process(target=print, args=("from a worker",))
     worker.start()
     worker.join()
     Listener(family="AF_UNIX").close()  # as for tensors between processes
@@ -242,15 +244,25 @@ if __name__ == "__main__":
 """
 
 
-IN_A_LAUNCH = LONGEST_PLACE - len("/zerovision-12345678")
+def test_a_place_leaves_room_for_the_names_of_sockets(monkeypatch):
+    for length, subfolder, is_used in (
+        (LONGEST_PLACE, "", True),
+        (LONGEST_PLACE + 1, "", False),
+        (LONGEST_PLACE - 5, "/long", True),
+        (LONGEST_PLACE - 4, "/long", False),
+    ):
+        monkeypatch.setattr("tempfile.tempdir", "/" + "t" * (length - 1))
+        assert (socket_place(subfolder) == tempfile.gettempdir()) is is_used
+    monkeypatch.setattr("tempfile.tempdir", "/" + "t" * 120)
+    monkeypatch.setattr("training.helper_processes.OTHER_PLACES", ("/nowhere",))
+    with pytest.raises(
+        UserError, match=r"^no folder for temporary files \(/t+ is too long, at most 75 bytes\): set TMPDIR"
+    ):
+        socket_place()
 
 
 @pytest.mark.parametrize(
-    ("start", "length", "is_used"),
-    [
-        *(("launched", length, length <= IN_A_LAUNCH) for length in (IN_A_LAUNCH, IN_A_LAUNCH + 1, 120)),
-        *(("alone", length, length <= LONGEST_PLACE) for length in (LONGEST_PLACE, LONGEST_PLACE + 1, 120)),
-    ],
+    ("start", "length", "is_used"), [("launched", 50, True), ("launched", 120, False), ("alone", 120, False)]
 )
 def test_workers_start_whatever_the_folders_are(start: str, length: int, is_used: bool, tmp_path: Path):
     """A TMPDIR that leaves no room for sockets is passed over; no module is imported from the current folder."""

@@ -17,6 +17,7 @@ SRUN = {
     **{"SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_JOB_ID": "123456"},
     **{"PMI_SIZE": "5", "PMI_RANK": "4"},
 }
+POD = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "8"}
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 ALONE = (0, 0, 1, 1)
 
@@ -26,7 +27,7 @@ def no_launcher(monkeypatch):
     """Without the variables of a launcher that started these tests, and without those that a test adds."""
     environment = dict(os.environ)
     for name in environment:
-        if name.startswith(("SLURM_", "OMPI_", "PMI_", "MV2_", "ACCELERATE_")):
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "MV2_", "ACCELERATE_", "PET_")):
             monkeypatch.delenv(name)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", *MASTER):
         monkeypatch.setenv(name, "")  # so that it is put back as it was
@@ -54,6 +55,9 @@ def no_launcher(monkeypatch):
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, ALONE, None),
         ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "41000"}, ALONE, None),
         (ACCELERATE, ALONE, None),
+        # a job of one pod
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ALONE, None),
+        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"}, ALONE, None),
         # the ranks that our agents and torchrun start under srun or mpirun
         (SRUN | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, (1, 1, 2, 2), None),
     ],
@@ -78,7 +82,18 @@ def test_every_launchers_ranks_are_known(monkeypatch, variables, ranks, master):
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "4 processes on several machines, and MASTER_ADDR is missing"),
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "mpirun started 2 processes"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": ""}, "srun started 5 processes"),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, "incomplete: RANK=1, LOCAL_RANK=missing, WORLD_SIZE=2"),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, "incomplete: RANK=1, LOCAL_RANK=1, WORLD_SIZE=missing"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},
+            "RANK=1, WORLD_SIZE=4, MASTER_ADDR=job-master-0, but no LOCAL_RANK: this is one of several pods.* Type "
+            "torchrun --nnodes=4 --node_rank=1 --nproc_per_node=GPUS --master_addr=job-master-0 --master_port=23456 ",
+        ),
+        (  # with nprocPerNode: 8
+            POD | {"RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "pod-0"},
+            "--nnodes=2 --node_rank=1 --nproc_per_node=8 --master_addr=pod-0 --master_port=29500 .* unset RANK WORLD",
+        ),
+        (POD | {"PET_MASTER_ADDR": "pod-0"}, "PET_NNODES=2, PET_NODE_RANK=1, but .* --master_addr=pod-0"),  # TrainJob
+        ({"PET_NNODES": "1:4"}, "--nnodes=1:4 --node_rank=0"),
     ],
 )
 def test_processes_that_would_train_alone_are_refused(monkeypatch, variables, message):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+from collections.abc import Mapping, Sequence
 
 from training.errors import UserError
 
@@ -18,6 +20,7 @@ _MPIRUN_VARIABLES = (
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
 )
+_POD_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "PET_NNODES", "PET_NODE_RANK")
 PORT_OF_NONE = "0"  # MASTER_PORT of a process that trains alone
 _FIRST_JOB_PORT, _JOB_PORTS = 20000, 10000
 _DEFAULT_PORT = 29500  # torchrun's
@@ -72,6 +75,9 @@ def adopt_rank() -> None:
     Raises:
         UserError: if several processes were started or asked for, and this one cannot know its rank or the others.
     """
+    refuse_a_pod_alone(os.environ)
+    if os.environ.get("RANK") == "0" and os.environ.get("WORLD_SIZE") == "1":  # a job of one pod
+        os.environ.setdefault("LOCAL_RANK", "0")
     if any(name in os.environ for name in RANK_VARIABLES):
         return
     from_mpirun = _numbers_of_mpirun()
@@ -90,6 +96,39 @@ def adopt_rank() -> None:
         )
     names = (*RANK_VARIABLES, "LOCAL_WORLD_SIZE")
     os.environ |= {name: str(value) for name, value in (*zip(names, numbers, strict=True), *place.items())}
+
+
+def refuse_a_pod_alone(environment: Mapping[str, str], flags: Sequence[str] = ("...",)) -> None:
+    """Refuse to train here alone if the variables say that this is one of several pods, each a node of one training.
+
+    Kubeflow's PyTorchJob sets RANK and WORLD_SIZE in each pod, the latter times the ranks of a pod if it is told them,
+    and no LOCAL_RANK; its newer versions, and TrainJob, the defaults of torchrun's flags, PET_*.
+
+    Args:
+        environment: the variables.
+        flags: of the training entry, for the command that the message names.
+
+    Raises:
+        UserError: if it is one of several.
+    """
+    pods = environment.get("PET_NNODES") or (environment.get("WORLD_SIZE") if "RANK" in environment else "") or "1"
+    if "LOCAL_RANK" in environment or pods.rpartition(":")[2] in ("0", "1"):  # '1:4' are 1 to 4
+        return
+    names = [name for name in _POD_VARIABLES if name in environment]
+    places = {
+        "--nnodes": pods,
+        "--node_rank": environment.get("PET_NODE_RANK") or environment.get("RANK", "0"),
+        "--nproc_per_node": environment.get("PET_NPROC_PER_NODE") or "GPUS",
+        "--master_addr": environment.get("PET_MASTER_ADDR") or environment.get("MASTER_ADDR") or "POD_0",
+        "--master_port": environment.get("PET_MASTER_PORT") or environment.get("MASTER_PORT") or _DEFAULT_PORT,
+    }
+    command = shlex.join(["torchrun", *(f"{flag}={value}" for flag, value in places.items())])
+    said = ", ".join(f"{name}={environment[name]}" for name in names)
+    raise UserError(
+        f"{said}, but no LOCAL_RANK: this is one of several pods, and each would train alone. Type {command} "
+        f"scripts/train_distributed.py {shlex.join(flags)} in each (docs/cluster.md, Kubernetes); to train in this one "
+        f"alone, unset {' '.join(names)}."
+    )
 
 
 def job_port(job: int) -> int:

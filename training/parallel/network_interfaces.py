@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import psutil
+
+from training.errors import UserError, shown
+
+IP = {socket.AF_INET, socket.AF_INET6}
 
 
 def own_addresses() -> list[tuple[str, str, str]]:
@@ -91,3 +95,32 @@ def port_if_free(wanted: int) -> int:
         return free_port(wanted)
     except OSError:
         return 0
+
+
+def check_chosen_interfaces(environment: Mapping[str, str], *, has_gpus: bool) -> None:
+    """Refuse GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME if they choose none of this machine's interfaces.
+
+    gloo takes exact names; NCCL names by their beginning ('=' before them: exactly these, '^': all but these), each
+    perhaps with a port behind it. Both take several with commas.
+
+    Args:
+        environment: the variables that the ranks will have.
+        has_gpus: whether the ranks use NCCL beside gloo.
+
+    Raises:
+        UserError: if nothing is chosen.
+    """
+    present = [name for name, entries in psutil.net_if_addrs().items() if {one.family for one in entries} & IP]
+    gloo, nccl = (environment.get(f"{library}_SOCKET_IFNAME", "") for library in ("GLOO", "NCCL"))
+    here = f"this machine has {', '.join(sorted(present))}"
+    if missing := [name for name in gloo.split(",") if name and name not in present]:
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME {shown(gloo)}: no interface {shown(missing[0])}, {here}. Correct or unset it."
+        )
+    excludes, pattern = nccl.startswith("^"), nccl.removeprefix("^")
+    is_exact, names = pattern.startswith("="), [word.partition(":")[0] for word in pattern.removeprefix("=").split(",")]
+    named = {
+        name for name in present for word in names if word and (name == word if is_exact else name.startswith(word))
+    }
+    if has_gpus and any(names) and (named == {*present} if excludes else not named):
+        raise UserError(f"NCCL_SOCKET_IFNAME {shown(nccl)} leaves no interface, {here}. Correct or unset it.")

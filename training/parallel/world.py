@@ -19,7 +19,7 @@ from training.observe.control_groups import usable_cores
 from training.observe.heartbeat import SECRET_VARIABLE
 from training.parallel import secure_store
 from training.parallel.launchers import PORT_OF_NONE, launched_world
-from training.parallel.network_interfaces import interface_towards
+from training.parallel.network_interfaces import check_chosen_interfaces, interface_towards
 from training.parallel.precision import use_exact_fp32
 
 LOOPBACK = "lo"
@@ -71,12 +71,15 @@ def start_world(*, deterministic: bool = False) -> World:
         deterministic: whether to use PyTorch's deterministic algorithms; an operation without one warns.
 
     Raises:
-        UserError: if this machine has fewer GPUs than ranks, or the master port is in use.
+        UserError: if this machine has fewer GPUs than ranks, or the master port is in use; see
+            `check_chosen_interfaces`, too.
     """
     rank, local_rank, local_size, size = launched_world()
     _configure_libraries(deterministic=deterministic)
     device = _choose_device(local_rank, local_size)
     is_alone = size == local_size
+    if size > 1:
+        check_chosen_interfaces(os.environ, has_gpus=device.type == "cuda")
     _choose_interface(is_alone=is_alone)
     backend, bound_to = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     try:
