@@ -21,6 +21,7 @@ LEFTOVER_SECONDS = 5.0  # helpers such as multiprocessing's resource tracker end
 REPEAT_SECONDS = 0.5  # `timeout` and terminals may send two signals for one request to stop
 DEAD_RANK_SECONDS = 5.0  # that the other ranks have to print and leave; they may wait for the dead one in a collective
 NO_RANK_SECONDS = 2 * SLOW_IMPORT_S  # until the first rank has started; the launcher may import for all of them
+KERNEL_KILL_SECONDS = 60.0  # in which a process that the kernel ended for want of memory brings down its launch
 LAUNCHER_SECONDS = 3.0  # that a launcher needs to notice the end of its ranks
 HANG_CODE = 124  # as `timeout` has it
 # Another start would end the same way.
@@ -94,7 +95,8 @@ class NodeRun:
         self._stop_timeout_s = stop_timeout_s
         self._sent = 0  # the signal that the ranks were sent to stop them
         self._deadline = math.inf  # when the ranks are ended
-        self._oom_kills = 0  # before the start
+        self._oom_kills = 0  # of the kernel so far
+        self._kernel_killed = -math.inf  # when the last of them was noticed
         self._cause: Death | None = None  # the failure of a rank that the launcher outlived
         self._has_rank_0 = has_rank_0
         self._is_alone = is_alone
@@ -120,6 +122,7 @@ class NodeRun:
             if self._sent:
                 self._launch.signal_ranks(self._sent)  # also one that the launcher had only just begun to start
             self.monitor.look()
+            self._count_oom_kills()
             if child.poll() is None and not self._sent:
                 self._cause = self.monitor.first_failure()
             waits = self._sent or self.monitor.first_failure()  # ranks that wait for a dead one are ended below
@@ -189,11 +192,18 @@ class NodeRun:
             reason = failure.describe(launcher_code)
             if failure.code and failure.code != -signal.SIGTERM:  # SIGTERM: a launcher's way to end the others
                 code = shell_exit_code(failure.code)
-            if failure.code == -signal.SIGKILL and oom_kills() > self._oom_kills:
-                code, reason = OUT_OF_MEMORY_EXIT_CODE, f"{reason}, the kernel's, because memory was short"
         elif by_itself or was_asked or self._has_ended_launcher:  # else they left because somebody had killed it
             code = next((stop for stop in STOP_CODES if self.monitor.all_ended(stop)), code)
+        self._count_oom_kills()
+        # It may have been any process: the launcher, or a rank's worker, after which the rank ends by itself.
+        if not was_asked and code not in FINAL_CODES and time.monotonic() - self._kernel_killed < KERNEL_KILL_SECONDS:
+            which = ", the kernel's," if code == 128 + signal.SIGKILL else " after the kernel had killed a process"
+            code, reason = OUT_OF_MEMORY_EXIT_CODE, f"{reason}{which} because memory was short"
         return Ending(code, reason, is_final=was_asked or code in FINAL_CODES)
+
+    def _count_oom_kills(self) -> None:
+        if (kills := oom_kills()) > self._oom_kills:
+            self._oom_kills, self._kernel_killed = kills, time.monotonic()
 
     def _is_done(self) -> bool:
         return self._folder.has_succeeded() if self._has_rank_0 else self.monitor.all_ended(0)

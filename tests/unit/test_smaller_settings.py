@@ -169,12 +169,32 @@ def test_the_kernels_kills_are_counted(groups, files, expected, tmp_path):
     assert oom_kills(tmp_path / "nowhere") == 0
 
 
-@pytest.mark.parametrize(("kills", "code"), [(3, 71), (2, 137)])
-def test_a_rank_that_the_kernel_kills_is_told_from_one_that_somebody_kills(kills, code, monkeypatch, tmp_path):
+KILLED = -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("rank_code", "launcher_code", "code"),
+    [
+        (KILLED, 128 + signal.SIGKILL, 137),
+        (None, KILLED, 137),  # the starter of the ranks
+        (None, 256 - signal.SIGKILL, 137),  # as deepspeed has it
+        (1, 1, 1),  # a rank whose worker was killed
+        (2, 2, 2),  # a mistake stays one
+    ],
+)
+@pytest.mark.parametrize("kills", [2, 3])
+def test_any_process_that_the_kernel_kills_counts(kills, rank_code, launcher_code, code, monkeypatch, tmp_path):
+    """Beside one that somebody kills."""
     monkeypatch.setattr(node_run, "oom_kills", lambda: kills)
     run = node_run.NodeRun(Launch(), NodeLauncher(), HeartbeatFolder(tmp_path), [], 5.0)
     run._oom_kills = 2
-    run._cause = Death(1, "node01, pid 7", -signal.SIGKILL, noted=False, seconds=0.0)
-    ending = run._ending(128 + signal.SIGKILL, was_asked=False)
-    assert (ending.code, ending.is_final) == (code, code == OUT_OF_MEMORY_EXIT_CODE)
-    assert ("memory was short" in ending.reason) is (code == OUT_OF_MEMORY_EXIT_CODE)
+    if rank_code is not None:
+        run._cause = Death(1, "node01, pid 7", rank_code, noted=False, seconds=0.0)
+    ending = run._ending(launcher_code, was_asked=False)
+    is_short = kills > 2 and code != 2
+    assert ending.code == (OUT_OF_MEMORY_EXIT_CODE if is_short else code)
+    assert ending.is_final == (is_short or code == 2)
+    assert ("memory was short" in ending.reason) is is_short
+    run._kernel_killed -= 2 * node_run.KERNEL_KILL_SECONDS  # long before
+    assert run._ending(launcher_code, was_asked=False).code == code
+    assert run._ending(launcher_code, was_asked=True).code == code
