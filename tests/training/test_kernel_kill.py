@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.training.commands import read_metrics, run_command
@@ -41,12 +44,46 @@ def group() -> Iterator[Path]:
     pytest.skip("needs a writable control group with a memory limit")
 
 
-@pytest.mark.parametrize(("on_oom", "code"), [("adapt", 0), ("stop", OUT_OF_MEMORY_EXIT_CODE)])
-def test_a_rank_that_the_kernel_kills_for_want_of_memory_takes_the_run_down_the_ladder(group, tmp_path, on_oom, code):
+@pytest.fixture
+def starter_goes_first(group: Path) -> Iterator[None]:
+    """Make the starter of the ranks, once it has forked them, what the kernel kills first."""
+    done = threading.Event()
+
+    def mark() -> None:
+        while not done.wait(0.05):
+            for pid in (group / "cgroup.procs").read_text().split():
+                with contextlib.suppress(psutil.Error, OSError):
+                    process = psutil.Process(int(pid))
+                    if "local_ranks.py" in " ".join(process.cmdline()) and process.children():
+                        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
+
+    thread = threading.Thread(target=mark)
+    thread.start()
+    yield
+    done.set()
+    thread.join()
+
+
+def test_the_starter_of_the_ranks_counts_too(group, starter_goes_first, tmp_path):
+    result = launch_in(group, tmp_path, "adapt")
+    assert result.returncode == 0, result.stdout + result.stderr
+    said = (
+        "the launcher was ended by SIGKILL, the kernel's, because memory was short: starting again with --batch-size="
+    )
+    assert said in result.stderr
+    assert read_metrics(tmp_path / "runs/run", "epoch")
+
+
+def launch_in(group, tmp_path, on_oom):
     enter = f'echo $$ > {group}/cgroup.procs; exec bash scripts/launch_distributed.sh "$@"'
     words = ["basic_cnn", "ddp", "2", "500", "1", "--data", "fake", "--image-size", "64", "--on-oom", on_oom]
     logs = ["--log-dir", str(tmp_path), "--run-name", "run", "--tensorboard", "false", "--report", "false"]
-    result = run_command("bash", "-c", enter, "launch", *words, *logs, OMP_NUM_THREADS="1")
+    return run_command("bash", "-c", enter, "launch", *words, *logs, OMP_NUM_THREADS="1")
+
+
+@pytest.mark.parametrize(("on_oom", "code"), [("adapt", 0), ("stop", OUT_OF_MEMORY_EXIT_CODE)])
+def test_a_rank_that_the_kernel_kills_for_want_of_memory_takes_the_run_down_the_ladder(group, tmp_path, on_oom, code):
+    result = launch_in(group, tmp_path, on_oom)
     assert result.returncode == code, result.stdout + result.stderr
     lines = [line for line in result.stderr.splitlines() if "because memory was short" in line]
     assert "SIGKILL, the kernel's, because memory was short" in lines[0]
