@@ -19,7 +19,7 @@ from pathlib import Path
 from launch.heartbeat_reader import OWNER, HeartbeatFolder
 from launch.process_tree import MARK, Launch, extensions_folder
 from training.errors import UserError
-from training.helper_processes import socket_place
+from training.helper_processes import is_as_asked, socket_place
 from training.observe.heartbeat import FOLDER_VARIABLE
 
 PREFIX = "zerovision-"
@@ -74,7 +74,7 @@ def make_temporary_folder(mark: str) -> HeartbeatFolder:
         OSError, UserError: if there is no place for it.
     """
     place = socket_place(f"/{PREFIX}12345678")
-    if os.path.abspath(os.environ.get("TMPDIR") or place) != place:
+    if not is_as_asked(place):
         wrong = "it cannot be written, or its name is too long for sockets in it"
         print(f"note: {place} is used instead of TMPDIR: {wrong}", file=sys.stderr, flush=True)
     remove_abandoned(Path(place))

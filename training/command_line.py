@@ -29,7 +29,7 @@ from training.errors import (
     nearest,
     shown,
 )
-from training.helper_processes import SAFE_PATH
+from training.helper_processes import keep_current_folder_out
 from training.observe.lasting_output import ReaderGone, report_failed_output
 
 Parsed = TypeVar("Parsed")
@@ -159,7 +159,7 @@ def run_script(
         action: does the work and returns the exit code.
         writes_product: whether standard output is all that the script gives, so that it ends with the last reader.
     """
-    os.environ |= SAFE_PATH
+    keep_current_folder_out()
     if sys.stdout is sys.__stdout__:  # the trainer's outlasts its reader
         report_failed_output(is_product=writes_product)
     try:

@@ -9,12 +9,18 @@ from collections.abc import Iterator
 
 from training.errors import UserError
 
-# As -P for every Python process that is started from here: those of `-c` and `-m`, such as multiprocessing's and
-# deepspeed's own, would import a random.py that lies in the current folder.
-SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 # A socket's path may have 107 bytes; those of multiprocessing add '/pymp-12345678/listener-12345678'.
 LONGEST_PLACE = 107 - 32
 OTHER_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def keep_current_folder_out() -> None:
+    """Let every Python process that is started from now on have -P.
+
+    Those of `-c` and `-m`, such as multiprocessing's and deepspeed's own, would import a random.py that lies in the
+    current folder.
+    """
+    os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def socket_place(subfolder: str = "") -> str:
@@ -36,6 +42,11 @@ def socket_place(subfolder: str = "") -> str:
             return place
     wrong = f"{wanted} is too long, at most {longest} bytes" if wanted else "none can be written"
     raise UserError(f"no folder for temporary files ({wrong}): set TMPDIR to another one.")
+
+
+def is_as_asked(place: str) -> bool:
+    """Return whether a folder for temporary files is the one that TMPDIR asks for, if it does."""
+    return os.path.abspath(os.environ.get("TMPDIR") or place) == place
 
 
 @contextlib.contextmanager

@@ -138,6 +138,7 @@ def test_the_environment_is_read_where_it_belongs():
         ),  # Slurm's and ssh's
         "planning/rank_setup.py",  # plays a launcher
         "training/memory_guard.py",  # variables of malloc
+        "training/helper_processes.py",  # TMPDIR, and what other Python processes get
     }
     readers = {str(path.relative_to(ROOT)) for path in python_files() if "os.environ" in path.read_text()}
     assert readers <= allowed

@@ -22,7 +22,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 from training.errors import UserError
-from training.helper_processes import SAFE_PATH, socket_place, temporary_files_in
+from training.helper_processes import keep_current_folder_out, socket_place, temporary_files_in
 
 # Installed packages only: Python 3.11's fork server does not know the paths that a script added.
 _PRELOADED_MODULES = ["torch", "torchvision.transforms.v2", "PIL.Image"]
@@ -86,7 +86,7 @@ def worker_context() -> ForkServerContext:
     _raise_descriptor_limit()
     context = _WorkerContext()
     context.set_forkserver_preload(_PRELOADED_MODULES)
-    os.environ |= SAFE_PATH
+    keep_current_folder_out()
     with temporary_files_in(socket_place()):
         util.get_temp_dir()  # it is made now, and kept for all sockets of this process and its workers
     resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM when it starts, so it must start first
