@@ -75,7 +75,8 @@ def test_the_best_weights_come_along_to_a_run_that_goes_on_elsewhere(folders):
     assert said == f"the weights of the best epoch so far, epoch 2, are copied from {old.weights}"
     assert new.weights.read_bytes() == old.weights.read_bytes()
     assert read_scores(new.path / EVALUATION) == {"epoch": 2, "top1": 0.5}
-    assert {path.name for path in new.path.iterdir()} == {"checkpoints", "evaluation", "model.safetensors"}
+    expected = {"checkpoints", "evaluation", "model.safetensors", "class_map.txt"}
+    assert {path.name for path in new.path.iterdir()} == expected
     assert result(new, best_epoch=2) == [
         "top-1 0.5000 on 9 held-out images (best epoch: 2; its weights are saved)",
         f"weights      {new.weights}",

@@ -131,7 +131,7 @@ def test_a_step_without_a_finite_loss_keeps_its_place(tmp_path):
         (["--lowest", "0.1", "--highest", "0.01", *LAUNCH], "--lowest 0.1 must be below --highest 0.01."),
         (["--lowest", "0", *LAUNCH], "--lowest '0': expected a number from 1e-12 to 1."),
         (["--lowest"], "--lowest: expected a number"),
-        ([*LAUNCH, "--optimiser", "sgd"], "unknown argument '--optimiser'. Did you mean '--optimizer'?"),
+        ([*LAUNCH, "--optimiser", "sgd"], "unknown argument '--optimiser'. Here that is --optimizer."),
         (["basic_cnn", "dpp", "2", "16", "1"], "unknown strategy 'dpp'. Did you mean 'ddp'?"),
         ([*LAUNCH, "--base-batch-size", "256"], "--base-batch-size: leave it out"),
         (["basic_cnn", "auto", *LAUNCH[2:]], "give ddp, fsdp_stage2, fsdp_stage3 in place of auto."),
