@@ -12,19 +12,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {
-    "scripts": 708,
-    "launch": 3495,
-    "models": 1819,
-    "training": 2871,
-    "training/data": 4073,
-    "training/recipe": 1842,
-    "training/parallel": 4265,
-    "training/checkpoint": 2046,
-    "training/observe": 2935,
-    "planning": 5355,
-    "delivery": 1585,
-    "delivery/export": 1250,
-    "delivery/report": 1410,
+    "scripts": 738,
+    "launch": 3548,
+    "models": 2208,
+    "training": 3156,
+    "training/data": 5006,
+    "training/recipe": 1913,
+    "training/parallel": 4449,
+    "training/checkpoint": 2205,
+    "training/observe": 3307,
+    "planning": 5549,
+    "delivery": 1735,
+    "delivery/export": 1267,
+    "delivery/report": 1427,
 }
 
 
