@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 from training.command_line import parse_args
 from training.config import REPO_ROOT, TrainConfig
 from training.errors import USER_ERROR_EXIT_CODE, UserError, shown
-from training.helper_processes import keep_current_folder_out
+from training.helper_processes import current_folder_kept_out
 from training.observe.lasting_output import outlast_readers
 from training.parallel.deepspeed_config import read_strategy_json
 
@@ -138,9 +138,9 @@ LAUNCHERS = {
 }
 
 
+@current_folder_kept_out()
 def run_launcher(main: Callable[[list[str]], int]) -> NoReturn:
     """Exit with what `main` returns for the command line, or with code 2 and one line for a UserError."""
-    keep_current_folder_out()
     outlast_readers()
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the ranks start, Ctrl-C ends it without a traceback

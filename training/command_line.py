@@ -29,7 +29,7 @@ from training.errors import (
     nearest,
     shown,
 )
-from training.helper_processes import keep_current_folder_out
+from training.helper_processes import current_folder_kept_out
 from training.observe.lasting_output import ReaderGone, report_failed_output
 
 Parsed = TypeVar("Parsed")
@@ -146,6 +146,7 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{message}{'' if message[-1] in '.?' else '.'} `--help` lists all flags.")
 
 
+@current_folder_kept_out()
 def run_script(
     name: str, parse: Callable[[list[str]], Parsed], action: Callable[[Parsed], int], *, writes_product: bool = False
 ) -> int:
@@ -159,7 +160,6 @@ def run_script(
         action: does the work and returns the exit code.
         writes_product: whether standard output is all that the script gives, so that it ends with the last reader.
     """
-    keep_current_folder_out()
     if sys.stdout is sys.__stdout__:  # the trainer's outlasts its reader
         report_failed_output(is_product=writes_product)
     try:

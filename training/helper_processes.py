@@ -11,16 +11,24 @@ from training.errors import UserError
 
 # A socket's path may have 107 bytes; those of multiprocessing add '/pymp-12345678/listener-12345678'.
 LONGEST_PLACE = 107 - 32
+SAFE_PATH = "PYTHONSAFEPATH"
 OTHER_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 
 
-def keep_current_folder_out() -> None:
-    """Let every Python process that is started from now on have -P.
+@contextlib.contextmanager
+def current_folder_kept_out() -> Iterator[None]:
+    """Let every Python process that is started inside the block have -P; also a decorator.
 
     Those of `-c` and `-m`, such as multiprocessing's and deepspeed's own, would import a random.py that lies in the
-    current folder.
+    current folder. Outside, the caller's own processes stay as they are.
     """
-    os.environ["PYTHONSAFEPATH"] = "1"
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(SAFE_PATH, None)
+        os.environ.update({} if before is None else {SAFE_PATH: before})
 
 
 def socket_place(subfolder: str = "") -> str:

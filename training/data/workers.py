@@ -22,7 +22,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 from training.errors import UserError
-from training.helper_processes import keep_current_folder_out, socket_place, temporary_files_in
+from training.helper_processes import current_folder_kept_out, socket_place, temporary_files_in
 
 # Installed packages only: Python 3.11's fork server does not know the paths that a script added.
 _PRELOADED_MODULES = ["torch", "torchvision.transforms.v2", "PIL.Image"]
@@ -86,9 +86,14 @@ def worker_context() -> ForkServerContext:
     _raise_descriptor_limit()
     context = _WorkerContext()
     context.set_forkserver_preload(_PRELOADED_MODULES)
-    keep_current_folder_out()
     with temporary_files_in(socket_place()):
         util.get_temp_dir()  # it is made now, and kept for all sockets of this process and its workers
+    _start_servers()
+    return context
+
+
+@current_folder_kept_out()
+def _start_servers() -> None:
     resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM when it starts, so it must start first
     # the fork server and its workers inherit the mask and keep it for life
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_FOR_THE_TRAINER)
@@ -96,7 +101,6 @@ def worker_context() -> ForkServerContext:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-    return context
 
 
 def _raise_descriptor_limit() -> None:
