@@ -13,6 +13,7 @@ from typing import get_args
 
 import pytest
 
+from scripts.train_distributed import train
 from training.command_line import parse_args
 from training.config import FIELDS, FLAG_OF, TrainConfig, save_config
 from training.config_check import check_config
@@ -279,3 +280,8 @@ def test_every_preset_is_valid_and_names_its_source_and_what_was_measured(name):
     assert words[:2] == [config.model_type, "ddp"]
     assert [int(word) for word in words[3:5]] == [config.batch_size, config.epochs]
     assert words[5:7] == ["--preset", name]
+
+
+def test_settings_that_are_right_are_said_to_be(capsys):
+    assert train(["--check-config", "--epochs", "3"]) == 0
+    assert capsys.readouterr().out.startswith("all is well with these settings; ")

@@ -14,6 +14,7 @@ import torch
 
 from training.data import workers
 from training.errors import UserError, known_failure
+from training.helper_processes import current_folder_kept_out
 from training.parallel.world import World
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
@@ -62,3 +63,18 @@ def test_too_many_open_files_is_one_line():
     assert known_failure(OSError(24, "Too many open files"), 1) == (
         "rank 1 may not open enough files: raise 'ulimit -n', or give fewer --workers"
     )
+
+
+def test_only_the_processes_of_workers_keep_the_current_folder_out(monkeypatch):
+    """Those that the caller starts afterwards, and the caller itself, stay as they are."""
+    for before in (None, "0"):
+        monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+        if before is not None:
+            monkeypatch.setenv("PYTHONSAFEPATH", before)
+        with current_folder_kept_out():
+            assert (
+                subprocess.run([sys.executable, "-c", "import sys; exit(sys.flags.safe_path)"], check=False).returncode
+                == 1
+            )
+        workers.worker_context()
+        assert os.environ.get("PYTHONSAFEPATH") == before
