@@ -220,7 +220,7 @@ class Job:
             state.sums.reset()
             state.progress = dataclasses.replace(state.progress, epoch=epoch + 1, step=0)
             self.saver.save()
-        self.saver.finish()
+        self.saver.finish(self.stop)
 
     def report(self) -> dict[str, Any]:
         """Return what the tests compare."""
