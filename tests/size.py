@@ -16,7 +16,7 @@ BUDGET = {
     "launch": 3548,
     "models": 2208,
     "training": 3164,
-    "training/data": 5010,
+    "training/data": 5008,
     "training/recipe": 1913,
     "training/parallel": 4449,
     "training/checkpoint": 2205,

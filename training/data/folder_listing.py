@@ -7,13 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from training.data.reading.formats import CURES, IMAGE_EXTENSIONS
 from training.data.reading.retry import entries_of, patiently
 from training.errors import UserError
 
-Links = Literal["follow", "refuse"]
 FoundFile = tuple[str, int, int]  # path relative to the root, with "/", size in bytes, time of the last change in ns
 
 NAMES_IN_NOTE = 5
