@@ -17,6 +17,7 @@ from launch.process_tree import POLL_SECONDS, Launch, code_of_zombie, is_alive, 
 from training.errors import (
     CANNOT_SAVE_EXIT_CODE,
     DIVERGED_EXIT_CODE,
+    FILE_SERVER_EXIT_CODE,
     OUT_OF_MEMORY_EXIT_CODE,
     TOO_MANY_BAD_STEPS_EXIT_CODE,
 )
@@ -198,6 +199,8 @@ def how_it_ended(code: int | None) -> str:
         return "is gone"
     if code == OUT_OF_MEMORY_EXIT_CODE:
         return "ran out of memory"
+    if code == FILE_SERVER_EXIT_CODE:
+        return "could not read images for now"
     number = -code if code < 0 else 256 - code if code > 256 - 32 else code - 128
     if number > 0:
         with contextlib.suppress(ValueError):

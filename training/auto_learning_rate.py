@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from training.run import RunContext
 
 TRIAL_STEPS = 300  # at most as many as the run has
+FAR = 5  # from the default, by which a rate is said to be below it
 TRIAL_FOLDER = "learning-rate-trial"
 
 
@@ -114,7 +115,8 @@ def _search(
             f"--learning-rate auto: no rate from {min(tried):g} to {max(tried):g} has clearly lowered the loss within "
             f"{len(tried[usual])} steps: give a number (the default is {usual:g})."
         )
-    return rate, f"final losses of short trainings: {in_words(tried)}"
+    far = f"far below the default, {usual:g}; " if rate < usual / FAR else ""
+    return rate, f"{far}final losses of short trainings: {in_words(tried)}"
 
 
 class _Losses(RunLogger):

@@ -105,7 +105,17 @@ def test_mistakes_raise_and_start_nothing(capsys, values, gpus, message):
 
 
 def test_a_rank_starts_no_ranks(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("MASTER_PORT", "29500")
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="this process is a rank already"):
+        run(TrainConfig(), gpus=2)
+
+
+def test_a_job_of_one_pod_starts_its_ranks_and_one_of_several_is_refused(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "23456"}.items():
+        monkeypatch.setenv(name, value)
+    assert run(TrainConfig(), gpus=2) == 65
+    assert capsys.readouterr().out.splitlines()[0].endswith(" None"), "the launcher gives the ranks their numbers"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="--nnodes"):
         run(TrainConfig(), gpus=2)

@@ -56,12 +56,15 @@ def environment_for_ranks() -> dict[str, str]:
     """Return the environment for a launcher that this process starts.
 
     Raises:
-        UserError: if this process is itself a rank that a launcher started.
+        UserError: if this process is itself a rank that a launcher started, or in one of several pods.
     """
     environment = dict(os.environ)
     if environment.get("MASTER_PORT") == PORT_OF_NONE:  # another thread trains, alone, in this process
         for name in (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
+    if "LOCAL_RANK" not in environment:  # a job of one pod
+        refuse_a_pod_alone(environment)
+        environment = {name: value for name, value in environment.items() if name not in RANK_VARIABLES}
     if "RANK" in environment:
         raise UserError("gpus: this process is a rank already, and its launcher has started the others: leave it out.")
     return environment
