@@ -183,10 +183,10 @@ def test_the_gradient_norm_keeps_its_digits_whatever_the_number_of_values(count)
     exact = (values.double() ** 2).sum().item()
     padded = torch.nn.functional.pad(values, (0, -count % BLOCK))
     square_sum = BlockSum([(count, len(padded))], ALONE)
-    assert square_sum([padded]).item() == pytest.approx(exact, rel=1e-6)
+    assert square_sum(padded).item() == pytest.approx(exact, rel=1e-6)
     assert sum_of_squares(values).item() == pytest.approx(exact, rel=1e-6)
     padded[count - 1] = values[-1] = math.inf
-    assert square_sum([padded]).item() == sum_of_squares(values).item() == math.inf
+    assert square_sum(padded).item() == sum_of_squares(values).item() == math.inf
 
 
 def test_a_part_without_elements_can_still_give_a_step_up():
@@ -194,9 +194,9 @@ def test_a_part_without_elements_can_still_give_a_step_up():
     values = torch.randn(2 * BLOCK, generator=torch.Generator().manual_seed(0))
     padded = torch.nn.functional.pad(values, (0, 2 * BLOCK))
     square_sum, alone = BlockSum([(len(values), len(padded))], ALONE), BlockSum([(len(values), len(values))], ALONE)
-    assert torch.equal(square_sum([padded]), alone([values]))
+    assert torch.equal(square_sum(padded), alone(values))
     padded[3 * BLOCK :] = math.nan
-    assert square_sum([padded]).isnan()
+    assert square_sum(padded).isnan()
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,9 @@ class Updates:
         if not self._clipping and self.scale == 1.0:
             return None
         factor = torch.full_like(norm, 1 / self.scale)
-        return factor * (self._clipping / (norm + 1e-6)).clamp(max=1.0) if self._clipping else factor
+        if self._clipping:
+            factor = factor * (self._clipping / (norm + 1e-6)).clamp(max=1.0)
+        return factor.nan_to_num(nan=0.0)  # of a step that is skipped: zeros beside its gradients stay zeros
 
     def apply(self, norm: torch.Tensor, update: Callable[[], None]) -> StepResult:
         """Count an update and adapt the loss scale, after `update` if the gradient is finite.
