@@ -89,15 +89,13 @@ class LeafSums:
         if parks:
             self._parked += 1
             self._rows[self._parked].copy_(self._rows[0])
+        is_sum = self._leaf > 0 and not parks
         pairs = [(place, gradient) for place, gradient in zip(places, gradients, strict=True) if gradient is not None]
-        present, values = [place for place, _ in pairs], [gradient for _, gradient in pairs]
-        if self._leaf and not parks:
-            torch._foreach_add_(present, values)
-        else:
-            torch._foreach_copy_(present, values)
-            for place, gradient in zip(places, gradients, strict=True):
-                if gradient is None:
-                    place.zero_()
+        if pairs:
+            (torch._foreach_add_ if is_sum else torch._foreach_copy_)(*map(list, zip(*pairs, strict=True)))
+        for place, gradient in zip(places, gradients, strict=True):
+            if gradient is None and not is_sum:
+                place.zero_()
         for _ in range(joins):
             self._rows[0].add_(self._rows[self._parked])
             self._parked -= 1
