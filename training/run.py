@@ -73,7 +73,7 @@ from training.observe.scores import Scores, ScoreSums
 from training.observe.step_metrics import peak_memory_per_rank, resident_bytes, run_point, start_timing
 from training.observe.timing import measured_communication
 from training.out_of_memory import describe_failure, is_out_of_memory
-from training.parallel.build_engine import build_engine, resolve_engine
+from training.parallel.build_engine import build_engine, note_deepspeed, resolve_engine
 from training.parallel.collectives import agreed, barrier, error_on_any_rank, ranks_per_machine
 from training.parallel.compilation import auto_compiles, resolve_compile
 from training.parallel.compiled_code import CompiledCode
@@ -293,7 +293,8 @@ def build_run(
     is_choice = config.compile != "auto" or compiles == auto_compiles(config, pixels, world.device)
     same_code = "" if is_choice else "on" if compiles else "off"
     setup, engine_name = set_up_engine(config, built, strategy_json, precision, world, compiles=compiles)
-    notes = [*notes, *note_other_epochs(config, found, plan, head_epochs, engine_name, same_code)]
+    notes += note_other_epochs(config, found, plan, head_epochs, engine_name, same_code)
+    notes += note_deepspeed(config.engine, engine_name, setup.plan, strategy_json)
     first_step = plan.position(found.manifest.progress) if found else 0
     loggers = Loggers([])
     if world.is_main:

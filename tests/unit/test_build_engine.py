@@ -18,7 +18,7 @@ from training.config_check import check_config
 from training.errors import UserError
 from training.parallel import model as model_module
 from training.parallel.block_norms import BLOCK, BlockSum, sum_of_squares
-from training.parallel.build_engine import build_engine, resolve_engine
+from training.parallel.build_engine import build_engine, note_deepspeed, resolve_engine
 from training.parallel.compilation import PIXELS_THAT_PAY, compile_mode, resolve_compile
 from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.engine import EngineSetup
@@ -44,12 +44,33 @@ def model(parameters):
         ("fsdp_stage2", LARGE, CPU, "deepspeed"),
         ("fsdp_stage3", SMALL, CPU, "native"),
         ("fsdp_stage3", LARGE, CPU, "deepspeed"),
-        *((strategy, SMALL, GPU, "deepspeed") for strategy in STRATEGIES),
+        *((strategy, SMALL, GPU, "native") for strategy in STRATEGIES),
+        ("ddp", LARGE, GPU, "native"),
+        ("fsdp_stage2", LARGE, GPU, "torch"),
+        ("fsdp_stage3", LARGE, GPU, "torch"),
     ],
 )
-def test_auto_takes_the_native_engine_where_it_was_measured(strategy, parameters, device, expected):
+def test_auto_takes_the_engine_with_the_least_work_on_the_host(strategy, parameters, device, expected):
     json = read_strategy_json(strategy)
     assert resolve_engine("auto", plan_of(strategy, 2), json, model(parameters), device) == expected
+
+
+def test_auto_on_gpus_shards_nothing_over_one_and_by_pytorch_what_is_kept_once_per_machine():
+    json, small, large = read_strategy_json("fsdp_stage3"), model(SMALL), model(LARGE)
+    assert resolve_engine("auto", plan_of("fsdp_stage3", 1), json, large, GPU) == "native"
+    assert resolve_engine("auto", plan_of("fsdp_stage3", 4, shards=2), json, small, GPU) == "torch"
+    with_a_number = nn.ParameterList([torch.empty(LARGE, device="meta"), torch.ones(())])
+    assert resolve_engine("auto", plan_of("fsdp_stage3", 2), json, with_a_number, GPU) == "native"
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_auto_says_why_it_takes_deepspeed(device):
+    plan = plan_of("fsdp_stage3", 2, "all")
+    assert resolve_engine("auto", plan, {"flops_profiler": {}}, model(SMALL), device) == "deepspeed"
+    assert note_deepspeed("auto", "deepspeed", plan, {"flops_profiler": {}}) == [
+        "--engine auto is deepspeed, which alone knows flops_profiler, --offload"
+    ]
+    assert note_deepspeed("deepspeed", "deepspeed", plan, {}) == note_deepspeed("auto", "native", plan, {}) == []
 
 
 @pytest.mark.parametrize(
