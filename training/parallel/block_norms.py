@@ -103,7 +103,8 @@ class ParameterBlocks:
         others = torch.cat([values, values.new_zeros(1)])[self._places]
         own = torch.cat([squares_of_rows(rows), squares_of_rows(others)])[self._order]
         pieces = gather_rows(self._padded(own, 0).to(self._world.device), self._world).view(-1)
-        return torch.segment_reduce(pieces[self._by_parameter], "sum", lengths=self._counts)
+        # Unchecked: a check of the lengths would wait for the device.
+        return torch.segment_reduce(pieces[self._by_parameter], "sum", lengths=self._counts, unsafe=True)
 
     def _padded(self, values: torch.Tensor, filling: int) -> torch.Tensor:
         return torch.nn.functional.pad(values, (0, self._most_pieces - len(values)), value=filling)
