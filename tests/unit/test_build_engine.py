@@ -19,7 +19,13 @@ from training.errors import UserError
 from training.parallel import model as model_module
 from training.parallel.block_norms import BLOCK, BlockSum, sum_of_squares
 from training.parallel.build_engine import build_engine, note_deepspeed, resolve_engine
-from training.parallel.compilation import PIXELS_THAT_PAY, compile_mode, resolve_compile
+from training.parallel.compilation import (
+    PIXELS_THAT_PAY,
+    PIXELS_THAT_PAY_ON_GPU,
+    compile_mode,
+    compile_network,
+    resolve_compile,
+)
 from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.engine import EngineSetup
 from training.parallel.precision import note_slow_bf16
@@ -131,6 +137,7 @@ LONG, SHORT = PIXELS_THAT_PAY, PIXELS_THAT_PAY - 1
         ("auto", "mobilenet", SHORT, ALONE, None, False),
         ("auto", "basic_cnn", LONG, ALONE, None, False),
         ("auto", "mobilenet", LONG, ON_GPU, None, False),
+        ("auto", "vgg", PIXELS_THAT_PAY_ON_GPU, ON_GPU, None, True),
         ("auto", "basic_cnn", SHORT, ALONE, "on", True),
         ("auto", "mobilenet", LONG, ALONE, "off", False),
         ("auto", "mobilenet", LONG, ALONE, "auto", False),  # of a version whose auto never compiled
@@ -158,13 +165,51 @@ def test_compile_without_a_compiler_is_one_line(monkeypatch):
     assert not resolve_compile(TrainConfig(model_type="mobilenet"), None, LONG, ALONE)
 
 
-def test_small_batches_on_a_gpu_take_cuda_graphs_if_the_weights_stay_where_they_are():
+def test_gpus_take_cuda_graphs_if_the_weights_stay_where_they_are():
     for strategy, plan in STRATEGIES.items():
         expected = None if strategy == "fsdp_stage3" else "reduce-overhead"
-        assert compile_mode(GPU, 16, plan) == expected
-        assert compile_mode(GPU, 16, plan, keeps_gradients=True) is None
-        assert compile_mode(GPU, 64, plan) is None
-        assert compile_mode(CPU, 16, plan) is None
+        assert compile_mode(GPU, plan) == expected
+        assert compile_mode(GPU, plan, keeps_gradients=True) is None
+        assert compile_mode(CPU, plan) is None
+
+
+class _Uncompilable(nn.Sequential):
+    def compile(self, **_: object) -> None:
+        self._compiled_call_impl = _fail
+
+
+def _fail(images: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no such compiler\nsecond line")
+
+
+def _setup(network: nn.Module) -> EngineSetup:
+    optimizer = torch.optim.SGD(network.parameters())
+    return EngineSetup(network, optimizer, plan_of("ddp", 1), "fp32", ALONE, 2, image_shape=(3, 2, 2))
+
+
+def test_what_cannot_be_compiled_trains_as_it_is_with_a_note_or_is_one_line():
+    network, images = _Uncompilable(nn.Flatten(), nn.Linear(12, 2)), torch.rand(2, 3, 2, 2)
+    expected, setup = network(images), _setup(network)
+    compile_network(network, setup)
+    assert torch.equal(network(images), expected)
+    assert setup.notes == [
+        "torch.compile failed: RuntimeError, no such compiler second line",
+        "trains without torch.compile",
+    ]
+    with pytest.raises(UserError, match="--compile on: torch.compile failed: RuntimeError, no such compiler"):
+        compile_network(network, dataclasses.replace(setup, must_compile=True))
+
+
+def test_the_trial_of_compiled_code_leaves_no_trace(monkeypatch):
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout(), nn.Flatten(), nn.Linear(16, 2))
+    network.eval()
+    before, calls, setup = [*map(torch.clone, network.state_dict().values())], [], _setup(network)
+    monkeypatch.setattr(network, "compile", lambda mode: None)
+    network.register_forward_hook(lambda module, inputs, _: calls.append((module.training, inputs[0].shape)))
+    compile_network(network, setup)
+    assert calls == [(True, (2, 3, 2, 2))] and setup.notes == [] and not network.training
+    assert all(map(torch.equal, network.state_dict().values(), before))
+    assert all(parameter.grad is None for parameter in network.parameters())
 
 
 def test_recomputed_stages_have_synchronized_batchnorms_on_gpus(monkeypatch):

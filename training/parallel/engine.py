@@ -114,6 +114,9 @@ class EngineSetup:
         gradient_clipping: largest global L2 norm of the gradient; 0 for none.
         deepspeed_config: of `training.parallel.deepspeed_config`, which only DeepSpeed follows.
         compiles: whether the model runs through `torch.compile`.
+        must_compile: whether it is an error if that fails.
+        image_shape: [C, H, W] of the images that it is tried with; None for no trial.
+        notes: lines for the log, to which the engine adds.
     """
 
     module: nn.Module
@@ -126,6 +129,9 @@ class EngineSetup:
     gradient_clipping: float = 0.0
     deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
     compiles: bool = False
+    must_compile: bool = False
+    image_shape: tuple[int, int, int] | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 class Engine(Protocol):

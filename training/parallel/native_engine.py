@@ -23,7 +23,7 @@ from training.parallel.batchnorm import sends_statistics
 from training.parallel.block_norms import BlockSum
 from training.parallel.buckets import BackwardOrder, make_buckets
 from training.parallel.collectives import barrier
-from training.parallel.compilation import compile_mode
+from training.parallel.compilation import compile_network
 from training.parallel.engine import Engine, EngineSetup, StepResult, Updates
 from training.parallel.model_buffers import ModelBuffers
 from training.parallel.parameter_shards import (
@@ -69,7 +69,7 @@ class NativeEngine(Engine):
         self._has_all_weights, self._gives_up = True, False
         bind_lamb(self.optimizer, self.state(), setup.world, by_blocks=True)
         if setup.compiles:
-            self._network.compile(mode=compile_mode(self._world.device, setup.batch_size, setup.plan))
+            compile_network(self._network, setup)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         self._gather()

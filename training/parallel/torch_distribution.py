@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from training.parallel.activation_checkpointing import repeated_blocks
 from training.parallel.collectives import copy_from_main, gather_rows
-from training.parallel.compilation import compile_mode
+from training.parallel.compilation import compile_network
 from training.parallel.engine import EngineSetup
 from training.parallel.precision import under_autocast
 from training.recipe.optimizer import updates_matrices
@@ -70,9 +70,7 @@ class Replicated(Distribution):
         module.to(memory_format=torch.channels_last)
         self._network = under_autocast(module, setup.precision, world.device)
         if setup.compiles:
-            sums_by_autograd = setup.accumulation_steps > 1
-            mode = compile_mode(world.device, setup.batch_size, setup.plan, keeps_gradients=sums_by_autograd)
-            self._network.compile(mode=mode)
+            compile_network(self._network, setup, keeps_gradients=setup.accumulation_steps > 1)
         self._parallel = self._exchanging() if world.size > 1 else None
         cost = _products if self._deals_updates else torch.Tensor.numel
         self._owners = _deal({name: cost(parameter) for name, parameter in module.named_parameters()}, world.size)
