@@ -56,7 +56,7 @@ def engine_of(
             bucket.buffers.sums = LeafSums([bucket.buffers.gradients], [LeafAdditions(False, 0)] * accumulation)
         engine.buffers.select = lambda version: None  # type: ignore[method-assign]
         engine._block_sum = lambda parts: sum_over_ranks(  # type: ignore[assignment]
-            sum(squares_of_rows(part.view(-1, BLOCK)).sum() for part in parts), world
+            squares_of_rows(parts.view(-1, BLOCK)).sum(), world
         )
     return engine
 

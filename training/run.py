@@ -73,7 +73,7 @@ from training.observe.scores import Scores, ScoreSums
 from training.observe.step_metrics import peak_memory_per_rank, resident_bytes, run_point, start_timing
 from training.observe.timing import measured_communication
 from training.out_of_memory import describe_failure, is_out_of_memory
-from training.parallel.build_engine import build_engine, resolve_engine
+from training.parallel.build_engine import build_engine, note_deepspeed, resolve_engine
 from training.parallel.collectives import agreed, barrier, error_on_any_rank, ranks_per_machine
 from training.parallel.compilation import auto_compiles, resolve_compile
 from training.parallel.compiled_code import CompiledCode
@@ -290,10 +290,11 @@ def build_run(
         agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch, data), world)
     pixels = config.epochs * len(data.train) * data.train.preprocessing["image_size"] ** 2
     compiles = resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, world)
-    is_choice = config.compile != "auto" or compiles == auto_compiles(config, pixels, world.device)
+    is_choice = config.compile != "auto" or compiles == auto_compiles(config, pixels, world)
     same_code = "" if is_choice else "on" if compiles else "off"
     setup, engine_name = set_up_engine(config, built, strategy_json, precision, world, compiles=compiles)
-    notes = [*notes, *note_other_epochs(config, found, plan, head_epochs, engine_name, same_code)]
+    notes += note_other_epochs(config, found, plan, head_epochs, engine_name, same_code)
+    notes += note_deepspeed(config.engine, engine_name, setup.plan, strategy_json)
     first_step = plan.position(found.manifest.progress) if found else 0
     loggers = Loggers([])
     if world.is_main:
@@ -309,7 +310,9 @@ def build_run(
         recipe = (built.description, config.micro_batch, precision, config.strategy, engine_name)
         compiled_code = CompiledCode(recipe, world)
         notes = [*notes, *compiled_code.notes]
+    setup = dataclasses.replace(setup, must_compile=config.compile == "on", image_shape=data.image_shape)
     engine = build_engine(setup, engine_name)
+    notes = [*notes, *setup.notes]
     if compiled_code is not None:  # after DeepSpeed's own first step, of zeros, in its constructor
         compiled_code.keep_after_first_step(setup.optimizer)
     return RunContext(

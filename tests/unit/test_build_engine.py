@@ -18,8 +18,14 @@ from training.config_check import check_config
 from training.errors import UserError
 from training.parallel import model as model_module
 from training.parallel.block_norms import BLOCK, BlockSum, sum_of_squares
-from training.parallel.build_engine import build_engine, resolve_engine
-from training.parallel.compilation import PIXELS_THAT_PAY, compile_mode, resolve_compile
+from training.parallel.build_engine import build_engine, note_deepspeed, resolve_engine
+from training.parallel.compilation import (
+    PIXELS_THAT_PAY,
+    PIXELS_THAT_PAY_ON_GPU,
+    compile_mode,
+    compile_network,
+    resolve_compile,
+)
 from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.engine import EngineSetup
 from training.parallel.precision import note_slow_bf16
@@ -44,12 +50,33 @@ def model(parameters):
         ("fsdp_stage2", LARGE, CPU, "deepspeed"),
         ("fsdp_stage3", SMALL, CPU, "native"),
         ("fsdp_stage3", LARGE, CPU, "deepspeed"),
-        *((strategy, SMALL, GPU, "deepspeed") for strategy in STRATEGIES),
+        *((strategy, SMALL, GPU, "native") for strategy in STRATEGIES),
+        ("ddp", LARGE, GPU, "native"),
+        ("fsdp_stage2", LARGE, GPU, "torch"),
+        ("fsdp_stage3", LARGE, GPU, "torch"),
     ],
 )
-def test_auto_takes_the_native_engine_where_it_was_measured(strategy, parameters, device, expected):
+def test_auto_takes_the_engine_with_the_least_work_on_the_host(strategy, parameters, device, expected):
     json = read_strategy_json(strategy)
     assert resolve_engine("auto", plan_of(strategy, 2), json, model(parameters), device) == expected
+
+
+def test_auto_on_gpus_shards_nothing_over_one_and_by_pytorch_what_is_kept_once_per_machine():
+    json, small, large = read_strategy_json("fsdp_stage3"), model(SMALL), model(LARGE)
+    assert resolve_engine("auto", plan_of("fsdp_stage3", 1), json, large, GPU) == "native"
+    assert resolve_engine("auto", plan_of("fsdp_stage3", 4, shards=2), json, small, GPU) == "torch"
+    with_a_number = nn.ParameterList([torch.empty(LARGE, device="meta"), torch.ones(())])
+    assert resolve_engine("auto", plan_of("fsdp_stage3", 2), json, with_a_number, GPU) == "native"
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_auto_says_why_it_takes_deepspeed(device):
+    plan = plan_of("fsdp_stage3", 2, "all")
+    assert resolve_engine("auto", plan, {"flops_profiler": {}}, model(SMALL), device) == "deepspeed"
+    assert note_deepspeed("auto", "deepspeed", plan, {"flops_profiler": {}}) == [
+        "--engine auto is deepspeed, which alone knows flops_profiler, --offload"
+    ]
+    assert note_deepspeed("deepspeed", "deepspeed", plan, {}) == note_deepspeed("auto", "native", plan, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -110,6 +137,7 @@ LONG, SHORT = PIXELS_THAT_PAY, PIXELS_THAT_PAY - 1
         ("auto", "mobilenet", SHORT, ALONE, None, False),
         ("auto", "basic_cnn", LONG, ALONE, None, False),
         ("auto", "mobilenet", LONG, ON_GPU, None, False),
+        ("auto", "vgg", PIXELS_THAT_PAY_ON_GPU, ON_GPU, None, True),
         ("auto", "basic_cnn", SHORT, ALONE, "on", True),
         ("auto", "mobilenet", LONG, ALONE, "off", False),
         ("auto", "mobilenet", LONG, ALONE, "auto", False),  # of a version whose auto never compiled
@@ -137,13 +165,51 @@ def test_compile_without_a_compiler_is_one_line(monkeypatch):
     assert not resolve_compile(TrainConfig(model_type="mobilenet"), None, LONG, ALONE)
 
 
-def test_small_batches_on_a_gpu_take_cuda_graphs_if_the_weights_stay_where_they_are():
+def test_gpus_take_cuda_graphs_if_the_weights_stay_where_they_are():
     for strategy, plan in STRATEGIES.items():
         expected = None if strategy == "fsdp_stage3" else "reduce-overhead"
-        assert compile_mode(GPU, 16, plan) == expected
-        assert compile_mode(GPU, 16, plan, keeps_gradients=True) is None
-        assert compile_mode(GPU, 64, plan) is None
-        assert compile_mode(CPU, 16, plan) is None
+        assert compile_mode(GPU, plan) == expected
+        assert compile_mode(GPU, plan, keeps_gradients=True) is None
+        assert compile_mode(CPU, plan) is None
+
+
+class _Uncompilable(nn.Sequential):
+    def compile(self, **_: object) -> None:
+        self._compiled_call_impl = _fail
+
+
+def _fail(images: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no such compiler\nsecond line")
+
+
+def _setup(network: nn.Module) -> EngineSetup:
+    optimizer = torch.optim.SGD(network.parameters())
+    return EngineSetup(network, optimizer, plan_of("ddp", 1), "fp32", ALONE, 2, image_shape=(3, 2, 2))
+
+
+def test_what_cannot_be_compiled_trains_as_it_is_with_a_note_or_is_one_line():
+    network, images = _Uncompilable(nn.Flatten(), nn.Linear(12, 2)), torch.rand(2, 3, 2, 2)
+    expected, setup = network(images), _setup(network)
+    compile_network(network, setup)
+    assert torch.equal(network(images), expected)
+    assert setup.notes == [
+        "torch.compile failed: RuntimeError, no such compiler second line",
+        "trains without torch.compile",
+    ]
+    with pytest.raises(UserError, match="--compile on: torch.compile failed: RuntimeError, no such compiler"):
+        compile_network(network, dataclasses.replace(setup, must_compile=True))
+
+
+def test_the_trial_of_compiled_code_leaves_no_trace(monkeypatch):
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout(), nn.Flatten(), nn.Linear(16, 2))
+    network.eval()
+    before, calls, setup = [*map(torch.clone, network.state_dict().values())], [], _setup(network)
+    monkeypatch.setattr(network, "compile", lambda mode: None)
+    network.register_forward_hook(lambda module, inputs, _: calls.append((module.training, inputs[0].shape)))
+    compile_network(network, setup)
+    assert calls == [(True, (2, 3, 2, 2))] and setup.notes == [] and not network.training
+    assert all(map(torch.equal, network.state_dict().values(), before))
+    assert all(parameter.grad is None for parameter in network.parameters())
 
 
 def test_recomputed_stages_have_synchronized_batchnorms_on_gpus(monkeypatch):
@@ -183,10 +249,10 @@ def test_the_gradient_norm_keeps_its_digits_whatever_the_number_of_values(count)
     exact = (values.double() ** 2).sum().item()
     padded = torch.nn.functional.pad(values, (0, -count % BLOCK))
     square_sum = BlockSum([(count, len(padded))], ALONE)
-    assert square_sum([padded]).item() == pytest.approx(exact, rel=1e-6)
+    assert square_sum(padded).item() == pytest.approx(exact, rel=1e-6)
     assert sum_of_squares(values).item() == pytest.approx(exact, rel=1e-6)
     padded[count - 1] = values[-1] = math.inf
-    assert square_sum([padded]).item() == sum_of_squares(values).item() == math.inf
+    assert square_sum(padded).item() == sum_of_squares(values).item() == math.inf
 
 
 def test_a_part_without_elements_can_still_give_a_step_up():
@@ -194,9 +260,9 @@ def test_a_part_without_elements_can_still_give_a_step_up():
     values = torch.randn(2 * BLOCK, generator=torch.Generator().manual_seed(0))
     padded = torch.nn.functional.pad(values, (0, 2 * BLOCK))
     square_sum, alone = BlockSum([(len(values), len(padded))], ALONE), BlockSum([(len(values), len(values))], ALONE)
-    assert torch.equal(square_sum([padded]), alone([values]))
+    assert torch.equal(square_sum(padded), alone(values))
     padded[3 * BLOCK :] = math.nan
-    assert square_sum([padded]).isnan()
+    assert square_sum(padded).isnan()
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,9 @@ class BlockSum:
         unused = torch.ones(row * world.size, dtype=torch.bool).index_fill_(0, torch.cat(places), False)
         self._zeros = unused.nonzero().view(-1).to(world.device)
 
-    def __call__(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum, float64 [], of this rank's parts and the others'; a collective."""
-        own = torch.cat([squares_of_rows(part.view(-1, BLOCK)) for part in parts])
-        rows = gather_rows(own, self._world).view(-1)
+    def __call__(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return the sum, float64 [], of this rank's parts, one after another, and the others'; a collective."""
+        rows = gather_rows(squares_of_rows(parts.view(-1, BLOCK)), self._world).view(-1)
         # The blocks without elements add 0, or NaN if their rank says by it that it gives the step up.
         return rows[self._places].sum() + rows[self._zeros].sum()
 
@@ -104,7 +103,8 @@ class ParameterBlocks:
         others = torch.cat([values, values.new_zeros(1)])[self._places]
         own = torch.cat([squares_of_rows(rows), squares_of_rows(others)])[self._order]
         pieces = gather_rows(self._padded(own, 0).to(self._world.device), self._world).view(-1)
-        return torch.segment_reduce(pieces[self._by_parameter], "sum", lengths=self._counts)
+        # Unchecked: a check of the lengths would wait for the device.
+        return torch.segment_reduce(pieces[self._by_parameter], "sum", lengths=self._counts, unsafe=True)
 
     def _padded(self, values: torch.Tensor, filling: int) -> torch.Tensor:
         return torch.nn.functional.pad(values, (0, self._most_pieces - len(values)), value=filling)

@@ -24,7 +24,9 @@ from training.parallel.summation_tree import StepTree
 from training.parallel.world import World
 
 ALIGNMENT = 16  # elements: every parameter begins on a cache line
-FEWEST_ELEMENTS = 1 << 18  # of a bucket to which no further parameter is added: 1 MB
+# Of a bucket to which no further parameter is added: 1 MB, as fits a core's cache, or 16 MB, as NCCL needs for its
+# rate and a GPU for few kernels.
+FEWEST_ELEMENTS, FEWEST_ELEMENTS_ON_GPU = 1 << 18, 1 << 22
 
 
 class Bucket:
@@ -35,31 +37,57 @@ class Bucket:
         buffers: weights and gradients; a part is a whole number of blocks.
         elements: of the parameters, with what aligns them; the same on any number of ranks.
         master: this rank's part of the weights [n / ranks], the one parameter that the optimizer sees.
-        gradient: of the master, [n / ranks]; set by each step.
+
+    Args:
+        parameters: by name.
+        world: the ranks.
+        tree: of the step.
+        sum_of_part: zeros [n / ranks], for the sum of this rank's part of the gradients.
+        is_first: whether it is summed and gathered before the other buckets.
+        releasable: whether the other ranks' parts of the weights shall take no memory between the steps.
     """
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], world: World, tree: StepTree, *, is_first: bool, releasable: bool
+        self,
+        parameters: dict[str, nn.Parameter],
+        world: World,
+        tree: StepTree,
+        sum_of_part: torch.Tensor,
+        *,
+        is_first: bool,
+        releasable: bool,
     ) -> None:
         self.parameters, self._starts, self.elements = parameters, dict[str, int](), 0
         for name, parameter in parameters.items():
             self._starts[name] = self.elements
-            self.elements += _round_up(parameter.numel(), ALIGNMENT)
-        size = _round_up(self.elements, BLOCK * world.size)
-        self.buffers = make_buffers(size, world, tree, is_first=is_first, releasable=releasable)
-        part = size // world.size
+            self.elements += _aligned(parameter)
+        part = len(sum_of_part)
         self._low, self._high = world.rank * part, (world.rank + 1) * part
+        size = part * world.size
+        self.buffers = make_buffers(size, world, tree, sum_of_part, is_first=is_first, releasable=releasable)
+        self._places = []  # of the gradients
         for name, parameter in parameters.items():
-            weight, gradient = (
+            weight, place = (
                 _view(flat, self._starts[name], parameter.shape)
                 for flat in (self.buffers.weights, self.buffers.gradients)
             )
             if world.is_main:
                 weight.copy_(parameter.detach())
-            parameter.data, parameter.grad = weight, gradient
+            parameter.data = weight
+            self._places.append(place)
         self.buffers.start_from_main()
         self.master = nn.Parameter(self.buffers.part)
-        self.gradient = torch.zeros(0)
+
+    def add_leaf(self) -> None:
+        """Add the parameters' gradients to the sum over this rank's leaves, and take them from the parameters.
+
+        Autograd hands over the tensor that it has computed to a parameter without a gradient, and adds one to a
+        parameter that has one: a kernel for each.
+        """
+        parameters = self.parameters.values()
+        self.buffers.sums.add(self._places, [parameter.grad for parameter in parameters])
+        for parameter in parameters:
+            parameter.grad = None
 
     def shards(self, moments: Mapping[str, torch.Tensor]) -> Iterator[ParameterShard]:
         """Yield the parts of parameters that lie in this rank's part, with the optimizer's state of it."""
@@ -98,7 +126,7 @@ class BackwardOrder:
         self._missing: list[int] = []  # gradients of each bucket
         self._completed, self._sums_over_ranks = 0, False
         for position, bucket in enumerate(self._buckets):
-            for parameter in bucket.parameters.values() if bucket.buffers.sends else ():
+            for parameter in bucket.parameters.values():
                 parameter.register_post_accumulate_grad_hook(lambda _, position=position: self._count(position))
 
     def begin(self, *, sums_over_ranks: bool) -> None:
@@ -122,19 +150,22 @@ class BackwardOrder:
             self._complete_next()
 
     def _complete_next(self) -> None:
-        buffers = self._buckets[self._completed].buffers
+        bucket = self._buckets[self._completed]
         self._completed += 1
-        buffers.sums.after_backward()
+        bucket.add_leaf()
         if self._sums_over_ranks:
             self.is_sending = True
-            buffers.start_sum()
+            bucket.buffers.start_sum()
             self.is_sending = False
 
 
 def make_buckets(
     module: nn.Module, optimizer: torch.optim.Optimizer, world: World, tree: StepTree, *, releasable: bool
-) -> list[Bucket]:
+) -> tuple[list[Bucket], torch.Tensor]:
     """Move the optimizer's parameters into buckets, whose masters become its parameters; a collective.
+
+    Returns:
+        The buckets, and the gradients of their masters, one after another in one tensor.
 
     Args:
         module: whose parameters they are.
@@ -144,24 +175,31 @@ def make_buckets(
         releasable: whether the other ranks' parts of the weights shall take no memory between the steps.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    buckets: list[Bucket] = []
+    fewest = FEWEST_ELEMENTS_ON_GPU if world.device.type == "cuda" else FEWEST_ELEMENTS
+    members = [
+        (group, cut)
+        for group in optimizer.param_groups
+        for cut in _cut({names[id(parameter)]: parameter for parameter in group["params"]}, fewest)
+    ]
+    parts = [_round_up(sum(map(_aligned, cut.values())), BLOCK * world.size) // world.size for _, cut in members]
+    gradients = torch.zeros(sum(parts), device=world.device)
     for group in optimizer.param_groups:
-        parameters = {names[id(parameter)]: parameter for parameter in group["params"]}
         group["params"] = []
-        for members in _cut(parameters):
-            buckets.append(Bucket(members, world, tree, is_first=not buckets, releasable=releasable))
-            group["params"].append(buckets[-1].master)
-    return buckets
+    buckets: list[Bucket] = []
+    for (group, cut), gradient in zip(members, gradients.split(parts), strict=True):
+        buckets.append(Bucket(cut, world, tree, gradient, is_first=not buckets, releasable=releasable))
+        group["params"].append(buckets[-1].master)
+    return buckets, gradients
 
 
-def _cut(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
-    """Yield consecutive parameters, each time as few as have `FEWEST_ELEMENTS`; the last are what is left."""
+def _cut(parameters: Mapping[str, nn.Parameter], fewest: int) -> Iterator[dict[str, nn.Parameter]]:
+    """Yield consecutive parameters, each time as few as have so many elements; the last are what is left."""
     members: dict[str, nn.Parameter] = {}
     elements = 0
     for name, parameter in parameters.items():
         members[name] = parameter
         elements += parameter.numel()
-        if elements >= FEWEST_ELEMENTS:
+        if elements >= fewest:
             yield members
             members, elements = {}, 0
     if members:
@@ -175,6 +213,10 @@ def _view(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
         return place.view(shape)
     outputs, inputs, height, width = shape
     return place.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
+
+
+def _aligned(parameter: torch.Tensor) -> int:
+    return _round_up(parameter.numel(), ALIGNMENT)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -35,9 +35,9 @@ def resolve_engine(
 ) -> str:
     """Return the engine of a run, a key of `ENGINES`.
 
-    'auto' is the native one if that was measured to be faster: on CPU ranks, for models whose gradients fit into one
-    bucket (any model under ddp, whose gradients are whole on every rank); PyTorch's if the update rule needs whole
-    parameters, or is not DeepSpeed's.
+    'auto' is DeepSpeed where the JSON asks for what it alone does. Otherwise it is the native one for models whose
+    gradients fit into one bucket, for any model if they are whole on every rank anyway (under ddp, on a single GPU). For
+    the others, and if the update rule needs whole parameters, it is PyTorch's, on CPU ranks DeepSpeed.
 
     Args:
         engine: 'auto' or a key of `ENGINES`.
@@ -52,9 +52,9 @@ def resolve_engine(
     """
     if engine == "auto" and optimizer in (*WHOLE_PARAMETER, *NOT_DEEPSPEED):
         engine = "torch"
-    needs_deepspeed = keys_of_deepspeed_alone(strategy_json)
-    if plan.offload != "none" and engine != "torch":
-        needs_deepspeed.append("--offload")
+    needs_deepspeed = reasons_for_deepspeed(plan, strategy_json)
+    if engine == "torch":
+        needs_deepspeed = keys_of_deepspeed_alone(strategy_json)
     if engine in ("native", "torch") and needs_deepspeed:
         raise UserError(
             f"--engine {engine} does not know {', '.join(needs_deepspeed)}: use --engine deepspeed, or auto."
@@ -63,9 +63,34 @@ def resolve_engine(
         _check_torch(plan, module)
     if engine != "auto":
         return engine
+    if needs_deepspeed:
+        return "deepspeed"
     parameters = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    fits = plan.zero_stage == 1 or parameters <= plan.bucket_elements
-    return "native" if fits and device.type == "cpu" and not needs_deepspeed else "deepspeed"
+    if plan.zero_stage == 1 or parameters <= plan.bucket_elements and plan.replicas == 1:
+        return "native"
+    if device.type == "cpu":
+        return "native" if parameters <= plan.bucket_elements else "deepspeed"
+    ranks = plan.shards * plan.replicas
+    return "native" if ranks == 1 or _single_number(module) else "torch"
+
+
+def reasons_for_deepspeed(plan: ParallelPlan, strategy_json: Mapping[str, Any]) -> list[str]:
+    """Return what asks for DeepSpeed: keys of the JSON that it alone follows, and --offload."""
+    return keys_of_deepspeed_alone(strategy_json) + (["--offload"] if plan.offload != "none" else [])
+
+
+def note_deepspeed(asked: str, engine: str, plan: ParallelPlan, strategy_json: Mapping[str, Any]) -> list[str]:
+    """Return a note if 'auto' has taken DeepSpeed, with the reason; for arguments see `resolve_engine`."""
+    if asked != "auto" or engine != "deepspeed":
+        return []
+    reasons = ", ".join(reasons_for_deepspeed(plan, strategy_json))
+    because = f"which alone knows {reasons}" if reasons else f"for more than {plan.bucket_elements:,} weights"
+    return [f"--engine auto is deepspeed, {because}"]
+
+
+def _single_number(module: nn.Module) -> str | None:
+    """Return the name of a parameter that is a single number, which FSDP2 cannot shard."""
+    return next((name for name, parameter in module.named_parameters() if not parameter.ndim), None)
 
 
 def _check_torch(plan: ParallelPlan, module: nn.Module) -> None:
@@ -75,7 +100,7 @@ def _check_torch(plan: ParallelPlan, module: nn.Module) -> None:
             "--offload optimizer: at stage 3 --engine torch offloads weights, gradients and optimizer state together: "
             "use --offload all, or --engine deepspeed."
         )
-    scalar = next((name for name, parameter in module.named_parameters() if not parameter.ndim), None)
+    scalar = _single_number(module)
     if plan.zero_stage > 1 and scalar:
         raise UserError(
             f"--engine torch cannot shard this model: its parameter {scalar} is a single number. "

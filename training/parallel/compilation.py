@@ -1,14 +1,16 @@
-"""Whether and how `torch.compile` compiles the model."""
+"""Whether and how `torch.compile` compiles the model, and what happens if it cannot."""
 
 from __future__ import annotations
 
 import shutil
 
 import torch
+from torch import nn
 
 from training.config import TrainConfig
-from training.errors import AgreedError
+from training.errors import AgreedError, one_line
 from training.parallel.collectives import error_on_any_rank
+from training.parallel.engine import IMAGES_WITHOUT_VALUE, EngineSetup
 from training.parallel.strategies import ParallelPlan
 from training.parallel.world import World
 
@@ -16,9 +18,11 @@ from training.parallel.world import World
 # so many pixels in all (images x epochs x side x side): several times what pays for the compilation.
 FASTER_ON_CPU = frozenset({"mobilenet", "efficientnet"})
 PIXELS_THAT_PAY = 20 * 10**9
+# On a GPU every model under `ddp`, in runs of so many pixels: 4 million images of 224 pixels, about 20 minutes of an
+# H100 in which compiling takes one or two. Not measured: published figures say 1.1 to 1.5 of the eager rate.
+PIXELS_THAT_PAY_ON_GPU = 200 * 10**9
 COMPILERS = ("g++", "clang++", "c++")
-# Up to this a GPU is bound by kernel launches, not by arithmetic, and CUDA graphs remove the launches.
-LARGEST_BATCH_FOR_CUDA_GRAPHS = 32
+REHEARSALS = 3  # steps: PyTorch records a CUDA graph in the second one
 
 
 def resolve_compile(config: TrainConfig, saved: str | None, pixels: int, world: World) -> bool:
@@ -40,7 +44,7 @@ def resolve_compile(config: TrainConfig, saved: str | None, pixels: int, world: 
     if config.compile == "auto" and saved is not None:
         wanted = saved == "on" and not config.activation_checkpointing
     elif config.compile == "auto":
-        wanted = auto_compiles(config, pixels, world.device)
+        wanted = auto_compiles(config, pixels, world)
     if not wanted:
         return False
     has_compiler = any(shutil.which(compiler) for compiler in COMPILERS)
@@ -51,28 +55,75 @@ def resolve_compile(config: TrainConfig, saved: str | None, pixels: int, world: 
     return not error
 
 
-def auto_compiles(config: TrainConfig, pixels: int, device: torch.device) -> bool:
+def auto_compiles(config: TrainConfig, pixels: int, world: World) -> bool:
     """Return what 'auto' wants for a fresh run; arguments as of `resolve_compile`."""
-    can_be = not (config.progressive_size or config.eval_image_size or config.activation_checkpointing)
-    is_faster = device.type == "cpu" and config.model_type in FASTER_ON_CPU
-    return is_faster and pixels >= PIXELS_THAT_PAY and can_be
+    if config.progressive_size or config.eval_image_size or config.activation_checkpointing:
+        return False
+    if world.device.type == "cpu":
+        return config.model_type in FASTER_ON_CPU and pixels >= PIXELS_THAT_PAY
+    return (config.strategy == "ddp" or world.size == 1) and pixels >= PIXELS_THAT_PAY_ON_GPU
 
 
-def compile_mode(
-    device: torch.device, batch_size_per_rank: int, plan: ParallelPlan, *, keeps_gradients: bool = False
-) -> str | None:
-    """Return the mode of `torch.compile`: CUDA graphs if batches are small, else its default.
+def compile_mode(device: torch.device, plan: ParallelPlan, *, keeps_gradients: bool = False) -> str | None:
+    """Return the mode of `torch.compile`: CUDA graphs where they are possible, else its default.
 
     A graph reads the weights at the addresses of its recording, which change if the weights are released. It writes
     the gradients where those of the micro-batch before may still be, if autograd's own tensors keep their sum.
 
     Args:
         device: of this rank.
-        batch_size_per_rank: images of a micro-batch.
         plan: whether the weights are released.
         keeps_gradients: whether autograd's tensors keep the gradients from one micro-batch to the next.
     """
-    are_launches_the_limit = device.type == "cuda" and batch_size_per_rank <= LARGEST_BATCH_FOR_CUDA_GRAPHS
-    if are_launches_the_limit and not plan.releases_weights and not keeps_gradients:
-        return "reduce-overhead"
+    has_graphs = device.type == "cuda" and not plan.releases_weights and not keeps_gradients
+    return "reduce-overhead" if has_graphs else None
+
+
+def compile_network(network: nn.Module, setup: EngineSetup, *, keeps_gradients: bool = False) -> None:
+    """Compile a network in place and run it, forward and backward, on images of zeros; a collective.
+
+    What fails there (the compiler, or memory for CUDA graphs) is noted in the setup. The network is then compiled
+    without graphs, or if that fails too not at all.
+
+    Args:
+        network: on the setup's device, with the weights where they stay.
+        setup: with `image_shape`, without which nothing is run.
+        keeps_gradients: as of `compile_mode`.
+
+    Raises:
+        AgreedError: on all ranks, if the network cannot be compiled and must be.
+    """
+    world, error = setup.world, None
+    for mode in dict.fromkeys((compile_mode(world.device, setup.plan, keeps_gradients=keeps_gradients), None)):
+        network.compile(mode=mode)
+        error = error_on_any_rank(_rehearse(network, setup), world)
+        if error is None:
+            return
+        network._compiled_call_impl = None
+        torch._dynamo.reset()
+        setup.notes.append(f"torch.compile{' with CUDA graphs' if mode else ''} failed: {error}")
+    if setup.must_compile:
+        raise AgreedError(f"--compile on: torch.compile failed: {error}: use --compile off.")
+    setup.notes.append("trains without torch.compile")
+
+
+def _rehearse(network: nn.Module, setup: EngineSetup) -> str | None:
+    """Run a network that has just been compiled; return why that fails, None if it does not."""
+    if setup.image_shape is None:
+        return None
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    kept, was_training = [buffer.clone() for buffer in network.buffers()], network.training
+    shape = (max(setup.batch_size, IMAGES_WITHOUT_VALUE), *setup.image_shape)
+    images = torch.zeros(shape, device=setup.world.device).contiguous(memory_format=torch.channels_last)
+    try:
+        network.train()
+        for _ in range(REHEARSALS if setup.world.device.type == "cuda" else 1):
+            torch.autograd.grad(network(images).sum(), trained, allow_unused=True)  # no hook of an engine runs
+    except Exception as error:  # of whatever kind the compiler has
+        return f"{type(error).__name__}, {one_line(error)}"
+    finally:
+        network.train(was_training)
+        with torch.no_grad():
+            for buffer, values in zip(network.buffers(), kept, strict=True):
+                buffer.copy_(values)
     return None

@@ -64,7 +64,7 @@ class DeepSpeedEngine(Engine):
         bind_lamb(self.optimizer, self.state(), setup.world)
         if setup.compiles:
             sums_by_autograd = setup.accumulation_steps > 1
-            mode = compile_mode(setup.world.device, setup.batch_size, setup.plan, keeps_gradients=sums_by_autograd)
+            mode = compile_mode(setup.world.device, setup.plan, keeps_gradients=sums_by_autograd)
             self._engine.compile(compile_kwargs={"mode": mode})
 
     def _count_once(self, rule: torch.optim.Optimizer) -> None:

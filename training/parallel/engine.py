@@ -72,7 +72,9 @@ class Updates:
         if not self._clipping and self.scale == 1.0:
             return None
         factor = torch.full_like(norm, 1 / self.scale)
-        return factor * (self._clipping / (norm + 1e-6)).clamp(max=1.0) if self._clipping else factor
+        if self._clipping:
+            factor = factor * (self._clipping / (norm + 1e-6)).clamp(max=1.0)
+        return factor.nan_to_num(nan=0.0)  # of a step that is skipped: zeros beside its gradients stay zeros
 
     def apply(self, norm: torch.Tensor, update: Callable[[], None]) -> StepResult:
         """Count an update and adapt the loss scale, after `update` if the gradient is finite.
@@ -112,6 +114,9 @@ class EngineSetup:
         gradient_clipping: largest global L2 norm of the gradient; 0 for none.
         deepspeed_config: of `training.parallel.deepspeed_config`, which only DeepSpeed follows.
         compiles: whether the model runs through `torch.compile`.
+        must_compile: whether it is an error if that fails.
+        image_shape: [C, H, W] of the images that it is tried with; None for no trial.
+        notes: lines for the log, to which the engine adds.
     """
 
     module: nn.Module
@@ -124,6 +129,9 @@ class EngineSetup:
     gradient_clipping: float = 0.0
     deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
     compiles: bool = False
+    must_compile: bool = False
+    image_shape: tuple[int, int, int] | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 class Engine(Protocol):

@@ -34,14 +34,12 @@ class FlatBuffers(Protocol):
     """Weights and gradients of one bucket on all ranks: fp32, cut into one equal part per rank.
 
     Attributes:
-        sends: whether `start_sum` sends gradients, so that it pays to call it while backward still runs.
         weights: [n], of which the parameters are views.
-        gradients: [n], to which this rank's backward adds.
+        gradients: [n], the running sum of `sums`.
         sums: of the gradients over this rank's leaves.
         part: this rank's part of the weights, [n / ranks].
     """
 
-    sends: bool
     weights: torch.Tensor
     gradients: torch.Tensor
     sums: LeafSums
@@ -53,7 +51,8 @@ class FlatBuffers(Protocol):
     def sum_own_part(self) -> torch.Tensor:
         """Return this rank's part of the gradients summed over all leaves, [n / ranks]; a collective.
 
-        The memory is the same each time. No rank may write gradients again before all have returned from this call.
+        It is in the memory that was given for it. No rank may write gradients again before all have returned from this
+        call.
         """
 
     def start_from_main(self) -> None:
@@ -73,25 +72,30 @@ class SharedMemoryBuffers(FlatBuffers):
     """Buffers in memory that all ranks map: of CPU ranks on one machine, or of a single rank on any device.
 
     Args:
-        size: n, a multiple of the number of ranks.
+        weights: [n], zeros; n is a multiple of the number of ranks.
+        shared_rows: [ranks, rows, n], zeros: a rank has as many rows of gradients as the tree says that it sends.
+        out: [n / ranks], for the sum of this rank's part; a single rank's row.
         world: the ranks.
-        memory: the mapping, float32 [n x (ranks x rows + 1)], in which a rank has as many rows of gradients as the tree
-            says that it sends.
         tree: of the step.
         synchronizes: whether summing and gathering wait for the other ranks. All buckets are summed, and gathered, one
             right after the other, so the first one's wait is enough for all.
     """
 
-    sends = False
-
-    def __init__(self, size: int, world: World, memory: torch.Tensor, tree: StepTree, *, synchronizes: bool) -> None:
+    def __init__(
+        self,
+        weights: torch.Tensor,
+        shared_rows: torch.Tensor,
+        out: torch.Tensor,
+        world: World,
+        tree: StepTree,
+        *,
+        synchronizes: bool,
+    ) -> None:
         self._world, self._tree, self._synchronizes = world, tree, synchronizes
-        self.weights = memory[:size]
-        self._shared_rows = memory[size:].view(world.size, tree.rows_sent, size)
-        self.sums, self.gradients = _leaf_sums([*self._shared_rows[world.rank]], world, tree)
-        self._part = _part(size, world)
-        self.part = self.weights[self._part]
-        self._sum = torch.zeros_like(self.part) if world.size > 1 else self.gradients
+        self.weights, self._shared_rows, self._sum = weights, shared_rows, out
+        self.sums, self.gradients = _leaf_sums([*shared_rows[world.rank]], world, tree)
+        self._part = _part(len(weights), world)
+        self.part = weights[self._part]
 
     def start_sum(self) -> None: ...
 
@@ -120,20 +124,18 @@ class CollectiveBuffers(FlatBuffers):
         size: n, a multiple of the number of ranks.
         world: the ranks.
         tree: of the step.
+        out: [n / ranks], for the sum of this rank's part.
         releasable: whether this rank's part of the weights has memory of its own, so that the others' can be freed.
     """
 
-    sends = True
-
-    def __init__(self, size: int, world: World, tree: StepTree, *, releasable: bool) -> None:
-        self._world, self._tree = world, tree
+    def __init__(self, size: int, world: World, tree: StepTree, out: torch.Tensor, *, releasable: bool) -> None:
+        self._world, self._tree, self._sum = world, tree, out
         self.weights = torch.zeros(size, device=world.device)
         self._rows = [torch.zeros(size, device=world.device) for _ in range(tree.rows_sent)]
         self.sums, self.gradients = _leaf_sums(self._rows, world, tree)
         self._part = _part(size, world)
         self._releasable = releasable
         self.part = self.weights[self._part].clone() if releasable else self.weights[self._part]
-        self._sum = torch.zeros_like(self.part)
         self._received = torch.zeros(0)
         self._works: list[dist.Work | None] = []  # under way
 
@@ -173,23 +175,27 @@ class CollectiveBuffers(FlatBuffers):
         self._works = []
 
 
-def make_buffers(size: int, world: World, tree: StepTree, *, is_first: bool, releasable: bool) -> FlatBuffers:
+def make_buffers(
+    size: int, world: World, tree: StepTree, out: torch.Tensor, *, is_first: bool, releasable: bool
+) -> FlatBuffers:
     """Create the buffers of one bucket, of the kind that suits the ranks; a collective.
 
     Args:
         size: n, a multiple of the number of ranks.
         world: the ranks.
         tree: of the step.
+        out: zeros [n / ranks], for the sum of this rank's part of the gradients.
         is_first: whether the bucket is summed and gathered before the others, which follow at once.
         releasable: whether the other ranks' parts of the weights shall take no memory between the steps.
     """
     if world.size == 1:
-        return SharedMemoryBuffers(size, world, torch.zeros(2 * size, device=world.device), tree, synchronizes=False)
+        return SharedMemoryBuffers(torch.zeros_like(out), out.view(1, 1, -1), out, world, tree, synchronizes=False)
     if world.device.type == "cpu" and world.local_size == world.size:
         memory = _map_shared_memory(size * (world.size * tree.rows_sent + 1), world)
         if memory is not None:
-            return SharedMemoryBuffers(size, world, memory, tree, synchronizes=is_first)
-    return CollectiveBuffers(size, world, tree, releasable=releasable)
+            rows = memory[size:].view(world.size, tree.rows_sent, size)
+            return SharedMemoryBuffers(memory[:size], rows, out, world, tree, synchronizes=is_first)
+    return CollectiveBuffers(size, world, tree, out, releasable=releasable)
 
 
 def _leaf_sums(rows: list[torch.Tensor], world: World, tree: StepTree) -> tuple[LeafSums, torch.Tensor]:

@@ -23,7 +23,7 @@ from training.parallel.batchnorm import sends_statistics
 from training.parallel.block_norms import BlockSum
 from training.parallel.buckets import BackwardOrder, make_buckets
 from training.parallel.collectives import barrier
-from training.parallel.compilation import compile_mode
+from training.parallel.compilation import compile_network
 from training.parallel.engine import Engine, EngineSetup, StepResult, Updates
 from training.parallel.model_buffers import ModelBuffers
 from training.parallel.parameter_shards import (
@@ -60,14 +60,16 @@ class NativeEngine(Engine):
             if parameter.ndim == CONVOLUTION_DIMENSIONS:
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         self._micro_steps = 0
-        self._buckets = make_buckets(self.module, self.optimizer, self._world, tree, releasable=self._releases)
+        self._buckets, self._gradients = make_buckets(
+            self.module, self.optimizer, self._world, tree, releasable=self._releases
+        )
         self._order = BackwardOrder(self.module, self._buckets)
         create_state(self.optimizer, (bucket.master for bucket in self._buckets))
         self._block_sum = BlockSum([(bucket.elements, len(bucket.master)) for bucket in self._buckets], self._world)
         self._has_all_weights, self._gives_up = True, False
         bind_lamb(self.optimizer, self.state(), setup.world, by_blocks=True)
         if setup.compiles:
-            self._network.compile(mode=compile_mode(self._world.device, setup.batch_size, setup.plan))
+            compile_network(self._network, setup)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         self._gather()
@@ -83,8 +85,6 @@ class NativeEngine(Engine):
 
     def _begin_backward(self) -> None:
         is_last_leaf = (self._micro_steps + 1) % self._accumulation_steps == 0
-        for bucket in self._buckets:
-            bucket.buffers.sums.before_backward()
         self._order.begin(sums_over_ranks=is_last_leaf)
 
     @property
@@ -109,24 +109,25 @@ class NativeEngine(Engine):
         result = self.updates.apply(norm, lambda: self._update(norm))
         for bucket in self._buckets:
             bucket.buffers.sums.clear()
+        if self._gives_up:  # what aligns the parameters is not written again
+            self._gradients.zero_()
+            self._gives_up = False
         return result
 
     def _sum_gradients(self) -> torch.Tensor:
         """Set the buckets' gradients to their sums over the leaves; return the L2 norm, float64 []; a collective."""
         for bucket in self._buckets:
-            bucket.gradient = bucket.master.grad = bucket.buffers.sum_own_part()
+            bucket.master.grad = bucket.buffers.sum_own_part()
         if self._gives_up:  # the norm, of all ranks' parts, is then not finite on any
-            self._buckets[0].gradient.fill_(torch.nan)
-            self._gives_up = False
+            self._gradients.fill_(torch.nan)
         # All ranks have read the gradients when this returns: they may be written again.
-        return self._block_sum([bucket.gradient for bucket in self._buckets]).sqrt()
+        return self._block_sum(self._gradients).sqrt()
 
     @torch.no_grad()
     def _update(self, norm: torch.Tensor) -> None:
         factor = self.updates.factor(norm)
         if factor is not None:
-            for bucket in self._buckets:
-                bucket.gradient.mul_(factor)
+            self._gradients.mul_(factor)
         self.optimizer.step()
         self._spread_weights()
 

@@ -7,7 +7,7 @@ unchanged. Floating-point addition is commutative but not associative: all that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ class LeafAdditions(NamedTuple):
     """What a rank does with its buffers at one of its leaves.
 
     Attributes:
-        parks: whether the running sum is set aside first: backward adds this leaf to an empty buffer.
+        parks: whether the running sum is set aside first: this leaf begins another.
         joins: parked sums, the latest first, that are added to the running sum after backward.
     """
 
@@ -67,7 +67,7 @@ class StepTree:
 
 
 class LeafSums:
-    """A rank's memory for sums over its leaves: the running one, to which backward adds, and a stack of parked ones.
+    """A rank's memory for sums over its leaves: the running one, to which leaves are added, and a stack of parked ones.
 
     Args:
         rows: memory [n] of each; the running sum is in the first, the others are parked in their order.
@@ -78,23 +78,31 @@ class LeafSums:
         self._rows, self._additions = rows, additions
         self._leaf = self._parked = 0
 
-    def before_backward(self) -> None:
-        """Make room for the next leaf, unless it belongs to the running sum."""
-        if self._additions[self._leaf].parks:
+    def add(self, places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add the next leaf, and the parked sums that the running one then completes.
+
+        Args:
+            places: views of the running sum, one per parameter.
+            gradients: in the shapes of the places; None for zeros.
+        """
+        parks, joins = self._additions[self._leaf]
+        if parks:
             self._parked += 1
             self._rows[self._parked].copy_(self._rows[0])
-            self._rows[0].zero_()
-
-    def after_backward(self) -> None:
-        """Add the parked sums that the running one completes."""
-        for _ in range(self._additions[self._leaf].joins):
+        is_sum = self._leaf > 0 and not parks
+        pairs = [(place, gradient) for place, gradient in zip(places, gradients, strict=True) if gradient is not None]
+        if pairs:
+            (torch._foreach_add_ if is_sum else torch._foreach_copy_)(*map(list, zip(*pairs, strict=True)))
+        for place, gradient in zip(places, gradients, strict=True):
+            if gradient is None and not is_sum:
+                place.zero_()
+        for _ in range(joins):
             self._rows[0].add_(self._rows[self._parked])
             self._parked -= 1
         self._leaf += 1
 
     def clear(self) -> None:
         """Begin the next step."""
-        self._rows[0].zero_()
         self._leaf = self._parked = 0
 
 
@@ -118,8 +126,8 @@ def join(left: TreeNode, right: TreeNode, leaves: int) -> TreeNode | None:
 def plan_segment(first: int, end: int, leaves: int) -> Segment:
     """Plan how a rank adds the leaves `first` to `end` - 1 of a tree over so many leaves.
 
-    Backward adds a leaf to what is in its buffer: that is already a sum of the tree if the leaf is the right half of a
-    node of which the buffer has the left one.
+    A leaf that is added to the running sum gives a sum of the tree if it is the right half of a node of which the
+    running sum is the left one.
     """
     parked: list[TreeNode] = []
     running = TreeNode(first, first + 1)

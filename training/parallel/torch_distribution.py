@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from training.parallel.activation_checkpointing import repeated_blocks
 from training.parallel.collectives import copy_from_main, gather_rows
-from training.parallel.compilation import compile_mode
+from training.parallel.compilation import compile_network
 from training.parallel.engine import EngineSetup
 from training.parallel.precision import under_autocast
 from training.recipe.optimizer import updates_matrices
@@ -70,32 +70,31 @@ class Replicated(Distribution):
         module.to(memory_format=torch.channels_last)
         self._network = under_autocast(module, setup.precision, world.device)
         if setup.compiles:
-            sums_by_autograd = setup.accumulation_steps > 1
-            mode = compile_mode(world.device, setup.batch_size, setup.plan, keeps_gradients=sums_by_autograd)
-            self._network.compile(mode=mode)
-        # The strides of pointwise and depthwise weights are ambiguous, so DDP warns without a reason.
-        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        # Not a static graph: what it saves, the search for unused parameters, is not done here either.
-        self._parallel = DistributedDataParallel(_AllUsed(self._network, trained), gradient_as_bucket_view=True)
-        self._parallel.broadcast_buffers = False  # the argument has another name from torch 2.15 on
-        self._rehearse(trained)
+            compile_network(self._network, setup, keeps_gradients=setup.accumulation_steps > 1)
+        self._parallel = self._exchanging() if world.size > 1 else None
         cost = _products if self._deals_updates else torch.Tensor.numel
         self._owners = _deal({name: cost(parameter) for name, parameter in module.named_parameters()}, world.size)
 
-    def _rehearse(self, trained: list[nn.Parameter]) -> None:
-        """Let a backward of zeros pass, after which the buckets stay as they are.
+    def _exchanging(self) -> DistributedDataParallel:
+        """Wrap the network, and let a backward of zeros pass, after which the buckets stay as they are.
 
         The first backward decides by its order which parameters share a bucket, and with it the order of sums over
         three ranks or more: a resumed run would otherwise take its first step with other bits.
         """
+        # The strides of pointwise and depthwise weights are ambiguous, so DDP warns without a reason.
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+        trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        # Not a static graph: what it saves, the search for unused parameters, is not done here either.
+        parallel = DistributedDataParallel(_AllUsed(self._network, trained), gradient_as_bucket_view=True)
+        parallel.broadcast_buffers = False  # the argument has another name from torch 2.15 on
         with torch.enable_grad():
-            self._parallel(None).backward()
+            parallel(None).backward()
         for parameter in trained:
             parameter.grad = None
+        return parallel
 
     def forward(self, images: torch.Tensor, *, is_last_micro_step: bool) -> torch.Tensor:
-        if not torch.is_grad_enabled():
+        if self._parallel is None or not torch.is_grad_enabled():
             return self._network(images)
         if is_last_micro_step:
             return self._parallel(images)

@@ -74,9 +74,10 @@ class WeightAverages:
         weight = 1 - ema_decay_at(step, self._decay)
         weights = [*self._engine.optimizer.state]
         averages = [state[EMA] for state in self._engine.optimizer.state.values()]
-        if isinstance(applied, torch.Tensor):  # not read from the device
-            for average, values in zip(averages, weights, strict=True):
-                average.lerp_(values, applied * weight)
+        if averages and isinstance(applied, torch.Tensor):  # not read from the device
+            steps = torch._foreach_sub(weights, averages)
+            torch._foreach_mul_(steps, applied * weight)
+            torch._foreach_add_(averages, steps)
         elif averages:
             torch._foreach_lerp_(averages, weights, weight)
         self._engine.buffers.update_averages(weight * applied)
