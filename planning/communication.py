@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from planning.machines import Interconnect, Machine
 from planning.memory import FLOAT32_BYTES
 from training.parallel.block_norms import BLOCK
-from training.parallel.buckets import FEWEST_ELEMENTS
+from training.parallel.buckets import FEWEST_ELEMENTS, FEWEST_ELEMENTS_ON_GPU
 from training.parallel.strategies import ParallelPlan
 from training.parallel.summation_tree import StepTree
 
@@ -192,11 +192,14 @@ def communication_s(
     ranks, total_s, exposed_s = plan.shards * plan.replicas, 0.0, 0.0
     compute_s = {"forward": forward_s, "backward": backward_s, "": 0.0}
     shares_memory = machine.inside.name == SHARED_MEMORY and ranks <= machine.ranks
+    is_native_on_gpus = engine == "native" and machine.inside.name != SHARED_MEMORY
     uses_gloo = machine.inside.name == SHARED_MEMORY and not (shares_memory and engine == "native")
     if uses_gloo:
         inside = dataclasses.replace(machine.inside, latency_s=GLOO_LATENCY_S, achieved_share=1 / GLOO_COPIES)
         machine = dataclasses.replace(machine, inside=inside)
     for exchange in EXCHANGES[engine, plan.zero_stage] if ranks > 1 else ():
+        if is_native_on_gpus and exchange.bucket_bytes:
+            exchange = dataclasses.replace(exchange, bucket_bytes=FEWEST_ELEMENTS_ON_GPU * FLOAT32_BYTES)
         size = _size_bytes(engine, exchange, parameters, ranks, accumulation_steps)
         messages, behind = _messages(exchange, size, blocks), "" if shares_memory else exchange.behind
         if uses_gloo:

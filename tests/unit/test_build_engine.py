@@ -61,10 +61,12 @@ def test_auto_takes_the_engine_with_the_least_work_on_the_host(strategy, paramet
     assert resolve_engine("auto", plan_of(strategy, 2), json, model(parameters), device) == expected
 
 
-def test_auto_on_gpus_shards_nothing_over_one_and_by_pytorch_what_is_kept_once_per_machine():
+def test_auto_on_gpus_is_pytorch_where_state_is_kept_once_per_machine_or_ranks_are_many():
     json, small, large = read_strategy_json("fsdp_stage3"), model(SMALL), model(LARGE)
     assert resolve_engine("auto", plan_of("fsdp_stage3", 1), json, large, GPU) == "native"
     assert resolve_engine("auto", plan_of("fsdp_stage3", 4, shards=2), json, small, GPU) == "torch"
+    assert resolve_engine("auto", plan_of("ddp", 64), {}, large, GPU) == "native"
+    assert resolve_engine("auto", plan_of("ddp", 65), {}, small, GPU) == "torch", "messages to every other rank"
     with_a_number = nn.ParameterList([torch.empty(LARGE, device="meta"), torch.ones(())])
     assert resolve_engine("auto", plan_of("fsdp_stage3", 2), json, with_a_number, GPU) == "native"
 

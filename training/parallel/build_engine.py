@@ -23,6 +23,7 @@ ENGINES = {
     "native": ("training.parallel.native_engine", "NativeEngine"),
     "torch": ("training.parallel.torch_engine", "TorchEngine"),
 }
+MOST_GPUS_OF_NATIVE = 64  # it sends from every rank to every other; not measured
 
 
 def resolve_engine(
@@ -36,8 +37,9 @@ def resolve_engine(
     """Return the engine of a run, a key of `ENGINES`.
 
     'auto' is DeepSpeed where the JSON asks for what it alone does. Otherwise it is the native one for models whose
-    gradients fit into one bucket, for any model if they are whole on every rank anyway (under ddp, on a single GPU). For
-    the others, and if the update rule needs whole parameters, it is PyTorch's, on CPU ranks DeepSpeed.
+    gradients fit into one bucket, and for any model if they are whole on every rank anyway (under ddp, on a single GPU).
+    For the others, if the update rule needs whole parameters and on more GPUs than `MOST_GPUS_OF_NATIVE`, it is
+    PyTorch's; for the others on CPU ranks DeepSpeed.
 
     Args:
         engine: 'auto' or a key of `ENGINES`.
@@ -66,12 +68,13 @@ def resolve_engine(
     if needs_deepspeed:
         return "deepspeed"
     parameters = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    if plan.zero_stage == 1 or parameters <= plan.bucket_elements and plan.replicas == 1:
-        return "native"
+    fits = plan.zero_stage == 1 or parameters <= plan.bucket_elements
     if device.type == "cpu":
-        return "native" if parameters <= plan.bucket_elements else "deepspeed"
+        return "native" if fits else "deepspeed"
+    if plan.zero_stage > 1 and _single_number(module):
+        return "native"
     ranks = plan.shards * plan.replicas
-    return "native" if ranks == 1 or _single_number(module) else "torch"
+    return "native" if ranks == 1 or (fits and plan.replicas == 1 and ranks <= MOST_GPUS_OF_NATIVE) else "torch"
 
 
 def reasons_for_deepspeed(plan: ParallelPlan, strategy_json: Mapping[str, Any]) -> list[str]:
