@@ -19,7 +19,7 @@ BUDGET = {
     "training/data": 5008,
     "training/recipe": 1913,
     "training/parallel": 4449,
-    "training/checkpoint": 2205,
+    "training/checkpoint": 2230,
     "training/observe": 3307,
     "planning": 5549,
     "delivery": 1735,
