@@ -228,13 +228,18 @@ def test_the_wait_for_data_is_the_devices():
 
 
 @pytest.mark.parametrize(("answer", "utilization"), [(37, 0.37), (RuntimeError("NVML: Not Supported"), None)])
-def test_the_utilization_is_nvmls_or_none(monkeypatch, answer, utilization):
-    ask = mock.Mock(side_effect=[answer])
+def test_the_utilization_is_nvmls_or_none_and_asked_for_every_5_seconds(monkeypatch, answer, utilization):
+    ask, clock = mock.Mock(side_effect=[answer, 50]), mock.Mock(return_value=100.0)
     monkeypatch.setattr(torch.cuda, "utilization", ask)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
-    world = World(0, 0, 1, 1, torch.device("cuda", 0))
-    assert device_use(100.0, None, world)[3:] == (None, None, utilization)
+    monkeypatch.setattr(time, "monotonic", clock)
+    world, timing = World(0, 0, 1, 1, torch.device("cuda", 0)), Timing()
+    assert device_use(100.0, timing, world)[3:] == (None, None, utilization)
+    clock.return_value = 104.9
+    assert device_use(100.0, timing, world)[3:] == (None, None, utilization)
     ask.assert_called_once_with(world.device)
+    clock.return_value = 105.0
+    assert device_use(100.0, timing, world)[3:] == (None, None, 0.5)
 
 
 # A slow rank.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import socket
 import time
@@ -30,6 +31,27 @@ if TYPE_CHECKING:
     from training.state import TrainContext
 
 
+SECONDS_BETWEEN_UTILIZATIONS = 5.0
+
+
+class GpuUtilization:
+    """NVML's share of the latest moments in which any kernel ran: asking takes milliseconds, so it is kept a while."""
+
+    def __init__(self) -> None:
+        self._asked_at = -math.inf
+        self._share: float | None = None
+
+    def read(self, device: torch.device) -> float | None:
+        """Return the share, not older than `SECONDS_BETWEEN_UTILIZATIONS`; None if it is unknown."""
+        now = time.monotonic()
+        if now - self._asked_at >= SECONDS_BETWEEN_UTILIZATIONS:
+            self._asked_at, self._share = now, None
+            # NVML, and its two dozen errors: in a container without the right, of a part of a GPU (MIG).
+            with contextlib.suppress(Exception):
+                self._share = torch.cuda.utilization(device) / 100
+        return self._share
+
+
 @dataclass(frozen=True)
 class Timing:
     """What measures time on this rank.
@@ -41,6 +63,7 @@ class Timing:
         hosts: name of each rank's machine, by rank.
         flops: counts the model's operations, None if they are not wanted.
         profiler: `--profile`, None on ranks other than 0.
+        utilization: how hard the GPU works.
     """
 
     clock: SpanClock = field(default_factory=SpanClock)
@@ -49,6 +72,7 @@ class Timing:
     hosts: tuple[str, ...] = ()
     flops: TrainingFlops | None = None
     profiler: StepProfiler | None = None
+    utilization: GpuUtilization = field(default_factory=GpuUtilization)
 
 
 class StepMetrics:
@@ -92,7 +116,7 @@ class StepMetrics:
                 gradient_norm=float("nan") if gradient_norm is None else float(gradient_norm),
                 skipped_steps=self._guard.skipped - self._last_skipped,
                 time_shares=time_shares,
-                device=device_use(images_per_second, self._timing.flops, self._world),
+                device=device_use(images_per_second, self._timing, self._world),
             )
         )
         self._log_slow_ranks(position + 1, spans)
@@ -183,7 +207,7 @@ def run_point(step: int, images: int, timing: Timing, world: World) -> RunPoint:
         evaluation_seconds=evaluation_seconds,
         images_per_second=images_per_second,
         time_shares=_mean_shares(ranks),
-        device=device_use(images_per_second, timing.flops, world),
+        device=device_use(images_per_second, timing, world),
         memory_bytes_per_rank=peak_memory_per_rank(world),
     )
 
@@ -198,23 +222,22 @@ def name_hosts(world: World) -> tuple[str, ...]:
     return tuple(gather_objects(socket.gethostname(), text, world))
 
 
-def device_use(images_per_second: float, flops: TrainingFlops | None, world: World) -> DeviceUse:
+def device_use(images_per_second: float, timing: Timing, world: World) -> DeviceUse:
     """Return this process's memory and how hard the devices work.
 
     Args:
         images_per_second: of all ranks together.
-        flops: the model's operations, None if they are not counted.
+        timing: counts the model's operations, and asks NVML.
         world: the ranks.
     """
+    flops = timing.flops
     tflops = mfu = utilization = None
     if flops is not None and flops.per_image is not None:
         tflops = images_per_second * flops.per_image / world.size / 1e12
     if world.device.type == "cuda":
         peak = peak_tflops(torch.cuda.get_device_name(world.device))
         mfu = tflops / peak if tflops is not None and peak is not None else None
-        # NVML, and its two dozen errors: in a container without the right, of a part of a GPU (MIG).
-        with contextlib.suppress(Exception):
-            utilization = torch.cuda.utilization(world.device) / 100
+        utilization = timing.utilization.read(world.device)
     return DeviceUse(*_memory(world.device), tflops, mfu, utilization)
 
 
