@@ -7,7 +7,7 @@ import math
 import resource
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from training.observe.loggers.points import DeviceUse, RunPoint, StepPoint
 from training.observe.scores import ScoreSums
 from training.observe.slow_links import SlowLinkDetector
 from training.observe.slow_ranks import SlowRankDetector, work_seconds
-from training.observe.timing import SPANS, SpanClock, shares, start_clock
+from training.observe.timing import ABSORBING, SPANS, SpanClock, shares, start_clock
 from training.parallel.collectives import gather_objects, gather_rows
 from training.parallel.engine import StepResult
 from training.parallel.exchange import number, row_of, text, whole_number
@@ -32,6 +32,28 @@ if TYPE_CHECKING:
 
 
 SECONDS_BETWEEN_UTILIZATIONS = 5.0
+SECONDS_BETWEEN_POINTS = 1.0  # at least, and
+STEPS_BETWEEN_POINTS = 10  # or a multiple of them, if --log-every-steps is auto
+
+
+class LogPace:
+    """How far apart automatic logging points are: by the steps before them, which all ranks know from the last point.
+
+    Attributes:
+        fewest_steps: from one point to the next.
+    """
+
+    fewest_steps = 1
+
+    def update(self, ranks: Sequence[Mapping[str, float]], steps: int) -> None:
+        """Choose as many steps as take `SECONDS_BETWEEN_POINTS`.
+
+        Args:
+            ranks: of each rank the seconds of its spans since the last point, the same on all ranks.
+            steps: optimizer steps since the last point.
+        """
+        slowest = max(sum(span for name, span in rank.items() if name not in ABSORBING) for rank in ranks)
+        self.fewest_steps = math.ceil(SECONDS_BETWEEN_POINTS * steps / max(slowest, 1e-9))
 
 
 class GpuUtilization:
@@ -64,6 +86,7 @@ class Timing:
         flops: counts the model's operations, None if they are not wanted.
         profiler: `--profile`, None on ranks other than 0.
         utilization: how hard the GPU works.
+        pace: of automatic logging points.
     """
 
     clock: SpanClock = field(default_factory=SpanClock)
@@ -73,6 +96,7 @@ class Timing:
     flops: TrainingFlops | None = None
     profiler: StepProfiler | None = None
     utilization: GpuUtilization = field(default_factory=GpuUtilization)
+    pace: LogPace = field(default_factory=LogPace)
 
 
 class StepMetrics:
@@ -92,8 +116,7 @@ class StepMetrics:
         """Count an optimizer step; at a logging point gather over the ranks and log. A collective."""
         context = self._context
         self._steps += 1
-        step_of_epoch = position % context.plan.steps_per_epoch + 1
-        if step_of_epoch % context.log_every_steps and step_of_epoch != context.plan.steps_per_epoch:
+        if not self._is_point(position % context.plan.steps_per_epoch + 1):
             return
         (loss_sum, _, _, count), spans = self._gather()  # the sync
         self._guard.settle()
@@ -121,7 +144,16 @@ class StepMetrics:
         )
         self._log_slow_ranks(position + 1, spans)
         self._log_slow_links(position + 1, spans)
+        self._timing.pace.update(spans, self._steps)
         self._last_time, self._last_skipped, self._steps = now, self._guard.skipped, 0
+
+    def _is_point(self, step_of_epoch: int) -> bool:
+        """Return whether there is a logging point after a step of the epoch, from 1; the same on all ranks."""
+        every, fewest = self._context.log_every_steps, 0
+        if every == "auto":
+            every, fewest = STEPS_BETWEEN_POINTS, self._timing.pace.fewest_steps
+        is_due = step_of_epoch % every == 0 and self._steps >= fewest
+        return is_due or step_of_epoch == self._context.plan.steps_per_epoch
 
     def elapsed_seconds(self) -> float:
         """Seconds since the epoch began."""
