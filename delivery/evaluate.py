@@ -158,7 +158,7 @@ def score(
     """
     dataset = data.datasets.val
     plan = EvaluationPlan(len(dataset), batch_size, world.size)
-    workers = automatic_workers(dataset, world.device, world.local_size)
+    workers = automatic_workers(dataset, plan.batches_per_rank, world)
     loader = EvaluationLoader(data.datasets, plan, world.rank, workers=workers, device=world.device)
     loader.watch(is_on=data.trained_images is not None)
     label_map = data.label_map.to(world.device)

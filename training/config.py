@@ -28,7 +28,9 @@ class TrainConfig(DataFields, ParallelFields, RecipeFields, ModelFields):
     # Output.
     run_name: str = option("", "Name of the run's folders; default: date, model, strategy.")
     log_dir: str = option("", "Folder of all logs; default: logs/ beside scripts/.")
-    log_every_steps: int = option(10, "Optimizer steps between two log points.", low=1)
+    log_every_steps: int | Literal["auto"] = option(
+        "auto", "Optimizer steps between two log points; auto: 10, or more if they take less than a second.", low=1
+    )
     progress: Literal["auto", "bar", "lines", "off"] = option(
         "auto", "Console progress; auto: a bar on a terminal; off: only start, result and problems."
     )

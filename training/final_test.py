@@ -10,7 +10,7 @@ from torch import nn
 
 from training.checkpoint.best_weights import epoch_of
 from training.checkpoint.weights import load_model
-from training.data.loader import EvaluationLoader, automatic_workers
+from training.data.loader import EvaluationLoader
 from training.data.reading.sources import FileSource
 from training.data.sampler import EvaluationPlan
 from training.errors import UserError
@@ -97,14 +97,11 @@ def _score(context: RunContext, loop: TrainContext, network: nn.Module) -> tuple
     assert data.test is not None
     judged = dataclasses.replace(data, val=data.test)
     plan = EvaluationPlan(len(data.test), context.config.micro_batch, world.size)
-    workers = automatic_workers(data.test, world.device, world.local_size)
+    workers = context.val_loader.pool or 0  # which read all parts
     loader = EvaluationLoader(judged, plan, world.rank, workers=workers, device=world.device)
     loader.watch()
-    try:
-        with loop.timing.clock.evaluation:
-            scores = evaluate(cast(Engine, _WholeModel(network)), loader, loop, is_interruptible=True)
-    finally:
-        loader.close()
+    with loop.timing.clock.evaluation:
+        scores = evaluate(cast(Engine, _WholeModel(network)), loader, loop, is_interruptible=True)
     digests, source = digests_over_ranks(loader, world), data.test.source
     if not (world.is_main and isinstance(source, FileSource)):
         return scores, 0

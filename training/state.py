@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from training.checkpoint.saver import Saver
@@ -89,7 +89,7 @@ class TrainContext:
         image_shape: channels, height and width of the images.
         seed: of sample order, augmentation and dropout.
         loss: each sample's training loss, [B], of the model's output and their batch.
-        log_every_steps: optimizer steps between two logging points.
+        log_every_steps: optimizer steps between two logging points; 'auto' as in `step_metrics.LogPace`.
         epochs: epochs of the run.
         loggers: destinations of the numbers; none on ranks other than 0.
         stop: the ranks' agreement on stopping.
@@ -107,7 +107,7 @@ class TrainContext:
     image_shape: tuple[int, int, int]
     seed: int
     loss: Loss
-    log_every_steps: int
+    log_every_steps: int | Literal["auto"]
     epochs: int
     loggers: Loggers
     stop: StopRequest

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from small_checkpoints import (
     newest,
     write_checkpoint,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from training.checkpoint import atomic_write, store
+from training.checkpoint import atomic_write, shards, store
 from training.checkpoint import manifest as manifest_module
 from training.checkpoint.atomic_write import unfinished
 from training.checkpoint.manifest import (
@@ -37,6 +40,7 @@ from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
 from training.checkpoint.store import checkpoint_name, choose, discard, find_candidates, temporary_folder
 from training.errors import UserError
 from training.observe.scores import ScoreSums
+from training.parallel.parameter_shards import EngineState, ParameterShard
 from training.parallel.world import World
 from training.state import Progress, TrainState
 
@@ -108,14 +112,54 @@ def test_a_fresh_engine_is_filled(tmp_path, size):
         assert torch.equal(sums.state(), expected.epoch_sums)
 
 
-def test_a_snapshot_is_a_copy(tmp_path):
+@pytest.mark.parametrize("block", [1, 128, 2**27])
+def test_a_snapshot_is_a_copy(monkeypatch, block):
+    monkeypatch.setattr(shards, "BLOCK", block)
     engine, snapshot = PretendedRank(), Snapshot()
     for _ in range(2):  # the second uses the memory of the first again
-        before = {"buffer/norm_mean": engine.module.norm_mean.clone()[None], "epoch_sums": engine.epoch_sums.clone()}
-        snapshot.take(engine.state(), engine.epoch_sums)
+        state = engine.state()
+        weights = {f"weights.{number}": shard.tensors["weights"].clone() for number, shard in enumerate(state.shards)}
+        before = weights | {
+            "buffer/norm_mean": engine.module.norm_mean.clone()[None],
+            "epoch_sums": engine.epoch_sums.clone(),
+        }
+        snapshot.take(state, engine.epoch_sums)
         engine.module.norm_mean += 1
         engine.epoch_sums += 1
         assert all(torch.equal(snapshot.tensors[name], tensor) for name, tensor in before.items())
+
+
+class PinnedMemory(TorchDispatchMode):
+    """Counts the calls that allocate it."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.calls += bool((named or {}).get("pin_memory"))
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize(("block", "calls"), [(shards.BLOCK, 1), (256, 2), (1, len(SHAPES) + 2)])
+def test_a_snapshot_of_a_gpu_pins_a_few_blocks_once(monkeypatch, block, calls):
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
+    monkeypatch.setattr(shards, "BLOCK", block)
+    snapshot = Snapshot()
+    with FakeTensorMode(allow_non_fake_inputs=True), PinnedMemory() as pinned:
+        weights = {name: torch.empty(shape, device="cuda") for name, shape in SHAPES.items()}
+        offloaded = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+        parts = [
+            ParameterShard(name, (0,) * len(shape), {"weights": weights[name], "exp_avg": offloaded[name]})
+            for name, shape in SHAPES.items()
+        ]
+        buffers = {"norm_batches": torch.empty(1, dtype=torch.int64, device="cuda")}
+        state = EngineState(SHAPES, ("exp_avg",), parts, buffers, 9)
+        for _ in range(2):
+            snapshot.take(state, torch.empty(4, dtype=torch.float64, device="cuda"))
+    assert pinned.calls == calls
+    assert len(snapshot.tensors) == 2 * len(SHAPES) + 2
+    for number, shape in enumerate(SHAPES.values()):
+        assert snapshot.tensors[f"weights.{number}"].shape == shape
+    assert {tensor.device.type for tensor in snapshot.tensors.values()} == {"cpu"}
 
 
 def fill_up(disk):

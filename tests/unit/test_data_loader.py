@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -18,8 +19,9 @@ import torch
 from made_data import class_folders, save_animation, train_loader
 from PIL import Image
 
+from training.config import TrainConfig
 from training.data import DataOptions, bad_image_share, bad_images, load_data
-from training.data.loader import EvaluationLoader, TrainLoader, automatic_workers
+from training.data.loader import EvaluationLoader, TrainLoader, automatic_workers, build_loaders
 from training.data.sampler import BatchPlan, EvaluationPlan
 from training.errors import UserError
 from training.parallel.world import World
@@ -269,13 +271,44 @@ def test_a_skipped_validation_image_is_listed(folder):
     assert loader.bad_images == {path: "not an image of a known format"}
 
 
+def a_rank_of(ranks_on_machine, device):
+    return World(0, 0, ranks_on_machine, ranks_on_machine, torch.device(device))
+
+
 def test_automatic_workers(folder, monkeypatch):
-    files, memory, gpu = load_folder(folder).train, load_data(DataOptions()).train, torch.device("cuda")
+    files, memory = load_folder(folder).train, load_data(DataOptions()).train
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    assert automatic_workers(memory, gpu) == automatic_workers(files) == 0
-    for images_per_second, ranks, expected in ((1, 1, 1), (10**9, 1, 63), (10**9, 8, 7), (10**9, 64, 1)):
-        monkeypatch.setattr("training.data.loader.IMAGES_PER_SECOND_OF_A_GPU", images_per_second)
-        assert automatic_workers(files, gpu, ranks) == expected
+    assert automatic_workers(memory, 1000, a_rank_of(1, "cuda")) == 0
+    assert automatic_workers(files, 1000, a_rank_of(1, "cpu")) == 0
+    for batches, ranks, expected in ((1000, 1, 63), (1000, 8, 7), (1000, 64, 1), (5, 1, 5)):
+        assert automatic_workers(files, batches, a_rank_of(ranks, "cuda")) == expected
+
+
+def contents(batches):
+    return [[part.numpy().tobytes() for part in (b.images, b.labels, b.weights, b.indices)] for b in batches]
+
+
+def test_both_parts_are_read_by_the_same_workers(folder):
+    """Each in its order, whatever they have read ahead of the other; with bad images, those of each part."""
+    paths = damage(folder, "train/b/07.png", "val/a/00.png")
+    pair, world = load_folder(folder, bad_images="skip"), a_rank_of(1, "cpu")
+    plan = BatchPlan(60, 4, 1, 1, seed=3)
+    expected, found = [], []
+    for workers, read in ((0, expected), (2, found)):
+        train, val = build_loaders(TrainConfig(batch_size=4, workers=str(workers)), pair, plan, world)
+        read += [contents(train.epoch(0)), contents(val)]
+        abandoned = train.epoch(1)
+        read += [contents([next(abandoned)]), contents(val), contents(train.epoch(1, first_step=9)), contents(val)]
+        assert [set(loader.bad_images) for loader in (train, val)] == [{path} for path in paths]
+        if workers:
+            with pytest.raises(RuntimeError, match="read other batches now"):
+                next(abandoned)
+            assert len(running_workers()) == workers
+        for loader in (train, val):
+            loader.close()
+    assert found == expected
+    del abandoned
+    wait_for_their_end()
 
 
 TRAINER = """
@@ -328,18 +361,26 @@ def test_workers_survive_the_signals_of_a_launcher_and_die_with_the_trainer(fold
         trainer.stdout.close()
 
 
-def test_workers_end_when_the_loader_is_closed(folder):
-    loader = train_loader(load_folder(folder), 30, workers=1)
-    before = set(psutil.Process().children(recursive=True))
-    list(loader.epoch(0))
-    started = set(psutil.Process().children(recursive=True)) - before
-    assert started
-    loader.close()
+def running_workers():
+    """The processes that the fork server of this one has started and that have not ended."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            is_child_of_server = "forkserver" in " ".join(process.parent().cmdline())
+            found += [process] if is_child_of_server and process.status() != psutil.STATUS_ZOMBIE else []
+    return found
+
+
+def wait_for_their_end():
     deadline = time.monotonic() + 10
-    helpers = ("forkserver", "resource_tracker")
-    while any(
-        p.is_running() and p.status() != psutil.STATUS_ZOMBIE and not any(h in " ".join(p.cmdline()) for h in helpers)
-        for p in started
-    ):
+    while running_workers():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_workers_end_when_the_loader_is_closed(folder):
+    loader = train_loader(load_folder(folder), 30, workers=1)
+    list(loader.epoch(0))
+    assert len(running_workers()) == 1
+    loader.close()
+    wait_for_their_end()

@@ -28,7 +28,7 @@ from training.observe.profiler import StepProfiler, costliest_operators
 from training.observe.scores import ScoreSums
 from training.observe.slow_links import SlowLink, SlowLinkDetector, exchange_share, find_slow_link
 from training.observe.slow_ranks import SlowRankDetector, work_seconds
-from training.observe.step_metrics import Timing, device_use
+from training.observe.step_metrics import LogPace, Timing, device_use
 from training.observe.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
 from training.parallel.batchnorm import _SumOverRanks
 from training.parallel.collectives import (
@@ -187,8 +187,11 @@ def test_collectives_count_as_communication_of_a_run_on_its_thread(call, group, 
     assert len(entered) == number
 
 
-def test_the_wait_for_data_is_the_devices():
-    """The host takes its time over each batch; the device, whose time moves by hand, waits for some of them alone."""
+def epoch_by_hand(waits, forward_seconds, log_every_steps):
+    """Train one image a step; the host takes its time over each, the device's time moves by hand; return the result.
+
+    The device waits for each image as long as `waits` says.
+    """
     marks, logger = Steps(), Recorder()
     module = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
     rule = torch.optim.SGD([{"params": list(module.parameters()), "rate_scale": 1.0, "is_backbone": False}], lr=0.1)
@@ -200,7 +203,7 @@ def test_the_wait_for_data_is_the_devices():
             self.module = module
 
         def forward(self, images):
-            marks.now += 3.0
+            marks.now += forward_seconds
             return module(images)
 
         def backward(self, loss):
@@ -209,32 +212,65 @@ def test_the_wait_for_data_is_the_devices():
         def step(self):
             return StepResult(True, None)
 
-    def batches(waits):
+    def batches():
         for wait in waits:
-            time.sleep(0.01)
+            time.sleep(0.001)
             marks.now += wait
             images, indices = torch.zeros(1, 3, 2, 2), torch.zeros(1, dtype=torch.int64)
             yield Batch(images, indices, torch.ones(1), indices)
 
     world = World(0, 0, 1, 1, torch.device("cpu"))
-    engine, loggers = PlainEngine(), Loggers([logger])
-    values = {"loggers": loggers, "timing": Timing(SpanClock(marks)), "num_classes": 2, "log_every_steps": 2}
-    context = loop_context(world, engine, BatchPlan(4, 1, 1, 1, 0), 2, **values)
+    engine, loggers, timing = PlainEngine(), Loggers([logger]), Timing(SpanClock(marks))
+    values = {"loggers": loggers, "timing": timing, "num_classes": 2, "log_every_steps": log_every_steps}
+    context = loop_context(world, engine, BatchPlan(len(waits), 1, 1, 1, 0), 2, **values)
     state = TrainState(engine, ScoreSums(2, world.device), Progress())
-    result = train_one_epoch(state, batches([0.0, 0.0, 2.0, 4.0]), context)
-    assert [point.data_wait_share for point in logger.points] == [0.0, 0.5]
-    assert [point.time_shares["data"] for point in logger.points] == [0.0, 0.5]
+    return train_one_epoch(state, batches(), context), logger.points
+
+
+def test_the_wait_for_data_is_the_devices():
+    result, points = epoch_by_hand([0.0, 0.0, 2.0, 4.0], forward_seconds=3.0, log_every_steps=2)
+    assert [point.data_wait_share for point in points] == [0.0, 0.5]
+    assert [point.time_shares["data"] for point in points] == [0.0, 0.5]
     assert result.data_wait_share == pytest.approx(6 / 18)
 
 
+# Logging points.
+
+
+@pytest.mark.parametrize(
+    ("seconds", "every", "steps"),
+    [
+        (0.2, "auto", [10, 20, 30, 40, 50, 60, 65]),
+        (0.051, "auto", [10, 30, 50, 65]),
+        (0.045, "auto", [10, 40, 65]),  # 23 steps take a second
+        (0.001, "auto", [10, 65]),
+        (0.001, 20, [20, 40, 60, 65]),
+    ],
+)
+def test_points_are_ten_steps_and_a_second_apart_or_as_given(seconds, every, steps):
+    _, points = epoch_by_hand([0.0] * 65, seconds, every)
+    assert [point.step for point in points] == steps
+
+
+def test_the_slowest_rank_sets_the_pace_and_saving_does_not():
+    pace = LogPace()
+    pace.update([spans(forward=0.5, saving=9.0), spans(forward=0.5, communication=1.5, evaluation=9.0)], 10)
+    assert pace.fewest_steps == 5
+
+
 @pytest.mark.parametrize(("answer", "utilization"), [(37, 0.37), (RuntimeError("NVML: Not Supported"), None)])
-def test_the_utilization_is_nvmls_or_none(monkeypatch, answer, utilization):
-    ask = mock.Mock(side_effect=[answer])
+def test_the_utilization_is_nvmls_or_none_and_asked_for_every_5_seconds(monkeypatch, answer, utilization):
+    ask, clock = mock.Mock(side_effect=[answer, 50]), mock.Mock(return_value=100.0)
     monkeypatch.setattr(torch.cuda, "utilization", ask)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
-    world = World(0, 0, 1, 1, torch.device("cuda", 0))
-    assert device_use(100.0, None, world)[3:] == (None, None, utilization)
+    monkeypatch.setattr(time, "monotonic", clock)
+    world, timing = World(0, 0, 1, 1, torch.device("cuda", 0)), Timing()
+    assert device_use(100.0, timing, world)[3:] == (None, None, utilization)
+    clock.return_value = 104.9
+    assert device_use(100.0, timing, world)[3:] == (None, None, utilization)
     ask.assert_called_once_with(world.device)
+    clock.return_value = 105.0
+    assert device_use(100.0, timing, world)[3:] == (None, None, 0.5)
 
 
 # A slow rank.

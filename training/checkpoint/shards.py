@@ -39,6 +39,8 @@ from training.parallel.parameter_shards import WEIGHTS, EngineState, ParameterSh
 
 BUFFER_PREFIX = "buffer/"
 EPOCH_SUMS = "epoch_sums"
+ALIGNMENT = 64  # bytes, of each tensor in a block
+BLOCK = 2**27  # bytes; a larger tensor has its own
 
 
 class Snapshot:
@@ -47,6 +49,7 @@ class Snapshot:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.layout: dict[str, Any] = {}
+        self._kinds: dict[str, tuple[str, torch.dtype, torch.Size]] = {}
         self._copied: torch.cuda.Event | None = None
 
     def take(self, state: EngineState, epoch_sums: torch.Tensor, left_out: Collection[str] = ()) -> None:
@@ -63,7 +66,12 @@ class Snapshot:
         }
         sources |= {BUFFER_PREFIX + name: buffer for name, buffer in state.buffers.items()}
         sources[EPOCH_SUMS] = epoch_sums
-        self.tensors = {name: self._copy(name, tensor) for name, tensor in sources.items()}
+        kinds = {name: (source.device.type, source.dtype, source.shape) for name, source in sources.items()}
+        if kinds != self._kinds:
+            self.tensors = {}  # frees them first
+            self._kinds, self.tensors = kinds, _memory_for(sources)
+        for name, source in sources.items():
+            self.tensors[name].copy_(source.detach(), non_blocking=True)
         if epoch_sums.device.type == "cuda":
             self._copied = torch.cuda.current_stream(epoch_sums.device).record_event()
         self.layout = {
@@ -76,23 +84,40 @@ class Snapshot:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def _copy(self, name: str, source: torch.Tensor) -> torch.Tensor:
-        source = source.detach()
-        kept = self.tensors.get(name)
-        if kept is None or kept.shape != source.shape:
-            kept = _memory_for(source)
-        return kept.copy_(source, non_blocking=True)
+
+def _memory_for(sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return empty tensors for copies: parts of a few blocks, those for tensors on a GPU pinned.
+
+    Pinning takes so long that a call for each tensor would stop the steps, and PyTorch rounds each up to a power of 2.
+    """
+    copies: dict[str, torch.Tensor] = {}
+    for on_gpu in (True, False):
+        blocks: list[list[tuple[str, int]]] = []  # names of tensors, and where each starts
+        end = BLOCK
+        for name, source in sources.items():
+            if (source.device.type == "cuda") is on_gpu:
+                if end + source.nbytes > BLOCK:
+                    blocks.append([])
+                    end = 0
+                blocks[-1].append((name, end))
+                end += -(-source.nbytes // ALIGNMENT) * ALIGNMENT
+        for parts in blocks:
+            last, start = parts[-1]
+            block = _empty(start + sources[last].nbytes, is_pinned=on_gpu)
+            for name, start in parts:
+                source = sources[name]
+                copies[name] = block[start : start + source.nbytes].view(source.dtype).view(source.shape)
+    return copies
 
 
-def _memory_for(source: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor for a copy: pinned for one on a GPU, else in pages of its own.
+def _empty(size: int, *, is_pinned: bool) -> torch.Tensor:
+    """Return uint8 [size], in pages of its own.
 
     malloc would put the copy, which stays, where a step's activations were and will be, and the heap grows in pieces.
     """
-    if source.device.type != "cpu" or not source.numel():
-        return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type == "cuda")
-    pages = mmap.mmap(-1, source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=source.dtype).view(source.shape)
+    if is_pinned or not size:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def _own_moments(shard: ParameterShard, state: EngineState) -> list[list[str]]:

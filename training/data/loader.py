@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-import time
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
 from training.config import TrainConfig
 from training.data.bad_images import check_budget
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.device import batches_on_device, images_on_device
-from training.data.randomness import preserved_generators
 from training.data.reader import Batch, BatchReader
 from training.data.reading.digests import UNKNOWN
 from training.data.reading.gpu_decode import decode_batch
-from training.data.reading.images import ImageError
 from training.data.sampler import BatchKey, BatchPlan, EvaluationPlan
-from training.data.workers import end_with_parent, fit_workers_into_memory, worker_context
+from training.data.worker_pool import WorkerPool
+from training.data.workers import fit_workers_into_memory
 from training.errors import UserError
 from training.observe.control_groups import usable_cores
 from training.parallel.world import World
 
 CPU = torch.device("cpu")
-IMAGES_PER_SECOND_OF_A_GPU = 6000  # about the rate of a small network on a large GPU, at 224 pixels and in bf16
-IMAGES_TIMED = 16
-
-
-class _CurrentKeys:
-    """The sampler of a DataLoader that outlives the epoch."""
-
-    keys: Iterable[BatchKey] = ()
-
-    def __iter__(self) -> Iterator[BatchKey]:
-        return iter(self.keys)
 
 
 class _Loader:
@@ -46,44 +29,33 @@ class _Loader:
 
     Attributes:
         dataset: The set.
+        pool: The worker processes, which other loaders may read with, too; None without.
         bad_images: Path and reason of the unreadable images that this rank has found so far.
         notes: Path and note of the odd images that this rank has decoded so far.
         digests: int64 [N], of the files that this rank has read while they are watched, see `watch`; None if not.
     """
 
-    def __init__(self, dataset: ImageDataset, workers: int, device: torch.device) -> None:
+    def __init__(self, dataset: ImageDataset, workers: WorkerPool | int, device: torch.device) -> None:
         self.dataset, self._device = dataset, device
+        if isinstance(workers, int):
+            self.pool = WorkerPool([dataset], workers, device) if workers else None
+        else:
+            self.pool = workers
         self.bad_images: dict[str, str] = {}
         self.notes: dict[str, str] = {}
         self.digests: np.ndarray | None = None
         self._reader = BatchReader(dataset)
-        self._keys = _CurrentKeys()
-        self._images_on_device = None if workers else images_on_device(dataset, device)
-        self._workers = self._start_workers(workers) if workers else None
+        self._images_on_device = images_on_device(dataset, device) if self.pool is None else None
 
     def close(self) -> None:
         """End the worker processes."""
-        # DataLoader has no public way to end persistent workers: they end when their iterator is dropped
-        self._workers = None
+        if self.pool is not None:
+            self.pool.close()
 
     def watch(self, *, is_on: bool = True) -> None:
         """Collect the digests of the files that are read from now on, or no longer; images in memory have none."""
         is_on = is_on and not self.dataset.source.in_memory
         self.digests = np.full(len(self.dataset), UNKNOWN, dtype=np.int64) if is_on else None
-
-    def _start_workers(self, workers: int) -> DataLoader:
-        return DataLoader(
-            self._reader,
-            batch_size=None,
-            sampler=self._keys,
-            num_workers=workers,
-            collate_fn=_unchanged,
-            worker_init_fn=end_with_parent,
-            pin_memory=self._device.type == "cuda",
-            persistent_workers=True,
-            multiprocessing_context=worker_context(),
-            generator=torch.Generator(),  # else every epoch draws from, and so shifts, the global generator
-        )
 
     def _batches(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
         if self.digests is not None:
@@ -92,8 +64,8 @@ class _Loader:
         return batches_on_device(read, self.dataset, self._device)
 
     def _read(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
-        self._keys.keys = keys
-        for result in map(self._reader.__getitem__, keys) if self._workers is None else self._workers:
+        pool = self.pool
+        for result in map(self._reader.__getitem__, keys) if pool is None else pool.read(self.dataset, keys):
             if isinstance(result, Exception):
                 raise result
             batch = decode_batch(result, self.dataset, self._device) if result.encoded else result
@@ -113,12 +85,18 @@ class TrainLoader(_Loader):
         datasets: The data.
         plan: Which samples belong to which step.
         rank: This rank, 0 to `plan.world_size` - 1.
-        workers: Worker processes, 0 reads in this process; see `automatic_workers`.
+        workers: Worker processes, 0 reads in this process; or those that other loaders have, too.
         device: Device of the batches.
     """
 
     def __init__(
-        self, datasets: DatasetPair, plan: BatchPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
+        self,
+        datasets: DatasetPair,
+        plan: BatchPlan,
+        rank: int,
+        *,
+        workers: WorkerPool | int = 0,
+        device: torch.device = CPU,
     ) -> None:
         super().__init__(datasets.train, workers, device)
         self._plan, self._rank = plan, rank
@@ -139,7 +117,13 @@ class EvaluationLoader(_Loader):
     """
 
     def __init__(
-        self, datasets: DatasetPair, plan: EvaluationPlan, rank: int, *, workers: int = 0, device: torch.device = CPU
+        self,
+        datasets: DatasetPair,
+        plan: EvaluationPlan,
+        rank: int,
+        *,
+        workers: WorkerPool | int = 0,
+        device: torch.device = CPU,
     ) -> None:
         super().__init__(datasets.val, workers, device)
         self._plan, self._rank = plan, rank
@@ -151,14 +135,10 @@ class EvaluationLoader(_Loader):
         return self._batches(self._plan.keys(self._rank))
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch
-
-
 def build_loaders(
     config: TrainConfig, datasets: DatasetPair, plan: BatchPlan, world: World
 ) -> tuple[TrainLoader, EvaluationLoader]:
-    """Build this rank's loaders of training and validation batches, and start their workers.
+    """Build this rank's loaders of training and validation batches, which have one pool of workers.
 
     Raises:
         UserError: The settings ask for a GPU or for shared memory that this machine does not have.
@@ -166,42 +146,36 @@ def build_loaders(
     if datasets.train.source.decodes_later and world.device.type != "cuda":
         raise UserError("--decode gpu needs a GPU, and this run has none: leave it at --decode cpu.")
     is_automatic = config.workers == "auto"
-    workers = automatic_workers(datasets.train, world.device, world.local_size) if is_automatic else int(config.workers)
+    batches = plan.steps_per_epoch * plan.accumulation_steps
+    workers = automatic_workers(datasets.train, batches, world) if is_automatic else int(config.workers)
     if workers:
         batch_bytes = config.micro_batch * datasets.image_channels * datasets.preprocessing["image_size"] ** 2
         workers = fit_workers_into_memory(workers, is_automatic, batch_bytes, world.local_size, is_main=world.is_main)
+    pool = WorkerPool([*datasets.parts.values()], workers, world.device) if workers else 0
     evaluation = EvaluationPlan(len(datasets.val), config.micro_batch, world.size)
     return (
-        TrainLoader(datasets, plan, world.rank, workers=workers, device=world.device),
-        EvaluationLoader(datasets, evaluation, world.rank, workers=workers, device=world.device),
+        TrainLoader(datasets, plan, world.rank, workers=pool, device=world.device),
+        EvaluationLoader(datasets, evaluation, world.rank, workers=pool, device=world.device),
     )
 
 
-def automatic_workers(dataset: ImageDataset, device: torch.device = CPU, ranks_on_machine: int = 1) -> int:
+def automatic_workers(dataset: ImageDataset, batches: int, world: World) -> int:
     """Choose the number of worker processes of one rank.
 
     None for images in memory, and none for a rank on CPU, where they would only share the cores that train. Otherwise
-    enough to read `IMAGES_PER_SECOND_OF_A_GPU`, by the measured time of a few images (short if a cache is warm), and no
-    more than the rank's share of the cores less one.
+    the rank's share of the cores less one, since no number of cores decodes as fast as a large GPU trains a small
+    network, but no more than there are batches.
+
+    Args:
+        dataset: What they read.
+        batches: That the rank reads in a row.
+        world: The ranks.
     """
-    if dataset.source.in_memory or device.type == "cpu":
+    if dataset.source.in_memory or world.device.type == "cpu":
         return 0
-    needed = math.ceil(IMAGES_PER_SECOND_OF_A_GPU * _seconds_per_image(dataset))
-    return min(max(needed, 1), most_workers(ranks_on_machine))
+    return min(batches, most_workers(world.local_size))
 
 
 def most_workers(ranks_on_machine: int = 1) -> int:
     """Return a rank's share of the cores less one, at least 1."""
     return max(usable_cores() // ranks_on_machine - 1, 1)
-
-
-def _seconds_per_image(dataset: ImageDataset) -> float:
-    """Return the median time of reading an image; bad ones are reported by the training."""
-    indices = np.linspace(0, len(dataset) - 1, min(len(dataset), IMAGES_TIMED)).astype(int)
-    seconds = []
-    for index, draws in zip(indices.tolist(), dataset.draws(0, indices), strict=True):
-        start = time.perf_counter()
-        with preserved_generators(), contextlib.suppress(ImageError):
-            dataset.read(0, index, draws)
-        seconds.append(time.perf_counter() - start)
-    return float(np.median(seconds))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from training.observe.loggers.points import DeviceUse, RunPoint, StepPoint
 from training.observe.scores import ScoreSums
 from training.observe.slow_links import SlowLinkDetector
 from training.observe.slow_ranks import SlowRankDetector, work_seconds
-from training.observe.timing import SPANS, SpanClock, shares, start_clock
+from training.observe.timing import ABSORBING, SPANS, SpanClock, shares, start_clock
 from training.parallel.collectives import gather_objects, gather_rows
 from training.parallel.engine import StepResult
 from training.parallel.exchange import number, row_of, text, whole_number
@@ -28,6 +29,49 @@ from training.parallel.world import World
 if TYPE_CHECKING:
     from training.observe.profiler import StepProfiler
     from training.state import TrainContext
+
+
+SECONDS_BETWEEN_UTILIZATIONS = 5.0
+SECONDS_BETWEEN_POINTS = 1.0  # at least, and
+STEPS_BETWEEN_POINTS = 10  # or a multiple of them, if --log-every-steps is auto
+
+
+class LogPace:
+    """How far apart automatic logging points are: by the steps before them, which all ranks know from the last point.
+
+    Attributes:
+        fewest_steps: from one point to the next.
+    """
+
+    fewest_steps = 1
+
+    def update(self, ranks: Sequence[Mapping[str, float]], steps: int) -> None:
+        """Choose as many steps as take `SECONDS_BETWEEN_POINTS`.
+
+        Args:
+            ranks: of each rank the seconds of its spans since the last point, the same on all ranks.
+            steps: optimizer steps since the last point.
+        """
+        slowest = max(sum(span for name, span in rank.items() if name not in ABSORBING) for rank in ranks)
+        self.fewest_steps = math.ceil(SECONDS_BETWEEN_POINTS * steps / max(slowest, 1e-9))
+
+
+class GpuUtilization:
+    """NVML's share of the latest moments in which any kernel ran: asking takes milliseconds, so it is kept a while."""
+
+    def __init__(self) -> None:
+        self._asked_at = -math.inf
+        self._share: float | None = None
+
+    def read(self, device: torch.device) -> float | None:
+        """Return the share, not older than `SECONDS_BETWEEN_UTILIZATIONS`; None if it is unknown."""
+        now = time.monotonic()
+        if now - self._asked_at >= SECONDS_BETWEEN_UTILIZATIONS:
+            self._asked_at, self._share = now, None
+            # NVML, and its two dozen errors: in a container without the right, of a part of a GPU (MIG).
+            with contextlib.suppress(Exception):
+                self._share = torch.cuda.utilization(device) / 100
+        return self._share
 
 
 @dataclass(frozen=True)
@@ -41,6 +85,8 @@ class Timing:
         hosts: name of each rank's machine, by rank.
         flops: counts the model's operations, None if they are not wanted.
         profiler: `--profile`, None on ranks other than 0.
+        utilization: how hard the GPU works.
+        pace: of automatic logging points.
     """
 
     clock: SpanClock = field(default_factory=SpanClock)
@@ -49,6 +95,8 @@ class Timing:
     hosts: tuple[str, ...] = ()
     flops: TrainingFlops | None = None
     profiler: StepProfiler | None = None
+    utilization: GpuUtilization = field(default_factory=GpuUtilization)
+    pace: LogPace = field(default_factory=LogPace)
 
 
 class StepMetrics:
@@ -68,8 +116,7 @@ class StepMetrics:
         """Count an optimizer step; at a logging point gather over the ranks and log. A collective."""
         context = self._context
         self._steps += 1
-        step_of_epoch = position % context.plan.steps_per_epoch + 1
-        if step_of_epoch % context.log_every_steps and step_of_epoch != context.plan.steps_per_epoch:
+        if not self._is_point(position % context.plan.steps_per_epoch + 1):
             return
         (loss_sum, _, _, count), spans = self._gather()  # the sync
         self._guard.settle()
@@ -92,12 +139,21 @@ class StepMetrics:
                 gradient_norm=float("nan") if gradient_norm is None else float(gradient_norm),
                 skipped_steps=self._guard.skipped - self._last_skipped,
                 time_shares=time_shares,
-                device=device_use(images_per_second, self._timing.flops, self._world),
+                device=device_use(images_per_second, self._timing, self._world),
             )
         )
         self._log_slow_ranks(position + 1, spans)
         self._log_slow_links(position + 1, spans)
+        self._timing.pace.update(spans, self._steps)
         self._last_time, self._last_skipped, self._steps = now, self._guard.skipped, 0
+
+    def _is_point(self, step_of_epoch: int) -> bool:
+        """Return whether there is a logging point after a step of the epoch, from 1; the same on all ranks."""
+        every, fewest = self._context.log_every_steps, 0
+        if every == "auto":
+            every, fewest = STEPS_BETWEEN_POINTS, self._timing.pace.fewest_steps
+        is_due = step_of_epoch % every == 0 and self._steps >= fewest
+        return is_due or step_of_epoch == self._context.plan.steps_per_epoch
 
     def elapsed_seconds(self) -> float:
         """Seconds since the epoch began."""
@@ -183,7 +239,7 @@ def run_point(step: int, images: int, timing: Timing, world: World) -> RunPoint:
         evaluation_seconds=evaluation_seconds,
         images_per_second=images_per_second,
         time_shares=_mean_shares(ranks),
-        device=device_use(images_per_second, timing.flops, world),
+        device=device_use(images_per_second, timing, world),
         memory_bytes_per_rank=peak_memory_per_rank(world),
     )
 
@@ -198,23 +254,22 @@ def name_hosts(world: World) -> tuple[str, ...]:
     return tuple(gather_objects(socket.gethostname(), text, world))
 
 
-def device_use(images_per_second: float, flops: TrainingFlops | None, world: World) -> DeviceUse:
+def device_use(images_per_second: float, timing: Timing, world: World) -> DeviceUse:
     """Return this process's memory and how hard the devices work.
 
     Args:
         images_per_second: of all ranks together.
-        flops: the model's operations, None if they are not counted.
+        timing: counts the model's operations, and asks NVML.
         world: the ranks.
     """
+    flops = timing.flops
     tflops = mfu = utilization = None
     if flops is not None and flops.per_image is not None:
         tflops = images_per_second * flops.per_image / world.size / 1e12
     if world.device.type == "cuda":
         peak = peak_tflops(torch.cuda.get_device_name(world.device))
         mfu = tflops / peak if tflops is not None and peak is not None else None
-        # NVML, and its two dozen errors: in a container without the right, of a part of a GPU (MIG).
-        with contextlib.suppress(Exception):
-            utilization = torch.cuda.utilization(world.device) / 100
+        utilization = timing.utilization.read(world.device)
     return DeviceUse(*_memory(world.device), tflops, mfu, utilization)
 
 
