@@ -38,13 +38,13 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, setup: EngineSetup) -> None:
         """Shard the model and its optimizer; a collective."""
-        if setup.world.device.type == "cpu":
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
+        os.environ["DS_ACCELERATOR"] = setup.world.device.type  # else DeepSpeed looks for one, and warns of none
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # An operator for inference on CPUs, which would be compiled at the first start (20 s) and is not used here.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # None: no operator is looked for, by compilers and on GPUs (seconds), nor compiled: one for inference on CPUs,
+        # which is not used here, would be at the first start (20 s).
+        deepspeed.ops.__compatible_ops__ = {}
         self.module, self._world = setup.module, setup.world
         self.loss_scale = DynamicLossScale() if setup.precision == "fp16" else None
         _forget_destroyed_group()
