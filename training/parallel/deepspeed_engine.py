@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import logging
 import os
@@ -50,6 +51,9 @@ class DeepSpeedEngine(Engine):
         _forget_destroyed_group()
         self._linear = nn.functional.linear  # which stage 3 replaces for the whole process
         self._engine, _, _, _ = deepspeed.initialize(
+            args=argparse.Namespace(
+                device_rank=setup.world.device.index or 0
+            ),  # else that of its number on the machine
             model=under_autocast(setup.module, setup.precision, setup.world.device),
             optimizer=setup.optimizer,
             config=dict(setup.deepspeed_config),
