@@ -99,7 +99,8 @@ def evaluate(
                 agreed(lambda: check_replaceable(folder), world)
             if found.run is not None and world.is_main:
                 remove_leftovers_of_run(found.run)
-            network = under_autocast(module.to(world.device), used_precision, world.device)
+            module.to(world.device).to(memory_format=torch.channels_last)  # as the images are
+            network = under_autocast(module, used_precision, world.device)
             num_classes = len(metadata["class_names"])
             result = score(network, evaluated, world, num_classes, batch_size, views, verbose=verbose)
             scores = {"epoch": metadata["extra"].get("epoch"), "data": evaluated.data, "split": evaluated.split}

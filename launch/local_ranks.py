@@ -77,8 +77,10 @@ def import_ahead(names: str) -> None:
     if not names:
         return
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    is_given = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a library that looks for GPUs shall not use CUDA for it
+    before = dict(os.environ)
+    # A library that looks for GPUs shall not use CUDA for it. DeepSpeed would where NVML is missing.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.environ.setdefault("DS_ACCELERATOR", "cuda")
     gc.disable()
     for name in names.split(","):
         with contextlib.suppress(Exception):
@@ -86,8 +88,9 @@ def import_ahead(names: str) -> None:
     gc.freeze()  # no rank looks through what all share, and so copies it
     gc.enable()
     atexit.register(gc.unfreeze)
-    if is_given is None:
-        del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+    for name in ("PYTORCH_NVML_BASED_CUDA_CHECK", "DS_ACCELERATOR"):
+        if name not in before:
+            del os.environ[name]
 
 
 def fork_rank(given: argparse.Namespace, local_rank: int, channel: socket.socket | None) -> int:

@@ -24,7 +24,8 @@ def local_ranks_command(engine: str, has_gpus: bool) -> list[str]:
         engine: of the configuration.
         has_gpus: whether the ranks use GPUs, for which `auto` is deepspeed.
     """
-    needs_deepspeed = engine == "deepspeed" or (engine == "auto" and has_gpus)
+    # Not for CPU ranks: how GPUs are counted here may miss some, and DeepSpeed keeps the kind that it is imported for.
+    needs_deepspeed = has_gpus and engine in ("auto", "deepspeed")
     preloaded = [*PRELOADED, *(["deepspeed"] if needs_deepspeed else [])]
     return [sys.executable, "-u", LOCAL_RANKS, f"--preload={','.join(preloaded)}"]
 

@@ -24,7 +24,6 @@ from launch.arguments import (
     run_preflight,
 )
 from launch.auto_strategy import resolve_strategy
-from launch.gpus import machine_gpus, visible_gpus
 from launch.new_run import check_new_run
 from launch.node_launcher import local_ranks_command
 from launch.process_tree import extensions_folder
@@ -32,6 +31,7 @@ from launch.supervisor import supervise
 from training.config import REPO_ROOT
 from training.errors import UserError, shown
 from training.observe.control_groups import quota_note, usable_cores
+from training.parallel.gpus import machine_gpus, visible_gpus
 from training.parallel.launchers import refuse_a_pod_alone
 from training.parallel.network_interfaces import check_chosen_interfaces, free_port
 
@@ -99,11 +99,11 @@ def rank_command(
     # More threads than cores is not a little slower: 2 ranks with 2 threads on 2 cores took 15 times as long.
     threads = os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks)
     variables = [f"OMP_NUM_THREADS={threads}", f"TORCH_EXTENSIONS_DIR={extensions_folder()}"]
-    if not gpus:
-        variables.append("DS_ACCELERATOR=cpu")
     port_flag = ["--master_port", str(port)]
     if given.launcher == "deepspeed":
         gpu_flags = ["--num_gpus", str(ranks)]
+        if not gpus:
+            variables.append("DS_ACCELERATOR=cpu")  # else it warns that it found no GPU
         if gpus and "CUDA_VISIBLE_DEVICES" in os.environ:  # deepspeed ignores it beside --num_gpus
             gpu_flags = ["--include", f"localhost:{','.join(_numbers(gpus, present)[:ranks])}"]
             variables = ["-u", "CUDA_VISIBLE_DEVICES", *variables]

@@ -32,7 +32,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launch.cluster.channel import Channel, Message
-from launch.gpus import machine_gpus, visible_gpus
 from launch.heartbeat_reader import HeartbeatFolder
 from launch.node_launcher import NodeLauncher
 from launch.node_run import NodeRun, receive_signals
@@ -43,6 +42,7 @@ from training.observe.control_groups import usable_cores
 from training.observe.environment import software
 from training.observe.lasting_output import outlast_readers
 from training.observe.shared_folder import leave_mark, sees_mark
+from training.parallel.gpus import machine_gpus, visible_gpus
 from training.parallel.network_interfaces import check_chosen_interfaces, free_port, own_addresses, route_towards
 
 BEAT_SECONDS = 1.0

@@ -48,10 +48,9 @@ class Rendezvous:
     has_gpus: bool
 
     def environment(self, node_rank: int) -> dict[str, str]:
-        """Return what gloo, NCCL and DeepSpeed must know on a node; NCCL reads '=name' as exactly this interface."""
+        """Return what gloo and NCCL must know on a node; NCCL reads '=name' as exactly this interface."""
         interface = self.interfaces[node_rank]
-        chosen = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
-        return chosen if self.has_gpus else chosen | {"DS_ACCELERATOR": "cpu"}
+        return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
 
 
 def next_rendezvous(

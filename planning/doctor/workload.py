@@ -17,6 +17,7 @@ from training.errors import UserError
 from training.observe.control_groups import usable_cores
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from training.data.datasets import ImageDataset
@@ -125,28 +126,30 @@ def measure_model(
     found: dict[str, Any] = {"parameters": parameters, "cores": usable_cores()}
     if not torch.cuda.is_available():
         return found | {"device": "cpu", "images_per_second": None}
-    with torch.device("cuda"):
+    with torch.device("cuda") as device:
         module = rebuild_model(description)
-    seconds = _gpu_step_seconds(module, batch_size, image_size, image_channels)
+    seconds = _step_seconds(module, batch_size, image_size, image_channels, device)
     return found | {"device": torch.cuda.get_device_name(), "images_per_second": batch_size / seconds}
 
 
-def _gpu_step_seconds(module: nn.Module, batch_size: int, image_size: int, image_channels: int = 3) -> float:
-    """Time forward and backward on random images, in the precision of a training; the optimizer's part is small."""
+def _step_seconds(
+    module: nn.Module, batch_size: int, image_size: int, image_channels: int, device: torch.device
+) -> float:
+    """Time forward and backward of random images in a training's precision and layout; its optimizer takes little."""
     import torch
 
-    from training.parallel.precision import DTYPES, resolve_precision
+    from training.parallel.precision import resolve_precision, under_autocast
 
+    layout, synchronize = torch.channels_last, torch.get_device_module(device).synchronize
     # Not is_bf16_supported, which is true of GPUs before Ampere, too: they only emulate it.
-    dtype = DTYPES[resolve_precision("auto", torch.device("cuda"))]
-    images = torch.rand(batch_size, image_channels, image_size, image_size, device="cuda")
+    network = under_autocast(module.to(memory_format=layout), resolve_precision("auto", device), device)
+    images = torch.rand(batch_size, image_channels, image_size, image_size, device=device)
+    images = images.contiguous(memory_format=layout)
     for step in range(WARM_UP_STEPS + TIMED_STEPS):
         if step == WARM_UP_STEPS:
-            torch.cuda.synchronize()
+            synchronize()
             start = time.perf_counter()
-        with torch.autocast("cuda", dtype):
-            loss = module(images).float().square().mean()
-        loss.backward()
+        network(images).square().mean().backward()
         module.zero_grad()
-    torch.cuda.synchronize()
+    synchronize()
     return (time.perf_counter() - start) / TIMED_STEPS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from timm.utils import ModelEmaV3
@@ -18,6 +19,7 @@ from tests.training.engine_ranks import (
     whole_tensors,
     without_shared_memory,
 )
+from training.parallel import native_engine
 from training.parallel.collectives import gather_rows
 from training.parallel.engine import Engine
 from training.parallel.parameter_shards import gather_weights
@@ -52,6 +54,20 @@ def average(world: World, over_collectives: bool = False, **changes: Any) -> dic
         digests.append(digest(world, engine))
         engine.close()
     return result | {"digest": digests[0], "is_undisturbed": digests[0] == digests[1]}
+
+
+def waits_of_lookahead(world: World, over_collectives: bool) -> int:
+    """Return how often all ranks wait for each other so that lookahead may pull, in two steps with one pull."""
+    config = configuration(gradient_accumulation_steps=LEAVES // world.size, engine="native")
+    with without_shared_memory() if over_collectives else nullcontext():
+        engine = make_engine(world, make_model(True), config)
+    averages, barrier = WeightAverages(engine, 0, lookahead_steps=2, steps_per_epoch=3), native_engine.barrier
+    train_steps(world, engine, range(2), LEAVES // world.size)
+    with mock.patch.object(native_engine, "barrier", side_effect=barrier) as waits:
+        for step in (1, 2):
+            averages.after_step(True, step)
+    engine.close()
+    return waits.call_count
 
 
 def evaluate(world: World, engine: Engine, oracle: torch.nn.Module) -> dict[str, Any]:

@@ -40,3 +40,9 @@ def test_any_number_of_ranks_averages_to_the_same_bytes(run_on_ranks, reports):
         report for case, ranks in zip(CASES, reports, strict=True) if case["engine"] == "native" for report in ranks
     ]
     assert len({report["digest"] for report in runs}) == 1
+
+
+def test_lookahead_waits_for_ranks_that_share_weights_alone(run_on_ranks):
+    """Weights that travel are each rank's own: on GPUs a wait would stop the host."""
+    cases = [{"over_collectives": False}, {"over_collectives": True}]
+    assert run_on_ranks("tests.training.average_ranks:waits_of_lookahead", 2, cases) == [[1, 0]] * 2

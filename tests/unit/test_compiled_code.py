@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_the_next_start_finds_what_is_complete_and_nothing_is_left_beside_it(hom
 
 
 def test_a_start_that_was_killed_while_it_compiled_leaves_nothing_to_the_next(home, monkeypatch):
-    monkeypatch.setattr(compiled_code, "unfinished", lambda path, kind: path.with_name(".k.tar.host+1+2+3.new"))
+    monkeypatch.setattr(compiled_code, "unfinished", lambda path, kind: path.with_name(".k.zip.host+1+2+3.new"))
     _, folder = open_code()
     (folder / "half.so").write_bytes(b"half")
     monkeypatch.undo()
@@ -130,6 +131,19 @@ def test_a_folder_of_the_users_own_is_left_to_pytorch(home, monkeypatch):
     code.keep()
     code.close()
     assert (os.environ[VARIABLE], home.exists()) == ("/mine", False)
+
+
+def test_python_3_11_2_finds_it_too(home, monkeypatch):
+    """Debian 12 has it, without the `filter` of tarfile that came with 3.11.4: what unpacks without it is not safe."""
+
+    def of_3_11_2(self, path=".", members=None, *, numeric_owner=False):
+        raise AssertionError("unpacks without a filter")
+
+    monkeypatch.setattr(tarfile.TarFile, "extractall", of_3_11_2)
+    keep(b"compiled")
+    code, folder = open_code()
+    assert names(folder) == ["ab/kernel.so"]
+    code.close()
 
 
 @pytest.mark.slow

@@ -15,11 +15,12 @@ from PIL import Image
 
 from launch.cluster.remote_shell import srun_command
 from models.build import build_model
+from planning.doctor import workload
 from planning.doctor.assess import assess_dataset
 from planning.doctor.collect import HERE, Request, dataset_options
 from planning.doctor.doctor_command import parse, request_of
 from planning.doctor.probe import local_command
-from planning.doctor.workload import _gpu_step_seconds, dataset_fingerprint, measure_dataset, measure_model
+from planning.doctor.workload import _step_seconds, dataset_fingerprint, measure_dataset, measure_model
 from scripts import doctor
 from training.errors import UserError
 
@@ -122,8 +123,22 @@ def test_a_gpu_is_timed_in_the_precision_of_a_training(monkeypatch, capability, 
     autocast = mock.Mock(side_effect=InterruptedError)
     monkeypatch.setattr(torch, "autocast", autocast)
     with pytest.raises(InterruptedError):
-        _gpu_step_seconds(torch.nn.Identity(), 2, 8)
-    autocast.assert_called_once_with("cuda", dtype)
+        _step_seconds(torch.nn.Identity(), 2, 8, 3, torch.device("cuda"))
+    autocast.assert_called_once_with("cuda", dtype=dtype)
+
+
+def test_a_step_is_timed_in_the_layout_of_a_training(monkeypatch):
+    """Kernels for convolutions would otherwise convert images and weights in every step."""
+    monkeypatch.setattr(workload, "TIMED_STEPS", 1)
+    module, seen = torch.nn.Conv2d(3, 4, 3), set()
+    module.register_forward_pre_hook(
+        lambda module, inputs: seen.update(
+            (tensor.is_contiguous(memory_format=torch.channels_last), tensor.is_contiguous())
+            for tensor in (*inputs, module.weight)
+        )
+    )
+    assert _step_seconds(module, 2, 8, 3, torch.device("cpu")) > 0
+    assert seen == {(True, False)}
 
 
 @pytest.mark.parametrize(("workers_rate", "verdict"), [(600.0, "ok"), (500.0, "warning")])

@@ -16,6 +16,8 @@ import pytest
 import torch
 from PIL import Image
 from sklearn.metrics import accuracy_score, classification_report, log_loss, top_k_accuracy_score
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from delivery.predict import Prediction
 from delivery.prediction_output import FORMATS, write_predictions
@@ -121,6 +123,20 @@ def test_evaluate_judges_a_run_on_what_it_held_out(call, run, data, logits):
     with Image.open(run / "evaluation" / "worst" / "000.png") as picture:
         pixels = np.asarray(picture)[::4, ::4]
     np.testing.assert_array_equal(pixels, data.val.source.read(facts["worst"][0]["index"]).permute(1, 2, 0))
+
+
+def test_an_evaluation_computes_in_channels_last(call, run, tmp_path):
+    """The images arrive so: kernels for convolutions would otherwise convert the weights for each batch."""
+    layouts = set()
+
+    def note(module, inputs):
+        if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
+            for tensor in (*inputs, module.weight):
+                layouts.add((tensor.is_contiguous(memory_format=torch.channels_last), tensor.is_contiguous()))
+
+    with register_module_forward_pre_hook(note):
+        assert call(evaluate, run, "--output", tmp_path)[0] == 0
+    assert layouts == {(True, False)}
 
 
 def test_several_ranks_give_the_same_bytes(call, run, tmp_path):

@@ -15,8 +15,8 @@ import os
 import platform
 import shutil
 import sys
-import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class CompiledCode:
         default = Path(default_cache_dir()).name
         is_given = Path(os.environ.get(VARIABLE, default)).name != default
         makes_folder = world.local_rank == 0 and not is_given
-        agreed(lambda: self._make_folder(f"{name}.tar") if makes_folder else None, world)
+        agreed(lambda: self._make_folder(f"{name}.zip") if makes_folder else None, world)
         folders = gather_objects(str(self._folder) if self._folder else None, optional(text), world)
         if folder := folders[world.rank - world.local_rank]:
             os.environ[VARIABLE] = folder
@@ -88,10 +88,10 @@ class CompiledCode:
             return
         packed = io.BytesIO()
         # Nothing depends on what cannot be kept.
-        with contextlib.suppress(OSError), tarfile.open(fileobj=packed, mode="w") as archive:
-            for path in files:
-                archive.add(path, path.relative_to(self._folder or ""))
-            archive.close()
+        with contextlib.suppress(OSError):
+            with zipfile.ZipFile(packed, "w", strict_timestamps=False) as archive:
+                for path in files:
+                    archive.write(path, path.relative_to(self._folder or ""))
             content = packed.getvalue()
             with replacing(self._file, durable=True) as temporary:
                 temporary.write_bytes(content + hashlib.sha256(content).digest())
@@ -136,8 +136,9 @@ class CompiledCode:
             self._file.unlink()
             self.notes.append(f"{self._file} is damaged and was removed: compiling again")
             return
-        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-            archive.extractall(self._folder, filter="data")
+        # Not tarfile: until 3.11.4 (Debian 12 has 3.11.2) its archives may write outside the folder, zipfile's never.
+        with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+            archive.extractall(self._folder)
         self._num_kept = len(self._files())
         os.utime(self._file)
 
@@ -174,7 +175,7 @@ def _machine(device: torch.device) -> list[Any]:
 
 def _remove_least_recently_used(folder: Path) -> None:
     """Remove files until the rest has at most `MOST_BYTES`."""
-    facts = {path: path.stat() for path in folder.glob("*.tar")}
+    facts = {path: path.stat() for path in folder.glob("*.zip")}
     total = 0
     for path in sorted(facts, key=lambda path: facts[path].st_mtime, reverse=True):
         total += facts[path].st_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import logging
 import os
@@ -38,18 +39,21 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, setup: EngineSetup) -> None:
         """Shard the model and its optimizer; a collective."""
-        if setup.world.device.type == "cpu":
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
+        os.environ["DS_ACCELERATOR"] = setup.world.device.type  # else DeepSpeed looks for one, and warns of none
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # An operator for inference on CPUs, which would be compiled at the first start (20 s) and is not used here.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # None: no operator is looked for, by compilers and on GPUs (seconds), nor compiled: one for inference on CPUs,
+        # which is not used here, would be at the first start (20 s).
+        deepspeed.ops.__compatible_ops__ = {}
         self.module, self._world = setup.module, setup.world
         self.loss_scale = DynamicLossScale() if setup.precision == "fp16" else None
         _forget_destroyed_group()
         self._linear = nn.functional.linear  # which stage 3 replaces for the whole process
         self._engine, _, _, _ = deepspeed.initialize(
+            args=argparse.Namespace(
+                device_rank=setup.world.device.index or 0
+            ),  # else that of its number on the machine
             model=under_autocast(setup.module, setup.precision, setup.world.device),
             optimizer=setup.optimizer,
             config=dict(setup.deepspeed_config),

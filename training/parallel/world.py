@@ -8,16 +8,18 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import warnings
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from training.errors import UserError
+from training.errors import UserError, one_line
 from training.observe.control_groups import usable_cores
 from training.observe.heartbeat import SECRET_VARIABLE
 from training.parallel import secure_store
+from training.parallel.gpus import machine_gpus, visible_gpus
 from training.parallel.launchers import PORT_OF_NONE, launched_world
 from training.parallel.network_interfaces import check_chosen_interfaces, interface_towards
 from training.parallel.precision import use_exact_fp32
@@ -71,8 +73,8 @@ def start_world(*, deterministic: bool = False) -> World:
         deterministic: whether to use PyTorch's deterministic algorithms; an operation without one warns.
 
     Raises:
-        UserError: if this machine has fewer GPUs than ranks, or the master port is in use; see
-            `check_chosen_interfaces`, too.
+        UserError: if this machine has fewer GPUs than ranks, or GPUs that torch cannot use, or the master port is in
+            use; see `check_chosen_interfaces`, too.
     """
     rank, local_rank, local_size, size = launched_world()
     _configure_libraries(deterministic=deterministic)
@@ -91,6 +93,12 @@ def start_world(*, deterministic: bool = False) -> World:
             raise
         port = os.environ.get("MASTER_PORT")
         raise UserError(f"port {port} is in use: give a free one with --master_port, or in MASTER_PORT.") from None
+    except dist.DistBackendError as error:
+        if "Duplicate GPU" not in str(error):
+            raise
+        raise UserError(
+            "several ranks were given one GPU: give each its own (srun --gpus-per-task=1), or all GPUs to every rank."
+        ) from None
     # Over gloo, from CPU to CPU, small values and stop requests never wait for a GPU's queue. The thread that writes
     # checkpoints has a group of its own, because it runs beside them.
     signal_group, save_group = (
@@ -171,12 +179,37 @@ def _choose_device(local_rank: int, local_size: int) -> torch.device:
 
     2 ranks with 2 threads each on 2 cores took 15 times as long.
     """
-    if not torch.cuda.is_available():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is wrong is said in one line
+        has_gpu = torch.cuda.is_available()
+    if not has_gpu:
+        _refuse_unusable_gpus()
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, usable_cores() // local_size))
         return torch.device("cpu")
-    if local_size > torch.cuda.device_count():
-        raise UserError(f"{local_size} GPUs asked for, {torch.cuda.device_count()} present: ask for fewer.")
-    device = torch.device("cuda", local_rank)
+    present = torch.cuda.device_count()
+    # As `srun --gpus-per-task=1` has it.
+    sees_its_own_alone = present == 1 and bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if local_size > present and not sees_its_own_alone:
+        raise UserError(f"{local_size} GPUs asked for, {present} present: ask for fewer.")
+    device = torch.device("cuda", 0 if sees_its_own_alone else local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _refuse_unusable_gpus() -> None:
+    """Raise a UserError with torch's reason if this machine has GPUs, which torch cannot use, and they are not hidden.
+
+    A CPU is asked for by an empty CUDA_VISIBLE_DEVICES.
+    """
+    gpus = visible_gpus(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if not gpus:
+        return
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        reason = one_line(error).rstrip(".")
+        raise UserError(
+            f"torch {torch.__version__} cannot use the {len(gpus)} GPU(s) of this machine: {reason}. "
+            "Mend that (scripts/doctor.py helps), or compute on the CPU: put CUDA_VISIBLE_DEVICES= before the command."
+        ) from None

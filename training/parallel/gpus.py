@@ -1,22 +1,30 @@
-"""The GPUs of this machine, by nvidia-smi and CUDA_VISIBLE_DEVICES; imports no torch."""
+"""The GPUs of this machine, by nvidia-smi or device files, and CUDA_VISIBLE_DEVICES; imports no torch."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 NVIDIA_SMI_SECONDS = 60.0
+DEVICE_FILES = Path("/dev")
 
 
 def machine_gpus() -> list[str]:
-    """Return the number of every GPU of this machine; empty without nvidia-smi, or if it fails."""
+    """Return the number of every GPU of this machine.
+
+    A container that is given GPUs to compute with alone has no nvidia-smi (nor NVML), and nvidia-smi fails if it is
+    older or newer than the driver: then CUDA's numbers of the device files that this process may use.
+    """
     try:
         listing = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
-        return []
+        files = [file for file in DEVICE_FILES.glob("nvidia[0-9]*") if os.access(file, os.R_OK | os.W_OK)]
+        return [str(number) for number in range(len(files))]
     return re.findall(r"^GPU ([0-9]+):", listing, re.MULTILINE)
 
 
