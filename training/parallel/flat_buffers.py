@@ -34,12 +34,14 @@ class FlatBuffers(Protocol):
     """Weights and gradients of one bucket on all ranks: fp32, cut into one equal part per rank.
 
     Attributes:
+        are_shared: whether the ranks have one copy of the weights.
         weights: [n], of which the parameters are views.
         gradients: [n], the running sum of `sums`.
         sums: of the gradients over this rank's leaves.
         part: this rank's part of the weights, [n / ranks].
     """
 
+    are_shared: bool
     weights: torch.Tensor
     gradients: torch.Tensor
     sums: LeafSums
@@ -80,6 +82,8 @@ class SharedMemoryBuffers(FlatBuffers):
         synchronizes: whether summing and gathering wait for the other ranks. All buckets are summed, and gathered, one
             right after the other, so the first one's wait is enough for all.
     """
+
+    are_shared = True
 
     def __init__(
         self,
@@ -127,6 +131,8 @@ class CollectiveBuffers(FlatBuffers):
         out: [n / ranks], for the sum of this rank's part.
         releasable: whether this rank's part of the weights has memory of its own, so that the others' can be freed.
     """
+
+    are_shared = False
 
     def __init__(self, size: int, world: World, tree: StepTree, out: torch.Tensor, *, releasable: bool) -> None:
         self._world, self._tree, self._sum = world, tree, out

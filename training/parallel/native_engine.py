@@ -146,7 +146,7 @@ class NativeEngine(Engine):
 
     @torch.no_grad()
     def change_weights(self, change: Callable[[torch.Tensor, dict[str, torch.Tensor]], None]) -> None:
-        if not all(bucket.buffers.sends for bucket in self._buckets):
+        if any(bucket.buffers.are_shared for bucket in self._buckets):
             barrier(self._world)  # no rank computes any more with weights that all share
         for bucket in self._buckets:
             change(bucket.master, self.optimizer.state[bucket.master])
