@@ -1,6 +1,6 @@
 """The ledger: what was predicted and what was measured then, a JSON line each, and the error bars that follow.
 
-`make ledger` and `make check-memory` measure the CPU part again, `benchmarks/gpu/run.py --points` measures GPUs.
+`make ledger` and `make check-memory` measure the CPU part again, `benchmarks/gpu/run.py --parts points` measures GPUs.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import torch
 from torch import nn
@@ -13,11 +14,14 @@ from benchmarks.our_engine import Step, make_engine, training_step
 from benchmarks.peers.job import mean_cross_entropy
 from models.build import build_model
 from training.config import TrainConfig
+from training.parallel import compilation
 from training.parallel.build_engine import ENGINES
 from training.parallel.world import World
 
 OURS, PLAIN, TIMM = "ours (ddp)", "plain PyTorch loop", "timm's loop"
-DEFAULT_ENGINE = "deepspeed"  # what --engine auto takes on a GPU
+OURS_COMPILED, OURS_WITH_GRAPHS = "ours, compiled", "ours, compiled, CUDA graphs"
+TIMM_COMPILED = "timm's loop, compiled"
+DEFAULT_ENGINE = "native"  # what --engine auto takes on one GPU
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,19 @@ def make_network(model_type: str, image_size: int, num_classes: int, batch_size:
 
 
 def our_contestant(
-    module: nn.Module, world: World, batch_size: int, engine: str = "auto", precision: str = "bf16"
+    module: nn.Module,
+    world: World,
+    batch_size: int,
+    engine: str = "auto",
+    precision: str = "bf16",
+    *,
+    compiles: bool = False,
+    graphs: bool = True,
 ) -> Contestant:
-    """An engine under the strategy ddp, as `training.loop` uses it."""
-    built = make_engine(module, "ddp", precision, batch_size, world, engine=engine)
+    """An engine under the strategy ddp, as `training.loop` uses it; `graphs` are CUDA's, of compiled code."""
+    mode = compilation.compile_mode if graphs else lambda *_, **__: None
+    with mock.patch.object(compilation, "compile_mode", mode):
+        built = make_engine(module, "ddp", precision, batch_size, world, engine=engine, compiles=compiles)
     return Contestant(training_step(built), Switches.current(), built.close)
 
 
@@ -82,13 +95,17 @@ def plain_contestant(module: nn.Module, world: World, batch_size: int) -> Contes
     return Contestant(step, Switches(cudnn_benchmark=True, matmul_tf32=True, cudnn_tf32=True))
 
 
-def timm_contestant(module: nn.Module, world: World, batch_size: int) -> Contestant:
-    """timm's train.py with --amp --amp-dtype bfloat16 --channels-last: its optimizer factory, its order of calls."""
+def timm_contestant(module: nn.Module, world: World, batch_size: int, *, compiles: bool = False) -> Contestant:
+    """timm's train.py with --amp --amp-dtype bfloat16 --channels-last (and --torchcompile): its optimizer factory, its
+    order of calls.
+    """
     from timm.optim import create_optimizer_v2
 
     config = TrainConfig()
     module = module.to(world.device, memory_format=torch.channels_last)
     optimizer = create_optimizer_v2(module, opt="adamw", lr=config.learning_rate, weight_decay=config.weight_decay)
+    if compiles:
+        module.compile()
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
         with torch.autocast(world.device.type, dtype=torch.bfloat16):
@@ -109,4 +126,9 @@ MAKERS: dict[str, Callable[[nn.Module, World, int], Contestant]] = {
     },
     PLAIN: plain_contestant,
     TIMM: timm_contestant,
+}
+COMPILED: dict[str, Callable[[nn.Module, World, int], Contestant]] = {
+    OURS_COMPILED: partial(our_contestant, compiles=True, graphs=False),
+    OURS_WITH_GRAPHS: partial(our_contestant, compiles=True),
+    TIMM_COMPILED: partial(timm_contestant, compiles=True),
 }

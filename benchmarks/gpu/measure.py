@@ -1,4 +1,4 @@
-"""Measures the contestants on one model: builds them, finds the best batch, lets them take turns, makes the table."""
+"""Measures contestants on one model: builds them, lets them take turns, and returns what each reached."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import gc
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from benchmarks.gpu.contestants import MAKERS, OURS, PLAIN, TIMM, Contestant, Switches, make_network
-from benchmarks.gpu.roofline import StepCosts, peak_of, step_costs
-from benchmarks.report import Section, ratios_to, spread
+from benchmarks.gpu.contestants import COMPILED, MAKERS, Contestant, Switches, make_network
+from benchmarks.gpu.lines import emit
+from benchmarks.gpu.roofline import peak_of, step_costs
+from benchmarks.report import ratios_to
 from training.parallel.world import World
 
-CANDIDATE_BATCHES = (32, 64, 128, 256, 512, 1024)
 LONGEST_TIMING_SECONDS = 0.5
 FEWEST_ROUNDS = 3
-WORTHWHILE_GAIN = 1.05  # a doubled batch that brings less ends the search
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,13 @@ class Effort:
     warmup_steps: int = 8
     rounds: int = 7
     steps: int = 10
-    batches: tuple[int, ...] = CANDIDATE_BATCHES
 
     def steps_of(self, step_seconds: float) -> int:
         """Return how many steps are timed at once: fewer where a step is long."""
         return max(1, min(self.steps, round(LONGEST_TIMING_SECONDS / step_seconds)))
 
 
-QUICK = Effort(image_size=64, num_classes=10, warmup_steps=1, rounds=2, steps=1, batches=(4,))
+QUICK = Effort(image_size=64, num_classes=10, warmup_steps=1, rounds=2, steps=1)
 
 
 @dataclass
@@ -92,35 +92,13 @@ def make_timed(name: str, model: str, batch: tuple[torch.Tensor, torch.Tensor], 
     before = allocated(world)
     batch_size = len(batch[1])
     network = make_network(model, effort.image_size, effort.num_classes, batch_size)
-    contestant = MAKERS[name](network, world, batch_size)
+    contestant = (MAKERS | COMPILED)[name](network, world, batch_size)
     seconds_per_step(contestant, batch, effort.warmup_steps, world)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     held = allocated(world)
     step_seconds = seconds_per_step(contestant, batch, 1, world)
     return Timed(contestant, held - before, allocated(world, peak=True) - held, step_seconds)
-
-
-def best_batch(model: str, effort: Effort, world: World, deadline: float) -> int:
-    """Return the batch size at which our images/s stop growing, or memory or time end."""
-    best, best_rate = effort.batches[0], 0.0
-    for batch_size in effort.batches:
-        if time.monotonic() > deadline:
-            break
-        try:
-            batch = make_batch(effort, batch_size, world)
-            timed = make_timed(OURS, model, batch, effort, world)
-            rate = batch_size / seconds_per_step(timed.contestant, batch, effort.steps_of(timed.step_seconds), world)
-            timed.contestant.close()
-        except torch.OutOfMemoryError:
-            break
-        finally:
-            timed = batch = None
-            release(world)
-        if rate < WORTHWHILE_GAIN * best_rate:
-            break
-        best, best_rate = batch_size, rate
-    return best
 
 
 def release(world: World) -> None:
@@ -130,45 +108,45 @@ def release(world: World) -> None:
         torch.cuda.empty_cache()
 
 
-def compare(model: str, batch_size: int, effort: Effort, world: World, deadline: float) -> Section:
-    """Measure the contestants in turns at one batch size; past the deadline in fewer rounds."""
-    batch = make_batch(effort, batch_size, world)
-    entries = {name: make_timed(name, model, batch, effort, world) for name in MAKERS}
-    steps = effort.steps_of(entries[PLAIN].step_seconds)
+def compare(
+    names: Sequence[str], model: str, batch_size: int, effort: Effort, world: World, deadline: float
+) -> list[dict[str, Any]]:
+    """Measure contestants in turns at one batch size, past the deadline in fewer rounds; return a row of each.
+
+    One that cannot be built, or past the deadline, is left out with a line that says so.
+    """
+    batch, entries = make_batch(effort, batch_size, world), dict[str, Timed]()
+    for name in names:
+        if time.monotonic() > deadline and entries:
+            emit("left_out", what=f"{name}, {model}, {batch_size} images")
+            continue
+        try:
+            entries[name] = make_timed(name, model, batch, effort, world)
+        except Exception as error:  # time on a GPU is dear: the others are still measured
+            emit("failed", what=f"{name}, {model}, {batch_size} images", error=f"{type(error).__name__}: {error}"[:300])
+            release(world)
+    if not entries:
+        return []
+    steps = effort.steps_of(next(iter(entries.values())).step_seconds)
     order, shuffler, rounds = list(entries), random.Random(0), []
     while len(rounds) < effort.rounds and (len(rounds) < FEWEST_ROUNDS or time.monotonic() < deadline):
         shuffler.shuffle(order)
         rounds.append({name: seconds_per_step(entries[name].contestant, batch, steps, world) for name in order})
     for entry in entries.values():
         entry.contestant.close()
-    costs = step_costs(model, batch_size, effort.image_size, effort.num_classes)
-    return tabulate(f"{model}, {batch_size} images", batch_size, entries, rounds, costs, world)
-
-
-def tabulate(
-    title: str,
-    batch_size: int,
-    entries: dict[str, Timed],
-    rounds: list[dict[str, float]],
-    costs: StepCosts,
-    world: World,
-) -> Section:
-    """Turn the seconds of each round into the table's rows."""
-    peak = peak_of(world.device)
-    speeds = [{name: batch_size / seconds for name, seconds in values.items()} for values in rounds]
-    to_plain, to_timm = ratios_to(PLAIN, speeds), ratios_to(TIMM, speeds)
+    costs, peak = step_costs(model, batch_size, effort.image_size, effort.num_classes), peak_of(world.device)
     rows = []
     for name, entry in entries.items():
         seconds = statistics.median(values[name] for values in rounds)
-        rate = f"{batch_size / seconds:.0f}"
-        mfu = f"{costs.flops / seconds / peak.flops_per_second:.1%}" if peak else "-"
-        share = f"{costs.least_seconds(peak) / seconds:.0%}" if peak else "-"
-        memory = f"{(entry.state_bytes + entry.working_bytes) / 1e9:.2f}" if world.device.type == "cuda" else "-"
-        rows.append((name, rate, spread(to_plain[name]), spread(to_timm[name]), memory, mfu, share))
-    text = (
-        f"{costs.flops / batch_size / 1e9:.2f} GFLOP per image forward and backward; median (quartiles) of the ratio "
-        "of images/s within each round, more is faster. Memory: tensors held and needed by a step, allocated. MFU and "
-        f"roofline against {peak.source if peak else 'no known peak'}; how it is counted: benchmarks/gpu/roofline.py."
-    )
-    columns = ("contestant", "images/s", "/ plain loop", "/ timm's loop", "memory, GB", "MFU", "share of roofline")
-    return Section(title, text, columns, rows)
+        rows.append(
+            {
+                "contestant": name,
+                "images_per_s": batch_size / seconds,
+                # Of the speeds within each round; more is faster.
+                "ratios": ratios_to(name, rounds),
+                "memory_bytes": entry.state_bytes + entry.working_bytes,
+                "mfu": costs.flops / seconds / peak.flops_per_second if peak else None,
+                "share_of_roofline": costs.least_seconds(peak) / seconds if peak else None,
+            }
+        )
+    return rows

@@ -1,26 +1,30 @@
 """The step times that were predicted for 40 points before any GPU was measured, and their measurement.
 
-    python -m benchmarks.gpu.points              # predict: writes predictions.jsonl, which is then committed
-    python benchmarks/gpu/run.py --points        # measure all points on a GPU in one call, and add them to the ledger
+    python -m benchmarks.gpu.points --predict            # writes predictions.jsonl, which is then committed
+    python benchmarks/gpu/run.py --parts points          # measures all points on a GPU in one call
+    python -m benchmarks.gpu.points --add lines.jsonl    # adds what was measured to the ledger
 
-A point is a model, a batch, an image size and a precision, trained by our engine under ddp on one GPU with images in
+A point is a model, a batch, an image size and a precision, trained by DeepSpeed under ddp on one GPU with images in
 its memory. A prediction once committed is not changed: a better model of the step gets a file of its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
-import time
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.contestants import make_network, our_contestant
-from benchmarks.gpu.measure import QUICK, Effort, make_batch, release, seconds_per_step
-from benchmarks.our_engine import engine_of
-from benchmarks.report import Section, save, show, today, versions
+from benchmarks.gpu.lines import attempt, emit, read_lines
+from benchmarks.gpu.measure import Effort, make_batch, release, seconds_per_step
+from benchmarks.gpu.options import Options, part_options
+from benchmarks.report import today, versions
 from models.build import build_model
 from models.dry_run import without_data
 from models.operators import count_operators
@@ -28,10 +32,11 @@ from planning.ledger import STEP, LedgerEntry, replace_entries
 from planning.machines import GPUS, find_machine, gpu_of_device
 from planning.step_time import predict_step
 from training.parallel.strategies import plan_of
-from training.parallel.world import World
+from training.parallel.world import World, start_world, stop_world
 
 PREDICTIONS = Path(__file__).with_name("predictions.jsonl")
 CLASSES = 1000
+ENGINE = "deepspeed"  # that --engine auto took when the points were predicted
 MODELS = (
     *("mobilenet", "efficientnet", "vgg", "cnn_lstm", "ensemble"),
     *("timm:mobilenetv3_large_100", "timm:resnet50", "timm:vit_small_patch16_224"),
@@ -54,7 +59,7 @@ def predict_point(model: str, batch_size: int, image_size: int, precision: str) 
     parameters = sum(parameter.numel() for parameter in module.parameters())
 
     def step_s(gpu: str) -> float:
-        options: dict[str, Any] = {"engine": "deepspeed", "batch_size": batch_size, "precision": precision}
+        options: dict[str, Any] = {"engine": ENGINE, "batch_size": batch_size, "precision": precision}
         return predict_step(operators, parameters, find_machine(gpu, 1), plan_of("ddp", 1), **options).step_s
 
     names = [name for name, gpu in GPUS.items() if precision in gpu.peaks]
@@ -63,37 +68,39 @@ def predict_point(model: str, batch_size: int, image_size: int, precision: str) 
     return point | {"predicted_s": seconds}
 
 
-def measure_points(effort: Effort, world: World, deadline: float, command: str) -> None:
-    """Measure the predicted points that the time allows, print them, and write them into the ledger."""
+def measure_points(options: Options, world: World) -> None:
+    """Measure the predicted points that the time allows, and emit each as an entry of the ledger."""
     name = "cpu"
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
         name = gpu_of_device(properties.name, properties.total_memory)
-    entries, left_out = [], []
     for line in map(json.loads, PREDICTIONS.read_text().splitlines()):
         predicted = line["predicted_s"].get(name)
-        if effort is QUICK:  # to see that it runs: nothing is written
-            line |= {"batch_size": 4, "image_size": effort.image_size, "precision": "fp32"}
-        if time.monotonic() > deadline or (predicted is None and effort is not QUICK):
-            left_out.append(line["model"])
-            continue
-        try:
-            measured = _measure(line, effort, world)
-        except Exception as error:  # time on a GPU is dear: the other points are still measured
-            print(f"left out: {line}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-            continue
-        finally:
-            release(world)
-        print(f"{line['model']}, {line['batch_size']} images: {1000 * measured:.2f} ms", flush=True)
-        if predicted is not None:
-            entries.append(_entry(line, name, predicted, measured, world))
-    if left_out:
-        print(f"left out, no time or no prediction: {len(left_out)} points")
-    if entries:
-        replace_entries(entries)
-        section = _section(entries)
-        show(section)
-        save("predicted-points", f"Predicted steps on {name}", versions("torch", "deepspeed"), command, [section])
+        if options.is_quick:  # to see that it runs
+            line |= {"batch_size": 4, "image_size": options.effort.image_size, "precision": "fp32"}
+            predicted = 1.0
+        what = f"{line['model']}, {line['batch_size']} images of {line['image_size']} pixels, {line['precision']}"
+        if predicted is None:
+            emit("left_out", what=what)
+        else:
+            attempt(what, partial(_emit_point, line, name, predicted, options.effort, world), options.deadline)
+        release(world)
+
+
+def _emit_point(point: dict[str, Any], gpu: str, predicted: float, effort: Effort, world: World) -> None:
+    entry = _entry(point, gpu, predicted, _measure(point, effort, world), world)
+    emit("point", **dataclasses.asdict(entry))
+
+
+def add_to_ledger(lines: Path) -> None:
+    """Add the points of a file of lines to the ledger."""
+    found = [
+        {key: value for key, value in line.items() if key != "kind"}
+        for line in read_lines(lines)
+        if line["kind"] == "point"
+    ]
+    replace_entries([LedgerEntry(**fields) for fields in found])
+    print(f"{len(found)} points are in the ledger")
 
 
 def _measure(point: dict[str, Any], effort: Effort, world: World) -> float:
@@ -101,7 +108,7 @@ def _measure(point: dict[str, Any], effort: Effort, world: World) -> float:
     shape = Effort(image_size=point["image_size"], num_classes=CLASSES)
     batch = make_batch(shape, point["batch_size"], world)
     network = make_network(point["model"], point["image_size"], CLASSES, point["batch_size"])
-    contestant = our_contestant(network, world, point["batch_size"], precision=point["precision"])
+    contestant = our_contestant(network, world, point["batch_size"], ENGINE, point["precision"])
     try:
         step_s = seconds_per_step(contestant, batch, effort.warmup_steps, world)
         steps = effort.steps_of(step_s)
@@ -111,12 +118,11 @@ def _measure(point: dict[str, Any], effort: Effort, world: World) -> float:
 
 
 def _entry(point: dict[str, Any], gpu: str, predicted: float, measured: float, world: World) -> LedgerEntry:
-    module = make_network(point["model"], point["image_size"], CLASSES, point["batch_size"])
     return LedgerEntry(
         kind=STEP,
         device=gpu,
         model=point["model"],
-        engine=engine_of(module, "ddp", world.device, 1),
+        engine=ENGINE,
         strategy="ddp",
         ranks=1,
         batch_size=point["batch_size"],
@@ -133,24 +139,24 @@ def _entry(point: dict[str, Any], gpu: str, predicted: float, measured: float, w
     )
 
 
-def _section(entries: list[LedgerEntry]) -> Section:
-    rows = [
-        (
-            *(one.model, str(one.batch_size), str(one.image_size), one.precision),
-            *(f"{1000 * one.predicted:.2f}", f"{1000 * one.measured:.2f}", f"{one.error:+.0%}"),
-        )
-        for one in entries
-    ]
-    columns = ("model", "images", "pixels", "precision", "predicted, ms", "measured, ms", "error")
-    return Section("Points", "One GPU, ddp, AdamW; medians. Predicted before any GPU was measured.", columns, rows)
-
-
-def main() -> None:
+def predict_points() -> None:
     """Write the predictions, once."""
     if PREDICTIONS.exists():
         raise SystemExit(f"{PREDICTIONS} exists: predictions are not changed afterwards")
     PREDICTIONS.write_text("".join(json.dumps(predict_point(*point)) + "\n" for point in points()))
     print(f"written: {PREDICTIONS}, {len(points())} points")
+
+
+def main() -> None:
+    """Predict, measure, or add what was measured."""
+    if sys.argv[1:2] == ["--predict"]:
+        predict_points()
+    elif sys.argv[1:2] == ["--add"]:
+        add_to_ledger(Path(sys.argv[2]))
+    else:
+        options, world = part_options(__doc__), start_world()
+        measure_points(options, world)
+        stop_world()
 
 
 if __name__ == "__main__":

@@ -1,130 +1,82 @@
-"""One GPU in one call of under ten minutes: the GPU tests first, then ours against a plain loop and timm's.
+"""One GPU in one call of nine minutes: is its path right, how fast is it, and what do whole trainings reach?
 
     python benchmarks/gpu/run.py
-    python benchmarks/gpu/run.py --models mobilenet,timm:resnet50 --minutes 4 --no-tests
+    python benchmarks/gpu/run.py --parts smoke,tables --models mobilenet
     python benchmarks/gpu/run.py --device cpu --quick
 
-Each model runs at the guide's batch size and at the best one, at 224 pixels in bf16, on images that lie on the device.
-The contestants take turns in shuffled order; medians over the rounds. Writes `results/<model>_<hardware>_<date>.md`
-and `gpu_tests.log`, or both into $OUT. What does not fit into the time is left out, with a line that says so.
-
-To carry to a machine without a network: the repository, and as wheels what `requirements.txt` and pytest with
-pytest-timeout need and `pip list` does not show there; PyTorch and torchvision stay as they are (2.11 or later).
-`benchmarks/gpu/README.md` has the commands.
+Three parts, in order of worth, each a process group with a limit of its own, which is killed at its end: nothing goes
+on using the card beside the next one. What a part leaves of its time goes to those after it. Every number is a line of
+`lines.jsonl` as soon as it is measured; at the end `report_<hardware>_<date>.md` has them as tables. Both, a
+log of each part and `gpu_tests.log` are written to $OUT, or to `benchmarks/results`. `benchmarks/gpu/README.md` says
+what is compared, and how to carry it to a machine without a network.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
+from benchmarks.gpu.lines import LINES, emit
+from benchmarks.gpu.options import ROOT, parser
+from benchmarks.gpu.summary import write_report
+from benchmarks.report import results_folder
 
-from benchmarks.gpu.measure import QUICK, Effort, best_batch, compare, release
-from benchmarks.gpu.points import measure_points
-from benchmarks.report import Section, results_folder, save, show, versions
-from training.parallel.world import World, start_world, stop_world
-
-ROOT = Path(__file__).resolve().parents[2]
-# Model -> images per GPU as the guide recommends for ddp (the ensemble: for stage 2); ResNet-50 is not in it.
-GUIDE_BATCHES = {"mobilenet": 32, "efficientnet": 16, "vgg": 8, "cnn_lstm": 8, "ensemble": 8, "timm:resnet50": 64}
-LONGEST_TAIL = 6000  # characters of the tests' output that are printed; the file has all
-SHARE_FOR_TESTS = 0.5  # at most; what they leave goes to the tables
+PARTS = {"smoke": 170.0, "tables": 200.0, "files": 150.0}  # seconds
+ALONE = "points"  # a part that is not among those of a plain call
+GRACE_SECONDS = 4.0  # after its deadline, in which a part may end what it has begun
+LONGEST_TAIL = 3000  # characters of a part's output that are printed; its log has all
 
 
-def measure_model(model: str, effort: Effort, world: World, deadline: float) -> list[Section]:
-    """Measure one model at the guide's batch size and at the best one."""
-    sections = []
-    guide = GUIDE_BATCHES.get(model, 32) if effort is not QUICK else effort.batches[0]
-    for batch_size in dict.fromkeys((guide, None)):
-        if time.monotonic() > deadline:
-            print(f"left out, no time: {model} at {batch_size or 'its best batch size'}", flush=True)
-            continue
-        try:
-            chosen = batch_size or best_batch(model, effort, world, deadline)
-            if batch_size is None and chosen == guide:
-                continue
-            sections.append(compare(model, chosen, effort, world, deadline))
-            show(sections[-1])
-        except Exception as error:  # time on a GPU is dear: whatever happened, the other models are still measured
-            traceback.print_exc()
-            print(f"left out: {model} at {batch_size or 'its best batch size'}: {type(error).__name__}", flush=True)
-        release(world)
-    return sections
+def command_of(part: str, seconds: float, flags: list[str]) -> list[str]:
+    """Return the command of a part."""
+    return [sys.executable, "-u", "-m", f"benchmarks.gpu.{part}", "--seconds", f"{seconds:.0f}", *flags]
 
 
-def run_gpu_tests(seconds: float) -> None:
-    """Run the tests marked `gpu` for at most so long, and keep what they print."""
-    log = results_folder() / "gpu_tests.log"
-    command = [
-        sys.executable,
-        "-u",
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "tests/gpu",
-        "-p",
-        "no:cacheprovider",
-        "--durations=10",
-    ]
+def run_part(part: str, seconds: float, flags: list[str]) -> None:
+    """Run a part for at most so long, with all of its processes, and keep what it prints."""
+    log = results_folder() / f"{part}.log"
     with log.open("w") as output:
+        command = command_of(part, seconds, flags)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
         try:
-            code = subprocess.run(
-                command, check=False, cwd=ROOT, timeout=seconds, stdout=output, stderr=output
-            ).returncode
-            said = f"exit code {code}"
+            code = process.wait(seconds + GRACE_SECONDS)
         except subprocess.TimeoutExpired:
-            said = f"ended after {seconds:.0f} s, not finished"
-    print(log.read_text()[-LONGEST_TAIL:])
-    print(f"pytest -m gpu: {said}; {log}", flush=True)
+            code = None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    print(log.read_text(errors="replace")[-LONGEST_TAIL:])
+    emit("part", part=part, exit_code=code, seconds=seconds)
 
 
 def main() -> None:
-    """Test, then measure every model that the time allows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(GUIDE_BATCHES), help="comma-separated")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="tiny: to see that it runs")
-    parser.add_argument("--minutes", type=float, default=9, help="no section begins later")
-    parser.add_argument("--no-tests", action="store_true")
-    parser.add_argument("--points", action="store_true", help="measure the 40 predicted points instead of the tables")
-    given = parser.parse_args()
-    start = time.monotonic()
-    if given.device == "cpu":
-        os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
-    elif not torch.cuda.is_available():
-        sys.exit("no GPU found: type --device cpu --quick to see that the script runs")
-    if not given.no_tests:  # before this process takes memory of the GPU
-        run_gpu_tests(SHARE_FOR_TESTS * 60 * given.minutes)
-    effort = QUICK if given.quick else Effort()
-    world = start_world()
-    deadline = start + 60 * given.minutes
-    models = [] if given.points else given.models.split(",")
-    if given.points:
-        measure_points(effort, world, deadline, shlex.join(["python", *sys.argv]))
-    for number, model in enumerate(models):
-        # Each model has its share of what is left, so that a slow one takes nothing from those after it.
-        share = (deadline - time.monotonic()) / (len(models) - number)
-        sections = measure_model(model, effort, world, time.monotonic() + share)
-        if sections:
-            facts = (
-                f"{world.describe()}; {effort.image_size} pixels, {effort.num_classes} classes, bf16, AdamW, "
-                f"no clipping, channels_last images on the device. "
-                f"{versions('torch', 'torchvision', 'deepspeed', 'timm')}."
-            )
-            name = model.replace("timm:", "")
-            save(name, f"{model}: ours, a plain loop, timm's loop", facts, shlex.join(["python", *sys.argv]), sections)
-    stop_world()
-    print(f"done after {(time.monotonic() - start) / 60:.1f} minutes")
+    """Run the parts that are asked for, and write the report."""
+    made = parser(__doc__)
+    made.add_argument("--parts", default=",".join(PARTS), help=f"comma-separated, of %(default)s and {ALONE}")
+    made.add_argument("--minutes", type=float, default=sum(PARTS.values()) / 60, help="for all (default %(default).1f)")
+    given = made.parse_args()
+    limits = PARTS | {ALONE: sum(PARTS.values())}
+    parts = given.parts.split(",")
+    unknown = [part for part in parts if part not in limits]
+    if unknown:
+        made.error(f"--parts {unknown[0]}: expected some of {', '.join(limits)}")
+    flags = ["--device", given.device, "--models", given.models, *(["--quick"] if given.quick else [])]
+    (results_folder() / LINES).unlink(missing_ok=True)
+    start, scale = time.monotonic(), 60 * given.minutes / sum(limits[part] for part in parts)
+    end = start
+    for part in parts:
+        end += scale * limits[part]
+        run_part(part, max(end - time.monotonic() - GRACE_SECONDS, 1.0), flags)
+    write_report(results_folder(), shlex.join(["python", *sys.argv]))
+    print(f"done after {time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":

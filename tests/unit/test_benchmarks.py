@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import compare, engines
+from benchmarks.gpu import run as gpu_run
+from benchmarks.gpu.contestants import COMPILED, MAKERS, OURS, TIMM
+from benchmarks.gpu.lines import LINES, read_lines
 from benchmarks.gpu.roofline import Peak, StepCosts, step_costs
 from benchmarks.jpegs import make_folder
 from benchmarks.peers import bare_ddp, fsdp2
@@ -23,26 +27,48 @@ from benchmarks.peers.bare_ddp import BASELINE, FLOOR, TUNED
 from benchmarks.peers.job import Job, make_adamw, make_network, read_job, write_job
 from benchmarks.peers.ours import spoil_cache
 from models.build import build_model
-from training.parallel.build_engine import ENGINES
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
-    command = [sys.executable, "benchmarks/gpu/run.py", "--device", "cpu", "--quick"]
+    command = [sys.executable, "benchmarks/gpu/run.py", "--device", "cpu", "--quick", "--models", "basic_cnn"]
     environment = os.environ | {"OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [*command, "--models", "basic_cnn"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=560)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "skipped" in (tmp_path / "gpu_tests.log").read_text(), "the GPU's tests were collected"
-    (table,) = (path.read_text() for path in tmp_path.glob("basic_cnn_*.md"))
-    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
-    engines_of_ours = [f"ours (ddp, --engine {name})" for name in ENGINES if name != "deepspeed"]
-    contestants = ["ours (ddp)", *engines_of_ours, "plain PyTorch loop", "timm's loop"]
-    assert [row[0].strip() for row in rows] == ["contestant", *contestants]
-    assert all(float(row[1]) > 0 for row in rows[1:])
+    found = read_lines(tmp_path / LINES)
+    of = {line["kind"]: [one for one in found if one["kind"] == line["kind"]] for line in found}
+    assert "failed" not in of, of["failed"]
+    assert [(part["part"], part["exit_code"]) for part in of["part"]] == [("smoke", 0), ("tables", 0), ("files", 0)]
+    (resume,), (family,), (tests,) = of["resume"], of["family"], of["tests"]
+    assert resume["equal_bytes"]
+    assert resume["codes"] == [0, -9, 0]
+    assert family["logits_error"] < 0.05
+    assert family["gradient_cosine"] > 0.99
+    assert {row["contestant"] for row in of["throughput"]} == {*MAKERS}
+    assert {row["contestant"] for row in of["compiled"]} == {OURS, TIMM, *COMPILED}
+    assert all(row["images_per_s"] > 0 for row in (*of["throughput"], *of["compiled"]))
+    assert "skipped" in tests["last_line"], "the GPU's tests were collected"
+    (report,) = tmp_path.glob("gpu_*.md")
+    assert all(name in report.read_text() for name in (*MAKERS, *COMPILED, "Killed and resumed", "Trainings from JPEG"))
+
+
+def test_a_part_ends_at_its_limit_with_all_of_its_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(gpu_run, "GRACE_SECONDS", 0.5)
+    part = """
+import subprocess, sys, time
+from pathlib import Path
+Path("PLACE").write_text(str(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid))
+time.sleep(600)
+""".replace("PLACE", str(tmp_path / "pid"))
+    monkeypatch.setattr(gpu_run, "command_of", lambda *_: [sys.executable, "-c", part])
+    gpu_run.run_part("sleeps", 5.0, [])
+    (line,) = read_lines(tmp_path / LINES)
+    assert line == {"kind": "part", "part": "sleeps", "exit_code": None, "seconds": 5.0}
+    started = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(started) or psutil.Process(started).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_step_has_three_times_the_forwards_flops():
