@@ -13,16 +13,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {
     "scripts": 738,
-    "launch": 3548,
+    "launch": 3519,
     "models": 2208,
-    "training": 3163,
+    "training": 3170,
     "training/data": 5064,
-    "training/recipe": 1913,
-    "training/parallel": 4449,
+    "training/recipe": 1914,
+    "training/parallel": 4690,
     "training/checkpoint": 2230,
     "training/observe": 3362,
-    "planning": 5549,
-    "delivery": 1735,
+    "planning": 5556,
+    "delivery": 1736,
     "delivery/export": 1267,
     "delivery/report": 1427,
 }

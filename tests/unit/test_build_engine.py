@@ -198,7 +198,7 @@ def test_what_cannot_be_compiled_trains_as_it_is_with_a_note_or_is_one_line():
         "torch.compile failed: RuntimeError, no such compiler second line",
         "trains without torch.compile",
     ]
-    with pytest.raises(UserError, match="--compile on: torch.compile failed: RuntimeError, no such compiler"):
+    with pytest.raises(UserError, match=r"--compile on: torch\.compile failed: RuntimeError, no such compiler"):
         compile_network(network, dataclasses.replace(setup, must_compile=True))
 
 
@@ -209,7 +209,9 @@ def test_the_trial_of_compiled_code_leaves_no_trace(monkeypatch):
     monkeypatch.setattr(network, "compile", lambda mode: None)
     network.register_forward_hook(lambda module, inputs, _: calls.append((module.training, inputs[0].shape)))
     compile_network(network, setup)
-    assert calls == [(True, (2, 3, 2, 2))] and setup.notes == [] and not network.training
+    assert calls == [(True, (2, 3, 2, 2))]
+    assert setup.notes == []
+    assert not network.training
     assert all(map(torch.equal, network.state_dict().values(), before))
     assert all(parameter.grad is None for parameter in network.parameters())
 

@@ -37,9 +37,9 @@ def resolve_engine(
     """Return the engine of a run, a key of `ENGINES`.
 
     'auto' is DeepSpeed where the JSON asks for what it alone does. Otherwise it is the native one for models whose
-    gradients fit into one bucket, and for any model if they are whole on every rank anyway (under ddp, on a single GPU).
-    For the others, if the update rule needs whole parameters and on more GPUs than `MOST_GPUS_OF_NATIVE`, it is
-    PyTorch's; for the others on CPU ranks DeepSpeed.
+    gradients fit into one bucket, and for any model if they are whole on every rank anyway (under ddp, on one GPU). For
+    the others, if the update rule needs whole parameters and on more GPUs than `MOST_GPUS_OF_NATIVE`, it is PyTorch's;
+    for the others on CPU ranks DeepSpeed.
 
     Args:
         engine: 'auto' or a key of `ENGINES`.

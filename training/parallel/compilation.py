@@ -11,7 +11,7 @@ from training.config import TrainConfig
 from training.errors import AgreedError, one_line
 from training.parallel.collectives import error_on_any_rank
 from training.parallel.engine import IMAGES_WITHOUT_VALUE, EngineSetup
-from training.parallel.strategies import ParallelPlan
+from training.parallel.strategies import STRATEGIES, ParallelPlan
 from training.parallel.world import World
 
 # `auto` compiles the models that were measured to be faster on CPU ranks (docs/performance.md), in runs that train on
@@ -61,7 +61,8 @@ def auto_compiles(config: TrainConfig, pixels: int, world: World) -> bool:
         return False
     if world.device.type == "cpu":
         return config.model_type in FASTER_ON_CPU and pixels >= PIXELS_THAT_PAY
-    return (config.strategy == "ddp" or world.size == 1) and pixels >= PIXELS_THAT_PAY_ON_GPU
+    is_whole = world.size == 1 or STRATEGIES[config.strategy].zero_stage == 1
+    return is_whole and pixels >= PIXELS_THAT_PAY_ON_GPU
 
 
 def compile_mode(device: torch.device, plan: ParallelPlan, *, keeps_gradients: bool = False) -> str | None:
