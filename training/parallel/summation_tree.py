@@ -90,9 +90,12 @@ class LeafSums:
             self._parked += 1
             self._rows[self._parked].copy_(self._rows[0])
         is_sum = self._leaf > 0 and not parks
-        pairs = [(place, gradient) for place, gradient in zip(places, gradients, strict=True) if gradient is not None]
-        if pairs:
-            (torch._foreach_add_ if is_sum else torch._foreach_copy_)(*map(list, zip(*pairs, strict=True)))
+        values = [gradient for gradient in gradients if gradient is not None]
+        present = [place for place, gradient in zip(places, gradients, strict=True) if gradient is not None]
+        if values and is_sum:
+            torch._foreach_add_(present, values)
+        elif values:
+            torch._foreach_copy_(present, values)
         for place, gradient in zip(places, gradients, strict=True):
             if gradient is None and not is_sum:
                 place.zero_()
