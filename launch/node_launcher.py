@@ -22,11 +22,10 @@ def local_ranks_command(engine: str, has_gpus: bool) -> list[str]:
 
     Args:
         engine: of the configuration.
-        has_gpus: whether the ranks use GPUs, for which `auto` is deepspeed.
+        has_gpus: whether the ranks use GPUs.
     """
     # Not for CPU ranks: how GPUs are counted here may miss some, and DeepSpeed keeps the kind that it is imported for.
-    needs_deepspeed = has_gpus and engine in ("auto", "deepspeed")
-    preloaded = [*PRELOADED, *(["deepspeed"] if needs_deepspeed else [])]
+    preloaded = [*PRELOADED, *(["deepspeed"] if has_gpus and engine == "deepspeed" else [])]
     return [sys.executable, "-u", LOCAL_RANKS, f"--preload={','.join(preloaded)}"]
 
 
