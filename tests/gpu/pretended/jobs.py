@@ -1,0 +1,56 @@
+"""What a process on pretended GPUs does for a test."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.contestants import make_network, our_contestant, timm_contestant
+from scripts import train_distributed
+from tests.gpu.pretended.faults import FAULTS
+from tests.gpu.pretended.watch import Watch, launches
+from training.command_line import run_script
+from training.parallel.world import start_world
+
+# One short epoch of 20 steps, without what has nothing to do with a step.
+FLAGS = "--epochs 1 --data digits --log-every-steps 1000 --tensorboard false --report false"
+IMAGE_SIZE, BATCH_SIZE, CLASSES, WARM_UP, STEPS = 64, 2, 1000, 2, 3  # of bare steps
+
+
+def train(flags: str, fault: str = "") -> dict[str, Any]:
+    """Train as one rank by the command line, with a fault planted; return what was seen, and the exit code."""
+    if fault:
+        FAULTS[fault]()
+    watch = Watch()
+    watch.start()
+    with tempfile.TemporaryDirectory() as folder:
+        sys.argv = [train_distributed.__file__, *FLAGS.split(), "--log-dir", folder, *flags.split()]
+        exit_code = run_script("error", list, train_distributed.train)
+    return watch.report() | {"exit_code": exit_code}
+
+
+def bare_step(model_type: str) -> dict[str, int]:
+    """Return the kernels of a training step without data and logging: of timm's loop, and of our engines under ddp."""
+    world, kernels = start_world(), {}
+    images = torch.zeros(BATCH_SIZE, 3, IMAGE_SIZE, IMAGE_SIZE, device=world.device)
+    images = images.contiguous(memory_format=torch.channels_last)
+    labels = torch.zeros(BATCH_SIZE, dtype=torch.int64, device=world.device)
+    ours = {engine: partial(our_contestant, engine=engine) for engine in ("native", "torch")}
+    for name, make in {"timm": timm_contestant, **ours}.items():
+        contestant = make(make_network(model_type, IMAGE_SIZE, CLASSES, BATCH_SIZE), world, BATCH_SIZE)
+        for _ in range(WARM_UP):
+            contestant.step(images, labels)
+        before = launches()
+        for _ in range(STEPS):
+            contestant.step(images, labels)
+        kernels[name] = (launches() - before) // STEPS
+        contestant.close()
+    return kernels
+
+
+JOBS: dict[str, Callable[..., dict[str, Any]]] = {"train": train, "bare_step": bare_step}

@@ -1,0 +1,69 @@
+"""The way to a GPU without one: what waits for it, and how many kernels a step has, on pretended GPUs (README.md)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.gpu.pretended.client import CASES, EXPECTED, PretendedGpus, problems
+from tests.gpu.pretended.garbage import NameIsGoneError, does, replace
+from tests.gpu.pretended.library import CannotBuildError
+
+MOST_KERNELS = 1.10  # of timm's loop, a bare step
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    try:
+        process = PretendedGpus()
+    except CannotBuildError as reason:
+        pytest.skip(f"no pretended GPU: {reason}")
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return json.loads(EXPECTED.read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_waits_and_launches_as_the_table_says(case, gpus, expected):
+    assert problems(gpus.train(case), expected[case]) == []
+
+
+def test_only_what_must_waits(expected):
+    """The table may be measured again, but not to allow this."""
+    assert expected.keys() == CASES.keys()
+    for case, step in expected.items():
+        if "deepspeed" not in case:
+            assert sum(step["waits"].values()) == ("fp16" in case), case
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("item_in_the_step", "faults.py: item_in_the_step.<locals>.reading.<locals>.read: 1.0, expected 0"),
+        ("copy_that_is_not_pinned", "copies from or to memory that is not pinned: 2.0, expected 0"),
+        ("labels_on_the_cpu", "Could not run 'aten::record_stream' with arguments from the 'CPU' backend"),
+        ("labels_of_32_bits", "expected target dtype to be Long or Byte, but got Int"),
+    ],
+)
+def test_a_planted_fault_is_found(fault, told, gpus, expected):
+    case = "ddp native plain"
+    (found,) = problems(gpus.train(case, fault), expected[case])
+    assert told in found
+
+
+@pytest.mark.parametrize("model_type", ["mobilenet", "timm:resnet50"])
+def test_a_bare_step_has_hardly_more_kernels_than_timms(model_type, gpus):
+    report = gpus.run("bare_step", model_type=model_type)
+    assert "failure" not in report, report["failure"]
+    assert max(report["native"], report["torch"]) <= MOST_KERNELS * report["timm"]
+
+
+def test_a_name_that_is_gone_is_told():
+    with pytest.raises(NameIsGoneError, match=r"uses torch\.cuda\.gone, which is gone"):
+        replace(torch.cuda, "gone", does(None))
