@@ -132,13 +132,17 @@ def test_a_checkpoint_of_format_1_resumes():
 
 
 def test_convolutions_lie_in_channels_last_and_leave_in_the_usual_order():
-    engine = make_engine("adamw", seed=0)
-    for parameter in (engine.module[1].weight, engine.module[2].weight):
-        for tensor in (parameter, parameter.grad):
-            assert tensor.is_contiguous(memory_format=torch.channels_last)
-    before = engine.module[2].weight.grad
-    engine.backward(engine.forward(torch.ones(8, 4)).square().mean())
-    assert engine.module[2].weight.grad is before
+    engine, plain = make_engine("adamw", seed=0), make_module(seed=0)
+    place_of = {
+        name: place for bucket in engine._buckets for name, place in zip(bucket.parameters, bucket._places, strict=True)
+    }
+    for tensor in (engine.module[1].weight, engine.module[2].weight, place_of["1.weight"], place_of["2.weight"]):
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+    for forward, backward in ((engine.forward, engine.backward), (plain, torch.Tensor.backward)):
+        backward(forward(torch.ones(8, 4)).square().mean())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(place_of[name], parameter.grad)
+    assert all(parameter.grad is None for parameter in engine.module.parameters()), "each bucket has taken its own"
     leaving_tensors = gather_weights(engine, ALONE).values()
     for leaving, expected in zip(leaving_tensors, make_module(seed=0).parameters(), strict=True):
         assert leaving.is_contiguous()
