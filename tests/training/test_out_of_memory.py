@@ -134,7 +134,6 @@ def test_what_cannot_be_taken_back_ends_the_rank_with_the_same_code(monkeypatch,
         raise MemoryError
 
     monkeypatch.setattr("torch.Tensor.backward", fail)
-    monkeypatch.setattr("training.parallel.torch_distribution.Replicated._rehearse", lambda *_: None)
     config = TrainConfig(**(SETTINGS | {"engine": "torch", "log_dir": str(tmp_path)}))
     assert run(config) == OUT_OF_MEMORY_EXIT_CODE
     assert capsys.readouterr().err.endswith("error: rank 0 ran out of memory: MemoryError\n")
