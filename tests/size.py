@@ -17,7 +17,7 @@ BUDGET = {
     "models": 2208,
     "training": 3170,
     "training/data": 5064,
-    "training/recipe": 1914,
+    "training/recipe": 1915,
     "training/parallel": 4690,
     "training/checkpoint": 2230,
     "training/observe": 3362,
