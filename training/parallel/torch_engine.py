@@ -180,10 +180,9 @@ def _local_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 def _sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the sum of the squares of all values as float64 [] on `device`, to about float32's precision."""
-    large = []
-    if not all(tensor.is_cuda for tensor in tensors):  # whose kernel adds 64 Ki values in a tree, then their sums
-        large = [tensor for tensor in tensors if tensor.numel() > VALUES_NORMED_IN_FLOAT32]
-    small = [tensor for tensor in tensors if tensor.is_cuda or tensor.numel() <= VALUES_NORMED_IN_FLOAT32]
+    small, large = list[torch.Tensor](), list[torch.Tensor]()
+    for tensor in tensors:  # CUDA's kernel adds 64 Ki values in a tree, then their sums
+        (small if tensor.is_cuda or tensor.numel() <= VALUES_NORMED_IN_FLOAT32 else large).append(tensor)
     total = torch.zeros((), dtype=torch.float64, device=device)
     if small:
         total += torch.stack(torch._foreach_norm(small)).double().square().sum().to(device)

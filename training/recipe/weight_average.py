@@ -75,9 +75,9 @@ class WeightAverages:
         weights = [*self._engine.optimizer.state]
         averages = [state[EMA] for state in self._engine.optimizer.state.values()]
         if averages and isinstance(applied, torch.Tensor):  # not read from the device
-            moved = torch._foreach_lerp(averages, weights, weight)
-            torch._foreach_mul_(moved, applied * 1.0)  # one of the two summands is zeros
-            torch._foreach_mul_(averages, 1.0 - applied * 1.0)
+            moved, share = torch._foreach_lerp(averages, weights, weight), applied * 1.0
+            torch._foreach_mul_(moved, share)  # one of the two summands is zeros
+            torch._foreach_mul_(averages, 1.0 - share)
             torch._foreach_add_(averages, moved)
         elif averages:
             torch._foreach_lerp_(averages, weights, weight)
