@@ -47,8 +47,6 @@ class PlanRequest:
     scale: Sequence[int] = ()
     """Numbers of GPUs to compare; none for a plan."""
     failures_per_gpu_day: float = FAILURES_PER_GPU_DAY
-    dry_run: bool = False
-    """Whether to set ranks up instead."""
 
 
 def parse(words: Sequence[str], description: str | None) -> PlanRequest:
@@ -82,26 +80,17 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     parser.add_number(
         "--failures-per-gpu-day", 0.0, 1.0, default=FAILURES_PER_GPU_DAY, help="For --scale; default: of Llama 3's run."
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="Set the first, middle and last rank up on this CPU instead."
-    )
-    parser.add_number("--world", 1, MOST_RANKS, help="For --dry-run: ranks of the run; default: --num-gpus.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.epilog = "All flags of scripts/train_distributed.py are known too, such as --model-type and --batch-size."
     given, others = parser.parse_known(words)
     config, _ = parse_args([f"--strategy={given.strategy}", *others])
     counts = read_counts(given.scale) if given.scale is not None else []
-    if counts and given.dry_run:
-        raise UserError("--dry-run sets one run up: give --world N instead of --scale.")
-    if given.world and not given.dry_run:
-        raise UserError(f"--world {given.world} is for --dry-run: add it, or give --num-gpus {given.world}.")
-    given.num_gpus = counts[0] if counts else given.world or given.num_gpus
+    given.num_gpus = counts[0] if counts else given.num_gpus
     per_node = given.gpus_per_node or min(given.num_gpus, GPUS_PER_NODE)
     fewer, more = given.num_gpus // per_node * per_node, -(-given.num_gpus // per_node) * per_node
     if fewer not in (0, more):
-        asked = "--world" if given.world else "--num-gpus"
         raise UserError(
-            f"{asked} {given.num_gpus} is no multiple of {per_node} GPUs per machine: give {fewer} or {more}, or "
+            f"--num-gpus {given.num_gpus} is no multiple of {per_node} GPUs per machine: give {fewer} or {more}, or "
             "--gpus-per-node."
         )
     if config.global_batch and config.batch_size != "auto":
@@ -112,7 +101,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
         sized = dataclasses.replace(machine.gpu, memory_bytes=int(given.gpu_memory * GB))
         machine = dataclasses.replace(machine, gpu=sized)
     machine = calibrate(machine, given.calibrate) if given.calibrate else machine
-    has_data = given.with_data or given.dry_run or any(word.partition("=")[0] == "--data" for word in others)
+    has_data = given.with_data or any(word.partition("=")[0] == "--data" for word in others)
     data, assumed = _data(config, has_data=has_data)
     if given.images:
         data["images"] = _count(given.images)
@@ -123,7 +112,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     if given.measured_run:
         scale = measured_scale(given.measured_run, config.model_type, machine.gpu.name)
         job = dataclasses.replace(job, compute_scale=scale)
-    return PlanRequest(job, given.json, assumed, counts, given.failures_per_gpu_day, given.dry_run)
+    return PlanRequest(job, given.json, assumed, counts, given.failures_per_gpu_day)
 
 
 def _count(text: str) -> int:
@@ -160,13 +149,9 @@ def run(request: PlanRequest) -> int:
     """Print the plan; return the exit code.
 
     Raises:
-        UserError: if the training fits nowhere, or a rank cannot be set up.
+        UserError: if the training fits nowhere.
     """
     job = request.job
-    if request.dry_run:
-        from planning.rank_setup import set_up_ranks  # imports all that a training does
-
-        return set_up_ranks(job, as_json=request.as_json)
     if request.scale:
         return run_scale(job, request.scale, request.failures_per_gpu_day, as_json=request.as_json)
     chosen, rungs = recommend(job)

@@ -21,7 +21,7 @@ BUDGET = {
     "training/parallel": 4690,
     "training/checkpoint": 2230,
     "training/observe": 3362,
-    "planning": 5556,
+    "planning": 5236,
     "delivery": 1736,
     "delivery/export": 1267,
     "delivery/report": 1427,

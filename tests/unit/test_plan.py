@@ -155,7 +155,6 @@ def test_the_launcher_takes_the_command_that_is_printed(more, capsys):
         (["--gpu", "h101"], "unknown --gpu"),
         (["--batch-size"], "--batch-size: expected"),
         (["--num-gpus", "12"], "give 8 or 16"),
-        (["--world", "16"], "--world 16 is for --dry-run: add it, or give --num-gpus 16"),
         (["--global-batch", "100"], "give 96 or 112"),
         (["--global-batch", "3"], "give 16, or"),
         (["--images", "many"], "such as 50000, 50k or 1.28M"),
