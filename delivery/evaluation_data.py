@@ -209,7 +209,7 @@ def _data_options(
         data_root=choice.data_root or config.data_root,
         mean=tuple(preprocessing["mean"]),
         std=tuple(preprocessing["std"]),
-        decode="cpu" if config.decode == "gpu" and not torch.cuda.is_available() else config.decode,
+        decode=config.decode,
     )
 
 

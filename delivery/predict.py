@@ -23,7 +23,6 @@ from delivery.image_numbers import ARRAY_EXTENSION, read_numbers
 from delivery.trained_model import find_model
 from delivery.views import Views, checked_views, mean_log_probabilities
 from training.checkpoint.weights import load_model
-from training.config import TrainConfig
 from training.data.augment import evaluation_transform
 from training.data.folder_listing import SYSTEM_NAMES
 from training.data.reading.decode import make_decoder
@@ -101,18 +100,14 @@ def predict(
     if device == "cuda" and not has_gpu:
         raise UserError("--device cuda: PyTorch finds no GPU here; leave it out, or give --device cpu.")
     trained = find_model(model)
-    decode = decode or _decoder_of(trained.config())
+    run = trained.config()
+    decode = decode or ("cpu" if run is None else run.decode)
     module, metadata = load_model(trained.weights)
     module.to(device or ("cuda" if has_gpu else "cpu"))
     preprocessing, views = metadata["preprocessing"], checked_views(flip, shift_pixels, metadata)
     is_of_arrays = values_of(preprocessing) != BYTES or len(preprocessing["mean"]) not in CHANNEL_MODES
     extensions = (*IMAGE_EXTENSIONS, ARRAY_EXTENSION) if is_of_arrays else IMAGE_EXTENSIONS
     return _predictions(_list_images(images, extensions), module, metadata, top_k, views, batch_size, decode)
-
-
-def _decoder_of(run: TrainConfig | None) -> str:
-    """Return the decoder that gives a run's images; nvJPEG decodes in full."""
-    return "cpu" if run is None else "exact" if run.decode == "gpu" else run.decode
 
 
 def _predictions(

@@ -13,16 +13,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {
     "scripts": 738,
-    "launch": 3519,
+    "launch": 3518,
     "models": 2208,
-    "training": 3170,
-    "training/data": 5064,
+    "training": 3168,
+    "training/data": 4922,
     "training/recipe": 1915,
-    "training/parallel": 4690,
+    "training/parallel": 4688,
     "training/checkpoint": 2230,
     "training/observe": 3362,
     "planning": 5236,
-    "delivery": 1736,
+    "delivery": 1731,
     "delivery/export": 1267,
     "delivery/report": 1427,
 }

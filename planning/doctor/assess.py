@@ -253,5 +253,5 @@ def _assess_read_rate(measured: Mapping[str, Any], model: Mapping[str, Any], ran
     found = f"{found}; a rank on {model['device']} takes {trained:.0f} images/s, and has {workers} core(s) for workers"
     if workers * rate >= trained or measured["in_memory"]:
         return Row("reading", "ok", found, "", host)
-    cure = "the GPUs will wait for data: smaller files, --cache ram or disk, --decode gpu, or more cores"
+    cure = "the GPUs will wait for data: smaller files, --cache ram or disk, or more cores"
     return Row("reading", "warning", found, cure, host)

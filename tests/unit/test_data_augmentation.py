@@ -251,12 +251,9 @@ def test_a_wrong_augmentation_is_one_line(options, message):
         assert "\n" not in str(caught.value)
 
 
-def test_a_shift_wider_than_the_image_and_a_decoder_without_pillow_are_one_line():
+def test_a_shift_wider_than_the_image_is_one_line():
     with pytest.raises(UserError, match="--shift-pixels 32: images of 32 pixels can be shifted by at most 31"):
         load_data(DataOptions(shift_pixels=32))
-    for options in ({"augmentation": "trivialaugment"}, {"color_jitter": 0.1}):
-        with pytest.raises(UserError, match="the decoder gpu does not go with"):
-            load_data(DataOptions(decode="gpu", **options))
     with pytest.raises(UserError, match="7: the run has 6 epochs only"):
         check_config(TrainConfig(mixup_off_epochs=7, epochs=6), dict.fromkeys(TrainConfig.__dataclass_fields__, ""))
 

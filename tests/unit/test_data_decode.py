@@ -13,14 +13,11 @@ import numpy as np
 import pytest
 import simplejpeg
 import torch
-from made_data import class_folders, train_loader
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from test_data_images import UPRIGHT
-from torchvision.io import decode_jpeg
 from torchvision.transforms.v2.functional import resize
 
-from training.data import DataOptions, load_data
 from training.data.augment import Box
 from training.data.reading import native
 from training.data.reading.decode import (
@@ -33,7 +30,6 @@ from training.data.reading.decode import (
     shrunk_bytes,
 )
 from training.data.reading.images import ImageError, open_image
-from training.errors import UserError
 
 GENERATOR = np.random.Generator(np.random.PCG64(0))
 SUBSAMPLINGS = {"4:4:4": 0, "4:2:2": 1, "4:2:0": 2}
@@ -223,78 +219,3 @@ def test_shrunk_photographs_look_as_if_decoded_whole(tmp_path, image_size):
             for decode in (decode_exact, make_decoder("cpu", image_size))
         ]
         assert float((images[0] - images[1]).abs().float().mean()) < 1.5
-
-
-@pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
-@pytest.mark.parametrize("augmentation", ["none", "crop_flip"])
-def test_batches_of_files_decoded_on_the_device_are_those_of_exact(tmp_path, augmentation):
-    """The way of `--decode gpu`, with torchvision's decoder for the CPU in place of nvJPEG."""
-    for folder in class_folders(tmp_path):
-        _write_kinds(folder)
-    loaders = []
-    for decode in ("exact", "gpu"):
-        pair = load_data(DataOptions(str(tmp_path), image_size=24, augmentation=augmentation, decode=decode))
-        loaders.append(train_loader(pair, 6))
-    for exact, gpu in zip(*(loader.epoch(1) for loader in loaders), strict=True):
-        assert torch.equal(exact.labels, gpu.labels)
-        assert (exact.images - gpu.images).abs().max() < 2 / 255 / 0.22  # one level and its rounding
-
-
-@pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
-def test_a_file_that_no_decoder_reads_is_named_by_the_device_too(tmp_path):
-    for folder in class_folders(tmp_path):
-        (folder / "0.jpg").write_bytes(jpeg(picture(30, 40)))
-    broken = tmp_path / "train" / "b" / "0.jpg"
-    data = broken.read_bytes()
-    broken.write_bytes(data[: data.index(b"\xff\xda") + 4] + b"\xff\xd9")  # a header, a scan without content
-    pair = load_data(DataOptions(str(tmp_path), image_size=24, decode="gpu"))
-    with pytest.raises(UserError, match="cannot use image") as caught:
-        list(train_loader(pair, 2).epoch(0))
-    assert str(broken) in str(caught.value)
-    pair = load_data(DataOptions(str(tmp_path), image_size=24, decode="gpu", bad_images="skip", augmentation="none"))
-    loader = train_loader(pair, 2)
-    (batch,) = loader.epoch(0)
-    bad = batch.indices == 1
-    assert torch.equal(batch.weights, (~bad).float())
-    assert list(loader.bad_images) == [str(broken)]
-    exact = load_data(DataOptions(str(tmp_path), image_size=24, decode="exact", augmentation="none"))
-    assert torch.equal(batch.images[bad][0], exact.train[0, 0][0]), "the next image, as the CPU reads it"
-
-
-@pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
-def test_a_file_that_the_device_refuses_is_decoded_by_the_cpu(tmp_path, monkeypatch):
-    """The device's decoder is torchvision's for the CPU, which here refuses whole lists with a progressive file."""
-    for folder in class_folders(tmp_path):
-        for number in range(2):
-            progressive = (folder, number) == (tmp_path / "train" / "b", 0)
-            (folder / f"{number}.jpg").write_bytes(jpeg(picture(30, 40), progressive=progressive))
-
-    def picky(files, **options):
-        if any(b"\xff\xc2" in file.numpy().tobytes() for file in files):
-            raise RuntimeError("Failed to decode\nthe batch")
-        return decode_jpeg(files, **options)
-
-    monkeypatch.setattr("training.data.reading.gpu_decode.decode_jpeg", picky)
-    batches = {}
-    for decode in ("exact", "gpu"):
-        pair = load_data(DataOptions(str(tmp_path), image_size=24, decode=decode))
-        loader = train_loader(pair, 4)
-        (batches[decode],) = loader.epoch(1)
-    assert batches["gpu"].weights.tolist() == [1] * 4
-    assert (batches["exact"].images - batches["gpu"].images).abs().max() < 2 / 255 / 0.22
-    refused = str(tmp_path / "train" / "b" / "0.jpg")
-    reason = "decoded by the CPU, because the GPU refuses it: Failed to decode the batch"
-    assert (loader.bad_images, loader.notes) == ({}, {refused: reason})
-
-
-def test_a_device_that_decodes_nothing_ends_the_run(tmp_path, monkeypatch):
-    for folder in class_folders(tmp_path):
-        (folder / "0.jpg").write_bytes(jpeg(picture(30, 40)))
-
-    def broken(files, **options):
-        raise RuntimeError("no\nnvJPEG")
-
-    monkeypatch.setattr("training.data.reading.gpu_decode.decode_jpeg", broken)
-    pair = load_data(DataOptions(str(tmp_path), image_size=24, decode="gpu", bad_images="skip"))
-    with pytest.raises(UserError, match=r"^--decode gpu: no nvJPEG\. Train with --decode cpu\.$"):
-        list(train_loader(pair, 2).epoch(0))

@@ -124,7 +124,6 @@ def test_channels_that_a_set_does_not_have_are_one_line(tmp_path):
         (DataOptions("fake", image_channels=2), "have 3 channel.* as 1 or 3, not as 2"),
         (DataOptions("digits", image_channels=1, augmentation="randaugment"), "^--augmentation randaugment .* RGB"),
         (DataOptions("digits", image_channels=1, color_jitter=0.3), "^--color-jitter changes .* have 1 channel"),
-        (DataOptions(str(tmp_path), image_channels=1, decode="gpu"), "the decoder gpu reads RGB, not 1 channels"),
     ]
     for folder in class_folders(tmp_path / "photos"):
         Image.fromarray(noise(20, 20)).save(folder / "a.png")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,6 @@ from training.data import DataOptions
 from training.data.augmentations import AUGMENTATIONS, Augmentation
 from training.data.batch_transforms import BatchTransforms
 from training.data.mixing import Mixing
-from training.data.reading import gpu_decode
 from training.data.transfer import to_device
 from training.observe.scores import SampleRecorder
 
@@ -87,17 +84,6 @@ def test_an_evaluation_does_not_wait_for_its_indices(copies):
     losses, logits, labels = torch.empty(BATCH, device=GPU), torch.empty(BATCH, 6, device=GPU), torch.arange(BATCH)
     SampleRecorder(6).add(losses, logits, to_device(labels, GPU), torch.ones(BATCH, device=GPU), torch.arange(BATCH))
     assert copies.can_run_beside == [True, True]
-
-
-def test_nvjpeg_writes_only_when_the_batch_before_is_done_with_its_memory(monkeypatch):
-    """Its own stream waits for nothing, and gets memory that the stream of the data may still be reading."""
-    happened = []
-    stream = mock.Mock(synchronize=lambda: happened.append("waited"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(gpu_decode, "decode_jpeg", lambda files, **_: happened.append("decoded") or files)
-    file = torch.zeros(9, dtype=torch.uint8)
-    assert list(gpu_decode._decode_files([file], GPU)) == [file]
-    assert happened == ["waited", "decoded"]
 
 
 def test_on_a_cpu_nothing_is_copied():

@@ -21,7 +21,6 @@ from training.data.augmentations import (
     MIRRORS,
     PADDINGS,
     RANDAUGMENT,
-    augmentation_of,
 )
 from training.errors import UserError, unknown_name
 
@@ -79,7 +78,6 @@ DATASETS: dict[str, DatasetEntry] = {
 DECODERS: dict[str, str] = {
     "cpu": "JPEG files shrunk while decoding, never below twice --image-size",
     "exact": "every pixel decoded at full size",
-    "gpu": "JPEG files decoded at full size by the GPU (nvJPEG)",
 }
 CACHES = ("auto", "ram", "disk", "off")
 LINKS = ("follow", "refuse")
@@ -206,13 +204,6 @@ def _check_options(options: DataOptions) -> None:
     for kind, given, allowed in tables:
         if given not in allowed:
             raise unknown_name(kind, given, allowed)
-    if augmentation_of(options, default="crop_flip").uses_pillow and options.decode == "gpu":
-        raise UserError(
-            f"the decoder gpu does not go with --color-jitter or the augmentation {options.augmentation}: take the "
-            "decoder cpu, or the augmentation crop_flip without --color-jitter."
-        )
-    if options.image_channels not in (0, 3) and options.decode == "gpu":
-        raise UserError(f"the decoder gpu reads RGB, not {options.image_channels} channels: take the decoder cpu.")
     if not 0 < options.val_fraction < 1:
         raise UserError(f"the validation fraction is {options.val_fraction}: give a number above 0 and below 1.")
     if options.image_size and not MIN_IMAGE_SIZE <= options.image_size <= MAX_IMAGE_SIZE:

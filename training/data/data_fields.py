@@ -94,7 +94,7 @@ class DataFields:
         low=1,
         high=64,
     )
-    decode: Literal["cpu", "exact", "gpu"] = option(
+    decode: Literal["cpu", "exact"] = option(
         "cpu", f"How image files are decoded: {'; '.join(f'{name}: {text}' for name, text in DECODERS.items())}."
     )
     cache: Literal["auto", "ram", "disk", "off"] = option(

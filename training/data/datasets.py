@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.v2 import functional
 
 from training.data import DataOptions, bad_image_share
 from training.data.augment import CROP_DRAWS, BoxChooser, evaluation_geometry, random_box, resize
@@ -129,15 +127,6 @@ class ImageDataset(Dataset):
             return image
         seed_generators(self.seed, epoch, index + offset)
         return self._policy(image)
-
-    def from_pixels(self, pixels: torch.Tensor, draws: list[float]) -> torch.Tensor:
-        """As `read` without a policy, from the whole image, uint8 [3, H, W] on any device."""
-        if not self.augmentation.crop:
-            return self._geometry(pixels)
-        _, height, width = pixels.shape
-        size, filter_mode = self.preprocessing["image_size"], InterpolationMode(self.preprocessing["interpolation"])
-        box = self._crop(draws)(height, width)
-        return functional.resized_crop(pixels, *box, [size, size], filter_mode, antialias=True)
 
     def _crop(self, draws: list[float]) -> BoxChooser:
         scale, ratio = self.augmentation.crop_scale, self.augmentation.crop_ratio

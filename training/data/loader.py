@@ -13,11 +13,9 @@ from training.data.datasets import DatasetPair, ImageDataset
 from training.data.device import batches_on_device, images_on_device
 from training.data.reader import Batch, BatchReader
 from training.data.reading.digests import UNKNOWN
-from training.data.reading.gpu_decode import decode_batch
 from training.data.sampler import BatchKey, BatchPlan, EvaluationPlan
 from training.data.worker_pool import WorkerPool
 from training.data.workers import fit_workers_into_memory
-from training.errors import UserError
 from training.observe.control_groups import usable_cores
 from training.parallel.world import World
 
@@ -65,10 +63,9 @@ class _Loader:
 
     def _read(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
         pool = self.pool
-        for result in map(self._reader.__getitem__, keys) if pool is None else pool.read(self.dataset, keys):
-            if isinstance(result, Exception):
-                raise result
-            batch = decode_batch(result, self.dataset, self._device) if result.encoded else result
+        for batch in map(self._reader.__getitem__, keys) if pool is None else pool.read(self.dataset, keys):
+            if isinstance(batch, Exception):
+                raise batch
             self.notes |= batch.notes
             if self.digests is not None and len(batch.digests):
                 self.digests[batch.indices.numpy()] = batch.digests
@@ -141,10 +138,8 @@ def build_loaders(
     """Build this rank's loaders of training and validation batches, which have one pool of workers.
 
     Raises:
-        UserError: The settings ask for a GPU or for shared memory that this machine does not have.
+        UserError: The settings ask for shared memory that this machine does not have.
     """
-    if datasets.train.source.decodes_later and world.device.type != "cuda":
-        raise UserError("--decode gpu needs a GPU, and this run has none: leave it at --decode cpu.")
     is_automatic = config.workers == "auto"
     batches = plan.steps_per_epoch * plan.accumulation_steps
     workers = automatic_workers(datasets.train, batches, world) if is_automatic else int(config.workers)

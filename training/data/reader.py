@@ -15,7 +15,6 @@ from training.data.bad_images import read_or_replace
 from training.data.datasets import ImageDataset
 from training.data.randomness import preserved_generators
 from training.data.reading.digests import UNKNOWN, collected_digests
-from training.data.reading.gpu_decode import read_encoded
 from training.data.reading.image_notes import collected_notes
 from training.data.sampler import BatchKey
 from training.errors import FileServerError, UserError
@@ -37,7 +36,6 @@ class Batch:
         leaf: As in `BatchKey`.
         targets: float32 [B, classes], if they are not just the labels, see `mixing`; each row adds up to 1.
         is_transformed: Whether `images` are normalised already.
-        encoded: Images still to be decoded on the GPU, see `gpu_decode`; `images` is empty then.
         digests: int64 [B], of the images' files, see `reading.digests`; empty unless the key wants them.
     """
 
@@ -52,7 +50,6 @@ class Batch:
     leaf: int = 0
     targets: torch.Tensor | None = None
     is_transformed: bool = False
-    encoded: list[torch.Tensor] = field(default_factory=list)
     digests: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def pin_memory(self) -> Batch:
@@ -78,7 +75,6 @@ class BatchReader(Dataset):
 
     def _read(self, key: BatchKey) -> Batch:
         dataset, weights = self._dataset.for_epoch(key.epoch), torch.from_numpy(key.weights)
-        read_image = partial(read_encoded, dataset) if dataset.source.decodes_later else dataset.read
         bad_images: dict[str, str] = {}
         draws, offsets = dataset.draws(key.epoch, key.draw_keys), (key.draw_keys - key.indices).tolist()
         images: list[torch.Tensor] = []
@@ -86,7 +82,7 @@ class BatchReader(Dataset):
         collecting = collected_digests(digests) if key.wants_digests else nullcontext()
         with collected_notes() as notes, collecting:
             for slot, index in enumerate(key.indices.tolist()):
-                read = partial(read_image, key.epoch, draws=draws[slot], offset=offsets[slot])
+                read = partial(dataset.read, key.epoch, draws=draws[slot], offset=offsets[slot])
                 image, error = read_or_replace(read, index, dataset)
                 if error is not None:
                     bad_images[error.path] = error.reason
@@ -94,9 +90,8 @@ class BatchReader(Dataset):
                 images.append(image)
         indices = torch.from_numpy(key.indices)
         labels = dataset.source.labels[indices]
-        stacked, encoded = (torch.empty(0), images) if dataset.source.decodes_later else (_stack(images), [])
         return Batch(
-            stacked,
+            _stack(images),
             labels,
             weights,
             indices,
@@ -105,7 +100,6 @@ class BatchReader(Dataset):
             epoch=key.epoch,
             draw_keys=key.draw_keys,
             leaf=key.leaf,
-            encoded=encoded,
             digests=_by_index(digests, dataset, key.indices) if key.wants_digests else np.empty(0, dtype=np.int64),
         )
 

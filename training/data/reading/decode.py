@@ -67,7 +67,6 @@ def make_decoder(name: str, image_size: int, channels: int = 3) -> Decoder:
             f"image files are read as 1 (grey), 3 (RGB) or 4 (RGBA) channels, not as {channels} (--image-channels): "
             "put others into arrays, --data npz:FILE."
         )
-    # what --decode gpu leaves to the CPU is decoded in full too
     decode = partial(decode_shrunk, image_size=image_size) if name == "cpu" else decode_exact
     return decode if channels == 3 else partial(decode, channels=channels)
 

@@ -37,7 +37,6 @@ class Source(Protocol):
         values: Type that their numbers had; all but uint8 are read as float32.
         labels: int64 [N].
         in_memory: Whether reading needs no decoding.
-        decodes_later: Whether batches contain encoded files, which the GPU decodes.
         cache_folder: Where decoded images are kept; None if they are not.
     """
 
@@ -45,7 +44,6 @@ class Source(Protocol):
     values: str
     labels: torch.Tensor
     in_memory: bool
-    decodes_later: bool
     cache_folder: Path | None
 
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
@@ -65,7 +63,7 @@ class ArraySource:
     Grey ones are read as three equal channels, unless `channels` is 1.
     """
 
-    in_memory, decodes_later = True, False
+    in_memory = True
     cache_folder: Path | None = None
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, channels: int = 0, values: str = BYTES) -> None:
@@ -134,7 +132,6 @@ class FileSource:
         cache: Keeps decoded images.
         first_in_cache: Position of the first file in the cache.
         channels: C of what the decoder gives.
-        decodes_later: As for `Source`.
     """
 
     in_memory, values = False, BYTES
@@ -146,10 +143,9 @@ class FileSource:
         decoder: Decoder,
         cache: ImageCache | None = None,
         first_in_cache: int = 0,
-        decodes_later: bool = False,
         channels: int = 3,
     ) -> None:
-        self.decodes_later, self.channels = decodes_later, channels
+        self.channels = channels
         self.root, self._decode, self._cache, self._first_in_cache = root, decoder, cache, first_in_cache
         self.cache_folder = cache.folder if cache else None
         self.labels = torch.tensor([file.label for file in files])
@@ -209,9 +205,9 @@ def open_files(
             expected_bytes=int(len(files) * _mean([shrunk_bytes(*side, image_size, channels) for side in sides])),
             not_worth_it=_not_worth_it(options.epochs, _mean([height * width for height, width in sides]), image_size),
         )
-    sources, first, later = [], 0, options.decode == "gpu"
+    sources, first = [], 0
     for part in parts:
-        sources.append(FileSource(root, part, decoder, cache, first, decodes_later=later, channels=channels))
+        sources.append(FileSource(root, part, decoder, cache, first, channels=channels))
         first += len(part)
     return sources, [note] if note else []
 
