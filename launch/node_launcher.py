@@ -12,7 +12,7 @@ from launch.local_ranks import CHANNEL_VARIABLE, PLACE, PLACE_VARIABLE
 from training.config import REPO_ROOT
 
 LOCAL_RANKS = str(REPO_ROOT / "launch/local_ranks.py")
-PRELOADED = ("training.run", "delivery.end_of_run", "planning.prediction")
+PRELOADED = ("training.run", "delivery.end_of_run")
 POLL_SECONDS = 0.02
 LEAVE_SECONDS = 5.0
 

@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
-from planning.ledger import cpu_machine
-from planning.machines import GPUS, find_machine
 from planning.search import Option, PlannedJob, evaluate, memory_of
-from training.config import FIELDS, TrainConfig
+from training.config import FIELDS
 from training.global_batch import MOST_IMAGES_ON_CPU, divided, micro_batches, usual_global_batch
 from training.model_fields import FEWEST_IMAGES
-from training.observe.environment import RunFacts
 from training.observe.memory_limit import FILL
 
 FIRST_PROBE, MOST_PROBES = 4, 5  # times the images of the option; sizes that are tried
-
-
-def plan_memory(facts: RunFacts, configs: Sequence[TrainConfig]) -> list[int]:
-    """Predict the bytes of a rank's tensors at most, for each of several configurations of a run.
-
-    Args:
-        facts: of the run, whose `config` says what network and update rule it has.
-        configs: as they differ in batch size, strategy, offload and activation checkpointing.
-
-    Raises:
-        UserError: if the network cannot be counted, or the engine does not do what is asked for.
-    """
-    ranks = facts.ranks_per_machine
-    # Which GPU it is decides the step time, not the memory.
-    machine = find_machine(next(iter(GPUS)), ranks) if facts.gpu_name else cpu_machine(ranks)
-    config = TrainConfig(**facts.config | {"precision": facts.precision})
-    job = PlannedJob(config, machine, facts.ranks, facts.classes, facts.image_size, images=0)
-    return [memory_of(job, config)[2].tensors for config in configs]
 
 
 def with_planned_batch(job: PlannedJob) -> PlannedJob:

@@ -1,17 +1,15 @@
-"""What was measured, in place of tables: links of a cluster by the doctor, and how fast a rank computes by a run."""
+"""Links of a cluster as the doctor measured them, in place of tables."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from planning.communication import measured_link
 from planning.machines import Machine
 from training.errors import UserError, one_line
-from training.observe.run_folder import METRICS, PREDICTION
 
 BACKENDS = {True: "nccl", False: "gloo"}  # by whether the ranks have GPUs
 
@@ -48,42 +46,6 @@ def calibrate(machine: Machine, path: str) -> Machine:
     if machines == 1 and not has_gpus:
         raise UserError(f"{name}: CPU ranks of one machine share memory: measure between machines.")
     return with_measured_link(machine, ranks, machines, small, large)
-
-
-def measured_scale(folder: str, model_type: str, gpu: str) -> float:
-    """Return how many times as long as predicted the ranks of a run computed: forward, backward and update.
-
-    Args:
-        folder: of the run, with its prediction and the `end` line of its metrics.
-        model_type: of the run that is planned.
-        gpu: of its ranks; 'cpu' for none.
-
-    Raises:
-        UserError: if the folder is not that of a run that ended, or of another model or device.
-    """
-    name = f"--measured-run {one_line(folder, 100)}"
-    try:
-        prediction = json.loads((Path(folder) / PREDICTION).read_text(encoding="utf-8"))
-        end = json.loads((Path(folder) / METRICS).read_bytes().splitlines()[-1])
-        shares = sum(float(end["time_shares"][span]) for span in ("forward", "backward", "optimizer"))
-        measured_s = shares * prediction["images_per_step"] / float(end["images_per_second"])
-        predicted_s = sum(float(prediction["seconds"][part]) for part in ("forward_s", "backward_s", "update_s"))
-        of_run = prediction["model_type"], prediction["gpu"]
-        scale = measured_s / predicted_s
-        if not 0 < scale < math.inf:
-            raise ValueError
-    except (OSError, ValueError, KeyError, TypeError, IndexError, ZeroDivisionError):
-        raise UserError(
-            f"{name}: expected the folder of a run that has ended, such as logs/runs/NAME, with its {PREDICTION} and "
-            f"{METRICS}."
-        ) from None
-    for said, asked, found in zip(("--model-type", "--gpu"), (model_type, gpu), of_run, strict=True):
-        if asked != found:
-            raise UserError(
-                f"{name}: a run of {one_line(str(found), 50)}, and {asked} is planned: give {said} "
-                f"{one_line(str(found), 50)}, or another run."
-            )
-    return scale
 
 
 def with_measured_link(

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from planning.batch_memory import filling_batch, with_planned_batch
-from planning.calibration import calibrate, measured_scale
+from planning.calibration import calibrate
 from planning.failures import FAILURES_PER_GPU_DAY
 from planning.ledger import this_machine
 from planning.machines import GB, GPUS, SMALLEST_GB, find_machine
@@ -67,9 +67,6 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     parser.add_argument(
         "--calibrate", metavar="FILE", help="Take the link from the all-reduce that `doctor.py --json` measured."
     )
-    parser.add_argument(
-        "--measured-run", metavar="DIR", help="Take how fast a rank computes from this run's measured steps."
-    )
     parser.add_choice("--strategy", [*STRATEGIES], default="ddp", help="Begin with this one (default: ddp).")
     parser.add_argument(
         "--images", metavar="N", help="Training images, such as 1.28M; default: of --data, or ImageNet."
@@ -109,9 +106,6 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
         data["classes"] = given.classes
     config = dataclasses.replace(config, image_channels=data.pop("image_channels"))
     job = with_planned_batch(PlannedJob(config, machine, given.num_gpus, **data))
-    if given.measured_run:
-        scale = measured_scale(given.measured_run, config.model_type, machine.gpu.name)
-        job = dataclasses.replace(job, compute_scale=scale)
     return PlanRequest(job, given.json, assumed, counts, given.failures_per_gpu_day)
 
 
@@ -177,8 +171,6 @@ def run(request: PlanRequest) -> int:
     )
     if job.has_gpus and job.machine.gpu.name not in GPUS:
         console.print(f"GPU          {job.machine.gpu.name}: known {job.machine.gpu.source}")
-    if job.compute_scale != 1:
-        console.print(f"computing    {job.compute_scale:.2f} times as long as predicted, as in the measured run")
     if job.ranks > 1:
         console.print(f"exchange     {'; '.join(links(job))}")
     console.print(f"recommended  {chosen.config.strategy}, engine {chosen.engine}: {why}.")
@@ -297,7 +289,6 @@ def _as_json(
         "images": job.images,
         "precision": job.precision,
         "links": links(job),
-        "compute_scale": job.compute_scale,
         "batch_size": job.config.batch_size,
         "options": [described(option) for option in rows],
         "fills_a_gpu": described(filled) if filled else None,

@@ -71,7 +71,6 @@ def scale_job(job: PlannedJob, failures_per_gpu_day: float) -> ScaleJob:
         accumulation_steps=micro_steps,
         checkpointing=config.activation_checkpointing,
         blocks=workload.blocks,
-        compute_scale=job.compute_scale,
     )
     return ScaleJob(
         engine=chosen.engine,

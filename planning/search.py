@@ -46,7 +46,6 @@ class PlannedJob:
         classes: of the data set.
         image_size: side of the training images in pixels.
         images: of an epoch.
-        compute_scale: on what a rank is predicted to compute, see `planning.calibration.measured_scale`.
     """
 
     config: TrainConfig
@@ -55,7 +54,6 @@ class PlannedJob:
     classes: int
     image_size: int
     images: int
-    compute_scale: float = 1.0
 
     @cached_property
     def workload(self) -> Workload:
@@ -161,7 +159,6 @@ def evaluate(job: PlannedJob, config: TrainConfig) -> Option:
         accumulation_steps=config.gradient_accumulation_steps,
         checkpointing=config.activation_checkpointing,
         blocks=job.workload.blocks,
-        compute_scale=job.compute_scale,
     )
     return Option(config, name, plan, memory, memory.peak <= job.machine.gpu.memory_bytes, step)
 

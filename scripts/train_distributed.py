@@ -36,22 +36,17 @@ def train(arguments: list[str]) -> int:
     heartbeat = HeartbeatWriter.of_this_process(config.hang_timeout)
     # Imported late: `--help` and the launchers' check need none of it.
     from delivery.end_of_run import leave_files
-    from planning.batch_memory import plan_memory
-    from planning.prediction import PredictionProcess
+    from planning.run_memory import plan_memory, write_prediction
     from training.checkpoint.resume import RunStart
     from training.observe.run_lock import Origin
     from training.run import run
 
-    prediction = PredictionProcess() if os.environ.get("RANK", "0") == "0" else None
-    predict = prediction.tell if prediction else None
+    start = RunStart(Origin.of(os.environ), heartbeat, write_prediction, plan_memory)
     try:
-        exit_code = run(config, RunStart(Origin.of(os.environ), heartbeat, predict, plan_memory), leave_files)
+        exit_code = run(config, start, leave_files)
     except UserError:
         heartbeat.ended(USER_ERROR_EXIT_CODE)
         raise
-    finally:
-        if prediction:
-            prediction.close()
     if exit_code == 0:
         heartbeat.succeeded()
     heartbeat.ended(exit_code)

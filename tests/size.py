@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {
-    "scripts": 738,
+    "scripts": 732,
     "launch": 3518,
     "models": 2208,
     "training": 3168,
@@ -21,10 +21,10 @@ BUDGET = {
     "training/parallel": 4688,
     "training/checkpoint": 2230,
     "training/observe": 3362,
-    "planning": 5236,
-    "delivery": 1731,
+    "planning": 5117,
+    "delivery": 1697,
     "delivery/export": 1267,
-    "delivery/report": 1427,
+    "delivery/report": 1424,
 }
 
 

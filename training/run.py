@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -148,7 +149,7 @@ def _run_here(config: TrainConfig, start: RunStart, deliver: Deliver | None) -> 
         exit_code = USER_ERROR_EXIT_CODE
         if context is not None and isinstance(error, RunEnded):
             exit_code = error.exit_code
-            _give_up(context, error, deliver)
+            _give_up(context, error, start, deliver)
     except Exception as error:
         if is_out_of_memory(error):  # outside a step, or in one of which messages had been sent
             print(f"error: {describe_failure(error, world.rank)}", file=sys.stderr, flush=True)
@@ -177,6 +178,7 @@ class RunContext:
         data: training and validation set.
         built: the model, before it was sharded.
         folder: paths of the run's files.
+        facts: on which a prediction of its memory depends.
         lock: on rank 0 the file that locks the run folder as long as it is open.
         plan: which samples are in which batch.
         loss: each sample's training loss.
@@ -203,6 +205,7 @@ class RunContext:
     data: DatasetPair
     built: BuiltModel
     folder: RunFolder
+    facts: RunFacts
     lock: IO[bytes] | None
     plan: BatchPlan
     loss: Loss
@@ -300,9 +303,8 @@ def build_run(
     if world.is_main:
         facts = describe_run(world, precision, data, built)
         loggers = open_loggers(config, folder, facts, dict(setup.deepspeed_config), first_step)
-        if start.predict is not None:
-            steps = config.epochs * plan.steps_per_epoch - first_step
-            start.predict(_facts(config, world, precision, engine_name, data, folder, steps))
+    steps = config.epochs * plan.steps_per_epoch - first_step
+    run_facts = _facts(config, world, precision, engine_name, data, folder, steps)  # before the engine takes memory
     freezer, adapters = BackboneFreezer(built.module, built.head_parameter_names), Adapters(built.module)
     frozen = agreed(lambda: _keep_frozen(config, built, folder, found, world), world)
     compiled_code = None
@@ -322,6 +324,7 @@ def build_run(
         data=data,
         built=built,
         folder=folder,
+        facts=run_facts,
         lock=lock,
         plan=plan,
         loss=loss,
@@ -452,7 +455,7 @@ def train(context: RunContext, stop: StopRequest, start: RunStart = FIRST_START,
     starts_again = stop_signal == OUT_OF_MEMORY and config.on_oom == "adapt"
     if world.is_main and not starts_again:
         # Launchers send SIGTERM once another rank has left: the handler of `stop` still catches it.
-        _deliver(context, deliver, has_finished=not stop_signal)
+        _deliver(context, start, deliver, has_finished=not stop_signal)
     if stop_signal == OUT_OF_MEMORY:
         barrier(world)  # launchers end the other ranks soon after one that ended with this code
     if stop_signal:
@@ -613,17 +616,20 @@ def _train_context(context: RunContext, stop: StopRequest, start: RunStart) -> T
     )
 
 
-def _give_up(context: RunContext, error: RunEnded, deliver: Deliver | None) -> None:
+def _give_up(context: RunContext, error: RunEnded, start: RunStart, deliver: Deliver | None) -> None:
     """Log why the run ended, and deliver what there is."""
     context.loggers.event("gave_up", {"step": error.step, "exit_code": error.exit_code, "reason": str(error)})
     context.loggers.message(f"gave up at step {error.step}")
     if context.world.is_main:
-        _deliver(context, deliver, has_finished=False)
+        _deliver(context, start, deliver, has_finished=False)
 
 
-def _deliver(context: RunContext, deliver: Deliver | None, *, has_finished: bool) -> None:
+def _deliver(context: RunContext, start: RunStart, deliver: Deliver | None, *, has_finished: bool) -> None:
     if deliver is None:
         return
+    if start.predict is not None:
+        with contextlib.suppress(Exception):  # a network that cannot be counted without data, a full disk
+            start.predict(context.facts)
     # A run without a sound epoch has none; one that went back before its decay may have those of the longer run before.
     with_card = has_finished and epoch_of(context.folder.weights) == context.state.progress.best_epoch
     sources = {name: part.source for name, part in context.data.parts.items()}

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from delivery.predicted import compare_prediction, read_prediction
+from delivery.predicted import compare_memory
 from delivery.report.formatting import clip, count, date_and_time, number, percent, plural
-from delivery.report.run_files import History, RunFiles, count_global_batch
+from delivery.report.run_files import History, RunFiles
 from delivery.reproduce_command import reproduce_command
 from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.observe.units import format_bytes, format_duration
@@ -144,12 +144,9 @@ def key_figures(run: RunFiles) -> list[Fact]:
         remark = "highest of all ranks" if len(peaks) > 1 else "rank 0"
         figures.append(Fact("peak memory", format_bytes(max(peaks)), remark))
     end = history.processes[-1].end
-    global_batch = count_global_batch(run.config, run.environment)
-    if (prediction := read_prediction(run.folder)) and end and global_batch:
-        figures += [
-            Fact(f"{one.name}, predicted / measured", f"{one.ratio:.2f}", f"{one.predicted} / {one.measured}")
-            for one in compare_prediction(prediction, end, global_batch)
-        ]
+    if end and (found := compare_memory(run.folder, end)):
+        name = "memory of a rank, predicted / measured"
+        figures.append(Fact(name, f"{found.ratio:.2f}", f"{found.predicted} / {found.measured}"))
     if search := run.batch_search:
         figures.append(
             Fact("batch size found", str(search.get("batch_size", "?")), clip(str(search.get("how", "")), 300))

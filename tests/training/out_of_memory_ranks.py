@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from benchmarks.step_choices import without_shared_memory
-from planning.batch_memory import plan_memory
+from planning.run_memory import plan_memory
 from training.checkpoint.resume import FIRST_START
 from training.checkpoint.saver import Saver
 from training.config import TrainConfig

@@ -43,7 +43,7 @@ class RunStart:
     Attributes:
         origin: what started it and how often it was restarted.
         heartbeat: signs of life for the launcher.
-        predict: gets the run's facts on rank 0 once they are known, and returns at once.
+        predict: writes on rank 0 the memory that is predicted for a run, when it ends.
         plan_memory: predicts on rank 0 the bytes that a rank takes under configurations of the run.
     """
 

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a prediction of a run depends on, ready for JSON.
+    """What a prediction of a run depends on.
 
     Attributes:
         folder: the run's own.

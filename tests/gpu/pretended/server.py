@@ -28,7 +28,7 @@ from tests.gpu.pretended import garbage
 # What each rank would import again; by the last DeepSpeed asks for PyTorch's compiler, which takes seconds.
 AHEAD = (
     *PRELOADED,
-    *("planning.batch_memory", "delivery.model_card", "training.data.digits"),
+    *("planning.run_memory", "delivery.model_card", "training.data.digits"),
     *("training.parallel.native_engine", "training.parallel.torch_engine"),
     "deepspeed.runtime.zero.muon.muon_optimizer",
 )

@@ -1,0 +1,96 @@
+"""A run's memory as the planner predicts it: for sizes that it tries, and to stand beside what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from planning.ledger import cpu_machine
+from planning.machines import GPUS, find_machine
+from planning.memory import FLOAT32_BYTES, MemoryPlan
+from planning.run_workload import Workload
+from planning.search import PlannedJob, memory_of
+from training.checkpoint.atomic_write import write_json
+from training.config import TrainConfig
+from training.observe.environment import RunFacts
+from training.observe.run_folder import PREDICTION
+
+# Of a rank's process on a CPU, fitted to trainings of some models there, see docs/memory.md: code and tables that are
+# loaded after the engine's choice (kernels, DeepSpeed itself), by engine, and what the heap grows by in the first steps
+# because batches lie between a step's pieces; and of the activations, what the C library keeps of freed memory.
+LOADED_LATER_BYTES = {"native": 66_000_000, "torch": 82_000_000, "deepspeed": 156_000_000}
+ALLOCATOR_SLACK = 0.17
+
+
+def plan_memory(facts: RunFacts, configs: Sequence[TrainConfig]) -> list[int]:
+    """Predict the bytes of a rank's tensors at most, for each of several configurations of a run.
+
+    Args:
+        facts: of the run, whose `config` says what network and update rule it has.
+        configs: as they differ in batch size, strategy, offload and activation checkpointing.
+
+    Raises:
+        UserError: if the network cannot be counted, or the engine does not do what is asked for.
+    """
+    job = job_of(facts)
+    return [memory_of(job, config)[2].tensors for config in configs]
+
+
+def write_prediction(facts: RunFacts) -> None:
+    """Write `predict_run` into the run's folder, as `PREDICTION`."""
+    write_json(Path(facts.folder) / PREDICTION, predict_run(facts))
+
+
+def predict_run(facts: RunFacts) -> dict[str, Any]:
+    """Return the bytes of a rank by part, for JSON: on a GPU of its tensors, on a CPU of its whole process.
+
+    Raises:
+        UserError: if the network cannot be counted.
+    """
+    job = job_of(facts)
+    engine, _, memory = memory_of(job, job.config)
+    process = 0 if facts.gpu_name else _process_bytes(facts, engine, memory, job.workload)
+    saving = 0 if facts.gpu_name else _saving_bytes(facts, memory, job.workload)
+    parts = dataclasses.asdict(memory) | {"process": process, "saving": saving}
+    return {"memory_bytes": parts | {"peak": memory.tensors + process + saving}}
+
+
+def job_of(facts: RunFacts) -> PlannedJob:
+    """Return a run as the planner sees it, with the engine and the precision that were resolved."""
+    ranks = facts.ranks_per_machine
+    # Which GPU it is decides no number of bytes.
+    machine = find_machine(next(iter(GPUS)), ranks) if facts.gpu_name else cpu_machine(ranks)
+    config = TrainConfig(**facts.config | {"engine": facts.engine, "precision": facts.precision})
+    return PlannedJob(config, machine, facts.ranks, facts.classes, facts.image_size, images=0)
+
+
+def _process_bytes(facts: RunFacts, engine: str, memory: MemoryPlan, workload: Workload) -> int:
+    """Return the bytes of a CPU rank's process beside what the plan counts.
+
+    The process as it was before the engine was built, without the model, which the plan counts; what it loads later;
+    what its allocator keeps; pages that it shares with other ranks, of which the plan charges it a part and the kernel
+    counts all: the weights, and the others' sums of its part of the gradients.
+    """
+    sizes = workload.sizes
+    whole = FLOAT32_BYTES * sizes.parameters
+    shared = 2 * whole * (1 - 1 / facts.ranks) if engine == "native" else 0
+    slack = ALLOCATOR_SLACK * memory.activations
+    return round(facts.process_bytes - whole - sizes.buffer_bytes + LOADED_LATER_BYTES[engine] + slack + shared)
+
+
+def _saving_bytes(facts: RunFacts, memory: MemoryPlan, workload: Workload) -> int:
+    """Return the bytes of rank 0's process that saving adds to the peak.
+
+    A checkpoint is written from a copy of the rank's part of the state, which stays, and the best weights from a whole
+    one, both while the next epoch begins. After the last epoch the activations are gone, except what malloc keeps: the
+    weights find room there, the copy of the state has pages of its own.
+    """
+    sizes, epochs, every = workload.sizes, facts.config["epochs"], facts.config["save_every_steps"]
+    state = FLOAT32_BYTES * sizes.trained * (1 + workload.optimizer_values) / facts.ranks + sizes.buffer_bytes
+    weights = FLOAT32_BYTES * sizes.parameters + sizes.buffer_bytes
+    if epochs > 1:
+        return round(state + weights)
+    at_the_end = memory.held + max(memory.heap, weights) + state - memory.tensors
+    return round(max(at_the_end, state if 0 < every < facts.steps else 0, 0))

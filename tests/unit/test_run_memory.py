@@ -1,0 +1,92 @@
+"""A run's own prediction of its memory, and predicted beside measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from delivery.predicted import prediction_line
+from planning.plan_command import parse
+from planning.run_memory import ALLOCATOR_SLACK, LOADED_LATER_BYTES, job_of, predict_run, write_prediction
+from planning.search import evaluate
+from training.config import TrainConfig
+from training.observe.environment import RunFacts
+from training.observe.run_folder import METRICS, PREDICTION
+
+
+@pytest.fixture
+def facts(tmp_path):
+    config = dataclasses.asdict(TrainConfig(model_type="basic_cnn", batch_size=16))
+    return RunFacts(str(tmp_path), config, 10, 64, 90, "native", "fp32", 8, 8, "NVIDIA H100 80GB HBM3", 85_000_000_000)
+
+
+@pytest.mark.parametrize(
+    ("words", "engine", "device"),
+    [
+        (["--strategy=fsdp_stage3", "--replicate-across=nodes", "--model-type=timm:vit_tiny_patch16_224"], "torch", ""),
+        (
+            ["--strategy=fsdp_stage2", "--gradient-accumulation-steps=3", "--activation-checkpointing"],
+            "deepspeed",
+            "NVIDIA H100 80GB HBM3",
+        ),
+    ],
+)
+def test_a_run_predicts_what_the_planner_does(words, engine, device, tmp_path):
+    """Two machines of four ranks: shards and replicas, blocks, accumulation and checkpointing all count."""
+    asked = ["--num-gpus=8", "--gpus-per-node=4", *(["--gpu=h100"] if device else [])]
+    job = parse([*asked, "--precision=bf16", "--image-size=64", f"--engine={engine}", *words], None).job
+    option, config = evaluate(job, job.config), dataclasses.asdict(job.config) | {"engine": "auto"}
+    size = 85_000_000_000
+    facts = RunFacts(str(tmp_path), config, job.classes, 64, 1, option.engine, "bf16", 8, 4, device, size, 10**9)
+    prediction = predict_run(facts)
+    parts = dataclasses.asdict(option.memory)
+    assert {name: prediction["memory_bytes"][name] for name in parts} == parts
+    if device:  # what is measured there: tensors, without the context
+        assert prediction["memory_bytes"]["peak"] == option.memory.tensors < option.memory.peak
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_cpu_ranks_memory_is_that_of_its_process(facts, ranks):
+    """The model is in the process already; the kernel counts shared weights and gradients in every rank."""
+    cpu = dataclasses.replace(facts, gpu_name="", process_bytes=10**9, ranks=ranks, ranks_per_machine=ranks)
+    job = job_of(cpu)
+    sizes, plan = job.workload.sizes, evaluate(job, job.config).memory
+    # Saving: a copy of the rank's weights and AdamW's moments, and, in a run of several epochs, the best weights.
+    saving = 4 * 3 * sizes.trained / ranks + 4 * sizes.parameters + 2 * sizes.buffer_bytes
+    shared = 2 * 4 * sizes.trained * (1 - 1 / ranks)
+    loaded = LOADED_LATER_BYTES["native"] + ALLOCATOR_SLACK * plan.activations
+    expected = 10**9 - 4 * sizes.parameters - sizes.buffer_bytes + shared + loaded + plan.tensors + saving
+    assert predict_run(cpu)["memory_bytes"]["peak"] == pytest.approx(expected, abs=2)
+
+
+@pytest.mark.parametrize(("steps", "in_epoch"), [(0, False), (10, True)])
+def test_saving_after_the_only_epoch_finds_room_where_the_step_had_it(facts, steps, in_epoch):
+    """The steps' pieces stay with malloc: the best weights fit in, the copy of the state does not go there."""
+    config = facts.config | {"epochs": 1, "save_every_steps": steps}
+    cpu = dataclasses.replace(facts, gpu_name="", process_bytes=10**9, ranks=2, ranks_per_machine=2, config=config)
+    job = job_of(cpu)
+    sizes, plan = job.workload.sizes, evaluate(job, job.config).memory
+    state = 4 * 3 * sizes.trained / 2 + sizes.buffer_bytes
+    assert plan.heap > 4 * sizes.parameters  # of basic_cnn
+    after = state + plan.held + plan.heap - plan.tensors
+    found = predict_run(cpu)["memory_bytes"]["saving"]
+    assert found == pytest.approx(state if in_epoch else after, abs=2)
+
+
+def test_predicted_beside_measured(facts, tmp_path):
+    assert prediction_line(tmp_path) is None
+    write_prediction(facts)
+    assert json.loads((tmp_path / PREDICTION).read_text()) == predict_run(facts)
+    (tmp_path / PREDICTION).write_text(json.dumps({"memory_bytes": {"peak": 800}}))
+    end = {"kind": "end", "memory_bytes_per_rank": [900, 1000]}
+    (tmp_path / METRICS).write_text('{"kind": "step"}\n' + json.dumps(end) + "\n")
+    assert prediction_line(tmp_path) == "predicted    memory of a rank 800 B (1 kB measured, ratio 0.80)"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"memory_bytes": 1}', '{"memory_bytes": {}}'])
+def test_a_prediction_that_cannot_be_read_is_none(content, tmp_path):
+    (tmp_path / PREDICTION).write_text(content)
+    (tmp_path / METRICS).write_text(json.dumps({"kind": "end", "memory_bytes_per_rank": [900]}))
+    assert prediction_line(tmp_path) is None
