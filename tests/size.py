@@ -20,11 +20,11 @@ BUDGET = {
     "training/recipe": 1915,
     "training/parallel": 4688,
     "training/checkpoint": 2230,
-    "training/observe": 3362,
+    "training/observe": 3176,
     "planning": 5117,
     "delivery": 1697,
     "delivery/export": 1267,
-    "delivery/report": 1424,
+    "delivery/report": 1415,
 }
 
 

@@ -1,4 +1,4 @@
-"""The events of a run: restarts, skipped steps, slow ranks and links, checkpoints."""
+"""The events of a run: restarts, skipped steps, slow ranks, checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ LANES = {
     "resume": "restarts",
     "skipped_step": "skipped steps",
     "slow_rank": "slow ranks",
-    "slow_link": "slow links",
     "diverged": "diverged",
     "checkpoint": "checkpoints",
 }
@@ -54,7 +53,6 @@ def _summarize(history: History) -> list[str]:
         plural(kinds.count("resume"), "resume"),
         plural(kinds.count("skipped_step"), "skipped step"),
         plural(kinds.count("slow_rank"), "warning") + " of a slow rank",
-        plural(kinds.count("slow_link"), "warning") + " of a slow link",
         plural(kinds.count("checkpoint_failed"), "failed checkpoint"),
         plural(kinds.count("diverged"), "diverged epoch"),
     ]
@@ -87,13 +85,6 @@ def _describe(line: dict[str, Any]) -> tuple[str, str]:
             own, others = (number(1000 * float(line[key]), 3) for key in ("step_seconds", "others_step_seconds"))
             host = f" (host {clip(str(line['host']))})" if line.get("host") else ""
             return "slow rank", f"rank {line['rank']}{host}: {own} ms of work per step, the others {others} ms (median)"
-        case "slow_link":
-            hosts = [str(host) for host in line["hosts"]]
-            ends = f"with host {hosts[0]}" if len(hosts) == 1 else f"between {join(hosts)}"
-            share = number(100 * float(line["communication_share"]), 2)
-            probe = number(1000 * float(line["probe_seconds"]), 3)
-            details = f"communication {ends} takes {share} % of a step; the round trip of a small message {probe} ms"
-            return "slow link", clip(details, LONGEST_TEXT)
         case "checkpoint_failed":
             return "failed checkpoint", clip(f"{line.get('name', '?')}: {line.get('error', '?')}", LONGEST_TEXT)
         case "duplicates":

@@ -29,7 +29,7 @@ from training.observe.run_folder import (
 )
 
 CURVES = ("loss", "learning_rate", "images_per_second", "gradient_norm")
-EVENTS = ("duplicates", "skipped_step", "checkpoint_failed", "slow_rank", "slow_link", "diverged", "gave_up")
+EVENTS = ("duplicates", "skipped_step", "checkpoint_failed", "slow_rank", "diverged", "gave_up")
 EPOCH_NUMBERS = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5")
 
 

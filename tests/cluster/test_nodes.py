@@ -219,28 +219,6 @@ def test_a_cable_out_for_3_seconds_costs_nothing(hosts: Hosts, shared: Path, uni
     ROWS.append((f"cable out for 3 s ({kind})", None, again - broken, "no restart, bit-identical"))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "fault", "named"),
-    [(3, ("rate", "20mbit"), "with host node02"), (2, ("delay", "60"), "between hosts node01 and node02")],
-)
-def test_a_slow_cable_is_named(hosts: Hosts, shared: Path, nodes: int, fault: tuple[str, str], named: str) -> None:
-    """Not before it is slow, and once; which ranks are slow on a busy machine is another matter."""
-    training = Training(hosts, shared, words(shared, nodes=nodes, epochs=50), nodes, 1)
-    training.wait_for_step(BREAK_AT)
-    assert "the exchange" not in training.text()
-    broken = time.time()
-    hosts.fault("node02", *fault)
-    noticed = training.wait_for_text(rf"the exchange {named} is slow and takes \d+% of a step")
-    hosts.fault("node02", "clear")
-    training.signal(signal.SIGTERM)
-    assert training.end() == 143, training.text()
-    (event,) = (entry for entry in read_metrics(shared) if entry["kind"] == "slow_link")
-    assert event["probe_seconds"] > 0.05
-    ROWS.append(
-        (f"a cable with {' '.join(fault)}, {nodes} nodes", noticed - broken, noticed - broken, "named, went on")
-    )
-
-
 def test_a_cable_out_for_longer_restarts_when_it_is_back(hosts: Hosts, shared: Path, uninterrupted: Path) -> None:
     training = Training(hosts, shared, words(shared), 2, 1)
     training.wait_for_step(BREAK_AT)

@@ -269,16 +269,6 @@ def test_incidents():
     assert find_incidents(History(None))["rows"] == []
 
 
-def test_a_slow_link_is_an_incident():
-    values = {"hosts": ["node02"], "probe_seconds": 0.8, "others_probe_seconds": 0.001, "communication_share": 0.62}
-    found = find_incidents(history_of([*RESTARTED[:2], event("slow_link", 3, 20, **values)]))
-    assert [row[1:3] for row in found["rows"]] == [(20, "slow link")]
-    details = "communication with host node02 takes 62 % of a step; the round trip of a small message 800 ms"
-    assert found["rows"][0][3] == details
-    assert ("slow links", [100.0]) in found["lanes"]
-    assert found["summary"][0] == "1 warning of a slow link."
-
-
 def test_classes_and_confusion(tmp_path):
     scores = read_run(make_run(tmp_path / "run")).scores
     found = confusion(scores)

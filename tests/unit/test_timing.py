@@ -21,12 +21,11 @@ from tests.training.engine_ranks import loop_context
 from training.data.reader import Batch
 from training.data.sampler import BatchPlan
 from training.loop import train_one_epoch
-from training.observe import slow_links, slow_ranks
+from training.observe import slow_ranks
 from training.observe.flops import TrainingFlops, peak_tflops
 from training.observe.loggers import Loggers
 from training.observe.profiler import StepProfiler, costliest_operators
 from training.observe.scores import ScoreSums
-from training.observe.slow_links import SlowLink, SlowLinkDetector, exchange_share, find_slow_link
 from training.observe.slow_ranks import SlowRankDetector, work_seconds
 from training.observe.step_metrics import LogPace, Timing, device_use
 from training.observe.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
@@ -327,105 +326,10 @@ def test_a_wait_that_no_clock_sees_is_no_work():
     assert work_seconds([waiting, usual | {"logging": 12.0}, waiting]) == pytest.approx([30.0, 30.0, 30.0])
 
 
-# A slow link.
-
-FAST, SLOW = 0.001, 0.8
-
-
-@pytest.mark.parametrize(
-    ("seconds", "named"),
-    [
-        ([SLOW], ("a", "b")),
-        ([FAST], None),
-        ([0.02], None),
-        ([FAST, FAST, FAST], None),
-        ([SLOW, SLOW, FAST], ("b",)),
-        ([FAST, SLOW, SLOW], ("c",)),
-        ([SLOW, FAST, SLOW], ("a",)),
-        ([FAST, FAST, SLOW, SLOW, FAST], ("d",)),
-        ([FAST, FAST, SLOW, FAST], ("c", "d")),
-        ([FAST, FAST, FAST, SLOW], ("d", "a")),
-        ([SLOW, SLOW, SLOW], ("a", "b", "c")),
-        ([FAST, 2 * FAST, 9 * FAST], None),
-        ([0.02, 0.021, 0.022], None),
-        ([SLOW, 1.5 * SLOW, 2 * SLOW], ("a", "b", "c")),
-    ],
-)
-def test_whose_exchange_is_slow(seconds, named):
-    """Seconds of each host's link to the next one in the ring a - b - c - ... - a."""
-    hosts = "abcde"[: max(len(seconds), 2)]
-    found = find_slow_link(hosts, seconds)
-    assert (found and found[0]) == named
-
-
-def ranks_in_step(work, exchange):
-    """Spans of ranks with so many seconds of work, which wait for the slowest and then exchange for so long."""
-    return [spans(forward=own, communication=max(work) - own + exchange) for own in work]
-
-
-class Probes:
-    """Stands in for the links between hosts."""
-
-    def __init__(self, monkeypatch, seconds):
-        self.made = 0
-        self.seconds = seconds
-        monkeypatch.setattr(slow_links, "time_ring", self)
-
-    def __call__(self, starts, world):
-        self.made += 1
-        self.starts = starts
-        return self.seconds
-
-
-def reported(detector, points, steps=10):
-    """Whose exchange is named at each of the points."""
-    world = World(0, 0, 2, 4, torch.device("cpu"))
-    found = [detector.update(point, steps, world) for point in points]
-    return [slow.hosts if slow else None for slow in found]
-
-
-HOSTS = ("a", "a", "b", "c")
-
-
-def test_a_host_is_named_at_the_second_point_whose_exchange_takes_long(monkeypatch):
-    probes = Probes(monkeypatch, [SLOW, SLOW, FAST])
-    slow, short = ranks_in_step([3.0] * 4, exchange=5.0), ranks_in_step([3.0] * 4, exchange=0.5)
-    assert (
-        reported(SlowLinkDetector(HOSTS), [slow, short, slow, slow, slow, slow]) == [None] * 3 + [("b",)] + [None] * 2
-    )
-    assert (probes.made, probes.starts) == (1, [0, 2, 3]), "a slow link is not probed at every point"
-    assert reported(SlowLinkDetector(HOSTS), [slow] * 9, steps=1) == [None] * 9
-
-
-def test_a_link_that_becomes_slow_later_is_named_once_in_ten_minutes(monkeypatch):
-    probes = Probes(monkeypatch, [FAST, FAST, FAST])
-    detector, slow = SlowLinkDetector(HOSTS), ranks_in_step([3.0] * 4, exchange=5.0)
-    assert reported(detector, [slow] * 5) == [None] * 5
-    assert probes.made == 4
-    probes.seconds = [FAST, 0.02, 0.02]
-    named = reported(detector, [slow] * 160)
-    assert [number for number, hosts in enumerate(named) if hosts] == [0, 75, 150], "8 seconds from point to point"
-
-
-def test_a_slow_rank_is_no_slow_link_and_one_machine_has_none(monkeypatch):
-    probes = Probes(monkeypatch, [SLOW, SLOW, SLOW])
-    slow_rank = ranks_in_step([3.0, 3.0, 9.0, 3.0], exchange=0.5)
-    assert exchange_share(slow_rank) == pytest.approx(0.5 / 9.5)
-    assert reported(SlowLinkDetector(HOSTS), [slow_rank] * 5) == [None] * 5
-    slow_link = ranks_in_step([3.0] * 4, exchange=5.0)
-    assert SlowRankDetector().update(work_seconds(slow_link), 10) == []
-    assert work_seconds(slow_link) == pytest.approx([3.0] * 4)
-    assert reported(SlowLinkDetector(("a",) * 4), [slow_link] * 5) == [None] * 5
-    assert probes.made == 0
-
-
-def test_a_slow_link_in_words():
-    assert SlowLink(("b",), 0.8, 0.001, 0.625).describe() == (
-        "the exchange with host b is slow and takes 62% of a step: 256 KiB there and back take 800 ms, "
-        "1 ms between the others (median)"
-    )
-    assert SlowLink(("a", "b"), 0.8, None, 0.5).describe().startswith("the exchange between hosts a and b is slow")
-    assert "between all 3 hosts" in SlowLink(("a", "b", "c"), 0.8, None, 0.5).describe()
+def test_a_long_exchange_makes_no_slow_rank():
+    ranks = [spans(forward=3.0, communication=5.0)] * 4
+    assert work_seconds(ranks) == pytest.approx([3.0] * 4)
+    assert SlowRankDetector().update(work_seconds(ranks), 10) == []
 
 
 # Operations.

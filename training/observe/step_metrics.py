@@ -18,7 +18,6 @@ from training.observe.flops import TrainingFlops, peak_tflops
 from training.observe.loggers import Loggers
 from training.observe.loggers.points import DeviceUse, RunPoint, StepPoint
 from training.observe.scores import ScoreSums
-from training.observe.slow_links import SlowLinkDetector
 from training.observe.slow_ranks import SlowRankDetector, work_seconds
 from training.observe.timing import ABSORBING, SPANS, SpanClock, shares, start_clock
 from training.parallel.collectives import gather_objects, gather_rows
@@ -81,7 +80,6 @@ class Timing:
     Attributes:
         clock: spans of the loop.
         slow_ranks: detects a rank that slows down the others.
-        slow_links: detects a host whose exchange slows down all.
         hosts: name of each rank's machine, by rank.
         flops: counts the model's operations, None if they are not wanted.
         profiler: `--profile`, None on ranks other than 0.
@@ -91,7 +89,6 @@ class Timing:
 
     clock: SpanClock = field(default_factory=SpanClock)
     slow_ranks: SlowRankDetector = field(default_factory=SlowRankDetector)
-    slow_links: SlowLinkDetector = field(default_factory=lambda: SlowLinkDetector(()))
     hosts: tuple[str, ...] = ()
     flops: TrainingFlops | None = None
     profiler: StepProfiler | None = None
@@ -143,7 +140,6 @@ class StepMetrics:
             )
         )
         self._log_slow_ranks(position + 1, spans)
-        self._log_slow_links(position + 1, spans)
         self._timing.pace.update(spans, self._steps)
         self._last_time, self._last_skipped, self._steps = now, self._guard.skipped, 0
 
@@ -189,12 +185,6 @@ class StepMetrics:
                 "slow_rank", {"step": step, **slow._asdict(), "host": hosts[slow.rank] if hosts else ""}
             )
 
-    def _log_slow_links(self, step: int, spans: list[dict[str, float]]) -> None:
-        slow = self._timing.slow_links.update(spans, self._steps, self._world)
-        if slow is not None:
-            self._loggers.message(slow.describe())
-            self._loggers.event("slow_link", {"step": step, **slow._asdict()})
-
 
 def start_timing(
     world: World, flops: TrainingFlops | None, profile_steps: int, folder: Path, loggers: Loggers
@@ -215,7 +205,7 @@ def start_timing(
         from training.observe.profiler import StepProfiler
 
         profiler = StepProfiler(profile_steps, folder, clock, loggers)
-    return Timing(clock, slow_links=SlowLinkDetector(hosts), hosts=hosts, flops=flops, profiler=profiler)
+    return Timing(clock, hosts=hosts, flops=flops, profiler=profiler)
 
 
 def run_point(step: int, images: int, timing: Timing, world: World) -> RunPoint:
