@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -27,8 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 CHANNEL_VARIABLE = "ZEROVISION_NODE_CHANNEL"  # a socket's descriptor: exit codes go out, orders for a start come in
-PLACE_VARIABLE = "ZEROVISION_RANK_PLACE"  # bytes to overwrite, see `show_in_proc`
-PLACE = "." * 160
+RANK_NAME = "rank "  # and its number: the name of a forked rank's process
 LONGEST_ORDER = 2**21  # bytes
 POLL_SECONDS = 0.05
 END_SECONDS = 30.0  # that the other ranks have to leave after SIGTERM, as under torchrun
@@ -105,8 +103,8 @@ def fork_rank(given: argparse.Namespace, local_rank: int, channel: socket.socket
 def run_rank(given: argparse.Namespace, local_rank: int) -> NoReturn:
     """Run the command in this process as a rank."""
     place = rank_environment(local_rank, given.nproc_per_node, given.node_rank, given.nnodes)
-    show_in_proc([sys.executable, "-u", *given.command], place)
-    os.environ.pop(PLACE_VARIABLE, None)
+    # What /proc tells of command and variables is the launcher's: by this name the supervisor and `top` know a rank.
+    Path("/proc/self/comm").write_text(f"{RANK_NAME}{place['RANK']}")
     os.environ.update(place, MASTER_ADDR=given.master_addr, MASTER_PORT=given.master_port)
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda._is_in_bad_fork():  # a preloaded module has used CUDA
@@ -115,24 +113,6 @@ def run_rank(given: argparse.Namespace, local_rank: int) -> NoReturn:
     sys.path[0] = str(Path(given.command[0]).resolve().parent)
     runpy.run_path(given.command[0], run_name="__main__")
     sys.exit(0)
-
-
-def show_in_proc(command: Sequence[str], variables: dict[str, str]) -> None:
-    """Make /proc show this process as what it runs: the supervisor finds ranks by their variables, people by `ps`.
-
-    The kernel reads both from where it wrote them when this program was executed: the command line is overwritten, and
-    the variables take the place of PLACE_VARIABLE, if the supervisor has set that.
-    """
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
-    text = b"\0".join(map(os.fsencode, command))[: end - start - 1]
-    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
-    getenv = ctypes.CDLL(None).getenv
-    getenv.restype = ctypes.c_void_p
-    if value := getenv(PLACE_VARIABLE.encode()):
-        size = len(f"{PLACE_VARIABLE}={PLACE}")
-        text = b"\0".join(f"{name}={value}".encode() for name, value in variables.items()) + b"\0_="
-        ctypes.memmove(value + len(PLACE) - size, text.ljust(size, b"."), size)
 
 
 def next_order(channel: socket.socket | None, code: int) -> dict[str, Any] | None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 
-from launch.local_ranks import CHANNEL_VARIABLE, PLACE, PLACE_VARIABLE
+from launch.local_ranks import CHANNEL_VARIABLE
 from training.config import REPO_ROOT
+from training.observe.memory_limit import OWN_LIMITS
 
 LOCAL_RANKS = str(REPO_ROOT / "launch/local_ranks.py")
 PRELOADED = ("training.run", "delivery.end_of_run")
+LARGEST_MMAP_THRESHOLD = 32 * 2**20  # bytes: mallopt(3) takes no more
 POLL_SECONDS = 0.02
 LEAVE_SECONDS = 5.0
 
@@ -27,6 +31,19 @@ def local_ranks_command(engine: str, has_gpus: bool) -> list[str]:
     # Not for CPU ranks: how GPUs are counted here may miss some, and DeepSpeed keeps the kind that it is imported for.
     preloaded = [*PRELOADED, *(["deepspeed"] if has_gpus and engine == "deepspeed" else [])]
     return [sys.executable, "-u", LOCAL_RANKS, f"--preload={','.join(preloaded)}"]
+
+
+def malloc_variables(environment: Mapping[str, str], has_gpus: bool) -> dict[str, str]:
+    """Return what makes a CPU rank's malloc keep what a step frees for the next one, which else faults each page in.
+
+    Nothing for GPU ranks, nor if the environment has a variable of malloc's own (mallopt(3)), as whoever set it
+    chose; nor under a limit on address space (`ulimit -v` or `-d`), of which kept memory takes more than its pages.
+    """
+    is_limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit, _ in OWN_LIMITS)
+    if has_gpus or is_limited or any(name.startswith("MALLOC_") for name in environment):
+        return {}
+    # Both: with the first alone the second stays at 128 KiB, and every tensor above it gets fresh pages.
+    return {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(LARGEST_MMAP_THRESHOLD)}
 
 
 class NodeLauncher:
@@ -76,7 +93,7 @@ class NodeLauncher:
         self._channel.setblocking(False)
         self._environment = environment
         stays, descriptor = LOCAL_RANKS in command, theirs.fileno()
-        added = {CHANNEL_VARIABLE: str(descriptor), PLACE_VARIABLE: PLACE} if stays else {}
+        added = {CHANNEL_VARIABLE: str(descriptor)} if stays else {}
         with theirs:
             self._process = subprocess.Popen(
                 command, env=environment | added, start_new_session=True, pass_fds=[descriptor] if stays else []

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from launch.local_ranks import RANK_NAME
 from training.observe.heartbeat import LAUNCH_VARIABLE as MARK
 
 POLL_SECONDS = 0.1
@@ -36,8 +37,9 @@ class Launch:
     def processes(self) -> list[psutil.Process]:
         """Return every live process of this launch, and note the ranks among them.
 
-        A rank has LOCAL_RANK in its environment and no rank as parent. Its own helpers have the first too, and lose
-        the parent when it is killed: so the first process seen for a rank stays the rank.
+        A rank has LOCAL_RANK in its environment or a rank's name (`launch.local_ranks`), and no rank as parent. Its own
+        helpers have the first too, and lose the parent when it is killed: so the first process seen for a rank stays
+        the rank.
         """
         found = []
         candidates = {}
@@ -47,8 +49,12 @@ class Launch:
                 if environment.get(MARK) != self.mark or process.status() == psutil.STATUS_ZOMBIE:
                     continue
                 found.append(process)
-                if "LOCAL_RANK" in environment:
-                    candidates[process] = (process.create_time(), process.ppid(), environment)
+                name = process.name()
+                if name.startswith(RANK_NAME):
+                    environment["RANK"] = name.removeprefix(RANK_NAME)
+                elif "LOCAL_RANK" not in environment:
+                    continue
+                candidates[process] = (process.create_time(), process.ppid(), environment)
             except psutil.Error:
                 continue  # gone, or another user's
         inside_rank = {process.pid for process in candidates} | {process.pid for process in self.known.values()}

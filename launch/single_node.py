@@ -25,7 +25,7 @@ from launch.arguments import (
 )
 from launch.auto_strategy import resolve_strategy
 from launch.new_run import check_new_run
-from launch.node_launcher import local_ranks_command
+from launch.node_launcher import local_ranks_command, malloc_variables
 from launch.process_tree import extensions_folder
 from launch.supervisor import supervise
 from training.config import REPO_ROOT
@@ -99,6 +99,7 @@ def rank_command(
     # More threads than cores is not a little slower: 2 ranks with 2 threads on 2 cores took 15 times as long.
     threads = os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks)
     variables = [f"OMP_NUM_THREADS={threads}", f"TORCH_EXTENSIONS_DIR={extensions_folder()}"]
+    variables += [f"{name}={value}" for name, value in malloc_variables(os.environ, bool(gpus)).items()]
     port_flag = ["--master_port", str(port)]
     if given.launcher == "deepspeed":
         gpu_flags = ["--num_gpus", str(ranks)]
@@ -114,6 +115,7 @@ def rank_command(
         flags = ["--nproc_per_node", str(ranks), "--master_addr", "127.0.0.1", *port_flag]
         start = [sys.executable, str(REPO_ROOT / "launch/torchrun.py"), *flags]
     else:
+        variables.append(f"LOCAL_WORLD_SIZE={ranks}")  # for the supervisor, which reads it in /proc
         start = [*local_ranks_command(engine, bool(gpus)), "--nproc_per_node", str(ranks), *port_flag]
     return ["env", *variables, *start, ENTRY, *given.training]
 

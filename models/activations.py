@@ -24,7 +24,7 @@ BLOCKED_COPIES = 2
 CHANNEL_BLOCK = 16 * 16
 LARGEST_DEPTHWISE_KERNEL = 3 * 3
 
-# Of a piece that a CPU rank's malloc keeps when it is freed (`training.memory_guard.keep_freed_memory`): glibc maps
+# Of a piece that a CPU rank's malloc keeps when it is freed (`launch.node_launcher.malloc_variables`): glibc maps
 # larger ones one by one, and gives them back.
 LARGEST_KEPT_BYTES = 32 * 2**20
 

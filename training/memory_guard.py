@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import os
-import resource
 import sys
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,7 +12,6 @@ from typing import TypeVar
 import torch
 
 from training.errors import AgreedError
-from training.observe.memory_limit import OWN_LIMITS
 from training.out_of_memory import describe_failure, is_out_of_memory
 from training.parallel.collectives import gather_objects
 from training.parallel.exchange import optional, row_of, text, whole_number
@@ -22,9 +19,6 @@ from training.parallel.signals import FAILED, OUT_OF_MEMORY
 from training.parallel.world import World
 
 Result = TypeVar("Result")
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-LARGEST_MMAP_THRESHOLD = 32 * 2**20  # bytes: mallopt(3) takes no more
 
 
 class MemoryGuard:
@@ -81,22 +75,6 @@ class MemoryGuard:
         if message is not None:
             raise AgreedError(message)
         return min((step for _, step in rows if step is not None), default=None)
-
-
-def keep_freed_memory(device: torch.device) -> None:
-    """Let a CPU rank's malloc keep what a step frees for the next one, which else faults each page in anew.
-
-    Nothing changes if the environment has a variable of malloc's own (mallopt(3)), as whoever set it chose; nor under
-    a limit on address space (`ulimit -v` or `-d`), of which kept memory in pieces takes more than its pages.
-    """
-    is_limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit, _ in OWN_LIMITS)
-    if device.type != "cpu" or is_limited or any(name.startswith("MALLOC_") for name in os.environ):
-        return
-    with contextlib.suppress(AttributeError):  # of glibc alone
-        mallopt = ctypes.CDLL(None).mallopt
-        # Both: with the first alone the second stays at 128 KiB, and every tensor above it gets fresh pages.
-        mallopt(M_TRIM_THRESHOLD, -1)
-        mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
 
 
 def return_freed_memory(device: torch.device) -> None:

@@ -61,7 +61,6 @@ from training.errors import (
 from training.final_test import judge_test
 from training.launched_run import run_launched
 from training.loop import evaluate, train_one_epoch
-from training.memory_guard import keep_freed_memory
 from training.observe.environment import RunFacts, describe_run
 from training.observe.epoch_observer import EpochResult
 from training.observe.flops import TrainingFlops
@@ -275,7 +274,6 @@ def build_run(
     config, thread_notes = keep_threads(config, found, world)
     if config.threads_per_rank:
         torch.set_num_threads(config.threads_per_rank)
-    keep_freed_memory(world.device)
     notes = [*note_unused_flags(config), *notes, *decay_notes, *thread_notes, *note_other_leaves(config, found)]
     run_facts = _facts(config, world, precision, config.engine, data, folder, steps=0)
     config, batch_notes = choose_batch_size(config, folder, run_facts, start, world, build)

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launch.cluster.channel import Channel, Message
 from launch.heartbeat_reader import HeartbeatFolder
-from launch.node_launcher import NodeLauncher
+from launch.node_launcher import NodeLauncher, malloc_variables
 from launch.node_run import NodeRun, receive_signals
 from launch.process_tree import Launch, remove_stale_build_locks
 from launch.temporary_folder import launch_environment, launch_folder
@@ -187,6 +187,8 @@ class Agent:
         """Return the variables of the ranks: this machine's, the launch's, and where their heartbeats go."""
         environment = launch_environment(self._launch, folder, {**os.environ, **order["environment"]})
         cores = usable_cores()
+        environment |= malloc_variables(environment, _count_gpus() > 0)
+        environment["LOCAL_WORLD_SIZE"] = str(order["local_size"])  # for the supervisor, which reads it in /proc
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // order["local_size"])))
         # With ninja, which DeepSpeed needs to compile its operators.
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])

@@ -75,7 +75,7 @@ def _some(found: list[Seen], kind: str) -> list[Seen]:
 
 
 def _describe(seen: Seen) -> str:
-    return f"rank {seen.environment['LOCAL_RANK']} (pid {seen.process.pid})"
+    return f"rank {seen.number} (pid {seen.process.pid})"
 
 
 def _signal_rank(number: signal.Signals, target: Target) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from launch.local_ranks import RANK_NAME
 from launch.process_tree import send
 
 MARK = "ZEROVISION_CHAOS"
@@ -30,6 +31,7 @@ class Seen:
     """One live process, as it was when looked at."""
 
     process: psutil.Process
+    name: str
     words: list[str]
     environment: dict[str, str]
     parent_pid: int
@@ -37,7 +39,14 @@ class Seen:
     @property
     def is_rank(self) -> bool:
         """Whether it trains, or is a fork of what trains; other helpers of a rank have a command line of their own."""
-        return "LOCAL_RANK" in self.environment and any(word.endswith(ENTRY) for word in self.words)
+        return self.number is not None and any(word.endswith(ENTRY) for word in self.words)
+
+    @property
+    def number(self) -> int | None:
+        """The rank's number, or that of the rank whose helper it is; None of others."""
+        if self.name.startswith(RANK_NAME):
+            return int(self.name.removeprefix(RANK_NAME))
+        return int(self.environment["LOCAL_RANK"]) if "LOCAL_RANK" in self.environment else None
 
     @property
     def is_fork_server(self) -> bool:
@@ -47,7 +56,7 @@ class Seen:
     @property
     def is_node_launcher(self) -> bool:
         """Whether it is what starts the ranks: ours, deepspeed, deepspeed's launcher of this node, or torchrun."""
-        is_outside = LAUNCH_MARK in self.environment and "LOCAL_RANK" not in self.environment
+        is_outside = LAUNCH_MARK in self.environment and self.number is None
         return is_outside and self.node_launcher_name is not None
 
     @property
@@ -63,7 +72,7 @@ def processes_of(mark: str) -> list[Seen]:
         try:
             environment = process.environ()
             if environment.get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(Seen(process, process.cmdline(), environment, process.ppid()))
+                found.append(Seen(process, process.name(), process.cmdline(), environment, process.ppid()))
         except psutil.Error:
             continue  # gone, or another user's
     return found
@@ -73,7 +82,7 @@ def ranks_of(mark: str) -> list[Seen]:
     """Return the live ranks, by their number, without their forks: one predicts the run's time beside rank 0."""
     found = [seen for seen in processes_of(mark) if seen.is_rank]
     ranks = [seen for seen in found if seen.parent_pid not in {other.process.pid for other in found}]
-    return sorted(ranks, key=lambda seen: int(seen.environment["LOCAL_RANK"]))
+    return sorted(ranks, key=lambda seen: seen.number or 0)
 
 
 def workers_of(mark: str) -> list[Seen]:

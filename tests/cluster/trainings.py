@@ -90,8 +90,8 @@ class Training:
 
 def ranks(hosts: Hosts, node: str) -> list[int]:
     """The processes of the ranks on a node, without their launcher and agent."""
-    found = hosts.processes(node, ENTRY)
-    return [pid for pid, line in found.items() if any(word.endswith(ENTRY) for word in line.split()[:3])]
+    rows = [line.split(None, 1) for line in hosts.run(node, ["ps", "-eo", "pid=,comm="]).stdout.splitlines()]
+    return [int(pid) for pid, name in rows if name.startswith("rank ")]
 
 
 def agent(hosts: Hosts, node: str) -> int:

@@ -54,8 +54,8 @@ def has_reached(folder, step):
 def ranks_of(run_name):
     """Return the live ranks, without their forks: one predicts the run's time beside rank 0."""
     found = []
-    for process in psutil.process_iter(["pid", "ppid", "cmdline", "environ"]):
-        is_rank = "LOCAL_RANK" in (process.info["environ"] or {})
+    for process in psutil.process_iter(["pid", "ppid", "cmdline", "environ", "name"]):
+        is_rank = "LOCAL_RANK" in (process.info["environ"] or {}) or (process.info["name"] or "").startswith("rank ")
         if is_rank and run_name in (process.info["cmdline"] or []):
             found.append(process)
     pids = {process.pid for process in found}

@@ -136,7 +136,6 @@ def test_the_environment_is_read_where_it_belongs():
             "planning/doctor/doctor_command.py",
             "planning/doctor/network.py",
         ),  # Slurm's and ssh's
-        "training/memory_guard.py",  # variables of malloc
         "training/helper_processes.py",  # TMPDIR, and what other Python processes get
     }
     readers = {str(path.relative_to(ROOT)) for path in python_files() if "os.environ" in path.read_text()}

@@ -28,9 +28,9 @@ LOOK = """
 import json, os, sys
 import ahead, psutil
 seen = psutil.Process()
-place = {name: seen.environ().get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MARK")}
+place = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MARK")}
 torch = sys.modules.get("torch")
-told = dict(place=place, words=[word for word in seen.cmdline() if word], parent=os.getppid(), importer=ahead.PID,
+told = dict(place=place, words=sys.argv, name=seen.name(), parent=os.getppid(), importer=ahead.PID,
     main=sys.modules["__main__"].__file__, path=sys.path[0], secret=os.environ["SECRET"], torch=torch is not None,
     threads=len(os.listdir(f"/proc/{os.getppid()}/task")), spoilt=torch is not None and torch.cuda._is_in_bad_fork())
 open(sys.argv[1] + os.environ["RANK"], "w").write(json.dumps(told))
@@ -113,7 +113,7 @@ def started(launcher: NodeLauncher, folder: Path, name: str, preload: str, secre
         assert one["place"] == {"RANK": str(rank), "LOCAL_RANK": str(rank), "MARK": "m"} | dict.fromkeys(
             ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2"
         )
-        assert one["words"] == [first, "-u", program, f"{folder}/{name}"]
+        assert one["words"] == [program, f"{folder}/{name}"]
         assert (one["main"], one["path"], one["secret"]) == (program, str(folder), secret)
     return told
 
@@ -121,6 +121,7 @@ def started(launcher: NodeLauncher, folder: Path, name: str, preload: str, secre
 def test_the_ranks_of_all_starts_share_what_one_process_has_imported(tmp_path: Path) -> None:
     with contextlib.closing(NodeLauncher()) as launcher:
         ranks = started(launcher, tmp_path, "a", "absent,ahead") + started(launcher, tmp_path, "b", "ahead", "new")
+        assert [rank["name"] for rank in ranks] == ["rank 0", "rank 1"] * 2
         assert {rank["importer"] for rank in ranks} == {rank["parent"] for rank in ranks} == {launcher.staying_pid}
         first = launcher.staying_pid
         os.kill(first, signal.SIGKILL)
