@@ -1,7 +1,7 @@
 # `make help` lists the targets.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev train test test-slow test-cases test-cluster chaos pictures bench record check-memory ledger lint size check clean
+.PHONY: help setup setup-dev train test test-slow test-cases test-cluster chaos pictures bench record check-memory lint size check clean
 
 PYTHON ?= python3
 EPOCHS ?= 15
@@ -58,11 +58,6 @@ check-memory: setup ## Compare the memory that is predicted for CPU ranks with w
 
 record: setup ## Train a preset's task with 10 seeds and write a record (TASK=digits, RECORD_FLAGS="--data FILE --seeds 3 --first-seed 10")
 	$(BIN)/python benchmarks/record.py $(TASK) $(RECORD_FLAGS)
-
-ledger: setup-dev ## Predict and measure training steps of every model on 1, 2 and 4 CPU ranks, into planning/ledger.jsonl
-	$(BIN)/python benchmarks/step_phases.py
-	$(BIN)/python benchmarks/ledger.py
-	$(BIN)/python benchmarks/predicted_steps.py
 
 lint: setup-dev ## Run ruff, mypy, shellcheck and shfmt
 	$(BIN)/ruff check

@@ -22,8 +22,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.digits_run import train
-from benchmarks.report import Section, save, show, spread, versions
-from planning.ledger import machine_name
+from benchmarks.report import Section, machine_name, save, show, spread, versions
 
 JOBS = {  # images per rank and step, epochs, flags
     "basic_cnn": (64, 8, "--image-size 32"),

@@ -3,7 +3,7 @@
     python benchmarks/memory.py                                     # make check-memory
     python benchmarks/memory.py --models mobilenet --ranks 1,2 --engines torch
 
-The strategies and engines of a model and number of ranks are one job. Each case goes into the ledger. Measured is the
+The strategies and engines of a model and number of ranks are one job. Measured is the
 mean over the ranks of what the process needs beyond its libraries and their generated code; see `memory_rank.py`.
 """
 
@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -28,12 +29,13 @@ import psutil
 import torch
 
 from benchmarks.launch import torchrun
-from benchmarks.ledger import entry_of
 from benchmarks.our_engine import engine_of
 from benchmarks.report import Section, save, show, versions
 from models import MODELS
 from models.build import build_model
-from planning.ledger import MEMORY, LedgerEntry, replace_entries
+from planning.machines import detect_machine
+from planning.search import PlannedJob, memory_of
+from training.config import TrainConfig
 from training.parallel.strategies import STRATEGIES
 
 FILL = 0.8  # of the free memory
@@ -62,6 +64,28 @@ class Case:
     image_size: int
     classes: int
 
+    def predicted(self) -> int:
+        """Return the bytes of a rank's tensors at most, as the planner predicts them."""
+        engine: Any = self.engine  # of the field's own values
+        words = {"model_type": self.model, "strategy": self.strategy, "batch_size": self.batch_size}
+        config = TrainConfig(**words, engine=engine, precision="fp32")
+        job = PlannedJob(config, detect_machine(self.ranks), self.ranks, self.classes, self.image_size, 0)
+        return memory_of(job, config)[2].tensors
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A case with its bytes."""
+
+    case: Case
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return self.predicted / self.measured - 1
+
 
 def measured(cases: Sequence[Case]) -> list[dict[str, float]]:
     """Train cases of the same ranks one after another.
@@ -89,34 +113,32 @@ def resolved(case: Case) -> Case:
     return dataclasses.replace(case, engine=engine)
 
 
-def entries_of(cases: Sequence[Case]) -> list[LedgerEntry]:
+def compare(cases: Sequence[Case]) -> list[Compared]:
     """Predict and measure cases of the same model and ranks; those that do not fit here are left out."""
-    entries = [entry_of(MEMORY, 1.0, **dataclasses.asdict(case)) for case in cases]
     room = FILL * psutil.virtual_memory().available
-    fitting = [(case, entry) for case, entry in zip(cases, entries, strict=True) if case.ranks * entry.predicted < room]
+    predicted = {case: case.predicted() for case in cases}
+    fitting = [case for case in cases if case.ranks * predicted[case] < room]
     for case in cases:
-        if case not in dict(fitting):
+        if case not in fitting:
             print(f"left out, there is not enough memory: {case}", flush=True)
-    peaks = [found["peak"] for found in measured([*dict(fitting)])] if fitting else []
-    return [
-        dataclasses.replace(entry, measured=float(f"{peak:.4g}"))
-        for (_, entry), peak in zip(fitting, peaks, strict=True)
-    ]
+    found = measured(fitting) if fitting else []
+    return [Compared(case, predicted[case], one["peak"]) for case, one in zip(fitting, found, strict=True)]
 
 
-def section_of(entries: list[LedgerEntry]) -> Section:
+def section_of(compared: list[Compared]) -> Section:
     """Return the table."""
     rows = [
         (
-            *(one.model, f"{one.strategy}, {one.engine}", str(one.ranks), str(one.batch_size), str(one.image_size)),
-            *(f"{one.predicted / 1e6:.0f}", f"{one.measured / 1e6:.0f}", f"{one.error:+.0%}"),
+            *(case.model, f"{case.strategy}, {case.engine}", str(case.ranks), str(case.batch_size)),
+            *(str(case.image_size), f"{one.predicted / 1e6:.0f}", f"{one.measured / 1e6:.0f}", f"{one.error:+.0%}"),
         )
-        for one in entries
+        for one in compared
+        for case in (one.case,)
     ]
-    errors = [abs(one.error) for one in entries]
+    errors = [abs(one.error) for one in compared]
     within = sum(error <= GOAL for error in errors)
     text = (
-        f"fp32, AdamW, {entries[0].classes} classes. MB (10^6 bytes) per rank, at most within the third step. "
+        f"fp32, AdamW, {compared[0].case.classes} classes. MB (10^6 bytes) per rank, at most within the third step. "
         f"{within} of {len(errors)} peaks within {GOAL:.0%}, the worst {max(errors):.0%} off."
     )
     columns = ("model", "strategy, engine", "ranks", "images", "pixels", "predicted", "measured", "error")
@@ -137,21 +159,20 @@ def main() -> None:
     given = parser.parse_args()
     os.environ.update(MALLOC)
     strategies, engines = given.strategies.split(","), given.engines.split(",")
-    entries = []
+    compared = []
     for ranks, model in itertools.product(map(int, given.ranks.split(",")), given.models.split(",")):
         batch_size = given.batch_size or (4 if model in LARGE else 32)
         setting = (ranks, batch_size, given.image_size, given.classes)
         asked = [Case(model, *way, *setting) for way in itertools.product(strategies, engines)]
         try:
-            found = entries_of([*dict.fromkeys(map(resolved, asked))])
+            found = compare([*dict.fromkeys(map(resolved, asked))])
         except RuntimeError as error:
             print(f"{model} on {ranks} rank(s) is left out: {error}", flush=True)
             continue
-        replace_entries(found)  # at once: all of them take a while
-        entries += found
+        compared += found
         for one in found:
-            print(model, one.strategy, one.engine, ranks, f"{one.error:+.1%}", flush=True)
-    section = section_of(entries)
+            print(model, one.case.strategy, one.case.engine, ranks, f"{one.error:+.1%}", flush=True)
+    section = section_of(compared)
     show(section)
     save(
         "memory",

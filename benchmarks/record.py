@@ -36,8 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.record_data import file_sha256
 from benchmarks.record_table import write_table
-from benchmarks.report import today, versions
-from planning.ledger import machine_name
+from benchmarks.report import machine_name, today, versions
 from training.command_line import OneLineParser, run_script
 from training.errors import UserError
 from training.observe.environment import git

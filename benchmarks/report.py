@@ -38,6 +38,19 @@ def hardware() -> str:
     return f"{usable_cores()}cpu"
 
 
+def machine_name() -> str:
+    """Return cores and processor of this machine, as Linux calls it.
+
+    A hypervisor may hide the processor's name, so its family and model are named too.
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = said.get("model name", platform.machine())
+    family = f" (family {said['cpu family']}, model {said['model']})" if {"cpu family", "model"} <= said.keys() else ""
+    return f"{usable_cores()} cores of {name}{family}"
+
+
 def versions(*packages: str) -> str:
     """Say which versions are installed, Python first; packages that are missing are left out."""
     found = [f"Python {platform.python_version()}"]

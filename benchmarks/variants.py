@@ -27,9 +27,8 @@ from scipy import stats
 from benchmarks.record import RECORDS, ROOT, add_data_and_seeds, keep_preset, our_command, summary, train_ours
 from benchmarks.record_data import file_sha256
 from benchmarks.record_table import replace_between, top1_cell
-from benchmarks.report import today, versions
+from benchmarks.report import machine_name, today, versions
 from models.build import build_model
-from planning.ledger import machine_name
 from training.command_line import OneLineParser, run_script
 from training.errors import UserError
 

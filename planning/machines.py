@@ -24,10 +24,10 @@ NCCL_LATENCY = "latency of a ring's hop: NCCL, src/graph/tuning.cc, hwLat (Ring,
 IB_SHARE = 0.96  # 12 of 12.5 GB/s: NCCL, src/graph/topo.h
 TCP_SHARE = 0.94  # payload of a frame: 1448 of 1538 bytes
 IMAGES, CHANNELS, PIXELS = 16, 128, 16  # of a convolution in the middle of a network
-MATMUL_SIZE = 768
 COPY_BYTES = 64 * 2**20
 REPEATS = 5
 SMALLEST_GB = 0.5  # of a GPU that is planned for
+CPU = "cpu"  # the name of a CPU rank's share
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class Gpu:
             'tf32' with tensor cores, 'bf16', 'fp16'; a precision that the GPU lacks is absent. Of a CPU those of
             convolutions.
         source: of these numbers.
-        product_share: of the peak, what matrix products reach: on a CPU another library computes them.
     """
 
     name: str
@@ -50,7 +49,6 @@ class Gpu:
     bandwidth_bytes_per_s: float
     peaks: Mapping[str, float]
     source: str
-    product_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,11 @@ class Interconnect:
     source: str
     achieved_share: float = 0.8
 
+    @property
+    def rate(self) -> float:
+        """Bytes per second that collectives reach."""
+        return self.bandwidth_bytes_per_s * self.achieved_share
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -90,6 +93,11 @@ class Machine:
     inside: Interconnect
     between: Interconnect
     rank_cores: float = 1.0
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the ranks compute on a CPU."""
+        return self.gpu.name == CPU
 
 
 def _gpu(name: str, memory: float, bandwidth: float, fp32: float, tf32: float | None, peak16: str, source: str) -> Gpu:
@@ -221,35 +229,16 @@ def detect_machine(ranks: int = 1) -> Machine:
         UserError: if its GPU is in no table.
     """
     if not torch.cuda.is_available():
-        cpu = _measure_cpu(ranks)
-        return machine_of_cpu(cpu, ranks)
+        share = _measure_cpu(ranks)
+        # Ranks that share memory exchange at the rate of a copy, gloo at a twentieth of it: between the two.
+        link = Interconnect("shared-memory", 20e-6, share.bandwidth_bytes_per_s, "a copy, measured", 0.2)
+        return Machine(share, ranks, link, find_interconnect("ethernet10"), usable_cores() / ranks)
     properties = torch.cuda.get_device_properties(0)
-    return machine_of_device(properties.name, properties.total_memory, ranks)
-
-
-def machine_of_cpu(share: Gpu, ranks: int) -> Machine:
-    """Return this machine, of which each rank has this share."""
-    cores = usable_cores() / ranks
-    link = shared_memory(share.bandwidth_bytes_per_s)
-    return Machine(share, ranks, link, find_interconnect("ethernet10"), cores)
-
-
-def machine_of_device(device_name: str, memory_bytes: int, ranks: int) -> Machine:
-    """Return machines of `ranks` GPUs each, with what the driver says of one of them.
-
-    Raises:
-        UserError: if none has its name.
-    """
-    machine = find_machine(gpu_of_device(device_name, memory_bytes), ranks)
-    peak16 = (peak_tflops(device_name) or 0) * TERA  # of its very form, such as a PCIe card
+    machine = find_machine(gpu_of_device(properties.name, properties.total_memory), ranks)
+    peak16 = (peak_tflops(properties.name) or 0) * TERA  # of its very form, such as a PCIe card
     peaks = {key: peak16 if key in ("bf16", "fp16") and peak16 else peak for key, peak in machine.gpu.peaks.items()}
-    gpu = dataclasses.replace(machine.gpu, memory_bytes=memory_bytes, peaks=peaks)
+    gpu = dataclasses.replace(machine.gpu, memory_bytes=properties.total_memory, peaks=peaks)
     return dataclasses.replace(machine, gpu=gpu)
-
-
-def shared_memory(bandwidth_bytes_per_s: float) -> Interconnect:
-    """Return the link between CPU ranks of one machine."""
-    return Interconnect("shared-memory", 20e-6, bandwidth_bytes_per_s, "a copy, measured; latency estimated", 1)
 
 
 def gpu_of_device(device_name: str, memory_bytes: int) -> str:
@@ -270,22 +259,19 @@ def gpu_of_device(device_name: str, memory_bytes: int) -> str:
 
 @functools.cache  # one process, one machine: what it says twice agrees
 def _measure_cpu(ranks: int) -> Gpu:
-    """Measure a convolution, a matrix product and a copy, of which each rank gets as much as its cores do."""
+    """Measure a convolution and a copy, of which each rank gets as much as its cores do."""
     limit_threads()
     images = torch.rand(IMAGES, CHANNELS, PIXELS, PIXELS).contiguous(memory_format=torch.channels_last)
     weights = torch.rand(CHANNELS, CHANNELS, 3, 3).contiguous(memory_format=torch.channels_last)
-    left, right = torch.rand(2, MATMUL_SIZE, MATMUL_SIZE)
     source = torch.zeros(COPY_BYTES // 4)
     target = torch.empty_like(source)
-    cores = usable_cores()
-    share = cores / ranks
+    share = usable_cores() / ranks
     convolution_s = _best_core_s(lambda: torch.conv2d(images, weights, padding=1))
     convolved = share * 2 * IMAGES * (3 * CHANNELS * PIXELS) ** 2 / convolution_s
-    multiplied = share * 2 * MATMUL_SIZE**3 / _best_core_s(lambda: torch.mm(left, right))
     bandwidth = share * 2 * COPY_BYTES / _best_core_s(lambda: target.copy_(source))  # a byte read and a byte written
     memory = psutil.virtual_memory().total // ranks
-    text = f"measured on {cores} cores shared by {ranks} ranks"
-    return Gpu("cpu", memory, bandwidth, {"fp32": convolved}, text, multiplied / convolved)
+    text = f"measured on {usable_cores()} cores shared by {ranks} ranks"
+    return Gpu(CPU, memory, bandwidth, {"fp32": convolved}, text)
 
 
 def _best_core_s(work: Callable[[], object]) -> float:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from planning.ledger import cpu_machine
-from planning.machines import GPUS, find_machine
+from planning.machines import CPU, GPUS, find_machine
 from planning.memory import FLOAT32_BYTES, MemoryPlan
 from planning.run_workload import Workload
 from planning.search import PlannedJob, memory_of
@@ -39,8 +39,9 @@ def plan_memory(facts: RunFacts, configs: Sequence[TrainConfig]) -> list[int]:
 
 
 def write_prediction(facts: RunFacts) -> None:
-    """Write `predict_run` into the run's folder, as `PREDICTION`."""
-    write_json(Path(facts.folder) / PREDICTION, predict_run(facts))
+    """Write `predict_run` into the run's folder, as `PREDICTION`; whatever fails, a run goes on without."""
+    with contextlib.suppress(Exception):
+        write_json(Path(facts.folder) / PREDICTION, predict_run(facts))
 
 
 def predict_run(facts: RunFacts) -> dict[str, Any]:
@@ -59,9 +60,9 @@ def predict_run(facts: RunFacts) -> dict[str, Any]:
 
 def job_of(facts: RunFacts) -> PlannedJob:
     """Return a run as the planner sees it, with the engine and the precision that were resolved."""
-    ranks = facts.ranks_per_machine
-    # Which GPU it is decides no number of bytes.
-    machine = find_machine(next(iter(GPUS)), ranks) if facts.gpu_name else cpu_machine(ranks)
+    machine = find_machine(next(iter(GPUS)), facts.ranks_per_machine)  # which one it is decides no number of bytes
+    if not facts.gpu_name:
+        machine = dataclasses.replace(machine, gpu=dataclasses.replace(machine.gpu, name=CPU))
     config = TrainConfig(**facts.config | {"engine": facts.engine, "precision": facts.precision})
     return PlannedJob(config, machine, facts.ranks, facts.classes, facts.image_size, images=0)
 
@@ -93,4 +94,4 @@ def _saving_bytes(facts: RunFacts, memory: MemoryPlan, workload: Workload) -> in
     if epochs > 1:
         return round(state + weights)
     at_the_end = memory.held + max(memory.heap, weights) + state - memory.tensors
-    return round(max(at_the_end, state if 0 < every < facts.steps else 0, 0))
+    return round(max(at_the_end, state if every else 0, 0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from models.activations import Activations, activations
 from models.build import build_model
-from models.dry_run import without_data
-from models.operators import Operator, count_operators
+from models.dry_run import training_flops, without_data
 from planning.memory import ModelSizes
 from training.config import TrainConfig
 from training.errors import UserError
@@ -33,8 +31,7 @@ class Workload:
         image_channels: of these.
         sizes: of the network.
         optimizer_values: that the update rule and averages keep per trained parameter.
-        operators: of its forward, for `planning.step_time.predict_step`.
-        blocks: that are gathered one at a time.
+        flops_per_image: operations of forward and backward.
     """
 
     network: nn.Module
@@ -42,13 +39,17 @@ class Workload:
     image_channels: int
     sizes: ModelSizes
     optimizer_values: float
-    operators: Sequence[Operator]
-    blocks: int
+    flops_per_image: int
 
     @property
     def has_batchnorm(self) -> bool:
         """Whether any of its layers normalizes over the images of a micro-batch."""
         return any(isinstance(part, _BatchNorm) for part in self.network.modules())
+
+    @property
+    def layers(self) -> int:
+        """Modules with parameters of their own."""
+        return sum(any(True for _ in part.parameters(recurse=False)) for part in self.network.modules())
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  # as long as the workload, which a command has one of
     def activations(
@@ -60,6 +61,38 @@ class Workload:
             enable_activation_checkpointing(network)
         size, channels = self.image_size, self.image_channels
         return activations(network, batch_size, size, precision, device, channels, channels_last=channels_last)
+
+
+def build_network(config: TrainConfig, classes: int, image_size: int) -> nn.Module:
+    """Build a run's network in training mode, with random weights on PyTorch's default device.
+
+    Args:
+        config: with model and channels of the images.
+        classes: of the data set.
+        image_size: side of the training images in pixels.
+
+    Raises:
+        UserError: if it cannot be built for such images.
+    """
+    built = build_model(
+        config.model_type,
+        num_classes=classes,
+        image_size=image_size,
+        image_channels=config.image_channels or 3,
+        pretrained=None,
+        members=tuple(config.ensemble_members.split(",")),
+        batch_size=config.micro_batch,
+        keep_stem=config.stem == "keep",
+        dropout=config.dropout,
+        drop_path=config.drop_path,
+    )
+    return tune(built, config.tune).module.train()
+
+
+def optimizer_of(network: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Build a run's optimizer, with some learning rate if it is still to be found."""
+    some_rate = dataclasses.replace(config, learning_rate=1e-3) if config.learning_rate == "auto" else config
+    return build_optimizer(network, some_rate, (), discriminative=False)
 
 
 def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
@@ -75,31 +108,17 @@ def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
     """
     channels = config.image_channels or 3
     with torch.device("meta"):
-        built = build_model(
-            config.model_type,
-            num_classes=classes,
-            image_size=image_size,
-            image_channels=channels,
-            pretrained=None,
-            members=tuple(config.ensemble_members.split(",")),
-            batch_size=config.micro_batch,
-            keep_stem=config.stem == "keep",
-            dropout=config.dropout,
-            drop_path=config.drop_path,
-        )
-        network = tune(built, config.tune).module.train()
-    some_rate = dataclasses.replace(config, learning_rate=1e-3) if config.learning_rate == "auto" else config
-    optimizer = build_optimizer(network, some_rate, (), discriminative=False)
-    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    create_state(optimizer, trained)
-    kept = sum(value.numel() for state in optimizer.state.values() for value in state.values() if _per_weight(value))
+        network = build_network(config, classes, image_size)
+    optimizer = optimizer_of(network, config)
+    create_state(optimizer, [parameter for parameter in network.parameters() if parameter.requires_grad])
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    kept = sum(value.numel() for value in states if isinstance(value, torch.Tensor) and value.ndim > 0)
     sizes = sizes_of(network)
     values = kept / sizes.trained + bool(config.ema) + bool(config.lookahead)
-    operators = count_operators(without_data(network), image_size, channels)
-    if operators is None:
+    flops = training_flops(without_data(network), image_size, channels)
+    if flops is None:
         raise UserError(f"model '{config.model_type}' computes with the values of its images: it cannot be planned.")
-    blocks = len(repeated_blocks(network)) or 1
-    return Workload(network, image_size, channels, sizes, values, operators, blocks)
+    return Workload(network, image_size, channels, sizes, values, flops)
 
 
 def sizes_of(network: nn.Module) -> ModelSizes:
@@ -115,7 +134,3 @@ def sizes_of(network: nn.Module) -> ModelSizes:
         outside=total - sum(blocks),
         buffer_bytes=sum(buffer.nbytes for buffer in network.buffers()),
     )
-
-
-def _per_weight(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0

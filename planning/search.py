@@ -1,8 +1,8 @@
 """Chooses how a training runs on given GPUs: the first rung of the ladder on which it fits.
 
-On each rung it is the engine whose step is predicted to be the fastest. The rungs are those of
-`training.out_of_memory.next_rung`, cheapest first, which a run that is out of memory goes down too. docs/strategies.md
-draws them.
+On each rung it is the default engine, or the first other one with which it fits. The rungs are those of
+`training.out_of_memory.next_rung`, the fastest settings first, which a run that is out of memory goes down too.
+docs/strategies.md draws them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 
-from planning.ledger import KINDS, error_bar, read_ledger
 from planning.machines import GPUS, Machine
 from planning.memory import MemoryPlan, plan_memory
 from planning.run_workload import Workload, workload_of
 from planning.state_rules import STATE_RULES
-from planning.step_time import StepTime, predict_step
-from training.config import FLAG_OF, TrainConfig
+from planning.step_time import StepTime, estimate_step
+from training.config import FIELDS, FLAG_OF, TrainConfig
 from training.errors import UserError
+from training.global_batch import MOST_IMAGES_ON_CPU, divided, micro_batches, usual_global_batch
+from training.model_fields import FEWEST_IMAGES
+from training.observe.memory_limit import FILL
 from training.observe.units import format_bytes
 from training.out_of_memory import Rung, next_rung
 from training.parallel.build_engine import ENGINES, resolve_engine
@@ -31,7 +33,7 @@ from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.strategies import STRATEGIES, ParallelPlan, plan_of
 from training.recipe.rules import MATRIX_RULES, check_optimizer
 
-CLEARLY = 1.05  # times as long as another engine: then the other one is recommended
+FIRST_PROBE, MOST_PROBES = 4, 5  # times the images of the option; sizes that are tried
 SMALLEST_IMAGE = 32  # pixels, of a size that is suggested
 
 
@@ -46,6 +48,7 @@ class PlannedJob:
         classes: of the data set.
         image_size: side of the training images in pixels.
         images: of an epoch.
+        compute_scale: see `planning.step_time.estimate_step`.
     """
 
     config: TrainConfig
@@ -54,6 +57,7 @@ class PlannedJob:
     classes: int
     image_size: int
     images: int
+    compute_scale: float = 1.0
 
     @cached_property
     def workload(self) -> Workload:
@@ -63,7 +67,7 @@ class PlannedJob:
     @property
     def has_gpus(self) -> bool:
         """Whether the ranks compute on GPUs."""
-        return self.machine.gpu.name != "cpu"
+        return not self.machine.is_cpu
 
     def host_bytes(self, option: Option) -> int:
         """Return what the ranks of a machine offload to its own memory."""
@@ -148,26 +152,14 @@ def evaluate(job: PlannedJob, config: TrainConfig) -> Option:
         UserError: if the engine does not do what is asked for.
     """
     name, plan, memory = memory_of(job, config)
-    step = predict_step(
-        job.workload.operators,
-        job.workload.sizes.trained,
-        job.machine,
-        plan,
-        engine=name,
-        batch_size=config.micro_batch,
-        precision=job.precision,
-        accumulation_steps=config.gradient_accumulation_steps,
-        checkpointing=config.activation_checkpointing,
-        blocks=job.workload.blocks,
-    )
-    return Option(config, name, plan, memory, memory.peak <= job.machine.gpu.memory_bytes, step)
+    return Option(config, name, plan, memory, memory.peak <= job.machine.gpu.memory_bytes, step_of(job, config, plan))
 
 
-def error_bars(option: Option, device: str) -> list[str]:
-    """Say how far predictions like this one of step time and memory were off, from the ledger."""
-    ledger, plan = read_ledger(), option.plan
-    alike = (device, option.engine, option.config.strategy, plan.shards * plan.replicas)
-    return [error_bar(ledger, kind, *alike) for kind in KINDS]
+def step_of(job: PlannedJob, config: TrainConfig, plan: ParallelPlan) -> StepTime:
+    """Estimate an update of a configuration, on as many ranks as the plan has."""
+    device = "cuda" if job.has_gpus else "cpu"
+    kept = job.workload.activations(config.micro_batch, job.precision, device, False, True).saved
+    return estimate_step(job.workload, job.machine, plan, config, job.precision, kept, job.compute_scale)
 
 
 def by_engine(job: PlannedJob, config: TrainConfig) -> list[Option]:
@@ -195,29 +187,14 @@ def options(job: PlannedJob) -> list[Option]:
     return found
 
 
-def fastest(candidates: list[Option], *, keeps_default: bool) -> Option | None:
-    """Return the fastest option that fits, None if none does; the first one if no other is `CLEARLY` faster.
-
-    Args:
-        candidates: the default engine first.
-        keeps_default: whether that one is taken whenever it fits: on CPU ranks, where it was chosen by measurements.
-    """
-    fitting = [option for option in candidates if option.fits]
-    if not fitting:
-        return None
-    best = min(fitting, key=lambda option: option.step.step_s)
-    stays = keeps_default or candidates[0].step.step_s < CLEARLY * best.step.step_s
-    return candidates[0] if candidates[0].fits and stays else best
-
-
 def recommend(job: PlannedJob) -> tuple[Option, list[Rung]]:
-    """Return the fastest engine's option on the first rung that fits, and the rungs from the job's own to there.
+    """Return the first engine's option on the first rung that fits, and the rungs from the job's own to there.
 
     Raises:
         UserError: if none fits, with the nearest thing that works.
     """
     config, rungs = job.config, list[Rung]()
-    while (option := fastest(by_engine(job, config), keeps_default=not job.has_gpus)) is None:
+    while (option := next((each for each in by_engine(job, config) if each.fits), None)) is None:
         rung = next_rung(config, job.ranks, has_gpus=job.has_gpus)
         if rung is None:
             raise _fits_nowhere(job, evaluate(job, config))
@@ -234,8 +211,7 @@ def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
         need += f" and {format_bytes(job.host_bytes(chosen))} of each machine's own memory for what is offloaded"
     default = evaluate(job, dataclasses.replace(chosen.config, engine=job.config.engine))
     if default.engine != chosen.engine:
-        ratio = default.step.step_s / chosen.step.step_s
-        need += f"; --engine {chosen.engine} is predicted {ratio:.2f} times as fast as {default.engine}"
+        need += f"; --engine {default.engine} would need {format_bytes(default.memory.peak)}"
     if rungs:
         last = {tuple(rung.changes): rung for rung in rungs}.values()  # of those that change the same
         way = "; then ".join(rung.describe(has_batchnorm=job.workload.has_batchnorm) for rung in last)
@@ -249,9 +225,8 @@ def _what_stage_3_would_save(job: PlannedJob, chosen: Option) -> str:
         sharded = evaluate(job, dataclasses.replace(chosen.config, strategy="fsdp_stage3"))
     except UserError:  # an update rule that does not go with it
         return ""
-    saved, slower = chosen.memory.peak - sharded.memory.peak, sharded.step.step_s / chosen.step.step_s - 1
-    cost = f"cost {slower:.0%} more time" if round(slower, 2) > 0 else "be as fast"
-    return f"; stage 3 would save {format_bytes(saved)} and {cost}" if saved > 0 else ""
+    saved = chosen.memory.peak - sharded.memory.peak
+    return f"; stage 3 would save {format_bytes(saved)}" if saved > 0 else ""
 
 
 def _fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
@@ -279,3 +254,44 @@ def _fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
         f"it needs {format_bytes(need)} of {format_bytes(gpu.memory_bytes)} each even with {least}. "
         f"Nearest that works: {' or '.join(works) or 'a smaller model'}."
     )
+
+
+def with_planned_batch(job: PlannedJob) -> PlannedJob:
+    """Return a job whose batch size is the largest that is predicted to fit, instead of `auto`; the smallest if none.
+
+    Raises:
+        UserError: if the ranks cannot share the global batch.
+    """
+    config = job.config
+    if config.batch_size != "auto":
+        return job
+    global_batch = config.global_batch or usual_global_batch(job.ranks)
+    sizes = micro_batches(global_batch, job.ranks, 0 if job.has_gpus else MOST_IMAGES_ON_CPU)
+    configs = [dataclasses.replace(divided(config, size, global_batch, job.ranks), global_batch=0) for size in sizes]
+    most = FILL * job.machine.gpu.memory_bytes
+    fitting = [each for each in configs if memory_of(job, each)[2].peak <= most]
+    return dataclasses.replace(job, config=[configs[0], *fitting][-1])
+
+
+def filling_batch(job: PlannedJob, chosen: Option) -> Option:
+    """Return an option with as many images in a step, without accumulation, as are predicted to fit; at least its own.
+
+    Memory grows with the images about as a line, never slower the more there are: a line through two sizes says where
+    it reaches `FILL` of the GPU, and what that size needs says it better.
+    """
+
+    def with_images(count: int) -> Option:
+        return evaluate(job, dataclasses.replace(chosen.config, batch_size=count, gradient_accumulation_steps=1))
+
+    most, room = FIELDS["batch_size"].metadata["high"], FILL * job.machine.gpu.memory_bytes
+    own = chosen.config.micro_batch
+    found, least, count = chosen, with_images(own).memory.peak, FIRST_PROBE * own
+    for _ in range(MOST_PROBES):
+        option = with_images(count)
+        if option.memory.peak <= room and count > found.config.micro_batch:
+            found = option
+        each = (option.memory.peak - least) / (count - own)
+        before, count = count, min(int(own + (room - least) / each) // FEWEST_IMAGES * FEWEST_IMAGES, most)
+        if count <= own or count == before:
+            break
+    return found

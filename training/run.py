@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import sys
@@ -275,7 +274,7 @@ def build_run(
     if config.threads_per_rank:
         torch.set_num_threads(config.threads_per_rank)
     notes = [*note_unused_flags(config), *notes, *decay_notes, *thread_notes, *note_other_leaves(config, found)]
-    run_facts = _facts(config, world, precision, config.engine, data, folder, steps=0)
+    run_facts = _facts(config, world, precision, config.engine, data, folder)
     config, batch_notes = choose_batch_size(config, folder, run_facts, start, world, build)
     config, rate_notes = choose_learning_rate(config, len(data.class_names), folder, found, start, world, build)
     notes += batch_notes + rate_notes
@@ -301,8 +300,7 @@ def build_run(
     if world.is_main:
         facts = describe_run(world, precision, data, built)
         loggers = open_loggers(config, folder, facts, dict(setup.deepspeed_config), first_step)
-    steps = config.epochs * plan.steps_per_epoch - first_step
-    run_facts = _facts(config, world, precision, engine_name, data, folder, steps)  # before the engine takes memory
+    run_facts = _facts(config, world, precision, engine_name, data, folder)  # before the engine takes memory
     freezer, adapters = BackboneFreezer(built.module, built.head_parameter_names), Adapters(built.module)
     frozen = agreed(lambda: _keep_frozen(config, built, folder, found, world), world)
     compiled_code = None
@@ -392,7 +390,6 @@ def _facts(
     engine_name: str,
     data: DatasetPair,
     folder: RunFolder,
-    steps: int,
 ) -> RunFacts:
     name, size = "", 0
     if world.device.type == "cuda":
@@ -403,7 +400,6 @@ def _facts(
         config=dataclasses.asdict(config) | {"image_channels": data.image_channels},
         classes=len(data.class_names),
         image_size=data.train.sizes[-1],
-        steps=steps,
         engine=engine_name,
         precision=precision,
         ranks=world.size,
@@ -626,8 +622,7 @@ def _deliver(context: RunContext, start: RunStart, deliver: Deliver | None, *, h
     if deliver is None:
         return
     if start.predict is not None:
-        with contextlib.suppress(Exception):  # a network that cannot be counted without data, a full disk
-            start.predict(context.facts)
+        start.predict(context.facts)
     # A run without a sound epoch has none; one that went back before its decay may have those of the longer run before.
     with_card = has_finished and epoch_of(context.folder.weights) == context.state.progress.best_epoch
     sources = {name: part.source for name, part in context.data.parts.items()}

@@ -30,7 +30,6 @@ from benchmarks.gpu.summary import write_report
 from benchmarks.report import results_folder
 
 PARTS = {"smoke": 170.0, "tables": 200.0, "files": 150.0}  # seconds
-ALONE = "points"  # a part that is not among those of a plain call
 GRACE_SECONDS = 4.0  # after its deadline, in which a part may end what it has begun
 LONGEST_TAIL = 3000  # characters of a part's output that are printed; its log has all
 
@@ -60,20 +59,19 @@ def run_part(part: str, seconds: float, flags: list[str]) -> None:
 def main() -> None:
     """Run the parts that are asked for, and write the report."""
     made = parser(__doc__)
-    made.add_argument("--parts", default=",".join(PARTS), help=f"comma-separated, of %(default)s and {ALONE}")
+    made.add_argument("--parts", default=",".join(PARTS), help="comma-separated, of %(default)s")
     made.add_argument("--minutes", type=float, default=sum(PARTS.values()) / 60, help="for all (default %(default).1f)")
     given = made.parse_args()
-    limits = PARTS | {ALONE: sum(PARTS.values())}
     parts = given.parts.split(",")
-    unknown = [part for part in parts if part not in limits]
+    unknown = [part for part in parts if part not in PARTS]
     if unknown:
-        made.error(f"--parts {unknown[0]}: expected some of {', '.join(limits)}")
+        made.error(f"--parts {unknown[0]}: expected some of {', '.join(PARTS)}")
     flags = ["--device", given.device, "--models", given.models, *(["--quick"] if given.quick else [])]
     (results_folder() / LINES).unlink(missing_ok=True)
-    start, scale = time.monotonic(), 60 * given.minutes / sum(limits[part] for part in parts)
+    start, scale = time.monotonic(), 60 * given.minutes / sum(PARTS[part] for part in parts)
     end = start
     for part in parts:
-        end += scale * limits[part]
+        end += scale * PARTS[part]
         run_part(part, max(end - time.monotonic() - GRACE_SECONDS, 1.0), flags)
     write_report(results_folder(), shlex.join(["python", *sys.argv]))
     print(f"done after {time.monotonic() - start:.0f} s")

@@ -106,7 +106,7 @@ class Findings:
 
     @property
     def all_reduce(self) -> Answer | None:
-        """What all-reduces of a small and a large vector took, for `plan.py --calibrate`; None if none was measured."""
+        """What all-reduces of a small and a large vector took; None if none was measured."""
         reports = [answer["report"] for answer in self.network.values() if "report" in answer]
         if not reports or any("problem" in answer for answer in self.network.values()):
             return None

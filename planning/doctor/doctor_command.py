@@ -55,9 +55,7 @@ def parse(arguments: list[str], description: str | None) -> argparse.Namespace:
     parser.add_number("--port", 0, 65535, default=0, help="where the ranks meet (default: any that is free)")
     for flag, meaning in TRAINING_FLAGS.items():
         parser.add_argument(flag, help=meaning)
-    parser.add_argument(
-        "--json", action="store_true", help="print the rows as JSON, and the all-reduce for `plan.py --calibrate`"
-    )
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON, and the measured all-reduce")
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse(arguments[:end])
     own = {flag: getattr(given, flag[2:].replace("-", "_")) for flag in TRAINING_FLAGS}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from planning.ledger import machine_name
+from benchmarks.report import machine_name
 from tests.training.commands import launch, read_metrics
 
 FOLDER = Path(__file__).parent

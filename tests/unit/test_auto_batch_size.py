@@ -12,9 +12,8 @@ import torch
 
 from launch.arguments import check_training, read_arguments
 from launch.auto_strategy import resolve_strategy
-from planning.batch_memory import with_planned_batch
 from planning.machines import find_machine
-from planning.search import PlannedJob, memory_of
+from planning.search import PlannedJob, memory_of, with_planned_batch
 from training import auto_batch_size
 from training.auto_batch_size import Trial, largest_that_fits
 from training.checkpoint.resume import FIRST_START

@@ -132,4 +132,4 @@ def test_a_cpu_rank_has_its_share_of_this_machine(monkeypatch):
     assert machine.gpu.memory_bytes == psutil.virtual_memory().total // 4
     assert machine.gpu.peaks["fp32"] > 1e8
     assert machine.gpu.bandwidth_bytes_per_s > 1e7
-    assert 0.01 < machine.gpu.product_share < 100
+    assert machine.is_cpu

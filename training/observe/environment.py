@@ -40,7 +40,6 @@ class RunFacts:
         config: fields of `TrainConfig`; its image_channels are those of the images.
         classes: of the data set.
         image_size: of the training images, pixels.
-        steps: updates that are left.
         engine: a key of `ENGINES`.
         precision: 'fp32', 'bf16' or 'fp16'.
         ranks: of the run.
@@ -54,7 +53,6 @@ class RunFacts:
     config: dict[str, Any]
     classes: int
     image_size: int
-    steps: int
     engine: str
     precision: str
     ranks: int
