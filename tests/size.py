@@ -19,7 +19,7 @@ BUDGET = {
     "training/data": 4922,
     "training/recipe": 1915,
     "training/parallel": 4688,
-    "training/checkpoint": 2230,
+    "training/checkpoint": 2143,
     "training/observe": 3174,
     "planning": 4148,
     "delivery": 1697,

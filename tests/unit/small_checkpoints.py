@@ -18,7 +18,6 @@ from training.parallel.parameter_shards import EngineState, ParameterShard, flat
 from training.parallel.world import World
 from training.state import Progress
 
-FORMAT_1 = Path(__file__).parents[1] / "references" / "checkpoints_format_1"  # written by an earlier version
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 SHAPES = {"stem.weight": (4, 3), "stem.bias": (5,), "head.weight": (3, 2, 2), "scale": ()}
 GROUPS = (("stem.weight", "head.weight"), ("stem.bias", "scale"))

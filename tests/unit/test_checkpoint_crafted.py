@@ -6,16 +6,12 @@ import json
 import math
 import os
 import pickle
-import shutil
 import tracemalloc
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from small_checkpoints import (
     ALONE,
-    FORMAT_1,
     MOMENTS,
     PretendedRank,
     forge_manifest,
@@ -24,11 +20,10 @@ from small_checkpoints import (
     write_checkpoint,
 )
 
-from models.weights_metadata import METADATA_KEY
 from training.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST_FILE, shard_name
 from training.checkpoint.resume import restore
 from training.checkpoint.shards import Snapshot
-from training.checkpoint.store import checkpoint_name, choose, find_candidates
+from training.checkpoint.store import choose, find_candidates
 from training.errors import UserError
 from training.observe.scores import ScoreSums
 from training.state import Progress, TrainState
@@ -204,7 +199,7 @@ def test_crafted_manifests(tmp_path, craft):
 def test_deeply_nested_json(tmp_path, depth):
     path = tmp_path / "step-00001-0000002"
     path.mkdir()
-    text = '{"format": "zerovision checkpoint 1", "sha256": "0", "config": ' + "[" * depth + "]" * depth + "}"
+    text = '{"format": "zerovision checkpoint 2", "sha256": "0", "config": ' + "[" * depth + "]" * depth + "}"
     (path / MANIFEST_FILE).write_text(text)
     refusal(path)
 
@@ -230,22 +225,6 @@ def layout_of(rank, size=2):
     snapshot, engine = Snapshot(), PretendedRank(rank, size)
     snapshot.take(engine.state(), engine.epoch_sums)
     return snapshot.tensors, json.loads(json.dumps(snapshot.layout))
-
-
-def layout_of_format_1(rank):
-    with safe_open(FORMAT_1 / "two_ranks" / checkpoint_name(PROGRESS) / shard_name(rank), "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        return tensors, json.loads(file.metadata()[METADATA_KEY])
-
-
-def write_format_1(folder):
-    return Path(shutil.copytree(FORMAT_1 / "two_ranks" / checkpoint_name(PROGRESS), folder / checkpoint_name(PROGRESS)))
-
-
-def first_piece(layout, **changes):
-    piece = layout["groups"][0][0]
-    for key, value in changes.items():
-        piece[("name", "offset", "start", "length").index(key)] = value
 
 
 LAYOUTS = {
@@ -291,57 +270,6 @@ LAYOUTS = {
     "sums missing": lambda t, la: t.pop("epoch_sums"),
     "sums of another shape": lambda t, la: t.update({"epoch_sums": torch.zeros(10**4, dtype=torch.float64)}),
 }
-LAYOUTS_OF_FORMAT_1 = {
-    "negative offset": lambda t, la: first_piece(la, offset=-1),
-    "negative start": lambda t, la: first_piece(la, start=-4),
-    "negative length": lambda t, la: first_piece(la, length=-3),
-    "gap": lambda t, la: first_piece(la, length=la["groups"][0][0][3] - 1),
-    "overlap in the parameter": lambda t, la: la["groups"][0].append(la["groups"][0][0]),
-    "overlap in the file": lambda t, la: la["groups"][0].append(["stem.bias", 0, 0, 5]),
-    "out of the file": lambda t, la: first_piece(la, start=5),
-    "far out of the file": lambda t, la: first_piece(la, start=10**30),
-    "longer than the parameter": lambda t, la: first_piece(la, length=10**15),
-    "numbers as text": lambda t, la: first_piece(la, offset="0"),
-    "fractions": lambda t, la: first_piece(la, offset=0.0),
-    "infinity": lambda t, la: first_piece(la, offset=math.inf),
-    "nothing": lambda t, la: first_piece(la, length=None),
-    "unknown parameter": lambda t, la: first_piece(la, name="other"),
-    "parameter with a path": lambda t, la: first_piece(la, name="../../../etc/passwd"),
-    "parameter with line breaks": lambda t, la: first_piece(la, name="a\nb\x1b[2J\ud800"),
-    "parameter as a list": lambda t, la: first_piece(la, name=["stem.weight"]),
-    "short piece": lambda t, la: la["groups"][0][0].pop(),
-    "piece as a number": lambda t, la: la["groups"][0].append(1),
-    "unknown group": lambda t, la: la["groups"].append([["stem.bias", 0, 0, 5]]),
-    "a group more, empty": lambda t, la: la["groups"].append([]),
-    "a group less": lambda t, la: la["groups"].pop(),
-    "groups as a dict": lambda t, la: la.update(groups={"0": []}),
-    "groups as text": lambda t, la: la.update(groups="../../x"),
-    "groups missing": lambda t, la: la.pop("groups"),
-    "moments missing": lambda t, la: la.pop("moments"),
-    "other moments than rank 0": lambda t, la: la.update(moments=["exp_avg"]),
-    "moments with a path": lambda t, la: la.update(moments=["../../x"]),
-    "moments as lists": lambda t, la: la.update(moments=[[["exp_avg"]]]),
-    "moments nested": lambda t, la: la.update(moments=DEEP),
-    "a group without moments": lambda t, la: la.update(without_moments=[1]),
-    "without moments as a number": lambda t, la: la.update(without_moments=1),
-    "channels_last of a parameter that is not there": lambda t, la: la.update(channels_last=["x"]),
-    "channels_last of a matrix": lambda t, la: la.update(channels_last=["stem.weight"]),
-    "channels_last as a number": lambda t, la: la.update(channels_last=1),
-    "channels_last nested": lambda t, la: la.update(channels_last=DEEP),
-    "without moments as text": lambda t, la: la.update(without_moments="1"),
-    "weights as a matrix": lambda t, la: t.update({"weights.0": t["weights.0"][None]}),
-    "weights without dimension": lambda t, la: t.update({"weights.0": torch.tensor(1.0)}),
-    "weights in bf16": lambda t, la: t.update({"weights.0": t["weights.0"].bfloat16()}),
-    "weights as integers": lambda t, la: t.update({"weights.0": t["weights.0"].int()}),
-    "weights cut": lambda t, la: t.update({"weights.0": t["weights.0"][:3].clone()}),
-    "weights missing": lambda t, la: t.pop("weights.0"),
-    "moment cut": lambda t, la: t.update({"exp_avg.1": t["exp_avg.1"][:1].clone()}),
-    "moment missing": lambda t, la: t.pop("exp_avg_sq.1"),
-    "buffer missing": lambda t, la: t.pop("buffer/norm_mean"),
-    "buffer of another shape": lambda t, la: t.update({"buffer/norm_mean": torch.zeros(1)}),
-    "sums missing": lambda t, la: t.pop("epoch_sums"),
-    "sums of another shape": lambda t, la: t.update({"epoch_sums": torch.zeros(10**4, dtype=torch.float64)}),
-}
 
 
 @pytest.mark.parametrize("craft", LAYOUTS)
@@ -353,20 +281,10 @@ def test_crafted_shards(tmp_path, craft):
     assert_not_filled(path)
 
 
-@pytest.mark.parametrize("craft", LAYOUTS_OF_FORMAT_1)
-def test_crafted_shards_of_format_1(tmp_path, craft):
-    path = write_format_1(tmp_path)
-    tensors, layout = layout_of_format_1(1)
-    LAYOUTS_OF_FORMAT_1[craft](tensors, layout)
-    forge_shard(path, 1, tensors, layout)
-    assert_not_filled(path)
-
-
-@pytest.mark.parametrize("is_format_1", [False, True])
-def test_the_shard_is_read_where_it_is_not_crafted(tmp_path, is_format_1):
+def test_the_shard_is_read_where_it_is_not_crafted(tmp_path):
     # Else the refusals above might have another reason.
-    path = write_format_1(tmp_path) if is_format_1 else write_checkpoint(tmp_path, PROGRESS)
-    forge_shard(path, 1, *(layout_of_format_1(1) if is_format_1 else layout_of(1)))
+    path = write_checkpoint(tmp_path, PROGRESS)
+    forge_shard(path, 1, *layout_of(1))
     engine = PretendedRank(seed=5)
     state = TrainState(engine, ScoreSums(2, ALONE.device), Progress())
     restore(choose([path], ALONE)[0], state, ALONE)
@@ -450,20 +368,8 @@ def test_gigantic_parameters_are_refused_before_memory_is_taken(tmp_path, shape)
     tracemalloc.stop()
 
 
-def test_one_element_cannot_stand_for_many(tmp_path):
-    path = write_format_1(tmp_path)
-    tensors, layout = layout_of_format_1(0)
-    layout["groups"][0] = [["huge", offset, 0, 8] for offset in range(0, 2**20, 8)]
-    forge_manifest(path, lambda content: content["parameters"].update(huge=[2**20]))
-    forge_shard(path, 0, tensors, layout)
-    assert "is outside" in assert_not_filled(path)
-
-
 def test_the_builder_has_what_the_crafted_ones_alter():
     tensors, layout = layout_of(1)
     assert len(layout["shards"][0][1]) > 1
     assert tuple(layout["moments"]) == MOMENTS
     assert {"weights.0", "exp_avg.0", "buffer/norm_mean", "epoch_sums"} <= set(tensors)
-    tensors, layout = layout_of_format_1(1)
-    assert len(layout["groups"]) == 2
-    assert {"weights.0", "exp_avg.1", "buffer/norm_mean", "epoch_sums"} <= set(tensors)

@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError
 from small_checkpoints import (
     ALONE,
-    FORMAT_1,
     MOMENTS,
     SHAPES,
     PretendedRank,
+    forge_manifest,
     holds_weights_of,
     newest,
     write_checkpoint,
@@ -38,7 +38,7 @@ from training.checkpoint.manifest import (
 from training.checkpoint.resume import restore
 from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
 from training.checkpoint.store import checkpoint_name, choose, discard, find_candidates, temporary_folder
-from training.errors import UserError
+from training.errors import AgreedError, UserError
 from training.observe.scores import ScoreSums
 from training.parallel.parameter_shards import EngineState, ParameterShard
 from training.parallel.world import World
@@ -53,10 +53,12 @@ def test_weights_and_moments_come_out_whole(tmp_path, ranks):
     assert_whole(write_checkpoint(tmp_path, NEW, ranks=ranks))
 
 
-def test_format_1_comes_out_whole():
-    path = FORMAT_1 / "two_ranks" / checkpoint_name(NEW)
-    assert_whole(path)
-    assert choose([path], ALONE)[0].path == path
+def test_a_checkpoint_of_format_1_is_refused_and_stays(tmp_path):
+    path = write_checkpoint(tmp_path, NEW)
+    forge_manifest(path, lambda content: content.update(format="zerovision checkpoint 1"))
+    with pytest.raises(AgreedError, match=r"^checkpoint .* is of format 1, .*git checkout [0-9a-f]{7}.*--weights\.$"):
+        choose([path], ALONE)
+    assert path.is_dir()
 
 
 def assert_whole(path):

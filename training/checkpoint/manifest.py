@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from training.checkpoint.atomic_write import sync_to_disk
-from training.errors import one_line
+from training.errors import AgreedError, one_line
 from training.state import Progress
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "zerovision checkpoint 2"
-READABLE_FORMATS = ("zerovision checkpoint 1", FORMAT)
+FORMER_FORMAT = "zerovision checkpoint 1"
 LARGEST_MANIFEST = 64 * 2**20  # bytes; a million classes with long names fit
 MOST_SHARDS = 100_000
 LOSS_SCALE_KEYS = ("value", "good_steps")  # see DynamicLossScale.state
@@ -88,13 +88,14 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         DamagedCheckpoint: if it is missing, damaged or not ours.
+        AgreedError: if it is of the former format; every rank reads the same file.
     """
     path = folder / MANIFEST_FILE
     try:
         if file_size(path) > LARGEST_MANIFEST:
             raise DamagedCheckpoint(f"{MANIFEST_FILE} is larger than {LARGEST_MANIFEST >> 20} MiB")
         content = json.loads(path.read_text(encoding="utf-8"))
-        is_ours = isinstance(content, dict) and content.get("format") in READABLE_FORMATS
+        is_ours = isinstance(content, dict) and content.get("format") in (FORMAT, FORMER_FORMAT)
         is_unchanged = is_ours and content.pop("sha256", None) == _digest(content)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"it has no {MANIFEST_FILE}") from None
@@ -104,6 +105,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} is not of the format '{FORMAT}'")
     if not is_unchanged:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} was changed after it was written: its sha256 does not match")
+    if content["format"] == FORMER_FORMAT:
+        raise AgreedError(
+            f"checkpoint {folder} is of format 1, which versions up to 2026-11-26 read (git checkout 97fcc55): go on "
+            "with one of them, which saves format 2, or start a new run from the old one's weights, with --weights."
+        )
     try:
         return _parse(content)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

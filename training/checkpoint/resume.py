@@ -290,8 +290,7 @@ def _check_content(
     if kinds != {name: (buffer.shape, buffer.dtype) for name, buffer in buffers.items()}:
         raise DamagedCheckpoint("its buffers differ from this model's")
     moments, stored = sorted(own.moment_kinds), sorted(reader.moment_kinds)
-    # Format 1 may have none before the optimizer's first step, when they are zeros.
-    if (stored or manifest.applied_steps) and stored != moments:
+    if stored != moments:
         names = one_line(", ".join(stored) or "none")
         raise DamagedCheckpoint(f"its moments are {names}, the optimizer has {', '.join(moments) or 'none'}")
 

@@ -25,7 +25,6 @@ from safetensors.torch import save_file
 
 from models.weights_metadata import METADATA_KEY
 from training.checkpoint.atomic_write import replacing_by_library
-from training.checkpoint.format_1 import FlatPlace, is_format_1, shards_of_format_1
 from training.checkpoint.manifest import (
     DamagedCheckpoint,
     Manifest,
@@ -175,13 +174,12 @@ def verify_shard(path: Path, facts: ShardFacts) -> None:
 
 
 class _StoredShard(NamedTuple):
-    """A part of a parameter, the rank and the number in its file, and for format 1 the place in a flat tensor."""
+    """A part of a parameter, and the rank and the number in its file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     rank: int
     number: int
-    place: FlatPlace | None = None
 
     @property
     def box(self) -> tuple[slice, ...]:
@@ -216,12 +214,11 @@ class CheckpointReader:
             self._ranks = len(manifest.shards)
             layouts = [json.loads(file.metadata()[METADATA_KEY]) for file in self._files]
             self.moment_kinds: list[str] = layouts[0]["moments"]
-            self._is_format_1 = is_format_1(layouts[0])
             for rank, layout in enumerate(layouts):
                 kinds = self.moment_kinds if rank < self._ranks else []
                 if layout["moments"] != kinds or any(type(kind) is not str for kind in kinds):
                     raise ValueError(f"rank {rank} has other moments than rank 0")
-                (self._note_format_1 if self._is_format_1 else self._note_shards)(rank, layout)
+                self._note_shards(rank, layout)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise DamagedCheckpoint(f"a shard cannot be read: {one_line(error)}") from None
         for name, shards in self._shards.items():
@@ -246,17 +243,6 @@ class CheckpointReader:
             if not has_moments:
                 self.frozen.add(name)
             self._shards[name].append(_StoredShard(tuple(offsets), sizes, rank, number))
-
-    def _note_format_1(self, rank: int, layout: dict[str, Any]) -> None:
-        without_moments = layout.get("without_moments", [])
-        sizes = [
-            self._sizes(rank, group, [] if group in without_moments else self.moment_kinds)
-            for group in range(len(layout["groups"]))
-        ]
-        for name, offsets, shard_sizes, group, place in shards_of_format_1(layout, self.shapes, sizes):
-            if group in without_moments:
-                self.frozen.add(name)
-            self._shards[name].append(_StoredShard(offsets, shard_sizes, rank, group, place))
 
     def _sizes(self, rank: int, number: int, moment_kinds: Sequence[str]) -> tuple[int, ...]:
         """Return the sizes of a tensor in a rank's file, the same for the weights and all moments."""
@@ -305,15 +291,13 @@ class CheckpointReader:
         """Return the weights or a moment of one parameter, whole, fp32 on the CPU."""
         whole = torch.empty(self.shapes[name])
         for shard in self._shards[name]:
-            file, key = self._files[shard.rank], f"{kind}.{shard.number}"
-            whole[shard.box] = shard.place.read(file.get_slice(key)) if shard.place else file.get_tensor(key)
+            whole[shard.box] = self._files[shard.rank].get_tensor(f"{kind}.{shard.number}")
         return whole
 
     def _buffers_of(self, rank: int) -> dict[str, torch.Tensor]:
         file = self._files[rank]
         names = [name for name in file.keys() if name.startswith(BUFFER_PREFIX)]  # noqa: SIM118 - no mapping
-        buffers = {name.removeprefix(BUFFER_PREFIX): file.get_tensor(name) for name in names}
-        return {name: buffer[None] for name, buffer in buffers.items()} if self._is_format_1 else buffers
+        return {name.removeprefix(BUFFER_PREFIX): file.get_tensor(name) for name in names}
 
 
 def _is_covered(shape: Sequence[int], shards: Sequence[_StoredShard]) -> bool:
