@@ -91,7 +91,7 @@ def main() -> None:
             *run("--compile on, first start", model, "on", Path(home)),
             *run("--compile on, second start", model, "on", Path(home), kills=True),
         ]
-        (kept,) = Path(home, ".cache", "zerovision", "compiled").glob("*.tar")
+        (kept,) = Path(home, ".cache", "zerovision", "compiled").iterdir()
         text = (
             f"{model}, digits, 16 images per rank, 2 CPU ranks of 1 thread, load {os.getloadavg()[0]:.0f} at the end; "
             f"kept: {kept.stat().st_size / 1e6:.1f} MB."

@@ -50,7 +50,9 @@ def supervise(
             folder.clear()
             remove_stale_build_locks(Path(extensions_folder()))
             node_run = NodeRun(launch, launcher, folder, received, stop_timeout_s)
-            of_this_start = {RESTARTS_VARIABLE: str(restart), SECRET_VARIABLE: secrets.token_hex(32)}
+            compiled = f"{folder.path}/compiled-{restart}"  # a compiler that was killed leaves half a library in it
+            of_this_start = {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)}
+            of_this_start |= {RESTARTS_VARIABLE: str(restart), SECRET_VARIABLE: secrets.token_hex(32)}
             ending = node_run.run(command_of(restart) + resuming, environment | of_this_start)
             return Started(ending, node_run.monitor.run_name, folder.checkpoint_position())
 

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -74,8 +75,7 @@ from training.observe.timing import measured_communication
 from training.out_of_memory import describe_failure, is_out_of_memory
 from training.parallel.build_engine import build_engine, note_deepspeed, resolve_engine
 from training.parallel.collectives import agreed, barrier, error_on_any_rank, ranks_per_machine
-from training.parallel.compilation import auto_compiles, resolve_compile
-from training.parallel.compiled_code import CompiledCode
+from training.parallel.compilation import auto_compiles, keep_compiled_code, load_compiled_code, resolve_compile
 from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
 from training.parallel.engine import EngineSetup
 from training.parallel.model import build_training_model
@@ -194,7 +194,7 @@ class RunContext:
         train_loader: this rank's training batches.
         val_loader: this rank's validation batches.
         contents: watches the files that the first epoch reads.
-        compiled_code: what `torch.compile` makes; None unless the run is compiled.
+        compiled_code: the file that keeps what `torch.compile` makes; None unless the run is compiled.
     """
 
     config: TrainConfig
@@ -221,7 +221,7 @@ class RunContext:
     train_loader: TrainLoader
     val_loader: EvaluationLoader
     contents: ImageContents
-    compiled_code: CompiledCode | None
+    compiled_code: Path | None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -239,8 +239,6 @@ class RunContext:
         self.train_loader.close()
         self.val_loader.close()
         self.state.engine.close()
-        if self.compiled_code is not None:
-            self.compiled_code.close()
         if self.lock is not None:
             self.lock.close()
 
@@ -306,13 +304,10 @@ def build_run(
     compiled_code = None
     if compiles:
         recipe = (built.description, config.micro_batch, precision, config.strategy, engine_name)
-        compiled_code = CompiledCode(recipe, world)
-        notes = [*notes, *compiled_code.notes]
+        compiled_code = load_compiled_code(recipe)
     setup = dataclasses.replace(setup, must_compile=config.compile == "on", image_shape=data.image_shape)
     engine = build_engine(setup, engine_name)
     notes = [*notes, *setup.notes]
-    if compiled_code is not None:  # after DeepSpeed's own first step, of zeros, in its constructor
-        compiled_code.keep_after_first_step(setup.optimizer)
     return RunContext(
         config=dataclasses.replace(config, compile="on" if compiles else "off"),
         world=world,
@@ -488,8 +483,8 @@ def _train_and_evaluate(context: RunContext, loop: TrainContext, saver: Saver) -
                 else:
                     stop_signal = scores
     with clock.saving:
-        if context.compiled_code is not None:
-            context.compiled_code.keep()  # with the code of the evaluation
+        if context.compiled_code is not None and context.world.local_rank == 0:
+            keep_compiled_code(context.compiled_code)  # with the code of the evaluation
         saver.save(write_weights)
     return stop_signal
 

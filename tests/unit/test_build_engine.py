@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 from small_checkpoints import ALONE
 from torch import nn
+from torch._dynamo.utils import counters
 
 from models.build import BuiltModel
 from training.config import FLAG_OF, TrainConfig
 from training.config_check import check_config
 from training.errors import UserError
+from training.parallel import compilation
 from training.parallel import model as model_module
 from training.parallel.block_norms import BLOCK, BlockSum, sum_of_squares
 from training.parallel.build_engine import build_engine, note_deepspeed, resolve_engine
@@ -24,6 +27,8 @@ from training.parallel.compilation import (
     PIXELS_THAT_PAY_ON_GPU,
     compile_mode,
     compile_network,
+    keep_compiled_code,
+    load_compiled_code,
     resolve_compile,
 )
 from training.parallel.deepspeed_config import read_strategy_json
@@ -214,6 +219,40 @@ def test_the_trial_of_compiled_code_leaves_no_trace(monkeypatch):
     assert not network.training
     assert all(map(torch.equal, network.state_dict().values(), before))
     assert all(parameter.grad is None for parameter in network.parameters())
+
+
+@pytest.fixture
+def kept_file(tmp_path, monkeypatch, no_sync):
+    monkeypatch.setattr(compilation, "KEPT", tmp_path / "compiled")
+    return load_compiled_code("recipe")
+
+
+def test_compiled_code_that_is_damaged_or_anothers_is_not_loaded(kept_file, monkeypatch):
+    assert kept_file is not None
+    kept_file.parent.mkdir()
+    kept_file.write_bytes(b"damaged")
+    assert load_compiled_code("recipe") == kept_file
+    monkeypatch.setattr(os, "getuid", lambda: kept_file.stat().st_uid + 1)
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", None)
+    assert load_compiled_code("recipe") == kept_file
+
+
+@pytest.mark.slow
+def test_a_later_start_finds_what_was_compiled(kept_file, tmp_path, monkeypatch):
+    images, results, found = torch.linspace(-2, 2, 64).view(4, 16), [], []
+    for start in range(2):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"{start}"))
+        torch.compiler.reset()
+        torch._inductor.utils.clear_caches()
+        counters.clear()
+        load_compiled_code("recipe")
+        network = nn.GELU()
+        network.compile()
+        results.append(network(images))
+        found.append(counters["inductor"]["fxgraph_cache_hit"])
+        keep_compiled_code(kept_file)
+    assert found == [0, 1]
+    assert torch.equal(*results)
 
 
 def test_recomputed_stages_have_synchronized_batchnorms_on_gpus(monkeypatch):

@@ -129,7 +129,6 @@ def test_the_environment_is_read_where_it_belongs():
         *("scripts/train_distributed.py", "training/observe/heartbeat.py"),
         *(f"launch/{name}.py" for name in ("single_node", "supervisor", "local_ranks", "process_tree")),  # hand it on
         "training/command_line.py",  # rank 0 prints for all
-        "training/parallel/compiled_code.py",  # PyTorch's folder of compiled code
         *(f"launch/cluster/{name}.py" for name in ("agent", "multi_node", "plan", "remote_shell")),  # the same
         *(
             "launch/slurm/job.py",

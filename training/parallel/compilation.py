@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
 import shutil
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from training.checkpoint.atomic_write import replacing
 from training.config import TrainConfig
 from training.errors import AgreedError, one_line
 from training.parallel.collectives import error_on_any_rank
@@ -21,6 +27,7 @@ PIXELS_THAT_PAY = 20 * 10**9
 # On a GPU every model under `ddp`, in runs of so many pixels: 4 million images of 224 pixels, about 20 minutes of an
 # H100 in which compiling takes one or two. Not measured: published figures say 1.1 to 1.5 of the eager rate.
 PIXELS_THAT_PAY_ON_GPU = 200 * 10**9
+KEPT = Path("~/.cache/zerovision/compiled")
 COMPILERS = ("g++", "clang++", "c++")
 REHEARSALS = 3  # steps: PyTorch records a CUDA graph in the second one
 
@@ -106,6 +113,36 @@ def compile_network(network: nn.Module, setup: EngineSetup, *, keeps_gradients: 
     if setup.must_compile:
         raise AgreedError(f"--compile on: torch.compile failed: {error}: use --compile off.")
     setup.notes.append("trains without torch.compile")
+
+
+def load_compiled_code(recipe: Any) -> Path | None:
+    """Give PyTorch what an earlier start has compiled, and return the file for `keep_compiled_code`.
+
+    The file has graphs and kernels of a GPU, but no machine code for CPUs, which PyTorch compiles again.
+
+    Args:
+        recipe: what the compiled code depends on; its repr is the file's name.
+
+    Returns:
+        The file, None if there is no home folder.
+    """
+    name = hashlib.sha256(repr((recipe, torch.__version__)).encode()).hexdigest()[:32]
+    file = None
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
+        file = KEPT.expanduser() / name
+        if file.stat().st_uid == os.getuid():  # PyTorch unpickles it
+            torch.compiler.load_cache_artifacts(file.read_bytes())
+    return file
+
+
+def keep_compiled_code(file: Path) -> None:
+    """Write what was compiled, if anything was since the last call; nothing depends on what cannot be written."""
+    artifacts = torch.compiler.save_cache_artifacts()
+    if artifacts is not None:
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(file) as temporary:
+                temporary.write_bytes(artifacts[0])
 
 
 def _rehearse(network: nn.Module, setup: EngineSetup) -> str | None:
