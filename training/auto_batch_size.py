@@ -2,7 +2,8 @@
 
 It is a multiple of 8 that divides a rank's share of the global batch, and has trained on the run's own ranks in a
 trial. The smallest is tried first; what it takes, and how much more the planner expects of the others, says which one
-is next. The training is the one that begins with that number.
+is next. The training is the one that begins with that number. A trial that runs out of memory on one of several ranks
+ends the start: it is noted in the run's folder, and the next start goes on with the search.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from training.checkpoint.atomic_write import write_json
 from training.checkpoint.resume import RunStart
 from training.checkpoint.shards import Snapshot
 from training.config import TrainConfig
-from training.errors import AgreedError
+from training.errors import AgreedError, AnotherStartNeededError
 from training.global_batch import MOST_IMAGES_ON_CPU, divided, largest_divisor, micro_batches, usual_global_batch
 from training.observe.environment import RunFacts
 from training.observe.heartbeat import SLOW_PHASE
@@ -25,10 +26,9 @@ from training.observe.loggers import Loggers
 from training.observe.memory_limit import FILL, memory_room, peak_memory, reset_peak_memory, used_memory
 from training.observe.run_folder import BATCH_SIZE, RunFolder
 from training.observe.units import format_bytes
-from training.out_of_memory import Rung, next_rung
+from training.out_of_memory import Rung, describe_failure, is_out_of_memory, next_rung
 from training.parallel.collectives import agreed, broadcast_object, gather_objects
-from training.parallel.exchange import exactly, list_of, optional, row_of, whole_number
-from training.parallel.signals import OUT_OF_MEMORY
+from training.parallel.exchange import exactly, flag, list_of, optional, row_of, whole_number
 from training.parallel.world import World
 from training.trial import Build, free_memory, shortened, train_shortly, trial, trial_settings
 
@@ -138,12 +138,21 @@ def _search(
     sizes = agreed(lambda: micro_batches(global_batch, world.size, most), world)
     configs = [divided(config, size, global_batch, world.size) for size in sizes]
     planned = broadcast_object(_plan(facts, configs, start) if world.is_main else None, list_of(whole_number), world)
-    trials: dict[int, Trial] = {}
+    about = {"global_batch": global_batch, "ranks": world.size, "settings": trial_settings(config, *OF_MEMORY)}
+    tried = broadcast_object(
+        _earlier_trials(folder, about) if world.is_main else None,
+        list_of(row_of(whole_number, flag, whole_number, whole_number)),
+        world,
+    )
+    earlier, trials = {size: Trial(*found) for size, *found in tried}, dict[int, Trial]()
 
     def measure(place: int) -> Trial:
+        size = sizes[place]
         start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
-        trials[sizes[place]] = _try(configs[place], folder, start, world, build)
-        return trials[sizes[place]]
+        trials[size] = earlier.get(size) or _try(
+            configs[place], folder, start, world, build, lambda failed: _record(folder, about, trials | {size: failed})
+        )
+        return trials[size]
 
     place = largest_that_fits(planned, measure)
     start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
@@ -152,13 +161,27 @@ def _search(
     if place is None:
         raise _does_not_fit(configs[0], trials[sizes[0]], facts, start, world)
     if world.is_main:
-        tried = [{"batch_size": size} | found._asdict() for size, found in trials.items()]
-        result = {"batch_size": sizes[place], "global_batch": global_batch, "ranks": world.size, "how": how}
-        result |= {"possible": sizes, "planned": planned, "tried": tried}
-        result["settings"] = trial_settings(config, *OF_MEMORY)
-        with contextlib.suppress(OSError):  # a full disk: a start before the first checkpoint would search again
-            write_json(folder.path / BATCH_SIZE, result)
+        result = {"batch_size": sizes[place], "how": how, "possible": sizes, "planned": planned}
+        _record(folder, about | result, trials)
     return sizes[place], how
+
+
+def _record(folder: RunFolder, about: dict[str, Any], trials: dict[int, Trial]) -> None:
+    """Write what was tried into the run's folder."""
+    tried = [{"batch_size": size} | found._asdict() for size, found in trials.items()]
+    with contextlib.suppress(OSError):  # a full disk: a start before the first checkpoint would search again
+        write_json(folder.path / BATCH_SIZE, about | {"tried": tried})
+
+
+def _earlier_trials(folder: RunFolder, about: dict[str, Any]) -> list[list[Any]]:
+    """Return batch size and outcome of each trial of an earlier start of this search; none if there is none."""
+    try:
+        content = json.loads((folder.path / BATCH_SIZE).read_text(encoding="utf-8"))
+        if any(content[key] != value for key, value in about.items()):
+            return []
+        return [[tried[key] for key in ("batch_size", *Trial._fields)] for tried in content["tried"]]
+    except (OSError, ValueError, TypeError, LookupError):
+        return []
 
 
 def _earlier_result(config: TrainConfig, folder: RunFolder) -> list[int] | None:
@@ -180,8 +203,20 @@ def _plan(facts: RunFacts, configs: Sequence[TrainConfig], start: RunStart) -> l
     return [0] * len(configs)
 
 
-def _try(config: TrainConfig, folder: RunFolder, start: RunStart, world: World, build: Build) -> Trial:
-    """Train `STEPS` updates in a trial; a collective."""
+def _try(
+    config: TrainConfig,
+    folder: RunFolder,
+    start: RunStart,
+    world: World,
+    build: Build,
+    record: Callable[[Trial], None],
+) -> Trial:
+    """Train `STEPS` updates in a trial; a collective.
+
+    Raises:
+        AnotherStartNeededError: on a rank of several that runs out of memory, after `record` has noted it.
+    """
+    is_short = False
     if config.learning_rate == "auto":  # found after the batch size
         config = dataclasses.replace(config, learning_rate=TrainConfig().learning_rate)
     had, device = used_memory(world.device), world.device
@@ -193,13 +228,24 @@ def _try(config: TrainConfig, folder: RunFolder, start: RunStart, world: World, 
         copy.take(context.state.engine.state(), context.state.sums.state())
         plan, epochs = shortened(context.plan, STEPS)
         last = config.epochs - 1  # with the largest images
-        signal = train_shortly(context, plan, [last] * epochs, context.schedule, Loggers([]), start.heartbeat)
+        try:
+            train_shortly(context, plan, [last] * epochs, context.schedule, Loggers([]), start.heartbeat)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            is_short = True
+            if world.size > 1:  # the others wait for this one
+                record(Trial(True, max(peak_memory(device) - had, 0), rooms[world.rank]))
+                raise AnotherStartNeededError(
+                    f"{describe_failure(error, world.rank)}: started again, as launchers do, --batch-size auto goes on "
+                    f"below {config.batch_size} images per rank"
+                ) from None
         taken = gather_objects(max(peak_memory(device) - had, 0), whole_number, world)
     del context, copy
     free_memory(world)
     reset_peak_memory(device)  # the run reports its own
     worst = max(range(world.size), key=lambda rank: taken[rank] / max(rooms[rank], 1))
-    return Trial(signal == OUT_OF_MEMORY, taken[worst], rooms[worst])
+    return Trial(is_short, taken[worst], rooms[worst])
 
 
 def _does_not_fit(config: TrainConfig, found: Trial, facts: RunFacts, start: RunStart, world: World) -> Exception:

@@ -53,7 +53,7 @@ class TrainConfig(DataFields, ParallelFields, RecipeFields, ModelFields):
     max_bad_steps: int = option(10, "Skipped steps in a row (gradient not finite) that end the run; 0: never.", low=0)
     on_oom: Literal["stop", "adapt"] = option(
         "stop",
-        "Out of memory: all ranks save and stop; adapt: the launcher then starts them again with a smaller micro-batch "
+        "Out of memory: stop; adapt: the launcher starts again from the newest checkpoint with a smaller micro-batch "
         "(the same global batch), recomputed activations, a higher ZeRO stage, offload, whichever is the first left.",
     )
     hang_timeout: float = option(

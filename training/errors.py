@@ -6,6 +6,7 @@ from models.errors import UserError, nearest, one_line, printable, shown, unknow
 
 __all__ = [
     "AgreedError",
+    "AnotherStartNeededError",
     "FileServerError",
     "RunEnded",
     "UserError",
@@ -22,7 +23,7 @@ TOO_MANY_BAD_STEPS_EXIT_CODE = 65  # EX_DATAERR of sysexits.h: --max-bad-steps i
 DIVERGED_EXIT_CODE = 78  # EX_CONFIG of sysexits.h: the run finished, and its last epoch had diverged
 CANNOT_SAVE_EXIT_CODE = 74  # EX_IOERR of sysexits.h: saves have failed for too long
 OUT_OF_MEMORY_EXIT_CODE = 71  # EX_OSERR of sysexits.h: a rank could not get memory
-FILE_SERVER_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: images could not be read now, but another start may succeed
+FILE_SERVER_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: another start may succeed, as where images cannot be read now
 RANK_0_MESSAGE_SECONDS = 2.0  # a launcher ends all ranks when one exits: the others wait until rank 0 has printed
 
 
@@ -48,6 +49,10 @@ class FileServerError(Exception):
             f"{path!r} cannot be read: {reason}, also after {seconds:g} s. That is a fault of the file server or of "
             "this machine, not of the file: start again when it is mended."
         )
+
+
+class AnotherStartNeededError(Exception):
+    """This start cannot go on, and another one, as launchers make it, can; the line says why."""
 
 
 class RunEnded(Exception):

@@ -35,7 +35,6 @@ class _WholeModel:
     """The part of `Engine` that an evaluation uses, for a network that every rank has as a whole."""
 
     module: nn.Module
-    sends_in_forward: bool = False
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return the logits."""

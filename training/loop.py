@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 
 import numpy as np
 import torch
 
-from models.ensemble import log_mean_probability
 from training.data.bad_images import check_bad_images
 from training.data.loader import Batch, EvaluationLoader
-from training.errors import UserError
-from training.memory_guard import MemoryGuard
-from training.observe.epoch_observer import EpochObserver, EpochResult, TimedEngine
+from training.errors import AgreedError, UserError
+from training.observe.epoch_observer import EpochObserver, EpochResult
 from training.observe.scores import SampleRecorder, Scores, sample_losses
 from training.observe.timing import SpanClock
+from training.parallel.collectives import error_on_any_rank
 from training.parallel.engine import Engine
-from training.parallel.signals import OUT_OF_MEMORY
+from training.parallel.signals import FAILED
 from training.state import TrainContext, TrainState
 
 
@@ -38,7 +36,7 @@ def train_one_epoch(state: TrainState, batches: Iterable[Batch], context: TrainC
     plan, world, sums = context.plan, context.world, state.sums
     micro_batches = (plan.steps_per_epoch - state.progress.step) * plan.accumulation_steps
     waiting = SafeBatches(batches, micro_batches, context, context.timing.clock)
-    observer, memory = EpochObserver(state, context), MemoryGuard(world)
+    observer = EpochObserver(state, context)
     engine = observer.timed_engine
     for step in range(state.progress.step, plan.steps_per_epoch):
         position = observer.before_step()
@@ -47,28 +45,16 @@ def train_one_epoch(state: TrainState, batches: Iterable[Batch], context: TrainC
             batch = next(waiting)
             leaf = world.rank * plan.accumulation_steps + micro_step
             seed_dropout(context.seed, position, leaf, world.device)
-            computed = memory.attempt(
-                step,
-                partial(_forward_and_backward, engine, batch, context, plan.loss_scale_for(step)),
-                partial(observer.give_up, batch, position),
-            )
+            logits = engine.forward(batch.images)
+            losses = context.loss(logits, batch)
+            engine.backward((losses * batch.weights).sum() * plan.loss_scale_for(step))
             result = engine.step()
-            if computed is not None:
-                sums.add(*computed, batch.labels, batch.weights)
-                observer.after_micro_step(batch, computed[0])
-        if observer.after_step(result, failure=memory.failure(waiting.error)):
+            sums.add(losses, logits, batch.labels, batch.weights)
+            observer.after_micro_step(batch, losses)
+        if observer.after_step(result, failure=waiting.failure):
             break
-    return observer.finish(memory.settle(waiting.error))
-
-
-def _forward_and_backward(
-    engine: TimedEngine, batch: Batch, context: TrainContext, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return losses [B] and logits [B, C] of a micro-batch, after backward of the weighted sum of the losses."""
-    logits = engine.forward(batch.images)
-    losses = context.loss(logits, batch)
-    engine.backward((losses * batch.weights).sum() * scale)
-    return losses, logits if logits.ndim == 2 else log_mean_probability(logits.detach())
+    waiting.raise_error()
+    return observer.finish()
 
 
 @torch.no_grad()
@@ -93,23 +79,17 @@ def evaluate(
     """
     engine.module.eval()
     recorder = SampleRecorder(context.num_classes)
-    waiting, memory = SafeBatches(batches, len(batches), context), MemoryGuard(context.world)
-    stop_signal = 0
-
-    def compute(batch: Batch) -> None:
+    waiting, stop_signal = SafeBatches(batches, len(batches), context), 0
+    for batch in waiting:
         logits = engine.forward(batch.images)
         losses = sample_losses(logits, batch.labels)
         recorder.add(losses, logits, batch.labels, batch.weights, batch.indices)
-
-    for number, batch in enumerate(waiting):
-        memory.attempt(number, partial(compute, batch), lambda: not engine.sends_in_forward)
         if is_interruptible:
             context.heartbeat.beat("evaluate")
-            stop_signal = context.stop.poll(context.world, failure=memory.failure(waiting.error)).stop_signal
+            stop_signal = context.stop.poll(context.world, failure=waiting.failure).stop_signal
             if stop_signal:
                 break
-    if memory.settle(waiting.error) is not None:
-        stop_signal = OUT_OF_MEMORY
+    waiting.raise_error()
     check_bad_images(batches, context.world)
     engine.module.train()
     return stop_signal or recorder.gather(context.world)
@@ -143,6 +123,17 @@ class SafeBatches:
         self._left, self._context = count, context
         self._clock = clock or SpanClock()
         self.error: UserError | None = None
+
+    @property
+    def failure(self) -> int:
+        """Why this rank cannot go on, for `StopRequest.poll`; 0 if it can."""
+        return FAILED if self.error else 0
+
+    def raise_error(self) -> None:
+        """Raise the error of the first rank that has one, on all ranks; a collective."""
+        error = error_on_any_rank(str(self.error) if self.error else None, self._context.world)
+        if error is not None:
+            raise AgreedError(error)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

@@ -83,12 +83,12 @@ def next_rung(config: TrainConfig, ranks: int, *, has_gpus: bool) -> Rung | None
     return None
 
 
-def advise(config: TrainConfig, ranks: int, *, has_gpus: bool, has_batchnorm: bool | None = None) -> str:
+def advise(config: TrainConfig, ranks: int, *, has_gpus: bool) -> str:
     """Return what a user can do about a configuration that has run out of memory."""
     rung = next_rung(config, ranks, has_gpus=has_gpus)
     if rung is None:
         return "nothing is left that would need less memory: use a smaller --image-size or model, or more ranks"
-    return f"next to try: {rung.describe(has_batchnorm=has_batchnorm)}" + (
+    return f"next to try: {rung.describe()}" + (
         " (--on-oom adapt does so by itself)" if config.on_oom == "stop" else ""
     )
 

@@ -53,6 +53,7 @@ from training.errors import (
     RANK_0_MESSAGE_SECONDS,
     USER_ERROR_EXIT_CODE,
     AgreedError,
+    AnotherStartNeededError,
     FileServerError,
     RunEnded,
     UserError,
@@ -74,7 +75,7 @@ from training.observe.step_metrics import peak_memory_per_rank, resident_bytes, 
 from training.observe.timing import measured_communication
 from training.out_of_memory import describe_failure, is_out_of_memory
 from training.parallel.build_engine import build_engine, note_deepspeed, resolve_engine
-from training.parallel.collectives import agreed, barrier, error_on_any_rank, ranks_per_machine
+from training.parallel.collectives import agreed, error_on_any_rank, ranks_per_machine
 from training.parallel.compilation import auto_compiles, keep_compiled_code, load_compiled_code, resolve_compile
 from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
 from training.parallel.engine import EngineSetup
@@ -82,7 +83,7 @@ from training.parallel.model import build_training_model
 from training.parallel.parameter_shards import frozen_parameters, gather_weights
 from training.parallel.precision import resolve_precision
 from training.parallel.preserved_process import preserved_process
-from training.parallel.signals import OUT_OF_MEMORY, StopRequest, exit_code_of
+from training.parallel.signals import StopRequest
 from training.parallel.strategies import plan_of
 from training.parallel.world import World, start_world, stop_world
 from training.recipe import read_tune
@@ -149,10 +150,10 @@ def _run_here(config: TrainConfig, start: RunStart, deliver: Deliver | None) -> 
             exit_code = error.exit_code
             _give_up(context, error, start, deliver)
     except Exception as error:
-        if is_out_of_memory(error):  # outside a step, or in one of which messages had been sent
+        if is_out_of_memory(error):  # the launcher ends the others, and may start all again
             print(f"error: {describe_failure(error, world.rank)}", file=sys.stderr, flush=True)
             return OUT_OF_MEMORY_EXIT_CODE
-        if isinstance(error, FileServerError):
+        if isinstance(error, (FileServerError, AnotherStartNeededError)):
             print(f"error: {error}", file=sys.stderr, flush=True)
             return FILE_SERVER_EXIT_CODE
         # The other ranks do not know of it. Closing anything that needs them would wait for ever.
@@ -415,7 +416,7 @@ def _keep_frozen(
 
 
 def train(context: RunContext, stop: StopRequest, start: RunStart = FIRST_START, deliver: Deliver | None = None) -> int:
-    """Train to the last epoch, to early stopping, to a signal or out of memory; return the exit code. A collective.
+    """Train to the last epoch, to early stopping or to a signal; return the exit code. A collective.
 
     Raises:
         RunEnded: on all ranks, if the run cannot go on.
@@ -441,14 +442,11 @@ def train(context: RunContext, stop: StopRequest, start: RunStart = FIRST_START,
             judge_test(context, loop)
     images = (context.position - first_position) * context.plan.global_batch
     announce_end(context, stop_signal, run_point(context.position, images, loop.timing, world))
-    starts_again = stop_signal == OUT_OF_MEMORY and config.on_oom == "adapt"
-    if world.is_main and not starts_again:
+    if world.is_main:
         # Launchers send SIGTERM once another rank has left: the handler of `stop` still catches it.
         _deliver(context, start, deliver, has_finished=not stop_signal)
-    if stop_signal == OUT_OF_MEMORY:
-        barrier(world)  # launchers end the other ranks soon after one that ended with this code
     if stop_signal:
-        return exit_code_of(stop_signal)
+        return 128 + stop_signal
     return DIVERGED_EXIT_CODE if state.progress.diverged_epochs_in_row else 0
 
 

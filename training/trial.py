@@ -7,6 +7,7 @@ model is built: the training is the one that begins without it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import json
@@ -17,12 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from training.checkpoint.resume import FIRST_START, RunStart
 from training.config import CHANGEABLE_ON_RESUME, FIELDS, TrainConfig
 from training.data.sampler import BatchPlan
 from training.errors import RunEnded
 from training.loop import train_one_epoch
-from training.memory_guard import return_freed_memory
 from training.observe.heartbeat import HeartbeatWriter
 from training.observe.loggers import Loggers
 from training.observe.step_metrics import Timing
@@ -78,7 +80,10 @@ def trial(config: TrainConfig, folder: Path, start: RunStart, world: World, buil
 def free_memory(world: World) -> None:
     """Return what a trial had, before the next model comes to the device; call it when nothing refers to the trial."""
     gc.collect()
-    return_freed_memory(world.device)
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    with contextlib.suppress(AttributeError):  # of glibc alone
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def shortened(plan: BatchPlan, steps: int) -> tuple[BatchPlan, int]:

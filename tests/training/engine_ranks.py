@@ -544,17 +544,6 @@ def batchnorm_average_report(world: World):
     return {"before": before, "after": {name: leaves.double().tolist() for name, leaves in buffers.by_name().items()}}
 
 
-def shortage_with_sync_batchnorm(world: World, engine: str):
-    """Return whether an engine would give up a micro-step in training, and whether it could in an evaluation."""
-    module = synchronize_batchnorm(make_model(True), world)
-    engine = make_engine(world, module, configuration(engine=engine))
-    result = {"training": engine.give_up(make_batch(0, 0)[0])}
-    engine.module.eval()
-    result["evaluation"] = not engine.sends_in_forward
-    engine.close()
-    return result
-
-
 def sync_batchnorm_report(world: World):
     """Two ranks with half a batch each and synchronized BatchNorm; return loss, gradients, buffers."""
     module = synchronize_batchnorm(nn.Sequential(make_model(True), nn.BatchNorm1d(CLASSES)), world)

@@ -9,20 +9,17 @@ import json
 import re
 import resource
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from benchmarks.step_choices import without_shared_memory
 from planning.run_memory import plan_memory
 from training.checkpoint.resume import FIRST_START
 from training.checkpoint.saver import Saver
 from training.config import TrainConfig
 from training.observe.run_folder import BATCH_SIZE
-from training.parallel.engine import Engine
 from training.parallel.native_engine import NativeEngine
 from training.parallel.signals import StopRequest
 from training.parallel.world import World
@@ -34,40 +31,27 @@ FAILING_RANK = 1
 M_MMAP_THRESHOLD = -3  # malloc.h
 
 
-def run_short_of_memory(
+def run(
     world: World,
     log_dir: str,
     name: str,
-    phase: str = "",
-    at: int = 0,
-    shared: bool = True,
+    saves_without_memory: bool = False,
     rate_trial_steps: int = 100,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Train; rank 1 runs out of memory in the `at`-th forward, backward or evaluated batch, from 0, if `phase` is one.
-
-    With the phase "limit" it may take `at` MB of memory from the first step on, by the kernel's limit.
+    """Train; with `saves_without_memory` rank 1 has none left but what is reserved from the first save on.
 
     Returns:
-        Exit code, the name of the checkpoint that was saved last, the furthest step of an epoch that was ever saved,
-        and the sha256 of the weights that the run has exported.
+        Exit code, the name of the checkpoint that was saved last, and the sha256 of the weights that the run has
+        exported.
     """
     config = TrainConfig(**(SETTINGS | {"log_dir": log_dir, "run_name": name} | changes))
     stop = StopRequest()
-    short_trials = mock.patch("training.auto_learning_rate.TRIAL_STEPS", rate_trial_steps)
-    with short_trials, nullcontext() if shared else without_shared_memory():
+    with mock.patch("training.auto_learning_rate.TRIAL_STEPS", rate_trial_steps):
         context = build_run(config, world)
-    if phase and world.rank == FAILING_RANK:
-        SHORTAGES[phase](context.state.engine, at)
-    saved, save = list[int](), Saver.save
-
-    def note_and_save(saver: Saver, *arguments: Any) -> None:
-        saved.append(context.state.progress.step)
-        save(saver, *arguments)
-
-    with mock.patch.object(Saver, "save", note_and_save):
+    is_short = saves_without_memory and world.rank == FAILING_RANK
+    with mock.patch.object(Saver, "save", save_with_nothing_left if is_short else Saver.save):
         result: dict[str, Any] = {"code": train(context, stop)}
-    result["furthest"] = max(saved)
     _set_soft_limit(resource.RLIM_INFINITY)
     stop.close()
     context.close()
@@ -80,7 +64,7 @@ def run_short_of_memory(
 def find_batch_size(
     world: World, log_dir: str, name: str, most: int = 0, limit_mb: int = 0, **changes: Any
 ) -> dict[str, Any]:
-    """Train with `--batch-size auto`, on the first start; rank 1 is short of memory from one micro-batch on.
+    """Train with `--batch-size auto`; rank 1 is short of memory from one micro-batch on.
 
     Args:
         world: the ranks.
@@ -104,7 +88,7 @@ def find_batch_size(
 
     with mock.patch.object(NativeEngine, "forward", fail):
         if is_short and limit_mb:
-            by_limit(None, limit_mb)
+            by_limit(limit_mb)
         context = build_run(config, world, start)
         result: dict[str, Any] = {"code": train(context, stop, start)}
     _set_soft_limit(resource.RLIM_INFINITY)
@@ -115,43 +99,7 @@ def find_batch_size(
     return result | {"weights": weights, "found": json.loads(found.read_text()) if found.exists() else None}
 
 
-def in_forward(engine: Engine, at: int) -> None:
-    """Raise in place of a forward of training."""
-    forward, counter = engine.forward, _Counter(at)
-
-    def fail_once(images: torch.Tensor) -> torch.Tensor:
-        if engine.module.training and counter.is_now():
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return forward(images)
-
-    engine.forward = fail_once  # type: ignore[method-assign]
-
-
-def in_backward(engine: Engine, at: int) -> None:
-    """Raise when the gradient of one of the middle parameters is there: others' have been sent, or not yet."""
-    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-    counter = _Counter(at)
-
-    def fail_once(_: torch.Tensor) -> None:
-        if counter.is_now():
-            raise RuntimeError("[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory")
-
-    trained[len(trained) // 2].register_post_accumulate_grad_hook(fail_once)
-
-
-def in_evaluation(engine: Engine, at: int) -> None:
-    """Raise in place of the forward of a batch that is evaluated."""
-    forward, counter = engine.forward, _Counter(at)
-
-    def fail_once(images: torch.Tensor) -> torch.Tensor:
-        if not engine.module.training and counter.is_now():
-            raise MemoryError
-        return forward(images)
-
-    engine.forward = fail_once  # type: ignore[method-assign]
-
-
-def by_limit(_: Engine | None, at: int) -> None:
+def by_limit(at: int) -> None:
     """Let the kernel refuse more than `at` MB beyond what the process has taken.
 
     The limit counts address space. So that what is freed becomes room again, as under a limit of memory itself,
@@ -163,35 +111,11 @@ def by_limit(_: Engine | None, at: int) -> None:
     _set_soft_limit(int(taken[1]) * 1024 + at * 10**6)
 
 
-def in_save(_: Engine, at: int) -> None:
-    """Leave nothing but what is reserved from the `at`-th save on, from 0."""
-    save, counter = Saver.save, _Counter(at)
-
-    def save_with_nothing_left(saver: Saver, *arguments: Any) -> None:
-        if counter.is_now():
-            by_limit(None, 0)
-        save(saver, *arguments)
-
-    Saver.save = save_with_nothing_left  # type: ignore[method-assign]
+def save_with_nothing_left(saver: Saver, *arguments: Any, save: Callable[..., None] = Saver.save) -> None:
+    """Leave nothing but what is reserved, and save."""
+    by_limit(0)
+    save(saver, *arguments)
 
 
 def _set_soft_limit(limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
-
-
-SHORTAGES: dict[str, Callable[[Engine, int], None]] = {
-    "forward": in_forward,
-    "backward": in_backward,
-    "evaluation": in_evaluation,
-    "limit": by_limit,
-    "save": in_save,
-}
-
-
-class _Counter:
-    def __init__(self, at: int) -> None:
-        self._left = at
-
-    def is_now(self) -> bool:
-        self._left -= 1
-        return self._left == -1

@@ -284,11 +284,6 @@ def test_synchronized_batchnorm_equals_one_rank_with_the_whole_batch(run_cases, 
     assert largest_difference(two["buffers"], one["buffers"]) < 1e-5
 
 
-def test_no_engine_gives_up_a_micro_step_in_which_batchnorm_waits_for_all_ranks(run_cases):
-    for reports in run_cases("shortage_with_sync_batchnorm", engine=ENGINES).values():
-        assert reports == [{"training": False, "evaluation": True}] * 2
-
-
 def test_evaluation_is_exact_on_any_number_of_ranks(run_cases):
     """360 samples in batches of 8: full on 1 rank, padded on 2 and 3."""
     reports = {size: run_cases("evaluation_report", size)[()] for size in (1, 2, 3)}

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from training.observe.run_folder import LEARNING_RATE
 
-TRAIN = "tests.training.out_of_memory_ranks:run_short_of_memory"  # which is short of it only if it is told so
+TRAIN = "tests.training.out_of_memory_ranks:run"
 RECIPE = {
     "model_type": "airbench_small",
     "epochs": 3,

@@ -13,7 +13,6 @@ from training.observe.timing import SpanClock
 from training.parallel.collectives import gather_objects
 from training.parallel.engine import Engine, StepResult
 from training.parallel.exchange import flag
-from training.parallel.signals import OUT_OF_MEMORY
 from training.state import TrainContext, TrainState
 
 
@@ -75,16 +74,6 @@ class EpochObserver:
         """Note a micro-batch and its losses [B]."""
         self._guard.note(batch, losses)
 
-    def give_up(self, batch: Batch, position: int) -> bool:
-        """Take part in a micro-step that has failed on this rank; return whether that is possible. A collective.
-
-        Args:
-            batch: of the micro-step.
-            position: optimizer steps of the run before it.
-        """
-        self._guard.gives_up_from(position + 1)
-        return self._state.engine.give_up(batch.images)
-
     def after_step(self, result: StepResult | None, *, failure: int) -> bool:
         """Count, log and save; return whether all ranks stop here. A collective.
 
@@ -104,8 +93,7 @@ class EpochObserver:
                 context.averages.after_step(applied, position + 1)
         state.progress = dataclasses.replace(state.progress, step=state.progress.step + 1)
         with self._clock.logging:
-            if not self._guard.has_failed:
-                self._metrics.after_step(position, result)
+            self._metrics.after_step(position, result)
             context.heartbeat.beat("step", position + 1)
         if self._profiler is not None:
             self._profiler.after_step()
@@ -118,12 +106,8 @@ class EpochObserver:
             self._profiler.end_epoch()
         return bool(self._stop_signal)
 
-    def finish(self, failed_step: int | None) -> EpochResult:
+    def finish(self) -> EpochResult:
         """Settle what is still on the device and return what was measured; a collective.
-
-        Args:
-            failed_step: the first step that has run out of memory on a rank, None for none: with it, the steps from
-                there on, none of which was applied, are taken back.
 
         Raises:
             RunEnded: on all ranks, if the run cannot go on.
@@ -131,9 +115,6 @@ class EpochObserver:
         self._settle()
         seconds = self._metrics.elapsed_seconds()
         images = (self._state.progress.step - self._first_step) * self._context.plan.global_batch
-        if failed_step is not None:
-            self._state.progress = dataclasses.replace(self._state.progress, step=failed_step)
-            self._stop_signal = OUT_OF_MEMORY
         return EpochResult(seconds, images / seconds, self._metrics.data_wait_share, self._stop_signal)
 
     def _save_if_due(self, position: int, failure: int, *, is_due_by_time: bool) -> None:
@@ -147,7 +128,7 @@ class EpochObserver:
                 self._settle()
                 if any(gather_objects(bool(failure), flag, self._context.world)):
                     saver.wait()  # for the one before
-                elif not self._guard.has_failed:
+                else:
                     saver.save()
 
     def _settle(self) -> None:

@@ -19,9 +19,8 @@ from training.data.workers import SHARED_MEMORY
 from training.observe.control_groups import quota_note, usable_cores
 from training.observe.loggers.points import EpochPoint, RunPoint
 from training.observe.run_folder import shown_path
-from training.out_of_memory import advise
 from training.parallel.precision import note_slow_bf16
-from training.parallel.signals import OUT_OF_MEMORY, can_handle_signals
+from training.parallel.signals import can_handle_signals
 from training.recipe.schedule import schedule_notes
 from training.state import Progress
 
@@ -99,9 +98,7 @@ def announce_end(context: RunContext, stop_signal: int, point: RunPoint) -> None
     progress, log = context.state.progress, context.loggers.message
     for line in bad_image_lines([context.train_loader, context.val_loader], context.world):
         log(line)
-    if stop_signal == OUT_OF_MEMORY:
-        _announce_out_of_memory(context)
-    elif stop_signal:
+    if stop_signal:
         name, again = signal.Signals(stop_signal).name, f"--run-name {context.folder.name} --resume auto"
         if context.position == 0:
             log(f"stopped by {name} before the first step; start with {again}")
@@ -120,17 +117,6 @@ def announce_end(context: RunContext, stop_signal: int, point: RunPoint) -> None
     cache = context.data.train.source.cache_folder
     if cache is not None and cache.is_relative_to(SHARED_MEMORY):
         log(f"memory       decoded images stay in it for the next run; to free it: rm -r {cache}")
-
-
-def _announce_out_of_memory(context: RunContext) -> None:
-    config, world, progress = context.config, context.world, context.state.progress
-    has_batchnorm = any(isinstance(part, _BatchNorm) for part in context.built.module.modules())
-    advice = advise(config, world.size, has_gpus=world.device.type == "cuda", has_batchnorm=has_batchnorm)
-    context.loggers.event("out_of_memory", {"step": context.position, "advice": advice})
-    context.loggers.message(
-        f"out of memory in epoch {progress.epoch + 1} after {progress.step} steps, checkpoint saved; "
-        f"it goes on with --run-name {context.folder.name} --resume auto; {advice}"
-    )
 
 
 def _result(context: RunContext) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from models.ensemble import log_mean_probability
 from training.data.transfer import to_device
 from training.parallel.collectives import gather_rows, sum_over_ranks
 from training.parallel.world import World
@@ -75,11 +76,13 @@ class ScoreSums:
 
         Args:
             losses: [B], each sample's loss.
-            logits: [B, classes].
+            logits: [B, classes], or [B, classes, members] of an ensemble, whose mean probability counts.
             labels: [B] int64.
             weights: [B], 1 for samples that count, 0 for padding.
         """
         with torch.no_grad():
+            if logits.ndim > 2:
+                logits = log_mean_probability(logits)
             counted = weights > 0
             best = logits.topk(self._top_k, dim=1).indices
             hits = (best == labels[:, None]) & counted[:, None]

@@ -34,12 +34,6 @@ def synchronize_batchnorm(module: nn.Module, world: World) -> nn.Module:
     return module
 
 
-def sends_statistics(module: nn.Module) -> bool:
-    """Return whether forward and backward of a model are collectives now, of synchronized BatchNorms in training."""
-    kinds = (nn.SyncBatchNorm, CpuSyncBatchNorm)
-    return any(child.training for child in module.modules() if isinstance(child, kinds))
-
-
 def freeze_statistics(module: nn.Module) -> None:
     """Set every BatchNorm to evaluation mode: it normalizes with its running statistics and does not update them."""
     for child in module.modules():

@@ -110,13 +110,7 @@ class BackwardOrder:
     Args:
         module: whose parameters are in the buckets, in the order of forward, more or less.
         buckets: of the module.
-
-    Attributes:
-        has_begun: whether backward of this micro-step has begun; the engine resets it.
-        is_sending: whether a bucket's sum is being started; after an exception, whether starting it has failed.
     """
-
-    has_begun = is_sending = False
 
     def __init__(self, module: nn.Module, buckets: list[Bucket]) -> None:
         number_of = {name: number for number, (name, _) in enumerate(module.named_parameters())}
@@ -135,7 +129,6 @@ class BackwardOrder:
         Args:
             sums_over_ranks: whether it is this rank's last of the step, so that each bucket's sum is started.
         """
-        self.has_begun = True
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         self._completed, self._sums_over_ranks = 0, sums_over_ranks
 
@@ -154,9 +147,7 @@ class BackwardOrder:
         self._completed += 1
         bucket.add_leaf()
         if self._sums_over_ranks:
-            self.is_sending = True
             bucket.buffers.start_sum()
-            self.is_sending = False
 
 
 def make_buckets(

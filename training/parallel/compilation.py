@@ -16,7 +16,7 @@ from training.checkpoint.atomic_write import replacing
 from training.config import TrainConfig
 from training.errors import AgreedError, one_line
 from training.parallel.collectives import error_on_any_rank
-from training.parallel.engine import IMAGES_WITHOUT_VALUE, EngineSetup
+from training.parallel.engine import EngineSetup
 from training.parallel.strategies import STRATEGIES, ParallelPlan
 from training.parallel.world import World
 
@@ -151,7 +151,8 @@ def _rehearse(network: nn.Module, setup: EngineSetup) -> str | None:
         return None
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     kept, was_training = [buffer.clone() for buffer in network.buffers()], network.training
-    shape = (max(setup.batch_size, IMAGES_WITHOUT_VALUE), *setup.image_shape)
+    shape = (max(setup.batch_size, 2), *setup.image_shape)
+    # BatchNorm wants more than one.
     images = torch.zeros(shape, device=setup.world.device).contiguous(memory_format=torch.channels_last)
     try:
         network.train()

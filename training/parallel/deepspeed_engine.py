@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from training.observe.timing import communication
-from training.parallel.batchnorm import sends_statistics
 from training.parallel.compilation import compile_mode
-from training.parallel.engine import Engine, EngineSetup, StepResult, repeat_without_value
+from training.parallel.engine import Engine, EngineSetup, StepResult
 from training.parallel.model_buffers import ModelBuffers
 from training.parallel.parameter_shards import (
     WEIGHTS,
@@ -60,7 +59,7 @@ class DeepSpeedEngine(Engine):
             dist_init_required=False,
         )
         self.optimizer, self.buffers = self._engine.optimizer.optimizer, ModelBuffers(self.module)
-        self._applied_steps, self._is_in_backward = 0, False
+        self._applied_steps = 0
         self._backend = deepspeed.comm.comm.cdb
         deepspeed.comm.comm.cdb = TimedBackend(self._backend)
         create_state(self.optimizer, self._flat_partitions())
@@ -83,19 +82,7 @@ class DeepSpeedEngine(Engine):
     def backward(self, loss: torch.Tensor) -> None:
         if self.loss_scale is not None:
             self._engine.optimizer.override_loss_scale(self.loss_scale.value)
-        self._is_in_backward = True
         self._engine.backward(loss)
-        self._is_in_backward = False
-
-    @property
-    def sends_in_forward(self) -> bool:
-        return self._is_stage_3 or sends_statistics(self.module)
-
-    def give_up(self, images: torch.Tensor) -> bool:
-        if self._is_in_backward or self.sends_in_forward:  # its hooks allow no second backward
-            return False
-        repeat_without_value(self, images)
-        return True
 
     def step(self) -> StepResult | None:
         due = self._engine.is_gradient_accumulation_boundary()

@@ -18,8 +18,6 @@ from training.parallel.precision import DynamicLossScale
 from training.parallel.strategies import ParallelPlan
 from training.parallel.world import World
 
-IMAGES_WITHOUT_VALUE = 2  # BatchNorm wants more than one
-
 
 @dataclass(frozen=True)
 class StepResult:
@@ -142,7 +140,6 @@ class Engine(Protocol):
         optimizer: its groups' 'lr' is set before each step.
         buffers: the module's, in as many versions as this rank has.
         loss_scale: of fp16, else None.
-        sends_in_forward: whether `forward` is a collective now.
     """
 
     module: nn.Module
@@ -150,26 +147,11 @@ class Engine(Protocol):
     buffers: ModelBuffers
     loss_scale: DynamicLossScale | None
 
-    @property
-    def sends_in_forward(self) -> bool: ...
-
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return what the module returns for images [B, C, H, W], in float32; a collective at ZeRO 3."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradient of a scalar loss; a collective, because an engine may reduce it here."""
-
-    def give_up(self, images: torch.Tensor) -> bool:
-        """Take part in a micro-step whose forward or backward has failed on this rank; a collective as both are.
-
-        The gradient of the step is then not finite, so that its update is skipped on all ranks.
-
-        Args:
-            images: [B, C, H, W], of which a few may go through the model.
-
-        Returns:
-            False if this is not possible, because messages of the micro-step have been sent that cannot be completed.
-        """
 
     def step(self) -> StepResult | None:
         """Count a micro-step, and update the weights after the last one of an accumulation; a collective.
@@ -208,8 +190,3 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release hooks and buffers."""
-
-
-def repeat_without_value(engine: Engine, images: torch.Tensor) -> None:
-    """Pass a few images through forward and backward, with a gradient that is not finite; a collective as both are."""
-    engine.backward(engine.forward(images[:IMAGES_WITHOUT_VALUE]).sum() * torch.nan)

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from training.parallel.batchnorm import sends_statistics
 from training.parallel.block_norms import BlockSum
 from training.parallel.buckets import BackwardOrder, make_buckets
 from training.parallel.collectives import barrier
@@ -66,7 +65,7 @@ class NativeEngine(Engine):
         self._order = BackwardOrder(self.module, self._buckets)
         create_state(self.optimizer, (bucket.master for bucket in self._buckets))
         self._block_sum = BlockSum([(bucket.elements, len(bucket.master)) for bucket in self._buckets], self._world)
-        self._has_all_weights, self._gives_up = True, False
+        self._has_all_weights = True
         bind_lamb(self.optimizer, self.state(), setup.world, by_blocks=True)
         if setup.compiles:
             compile_network(self._network, setup)
@@ -79,47 +78,25 @@ class NativeEngine(Engine):
 
     def backward(self, loss: torch.Tensor) -> None:
         scale = self.updates.scale / (self._world.size * self._accumulation_steps)
-        self._begin_backward()
+        is_last_leaf = (self._micro_steps + 1) % self._accumulation_steps == 0
+        self._order.begin(sums_over_ranks=is_last_leaf)
         (loss * scale).backward()
         self._order.end()
 
-    def _begin_backward(self) -> None:
-        is_last_leaf = (self._micro_steps + 1) % self._accumulation_steps == 0
-        self._order.begin(sums_over_ranks=is_last_leaf)
-
-    @property
-    def sends_in_forward(self) -> bool:
-        return not self._has_all_weights or sends_statistics(self.module)
-
-    def give_up(self, images: torch.Tensor) -> bool:
-        if self.sends_in_forward or self._order.is_sending:
-            return False
-        if not self._order.has_begun:
-            self._begin_backward()
-        self._order.end()
-        self._gives_up = True
-        return True
-
     def step(self) -> StepResult | None:
         self._micro_steps += 1
-        self._order.has_begun = False
         if self._micro_steps % self._accumulation_steps:
             return None
         norm = self._sum_gradients() / self.updates.scale
         result = self.updates.apply(norm, lambda: self._update(norm))
         for bucket in self._buckets:
             bucket.buffers.sums.clear()
-        if self._gives_up:  # what aligns the parameters is not written again
-            self._gradients.zero_()
-            self._gives_up = False
         return result
 
     def _sum_gradients(self) -> torch.Tensor:
         """Set the buckets' gradients to their sums over the leaves; return the L2 norm, float64 []; a collective."""
         for bucket in self._buckets:
             bucket.master.grad = bucket.buffers.sum_own_part()
-        if self._gives_up:  # the norm, of all ranks' parts, is then not finite on any
-            self._gradients.fill_(torch.nan)
         # All ranks have read the gradients when this returns: they may be written again.
         return self._block_sum(self._gradients).sqrt()
 

@@ -14,20 +14,18 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from training.errors import OUT_OF_MEMORY_EXIT_CODE, RunEnded
+from training.errors import RunEnded
 from training.observe.timing import communication
 from training.parallel.world import World
 
 SAME_SIGNAL_SECONDS = 1.0  # what a terminal sends to all of its processes, launchers pass on once more
 WAIT_POLL_SECONDS = 0.2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# Not signals' numbers. If several ranks stop, the largest counts.
-FAILED = 1000  # a rank cannot continue, and the others stop with it
-OUT_OF_MEMORY = 1001  # the same, and the state before the step is saved
+FAILED = 1000  # no signal's number, and larger than any: a rank cannot continue, and the others stop with it
 
 
 class StopDecision(NamedTuple):
-    """What all ranks do next: the signal to stop by (0 for none; or `FAILED`, `OUT_OF_MEMORY`), and whether to save."""
+    """What all ranks do next: the signal to stop by (0 for none; or `FAILED`), and whether to save."""
 
     stop_signal: int
     save_due: bool
@@ -58,7 +56,7 @@ class StopRequest:
 
         Args:
             world: the ranks.
-            failure: why this rank cannot continue, `FAILED` or `OUT_OF_MEMORY`; 0 if it can.
+            failure: why this rank cannot continue, `FAILED`; 0 if it can.
             save_due: whether this rank requests a checkpoint.
         """
         number = failure or self._signal_number
@@ -156,8 +154,3 @@ def handling_stop_signals(handler: Callable[[int, FrameType | None], object] | N
         for number, previous in before.items():
             with contextlib.suppress(TypeError):  # no handler of Python's
                 signal.signal(number, previous)
-
-
-def exit_code_of(signal_number: int) -> int:
-    """Return the exit code for a stop: 130 for SIGINT, 138 for SIGUSR1, 143 for SIGTERM, 71 for `OUT_OF_MEMORY`."""
-    return OUT_OF_MEMORY_EXIT_CODE if signal_number == OUT_OF_MEMORY else 128 + signal_number

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from training.parallel.batchnorm import sends_statistics
 from training.parallel.block_norms import sum_of_squares
 from training.parallel.collectives import sum_over_ranks
-from training.parallel.engine import Engine, EngineSetup, StepResult, Updates, repeat_without_value
+from training.parallel.engine import Engine, EngineSetup, StepResult, Updates
 from training.parallel.model_buffers import ModelBuffers
 from training.parallel.parameter_shards import (
     WEIGHTS,
@@ -45,7 +44,6 @@ class TorchEngine(Engine):
         self.updates = Updates(self.optimizer, setup.precision, setup.gradient_clipping, device)
         self.loss_scale = self.updates.loss_scale
         self._accumulation_steps, self._micro_steps = setup.accumulation_steps, 0
-        self._is_in_backward, self._is_sharded = False, setup.plan.zero_stage > 1
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         grouped = [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]
         self._distribution: Distribution = (Replicated if setup.plan.zero_stage == 1 else Sharded)(setup)
@@ -71,19 +69,7 @@ class TorchEngine(Engine):
         return self._distribution.forward(images, is_last_micro_step=leaf == self._accumulation_steps - 1)
 
     def backward(self, loss: torch.Tensor) -> None:
-        self._is_in_backward = True
         (loss * (self.updates.scale / self._accumulation_steps)).backward()  # PyTorch divides by the ranks
-        self._is_in_backward = False
-
-    @property
-    def sends_in_forward(self) -> bool:
-        return self._is_sharded or sends_statistics(self.module)
-
-    def give_up(self, images: torch.Tensor) -> bool:
-        if self._is_in_backward or self.sends_in_forward:  # DDP allows no second backward
-            return False
-        repeat_without_value(self, images)
-        return True
 
     @torch.no_grad()
     def step(self) -> StepResult | None:

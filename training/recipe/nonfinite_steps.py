@@ -46,15 +46,11 @@ class _PendingStep(NamedTuple):
 
 
 class _Cause(NamedTuple):
-    """What one rank found about a skipped step: whether its losses were finite, what was not, in which samples.
-
-    `gives_up` says that this rank was out of memory instead.
-    """
+    """What one rank found about a skipped step: whether its losses were finite, what was not, in which samples."""
 
     losses_finite: bool
     culprit: str
     names: list[str]
-    gives_up: bool
 
 
 class NonFiniteGuard:
@@ -68,9 +64,6 @@ class NonFiniteGuard:
         name_of: returns the path of a sample by its index in the training set.
         skipped: steps skipped before a resume.
         consecutive: how many of them were the latest steps.
-
-    Attributes:
-        has_failed: whether a skipped step was one that a rank had given up; the same on all ranks.
     """
 
     def __init__(
@@ -89,20 +82,11 @@ class NonFiniteGuard:
         self._kept: list[torch.Tensor] = []
         self._evidence: list[_Evidence] = []
         self._pending: list[_PendingStep] = []
-        self._kept_scale: dict[str, float] = {}
-        self._gives_up_from: int | None = None
-        self.skipped, self.consecutive, self.has_failed = skipped, consecutive, False
-
-    def gives_up_from(self, step: int) -> None:
-        """Note that this rank is out of memory from this step of the run, from 1, on: none of them is counted."""
-        if self._gives_up_from is None:
-            self._gives_up_from = step
+        self.skipped, self.consecutive = skipped, consecutive
 
     def before_step(self) -> None:
         """Copy what a skipped step must not change."""
         self._kept = self._buffers.copy()
-        if self._engine.loss_scale is not None:
-            self._kept_scale = self._engine.loss_scale.state()
         self._evidence = []
 
     def note(self, batch: Batch, losses: torch.Tensor) -> None:
@@ -149,15 +133,9 @@ class NonFiniteGuard:
 
     def _count_skipped(self, step: int, evidence: list[_Evidence]) -> None:
         """Count and log a skipped step, and end the run after too many; a collective."""
-        gives_up = self._gives_up_from is not None and step >= self._gives_up_from
-        cause = self._find_cause(evidence, gives_up=gives_up)
-        causes = [_Cause(*row) for row in gather_objects(cause, row_of(flag, text, list_of(text), flag), self._world)]
+        cause = self._find_cause(evidence)
+        causes = [_Cause(*row) for row in gather_objects(cause, row_of(flag, text, list_of(text)), self._world)]
         scale = self._engine.loss_scale
-        if any(cause.gives_up for cause in causes):
-            self.has_failed = True
-            if scale is not None:
-                scale.restore(self._kept_scale)
-            return
         self.skipped += 1
         can_be_halved = scale is not None and scale.value > DynamicLossScale.MINIMUM
         if can_be_halved and all(cause.losses_finite for cause in causes):
@@ -182,7 +160,7 @@ class NonFiniteGuard:
                 step,
             )
 
-    def _find_cause(self, evidence: list[_Evidence], *, gives_up: bool) -> _Cause:
+    def _find_cause(self, evidence: list[_Evidence]) -> _Cause:
         """Return what this rank contributed: a broken image first, then a loss, else the gradient of the whole step."""
         indices = [index for one in evidence for index in one.indices.tolist()]
         images_ok = [is_finite for one in evidence for is_finite in one.image_sums.isfinite().tolist()]
@@ -191,4 +169,4 @@ class NonFiniteGuard:
         for what, are_ok in (("the loss", losses_ok), ("an image", images_ok)):
             if not all(are_ok):
                 culprit, found = what, [index for index, is_ok in zip(indices, are_ok, strict=True) if not is_ok]
-        return _Cause(all(losses_ok), culprit, [self._name_of(index) for index in found], gives_up)
+        return _Cause(all(losses_ok), culprit, [self._name_of(index) for index in found])
