@@ -63,10 +63,7 @@ def row(model: str, exported: Exported) -> tuple[str, ...]:
     for batch in LATENCY_BATCHES:
         before, after = (exported.latencies[name, batch] for name in ("fp32", "int8"))
         figures += [f"{before:.3f}", f"{after:.3f}", f"{before / after:.2f}"]
-    left = ", ".join(written.left_in_fp32) or "none"
-    stored = " (weights stored in int8)" if written.all_stored else ""
-    count = f"{len(written.left_in_fp32)} of {written.layers}"
-    return (model, *figures, written.calibration, f"{count}{stored}: {left}")
+    return (model, *figures, written.calibration)
 
 
 def main() -> None:
@@ -85,7 +82,7 @@ def main() -> None:
         try:
             rows.append(row(model, export_model(settings, lambda line: print("  ", line, flush=True))))
         except ExportRefused as refusal:
-            rows.append((model, *[""] * 14, str(refusal)))
+            rows.append((model, *[""] * 12, str(refusal)))
         print(*rows[-1], flush=True)
     times = tuple(
         f"{what}, batch {batch}" for batch in LATENCY_BATCHES for what in ("ms fp32", "ms int8", "fp32 / int8")
@@ -96,7 +93,7 @@ def main() -> None:
         f"Milliseconds per image, onnxruntime with {given.threads} thread(s) on {processor_name()}, medians over "
         f"rounds in shuffled order. MB are 10^6 bytes of the ONNX file."
     )
-    section = Section("int8 against fp32", text, (*columns, "ranges", "layers in fp32"), rows)
+    section = Section("int8 against fp32", text, (*columns, "ranges"), rows)
     trained = "\n".join(f"- {model}: `{shlex.join(TRAINING[model])}`" for model in given.models.split(","))
     show(section)
     facts = f"{versions('torch', 'onnx', 'onnxruntime', 'onnxscript')}\n\nTrained on one rank with\n\n{trained}"

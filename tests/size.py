@@ -23,7 +23,7 @@ BUDGET = {
     "training/observe": 3144,
     "planning": 4148,
     "delivery": 1697,
-    "delivery/export": 1267,
+    "delivery/export": 1148,
     "delivery/report": 1415,
 }
 

@@ -117,16 +117,10 @@ class Written:
     Attributes:
         fp32: the same model in fp32 in the same format, to compare with.
         calibration: how the ranges of activations were found.
-        layers: how many layers could be quantized.
-        left_in_fp32: those that compute in fp32, by the network's names.
-        all_stored: whether the weights of those are stored in int8 all the same.
     """
 
     fp32: Path | None = None
     calibration: str = ""
-    layers: int = 0
-    left_in_fp32: tuple[str, ...] = ()
-    all_stored: bool = False
 
 
 def run_in_batches(forward: Forward, images: torch.Tensor, batch_size: int) -> torch.Tensor:

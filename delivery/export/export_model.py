@@ -119,9 +119,7 @@ def _show_against_fp32(exported: Exported, settings: ExportSettings) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     Console(highlight=False).print(table)
-    stored = " (weights stored in int8)" if written.all_stored else ""
-    left = f" layers{stored}: {', '.join(written.left_in_fp32)}" if written.left_in_fp32 else " layers"
-    print(f"  {written.calibration} ranges; computed in fp32: {len(written.left_in_fp32)} of {written.layers}{left}")
+    print(f"  {written.calibration} ranges of the activations")
     print(f"  onnxruntime with {settings.threads} thread(s) on {processor_name()}; medians over shuffled rounds")
 
 
