@@ -7,11 +7,7 @@ Key names and types follow DeepSpeed's configuration reference (https://www.deep
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import re
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -99,24 +95,6 @@ OWNED_BY_COMMAND_LINE = {
     "zero_optimization.cpu_offload": "--offload optimizer",
     "zero_optimization.cpu_offload_param": "--offload all",
 }
-# Keys whose effect every run has, or cannot have, with the reason.
-WITHOUT_EFFECT = {
-    "zero_allow_untested_optimizer": "it is always true, since the optimizers are timm's",
-    "zero_force_ds_cpu_optimizer": "it is always false, since the optimizers are timm's",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "model.safetensors always holds the whole weights",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "model.safetensors always holds the whole weights",
-    "zero_optimization.load_from_fp32_weights": "checkpoints always hold the weights in fp32",
-    "zero_optimization.elastic_checkpoint": "checkpoints go on under any number of ranks",
-    "zero_optimization.cpu_offload_use_pin_memory": "offload_optimizer and offload_param have pin_memory",
-    "dataloader_drop_last": "no image is dropped: the last step is filled up with images of weight 0",
-    "gradient_allreduce_op": "the gradient is always the mean over the images of a step",
-    "wandb": "metrics.jsonl has all numbers",
-    "csv_monitor": "metrics.jsonl has all numbers",
-    "comet": "metrics.jsonl has all numbers",
-}
-# DeepSpeed's keys are constants, fields of its configuration classes, and aliases of those, in these files.
-_CONFIGURATION_FILES = re.compile(r"(.*_)?(config|constants)\.py")
-_KEY = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def check_deepspeed_json(content: Any, path: Path) -> None:
@@ -141,9 +119,10 @@ def _mistakes(section: Mapping[str, Any], schema: Mapping[str, Any], prefix: str
     for key, value in section.items():
         name = prefix + key
         expected = schema.get(key)
-        if expected is None or name in OWNED_BY_COMMAND_LINE:
-            refusal = why_refused(name)
-            yield f"{refusal}." if refusal else f"unknown key '{name}'.{nearest(key, schema)}"
+        if name in OWNED_BY_COMMAND_LINE:
+            yield f"key '{name}' belongs to the command line: use {OWNED_BY_COMMAND_LINE[name]}."
+        elif expected is None:
+            yield f"key '{name}' is unknown, or has no effect here.{nearest(key, schema)}"
         elif value == "auto":
             yield f"key '{name}' is 'auto', which is decided by nobody here: give a value."
         elif isinstance(expected, Mapping):
@@ -165,39 +144,3 @@ def _fits(value: Any, expected: str) -> bool:
             return whole and value >= 0
         return (expected == NUMBER and value >= 0) or (expected == "a whole number" and whole)
     return (isinstance(value, str) and expected == TEXT) or (isinstance(value, list) and expected == LIST)
-
-
-def why_refused(name: str) -> str | None:
-    """Return why a key of DeepSpeed's is refused, without a full stop; None for a key that is not DeepSpeed's.
-
-    Args:
-        name: with its sections, such as 'zero_optimization.cpu_offload'.
-    """
-    if name in OWNED_BY_COMMAND_LINE:
-        return f"key '{name}' belongs to the command line: use {OWNED_BY_COMMAND_LINE[name]}"
-    if name in WITHOUT_EFFECT:
-        return f"key '{name}' is not needed: {WITHOUT_EFFECT[name]}"
-    if name.rpartition(".")[2] in installed_keys():
-        return f"key '{name}' is DeepSpeed's, but nothing here uses it: remove it"
-    return None
-
-
-@cache
-def installed_keys() -> frozenset[str]:
-    """Return the keys that the installed DeepSpeed's configuration accepts, of all sections together.
-
-    They are read from its source without importing it: an import takes seconds, and may fail on a machine that only
-    checks a file. A few names that are no keys are among them; no key is missing.
-    """
-    spec = importlib.util.find_spec("deepspeed")
-    if spec is None or spec.origin is None:
-        return frozenset()
-    names: set[str] = set()
-    for path in Path(spec.origin).parent.rglob("*.py"):
-        if _CONFIGURATION_FILES.fullmatch(path.name) and "inference" not in path.parts:
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    names.add(node.value)
-                elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                    names.add(node.target.id)
-    return frozenset(name for name in names if _KEY.fullmatch(name))
