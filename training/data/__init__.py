@@ -1,8 +1,4 @@
-"""Training data: the tables of data sets and decoders, and `load_data`; augmentations have one of their own.
-
-Importing this module imports neither torch nor Pillow, so that `--help` prints the tables at once; the module of a data
-set is imported on demand. A new data set is one module with `load(options)` and one line in `DATASETS`.
-"""
+"""Training data: `load_data`, and what it is given. Importing this module imports neither torch nor Pillow."""
 
 from __future__ import annotations
 
@@ -12,15 +8,21 @@ import re
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from training.data.augmentations import (
-    CROP_RATIO,
-    CROP_SCALE,
-    ERASING_MODES,
-    MIRRORS,
-    PADDINGS,
-    RANDAUGMENT,
+from training.data.augmentations import ERASING_MODES, MIRRORS, PADDINGS
+from training.data.data_fields import DataFields
+from training.data.tables import (
+    BAD_IMAGES_USAGE,
+    CACHES,
+    DATASETS,
+    DECODERS,
+    DEFAULT_BAD_IMAGE_SHARE,
+    INTERPOLATIONS,
+    LINKS,
+    MAX_IMAGE_SIZE,
+    MIN_IMAGE_SIZE,
+    DatasetEntry,
 )
 from training.errors import UserError, unknown_name
 
@@ -30,112 +32,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DatasetEntry:
-    """One line of `DATASETS`.
-
-    Attributes:
-        usage: The value of `--data`.
-        summary: One sentence for `--help`.
-        module: The module whose `load(options)` returns the `DatasetPair`.
-        takes_name: Whether a colon and a name follow.
-    """
-
-    usage: str
-    summary: str
-    module: str
-    takes_name: bool = False
-
-
-DATASETS: dict[str, DatasetEntry] = {
-    "digits": DatasetEntry(
-        "digits",
-        "scikit-learn's 1,797 handwritten digits, embedded: 1,437 to train, 360 held out",
-        "training.data.digits",
-    ),
-    "fake": DatasetEntry(
-        "fake", "random patterns with a learnable class, made in memory: for tests and benchmarks", "training.data.fake"
-    ),
-    "torchvision": DatasetEntry(
-        "torchvision:NAME",
-        "a data set of torchvision, such as torchvision:CIFAR10 (--download fetches it)",
-        "training.data.torchvision_sets",
-        takes_name=True,
-    ),
-    "npz": DatasetEntry(
-        "npz:FILE",
-        "arrays x_train, y_train, x_test, y_test in a NumPy file, as Keras stores its data sets",
-        "training.data.npz",
-        takes_name=True,
-    ),
-    "folder": DatasetEntry(
-        "DIR",
-        "a folder with train/, val/ and test/, or one folder that is split; below each, one folder of images per class",
-        "training.data.folder",
-    ),
-}
-
-
-DECODERS: dict[str, str] = {
-    "cpu": "JPEG files shrunk while decoding, never below twice --image-size",
-    "exact": "every pixel decoded at full size",
-}
-CACHES = ("auto", "ram", "disk", "off")
-LINKS = ("follow", "refuse")
-
-INTERPOLATIONS = ("bilinear", "bicubic")
-BAD_IMAGES_USAGE = "error, skip, skip:SHARE"
-DEFAULT_BAD_IMAGE_SHARE = Fraction(1, 1000)
-MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 8, 4096
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """What to load and how to prepare it; a field of `TrainConfig` by the same name has the same meaning.
+class DataOptions(DataFields):
+    """What to load and how to prepare it: the flags of the data, and what it needs of others.
 
     Attributes:
         mean: Per channel, of pixels in 0..1; None for the data set's own (a pretrained backbone brings its own).
         std: As `mean`.
+        seed: Of the run.
         epochs: How often the images are read: `cache` "auto" and the end of mixing depend on it.
+        class_weights: As the flag, for the counts that they need.
+        cache: As the flag; none unless a run asks for it.
     """
 
-    data: str = "digits"
-    val_fraction: float = 0.2
-    split_seed: int = 0
-    val_part: str = ""
-    links: str = "follow"
-    image_size: int = 0
-    eval_image_size: int = 0
-    eval_crop: float = 0.875
-    interpolation: str = "bilinear"
-    image_channels: int = 0
-    progressive_size: str = ""
-    augmentation: str = "auto"
-    randaugment: str = RANDAUGMENT
-    crop_scale: str = CROP_SCALE
-    crop_ratio: str = CROP_RATIO
-    mirror: str = "auto"
-    shift_pixels: int | str = "auto"
-    shift_padding: str = "zeros"
-    color_jitter: float = 0.0
-    random_erasing: float = 0.0
-    random_erasing_mode: str = "pixel"
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    mixup_probability: float = 1.0
-    mixup_switch_probability: float = 0.5
-    mixup_off_epochs: int = 0
-    sampling: str = "uniform"
-    class_weights: str = "none"
-    bad_images: str = "error"
-    download: bool = False
-    seed: int = 0
-    data_root: str = "~/.cache/zerovision"
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
-    decode: str = "cpu"
-    cache: str = "off"
-    cache_gb: float = 0.0
+    seed: int = 0
     epochs: int = 1
+    class_weights: str = "none"
+    cache: Literal["auto", "ram", "disk", "off"] = "off"
 
     @property
     def root(self) -> Path:

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Literal
 
 from models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS
-from training.data import BAD_IMAGES_USAGE, DATASETS, DECODERS
 from training.data.augmentations import AUGMENTATION_NAMES, CROP_RATIO, CROP_SCALE, RANDAUGMENT
 from training.data.image_sizes import USAGE as SIZE_USAGE
+from training.data.tables import BAD_IMAGES_USAGE, DATASETS, DECODERS
 from training.fields import option
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from training.data import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE
+from training.data.tables import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE
 from training.errors import UserError, shown
 
 USAGE = "LOW:FIRST:LAST"
