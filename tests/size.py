@@ -19,7 +19,7 @@ BUDGET = {
     "training/data": 4905,
     "training/recipe": 1915,
     "training/parallel": 4391,
-    "training/checkpoint": 2143,
+    "training/checkpoint": 2106,
     "training/observe": 3144,
     "planning": 4148,
     "delivery": 1697,

@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 import resource
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +16,6 @@ import torch
 
 from planning.run_memory import plan_memory
 from training.checkpoint.resume import FIRST_START
-from training.checkpoint.saver import Saver
 from training.config import TrainConfig
 from training.observe.run_folder import BATCH_SIZE
 from training.parallel.native_engine import NativeEngine
@@ -31,31 +29,15 @@ FAILING_RANK = 1
 M_MMAP_THRESHOLD = -3  # malloc.h
 
 
-def run(
-    world: World,
-    log_dir: str,
-    name: str,
-    saves_without_memory: bool = False,
-    rate_trial_steps: int = 100,
-    **changes: Any,
-) -> dict[str, Any]:
-    """Train; with `saves_without_memory` rank 1 has none left but what is reserved from the first save on.
-
-    Returns:
-        Exit code, the name of the checkpoint that was saved last, and the sha256 of the weights that the run has
-        exported.
-    """
+def run(world: World, log_dir: str, name: str, rate_trial_steps: int = 100, **changes: Any) -> dict[str, Any]:
+    """Train; return the exit code, and the sha256 of the weights that the run has exported."""
     config = TrainConfig(**(SETTINGS | {"log_dir": log_dir, "run_name": name} | changes))
     stop = StopRequest()
     with mock.patch("training.auto_learning_rate.TRIAL_STEPS", rate_trial_steps):
         context = build_run(config, world)
-    is_short = saves_without_memory and world.rank == FAILING_RANK
-    with mock.patch.object(Saver, "save", save_with_nothing_left if is_short else Saver.save):
-        result: dict[str, Any] = {"code": train(context, stop)}
-    _set_soft_limit(resource.RLIM_INFINITY)
+    result: dict[str, Any] = {"code": train(context, stop)}
     stop.close()
     context.close()
-    result["last"] = (context.folder.checkpoints / "last").read_text().strip()
     if context.folder.weights.exists():
         result["weights"] = hashlib.sha256(context.folder.weights.read_bytes()).hexdigest()
     return result
@@ -109,12 +91,6 @@ def by_limit(at: int) -> None:
     taken = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert taken
     _set_soft_limit(int(taken[1]) * 1024 + at * 10**6)
-
-
-def save_with_nothing_left(saver: Saver, *arguments: Any, save: Callable[..., None] = Saver.save) -> None:
-    """Leave nothing but what is reserved, and save."""
-    by_limit(0)
-    save(saver, *arguments)
 
 
 def _set_soft_limit(limit: int) -> None:

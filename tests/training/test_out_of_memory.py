@@ -46,14 +46,6 @@ def test_a_rank_that_runs_out_of_memory_ends_the_start_and_smaller_settings_go_o
         assert read_metrics(tmp_path / "runs/run", "epoch")
 
 
-def test_a_save_with_no_memory_left(tmp_path):
-    """On ranks of its own: what earlier trainings have freed, an allocator may keep and use again."""
-    case = {"log_dir": str(tmp_path), "name": "save", "batch_size": 125, "saves_without_memory": True}
-    (first,), (second,) = run_ranks("tests.training.out_of_memory_ranks:run", 2, tmp_path, [case])
-    assert first == second
-    assert (first["code"], first["last"]) == (0, "step-00001-0000000")
-
-
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory):
     """Search for a batch size on two ranks and train, in as many starts as it takes; both ranks come to the same."""

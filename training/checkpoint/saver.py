@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 
 from training.checkpoint.frozen import FrozenWeights
 from training.checkpoint.manifest import Manifest, ShardFacts, shard_name
-from training.checkpoint.memory_reserve import MemoryReserve
 from training.checkpoint.shards import Snapshot, write_shard
 from training.checkpoint.store import checkpoint_name, commit, discard, temporary_folder
 from training.config import TrainConfig
@@ -88,7 +87,6 @@ class Saver:
         self._patience_s, self._clock, self._sleep = patience_s, clock, sleep
         self._frozen = frozen
         self._snapshot = Snapshot()
-        self._reserve = MemoryReserve()
         self._thread: threading.Thread | None = None
         self._running: _Save | None = None
         self._unsaved_best: Callable[[], None] | None = None
@@ -127,7 +125,6 @@ class Saver:
         self.wait()
         if write_best is not None:
             self._unsaved_best = write_best
-        self._reserve.give()
         engine, progress = self._state.engine, self._state.progress
         state = engine.state()
         facts = {
@@ -158,7 +155,6 @@ class Saver:
         if self._running is None or (self._thread is not None and self._thread.is_alive()):
             return
         save, self._thread, self._running = self._running, None, None
-        self._reserve.take()
         self._backoff.note(failed=save.error is not None)
         self._has_given_up = save.is_last_try
         values = {"step": save.position, "name": save.name}
