@@ -38,9 +38,8 @@ class Gpu:
         name: as `--gpu` takes it.
         memory_bytes: the data sheet's GB as 10^9 bytes: a little less than the driver reports.
         bandwidth_bytes_per_s: of its memory.
-        peaks: dense operations per second of matrix products by precision, accumulated in fp32: 'fp32' without and
-            'tf32' with tensor cores, 'bf16', 'fp16'; a precision that the GPU lacks is absent. Of a CPU those of
-            convolutions.
+        peaks: dense operations per second of matrix products by precision, accumulated in fp32: 'fp32' without tensor
+            cores, 'bf16', 'fp16'; a precision that the GPU lacks is absent. Of a CPU those of convolutions.
         source: of these numbers.
     """
 
@@ -100,31 +99,28 @@ class Machine:
         return self.gpu.name == CPU
 
 
-def _gpu(name: str, memory: float, bandwidth: float, fp32: float, tf32: float | None, peak16: str, source: str) -> Gpu:
-    """Build a GPU from GB, GB/s, TFLOP/s, and its key in `PEAK_TFLOPS`; what has tf32 has bf16 too."""
-    peaks = {"fp32": fp32 * TERA, "fp16": PEAK_TFLOPS[peak16] * TERA}
-    if tf32 is not None:
-        peaks |= {"tf32": tf32 * TERA, "bf16": PEAK_TFLOPS[peak16] * TERA}
+def _gpu(name: str, memory: float, bandwidth: float, fp32: float, peak16: str, source: str) -> Gpu:
+    """Build a GPU from GB, GB/s, TFLOP/s, and its key in `PEAK_TFLOPS`; all but Volta's have bf16."""
+    half = PEAK_TFLOPS[peak16] * TERA
+    peaks = {"fp32": fp32 * TERA, "fp16": half} | ({} if peak16 == "V100" else {"bf16": half})
     return Gpu(name, int(memory * GB), bandwidth * GB, peaks, source)
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu(
-            "rtx3060", 12, 360, 12.7, 12.7, "RTX 3060", "NVIDIA RTX 3060 page; tensor cores as GA102 per SM and clock"
-        ),
-        _gpu("rtx3090", 24, 936, 35.6, 35.6, "RTX 3090", "NVIDIA Ampere GA102 GPU architecture whitepaper, table 9"),
-        _gpu("rtx4090", 24, 1008, 82.6, 82.6, "RTX 4090", "NVIDIA Ada GPU architecture whitepaper, appendix A"),
-        _gpu("a6000", 48, 768, 38.7, 77.4, "RTX A6000", "NVIDIA RTX A6000 data sheet; GA102 whitepaper, appendix A"),
-        _gpu("v100-16gb", 16, 900, 15.7, None, "V100", "NVIDIA V100 data sheet, SXM2"),
-        _gpu("v100-32gb", 32, 900, 15.7, None, "V100", "NVIDIA V100 data sheet, SXM2"),
-        _gpu("a100-40gb", 40, 1555, 19.5, 156.0, "A100", "NVIDIA A100 data sheet, 40 GB"),
-        _gpu("a100-80gb", 80, 2039, 19.5, 156.0, "A100", "NVIDIA A100 data sheet, 80 GB SXM"),
-        _gpu("l40s", 48, 864, 91.6, 183.0, "L40S", "NVIDIA L40S data sheet"),
-        _gpu("h100-80gb", 80, 3350, 67.0, 494.5, "H100", "NVIDIA H100 data sheet, SXM (tf32 989 with sparsity)"),
-        _gpu("h200-141gb", 141, 4800, 67.0, 494.5, "H200", "NVIDIA H200 data sheet, SXM (tf32 989 with sparsity)"),
-        _gpu("b200-180gb", 180, 7700, 75.0, 1100.0, "B200", "NVIDIA HGX B200 data sheet (tf32 2,200 with sparsity)"),
+        _gpu("rtx3060", 12, 360, 12.7, "RTX 3060", "NVIDIA RTX 3060 page; tensor cores as GA102 per SM and clock"),
+        _gpu("rtx3090", 24, 936, 35.6, "RTX 3090", "NVIDIA Ampere GA102 GPU architecture whitepaper, table 9"),
+        _gpu("rtx4090", 24, 1008, 82.6, "RTX 4090", "NVIDIA Ada GPU architecture whitepaper, appendix A"),
+        _gpu("a6000", 48, 768, 38.7, "RTX A6000", "NVIDIA RTX A6000 data sheet; GA102 whitepaper, appendix A"),
+        _gpu("v100-16gb", 16, 900, 15.7, "V100", "NVIDIA V100 data sheet, SXM2"),
+        _gpu("v100-32gb", 32, 900, 15.7, "V100", "NVIDIA V100 data sheet, SXM2"),
+        _gpu("a100-40gb", 40, 1555, 19.5, "A100", "NVIDIA A100 data sheet, 40 GB"),
+        _gpu("a100-80gb", 80, 2039, 19.5, "A100", "NVIDIA A100 data sheet, 80 GB SXM"),
+        _gpu("l40s", 48, 864, 91.6, "L40S", "NVIDIA L40S data sheet"),
+        _gpu("h100-80gb", 80, 3350, 67.0, "H100", "NVIDIA H100 data sheet, SXM"),
+        _gpu("h200-141gb", 141, 4800, 67.0, "H200", "NVIDIA H200 data sheet, SXM"),
+        _gpu("b200-180gb", 180, 7700, 75.0, "B200", "NVIDIA HGX B200 data sheet"),
     )
 }
 INTERCONNECTS = {

@@ -387,10 +387,7 @@ def _facts(
     data: DatasetPair,
     folder: RunFolder,
 ) -> RunFacts:
-    name, size = "", 0
-    if world.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(world.device)
-        name, size = properties.name, properties.total_memory
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
     return RunFacts(
         folder=str(folder.path),
         config=dataclasses.asdict(config) | {"image_channels": data.image_channels},
@@ -401,7 +398,6 @@ def _facts(
         ranks=world.size,
         ranks_per_machine=world.local_size,
         gpu_name=name,
-        gpu_bytes=size,
         process_bytes=0 if name else resident_bytes(),
     )
 

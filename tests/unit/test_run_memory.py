@@ -19,7 +19,7 @@ from training.observe.run_folder import METRICS, PREDICTION
 @pytest.fixture
 def facts(tmp_path):
     config = dataclasses.asdict(TrainConfig(model_type="basic_cnn", batch_size=16))
-    return RunFacts(str(tmp_path), config, 10, 64, "native", "fp32", 8, 8, "NVIDIA H100 80GB HBM3", 85_000_000_000)
+    return RunFacts(str(tmp_path), config, 10, 64, "native", "fp32", 8, 8, "NVIDIA H100 80GB HBM3")
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,7 @@ def test_a_run_predicts_what_the_planner_does(words, engine, device, tmp_path):
     asked = ["--num-gpus=8", "--gpus-per-node=4", *(["--gpu=h100"] if device else [])]
     job = parse([*asked, "--precision=bf16", "--image-size=64", f"--engine={engine}", *words], None).job
     option, config = evaluate(job, job.config), dataclasses.asdict(job.config) | {"engine": "auto"}
-    size = 85_000_000_000
-    facts = RunFacts(str(tmp_path), config, job.classes, 64, option.engine, "bf16", 8, 4, device, size, 10**9)
+    facts = RunFacts(str(tmp_path), config, job.classes, 64, option.engine, "bf16", 8, 4, device, 10**9)
     prediction = predict_run(facts)
     parts = dataclasses.asdict(option.memory)
     assert {name: prediction["memory_bytes"][name] for name in parts} == parts

@@ -45,7 +45,6 @@ class RunFacts:
         ranks: of the run.
         ranks_per_machine: of these.
         gpu_name: as PyTorch names it; empty on a CPU.
-        gpu_bytes: of its memory.
         process_bytes: resident in rank 0's process on a CPU, with the model, before engine and optimizer.
     """
 
@@ -58,7 +57,6 @@ class RunFacts:
     ranks: int
     ranks_per_machine: int
     gpu_name: str
-    gpu_bytes: int
     process_bytes: int = 0
 
 
