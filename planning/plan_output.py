@@ -22,7 +22,7 @@ from training.parallel.strategies import plan_of
 WIDTH = 160  # of a table, if it is not printed to a wide terminal
 POSITIONAL = ("model_type", "strategy", "batch_size", "epochs")  # of a launcher
 DEFAULTS = TrainConfig()
-# How far off predictions were, docs/predictions.md.
+# How far off predictions were: docs/memory.md, docs/scaling.md.
 MEMORY_ERROR = "memory was within 6 % on CPU ranks and is not compared on GPUs"
 TIME_ERROR = "time is an estimate, often half or twice as long; --measure takes a step of this machine"
 # Columns of the plan's table: what they add up.

@@ -48,8 +48,7 @@ def train(model: str, workers: int, options: Options, jpegs: Path, seconds: floa
         save_stall_seconds=[entry["stall_seconds"] for entry in of_kind["checkpoint"]],
         time_shares=end["time_shares"],
         memory_bytes=end["memory_bytes"],
-        # As the allocator counts: without context and the allocator's slack.
-        predicted_memory_bytes=predicted["peak"] - predicted["overhead"],
+        predicted_memory_bytes=predicted["peak"],  # of tensors, as the allocator counts
     )
 
 
