@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         check_chosen_interfaces(os.environ, has_gpus=bool(gpus))
     config = check_training(given.training)
     check_new_run(config, [ranks])
-    if code := run_preflight(given, given.training, "--here", f"--port={given.master_port}"):
+    if code := run_preflight(given, given.training, "--here"):
         return code
     try:
         port = free_port(given.master_port)

@@ -40,7 +40,6 @@ class DataReport:
         sizes: Width and height in pixels of the readable images with the fewest and the most pixels; empty if none is.
         unreadable: Path and reason of each image that cannot be used.
         image_notes: Path and note of each image that is odd but can be used.
-        decoded: Images that were decoded: all, or a sample.
         digests: By the name of a part, int64 [N], of the files that were read.
     """
 
@@ -48,7 +47,6 @@ class DataReport:
     sizes: list[Size] = field(default_factory=list)
     unreadable: list[tuple[str, str]] = field(default_factory=list)
     image_notes: list[tuple[str, str]] = field(default_factory=list)
-    decoded: int = 0
     digests: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
@@ -67,20 +65,11 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
     Raises:
         UserError: What keeps the data set from being loaded at all, see `load_data`.
     """
-    # every pixel, and each time anew
-    return check_datasets(load_data(replace(options, decode="exact", cache="off")), workers)
-
-
-def check_datasets(datasets: DatasetPair, workers: int | None = None, most: int | None = None) -> DataReport:
-    """As `check_data`, of a loaded data set, and of at most `most` images of each part, evenly spread."""
-    report = DataReport(datasets)
-    for name, part in datasets.parts.items():
-        report.digests[name] = np.full(len(part), UNKNOWN, dtype=np.int64)
-        chosen = np.unique(np.linspace(0, len(part) - 1, min(len(part), most or len(part))).astype(int))
-        is_worth_it = len(chosen) >= IMAGES_WORTH_A_WORKER and not part.source.in_memory
+    report = DataReport(load_data(replace(options, decode="exact", cache="off")))  # every pixel, and each time anew
+    for name, part in report.datasets.parts.items():
+        is_worth_it = len(part) >= IMAGES_WORTH_A_WORKER and not part.source.in_memory
         automatic = most_workers() if is_worth_it else 0
-        _decode(name, chosen, automatic if workers is None else workers, report)
-        report.decoded += len(chosen)
+        decode_part(name, automatic if workers is None else workers, report)
     return report
 
 
@@ -118,14 +107,13 @@ Found = tuple[Size | None, tuple[str, str] | None, list[tuple[str, str]], int]
 class _SizeReader(Dataset):
     """Decodes each image and returns its size and notes."""
 
-    def __init__(self, source: Source, indices: np.ndarray) -> None:
-        self._source, self._indices = source, indices
+    def __init__(self, source: Source) -> None:
+        self._source = source
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self._source.labels)
 
-    def __getitem__(self, position: int) -> Found | FileServerError:
-        index = int(self._indices[position])
+    def __getitem__(self, index: int) -> Found | FileServerError:
         try:
             with collected_notes() as notes, collected_digests() as digests:
                 _, height, width = self._source.read(index).shape
@@ -139,22 +127,28 @@ class _SizeReader(Dataset):
         return (width, height), None, found, digests.get(name, UNKNOWN)
 
 
-def _decode(part: str, indices: np.ndarray, workers: int, report: DataReport) -> None:
+def decode_part(name: str, workers: int, report: DataReport) -> None:
+    """Decode all images of a part ("train", ...) in so many processes, and add what is found to the report.
+
+    Raises:
+        FileServerError: A file server does not answer.
+    """
+    images = _SizeReader(report.datasets.parts[name].source)
+    report.digests[name] = np.full(len(images), UNKNOWN, dtype=np.int64)
     loader = DataLoader(
-        _SizeReader(report.datasets.parts[part].source, indices),
+        images,
         batch_size=IMAGES_PER_MESSAGE,
         num_workers=workers,
         collate_fn=list,
         worker_init_fn=end_with_parent,
         multiprocessing_context=worker_context() if workers else None,
     )
-    all_found = (found for group in loader for found in group)
-    for index, found in zip(indices.tolist(), all_found, strict=True):
+    for index, found in enumerate(found for group in loader for found in group):
         if isinstance(found, FileServerError):
             raise found
         size, problem, notes, digest = found
         report.image_notes += notes
-        report.digests[part][index] = digest
+        report.digests[name][index] = digest
         if problem:
             report.unreadable.append(problem)
         if size:

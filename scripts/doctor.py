@@ -1,7 +1,7 @@
 """Finds out what is wrong before a run starts.
 
 python scripts/doctor.py                                            # this machine
-python scripts/doctor.py --data ~/photos --model-type vgg --strategy ddp
+python scripts/doctor.py --data ~/photos                            # and whether this data set loads
 python scripts/doctor.py --hostfile hostfile.txt --gpus-per-node 8  # all of its machines, and the network between them
 python scripts/doctor.py --hosts node01,node02 --json
 python scripts/doctor.py --check-data ~/photos                      # every image of a data set

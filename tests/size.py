@@ -21,7 +21,7 @@ BUDGET = {
     "training/parallel": 4391,
     "training/checkpoint": 2106,
     "training/observe": 3142,
-    "planning": 4144,
+    "planning": 3096,
     "delivery": 1697,
     "delivery/export": 1148,
     "delivery/report": 1415,

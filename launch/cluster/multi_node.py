@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     if given.dry_run:
         print_command(replace(given, hosts=",".join(hosts), hostfile="").command(__file__))
         return 0
-    if code := run_preflight(given, given.training, f"--hosts={','.join(hosts)}", f"--port={given.master_port}"):
+    if code := run_preflight(given, given.training, f"--hosts={','.join(hosts)}"):
         return code
     if not shutil.which("ssh"):
         raise UserError("ssh is not installed here: install OpenSSH's client.")

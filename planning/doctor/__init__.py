@@ -1,5 +1,5 @@
 """Finds out what is wrong with machines, data and network before a run starts.
 
-`collect` starts `scripts/doctor.py --probe` on every machine and asks for facts and measurements (`probe`, answered by
-`host_facts`, `workload`, `network`, `tcp_paths`). `assess` turns them into rows of the `table`.
+`examination` starts `scripts/doctor.py --probe` on every machine (`probe`), asks it for what `machine`, `gpu_health`,
+`paths` and `network` find there, and turns the answers into rows of the `table`.
 """

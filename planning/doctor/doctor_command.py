@@ -9,28 +9,24 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launch.cluster.remote_shell import Command, srun_command, ssh_command
 from launch.hostfile import read_hostfile, split_hosts
 from launch.slurm.scontrol import host_names
 from training.command_line import OneLineParser, parse_args
+from training.config import REPO_ROOT, TrainConfig
 from training.data import DATASETS, data_options
 from training.errors import UserError
 
 if TYPE_CHECKING:
-    from planning.doctor.collect import Request
+    from planning.doctor.examination import Request
 
 SOMETHING_WRONG_EXIT_CODE = 1
 # Flags of the training that the doctor has too; the training's parser checks their values.
 TRAINING_FLAGS = {
-    "--data": "examine this data set too",
-    "--model-type": "examine what this model needs",
-    "--strategy": "with --model-type: how its state is sharded (default: ddp)",
-    "--batch-size": "with --model-type: images per GPU (default: 16)",
+    "--data": "examine whether this data set is there, and the same on all machines",
     "--log-dir": "folder of all logs (default: logs/ beside scripts/)",
-    "--val-fraction": "share held out if one folder is split (default: 0.2)",
-    "--data-root": "folder of torchvision data sets (default: ~/.cache/zerovision)",
 }
 
 
@@ -52,10 +48,9 @@ def parse(arguments: list[str], description: str | None) -> argparse.Namespace:
     hosts.add_argument("--here", action="store_true", help="examine this machine alone, also inside a Slurm job")
     parser.add_number("--nodes", 1, 1024, metavar="N", help="machines to take, from the top (default: all)")
     parser.add_number("--gpus-per-node", 1, 1024, metavar="G", help="GPUs (or CPU ranks) to take on each")
-    parser.add_number("--port", 0, 65535, default=0, help="where the ranks meet (default: any that is free)")
     for flag, meaning in TRAINING_FLAGS.items():
         parser.add_argument(flag, help=meaning)
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON, and the measured all-reduce")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse(arguments[:end])
     own = {flag: getattr(given, flag[2:].replace("-", "_")) for flag in TRAINING_FLAGS}
@@ -71,7 +66,7 @@ def run(given: argparse.Namespace) -> int:
     Raises:
         UserError: for a mistake in the arguments.
     """
-    # Imports come late: without the packages, or for --help, none is needed; a probe's first answer must be quick.
+    # Imports come late: without the packages, or for --help, none is needed.
     if given.probe:
         from planning.doctor.probe import serve
 
@@ -79,16 +74,15 @@ def run(given: argparse.Namespace) -> int:
         return 0
     if given.check_data is not None:
         return _check_data(given)
-    from planning.doctor.assess import assess
-    from planning.doctor.collect import collect
+    from planning.doctor.examination import examine
     from planning.doctor.table import print_rows
 
-    start, request = time.monotonic(), request_of(given)
-    findings = collect(request)
-    rows, seconds = assess(request, findings), time.monotonic() - start
+    start = time.monotonic()
+    rows = examine(request_of(given))
+    seconds = time.monotonic() - start
     if given.json:
-        content = {"rows": [dataclasses.asdict(row) for row in rows], "all_reduce": findings.all_reduce}
-        print(json.dumps(content | {"seconds": round(seconds, 1)}, indent=1))
+        content = {"rows": [dataclasses.asdict(row) for row in rows], "seconds": round(seconds, 1)}
+        print(json.dumps(content, indent=1))
     else:
         print_rows(rows, seconds)
     return SOMETHING_WRONG_EXIT_CODE if any(row.verdict == "wrong" for row in rows) else 0
@@ -109,15 +103,17 @@ def request_of(given: argparse.Namespace) -> Request:
     Raises:
         UserError: for a mistake in the training's arguments or the names of the machines.
     """
-    from planning.doctor.collect import HERE, Request
+    from planning.doctor.examination import HERE, Request
     from planning.doctor.probe import local_command
 
     config, _ = parse_args(given.training_arguments)
     node_list = "" if given.here else os.environ.get("SLURM_JOB_NODELIST", "")
     slots: Mapping[str, int] = {HERE: 0}
     command: Callable[[str, list[str]], Command] = local_command
-    if given.hostfile or given.hosts:
-        slots, command = _named_hosts(given), ssh_command
+    if given.hostfile:
+        slots, command = read_hostfile(given.hostfile, given.nodes or 1, given.gpus_per_node or 1), ssh_command
+    elif given.hosts:
+        slots, command = dict.fromkeys(split_hosts(given.hosts, given.nodes or 1), 0), ssh_command
     elif node_list:
         try:
             slots, command = dict.fromkeys(host_names(node_list), 0), srun_command
@@ -128,15 +124,12 @@ def request_of(given: argparse.Namespace) -> Request:
     return Request(
         slots={host: given.gpus_per_node or promised for host, promised in list(slots.items())[: given.nodes]},
         command=command,
-        config=config,
-        with_dataset=given.has_training or given.data is not None,
-        with_model=given.has_training or given.model_type is not None,
-        port=given.port,
+        log_dir=str(Path(config.log_dir).expanduser().absolute() if config.log_dir else REPO_ROOT / "logs"),
+        data=data_fields(config) if given.has_training or given.data is not None else None,
     )
 
 
-def _named_hosts(given: argparse.Namespace) -> Mapping[str, int]:
-    """Return ranks by host, from the hostfile or --hosts; 0 if unknown."""
-    if given.hostfile:
-        return read_hostfile(given.hostfile, given.nodes or 1, given.gpus_per_node or 1)
-    return dict.fromkeys(split_hosts(given.hosts, given.nodes or 1), 0)
+def data_fields(config: TrainConfig) -> dict[str, Any]:
+    """Return the fields of the data set's `DataOptions`, with an absolute path: probes run in another folder."""
+    options, folder = dataclasses.asdict(data_options(config)), Path(os.path.expanduser(config.data))
+    return options | ({"data": str(folder.absolute())} if os.path.isdir(folder) or "/" in config.data else {})

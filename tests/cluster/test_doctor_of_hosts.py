@@ -1,4 +1,4 @@
-"""The doctor on real hosts: well ones, and ten kinds of broken ones, each named with its host and no other blamed."""
+"""The doctor on real hosts: well ones, and broken ones, each named with its host and no other blamed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.cluster.hosts import NUMBER, REPO_ROOT, Hosts
+from tests.cluster.hosts import REPO_ROOT, Hosts
 
 pytestmark = pytest.mark.cluster
 
 DOCTOR = [sys.executable, str(REPO_ROOT / "scripts" / "doctor.py"), "--json"]
-PORT = 29555
-LOGIN_ADDRESS = f"10.{NUMBER}.0.10"
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 
 
 def on_two(hosts: Hosts) -> tuple[str, ...]:
@@ -28,14 +25,14 @@ def on_two(hosts: Hosts) -> tuple[str, ...]:
 
 def examine(hosts: Hosts, *flags: str) -> tuple[int, list[dict[str, str]]]:
     """Run the doctor on login; return its exit code and rows."""
-    result = hosts.run("login", [*DOCTOR, "--port", str(PORT), *flags], timeout=280)
+    result = hosts.run("login", [*DOCTOR, *flags], timeout=280)
     assert result.stdout, result.stderr
     return result.returncode, json.loads(result.stdout)["rows"]
 
 
 def complaints(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """What is not ok; of the links only what is far out of order, for other work may run on this machine."""
-    return [row for row in rows if row["verdict"] != "ok" and row["check"] not in ("links", "memory")]
+    """What is not ok, beside memory: other work may run on this machine."""
+    return [row for row in rows if row["verdict"] != "ok" and row["check"] != "memory"]
 
 
 def no_key(hosts: Hosts, node: str, shared: Path, undo: ExitStack) -> tuple[str, ...]:
@@ -56,12 +53,6 @@ def other_version(hosts: Hosts, node: str, shared: Path, undo: ExitStack) -> tup
     other.write_text(metadata.read_text().replace(f"Version: {own.version}", "Version: 0.28.1", 1))
     hosts.run(node, ["mount", "--bind", str(other), str(metadata)])
     undo.callback(hosts.run, node, ["umount", str(metadata)])
-    return ()
-
-
-def port_taken(hosts: Hosts, node: str, shared: Path, undo: ExitStack) -> tuple[str, ...]:
-    script = f"import socket, time; s = socket.create_server(('', {PORT})); time.sleep(300)"
-    hosts.start(node, [sys.executable, "-c", script])
     return ()
 
 
@@ -104,17 +95,6 @@ def other_data(hosts: Hosts, node: str, shared: Path, undo: ExitStack) -> tuple[
     return (*on_two(hosts), "--data", "/tmp/photos")
 
 
-def clock_off(hosts: Hosts, node: str, shared: Path, undo: ExitStack) -> tuple[str, ...]:
-    if not FAKETIME.exists():
-        pytest.skip("no libfaketime here: run tests/cluster/lab/install.sh")
-    variables = f"LD_PRELOAD={FAKETIME} FAKETIME=+90s FAKETIME_DONT_FAKE_MONOTONIC=1"
-    reload = "kill -HUP $(cat /run/sshd.pid) && sleep 1"
-    hosts.run(node, ["cp", "/etc/ssh/sshd_config", "/etc/ssh/sshd_config.well"])
-    hosts.run(node, ["bash", "-c", f"echo 'SetEnv {variables}' >>/etc/ssh/sshd_config && {reload}"])
-    undo.callback(hosts.run, node, ["bash", "-c", f"mv /etc/ssh/sshd_config.well /etc/ssh/sshd_config && {reload}"])
-    return ()
-
-
 def unknown_key(hosts: Hosts, node: str, shared: Path, undo: ExitStack) -> tuple[str, ...]:
     known = "/etc/ssh/ssh_known_hosts"
     hosts.run("login", ["cp", known, f"{known}.well"])
@@ -135,24 +115,22 @@ BROKEN: list[tuple[Callable[..., tuple[str, ...]], int, str, str]] = [
     (powered_off, 1, "hosts", "timed out"),
     (no_key, 1, "hosts", "password"),
     (other_version, 1, "versions", "torchvision 0.28.1"),
-    (port_taken, 0, "port", f"{PORT} is taken"),
     (too_many_slots, 1, "GPUs", "64 CPU ranks"),
     (full_disk, 1, "log folder", "No space left on device"),
     (own_log_folder, 1, "shared logs", "what node01 writes into the log folder does not appear there"),
     (tiny_shared_memory, 1, "/dev/shm", "16.8 MB"),
-    (other_data, 1, "same data", "entries"),
-    (clock_off, 1, "clock", "s ahead"),
+    (other_data, 1, "same data", "2 classes"),
     (unknown_key, 1, "hosts", "host key"),
     (no_repository, 1, "hosts", "repository"),
 ]
 
 
 def test_well_hosts_are_found_well(hosts: Hosts) -> None:
-    flags = ("--hosts", ",".join(hosts.nodes), "--gpus-per-node", "1", "--data", "digits", "--model-type", "mobilenet")
+    flags = ("--hosts", ",".join(hosts.nodes), "--gpus-per-node", "1", "--data", "digits")
     code, rows = examine(hosts, *flags)
     assert (code, complaints(rows)) == (0, [])
     checks = {row["check"] for row in rows}
-    assert {"hosts", "versions", "code", "same data", "clock", "data", "all-reduce", "links", "communication"} <= checks
+    assert {"hosts", "versions", "same data", "shared logs", "data", "all-reduce"} <= checks
     assert "4 ranks, gloo over eth0" in next(row["found"] for row in rows if row["check"] == "all-reduce")
 
 
@@ -173,46 +151,10 @@ def test_what_is_broken_is_named_with_its_host(
     assert {row["host"] for row in complaints(rows)} == {node}
 
 
-# Faults that keep the ranks from each other on every host, and what is said of the one host that has it.
-BETWEEN_HOSTS = [
-    (0, ("firewall", str(PORT)), "all-reduce", f"cannot connect to node01, port {PORT}"),
-    (1, ("firewall", "1024-65535"), "all-reduce", "cannot connect to node02"),
-    (1, ("mtu", "1200", LOGIN_ADDRESS), "all-reduce", "messages of 1.05 MB are lost between node02 and node01, node03"),
-    (1, ("mtu", "1000"), "hosts", "port 22 answers, but ssh gets no further"),
-]
-
-
-@pytest.mark.parametrize(("number", "fault", "check", "said"), BETWEEN_HOSTS)
-def test_of_hosts_that_cannot_talk_the_guilty_one_is_named(
-    hosts: Hosts, number: int, fault: tuple[str, ...], check: str, said: str
-) -> None:
-    hosts.fault(hosts.nodes[number], *fault)
+@pytest.mark.parametrize("number", [0, 1])
+def test_of_hosts_that_cannot_connect_the_guilty_one_is_named(hosts: Hosts, number: int) -> None:
+    hosts.fault(hosts.nodes[number], "firewall", "1024-65535")
     code, rows = examine(hosts, "--hosts", ",".join(hosts.nodes[:3]), "--gpus-per-node", "1")
     assert code == 1
-    assert [(row["check"], row["host"]) for row in complaints(rows)] == [(check, hosts.nodes[number])]
-    assert said in next(row["found"] for row in rows if row["verdict"] == "wrong")
-
-
-def test_two_names_of_one_machine_are_named(hosts: Hosts) -> None:
-    node, alias = hosts.nodes[1], "node02-too"
-    with ExitStack() as undo:
-        for path, entry in (
-            ("/etc/ssh/ssh_known_hosts", f"s/^{node},/{alias},/p"),
-            ("/etc/hosts", f"s/ {node}$/ {alias}/p"),
-        ):
-            hosts.run("login", ["cp", path, f"{path}.well"])
-            undo.callback(hosts.run, "login", ["bash", "-c", f"cat {path}.well >{path}; rm {path}.well"])
-            hosts.run("login", ["bash", "-c", f"sed -n '{entry}' {path}.well >>{path}"])
-        code, rows = examine(hosts, "--hosts", f"{hosts.nodes[0]},{node},{alias}", "--gpus-per-node", "1")
-    assert code == 1
-    assert [(row["check"], row["host"]) for row in complaints(rows)] == [("hosts", alias)]
-    assert f"the same machine as {node}" in next(row["found"] for row in rows if row["host"] == alias)
-
-
-def test_a_slow_link_is_named_with_its_host(hosts: Hosts) -> None:
-    node = hosts.nodes[1]
-    hosts.fault(node, "rate", "10mbit")
-    code, rows = examine(hosts, "--hosts", ",".join(hosts.nodes[:3]), "--gpus-per-node", "1")
-    links = [row for row in rows if row["check"] == "links"]
-    assert [(row["verdict"], row["host"]) for row in links] == [("warning", node)]
-    assert (code, complaints(rows)) == (0, [])
+    assert [(row["check"], row["host"]) for row in complaints(rows)] == [("connections", hosts.nodes[number])]
+    assert f"cannot connect to {hosts.nodes[number]}" in next(row["found"] for row in rows if row["verdict"] == "wrong")

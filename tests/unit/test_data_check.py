@@ -11,9 +11,9 @@ import pytest
 from made_data import save_animation
 from PIL import Image
 
-from planning.data_check import check_data, check_datasets
+from planning.data_check import check_data
 from scripts import doctor
-from training.data import DataOptions, load_data
+from training.data import DataOptions
 
 
 @pytest.fixture
@@ -54,14 +54,6 @@ def test_images_in_memory():
     report = check_data(DataOptions())
     assert (report.images, report.unreadable) == (1797, [])
     assert report.sizes == [(32, 32)] * 2
-
-
-def test_a_sample_is_spread_over_both_parts(folder):
-    pair = load_data(DataOptions(data=str(folder)))
-    (folder / "a" / "0.png").write_bytes(b"")
-    whole, sample = check_datasets(pair), check_datasets(pair, most=1)
-    assert (whole.decoded, len(whole.unreadable)) == (5, 1)
-    assert (sample.decoded, sample.images) == (2, 5)
 
 
 def test_doctor_reports_a_good_data_set(monkeypatch, capsys):

@@ -20,8 +20,7 @@ from PIL import Image
 
 from delivery.image_numbers import read_numbers
 from delivery.predict import _list_images
-from planning.data_check import check_datasets
-from planning.doctor.workload import dataset_fingerprint
+from planning.data_check import DataReport, decode_part
 from training.config import TrainConfig
 from training.data import DataOptions, load_data
 from training.data.datasets import DatasetPair, ImageDataset
@@ -124,7 +123,7 @@ def test_a_server_that_stays_silent_is_one_line_from_every_process(tmp_path, wor
     silent = dataclasses.replace(pair, train=SilentData(pair.train))
     for batches in (train_loader(silent, batch_size=2, workers=workers).epoch(0), [None]):
         with pytest.raises(FileServerError) as error:
-            next(iter(batches)) or check_datasets(silent, workers)
+            next(iter(batches)) or decode_part("train", workers, DataReport(silent))
         assert re.fullmatch(r"'image [0-3]' cannot be read: Stale file handle, also after 7 s[^\n]*", str(error.value))
 
 
@@ -134,7 +133,6 @@ READERS = {
     "arrays": ("x.npz", "load", lambda path: load_data(DataOptions(data=f"npz:{path}"))),
     "predict's folder": ("/train/a", "list", lambda path: list(_list_images(path, [".png"]))),
     "predict's word": ("/train/a", "stat", lambda path: list(_list_images(path, [".png"]))),
-    "the doctor's copies": ("/train/b", "list", lambda path: dataset_fingerprint({"data": str(Path(path).parents[1])})),
 }
 
 

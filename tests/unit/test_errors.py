@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from delivery.trained_model import TrainedModel, find_model, find_run
 from models.weights_file import read_weights_file
-from planning.doctor.collect import dataset_options
+from planning.doctor.doctor_command import data_fields
 from training.checkpoint.weights import read_metadata
 from training.config import TrainConfig
 from training.data import DataOptions, load_data
@@ -95,4 +95,4 @@ def test_a_path_that_no_file_can_have_is_one_line(use, word):
         use(word)
     with pytest.raises(UserError, match="no folder of that name exists"):
         layout_of(DataOptions(data=word))
-    assert dataset_options(TrainConfig(data=word))["data"].endswith(word)
+    assert data_fields(TrainConfig(data=word))["data"].endswith(word)
