@@ -4,7 +4,7 @@
 # Does nothing where they are there, and says what is missing where it cannot install them: the tests then skip.
 set -euo pipefail
 
-PACKAGES=(openssh-server iproute2 nftables procps munge slurmctld slurmd slurm-client faketime)
+PACKAGES=(openssh-server iproute2 nftables procps munge slurmctld slurmd slurm-client)
 
 missing=()
 if command -v dpkg-query >/dev/null; then

@@ -14,7 +14,6 @@
 #   netlab.sh fault HOST rate 10mbit  bandwidth limit (tbf), both directions
 #   netlab.sh fault HOST delay 50 [LOSS%]  delay each way in ms, by a userspace relay
 #   netlab.sh fault HOST firewall PORT     HOST drops whatever comes to this TCP port
-#   netlab.sh fault HOST mtu BYTES [ADDRESS]  the switch drops larger packets from and to HOST, but not those of ADDRESS
 #   netlab.sh fault HOST crash        kill -9 every process; the kernel still sends RST
 #   netlab.sh fault HOST poweroff     the same, but silent on the wire
 #   netlab.sh fault HOST clear        undo all but crash and poweroff
@@ -192,12 +191,6 @@ fault() { # HOST KIND [ARG...]
         ip netns exec "$(ns "$host")" nft -f - <<<"table inet faults {
             chain in { type filter hook input priority 0; tcp dport $1 drop; }; }"
         ;;
-    mtu)
-        ip netns exec "$SWITCH" nft -f - <<<"table netdev $p {
-            chain in { type filter hook ingress device $p priority 0; ip daddr != ${2:-0.0.0.0} meta length > $1 drop; }; }"
-        ip netns exec "$(ns "$host")" nft -f - <<<"table netdev faults {
-            chain in { type filter hook ingress device eth0 priority 0; ip saddr != ${2:-0.0.0.0} meta length > $1 drop; }; }"
-        ;;
     crash) kill -9 "$(cat "$LAB/pid/$host")" ;;
     poweroff) fault "$host" blackhole && fault "$host" crash ;;
     clear)
@@ -210,7 +203,6 @@ fault() { # HOST KIND [ARG...]
         tc -n "$SWITCH" qdisc del dev "$p" root 2>/dev/null || true
         tc -n "$(ns "$host")" qdisc del dev eth0 root 2>/dev/null || true
         ip netns exec "$(ns "$host")" nft flush ruleset
-        ip netns exec "$SWITCH" nft delete table netdev "$p" 2>/dev/null || true
         ip -n "$SWITCH" link set "$p" up
         for _ in {1..50}; do # the carrier needs a moment after "up"
             bridge -n "$SWITCH" link set dev "$p" state 3 2>/dev/null && break
