@@ -31,7 +31,7 @@ from benchmarks.launch import torchrun
 from benchmarks.peers import ours
 from benchmarks.peers.bare_ddp import BASELINE, FLOOR, TUNED
 from benchmarks.peers.job import Job, write_job
-from benchmarks.peers.ours import SAME_CODE
+from benchmarks.peers.ours import SHARED_MEMORY
 from benchmarks.report import Section, ratios_to, save, show, spread, versions
 from training.parallel.strategies import STRATEGIES
 
@@ -107,7 +107,7 @@ def steps_section(table: StepTable, plan: Plan, job: Job) -> Section:
         f"{len(rounds)} round(s) of {table.steps} steps in one job, order shuffled; median (quartiles) of the ratio "
         "within each round, less is faster. Lightning and the Trainer own their loop: each round is one short fit, "
         f"timed by a callback from its third step on. Goal of our rows: at most {table.goal:.2f} of {BASELINE}; the "
-        f"row '{FLOOR}' is the floor: channels_last, no exchange, no optimizer. {SAME_CODE}"
+        f"row '{FLOOR}' is the floor: channels_last, no exchange, no optimizer. {SHARED_MEMORY}"
     )
     columns = ("contestant", f"time / {BASELINE}", f"time / {TUNED}", "ms/step (median)")
     return Section(f"Steps from memory, {table.model_type} at {table.image_size} pixels", text, columns, rows)
@@ -190,7 +190,7 @@ def files_section(rounds: list[Round], workers: Mapping[str, int], plan: Plan) -
         "(quartiles, or the range of two rounds) of the ratio within each round, more is faster. Workers a rank: the "
         f"better of 0 and 1 for each peer, found with {min(CALIBRATION_IMAGES, plan.images)} of the files. "
         f"The fastest peer is the fastest of the libraries; the loops by hand stand apart. {SAME_PIXELS} "
-        f"{SAME_CODE}"
+        f"{SHARED_MEMORY}"
     )
     columns = ("contestant", "workers", "images/s, epoch 1", "images/s, later", f"later / {BASELINE}")
     columns += (f"later / {TUNED}", f"later / fastest peer ({fastest})")

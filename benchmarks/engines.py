@@ -22,7 +22,7 @@ from benchmarks.compare_steps import step_rounds
 from benchmarks.memory import MALLOC, Case, measured
 from benchmarks.peers.bare_ddp import BASELINE, FLOOR
 from benchmarks.peers.job import NUM_CLASSES, Job
-from benchmarks.peers.ours import SAME_CODE
+from benchmarks.peers.ours import SHARED_MEMORY
 from benchmarks.report import Section, ratios_to, save, show, spread, versions
 
 Rounds = Sequence[Mapping[str, float]]
@@ -51,7 +51,7 @@ def step_section(job: Job, rounds_of: Mapping[int, Rounds], steps: int) -> Secti
     text = (
         f"{job.batch_size} images of {job.image_size} pixels per rank, clipping {job.gradient_clipping:g}; rounds of "
         f"{steps} steps in one job per number of ranks, order shuffled; median (quartiles) of the ratio within each "
-        f"round. '{FLOOR}' has neither exchange nor optimizer. {SAME_CODE}"
+        f"round. '{FLOOR}' has neither exchange nor optimizer. {SHARED_MEMORY}"
     )
     return Section(f"One step, {job.model_type}", text, tuple(columns), [tuple(row) for row in cells.values()])
 
@@ -85,7 +85,7 @@ def memory_section(job: Job, rounds_of: Mapping[int, Rounds]) -> Section:
         f"MB (10^6 bytes) per rank beyond the libraries, mean over the ranks, {job.batch_size} images of "
         f"{job.image_size} pixels per rank, no clipping; each case once. Held: between two steps; peak: within the "
         "third step. Both are proportional set sizes: a page that k ranks share counts as a k-th for each. Peak "
-        f"resident counts shared pages in full on every rank, as `top` does. {SAME_CODE}"
+        f"resident counts shared pages in full on every rank, as `top` does. {SHARED_MEMORY}"
     )
     return Section(f"Memory per rank, {job.model_type}", text, tuple(columns), rows)
 

@@ -29,14 +29,15 @@ import psutil
 import torch
 
 from benchmarks.launch import torchrun
-from benchmarks.our_engine import engine_of
 from benchmarks.report import Section, save, show, versions
 from models import MODELS
 from models.build import build_model
 from planning.machines import detect_machine
 from planning.search import PlannedJob, memory_of
 from training.config import TrainConfig
-from training.parallel.strategies import STRATEGIES
+from training.parallel.build_engine import resolve_engine
+from training.parallel.deepspeed_config import read_strategy_json
+from training.parallel.strategies import STRATEGIES, plan_of
 
 FILL = 0.8  # of the free memory
 LARGE = ("vgg", "ensemble")
@@ -109,7 +110,7 @@ def resolved(case: Case) -> Case:
     """Return a case with the engine that it gets."""
     with torch.device("meta"):
         network = build_model(case.model, num_classes=case.classes, image_size=case.image_size).module
-    engine = engine_of(network, case.strategy, torch.device("cpu"), case.ranks, case.engine)
+    engine = resolve_engine(case.engine, plan_of(case.strategy, case.ranks), read_strategy_json(case.strategy), network)
     return dataclasses.replace(case, engine=engine)
 
 

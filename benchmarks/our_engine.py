@@ -28,12 +28,6 @@ def as_convolutions(module: nn.Module) -> nn.Module:
     return module
 
 
-def engine_of(module: nn.Module, strategy: str, device: torch.device, ranks: int, engine: str = "auto") -> str:
-    """Return the name of the engine that a run gets which asks for this one."""
-    plan = plan_of(strategy, ranks)
-    return resolve_engine(engine, plan, read_strategy_json(strategy), module, device)
-
-
 def make_engine(
     module: nn.Module,
     strategy: str,
@@ -66,14 +60,14 @@ def make_engine(
     config = TrainConfig(learning_rate=learning_rate, weight_decay=weight_decay)
     module = module.to(world.device)
     optimizer = build_optimizer(module, config, (), discriminative=False)
+    strategy_json, plan = read_strategy_json(strategy), plan_of(strategy, world.size)
     json = deepspeed_config(
-        read_strategy_json(strategy),
+        strategy_json,
         batch_size_per_rank=batch_size,
         accumulation_steps=accumulation_steps,
         gradient_clipping=gradient_clipping,
         offload="none",
     )
-    plan = plan_of(strategy, world.size)
     setup = EngineSetup(
         *(module, optimizer, plan, precision, world, batch_size),
         accumulation_steps=accumulation_steps,
@@ -81,7 +75,7 @@ def make_engine(
         deepspeed_config=json,
         compiles=compiles,
     )
-    return build_engine(setup, engine_of(module, strategy, world.device, world.size, engine))
+    return build_engine(setup, resolve_engine(engine, plan, strategy_json, module))
 
 
 def training_step(engine: Engine, *, channels_last: bool = True) -> Step:

@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from models.activations import Activations
-from planning.state_rules import NATIVE_SHARED, STATE_RULES, StateRule
+from planning.state_rules import ALONE, SHARED, STATE_RULES, StateRule
 from training.parallel.strategies import ParallelPlan
 from training.parallel.summation_tree import StepTree
 
@@ -108,7 +108,6 @@ def plan_memory(
     activations: Activations,
     accumulation_steps: int = 1,
     device: str = "cpu",
-    updates_matrices: bool = False,
 ) -> MemoryPlan:
     """Predict the bytes of one rank; plain arithmetic.
 
@@ -120,17 +119,19 @@ def plan_memory(
         activations: of one micro-batch.
         accumulation_steps: micro-steps of an update.
         device: 'cpu' or 'cuda'; CPU ranks are those of one machine.
-        updates_matrices: whether the rule is one of `MATRIX_RULES`, which PyTorch's engine deals out to the ranks.
     """
     ranks = plan.shards * plan.replicas
     shares = device == "cpu" or ranks == 1
-    rule = NATIVE_SHARED if engine == "native" and shares else STATE_RULES[engine, plan.zero_stage]
+    rule = STATE_RULES[engine, plan.zero_stage]
+    if engine == "torch" and (ranks == 1 or (shares and plan.zero_stage == 1)):
+        rule = SHARED if plan.zero_stage == 1 else ALONE
     traffic = _traffic(rule, sizes, plan, ranks, device)
     whole, part = FLOAT32_BYTES * sizes.trained, FLOAT32_BYTES * sizes.trained / plan.shards
     others, accumulates = ranks > 1, accumulation_steps > 1
-    computed = rule.gradients * _rows(rule, ranks, accumulation_steps) * whole + rule.sharded_gradients * part
+    rows = _rows(ranks, accumulation_steps)
+    computed = rule.gradients * (rows if rule.parks_sums else 1) * whole + rule.sharded_gradients * part
     gradients = computed + ((rule.sums * part + rule.received * whole) if others else 0)
-    gradients += rule.accumulates_whole * accumulates * whole
+    gradients += rule.accumulates_whole * accumulates * rows * whole
     later = 0.0
     if not rule.gradients_stay:
 
@@ -142,8 +143,7 @@ def plan_memory(
         later = activations.workspace - max(at_once - missing(done) for at_once, done in activations.moments)
     frozen = FLOAT32_BYTES * (sizes.parameters - sizes.trained)
     versions = accumulation_steps if engine != "deepspeed" and accumulates else 0  # of BatchNorm's statistics
-    deals = rule.whole_moments and updates_matrices and others
-    moments = optimizer_values * (whole if rule.whole_moments and not deals else part)
+    moments = optimizer_values * part
     return _placed(
         MemoryPlan(
             weights=round(rule.weights * whole + rule.sharded_weights * part + frozen),
@@ -153,7 +153,7 @@ def plan_memory(
             activations=activations.saved,
             workspace=max(activations.workspace, traffic.forward),
             communication=round(traffic.most),
-            step=round(max(rule.step * part + deals * (whole + part), traffic.step)),
+            step=round(max(rule.step * part, traffic.step)),
             stays=round((traffic.buckets + gradients) * rule.gradients_stay),
             later=round(later),
             heap=activations.heap + (0 if rule.gradients_stay else round(gradients)),
@@ -184,7 +184,7 @@ def _traffic(rule: StateRule, sizes: ModelSizes, plan: ParallelPlan, ranks: int,
     filled = FLOAT32_BYTES * (min(filled, sizes.trained - alone) if on_cpu else filled)
     sent = FLOAT32_BYTES * max(min(plan.bucket_elements, sizes.trained), alone)
     outside = sizes.outside if rule.block_gradients else 0
-    gathered = rule.gathered_alone + (rule.gathered if ranks > 1 else 0)
+    gathered = rule.gathered if ranks > 1 else 0
     blocks = rule.gathered_blocks * sizes.largest_block + bool(rule.gathered_blocks) * sizes.outside
     weights = FLOAT32_BYTES * (gathered * sizes.trained + blocks)
     gradients = FLOAT32_BYTES * (rule.block_gradients * sizes.largest_block + outside)
@@ -203,10 +203,8 @@ def _traffic(rule: StateRule, sizes: ModelSizes, plan: ParallelPlan, ranks: int,
     )
 
 
-def _rows(rule: StateRule, ranks: int, accumulation_steps: int) -> int:
+def _rows(ranks: int, accumulation_steps: int) -> int:
     """Whole gradients of a rank: the running sum, and those that the tree sets aside."""
-    if not rule.parks_sums:
-        return 1
     tree = StepTree(ranks, accumulation_steps)
     return max(tree.rows_sent, 1 + max(segment.most_parked for segment in tree.segments))
 

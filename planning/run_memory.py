@@ -16,11 +16,13 @@ from training.checkpoint.atomic_write import write_json
 from training.config import TrainConfig
 from training.observe.environment import RunFacts
 from training.observe.run_folder import PREDICTION
+from training.parallel.strategies import STRATEGIES
 
 # Of a rank's process on a CPU, fitted to trainings of some models there, see docs/memory.md: code and tables that are
-# loaded after the engine's choice (kernels, DeepSpeed itself), by engine, and what the heap grows by in the first steps
+# loaded after the engine's choice (kernels, FSDP2, DeepSpeed itself), and what the heap grows by in the first steps
 # because batches lie between a step's pieces; and of the activations, what the C library keeps of freed memory.
-LOADED_LATER_BYTES = {"native": 66_000_000, "torch": 82_000_000, "deepspeed": 156_000_000}
+LOADED_LATER_BYTES = {"torch": 66_000_000, "deepspeed": 156_000_000}
+FSDP2_BYTES = 16_000_000
 ALLOCATOR_SLACK = 0.17
 
 
@@ -76,9 +78,11 @@ def _process_bytes(facts: RunFacts, engine: str, memory: MemoryPlan, workload: W
     """
     sizes = workload.sizes
     whole = FLOAT32_BYTES * sizes.parameters
-    shared = 2 * whole * (1 - 1 / facts.ranks) if engine == "native" else 0
+    is_whole = STRATEGIES[facts.config["strategy"]].zero_stage == 1
+    loaded = LOADED_LATER_BYTES[engine] + (FSDP2_BYTES if engine == "torch" and not is_whole else 0)
+    shared = 2 * whole * (1 - 1 / facts.ranks) if engine == "torch" and is_whole else 0
     slack = ALLOCATOR_SLACK * memory.activations
-    return round(facts.process_bytes - whole - sizes.buffer_bytes + LOADED_LATER_BYTES[engine] + slack + shared)
+    return round(facts.process_bytes - whole - sizes.buffer_bytes + loaded + slack + shared)
 
 
 def _saving_bytes(facts: RunFacts, memory: MemoryPlan, workload: Workload) -> int:

@@ -31,7 +31,7 @@ from training.out_of_memory import Rung, next_rung
 from training.parallel.build_engine import ENGINES, resolve_engine
 from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.strategies import STRATEGIES, ParallelPlan, plan_of
-from training.recipe.rules import MATRIX_RULES, check_optimizer
+from training.recipe.rules import check_optimizer
 
 FIRST_PROBE, MOST_PROBES = 4, 5  # times the images of the option; sizes that are tried
 SMALLEST_IMAGE = 32  # pixels, of a size that is suggested
@@ -125,7 +125,7 @@ def memory_of(job: PlannedJob, config: TrainConfig) -> tuple[str, ParallelPlan, 
     plan = plan_of(config.strategy, job.ranks, config.offload, shards)
     json = read_strategy_json(config.strategy, config.deepspeed_config)
     device, network = torch.device("cuda" if job.has_gpus else "cpu"), job.workload.network
-    name = resolve_engine(config.engine, plan, json, network, device, config.optimizer)
+    name = resolve_engine(config.engine, plan, json, network)
     memory = plan_memory(
         sizes=job.workload.sizes,
         engine=name,
@@ -140,7 +140,6 @@ def memory_of(job: PlannedJob, config: TrainConfig) -> tuple[str, ParallelPlan, 
         ),
         accumulation_steps=config.gradient_accumulation_steps,
         device=device.type,
-        updates_matrices=config.optimizer in MATRIX_RULES,
     )
     return name, plan, memory
 

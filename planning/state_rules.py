@@ -21,13 +21,11 @@ class StateRule:
     received: float = 0
     """Other ranks' sums of this rank's part, if there is more than one rank."""
     parks_sums: bool = False
-    """Whether gradients are added along the native engine's tree."""
+    """Whether gradients are added along the tree of PyTorch's engine."""
     accumulates_whole: bool = False
-    """Whether accumulation keeps a whole sum of gradients that are otherwise sharded."""
+    """Whether accumulation keeps whole sums of gradients, as the tree says, that are otherwise sharded."""
     gradients_stay: bool = False
     """Whether the gradients' memory stays taken between the steps; else backward takes it as it computes them."""
-    whole_moments: bool = False
-    """Whether every rank has the optimizer's whole state, unless each updates some of the matrices for all."""
     step: float = 0
     """Sharded values that the optimizer's step needs temporarily."""
     buckets: int = 0
@@ -36,8 +34,6 @@ class StateRule:
     """Whether the gradients of a bucket are copied into one tensor to be sent, and their norm is taken in fp64."""
     gathered: float = 0
     """Whole weights that forward and backward gather temporarily, if there is more than one rank."""
-    gathered_alone: float = 0
-    """The same, also if there is one rank."""
     gathered_blocks: float = 0
     """The same of the largest block, beside what is in no block."""
     gathers_twice: bool = False
@@ -49,13 +45,6 @@ class StateRule:
     sent when backward ends."""
 
 
-# The native engine's CPU ranks on one machine share one copy of the weights, of which each is charged its part.
-NATIVE_SHARED = StateRule(
-    sharded_weights=1, gradients=1, sums=1, parks_sums=True, gradients_stay=True, channels_last=True
-)
-_NATIVE = StateRule(
-    weights=1, gradients=1, sums=1, received=1, parks_sums=True, gradients_stay=True, channels_last=True
-)
 # By engine and ZeRO stage. DeepSpeed keeps a copy of the weights for the optimizer at every stage.
 STATE_RULES: dict[tuple[str, int], StateRule] = {
     ("deepspeed", 1): StateRule(weights=1, sharded_copy=1, gradients=1, step=1, flattens=True),
@@ -71,23 +60,17 @@ STATE_RULES: dict[tuple[str, int], StateRule] = {
         gathered=1,
         gathers_twice=True,
     ),
-    ("native", 1): _NATIVE,
-    ("native", 2): _NATIVE,
-    ("native", 3): StateRule(
-        sharded_weights=1,
-        gathered=1,
-        gradients=1,
-        sums=1,
-        received=1,
-        parks_sums=True,
-        gradients_stay=True,
-        channels_last=True,
+    ("torch", 1): StateRule(
+        weights=1, gradients=1, sums=1, received=1, parks_sums=True, gradients_stay=True, channels_last=True
     ),
-    ("torch", 1): StateRule(weights=1, gradients=1, gradients_stay=True, channels_last=True, whole_moments=True),
     ("torch", 2): StateRule(
-        sharded_weights=1, sharded_gradients=1, accumulates_whole=True, gathered_alone=1, block_gradients=2
+        sharded_weights=1, sharded_gradients=1, accumulates_whole=True, gathered=1, block_gradients=2
     ),
     ("torch", 3): StateRule(
         sharded_weights=1, sharded_gradients=1, accumulates_whole=True, gathered_blocks=2, block_gradients=2
     ),
 }
+# At stage 1 PyTorch's engine shares one copy of the weights between a machine's CPU ranks: each is charged its part.
+SHARED = StateRule(sharded_weights=1, gradients=1, sums=1, parks_sums=True, gradients_stay=True, channels_last=True)
+# One rank has plain parameters under PyTorch's engine at stages 2 and 3.
+ALONE = StateRule(weights=1, gradients=1, accumulates_whole=True)

@@ -7,8 +7,8 @@ link, a message at a time, of which the backward pass hides what it can.
 How far off it is, on one rank. GPUs, none of which was measured here: 46 % too short to 30 % too long, of eight
 published training speeds with 16-bit arithmetic, 224 pixels and large batches (timm's benchmark files for an RTX 3090,
 NVIDIA DeepLearningExamples for an A100, Lambda for an H100). CPU ranks: 20 % too short to 33 % too long on 24 steps of
-the native engine; other engines take up to four times as long on small images. `measured_s` replaces all of it by 20
-steps on this machine. What several ranks exchange was never compared with GPUs.
+PyTorch's engine under `ddp`; others take up to four times as long on small images. `measured_s` replaces all of it by
+20 steps on this machine. What several ranks exchange was never compared with GPUs.
 """
 
 from __future__ import annotations

@@ -86,9 +86,10 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
         raise UserError(
             f"{label_of['offload']} {config.offload}: strategy {config.strategy} allows {', '.join(offloadable)}."
         )
-    if config.replicate_across == "nodes" and (config.engine != "torch" or STRATEGIES[config.strategy].zero_stage == 1):
+    is_whole = STRATEGIES[config.strategy].zero_stage == 1
+    if config.replicate_across == "nodes" and (config.engine == "deepspeed" or is_whole):
         raise UserError(
-            f"{label_of['replicate_across']} nodes: only --engine torch does it, at fsdp_stage2 and fsdp_stage3."
+            f"{label_of['replicate_across']} nodes: --engine torch does it, at fsdp_stage2 and fsdp_stage3."
         )
     check_optimizer(label_of["optimizer"], config.optimizer, config.strategy, config.engine)
     _check_rules(config, label_of)

@@ -74,7 +74,7 @@ from training.observe.scores import Scores, ScoreSums
 from training.observe.step_metrics import peak_memory_per_rank, resident_bytes, run_point, start_timing
 from training.observe.timing import measured_communication
 from training.out_of_memory import describe_failure, is_out_of_memory
-from training.parallel.build_engine import build_engine, note_deepspeed, resolve_engine
+from training.parallel.build_engine import build_engine, note_engine, resolve_engine
 from training.parallel.collectives import agreed, error_on_any_rank, ranks_per_machine
 from training.parallel.compilation import auto_compiles, keep_compiled_code, load_compiled_code, resolve_compile
 from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
@@ -293,7 +293,7 @@ def build_run(
     same_code = "" if is_choice else "on" if compiles else "off"
     setup, engine_name = set_up_engine(config, built, strategy_json, precision, world, compiles=compiles)
     notes += note_other_epochs(config, found, plan, head_epochs, engine_name, same_code)
-    notes += note_deepspeed(config.engine, engine_name, setup.plan, strategy_json)
+    notes += note_engine(config.engine, engine_name, setup.plan, strategy_json, built.module)
     first_step = plan.position(found.manifest.progress) if found else 0
     loggers = Loggers([])
     if world.is_main:
@@ -351,7 +351,7 @@ def set_up_engine(
     shards = ranks_per_machine(world) if config.replicate_across == "nodes" else world.size
     parallel = plan_of(config.strategy, world.size, config.offload, shards)
     name = agreed(
-        lambda: resolve_engine(config.engine, parallel, strategy_json, built.module, world.device, config.optimizer),
+        lambda: resolve_engine(config.engine, parallel, strategy_json, built.module),
         world,
     )
     discriminative = has_slow_backbone(config)

@@ -21,7 +21,7 @@ from training.parallel.world import World
 OURS, PLAIN, TIMM = "ours (ddp)", "plain PyTorch loop", "timm's loop"
 OURS_COMPILED, OURS_WITH_GRAPHS = "ours, compiled", "ours, compiled, CUDA graphs"
 TIMM_COMPILED = "timm's loop, compiled"
-DEFAULT_ENGINE = "native"  # what --engine auto takes on one GPU
+DEFAULT_ENGINE = "torch"  # what --engine auto takes on one GPU
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,9 @@ from training.parallel.strategies import STRATEGIES
 from training.parallel.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
-SAME_CODE = (
-    "On CPU ranks of one machine the native engine, which `--engine auto` takes there, runs the same code for all "
-    "three strategies, because sharing memory already saves what sharding would: one copy of the weights lies in "
-    "memory that all ranks map. So its three rows are repeats of one measurement, not the price of sharding; its "
-    "stage 3 is not the same work as another's."
+SHARED_MEMORY = (
+    "Under `ddp` CPU ranks of one machine share one copy of our weights, in memory that all of them map, and read each "
+    "other's gradients there."
 )
 
 

@@ -52,7 +52,7 @@ class Case:
     launcher: str
     micro_batches: int  # of a step, over all ranks
     workers: int
-    engine: str = "native"
+    engine: str = "torch"
     image_size: int = 32  # pixels
     recipe: str = "plain"
 
@@ -63,12 +63,12 @@ class Case:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The numbers of ranks that a launch may have for the same bytes; the first is the oracle's."""
-        return RANKS if self.engine == "native" else (2,)
+        return RANKS if self.engine == "torch" else (2,)
 
     @property
     def oracle(self) -> Case:
-        """The case whose uninterrupted run has to give the same bytes: all of the native engine's strategies agree."""
-        strategy = "ddp" if self.engine == "native" else self.strategy
+        """The case whose uninterrupted run has to give the same bytes: stages 2 and 3 agree."""
+        strategy = self.strategy if self.strategy == "ddp" or self.engine == "deepspeed" else "fsdp_stage2"
         return replace(self, strategy=strategy, launcher="direct", workers=0)
 
     def start(self, ranks: int, mark: str, log_dir: Path, output: Path, *flags: str) -> subprocess.Popen:
@@ -110,14 +110,14 @@ class Case:
 def make_case(number: int) -> Case:
     """Return the case of a training, from 0: all strategies under all launchers and with all recipes in 9.
 
-    A quarter of them trains with PyTorch's own engine, under all strategies within 12 and with all recipes within 14.
+    A quarter of them trains with DeepSpeed, under all strategies within 12 and with all recipes within 14.
     """
     return Case(
         STRATEGIES[number % 3],
         LAUNCHERS[number // 3 % 3],
         micro_batches=4 << number // 9 % 2,
         workers=(number + number // 18) % 2,
-        engine="torch" if number % 4 == 1 else "native",
+        engine="deepspeed" if number % 4 == 1 else "torch",
         recipe=list(RECIPES)[(number + number // 3) % 3],
     )
 

@@ -11,7 +11,8 @@ from hypothesis import given, seed, settings
 from tests.unit.launcher_fuzz import cases, check_dry_run, check_with_fake_programs, fuzz_settings
 from tests.unit.launching import WORDS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+# 300 launches take minutes, beside another suite many.
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("number", [1, 2])

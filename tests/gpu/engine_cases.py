@@ -119,7 +119,7 @@ def copy_report(world: World, engine: str, precision: str):
 
 def accumulation_report(world: World, micro_steps: int):
     """Note micro-batches of 6 MiB each; return the bytes that stay on the GPU until the verdict."""
-    engine = build(world, 0, engine="native")
+    engine = build(world, 0, engine="torch")
     guard = NonFiniteGuard(engine, world, Loggers([]), 0, str)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -133,14 +133,12 @@ def accumulation_report(world: World, micro_steps: int):
 
 
 def leaves_report(world: World, leaves: int):
-    """Take one step on so many leaves, natively and by hand; return the weights and each leaf's statistics of both.
+    """Take one step on so many leaves, by the engine and by hand; return the weights and each leaf's statistics.
 
     By hand, every leaf has a copy of the model, and their gradients are added pair by pair: whichever rank computes a
     leaf, these are the numbers that are added.
     """
-    engine = build(
-        world, 0, engine="native", optimizer="sgd", gradient_clipping=0.0, gradient_accumulation_steps=leaves
-    )
+    engine = build(world, 0, engine="torch", optimizer="sgd", gradient_clipping=0.0, gradient_accumulation_steps=leaves)
     plain = copy.deepcopy(engine.module)
     copies = [copy.deepcopy(plain) for _ in range(leaves)]
     for leaf, module in enumerate(copies):
@@ -172,10 +170,10 @@ def leaves_report(world: World, leaves: int):
 
 
 def compiled_report(world: World, strategy: str):
-    """Train natively with and without `torch.compile` in the mode that a small batch gets; return the losses."""
+    """Train with and without `torch.compile` in the mode that a small batch gets; return the losses."""
     losses = []
     for choice in ("off", "on"):
-        engine = build(world, 0, engine="native", strategy=strategy, compile=choice)
+        engine = build(world, 0, engine="torch", strategy=strategy, compile=choice)
         losses.append(train(world, engine, range(6)))
         engine.close()
     return losses

@@ -149,7 +149,7 @@ def peak_of_an_epoch(world: World, accumulation: int) -> int:
     """Train one epoch of 64 x 64 images in micro-batches of 64; return the bytes it took beyond what was there."""
     data = blank_images(64 * accumulation)
     plan = BatchPlan(64 * accumulation, 64, accumulation, 1, 0)
-    config = engine_ranks.configuration(gradient_accumulation_steps=accumulation, engine="native")
+    config = engine_ranks.configuration(gradient_accumulation_steps=accumulation, engine="torch")
     engine = engine_ranks.make_engine(world, engine_ranks.make_model(False).to(world.device), config, "bf16")
     context = engine_ranks.loop_context(world, engine, plan, 64, timing=Timing(start_clock(world.device)))
     state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
@@ -168,7 +168,7 @@ def steps_without_waits(world: World, workers: int) -> int:
     """Train on digits from our loader; after two steps of warming up, whatever waits for the GPU is an error."""
     data = load_data(DataOptions(data="digits", augmentation="shift_flip"))
     module = build_model("basic_cnn", num_classes=10, image_size=data.preprocessing["image_size"]).module
-    engine = make_engine(module, "ddp", "bf16", 16, world, engine="native")
+    engine = make_engine(module, "ddp", "bf16", 16, world, engine="torch")
     sums = ScoreSums(10, world.device)
     loader = TrainLoader(data, BatchPlan(len(data.train), 16, 1, 1, 0), 0, workers=workers, device=world.device)
     done = 0

@@ -19,7 +19,7 @@ from tests.training.commands import launch, read_metrics
 
 FOLDER = Path(__file__).parent
 MODELS = ("basic_cnn", "mobilenet", "ensemble")
-ENGINES = ("native", "deepspeed")
+ENGINES = ("torch", "deepspeed")
 RANKS, BATCH_SIZE_PER_RANK, EPOCHS = 2, 16, 1
 FLAGS = ["--ensemble-members", "mobilenet,efficientnet", "--val-fraction", "0.5", "--log-every-steps", "15"]
 SILENT = ["--tensorboard", "false", "--report", "false", "--progress", "off"]

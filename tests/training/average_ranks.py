@@ -19,7 +19,7 @@ from tests.training.engine_ranks import (
     whole_tensors,
     without_shared_memory,
 )
-from training.parallel import native_engine
+from training.parallel import zero1
 from training.parallel.collectives import gather_rows
 from training.parallel.engine import Engine
 from training.parallel.parameter_shards import gather_weights
@@ -58,12 +58,12 @@ def average(world: World, over_collectives: bool = False, **changes: Any) -> dic
 
 def waits_of_lookahead(world: World, over_collectives: bool) -> int:
     """Return how often all ranks wait for each other so that lookahead may pull, in two steps with one pull."""
-    config = configuration(gradient_accumulation_steps=LEAVES // world.size, engine="native")
+    config = configuration(gradient_accumulation_steps=LEAVES // world.size, engine="torch")
     with without_shared_memory() if over_collectives else nullcontext():
         engine = make_engine(world, make_model(True), config)
-    averages, barrier = WeightAverages(engine, 0, lookahead_steps=2, steps_per_epoch=3), native_engine.barrier
+    averages, barrier = WeightAverages(engine, 0, lookahead_steps=2, steps_per_epoch=3), zero1.barrier
     train_steps(world, engine, range(2), LEAVES // world.size)
-    with mock.patch.object(native_engine, "barrier", side_effect=barrier) as waits:
+    with mock.patch.object(zero1, "barrier", side_effect=barrier) as waits:
         for step in (1, 2):
             averages.after_step(True, step)
     engine.close()

@@ -23,7 +23,7 @@ from training.observe.heartbeat import HeartbeatWriter
 from training.observe.loggers import Loggers
 from training.observe.scores import ScoreSums, sample_losses
 from training.observe.step_metrics import Timing
-from training.parallel import buckets, torch_distribution
+from training.parallel import buckets
 from training.parallel.activation_checkpointing import enable_activation_checkpointing
 from training.parallel.batchnorm import synchronize_batchnorm
 from training.parallel.build_engine import build_engine, resolve_engine
@@ -37,7 +37,7 @@ from training.parallel.world import World
 from training.recipe.freezing import BackboneFreezer
 from training.recipe.loss import build_loss
 from training.recipe.nonfinite_steps import NonFiniteGuard
-from training.recipe.optimizer import build_optimizer, updates_matrices
+from training.recipe.optimizer import build_optimizer
 from training.recipe.schedule import Schedule
 from training.state import Progress, TrainContext, TrainState
 
@@ -123,7 +123,7 @@ def make_engine(
         sharding,
         compiles=config.compile == "on",
     )
-    return build_engine(setup, resolve_engine(config.engine, plan, strategy_json, module, world.device))
+    return build_engine(setup, resolve_engine(config.engine, plan, strategy_json, module))
 
 
 def configuration(**changes: Any) -> TrainConfig:
@@ -198,28 +198,10 @@ def train_with_engine(
     return result
 
 
-def train_with_muon(world: World, steps: int, deals: bool):
-    """As `train_with_engine` with Muon under torch, perhaps with all updates on each rank; count this rank's values."""
-    if not deals:
-        torch_distribution.updates_matrices = lambda optimizer: False
-    engine = make_engine(world, make_model(True), configuration(optimizer="muon", engine="torch"))
-    torch_distribution.updates_matrices = updates_matrices
-    losses = train_steps(world, engine, range(steps))
-    updated = sum(weight.numel() for group in engine.optimizer.param_groups for weight in group["params"])
-    live = {name: weight.double().tolist() for name, weight in engine.module.named_parameters()}
-    result = {"losses": losses, "live": live, "updated": updated}
-    engine.close()
-    return result
-
-
-def train_over_collectives(world: World, steps: int, strategy: str, optimizer: str):
-    """As `train_with_engine`, natively, on a machine without memory to share; say how the ranks exchanged."""
-    config = configuration(strategy=strategy, optimizer=optimizer, engine="native")
+def train_over_collectives(world: World, steps: int, optimizer: str):
+    """As `train_with_engine` under ddp, on a machine without memory to share."""
     with without_shared_memory():
-        engine = make_engine(world, make_model(True), config)
-    losses = train_steps(world, engine, range(steps))
-    live = live_weight_bytes(engine)
-    return {"losses": losses, "weights": weights_of(engine), "live": live}
+        return train_with_engine(world, steps, optimizer=optimizer, engine="torch")
 
 
 def train_blocks(world: World, strategy: str, engine: str, over_collectives: bool = False, **changes: Any):
@@ -252,15 +234,13 @@ def uneven_machines(world: World) -> str:
     return ""
 
 
-def live_weight_bytes(engine: Engine) -> int:
-    """Return the bytes of the weights that this rank holds between two steps."""
-    return sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in engine.module.parameters()}.values())
+def train_leaves(world: World, leaves: int, precision: str = "fp32", over_collectives: bool = False, **changes: Any):
+    """Train on so many micro-batches a step; return the sha256 of norms and the whole state, and what is updated here.
 
-
-def train_leaves(world: World, leaves: int, optimizer: str, precision: str, over_collectives: bool) -> str:
-    """Train natively on so many micro-batches a step; return the sha256 of gradient norms and the whole state."""
+    The second is the number of elements that this rank's optimizer has, without those that only align others.
+    """
     accumulation = leaves // world.size
-    config = configuration(optimizer=optimizer, engine="native", gradient_accumulation_steps=accumulation)
+    config = configuration(engine="torch", gradient_accumulation_steps=accumulation, **changes)
     with without_shared_memory() if over_collectives else nullcontext():
         engine = make_engine(world, make_model(True), config, precision, discriminative=True)
     digest = hashlib.sha256()
@@ -274,8 +254,9 @@ def train_leaves(world: World, leaves: int, optimizer: str, precision: str, over
             digest.update(tensor.contiguous().numpy().tobytes())
     for buffer in engine.buffers.by_name().values():
         digest.update(gather_rows(buffer.reshape(-1), world).numpy().tobytes())
+    updated = sum(tensors.numel() for shard in engine.state().shards for tensors in [shard.tensors["weights"]])
     engine.close()
-    return digest.hexdigest()
+    return digest.hexdigest(), updated
 
 
 def decayed_and_not(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@
 Most of a launch is its start: 18 trainings in one launch take minutes less than 18 launches. `--epochs` holds for
 all models but vgg, of which one epoch must do: a step of its 134 million parameters takes seconds on a CPU. Its rate is
 a tenth of the others': at theirs its first losses jump to 17, and the last bits of two strategies grow with them. And
-its engine is DeepSpeed under every strategy: by itself `ddp` would be native here, stages 2 and 3 not.
+its engine is DeepSpeed.
 """
 
 from __future__ import annotations

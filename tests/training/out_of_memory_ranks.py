@@ -18,8 +18,8 @@ from planning.run_memory import plan_memory
 from training.checkpoint.resume import FIRST_START
 from training.config import TrainConfig
 from training.observe.run_folder import BATCH_SIZE
-from training.parallel.native_engine import NativeEngine
 from training.parallel.signals import StopRequest
+from training.parallel.torch_engine import TorchEngine
 from training.parallel.world import World
 from training.run import build_run, train
 
@@ -61,14 +61,14 @@ def find_batch_size(
     """
     config = TrainConfig(**(SETTINGS | {"log_dir": log_dir, "run_name": name, "batch_size": "auto"} | changes))
     start = dataclasses.replace(FIRST_START, plan_memory=plan_memory)
-    is_short, stop, forward = world.rank == FAILING_RANK, StopRequest(), NativeEngine.forward
+    is_short, stop, forward = world.rank == FAILING_RANK, StopRequest(), TorchEngine.forward
 
-    def fail(engine: NativeEngine, images: torch.Tensor) -> torch.Tensor:
+    def fail(engine: TorchEngine, images: torch.Tensor) -> torch.Tensor:
         if is_short and most and engine.module.training and len(images) > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return forward(engine, images)
 
-    with mock.patch.object(NativeEngine, "forward", fail):
+    with mock.patch.object(TorchEngine, "forward", fail):
         if is_short and limit_mb:
             by_limit(limit_mb)
         context = build_run(config, world, start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import product
 
 import numpy as np
@@ -13,7 +14,7 @@ from training.parallel.strategies import STRATEGIES
 AVERAGE = "tests.training.average_ranks:average"
 CASES = [{"strategy": strategy, "engine": engine} for strategy, engine in product(STRATEGIES, ENGINES)] + [
     {"strategy": "fsdp_stage3", "engine": "torch", "offload": "all"},
-    {"strategy": "fsdp_stage3", "engine": "native", "over_collectives": True},
+    {"strategy": "ddp", "engine": "torch", "over_collectives": True},
 ]
 
 
@@ -33,12 +34,12 @@ def test_timms_ema_is_evaluated_and_exported_and_training_goes_on_as_without_it(
     np.testing.assert_allclose(first["logits"], second["logits"], atol=1e-6)
 
 
-def test_any_number_of_ranks_averages_to_the_same_bytes(run_on_ranks, reports):
-    cases = [case for case in CASES if case["engine"] == "native"]
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_any_number_of_ranks_averages_to_the_same_bytes(is_sharded, run_on_ranks, reports):
+    own = [case["engine"] == "torch" and (case["strategy"] != "ddp") == is_sharded for case in CASES]
+    cases = [*itertools.compress(CASES, own)]
     runs = [report for size in (1, 4) for rank in run_on_ranks(AVERAGE, size, cases) for report in rank]
-    runs += [
-        report for case, ranks in zip(CASES, reports, strict=True) if case["engine"] == "native" for report in ranks
-    ]
+    runs += [report for ranks in itertools.compress(reports, own) for report in ranks]
     assert len({report["digest"] for report in runs}) == 1
 
 

@@ -295,11 +295,11 @@ def test_early_stopping_waits_for_its_patience_and_deepspeed_counts_operations(t
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp_stage2", "fsdp_stage3"])
 def test_an_automatic_learning_rate_under_deepspeed(strategy, tmp_path):
-    """Its trials see the losses of the native engine's; the engine after them is built anew, and trains."""
+    """Its trials see the losses of PyTorch's engine; the engine after them is built anew, and trains."""
     flags = ["--model-type", "basic_cnn", "--data", "fake", "--image-size", "16", "--batch-size", "40", "--epochs", "1"]
     flags += ["--learning-rate", "auto", "--strategy", strategy, "--tensorboard", "false", "--log-dir", str(tmp_path)]
     losses = []
-    for engine in ("deepspeed", "native"):
+    for engine in ("deepspeed", "torch"):
         result = train_alone(*flags, "--engine", engine, "--run-name", engine)
         assert result.returncode == 0, result.stderr
         folder = tmp_path / "runs" / engine

@@ -11,8 +11,8 @@ from ranks import run_ranks
 from tests.training.timing_ranks import SLEEP_SECONDS
 
 OURS = [
-    (1, "forward", "native ddp"),
-    (0, "data", "native ddp"),
+    (1, "forward", "torch ddp"),
+    (0, "data", "torch ddp"),
     (1, "forward", "deepspeed fsdp_stage2"),
     (0, "data", "deepspeed fsdp_stage3"),
 ]

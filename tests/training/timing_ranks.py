@@ -68,7 +68,7 @@ def sleeping_forward(forward):
 
 
 def build(world: World, kind: str):
-    """Return the engine 'ddp', or ours of a kind such as 'native fsdp_stage2'."""
+    """Return the engine 'ddp', or ours of a kind such as 'torch fsdp_stage2'."""
     if kind == "ddp":
         return DdpEngine(world)
     engine, strategy = kind.split()

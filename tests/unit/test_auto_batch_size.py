@@ -24,7 +24,7 @@ from training.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE, UserE
 from training.global_batch import micro_batches, usual_global_batch
 from training.observe.memory_limit import FILL, memory_room
 from training.observe.run_folder import BATCH_SIZE
-from training.parallel.native_engine import NativeEngine
+from training.parallel.torch_engine import TorchEngine
 from training.run import run
 
 CPU = torch.device("cpu")
@@ -149,15 +149,15 @@ def train(log_dir, name, start=FIRST_START, code=0, **changes):
 
 @pytest.fixture
 def short_of_memory(monkeypatch):
-    """Let more than 16 images at a time be too many for the native engine's forward."""
-    forward = NativeEngine.forward
+    """Let more than 16 images at a time be too many for PyTorch's engine's forward."""
+    forward = TorchEngine.forward
 
     def fail(engine, images):
         if engine.module.training and len(images) > 16:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return forward(engine, images)
 
-    monkeypatch.setattr(NativeEngine, "forward", fail)
+    monkeypatch.setattr(TorchEngine, "forward", fail)
 
 
 def test_a_run_trains_as_with_the_number_and_keeps_it(short_of_memory, tmp_path, monkeypatch, capsys):

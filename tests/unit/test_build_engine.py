@@ -20,8 +20,7 @@ from training.config_check import check_config
 from training.errors import UserError
 from training.parallel import compilation
 from training.parallel import model as model_module
-from training.parallel.block_norms import BLOCK, BlockSum, sum_of_squares
-from training.parallel.build_engine import build_engine, note_deepspeed, resolve_engine
+from training.parallel.build_engine import ENGINES, build_engine, note_engine, resolve_engine
 from training.parallel.compilation import (
     PIXELS_THAT_PAY,
     PIXELS_THAT_PAY_ON_GPU,
@@ -33,6 +32,7 @@ from training.parallel.compilation import (
 )
 from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.engine import EngineSetup
+from training.parallel.norms import BLOCK, SumOfSquares, pieces_per_row, squares_of_rows
 from training.parallel.precision import note_slow_bf16
 from training.parallel.strategies import STRATEGIES, plan_of
 from training.parallel.world import World
@@ -46,44 +46,28 @@ def model(parameters):
         return nn.Linear(parameters, 1, bias=False)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "parameters", "device", "expected"),
-    [
-        ("ddp", SMALL, CPU, "native"),
-        ("ddp", LARGE, CPU, "native"),
-        ("fsdp_stage2", SMALL, CPU, "native"),
-        ("fsdp_stage2", LARGE, CPU, "deepspeed"),
-        ("fsdp_stage3", SMALL, CPU, "native"),
-        ("fsdp_stage3", LARGE, CPU, "deepspeed"),
-        *((strategy, SMALL, GPU, "native") for strategy in STRATEGIES),
-        ("ddp", LARGE, GPU, "native"),
-        ("fsdp_stage2", LARGE, GPU, "torch"),
-        ("fsdp_stage3", LARGE, GPU, "torch"),
-    ],
-)
-def test_auto_takes_the_engine_with_the_least_work_on_the_host(strategy, parameters, device, expected):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("parameters", [SMALL, LARGE])
+def test_auto_is_pytorchs_engine(strategy, parameters):
     json = read_strategy_json(strategy)
-    assert resolve_engine("auto", plan_of(strategy, 2), json, model(parameters), device) == expected
+    for plan in (plan_of(strategy, 1), plan_of(strategy, 1024), plan_of(strategy, 4, shards=2)):
+        assert resolve_engine("auto", plan, json, model(parameters)) == "torch"
 
 
-def test_auto_on_gpus_is_pytorch_where_state_is_kept_once_per_machine_or_ranks_are_many():
-    json, small, large = read_strategy_json("fsdp_stage3"), model(SMALL), model(LARGE)
-    assert resolve_engine("auto", plan_of("fsdp_stage3", 1), json, large, GPU) == "native"
-    assert resolve_engine("auto", plan_of("fsdp_stage3", 4, shards=2), json, small, GPU) == "torch"
-    assert resolve_engine("auto", plan_of("ddp", 64), {}, large, GPU) == "native"
-    assert resolve_engine("auto", plan_of("ddp", 65), {}, small, GPU) == "torch", "messages to every other rank"
-    with_a_number = nn.ParameterList([torch.empty(LARGE, device="meta"), torch.ones(())])
-    assert resolve_engine("auto", plan_of("fsdp_stage3", 2), json, with_a_number, GPU) == "native"
-
-
-@pytest.mark.parametrize("device", [CPU, GPU])
-def test_auto_says_why_it_takes_deepspeed(device):
-    plan = plan_of("fsdp_stage3", 2, "all")
-    assert resolve_engine("auto", plan, {"flops_profiler": {}}, model(SMALL), device) == "deepspeed"
-    assert note_deepspeed("auto", "deepspeed", plan, {"flops_profiler": {}}) == [
-        "--engine auto is deepspeed, which alone knows flops_profiler, --offload"
+def test_auto_says_why_it_takes_deepspeed():
+    plan, with_a_number = plan_of("fsdp_stage3", 2, "all"), nn.ParameterList([torch.ones(2), torch.ones(())])
+    asked = (plan, {"flops_profiler": {}}, with_a_number)
+    assert resolve_engine("auto", *asked) == "deepspeed"
+    assert note_engine("auto", "deepspeed", *asked) == [
+        "--engine auto is deepspeed, which alone knows flops_profiler, --offload, how to shard the single number 1"
     ]
-    assert note_deepspeed("deepspeed", "deepspeed", plan, {}) == note_deepspeed("auto", "native", plan, {}) == []
+    assert note_engine("deepspeed", "deepspeed", *asked) == note_engine("auto", "torch", *asked) == []
+
+
+def test_the_engines_former_name_means_it_with_a_note():
+    asked = (plan_of("fsdp_stage3", 2), {}, model(SMALL))
+    assert resolve_engine("native", *asked) == "torch"
+    assert note_engine("native", "torch", *asked) == ["--engine native is --engine torch"]
 
 
 @pytest.mark.parametrize(
@@ -100,9 +84,12 @@ def test_auto_says_why_it_takes_deepspeed(device):
 )
 def test_what_only_deepspeed_does_goes_to_deepspeed(plan, keys, named):
     json = read_strategy_json("ddp") | keys
-    assert resolve_engine("auto", plan, json, model(SMALL), CPU) == "deepspeed"
-    with pytest.raises(UserError, match=f"--engine native does not know {named}: use --engine deepspeed, or auto"):
-        resolve_engine("native", plan, json, model(SMALL), CPU)
+    assert resolve_engine("auto", plan, json, model(SMALL)) == "deepspeed"
+    if named == "--offload":
+        assert resolve_engine("torch", plan, json, model(SMALL)) == "torch"
+        return
+    with pytest.raises(UserError, match=f"--engine torch does not know {named}: use --engine deepspeed, or auto"):
+        resolve_engine("torch", plan, json, model(SMALL))
 
 
 @pytest.mark.parametrize(
@@ -115,8 +102,8 @@ def test_what_only_deepspeed_does_goes_to_deepspeed(plan, keys, named):
 )
 def test_what_torch_cannot_do_is_one_line(plan, json, module, message):
     with pytest.raises(UserError, match=message):
-        resolve_engine("torch", plan, json, module, CPU)
-    assert resolve_engine("torch", plan_of("ddp", 2), {}, module, CPU) == "torch"
+        resolve_engine("torch", plan, json, module)
+    assert resolve_engine("torch", plan_of("ddp", 2), {}, module) == "torch"
 
 
 def test_a_strategys_plan_divides_one_copy_over_the_ranks_asked_for():
@@ -125,9 +112,9 @@ def test_a_strategys_plan_divides_one_copy_over_the_ranks_asked_for():
     assert (plan_of("ddp", 8).replicas, plan_of("ddp", 8).shards) == (1, 8)
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "native", "torch"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_the_users_word_holds(engine):
-    assert resolve_engine(engine, plan_of("ddp", 2), {}, model(LARGE), GPU) == engine
+    assert resolve_engine(engine, plan_of("ddp", 2), {}, model(LARGE)) == engine
 
 
 ON_GPU = World(0, 0, 1, 1, GPU)
@@ -275,7 +262,7 @@ def test_a_deep_copy_computes_with_its_own_weights(precision):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5))
     optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
-    engine = build_engine(EngineSetup(module, optimizer, plan_of("ddp", 1), precision, ALONE, 2), "native")
+    engine = build_engine(EngineSetup(module, optimizer, plan_of("ddp", 1), precision, ALONE, 2), "torch")
     images = torch.randn(2, 3, 8, 8)
     copied = copy.deepcopy(engine.module)
     torch.testing.assert_close(copied(images), engine.forward(images), atol=2e-2, rtol=0)
@@ -289,23 +276,18 @@ def test_a_deep_copy_computes_with_its_own_weights(precision):
 @pytest.mark.parametrize("count", [1, 1023, 1024, 1500, 3_000_001])
 def test_the_gradient_norm_keeps_its_digits_whatever_the_number_of_values(count):
     values = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    padded = nn.functional.pad(values, (0, -count % BLOCK))
+    blocks = len(padded) // BLOCK
+    square_sum = SumOfSquares(torch.arange(blocks), blocks, ALONE)
     exact = (values.double() ** 2).sum().item()
-    padded = torch.nn.functional.pad(values, (0, -count % BLOCK))
-    square_sum = BlockSum([(count, len(padded))], ALONE)
-    assert square_sum(padded).item() == pytest.approx(exact, rel=1e-6)
-    assert sum_of_squares(values).item() == pytest.approx(exact, rel=1e-6)
-    padded[count - 1] = values[-1] = math.inf
-    assert square_sum(padded).item() == sum_of_squares(values).item() == math.inf
+    assert square_sum(squares_of_rows(padded.view(-1, BLOCK))).item() == pytest.approx(exact, rel=1e-6)
+    padded[count - 1] = math.inf
+    assert square_sum(squares_of_rows(padded.view(-1, BLOCK))).item() == math.inf
 
 
-def test_a_part_without_elements_can_still_give_a_step_up():
-    """A rank whose part of a bucket is padding has only that to say by NaN that the step must be skipped."""
-    values = torch.randn(2 * BLOCK, generator=torch.Generator().manual_seed(0))
-    padded = torch.nn.functional.pad(values, (0, 2 * BLOCK))
-    square_sum, alone = BlockSum([(len(values), len(padded))], ALONE), BlockSum([(len(values), len(values))], ALONE)
-    assert torch.equal(square_sum(padded), alone(values))
-    padded[3 * BLOCK :] = math.nan
-    assert square_sum(padded).isnan()
+@pytest.mark.parametrize(("elements", "pieces"), [(1, 1), (1024, 1), (1025, 5), (4608, 6), (25088, 28), (1031, 1031)])
+def test_a_row_is_cut_into_equal_pieces_that_are_no_longer_than_a_block(elements, pieces):
+    assert pieces_per_row(elements) == pieces
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def make_engine(optimizer: str, seed: int, module: nn.Module | None = None) -> E
     config = TrainConfig(optimizer=optimizer, learning_rate=0.01)
     rule = build_optimizer(module, config, [], discriminative=False)
     setup = EngineSetup(module, rule, plan_of("ddp", 1), "fp32", ALONE, batch_size=8, gradient_clipping=1.0)
-    return build_engine(setup, "native")
+    return build_engine(setup, "torch")
 
 
 def train(engine: Engine, steps: range) -> list[torch.Tensor]:
@@ -120,7 +120,9 @@ def test_moments_and_the_count_of_updates_come_back(tmp_path, rule):
 def test_convolutions_lie_in_channels_last_and_leave_in_the_usual_order():
     engine, plain = make_engine("adamw", seed=0), make_module(seed=0)
     place_of = {
-        name: place for bucket in engine._buckets for name, place in zip(bucket.parameters, bucket._places, strict=True)
+        name: place
+        for bucket in engine._distribution._buckets
+        for name, place in zip(bucket.parameters, bucket._places, strict=True)
     }
     for tensor in (engine.module[1].weight, engine.module[2].weight, place_of["1.weight"], place_of["2.weight"]):
         assert tensor.is_contiguous(memory_format=torch.channels_last)

@@ -11,6 +11,7 @@ import torch
 
 from models.build import build_model
 from training.checkpoint.best_weights import bring_along, epoch_of
+from training.checkpoint.resume import FIRST_START
 from training.checkpoint.weights import save_weights
 from training.config import TrainConfig
 from training.observe.evaluation import read_scores, write_scores
@@ -117,7 +118,7 @@ def test_a_card_is_of_the_runs_own_weights(folders, best_epoch, has_card):
     data = SimpleNamespace(parts={"val": SimpleNamespace(source=None)})
     context = SimpleNamespace(folder=folders[0], state=state, data=data, config=SimpleNamespace(report=True))
     cards = []
-    _deliver(context, lambda *_, with_card, **_others: cards.append(with_card) or [], has_finished=True)
+    _deliver(context, FIRST_START, lambda *_, with_card, **_others: cards.append(with_card) or [], has_finished=True)
     assert cards == [has_card]
 
 

@@ -235,7 +235,7 @@ def message_problems(text: str) -> Iterator[str]:
 
 
 def problems(page: Path, folder: Path) -> list[str]:
-    text = page.read_text(encoding="utf-8")
+    text, *_ = page.read_text(encoding="utf-8").partition("\n### Removed\n")  # names what is gone
     found = [*link_problems(page, text), *path_problems(text), *flag_problems(text), *command_problems(text)]
     return [*found, *block_problems(text, folder), *message_problems(text)]
 

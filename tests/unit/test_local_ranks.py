@@ -100,7 +100,7 @@ def started(launcher: NodeLauncher, folder: Path, name: str, preload: str, secre
     """Start two ranks that look at themselves, with a module `ahead` to import; return what they saw."""
     (folder / "ahead.py").write_text("import os\nPID = os.getpid()\n")
     program = str(write(folder, LOOK))
-    first, *rest = local_ranks_command("native", has_gpus=False)[:-1]
+    first, *rest = local_ranks_command("torch", has_gpus=False)[:-1]
     words = [first, *rest, f"--preload={preload}", "--nproc_per_node=2", "--master_port=1", program, f"{folder}/{name}"]
     # Without nvidia-smi's library deepspeed would ask CUDA for GPUs.
     variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(folder)}

@@ -56,10 +56,10 @@ def test_a_longer_run_goes_back_to_where_the_decay_began(fallback, finished):
     )
     assert earlier.path.name == "step-00008-0000000"
     assert notes == ["going back to epoch 8, the last before the learning rate decayed"]
-    assert note_other_epochs(CONFIG, earlier, PLAN, 0, "native") == [
+    assert note_other_epochs(CONFIG, earlier, PLAN, 0, "torch") == [
         "--epochs 20 instead of 10: the bytes will be those of a run that began with 20"
     ]
-    (note,) = note_other_epochs(CONFIG, earlier, PLAN, 0, "native", "off")
+    (note,) = note_other_epochs(CONFIG, earlier, PLAN, 0, "torch", "off")
     assert note.endswith("the bytes will be those of a run that began with 20 and --compile off")
 
 
@@ -135,7 +135,7 @@ def test_a_damaged_one_is_told_and_the_newest_taken(finished):
     same, (note,) = before_decay(CONFIG, found, ALONE)
     assert same is found
     assert note.startswith("the checkpoint of epoch 8, before the decay, cannot be used: it has no manifest.json")
-    (note,) = note_other_epochs(CONFIG, found, PLAN, 0, "native")
+    (note,) = note_other_epochs(CONFIG, found, PLAN, 0, "torch")
     assert "from here on learning rate and mixing are those of a run of 20 epochs, up to here they were not" in note
 
 
@@ -163,24 +163,24 @@ def test_the_log_says_whether_the_steps_so_far_had_the_rates_of_the_longer_run(t
     saved = dataclasses.asdict(dataclasses.replace(config, epochs=5))
     write_checkpoint(tmp_path, Progress(4), config=saved)
     found, _ = newest(tmp_path)
-    (note,) = note_other_epochs(config, found, PLAN, 0, "native")
+    (note,) = note_other_epochs(config, found, PLAN, 0, "torch")
     assert ("the bytes will be those of a run that began with" in note) == is_same
     has_cure = not is_same and config.schedule != "wsd"
     assert note.endswith("; --schedule wsd can be extended exactly") == has_cure
-    assert note_other_epochs(dataclasses.replace(config, epochs=5), found, PLAN, 0, "native") == []
+    assert note_other_epochs(dataclasses.replace(config, epochs=5), found, PLAN, 0, "torch") == []
 
 
 @pytest.mark.parametrize(
     ("changes", "engine", "ranks", "because"),
     [
-        ({}, "native", 1, ""),
-        ({}, "torch", 2, ""),
-        ({"strategy": "fsdp_stage2"}, "native", 2, ""),
+        ({}, "torch", 1, ""),
+        ({}, "deepspeed", 2, ""),
+        ({"replicate_across": "nodes"}, "torch", 2, ""),
         ({"strategy": "fsdp_stage2"}, "torch", 2, "--strategy"),
-        ({"precision": "bf16", "batch_size": 5}, "native", 2, "--precision, --batch-size"),
-        ({"threads_per_rank": 2}, "native", 2, "--threads-per-rank"),
-        ({"engine": "torch"}, "torch", 1, "--engine, the other number of ranks"),
-        ({"sync_batchnorm": True}, "native", 1, "the other number of ranks"),
+        ({"precision": "bf16", "batch_size": 5}, "torch", 2, "--precision, --batch-size"),
+        ({"threads_per_rank": 2}, "torch", 2, "--threads-per-rank"),
+        ({"engine": "deepspeed"}, "deepspeed", 1, "--engine, the other number of ranks"),
+        ({"sync_batchnorm": True}, "torch", 1, "the other number of ranks"),
     ],
 )
 def test_the_log_promises_no_bytes_that_another_change_takes(tmp_path, changes, engine, ranks, because):
@@ -201,7 +201,7 @@ def test_strange_epochs_of_a_checkpoint_are_none(tmp_path, epochs):
     write_checkpoint(tmp_path, Progress(4), config=dataclasses.asdict(SHORT) | {"epochs": epochs})
     found, _ = newest(tmp_path)
     assert before_decay(CONFIG, found, ALONE) == (found, [])
-    assert note_other_epochs(CONFIG, found, PLAN, 0, "native") == []
+    assert note_other_epochs(CONFIG, found, PLAN, 0, "torch") == []
 
 
 def test_an_extended_run_has_the_bytes_of_one_that_began_with_more_epochs(tmp_path, monkeypatch, capsys):

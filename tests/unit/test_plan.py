@@ -67,7 +67,7 @@ def test_what_fits_nowhere_is_one_line_with_what_does():
 def test_another_engine_is_taken_where_the_default_one_does_not_fit():
     config = dataclasses.replace(JOB.config, engine="auto")
     found = by_engine(with_memory(80 * 10**9, config), config)
-    assert {option.engine for option in found} == {"deepspeed", "native", "torch"}
+    assert {option.engine for option in found} == {"deepspeed", "torch"}
     assert recommend(with_memory(found[0].memory.peak, config))[0].engine == found[0].engine
     least = min(found, key=lambda option: option.memory.peak)
     assert least.memory.peak < found[0].memory.peak
@@ -81,7 +81,7 @@ def test_what_is_planned_for_a_rule_is_what_the_trainer_takes(name):
     """With enough memory, and with less than it needs as asked for."""
     job = dataclasses.replace(JOB, config=TrainConfig(model_type="basic_cnn", batch_size=32, optimizer=name))
     found = options(job)
-    assert {option.engine for option in found} == ({"torch", "native"} if name == "adagrad" else {"torch"})
+    assert {option.engine for option in found} == {"torch"}
     for memory in (80 * 10**9, min(option.memory.peak for option in found if option.plan.zero_stage == 1) - 1):
         gpu = dataclasses.replace(job.machine.gpu, memory_bytes=memory)
         smaller = dataclasses.replace(job, machine=dataclasses.replace(job.machine, gpu=gpu))

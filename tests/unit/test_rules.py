@@ -16,7 +16,7 @@ from models.build import build_model
 from training.config import FLAG_OF, TrainConfig
 from training.config_check import check_config
 from training.errors import UserError
-from training.parallel.build_engine import build_engine, resolve_engine
+from training.parallel.build_engine import build_engine
 from training.parallel.deepspeed_config import read_strategy_json
 from training.parallel.engine import EngineSetup
 from training.parallel.strategies import STRATEGIES, plan_of
@@ -40,7 +40,6 @@ from training.recipe.rules import (
 from training.run import set_up_engine
 
 CONFIG = TrainConfig(learning_rate=0.01, weight_decay=0.05)
-BY_TIMM = [name for name in ALLOWED if name != "lamb"]  # ours, see `tests/training/test_engine.py`
 
 
 def make(name: str, head: Collection[str] = (), **changes):
@@ -113,7 +112,7 @@ def test_flat_parts_give_the_bits_of_whole_parameters_iff_a_rule_is_element_wise
     assert is_same == (name in ELEMENT_WISE)
 
 
-@pytest.mark.parametrize("name", BY_TIMM)
+@pytest.mark.parametrize("name", ALLOWED)
 def test_created_state_and_what_a_checkpoint_holds_of_it_give_the_bits_of_the_rule_itself(name):
     module, own = make(name)
     whole = train(module, own, range(5))
@@ -135,7 +134,7 @@ def test_created_state_and_what_a_checkpoint_holds_of_it_give_the_bits_of_the_ru
         assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("name", [name for name in BY_TIMM if name not in MATRIX_RULES])
+@pytest.mark.parametrize("name", [name for name in ALLOWED if name not in MATRIX_RULES])
 def test_a_rule_is_timms_by_that_name(name):
     module, rule = make(name)
     ours = train(module, rule, range(3))
@@ -191,7 +190,7 @@ def test_a_run_in_fp32_has_muons_products_in_fp32(name, precision):
     assert apart < 1e-6 if precision == "fp32" else apart > 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name in BY_TIMM if name not in SHIFTED_RATE])
+@pytest.mark.parametrize("name", [name for name in ALLOWED if name not in SHIFTED_RATE])
 def test_weights_stay_at_a_rate_of_0(name):
     """As those of the backbone must while only the head learns, whose gradients are 0 too."""
     module, rule = make(name)
@@ -237,12 +236,12 @@ def test_the_head_and_depthwise_convolutions_are_the_fallbacks():
 
 @pytest.mark.parametrize("name", ELEMENT_WISE)
 def test_a_step_that_is_not_finite_leaves_no_trace(name):
-    """Under the native engine, also if it is the first of all, for which some rules have another formula."""
+    """Also if it is the first of all, for which some rules have another formula."""
     results = []
     for poisoned in ((), (0, 2)):
         module, rule = make(name)
         setup = EngineSetup(module, rule, plan_of("ddp", 1), "fp32", ALONE, batch_size=8, gradient_clipping=1.0)
-        engine = build_engine(setup, "native")
+        engine = build_engine(setup, "torch")
         for step in range(4):
             generator = torch.Generator().manual_seed(step)
             images = torch.randn(8, 4, 3, 3, generator=generator)
@@ -258,16 +257,6 @@ def test_a_step_that_is_not_finite_leaves_no_trace(name):
         assert torch.equal(one, other)
 
 
-def test_rules_of_whole_parameters_go_to_torchs_engine_at_ddp():
-    module, cpu = nn.Linear(2, 2), torch.device("cpu")
-    assert resolve_engine("auto", plan_of("ddp", 2), {}, module, cpu, "muon") == "torch"
-    assert resolve_engine("auto", plan_of("fsdp_stage3", 2), {}, module, torch.device("cuda"), "adagrad") == "torch"
-    assert resolve_engine("auto", plan_of("ddp", 2), {}, module, torch.device("cuda"), "clion") == "torch"
-    assert resolve_engine("auto", plan_of("ddp", 2), {}, module, cpu, "lion") == "native"
-    with pytest.raises(UserError, match="--engine torch does not know flops_profiler"):
-        resolve_engine("auto", plan_of("ddp", 2), {"flops_profiler": {"enabled": True}}, module, cpu, "muon")
-
-
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -276,11 +265,11 @@ def test_rules_of_whole_parameters_go_to_torchs_engine_at_ddp():
         ({"optimizer": "bnbadamw8bit"}, "--optimizer bnbadamw8bit: it needs a package that is not installed here"),
         ({"optimizer": "muon", "strategy": "fsdp_stage2"}, "which --strategy fsdp_stage2 shards: use --strategy ddp"),
         (
-            {"optimizer": "larc", "engine": "native"},
-            "--engine native cuts into flat parts: use --engine torch, or auto",
+            {"optimizer": "larc", "engine": "deepspeed"},
+            "--engine deepspeed cuts into flat parts: use --engine torch, or auto",
         ),
         ({"optimizer": "adagrad", "engine": "deepspeed"}, "--engine deepspeed has no such rule: use --engine torch"),
-        ({"optimizer": "larc", "engine": "deepspeed"}, "--engine deepspeed cuts into flat parts"),
+        ({"optimizer": "lamb", "strategy": "fsdp_stage3"}, "--strategy fsdp_stage3 shards: use --strategy ddp"),
         ({"optimizer": "muon", "momentum": 0.0}, "--optimizer muon needs a --momentum above 0"),
         ({"optimizer": "adamc", "base_batch_size": 256}, "--optimizer adamc and --base-batch-size exclude each other"),
         (

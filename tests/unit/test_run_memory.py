@@ -19,7 +19,7 @@ from training.observe.run_folder import METRICS, PREDICTION
 @pytest.fixture
 def facts(tmp_path):
     config = dataclasses.asdict(TrainConfig(model_type="basic_cnn", batch_size=16))
-    return RunFacts(str(tmp_path), config, 10, 64, "native", "fp32", 8, 8, "NVIDIA H100 80GB HBM3")
+    return RunFacts(str(tmp_path), config, 10, 64, "torch", "fp32", 8, 8, "NVIDIA H100 80GB HBM3")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_cpu_ranks_memory_is_that_of_its_process(facts, ranks):
     # Saving: a copy of the rank's weights and AdamW's moments, and, in a run of several epochs, the best weights.
     saving = 4 * 3 * sizes.trained / ranks + 4 * sizes.parameters + 2 * sizes.buffer_bytes
     shared = 2 * 4 * sizes.trained * (1 - 1 / ranks)
-    loaded = LOADED_LATER_BYTES["native"] + ALLOCATOR_SLACK * plan.activations
+    loaded = LOADED_LATER_BYTES["torch"] + ALLOCATOR_SLACK * plan.activations
     expected = 10**9 - 4 * sizes.parameters - sizes.buffer_bytes + shared + loaded + plan.tensors + saving
     assert predict_run(cpu)["memory_bytes"]["peak"] == pytest.approx(expected, abs=2)
 

@@ -77,5 +77,5 @@ def test_the_bits_of_float32_sums(ranks):
         sums_of_rank(rank * count, (rank + 1) * count, leaves, list(values), torch.add) for rank in range(ranks)
     )
     sums = [(node, total.clone()) for node, total in sums]
-    result = add_nodes(sums, leaves, torch.empty(1000)) if len(sums) > 1 else sums[0][1]
+    ((_, result),) = add_nodes(sums, leaves, torch.empty(1000))
     assert torch.equal(result.view(torch.int32), expected.view(torch.int32))

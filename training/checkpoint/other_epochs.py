@@ -16,8 +16,9 @@ from training.parallel.world import World
 from training.recipe.schedule import build_schedule, schedule_names, stable_epochs
 from training.state import Progress
 
-ROUNDING = ("precision", "batch_size", "threads_per_rank", "engine")  # may change on a resume, and change the bytes
-SHARDING = ("strategy", "replicate_across", "offload", "deepspeed_config")  # the same, but not under the native engine
+# May change on a resume, and change the bytes.
+ROUNDING = ("precision", "batch_size", "threads_per_rank", "engine", "strategy", "offload")
+SHARDING = ("replicate_across", "deepspeed_config")  # the same, but not under PyTorch's engine
 
 
 def before_decay(
@@ -101,9 +102,9 @@ def note_other_epochs(
 
 def _changes_of_bytes(config: TrainConfig, found: FoundCheckpoint, plan: BatchPlan, engine: str) -> str:
     """Return what may give other bytes than if the run had begun with it; "" for nothing."""
-    names, saved = [*ROUNDING, *(() if engine == "native" else SHARDING)], found.manifest.config
+    names, saved = [*ROUNDING, *(() if engine == "torch" else SHARDING)], found.manifest.config
     changed = [FLAG_OF[name] for name in names if saved.get(name, FIELDS[name].default) != getattr(config, name)]
-    if plan.world_size != len(found.manifest.shards) and (engine != "native" or config.sync_batchnorm):
+    if plan.world_size != len(found.manifest.shards) and (engine != "torch" or config.sync_batchnorm):
         changed.append("the other number of ranks")
     return ", ".join(changed)
 

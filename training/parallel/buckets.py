@@ -1,17 +1,19 @@
 """Buckets: the flat buffers that parameters lie in, and when backward has finished with each.
 
-Which parameters share a bucket does not depend on the ranks, and so neither do the blocks of a norm.
+Which parameters share a bucket does not depend on the ranks. Each rank updates an equal part of a bucket: any piece of
+it, or for rules that compute with whole parameters, those that have been dealt to the rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from training.parallel.block_norms import BLOCK
 from training.parallel.flat_buffers import make_buffers
+from training.parallel.norms import BLOCK
 from training.parallel.parameter_shards import (
     CHANNELS_LAST,
     CONVOLUTION_DIMENSIONS,
@@ -22,6 +24,7 @@ from training.parallel.parameter_shards import (
 )
 from training.parallel.summation_tree import StepTree
 from training.parallel.world import World
+from training.recipe.optimizer import moments_of
 
 ALIGNMENT = 16  # elements: every parameter begins on a cache line
 # Of a bucket to which no further parameter is added: 1 MB, as fits a core's cache, or 16 MB, as NCCL needs for its
@@ -29,46 +32,93 @@ ALIGNMENT = 16  # elements: every parameter begins on a cache line
 FEWEST_ELEMENTS, FEWEST_ELEMENTS_ON_GPU = 1 << 18, 1 << 22
 
 
+@dataclass(frozen=True)
+class BucketLayout:
+    """Where parameters lie in a flat buffer, which is cut into one equal part per rank.
+
+    Attributes:
+        starts: first element of each parameter, by name.
+        part: elements of a rank's part, a whole number of blocks.
+        blocks: int64 [blocks], those that have elements, in the order of their parameters.
+        owners: by name the rank whose part has all of a parameter; none if parts may begin in the middle of one.
+    """
+
+    starts: dict[str, int]
+    part: int
+    blocks: torch.Tensor
+    owners: dict[str, int]
+
+
+def cut_anywhere(parameters: Mapping[str, nn.Parameter], ranks: int) -> BucketLayout:
+    """Lay parameters out one after another, whatever rank's part they are in."""
+    starts, elements = dict[str, int](), 0
+    for name, parameter in parameters.items():
+        starts[name] = elements
+        elements += _round_up(parameter.numel(), ALIGNMENT)
+    part = _round_up(elements, BLOCK * ranks) // ranks
+    return BucketLayout(starts, part, torch.arange(-(-elements // BLOCK)), {})
+
+
+def deal_whole(parameters: Mapping[str, nn.Parameter], ranks: int, *, by_products: bool) -> BucketLayout:
+    """Deal whole parameters out to the ranks' parts, the largest first, each to the rank that has least.
+
+    Every parameter begins a block.
+
+    Args:
+        parameters: by name.
+        ranks: of the run.
+        by_products: whether the work of a parameter is that of multiplying it by its transpose.
+    """
+    cost = _products if by_products else torch.Tensor.numel
+    costs = {name: cost(parameter) for name, parameter in parameters.items()}
+    loads, owners = [0] * ranks, dict[str, int]()
+    for name in sorted(costs, key=lambda name: (-costs[name], name)):
+        owners[name] = min(range(ranks), key=loads.__getitem__)
+        loads[owners[name]] += costs[name]
+    ends, offsets = [0] * ranks, dict[str, int]()
+    for name, parameter in parameters.items():
+        offsets[name] = ends[owners[name]]
+        ends[owners[name]] += _round_up(parameter.numel(), BLOCK)
+    starts = {name: owners[name] * max(ends) + offset for name, offset in offsets.items()}
+    blocks = [torch.arange(-(-parameters[name].numel() // BLOCK)) + start // BLOCK for name, start in starts.items()]
+    return BucketLayout(starts, max(ends), torch.cat(blocks), owners)
+
+
 class Bucket:
     """Some parameters of one group of the optimizer, in one flat buffer.
 
     Attributes:
         parameters: by name.
-        buffers: weights and gradients; a part is a whole number of blocks.
-        elements: of the parameters, with what aligns them; the same on any number of ranks.
-        master: this rank's part of the weights [n / ranks], the one parameter that the optimizer sees.
+        layout: of the buffer.
+        buffers: weights and gradients.
+        trained: what the optimizer updates: this rank's part [n / ranks], or its parameters.
 
     Args:
         parameters: by name.
+        layout: of them.
         world: the ranks.
         tree: of the step.
         sum_of_part: zeros [n / ranks], for the sum of this rank's part of the gradients.
         is_first: whether it is summed and gathered before the other buckets.
-        releasable: whether the other ranks' parts of the weights shall take no memory between the steps.
     """
 
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],
+        layout: BucketLayout,
         world: World,
         tree: StepTree,
         sum_of_part: torch.Tensor,
         *,
         is_first: bool,
-        releasable: bool,
     ) -> None:
-        self.parameters, self._starts, self.elements = parameters, dict[str, int](), 0
-        for name, parameter in parameters.items():
-            self._starts[name] = self.elements
-            self.elements += _aligned(parameter)
-        part = len(sum_of_part)
-        self._low, self._high = world.rank * part, (world.rank + 1) * part
-        size = part * world.size
-        self.buffers = make_buffers(size, world, tree, sum_of_part, is_first=is_first, releasable=releasable)
+        self.parameters, self.layout = parameters, layout
+        self._low = world.rank * layout.part
+        self.buffers = make_buffers(layout.part * world.size, world, tree, sum_of_part, is_first=is_first)
         self._places = []  # of the gradients
         for name, parameter in parameters.items():
             weight, place = (
-                _view(flat, self._starts[name], parameter.shape)
+                _view(flat, layout.starts[name], parameter.shape)
                 for flat in (self.buffers.weights, self.buffers.gradients)
             )
             if world.is_main:
@@ -76,7 +126,9 @@ class Bucket:
             parameter.data = weight
             self._places.append(place)
         self.buffers.start_from_main()
-        self.master = nn.Parameter(self.buffers.part)
+        owned = {name: parameters[name] for name, owner in layout.owners.items() if owner == world.rank}
+        self._owned = {name: nn.Parameter(parameter.data) for name, parameter in owned.items()}
+        self.trained = [*self._owned.values()] if layout.owners else [nn.Parameter(self.buffers.part)]
 
     def add_leaf(self) -> None:
         """Add the parameters' gradients to the sum over this rank's leaves, and take them from the parameters.
@@ -89,12 +141,26 @@ class Bucket:
         for parameter in parameters:
             parameter.grad = None
 
-    def shards(self, moments: Mapping[str, torch.Tensor]) -> Iterator[ParameterShard]:
-        """Yield the parts of parameters that lie in this rank's part, with the optimizer's state of it."""
-        flats = {WEIGHTS: self.master, **moments}
+    def sum_gradients(self) -> None:
+        """Give the optimizer's parameters the sum of their gradients over all leaves; a collective."""
+        total = self.buffers.sum_own_part()
+        self.buffers.sums.clear()
+        for name, parameter in self._owned.items():
+            parameter.grad = _view(total, self.layout.starts[name] - self._low, parameter.shape)
+        if not self.layout.owners:
+            self.trained[0].grad = total
+
+    def shards(self, optimizer: torch.optim.Optimizer) -> Iterator[ParameterShard]:
+        """Yield the parts of parameters that lie in this rank's part, with the optimizer's state of them."""
+        for name, parameter in self._owned.items():
+            tensors = {WEIGHTS: parameter.detach(), **moments_of(optimizer, parameter)}
+            yield ParameterShard(name, (0,) * parameter.ndim, tensors)
+        if self.layout.owners:
+            return
+        flats = {WEIGHTS: self.trained[0], **moments_of(optimizer, self.trained[0])}
         for name, parameter in self.parameters.items():
-            start = self._starts[name]
-            low, high = max(start, self._low), min(start + parameter.numel(), self._high)
+            start = self.layout.starts[name]
+            low, high = max(start, self._low), min(start + parameter.numel(), self._low + self.layout.part)
             shape, is_convolution = parameter.shape, parameter.ndim == CONVOLUTION_DIMENSIONS
             order = [shape[dimension] for dimension in CHANNELS_LAST] if is_convolution else shape
             for shard in flat_shards(name, order, low - start, high - start, flats, low - self._low):
@@ -151,35 +217,35 @@ class BackwardOrder:
 
 
 def make_buckets(
-    module: nn.Module, optimizer: torch.optim.Optimizer, world: World, tree: StepTree, *, releasable: bool
+    module: nn.Module, optimizer: torch.optim.Optimizer, world: World, tree: StepTree
 ) -> tuple[list[Bucket], torch.Tensor]:
-    """Move the optimizer's parameters into buckets, whose masters become its parameters; a collective.
-
-    Returns:
-        The buckets, and the gradients of their masters, one after another in one tensor.
+    """Move the optimizer's parameters into buckets, of which it updates this rank's parts; a collective.
 
     Args:
         module: whose parameters they are.
         optimizer: over them.
         world: the ranks.
         tree: of the step.
-        releasable: whether the other ranks' parts of the weights shall take no memory between the steps.
+
+    Returns:
+        The buckets, and the gradients of their parts, one after another in one tensor.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     fewest = FEWEST_ELEMENTS_ON_GPU if world.device.type == "cuda" else FEWEST_ELEMENTS
-    members = [
-        (group, cut)
-        for group in optimizer.param_groups
-        for cut in _cut({names[id(parameter)]: parameter for parameter in group["params"]}, fewest)
-    ]
-    parts = [_round_up(sum(map(_aligned, cut.values())), BLOCK * world.size) // world.size for _, cut in members]
-    gradients = torch.zeros(sum(parts), device=world.device)
+    members = []
     for group in optimizer.param_groups:
+        parameters = {names[id(parameter)]: parameter for parameter in group["params"]}
+        if group.get("whole_parameters"):  # all in one bucket, so that each rank gets as much
+            members.append((group, parameters, deal_whole(parameters, world.size, by_products="use_muon" in group)))
+        else:
+            members += [(group, cut, cut_anywhere(cut, world.size)) for cut in _cut(parameters, fewest)]
         group["params"] = []
+    lengths = [layout.part for _, _, layout in members]
+    gradients = torch.zeros(sum(lengths), device=world.device)
     buckets: list[Bucket] = []
-    for (group, cut), gradient in zip(members, gradients.split(parts), strict=True):
-        buckets.append(Bucket(cut, world, tree, gradient, is_first=not buckets, releasable=releasable))
-        group["params"].append(buckets[-1].master)
+    for (group, cut, layout), part in zip(members, gradients.split(lengths), strict=True):
+        buckets.append(Bucket(cut, layout, world, tree, part, is_first=not buckets))
+        group["params"] += buckets[-1].trained
     return buckets, gradients
 
 
@@ -206,8 +272,10 @@ def _view(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
     return place.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
 
 
-def _aligned(parameter: torch.Tensor) -> int:
-    return _round_up(parameter.numel(), ALIGNMENT)
+def _products(parameter: torch.Tensor) -> int:
+    """Return the multiplications of a matrix [n, m] by its transpose; of anything else, the number of elements."""
+    rows = len(parameter) if parameter.ndim > 1 else 1
+    return parameter.numel() * min(rows, parameter.numel() // rows)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -29,7 +29,6 @@ from training.parallel.parameter_shards import (
     parameter_shapes,
 )
 from training.parallel.precision import DynamicLossScale, under_autocast
-from training.recipe.lamb import bind_lamb
 from training.recipe.optimizer import create_state, moment_kinds, moments_of, restart, set_applied_steps
 
 
@@ -64,7 +63,6 @@ class DeepSpeedEngine(Engine):
         deepspeed.comm.comm.cdb = TimedBackend(self._backend)
         create_state(self.optimizer, self._flat_partitions())
         self.optimizer.register_step_pre_hook(lambda rule, *_: self._count_once(rule))
-        bind_lamb(self.optimizer, self.state(), setup.world)
         if setup.compiles:
             sums_by_autograd = setup.accumulation_steps > 1
             mode = compile_mode(setup.world.device, setup.plan, keeps_gradients=sums_by_autograd)

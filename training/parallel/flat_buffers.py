@@ -66,9 +66,6 @@ class FlatBuffers(Protocol):
     def finish_gather(self) -> None:
         """Wait until `weights` are complete."""
 
-    def release_weights(self) -> None:
-        """Free the memory of the other ranks' parts, if they have any of their own."""
-
 
 class SharedMemoryBuffers(FlatBuffers):
     """Buffers in memory that all ranks map: of CPU ranks on one machine, or of a single rank on any device.
@@ -118,8 +115,6 @@ class SharedMemoryBuffers(FlatBuffers):
 
     def finish_gather(self) -> None: ...
 
-    def release_weights(self) -> None: ...
-
 
 class CollectiveBuffers(FlatBuffers):
     """Buffers that NCCL or gloo transfers.
@@ -129,19 +124,17 @@ class CollectiveBuffers(FlatBuffers):
         world: the ranks.
         tree: of the step.
         out: [n / ranks], for the sum of this rank's part.
-        releasable: whether this rank's part of the weights has memory of its own, so that the others' can be freed.
     """
 
     are_shared = False
 
-    def __init__(self, size: int, world: World, tree: StepTree, out: torch.Tensor, *, releasable: bool) -> None:
+    def __init__(self, size: int, world: World, tree: StepTree, out: torch.Tensor) -> None:
         self._world, self._tree, self._sum = world, tree, out
         self.weights = torch.zeros(size, device=world.device)
         self._rows = [torch.zeros(size, device=world.device) for _ in range(tree.rows_sent)]
         self.sums, self.gradients = _leaf_sums(self._rows, world, tree)
         self._part = _part(size, world)
-        self._releasable = releasable
-        self.part = self.weights[self._part].clone() if releasable else self.weights[self._part]
+        self.part = self.weights[self._part]
         self._received = torch.zeros(0)
         self._works: list[dist.Work | None] = []  # under way
 
@@ -159,20 +152,12 @@ class CollectiveBuffers(FlatBuffers):
 
     def start_from_main(self) -> None:
         dist.broadcast(self.weights, 0)
-        self.part.copy_(self.weights[self._part])
 
     def start_gather(self) -> None:
-        storage = self.weights.untyped_storage()
-        if self._releasable:
-            storage.resize_(self.weights.numel() * BYTES)
         self._works = [dist.all_gather_into_tensor(self.weights, self.part, async_op=True)]
 
     def finish_gather(self) -> None:
         self._wait()
-
-    def release_weights(self) -> None:
-        if self._releasable:
-            self.weights.untyped_storage().resize_(0)
 
     def _wait(self) -> None:
         with communication():
@@ -181,9 +166,7 @@ class CollectiveBuffers(FlatBuffers):
         self._works = []
 
 
-def make_buffers(
-    size: int, world: World, tree: StepTree, out: torch.Tensor, *, is_first: bool, releasable: bool
-) -> FlatBuffers:
+def make_buffers(size: int, world: World, tree: StepTree, out: torch.Tensor, *, is_first: bool) -> FlatBuffers:
     """Create the buffers of one bucket, of the kind that suits the ranks; a collective.
 
     Args:
@@ -192,7 +175,6 @@ def make_buffers(
         tree: of the step.
         out: zeros [n / ranks], for the sum of this rank's part of the gradients.
         is_first: whether the bucket is summed and gathered before the others, which follow at once.
-        releasable: whether the other ranks' parts of the weights shall take no memory between the steps.
     """
     if world.size == 1:
         return SharedMemoryBuffers(torch.zeros_like(out), out.view(1, 1, -1), out, world, tree, synchronizes=False)
@@ -201,7 +183,7 @@ def make_buffers(
         if memory is not None:
             rows = memory[size:].view(world.size, tree.rows_sent, size)
             return SharedMemoryBuffers(memory[:size], rows, out, world, tree, synchronizes=is_first)
-    return CollectiveBuffers(size, world, tree, out, releasable=releasable)
+    return CollectiveBuffers(size, world, tree, out)
 
 
 def _leaf_sums(rows: list[torch.Tensor], world: World, tree: StepTree) -> tuple[LeafSums, torch.Tensor]:
@@ -216,7 +198,8 @@ def _sum_rows(rows: torch.Tensor, tree: StepTree, out: torch.Tensor) -> torch.Te
     if len(rows) == 1:
         return out
     sums = [(node, rows[rank, row]) for rank, segment in enumerate(tree.segments) for node, row in rows_of(segment)]
-    return add_nodes(sums, tree.leaves, out)
+    add_nodes(sums, tree.leaves, out)
+    return out
 
 
 def _part(size: int, world: World) -> slice:

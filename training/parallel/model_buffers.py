@@ -1,6 +1,6 @@
 """A model's buffers over leaves and ranks: BatchNorm's running statistics, for the most part.
 
-They follow a leaf's samples under the native and PyTorch's engine, which have one version of them per leaf, and a
+They follow a leaf's samples under PyTorch's engine, which has one version of them per leaf, and a
 rank's under DeepSpeed, which neither broadcasts nor averages buffers. They are averaged before every evaluation, so
 that the reported accuracy is that of the saved file.
 """

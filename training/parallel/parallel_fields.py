@@ -20,11 +20,11 @@ class ParallelFields:
     )
     engine: Literal["auto", "deepspeed", "native", "torch"] = option(
         "auto",
-        "What shards the training state; auto: torch for rules that need whole parameters, such as muon; native on CPU "
-        "ranks for models that fit; else deepspeed.",
+        "What shards the training state; auto: torch, whose bytes do not depend on the number of ranks, or deepspeed "
+        "for what it alone does. native: an older name of torch.",
     )
     replicate_across: Literal["none", "nodes"] = option(
-        "none", "nodes: shard inside each machine and replicate over machines (stages 2, 3; --engine torch)."
+        "none", "nodes: shard inside each machine and replicate over machines (stages 2, 3; not --engine deepspeed)."
     )
     compile: Literal["auto", "on", "off"] = option(
         "auto",

@@ -149,13 +149,18 @@ def plan_segment(first: int, end: int, leaves: int) -> Segment:
     return Segment(additions, [*parked, running], most_parked)
 
 
-def add_nodes(sums: Iterable[tuple[TreeNode, torch.Tensor]], leaves: int, out: torch.Tensor) -> torch.Tensor:
-    """Add the sums of nodes up to the root of the tree, into `out` [n]; the sums [n] are overwritten.
+def add_nodes(
+    sums: Iterable[tuple[TreeNode, torch.Tensor]], leaves: int, out: torch.Tensor
+) -> list[tuple[TreeNode, torch.Tensor]]:
+    """Add the sums of neighbouring nodes as far up the tree as they reach; the sums [n] are overwritten.
 
     Args:
-        sums: of nodes that together are all leaves, in their order; at least two.
+        sums: of nodes, in the order of their leaves.
         leaves: of the tree.
-        out: memory of its own.
+        out: memory [n] of its own for the root, to which at least two nodes are added.
+
+    Returns:
+        The sums that are left, the root alone if the nodes together are all leaves.
     """
     stack: list[tuple[TreeNode, torch.Tensor]] = []
     for node, total in sums:
@@ -165,4 +170,4 @@ def add_nodes(sums: Iterable[tuple[TreeNode, torch.Tensor]], leaves: int, out: t
             total = torch.add(left, total, out=out if both == TreeNode(0, leaves) else left)
             node = both
         stack.append((node, total))
-    return out
+    return stack

@@ -13,14 +13,14 @@ from training.config import TrainConfig
 from training.errors import UserError, one_line
 from training.recipe.composite import Composite, rules_of
 from training.recipe.layer_groups import parameter_settings
-from training.recipe.rules import MATRIX_RULES, OPTION_READERS, read_options
+from training.recipe.rules import MATRIX_RULES, OPTION_READERS, WHOLE_PARAMETER, read_options
 
 # Options of timm's rules, beside the rate, the decay and the momentum.
 OPTIONS: dict[str, dict[str, Any]] = {
     # One pass over each flat tensor: 0.87 of the step time of PyTorch's default.
     **{name: {"fused": True} for name in ("adam", "adamw", "sgd", "momentum", "nesterov")},
     # Gradient clipping is the engine's.
-    **{name: {"max_grad_norm": None} for name in ("lambc", "lambw", "lambcw", "lambcd", "clamb", "clambw")},
+    **{name: {"max_grad_norm": None} for name in ("lamb", "lambc", "lambw", "lambcw", "lambcd", "clamb", "clambw")},
 }
 WITHOUT_BETAS = ("muon", "nmuon")  # whose class has them for other rules
 # What does not begin with zeros, by the rule's class.
@@ -35,7 +35,8 @@ def build_optimizer(
     """Build the optimizer with timm, with separate groups for weight decay or none, and for each learning rate.
 
     Each group has 'rate_scale', the factor on the schedule's learning rate, 'is_fallback', whether that schedule is
-    `fallback_schedule`, and 'is_backbone', whether it waits for the head in the head's epochs.
+    `fallback_schedule`, 'is_backbone', whether it waits for the head in the head's epochs, and 'whole_parameters',
+    whether its rule computes with whole parameters.
 
     Args:
         module: the model.
@@ -62,6 +63,7 @@ def build_optimizer(
     for (decay, scale, is_backbone, rule), parameters in groups.items():
         group = {"params": parameters, "weight_decay": decay, "lr": config.learning_rate * scale}
         group |= {"rate_scale": scale, "is_fallback": rule != config.optimizer, "is_backbone": is_backbone}
+        group["whole_parameters"] = rule in WHOLE_PARAMETER
         by_rule.setdefault(rule, []).append(group)
     if config.optimizer not in by_rule:
         raise UserError(
@@ -94,10 +96,6 @@ def _build_rule(name: str, param_groups: list[dict[str, Any]], config: TrainConf
     # "momentum" is timm's name of SGD without Nesterov's rule, which refuses a momentum of 0.
     is_plain_sgd = name in ("sgd", "nesterov") and momentum == 0
     try:
-        if name == "lamb":
-            from training.recipe.lamb import ShardedLamb
-
-            return ShardedLamb(param_groups, **options)
         # timm passes the momentum only to the optimizers that have one.
         options = {"momentum": momentum} | OPTIONS.get(name, {}) | options
         if name in MATRIX_RULES and config.precision == "fp32":
@@ -134,11 +132,6 @@ def _given_options(name: str, config: TrainConfig) -> dict[str, Any]:
     if len(options.get("betas", range(betas))) != betas:
         raise UserError(f"{flag} betas: {name} has {betas} of them.")
     return options
-
-
-def updates_matrices(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a rule of `MATRIX_RULES` is among the optimizer's, which multiplies matrices in each update."""
-    return any(group.get("use_muon") for group in optimizer.param_groups)
 
 
 def moment_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:

@@ -35,13 +35,12 @@ MATRIX_RULES = ("muon", "nmuon", "adamuon", "nadamuon")
 # A parameter's norm, a mean over it or its matrix is part of the update: each rank must have whole parameters.
 WHOLE_PARAMETER = (
     *MATRIX_RULES,
-    *("lars", "larc", "nlars", "nlarc", "lambc", "lambw", "lambcw", "lambcd", "adamp", "sgdp", "mars"),
+    *("lars", "larc", "nlars", "nlarc", "lamb", "lambc", "lambw", "lambcw", "lambcd", "adamp", "sgdp", "mars"),
     # 'Cautious' rules divide by the share of a parameter's elements whose update agrees with the gradient.
     *("cadamw", "cadamc", "cadamp", "cadan", "cadanw", "clamb", "clambw", "clion"),
     *("clionc", "cmars", "cnadamc", "cnadamw", "crmsproptf", "csgdc", "csgdp", "csgdw"),
 )
-# LAMB sums its norms over the ranks (`training.recipe.lamb`), and so works everywhere too.
-ALLOWED = (*ELEMENT_WISE, "lamb", *WHOLE_PARAMETER)
+ALLOWED = (*ELEMENT_WISE, *WHOLE_PARAMETER)
 
 _FACTORED = "its factored state has not the parameters' shape, and no checkpoint holds it: use adamw or adamp"
 _HISTORY = "it remembers earlier learning rates, which no checkpoint holds: use nadamw or adamw"
@@ -132,11 +131,11 @@ def check_optimizer(flag: str, name: str, strategy: str, engine: str) -> None:
     if name in WHOLE_PARAMETER and STRATEGIES[strategy].zero_stage > 1:
         raise UserError(
             f"{flag} {name} computes with whole parameters, which --strategy {strategy} shards: use --strategy ddp, "
-            "or a rule such as adamw or lamb."
+            "or a rule such as adamw or lion."
         )
     if name in NOT_DEEPSPEED and engine == "deepspeed":
         raise UserError(f"{flag} {name}: --engine deepspeed has no such rule: use --engine torch, or auto.")
-    if name in WHOLE_PARAMETER and engine not in ("auto", "torch"):
+    if name in WHOLE_PARAMETER and engine == "deepspeed":
         raise UserError(
             f"{flag} {name} computes with whole parameters, which --engine {engine} cuts into flat parts: "
             "use --engine torch, or auto."

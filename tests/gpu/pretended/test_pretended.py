@@ -52,7 +52,7 @@ def test_only_what_must_waits(expected):
     ],
 )
 def test_a_planted_fault_is_found(fault, told, gpus, expected):
-    case = "ddp native plain"
+    case = "ddp torch plain"
     (found,) = problems(gpus.train(case, fault), expected[case])
     assert told in found
 
@@ -61,7 +61,7 @@ def test_a_planted_fault_is_found(fault, told, gpus, expected):
 def test_a_bare_step_has_hardly_more_kernels_than_timms(model_type, gpus):
     report = gpus.run("bare_step", model_type=model_type)
     assert "failure" not in report, report["failure"]
-    assert max(report["native"], report["torch"]) <= MOST_KERNELS * report["timm"]
+    assert report["ours"] <= MOST_KERNELS * report["timm"]
 
 
 def test_a_name_that_is_gone_is_told():
