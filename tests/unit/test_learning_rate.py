@@ -11,20 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from launch.arguments import check_training, read_arguments
-from planning.learning_rate import parse, read_losses
-from scripts.find_learning_rate import run
 from training.config import FLAG_OF, TrainConfig
 from training.config_check import check_config
 from training.data.mixing import Mixing
 from training.data.reader import Batch
 from training.errors import UserError
-from training.observe.run_folder import LEARNING_RATE, METRICS, REPORT
+from training.observe.run_folder import LEARNING_RATE, METRICS
 from training.recipe.loss import GUESSES, build_loss
 from training.recipe.rate_search import HIGHEST, LOWEST, find_rate
 from training.run import run as train_run
 
-LAUNCH = ["basic_cnn", "ddp", "2", "16", "1", "--data", "fake"]
 GUESS = math.log(10)
 
 
@@ -118,85 +114,6 @@ def test_a_loss_that_no_rate_lowers_suggests_none(steps):
     assert found >= 45
 
 
-def test_a_step_without_a_finite_loss_keeps_its_place(tmp_path):
-    lines = [{"kind": "step", "learning_rate": rate, "loss": loss} for rate, loss in ((0.1, 2.0), (0.2, None))]
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"kind": "epoch"}]))
-    assert read_losses(path) == [2.0, None]
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--lowest", "0.1", "--highest", "0.01", *LAUNCH], "--lowest 0.1 must be below --highest 0.01."),
-        (["--lowest", "0", *LAUNCH], "--lowest '0': expected a number from 1e-12 to 1."),
-        (["--lowest"], "--lowest: expected a number"),
-        ([*LAUNCH, "--optimiser", "sgd"], "unknown argument '--optimiser'. Here that is --optimizer."),
-        (["basic_cnn", "dpp", "2", "16", "1"], "unknown strategy 'dpp'. Did you mean 'ddp'?"),
-        ([*LAUNCH, "--base-batch-size", "256"], "--base-batch-size: leave it out"),
-        (["basic_cnn", "auto", *LAUNCH[2:]], "give ddp, fsdp_stage2, fsdp_stage3 in place of auto."),
-        ([], "5 arguments are needed (model strategy num_gpus batch_size epochs), 0 given"),
-    ],
-)
-def test_mistakes_are_one_line_before_anything_starts(words, told):
-    with pytest.raises(UserError) as caught:
-        parse(words, "")
-    assert told.lower() in str(caught.value).lower()
-
-
-def test_flags_that_a_search_sets_itself_are_named(capsys):
-    asked = parse(["--highest", "0.05", *LAUNCH, "--run-name", "mine", "--learning-rate=0.1"], "")
-    assert capsys.readouterr().out == "note: without effect in a search: --run-name\n"
-    assert asked.first == 0.05
-    assert parse([*LAUNCH, "--learning-rate", "0.1"], "").first == 0.1
-    assert parse([*LAUNCH, "--learning-rate", "auto"], "").first == parse(LAUNCH, "").first == 1e-3
-
-
-def test_a_search_of_its_own_trains_a_launch_with_each_rate(tmp_path, capfd, monkeypatch):
-    launch = ["basic_cnn", "ddp", "1", "32", "2", *LAUNCH[5:], "--image-size", "8"]
-    quiet = ["--tensorboard", "false", "--progress", "off", "--log-dir", str(tmp_path)]
-    other_end = ["--early-stopping-patience", "1"]  # of the training that this is for
-    asked = parse(["--lowest", "1e-3", "--highest", "4e-3", *launch, *quiet, *other_end], "")
-    with monkeypatch.context() as dry:
-        dry.setenv("DRY_RUN", "1")
-        assert run(asked) == 0
-    assert not asked.run_folder(1e-3).exists()
-
-    def train_here(words):
-        config = check_training(read_arguments("launch_distributed.sh", words, {}).training)
-        assert train_run(config) == 0
-        (tmp_path / "runs" / config.run_name / REPORT).touch()
-
-    monkeypatch.setattr("planning.learning_rate._launch", train_here)
-    assert run(asked) == 0
-    folders = [asked.run_folder(rate) for rate in (1e-3, 3.2e-3)]
-    losses = [read_losses(folder / METRICS) for folder in folders]
-    assert [len(of_rate) for of_rate in losses] == [64, 64]  # twice 1000 images / 32
-    assert losses[0][0] == losses[1][0] == pytest.approx(math.log(10), abs=0.5)
-    final = [np.mean(of_rate[-12:]) for of_rate in losses]
-    best = int(final[1] < 0.98 * final[0])
-    result = json.loads((folders[best] / LEARNING_RATE).read_text())
-    assert [row[0] for row in result["tried"]] == [1e-3, 3.2e-3]
-    assert [row[1] for row in result["tried"]] == pytest.approx(final)
-    assert [row[2] for row in result["tried"]] == losses
-    assert result["suggested"] == (1e-3, 3.2e-3)[best]
-    assert f"--learning-rate {result['suggested']:g}\n" in capfd.readouterr().out
-    assert 'id="chart-rate_search"' in (folders[best] / REPORT).read_text()
-
-
-def test_too_few_steps_are_named(tmp_path, monkeypatch):
-    asked = parse([*LAUNCH, "--log-dir", str(tmp_path)], "")
-
-    def launch(_words):
-        asked.run_folder(1e-3).mkdir(parents=True)
-        line = json.dumps({"kind": "step", "loss": 1.0}) + "\n"
-        (asked.run_folder(1e-3) / METRICS).write_text(line * 19)
-
-    monkeypatch.setattr("planning.learning_rate._launch", launch)
-    with pytest.raises(UserError, match="19 steps were trained, 20 are needed: give more epochs"):
-        run(asked)
-
-
 RECIPE = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 125, "epochs": 1}
 RECIPE |= {"progress": "off", "tensorboard": False, "report": False}
 
@@ -242,7 +159,8 @@ def test_a_trial_is_the_run_in_small(tmp_path, monkeypatch):
     folder, _ = train(tmp_path, "auto", learning_rate="auto", **recipe)
     rate, _, losses = json.loads((folder / LEARNING_RATE).read_text())["tried"][0]
     typed, _ = train(tmp_path, "typed", learning_rate=rate, log_every_steps=1, **recipe)
-    assert losses == read_losses(typed / METRICS)
+    entries = map(json.loads, (typed / METRICS).read_text().splitlines())
+    assert losses == [entry["loss"] for entry in entries if entry["kind"] == "step"]
 
 
 def test_a_trial_is_as_long_as_the_run_at_most_and_trains_no_epoch_whole_for_less(tmp_path, monkeypatch):
