@@ -197,6 +197,9 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
         elif environment.get(variable):
             values[field.name] = _value(field, variable, environment[variable], nodes)
     given = LaunchArguments(script, positional, flags, start_with, environment.get("DRY_RUN") == "1", **values)
+    threads = environment.get("OMP_NUM_THREADS", "")
+    if not re.fullmatch(r"([1-9][0-9]{0,3}(,[1-9][0-9]{0,3})*)?", threads):  # OpenMP would print lines of its own
+        raise UserError(f"OMP_NUM_THREADS {shown(threads)}: expected a whole number from 1 to 9999.")
     if not re.fullmatch(r"[A-Za-z0-9_,]*", given.forward_env):
         raise UserError(f"FORWARD_ENV {shown(given.forward_env)}: expected names with commas.")
     if "--hostfile" in own and (environment.get("HOSTFILE") or given.hostfile) != given.hostfile:

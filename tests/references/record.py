@@ -19,15 +19,15 @@ from tests.training.commands import launch, read_metrics
 
 FOLDER = Path(__file__).parent
 MODELS = ("basic_cnn", "mobilenet", "ensemble")
-ENGINES = ("torch", "deepspeed")
+ENGINES = {"torch": "ddp", "deepspeed": "fsdp_stage2"}  # and its strategy
 RANKS, BATCH_SIZE_PER_RANK, EPOCHS = 2, 16, 1
 FLAGS = ["--ensemble-members", "mobilenet,efficientnet", "--val-fraction", "0.5", "--log-every-steps", "15"]
 SILENT = ["--tensorboard", "false", "--report", "false", "--progress", "off"]
 
 
 def train(model: str, engine: str, **variables: str) -> dict[str, Any]:
-    """Train a reference run of digits with fsdp_stage2, and return its losses and what they depend on."""
-    words = [model, "fsdp_stage2", *map(str, (RANKS, BATCH_SIZE_PER_RANK, EPOCHS)), "--engine", engine, *FLAGS]
+    """Train a reference run of digits, and return its losses and what they depend on."""
+    words = [model, ENGINES[engine], *map(str, (RANKS, BATCH_SIZE_PER_RANK, EPOCHS)), "--engine", engine, *FLAGS]
     with tempfile.TemporaryDirectory() as logs:
         place = ["--log-dir", logs, "--run-name", "reference"]
         result = launch(*words, *SILENT, *place, OMP_NUM_THREADS="1", **variables)

@@ -423,6 +423,7 @@ def test_an_occupied_port_is_refused_at_once(form: str) -> None:
         ({"STOP_TIMEOUT": "soon"}, [], "STOP_TIMEOUT"),
         ({"STOP_TIMEOUT": "0"}, [], "STOP_TIMEOUT"),
         ({"MAX_RESTARTS": "1001"}, [], "whole number from 0 to 1000"),
+        ({"OMP_NUM_THREADS": "two"}, [], "whole number from 1 to 9999"),
         ({}, ["--max-restarts"], "whole number from 0 to 1000"),
         ({}, ["--max-restarts="], "whole number from 0 to 1000"),
         ({}, ["--max-restarts", "-1"], "--max-restarts '-1'"),
