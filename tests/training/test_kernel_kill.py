@@ -54,7 +54,8 @@ def starter_goes_first(group: Path) -> Iterator[None]:
             for pid in (group / "cgroup.procs").read_text().split():
                 with contextlib.suppress(psutil.Error, OSError):
                     process = psutil.Process(int(pid))
-                    if "local_ranks.py" in " ".join(process.cmdline()) and process.children():
+                    starters = [of for of in (process, process.parent()) if "local_ranks.py" in " ".join(of.cmdline())]
+                    if starters == [process] and process.children():  # a rank, its child, has its command line
                         Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
 
     thread = threading.Thread(target=mark)
