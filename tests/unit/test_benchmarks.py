@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # of which the benchmark takes nine minutes at most
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     command = [sys.executable, "benchmarks/gpu/run.py", "--device", "cpu", "--quick", "--models", "basic_cnn"]
     environment = os.environ | {"OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
