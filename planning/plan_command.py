@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from planning.machines import GPUS, detect_machine, find_machine
+from planning.machines import GPUS, SMALLEST_GB, detect_machine, find_machine
 from planning.plan_output import print_plan, print_scale
 from planning.search import PlannedJob, evaluate, recommend, with_planned_batch
 from planning.step_time import measured_s
@@ -47,6 +47,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     parser.add_number("--gpus-per-node", 1, 1024, help=f"GPUs of a machine (default: at most {GPUS_PER_NODE}).")
     gpus = ", ".join(GPUS)
     parser.add_argument("--gpu", metavar="NAME", help=f"{gpus}, or as 8gb any; default: this machine's, or its CPU.")
+    parser.add_number("--gpu-memory", SMALLEST_GB, 9999.0, help="GB of each GPU, such as 8: the same as --gpu 8gb.")
     parser.add_argument(
         "--interconnect", metavar="A+B", help="Links inside and between machines, such as nvlink4+ib400 or pcie4."
     )
@@ -64,6 +65,10 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     parser.epilog = "All flags of scripts/train_distributed.py are known too, such as --model-type and --batch-size."
     given, others = parser.parse_known(words)
     config, _ = parse_args([f"--strategy={given.strategy}", *others])
+    if given.gpu_memory:
+        if given.gpu:
+            raise UserError("--gpu and --gpu-memory exclude each other: give one.")
+        given.gpu = f"{given.gpu_memory:.3f}gb"
     if given.measure and given.gpu:
         raise UserError("--measure trains on this machine: leave --gpu out.")
     counts = read_counts(given.scale) if given.scale is not None else []

@@ -12,8 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {
-    "scripts": 732,
-    "launch": 3527,
+    "scripts": 681,
+    "launch": 3530,
     "models": 2089,
     "training": 3095,
     "training/data": 4905,
@@ -21,7 +21,7 @@ BUDGET = {
     "training/parallel": 4368,
     "training/checkpoint": 2107,
     "training/observe": 3142,
-    "planning": 3080,
+    "planning": 2962,
     "delivery": 1697,
     "delivery/export": 1148,
     "delivery/report": 1415,

@@ -18,7 +18,7 @@ from planning.doctor.gpu_health import assess_gpu_health, assess_gpus, gpu_facts
 from planning.doctor.table import Row
 from training.config import REPO_ROOT
 from training.errors import UserError
-from training.observe.control_groups import usable_cores
+from training.observe.control_groups import quota_note, usable_cores
 from training.observe.environment import software
 from training.observe.shared_folder import existing_part
 from training.observe.units import format_bytes
@@ -48,6 +48,7 @@ def machine_facts(log_dir: str, data: Mapping[str, Any] | None) -> dict[str, Any
     return {
         "software": software(),
         "cores": usable_cores(),
+        "cpu_quota": quota_note(),
         "memory_bytes": memory.total,
         "memory_free_bytes": memory.available,
         "shm_bytes": shared_memory.total if shared_memory else 0,
@@ -143,7 +144,7 @@ def read_pins(requirements: str) -> dict[str, str]:
 
 
 def assess_limits(facts: Facts, ranks: int, all_ranks: int) -> list[Row]:
-    """Compare memory, /dev/shm and open files with what the ranks need.
+    """Compare memory, /dev/shm, open files and a container's cores, if it has a quota, with what the ranks need.
 
     Ranks, NCCL, DeepSpeed and loader workers exchange data through /dev/shm. If it is full, one ends in a bus error.
     """
@@ -155,7 +156,10 @@ def assess_limits(facts: Facts, ranks: int, all_ranks: int) -> list[Row]:
     shm = Row("/dev/shm", "wrong", f"{shm_free} of {shm_total} free", shm_cure)
     files_cure = "ulimit -n 65536, or nofile in /etc/security/limits.conf"
     files = Row("open files", "warning", f"limit {facts['open_files']}", files_cure)
+    cores_cure = "a higher CPU limit: docker run --cpus, Kubernetes resources.limits.cpu"
+    cores = Row("cores", "warning", f"{facts['cpu_quota']}: {facts['cores']} usable", cores_cure)
     return [
+        *([_limit(cores, facts["cores"], ranks, str)] if facts["cpu_quota"] else []),
         _limit(memory, facts["memory_free_bytes"], ranks * MEMORY_BYTES_PER_RANK),
         _limit(shm, facts["shm_free_bytes"], ranks * SHARED_BYTES_PER_RANK),
         _limit(files, facts["open_files"], OPEN_FILES_OF_A_RANK + 4 * all_ranks, str),
