@@ -125,7 +125,7 @@ def test_the_comparison_shows_the_loop_tuned_by_hand_and_exact_decoding(monkeypa
     assert {name: row[f"later / {TUNED}"].split()[0] for name, row in rows.items()} == expected
     assert {name: row[f"all epochs / {TUNED}"].split()[0] for name, row in rows.items()} == expected
     assert rows["ddp"]["later / fastest peer (Lightning)"].startswith("5.00 ")
-    assert "runs the same code" in section.text
+    assert "share one copy of our weights" in section.text
     assert "shrinks a JPEG" in section.text
     trained = []
     monkeypatch.setattr(compare.ours, "epoch_seconds", lambda job, ranks, logs, flags: trained.append((job, flags)))
@@ -170,7 +170,7 @@ def test_the_engines_are_tabulated_per_number_of_ranks():
         ["0.50", "50.0", "-", "-"],
         ["-", "-", "1.50", "300.0"],
     ]
-    assert "stage 3 is not the same work" in section.text
+    assert "share one copy of our weights" in section.text
     assert read_job(write_job(job)) == job
 
 
