@@ -63,9 +63,9 @@ class Watch:
             return noted
 
         def ending(finish: Any) -> Any:
-            def ended(observer: Any, failed_step: int | None) -> Any:
+            def ended(observer: Any) -> Any:
                 torch.cuda.set_sync_debug_mode("default")
-                return finish(observer, failed_step)
+                return finish(observer)
 
             return ended
 
