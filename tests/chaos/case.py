@@ -26,7 +26,7 @@ RECIPES = {
     "plain": "",
     "images": "--augmentation shift_flip --mirror alternate --shift-padding reflect --random-erasing 0.3 --mixup 0.4 "
     "--cutmix 1 --mixup-probability 0.7 --repeated-augmentation 3 --sampling balanced --progressive-size 16:1:3",
-    "weights": "--optimizer lamb --loss bce --schedule wsd --ema 0.9 --lookahead 3 --layer-decay 0.8 --whitened-stem",
+    "weights": "--optimizer adan --loss bce --schedule wsd --ema 0.9 --lookahead 3 --layer-decay 0.8 --whitened-stem",
 }
 RUN = "run"
 STOP_SECONDS = 40
