@@ -148,7 +148,7 @@ def test_accelerate_which_starts_torchrun(tmp_path):
         *[ENTRY, "--model-type", "cnn_lstm"],
         *["--strategy", "fsdp_stage3", "--epochs", "1", "--batch-size", "50", "--data", "fake", "--image-size", "16"],
         *["--precision", "bf16", "--activation-checkpointing", "--sync-batchnorm", "--offload", "all"],
-        *["--run-name", "r", "--log-dir", str(tmp_path), "--optimizer", "lamb", "--learning-rate", "0.01"],
+        *["--run-name", "r", "--log-dir", str(tmp_path), "--optimizer", "adan", "--learning-rate", "0.01"],
         *["--log-every-steps", "1"],
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
