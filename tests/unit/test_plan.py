@@ -166,7 +166,11 @@ def test_the_batch_that_fills_the_gpu():
 
 @pytest.mark.parametrize(
     "words",
-    [("--gpu=8gb", "--epochs=100000"), ("--gpu-memory=8", "--epochs=1"), ("--gpu=8.0GB", "--epochs=1", "--images=100")],
+    [
+        ("--gpu=8gb", "--epochs=100000"),
+        ("--gpu-memory=8", "--epochs=9999"),
+        ("--gpu=8.0GB", "--epochs=1", "--images=100"),
+    ],
 )
 def test_the_answer_is_written_as_people_do(words, capsys):
     """Of years and of seconds: no power of ten, no '0.0 hours'; and the batch that fills the GPU is in it."""
