@@ -138,7 +138,7 @@ INTERCONNECTS = {
         Interconnect("ib400", 9.6e-6, 50 * GB, f"InfiniBand NDR, a port per GPU; {NCCL_LATENCY}", IB_SHARE),
     )
 }
-ETHERNET_LATENCY_S = 50e-6  # of TCP between machines of one switch; the doctor measures a cluster's own
+ETHERNET_LATENCY_S = 50e-6  # of TCP between machines of one switch
 # The fastest link inside a machine that is usual with a GPU; between machines, if none is named.
 USUAL_LINK = {"v100": "nvlink2", "a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "b200": "nvlink5"}
 USUAL_NETWORK = "ib400"

@@ -128,7 +128,7 @@ def plan_memory(
     traffic = _traffic(rule, sizes, plan, ranks, device)
     whole, part = FLOAT32_BYTES * sizes.trained, FLOAT32_BYTES * sizes.trained / plan.shards
     others, accumulates = ranks > 1, accumulation_steps > 1
-    rows = _rows(ranks, accumulation_steps)
+    rows = _rows(ranks, accumulation_steps) if rule.parks_sums or rule.accumulates_whole else 1
     computed = rule.gradients * (rows if rule.parks_sums else 1) * whole + rule.sharded_gradients * part
     gradients = computed + ((rule.sums * part + rule.received * whole) if others else 0)
     gradients += rule.accumulates_whole * accumulates * rows * whole

@@ -81,6 +81,7 @@ class Agent:
         self._last_message = time.monotonic()
         self._is_closed = False
         self._launch = Launch()
+        self._gpus = 0  # that ranks may use here
         self._node_run: NodeRun | None = None
         self._mark: Path | None = None  # that we have left in the log folder
         self._answers: dict[str, tuple[str, Callable[[Message], Message]]] = {
@@ -134,6 +135,7 @@ class Agent:
         """End what an earlier start left here; return facts about this machine, or what is wrong."""
         self._launch = Launch(f"{order['mark']}-{self._node}")  # two nodes may be one machine under two names
         self._launch.kill()
+        self._gpus = _count_gpus()
         remove_stale_build_locks(Path(order["environment"]["TORCH_EXTENSIONS_DIR"]))
         try:
             os.chdir(order["folder"])
@@ -141,14 +143,14 @@ class Agent:
         except OSError as error:
             return {"error": f"{error.strerror}: {error.filename or 'port ' + str(order['port'])}"}
         try:
-            check_chosen_interfaces({**os.environ, **order["environment"]}, has_gpus=_count_gpus() > 0)
+            check_chosen_interfaces({**os.environ, **order["environment"]}, has_gpus=self._gpus > 0)
         except UserError as error:
             return {"error": str(error)}
         return {
             "address": self._address,
             "addresses": own_addresses(),
             "port": port,
-            "gpus": _count_gpus(),
+            "gpus": self._gpus,
             "software": software(),
         }
 
@@ -187,7 +189,7 @@ class Agent:
         """Return the variables of the ranks: this machine's, the launch's, and where their heartbeats go."""
         environment = launch_environment(self._launch, folder, {**os.environ, **order["environment"]})
         cores = usable_cores()
-        environment |= malloc_variables(environment, _count_gpus() > 0)
+        environment |= malloc_variables(environment, self._gpus > 0)
         environment["LOCAL_WORLD_SIZE"] = str(order["local_size"])  # for the supervisor, which reads it in /proc
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // order["local_size"])))
         # With ninja, which DeepSpeed needs to compile its operators.

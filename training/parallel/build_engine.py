@@ -52,8 +52,8 @@ def resolve_engine(engine: str, plan: ParallelPlan, strategy_json: Mapping[str, 
 def reasons_for_deepspeed(plan: ParallelPlan, strategy_json: Mapping[str, Any], module: nn.Module) -> list[str]:
     """Return what asks for DeepSpeed under 'auto': keys of the JSON that it alone follows, and what it does better."""
     reasons = keys_of_deepspeed_alone(strategy_json) + (["--offload"] if plan.offload != "none" else [])
-    if plan.zero_stage > 1 and _single_number(module):
-        reasons.append(f"how to shard the single number {_single_number(module)}")
+    if plan.zero_stage > 1 and (scalar := _single_number(module)):
+        reasons.append(f"how to shard the single number {scalar}")
     return reasons
 
 

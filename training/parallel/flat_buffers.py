@@ -22,7 +22,7 @@ import torch.distributed as dist
 from training.observe.timing import communication
 from training.parallel.collectives import barrier, broadcast_object, error_on_any_rank
 from training.parallel.exchange import text
-from training.parallel.summation_tree import LeafSums, StepTree, add_nodes, rows_of
+from training.parallel.summation_tree import LeafSums, StepTree, add_ranks
 from training.parallel.world import World
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -197,8 +197,7 @@ def _sum_rows(rows: torch.Tensor, tree: StepTree, out: torch.Tensor) -> torch.Te
     """Add the ranks' rows [ranks, rows, k] along the tree into `out` [k]; they are overwritten. One rank's is `out`."""
     if len(rows) == 1:
         return out
-    sums = [(node, rows[rank, row]) for rank, segment in enumerate(tree.segments) for node, row in rows_of(segment)]
-    add_nodes(sums, tree.leaves, out)
+    add_ranks(rows, tree.segments, tree.leaves, out)
     return out
 
 

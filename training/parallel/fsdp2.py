@@ -181,6 +181,8 @@ class _Part:
         flat = nn.functional.pad(local.view(-1), (0, padding)) if padding else local.view(-1)
         self.trained = nn.Parameter(flat)
         self._gradient = torch.zeros_like(flat) if padding else None
+        row = local[0].numel()
+        self._piece = row // pieces_per_row(row)  # elements
 
     def take_weights(self) -> None:
         """Give the vector the values of the module's parameter, which FSDP2 may have moved."""
@@ -206,8 +208,7 @@ class _Part:
             self.trained.grad = self._gradient
         if values.ndim == 1:
             return values
-        row = values[0].numel()
-        return torch.linalg.vector_norm(values.reshape(-1, row // pieces_per_row(row)), dim=1)
+        return torch.linalg.vector_norm(values.reshape(-1, self._piece), dim=1)
 
 
 class _OwnSums:

@@ -115,6 +115,21 @@ def rows_of(segment: Segment) -> list[tuple[TreeNode, int]]:
     return [*zip(parked, range(1, len(parked) + 1), strict=True), (running, 0)]
 
 
+def add_ranks(
+    rows: torch.Tensor, segments: Sequence[Segment], leaves: int, out: torch.Tensor
+) -> list[tuple[TreeNode, torch.Tensor]]:
+    """Add the sums that ranks with neighbouring segments are left with, as `add_nodes` does.
+
+    Args:
+        rows: [ranks, rows, n] of the ranks' `LeafSums`; they are overwritten.
+        segments: of these ranks, in their order.
+        leaves: of the tree.
+        out: as of `add_nodes`.
+    """
+    sums = [(node, rows[rank, row]) for rank, segment in enumerate(segments) for node, row in rows_of(segment)]
+    return add_nodes(sums, leaves, out)
+
+
 def join(left: TreeNode, right: TreeNode, leaves: int) -> TreeNode | None:
     """Return the node whose two halves these neighbours are, None if there is none.
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 from training.observe.timing import communication
-from training.parallel.summation_tree import LeafSums, StepTree, TreeNode, add_nodes, plan_segment, rows_of
+from training.parallel.summation_tree import LeafSums, StepTree, TreeNode, add_nodes, add_ranks, plan_segment
 from training.parallel.world import World
 
 
@@ -57,10 +57,7 @@ class TreeReduceScatter(DefaultAllocMixin, ReduceScatter):
             for place, row in zip(received, rows, strict=True):
                 dist.all_to_all_single(place.view(-1), row, group=group)
         segments = self._tree.segments[self._replica * self._shards :][: self._shards]
-        sums = [
-            (node, received[row, shard]) for shard, segment in enumerate(segments) for node, row in rows_of(segment)
-        ]
-        left = add_nodes(sums, self._tree.leaves, output_tensor)
+        left = add_ranks(received.transpose(0, 1), segments, self._tree.leaves, output_tensor)
         if self._replicas > 1:
             self._add_replicas(left, output_tensor)
 
