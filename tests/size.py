@@ -18,7 +18,7 @@ BUDGET = {
     "training": 3095,
     "training/data": 4905,
     "training/recipe": 1756,
-    "training/parallel": 4380,
+    "training/parallel": 4379,
     "training/checkpoint": 2107,
     "training/observe": 3142,
     "planning": 2962,

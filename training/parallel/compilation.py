@@ -151,8 +151,7 @@ def _rehearse(network: nn.Module, setup: EngineSetup) -> str | None:
         return None
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     kept, was_training = [buffer.clone() for buffer in network.buffers()], network.training
-    shape = (max(setup.batch_size, 2), *setup.image_shape)
-    # BatchNorm wants more than one.
+    shape = (max(setup.batch_size, 2), *setup.image_shape)  # BatchNorm wants more than one image
     images = torch.zeros(shape, device=setup.world.device).contiguous(memory_format=torch.channels_last)
     try:
         network.train()
