@@ -35,9 +35,9 @@ from models.build import build_model
 from planning.machines import detect_machine
 from planning.search import PlannedJob, memory_of
 from training.config import TrainConfig
-from training.parallel.build_engine import resolve_engine
-from training.parallel.deepspeed_config import read_strategy_json
-from training.parallel.strategies import STRATEGIES, plan_of
+from training.engines.build_engine import resolve_engine
+from training.engines.deepspeed_config import read_strategy_json
+from training.engines.strategies import STRATEGIES, plan_of
 
 FILL = 0.8  # of the free memory
 LARGE = ("vgg", "ensemble")

@@ -18,8 +18,8 @@ from benchmarks.our_engine import make_engine, training_step
 from benchmarks.peers.bare_ddp import VARIANTS
 from benchmarks.peers.job import Job
 from models.build import build_model
-from training.parallel.collectives import barrier
-from training.parallel.world import World, start_world, stop_world
+from training.world.collectives import barrier
+from training.world.world import World, start_world, stop_world
 
 STEPS = 3  # the first creates the optimizer's state
 

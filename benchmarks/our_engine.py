@@ -10,12 +10,12 @@ from torch import nn
 from benchmarks.peers.job import mean_cross_entropy
 from models.whole_input import WholeInputConv2d
 from training.config import TrainConfig
-from training.parallel.build_engine import build_engine, resolve_engine
-from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
-from training.parallel.engine import Engine, EngineSetup
-from training.parallel.strategies import plan_of
-from training.parallel.world import World
+from training.engines.build_engine import build_engine, resolve_engine
+from training.engines.deepspeed_config import deepspeed_config, read_strategy_json
+from training.engines.engine import Engine, EngineSetup
+from training.engines.strategies import plan_of
 from training.recipe.optimizer import build_optimizer
+from training.world.world import World
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 

@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.record_data import file_sha256
 from benchmarks.record_table import write_table
 from benchmarks.report import machine_name, today, versions
-from training.command_line import OneLineParser, run_script
-from training.errors import UserError
+from training.base.errors import UserError
+from training.config.command_line import OneLineParser, run_script
 from training.observe.environment import git
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,8 +25,8 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.command_line import OneLineParser, run_script
-from training.errors import UserError, one_line
+from training.base.errors import UserError, one_line
+from training.config.command_line import OneLineParser, run_script
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 FASHION_NAMES = (

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.our_engine import Step, make_engine, training_step
 from models.build import build_model
-from training.parallel.collectives import barrier
-from training.parallel.world import World, start_world, stop_world
+from training.world.collectives import barrier
+from training.world.world import World, start_world, stop_world
 
 CLASSES = 10
 ROUNDS, STEPS = 7, 4  # and one round that only warms up

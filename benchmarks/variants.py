@@ -29,8 +29,8 @@ from benchmarks.record_data import file_sha256
 from benchmarks.record_table import replace_between, top1_cell
 from benchmarks.report import machine_name, today, versions
 from models.build import build_model
-from training.command_line import OneLineParser, run_script
-from training.errors import UserError
+from training.base.errors import UserError
+from training.config.command_line import OneLineParser, run_script
 
 INGREDIENTS = {
     "Muon (AdamW in its place)": "--optimizer adamw --optimizer-options= --learning-rate 0.004",

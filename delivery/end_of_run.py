@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 
 from delivery.evaluation_files import write_evaluation
 from delivery.predicted import prediction_line
+from training.base.run_folder import EVALUATION, REPORT, TEST_EVALUATION, RunFolder, shown_path
 from training.checkpoint.weights import read_metadata
 from training.data.reading.sources import Source
 from training.observe.evaluation import read_scores
-from training.observe.run_folder import EVALUATION, REPORT, TEST_EVALUATION, RunFolder, shown_path
 
 
 def leave_files(folder: RunFolder, sources: Mapping[str, Source], *, with_card: bool, with_report: bool) -> list[str]:

@@ -20,6 +20,8 @@ from delivery.evaluation_files import write_evaluation
 from delivery.flags import evaluate_parser
 from delivery.trained_model import TrainedModel, find_model, slug
 from delivery.views import PLAIN, Views, checked_views, mean_log_probabilities
+from training.base.errors import UserError, printable
+from training.base.run_folder import EVALUATION, TEST_EVALUATION
 from training.checkpoint.weights import load_model
 from training.config import TrainConfig
 from training.data.bad_images import bad_image_lines, check_bad_images
@@ -27,15 +29,14 @@ from training.data.loader import EvaluationLoader, automatic_workers
 from training.data.reader import Batch
 from training.data.reading.sources import FileSource
 from training.data.sampler import EvaluationPlan
-from training.errors import UserError, printable
+from training.engines.precision import resolve_precision, under_autocast
 from training.observe.console import open_console
 from training.observe.evaluation import check_replaceable, describe_scores, read_scores
-from training.observe.run_folder import EVALUATION, TEST_EVALUATION, remove_leftovers_of_run
+from training.observe.new_run import remove_leftovers_of_run
 from training.observe.scores import SampleRecorder, Scores, sample_losses
-from training.parallel.collectives import agreed
-from training.parallel.precision import resolve_precision, under_autocast
-from training.parallel.preserved_process import preserved_process
-from training.parallel.world import World, start_world, stop_world
+from training.world.collectives import agreed
+from training.world.preserved_process import preserved_process
+from training.world.world import World, start_world, stop_world
 
 CLASSES_SHOWN = 20
 OWN_FOLDERS = {"val": EVALUATION, "test": TEST_EVALUATION}

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from delivery.trained_model import TrainedModel, read_json
+from training.base.errors import UserError, unknown_name
+from training.base.run_folder import ENVIRONMENT, IMAGES
 from training.config import TrainConfig
 from training.data import DATASETS, DataOptions, find_dataset, load_data
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.folder import layout_of, load_whole
+from training.data.image_list import ListedImage, TrainedImages, describe_change, read_image_list
 from training.data.values import values_of
-from training.errors import UserError, unknown_name
-from training.observe.image_list import ListedImage, TrainedImages, describe_change, read_image_list
-from training.observe.run_folder import ENVIRONMENT, IMAGES
 
 SPLITS = ("auto", "val", "test", "train", "all")
 NAMES_IN_MESSAGE = 5

@@ -11,13 +11,13 @@ from PIL import Image, ImageDraw, ImageFont
 from torchvision.transforms.v2.functional import to_pil_image
 
 from delivery.csv_cells import csv_line
-from training.checkpoint.atomic_write import replacing_folder, write_json
+from training.base.atomic_write import replacing_folder, write_json
+from training.base.errors import printable
+from training.base.run_folder import SCORES, WORST
 from training.data.augment import viewable
 from training.data.values import stretched
-from training.errors import printable
 from training.observe.evaluation import check_replaceable, dense_confusion
 from training.observe.loggers.confusion import confusion_picture
-from training.observe.run_folder import SCORES, WORST
 
 LARGEST_MATRIX = 1000  # classes; more have neither picture nor table of all pairs
 THUMBNAIL_PIXELS = 128

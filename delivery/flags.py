@@ -6,9 +6,9 @@ import argparse
 
 from delivery.export import FORMATS, PRECISIONS
 from models import LARGEST_IMAGE_SIZE
-from training.command_line import OneLineParser
+from training.base.settings import LARGEST_BATCH
+from training.config.command_line import OneLineParser
 from training.data import BAD_IMAGES_USAGE, DATASETS
-from training.model_fields import LARGEST_BATCH
 
 LARGEST_TOP_K = 1000
 MOST_IMAGES, MOST_THREADS = 10**6, 256

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from training.base.errors import UserError, one_line
 from training.data.reading.images import ImageError, open_numbers, read_file
 from training.data.values import FLOATS, to_values, values_of
-from training.errors import UserError, one_line
 
 ARRAY_EXTENSION = ".npy"
 

@@ -19,17 +19,16 @@ from delivery.report.run_files import count_global_batch
 from delivery.reproduce_command import NOT_REPEATED, reproduce_command
 from delivery.trained_model import read_run_config
 from models.timm_models import has_fixed_size
-from training.checkpoint.atomic_write import replacing
+from training.base.atomic_write import replacing
+from training.base.run_folder import CARD, ENVIRONMENT, EVALUATION, METRICS, TEST_EVALUATION, WEIGHTS
 from training.checkpoint.weights import read_metadata
 from training.config import TrainConfig
-from training.config_values import show_value
-from training.data.data_fields import DataFields
+from training.config.values import show_value
 from training.data.reading.images import CHANNEL_MODES
+from training.data.settings import DataSettings
 from training.data.values import BYTES, values_of
-from training.model_fields import ModelFields
 from training.observe.evaluation import read_scores
-from training.observe.run_folder import CARD, ENVIRONMENT, EVALUATION, METRICS, TEST_EVALUATION, WEIGHTS
-from training.recipe.recipe_fields import RecipeFields
+from training.recipe.settings import RecipeSettings
 
 TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 MARK = (
@@ -46,7 +45,18 @@ ALWAYS_SHOWN = (
 
 # Where images come from and how they are read; the rest of what those fields say is how they are augmented.
 NOT_RECIPE = frozenset(
-    {*NOT_REPEATED, "data", "data_root", "download", "decode", "cache", "cache_gb", "workers", "bad_images"}
+    {
+        *NOT_REPEATED,
+        "precision",
+        "data",
+        "data_root",
+        "download",
+        "decode",
+        "cache",
+        "cache_gb",
+        "workers",
+        "bad_images",
+    }
 )
 
 
@@ -103,8 +113,8 @@ def write_model_card(run: Path) -> Path | None:
 
 def recipe_names(config: TrainConfig) -> list[str]:
     """Return the fields of the card's recipe: the usual ones, and what else of model, data and update was chosen."""
-    fields = [field for kind in (ModelFields, DataFields, RecipeFields) for field in dataclasses.fields(kind)]
-    chosen = [field.name for field in fields if getattr(config, field.name) != field.default]
+    fields = {field.name: field for kind in (RecipeSettings, DataSettings) for field in dataclasses.fields(kind)}
+    chosen = [name for name, field in fields.items() if getattr(config, name) != field.default]
     return [*ALWAYS_SHOWN, *(name for name in chosen if name not in NOT_RECIPE.union(ALWAYS_SHOWN))]
 
 

@@ -22,6 +22,8 @@ from delivery.flags import predict_parser
 from delivery.image_numbers import ARRAY_EXTENSION, read_numbers
 from delivery.trained_model import find_model
 from delivery.views import Views, checked_views, mean_log_probabilities
+from training.base.control_groups import limit_threads, usable_cores
+from training.base.errors import UserError
 from training.checkpoint.weights import load_model
 from training.data.augment import evaluation_transform
 from training.data.folder_listing import SYSTEM_NAMES
@@ -31,10 +33,8 @@ from training.data.reading.image_notes import collected_notes, noting
 from training.data.reading.images import CHANNEL_MODES, MAX_FILE_BYTES, ImageError
 from training.data.reading.retry import entries_of, is_folder, patiently
 from training.data.values import BYTES, values_of
-from training.errors import UserError
-from training.observe.control_groups import limit_threads, usable_cores
-from training.parallel.precision import use_exact_fp32
-from training.parallel.preserved_process import preserved_torch_settings
+from training.world.preserved_process import preserved_torch_settings
+from training.world.world import use_exact_fp32
 
 STDIN = "-"
 STDIN_NAME = "standard input"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from training.observe.run_folder import METRICS, PREDICTION
-from training.observe.units import format_bytes
+from training.base.run_folder import METRICS, PREDICTION
+from training.base.units import format_bytes
 
 
 class Comparison(NamedTuple):

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from delivery.csv_cells import csv_line
 from delivery.predict import Prediction
-from training.checkpoint.atomic_write import replacing
-from training.errors import UserError, printable
+from training.base.atomic_write import replacing
+from training.base.errors import UserError, printable
 
 
 def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, top_k: int) -> int:

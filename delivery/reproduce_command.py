@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from training.config import FLAG_OF, TrainConfig
-from training.config_values import WORDS_OF_LAUNCH, show_value
+from training.config.values import WORDS_OF_LAUNCH, show_value
 
 # Where a run's files go and how it is watched is no part of what is repeated; a preset's values are given one by one,
 # because those that were overridden may be the defaults, which are left out.

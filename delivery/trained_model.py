@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from training.base.errors import UserError, nearest
+from training.base.run_folder import CONFIG, WEIGHTS
 from training.config import REPO_ROOT, TrainConfig
-from training.config_file import read_values
-from training.errors import UserError, nearest
-from training.observe.run_folder import CONFIG, WEIGHTS
+from training.config.file import read_values
 
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80")  # torch.save's archive since PyTorch 1.6, and what it wrote before
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from training.errors import UserError
+from training.base.errors import UserError
 
 
 class Views(NamedTuple):

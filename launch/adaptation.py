@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from launch.arguments import check_training
-from training.observe.control_groups import ROOT, group_files
+from training.base.control_groups import ROOT, group_files
 from training.out_of_memory import advise, next_rung
 
 OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)

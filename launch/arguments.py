@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
-from training.command_line import parse_args
+from training.base.errors import USER_ERROR_EXIT_CODE, UserError, shown
+from training.base.helper_processes import current_folder_kept_out
+from training.base.lasting_output import outlast_readers
 from training.config import REPO_ROOT, TrainConfig
-from training.errors import USER_ERROR_EXIT_CODE, UserError, shown
-from training.helper_processes import current_folder_kept_out
-from training.observe.lasting_output import outlast_readers
-from training.parallel.deepspeed_config import read_strategy_json
+from training.config.command_line import parse_args
+from training.engines.deepspeed_config import read_strategy_json
 
 ENTRY = str(REPO_ROOT / "scripts/train_distributed.py")
 DOCTOR = str(REPO_ROOT / "scripts/doctor.py")

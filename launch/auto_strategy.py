@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 from launch.arguments import LaunchArguments
+from training.base.errors import UserError
 from training.config import REPO_ROOT
-from training.errors import UserError
 
 PLANNER = str(REPO_ROOT / "scripts/plan.py")
 AUTO = "auto"

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launch.arguments import run_launcher
 from launch.single_node import main
-from training.observe.heartbeat import end_with_parent
+from training.base.heartbeat import end_with_parent
 
 if __name__ == "__main__":
     end_with_parent(int(sys.argv.pop(1)))

@@ -1,4 +1,4 @@
-"""The launcher's side of the heartbeats: reads what the ranks have written (`training.observe.heartbeat`)."""
+"""The launcher's side of the heartbeats: reads what the ranks have written (`training.base.heartbeat`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import shutil
 from pathlib import Path
 
-from training.observe.heartbeat import CHECKPOINT, RUN_NAME, SUCCESS, Heartbeat, beat_of, stack_path
+from training.base.heartbeat import CHECKPOINT, RUN_NAME, SUCCESS, Heartbeat, beat_of, stack_path
 
 OWNER = "owner"  # the mark of the launch, locked by the process that made the folder
 

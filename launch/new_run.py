@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from training.base.errors import UserError
 from training.config import TrainConfig
-from training.errors import UserError
-from training.global_batch import check_division
-from training.observe.run_folder import refuse_existing, run_folder
+from training.config.global_batch import check_division
+from training.observe.new_run import refuse_existing, run_folder
 
 
 def check_new_run(config: TrainConfig, possible_ranks: Sequence[int]) -> None:

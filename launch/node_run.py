@@ -13,8 +13,8 @@ from launch.heartbeat_reader import HeartbeatFolder
 from launch.node_launcher import NodeLauncher
 from launch.process_tree import POLL_SECONDS, Launch, shell_exit_code
 from launch.rank_monitor import AGREED_CODES, STOP_CODES, Death, RankMonitor, how_it_ended
-from training.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE
-from training.observe.heartbeat import SLOW_IMPORT_S
+from training.base.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE
+from training.base.heartbeat import SLOW_IMPORT_S
 
 LOOK_SECONDS = 0.25  # between two looks at the ranks
 LEFTOVER_SECONDS = 5.0  # helpers such as multiprocessing's resource tracker end a moment after their parent

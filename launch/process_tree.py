@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from launch.local_ranks import RANK_NAME
-from training.observe.heartbeat import LAUNCH_VARIABLE as MARK
+from training.base.heartbeat import LAUNCH_VARIABLE as MARK
 
 POLL_SECONDS = 0.1
 KILL_SECONDS = 30.0  # do not wait for ever for a process that the kernel does not end

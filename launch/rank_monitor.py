@@ -14,14 +14,14 @@ import psutil
 
 from launch.heartbeat_reader import HeartbeatFolder
 from launch.process_tree import POLL_SECONDS, Launch, code_of_zombie, is_alive, send
-from training.errors import (
+from training.base.errors import (
     CANNOT_SAVE_EXIT_CODE,
     DIVERGED_EXIT_CODE,
     FILE_SERVER_EXIT_CODE,
     OUT_OF_MEMORY_EXIT_CODE,
     TOO_MANY_BAD_STEPS_EXIT_CODE,
 )
-from training.observe.heartbeat import ENDED, Heartbeat
+from training.base.heartbeat import ENDED, Heartbeat
 
 SEARCH_SECONDS = 0.5  # between two looks at all processes of the machine, until every rank has been found
 NO_BEAT = "start"  # the phase of a rank without a heartbeat yet

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from launch.adaptation import Adaptation
 from launch.node_run import PASSED_ON, Ending
 from launch.process_tree import POLL_SECONDS
-from training.errors import OUT_OF_MEMORY_EXIT_CODE
+from training.base.errors import OUT_OF_MEMORY_EXIT_CODE
 
 LONGEST_DELAY_SECONDS = 30.0
 

@@ -28,12 +28,12 @@ from launch.new_run import check_new_run
 from launch.node_launcher import local_ranks_command, malloc_variables
 from launch.process_tree import extensions_folder
 from launch.supervisor import supervise
+from training.base.control_groups import quota_note, usable_cores
+from training.base.errors import UserError, shown
 from training.config import REPO_ROOT
-from training.errors import UserError, shown
-from training.observe.control_groups import quota_note, usable_cores
-from training.parallel.gpus import machine_gpus, visible_gpus
-from training.parallel.launchers import refuse_a_pod_alone
-from training.parallel.network_interfaces import check_chosen_interfaces, free_port
+from training.world.gpus import machine_gpus, visible_gpus
+from training.world.launchers import refuse_a_pod_alone
+from training.world.network_interfaces import check_chosen_interfaces, free_port
 
 MAX_CPU_RANKS_PER_CORE = 8
 

@@ -21,7 +21,7 @@ from launch.node_run import NodeRun, receive_signals
 from launch.process_tree import Launch, extensions_folder, remove_stale_build_locks
 from launch.restart_policy import RestartPolicy, Started, start_until_done
 from launch.temporary_folder import launch_environment, launch_folder
-from training.observe.heartbeat import RESTARTS_VARIABLE, SECRET_VARIABLE
+from training.base.heartbeat import RESTARTS_VARIABLE, SECRET_VARIABLE
 
 
 def supervise(

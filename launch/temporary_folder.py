@@ -1,6 +1,6 @@
 """One temporary folder for a launch and everything that it starts: nothing of it is left behind, not even by kill -9.
 
-It holds the ranks' heartbeats (`training.observe.heartbeat`) and is their TMPDIR. The process that made it locks a file
+It holds the ranks' heartbeats (`training.base.heartbeat`) and is their TMPDIR. The process that made it locks a file
 in it; if that lock is free and no process of the launch lives, the next launch on this machine removes the folder.
 """
 
@@ -18,9 +18,9 @@ from pathlib import Path
 
 from launch.heartbeat_reader import OWNER, HeartbeatFolder
 from launch.process_tree import MARK, Launch, extensions_folder
-from training.errors import UserError
-from training.helper_processes import is_as_asked, socket_place
-from training.observe.heartbeat import FOLDER_VARIABLE
+from training.base.errors import UserError
+from training.base.heartbeat import FOLDER_VARIABLE
+from training.base.helper_processes import is_as_asked, socket_place
 
 PREFIX = "zerovision-"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")

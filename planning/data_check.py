@@ -12,6 +12,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 
 from planning.doctor.table import cell
+from training.base.errors import FileServerError, printable
 from training.data import DataOptions, load_data
 from training.data.datasets import DatasetPair
 from training.data.duplicates import find_duplicates
@@ -22,7 +23,6 @@ from training.data.reading.images import ImageError
 from training.data.reading.sources import Source
 from training.data.thin_images import THINNEST_SIDES
 from training.data.workers import end_with_parent, worker_context
-from training.errors import FileServerError, printable
 
 IMAGES_PER_MESSAGE = 64
 IMAGES_WORTH_A_WORKER = 1000  # fewer are decoded before a worker has started

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from training.errors import UserError, nearest, one_line
-from training.observe.control_groups import limit_threads, usable_cores
-from training.observe.flops import PEAK_TFLOPS, peak_tflops
+from training.base.control_groups import limit_threads, usable_cores
+from training.base.errors import UserError, nearest, one_line
+from training.engines.flops import PEAK_TFLOPS, peak_tflops
 
 GB, TERA = 1e9, 1e12
 NCCL_LATENCY = "latency of a ring's hop: NCCL, src/graph/tuning.cc, hwLat (Ring, Simple)"

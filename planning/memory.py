@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from models.activations import Activations
 from planning.state_rules import ALONE, SHARED, STATE_RULES, StateRule
-from training.parallel.strategies import ParallelPlan
-from training.parallel.summation_tree import StepTree
+from training.engines.strategies import ParallelPlan
+from training.engines.summation_tree import StepTree
 
 FLOAT32_BYTES = 4
 # Of a GPU's process beside its tensors, stated, not measured here: the CUDA context with cuBLAS', cuDNN's and NCCL's

@@ -10,12 +10,12 @@ from planning.machines import GPUS, SMALLEST_GB, detect_machine, find_machine
 from planning.plan_output import print_plan, print_scale
 from planning.search import PlannedJob, evaluate, recommend, with_planned_batch
 from planning.step_time import measured_s
-from training.command_line import OneLineParser, parse_args
+from training.base.errors import UserError, one_line, shown
 from training.config import TrainConfig
+from training.config.command_line import OneLineParser, parse_args
+from training.config.global_batch import nearest_multiples
 from training.data import data_options, load_data
-from training.errors import UserError, one_line, shown
-from training.global_batch import nearest_multiples
-from training.parallel.strategies import STRATEGIES
+from training.engines.strategies import STRATEGIES
 
 IMAGENET = {"classes": 1000, "image_size": 224, "images": 1_281_167}  # planned for if no --data is given
 GPUS_PER_NODE, MOST_RANKS = 8, 65536

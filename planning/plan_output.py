@@ -14,10 +14,10 @@ from rich.table import Table
 
 from planning.machines import GPUS
 from planning.search import Option, PlannedJob, filling_batch, options, reason, step_of
+from training.base.units import format_bytes, format_digits, format_duration
 from training.config import FIELDS, FLAG_OF, TrainConfig
-from training.observe.units import format_bytes, format_digits, format_duration
+from training.engines.strategies import plan_of
 from training.out_of_memory import Rung
-from training.parallel.strategies import plan_of
 
 WIDTH = 160  # of a table, if it is not printed to a wide terminal
 POSITIONAL = ("model_type", "strategy", "batch_size", "epochs")  # of a launcher

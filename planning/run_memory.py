@@ -12,11 +12,11 @@ from planning.machines import CPU, GPUS, find_machine
 from planning.memory import FLOAT32_BYTES, MemoryPlan
 from planning.run_workload import Workload
 from planning.search import PlannedJob, memory_of
-from training.checkpoint.atomic_write import write_json
+from training.base.atomic_write import write_json
+from training.base.run_folder import PREDICTION
 from training.config import TrainConfig
+from training.engines.strategies import STRATEGIES
 from training.observe.environment import RunFacts
-from training.observe.run_folder import PREDICTION
-from training.parallel.strategies import STRATEGIES
 
 # Of a rank's process on a CPU, fitted to trainings of some models there, see docs/memory.md: code and tables that are
 # loaded after the engine's choice (kernels, FSDP2, DeepSpeed itself), and what the heap grows by in the first steps

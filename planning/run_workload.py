@@ -14,9 +14,9 @@ from models.activations import Activations, activations
 from models.build import build_model
 from models.dry_run import training_flops, without_data
 from planning.memory import ModelSizes
+from training.base.errors import UserError
 from training.config import TrainConfig
-from training.errors import UserError
-from training.parallel.activation_checkpointing import enable_activation_checkpointing, repeated_blocks
+from training.engines.activation_checkpointing import enable_activation_checkpointing, repeated_blocks
 from training.recipe.optimizer import build_optimizer, create_state
 from training.recipe.tuning import tune
 

@@ -21,16 +21,16 @@ from planning.memory import MemoryPlan, plan_memory
 from planning.run_workload import Workload, workload_of
 from planning.state_rules import STATE_RULES
 from planning.step_time import StepTime, estimate_step
+from training.base.errors import UserError
+from training.base.settings import FEWEST_IMAGES
+from training.base.units import format_bytes
 from training.config import FIELDS, FLAG_OF, TrainConfig
-from training.errors import UserError
-from training.global_batch import MOST_IMAGES_ON_CPU, divided, micro_batches, usual_global_batch
-from training.model_fields import FEWEST_IMAGES
+from training.config.global_batch import MOST_IMAGES_ON_CPU, divided, micro_batches, usual_global_batch
+from training.engines.build_engine import ENGINES, resolve_engine
+from training.engines.deepspeed_config import read_strategy_json
+from training.engines.strategies import STRATEGIES, ParallelPlan, plan_of
 from training.observe.memory_limit import FILL
-from training.observe.units import format_bytes
 from training.out_of_memory import Rung, next_rung
-from training.parallel.build_engine import ENGINES, resolve_engine
-from training.parallel.deepspeed_config import read_strategy_json
-from training.parallel.strategies import STRATEGIES, ParallelPlan, plan_of
 from training.recipe.rules import check_optimizer
 
 FIRST_PROBE, MOST_PROBES = 4, 5  # times the images of the option; sizes that are tried
@@ -75,7 +75,7 @@ class PlannedJob:
 
     @property
     def precision(self) -> str:
-        """The precision that `--precision` means on these devices, see `training.parallel.precision`.
+        """The precision that `--precision` means on these devices, see `training.engines.precision`.
 
         Raises:
             UserError: for one that they do not have.
@@ -120,7 +120,10 @@ def memory_of(job: PlannedJob, config: TrainConfig) -> tuple[str, ParallelPlan, 
     Raises:
         UserError: if the engine does not do what is asked for, or the update rule not that engine and strategy.
     """
-    check_optimizer(FLAG_OF["optimizer"], config.optimizer, config.strategy, config.engine)
+    shards_parameters = STRATEGIES[config.strategy].zero_stage > 1
+    check_optimizer(
+        FLAG_OF["optimizer"], config.optimizer, config.strategy, config.engine, shards_parameters=shards_parameters
+    )
     shards = min(job.machine.ranks, job.ranks) if config.replicate_across == "nodes" else 0
     plan = plan_of(config.strategy, job.ranks, config.offload, shards)
     json = read_strategy_json(config.strategy, config.deepspeed_config)

@@ -25,8 +25,8 @@ from planning.machines import Machine
 from planning.memory import FLOAT32_BYTES
 from planning.run_workload import Workload, build_network, optimizer_of
 from training.config import TrainConfig
-from training.parallel.precision import under_autocast
-from training.parallel.strategies import ParallelPlan
+from training.engines.precision import under_autocast
+from training.engines.strategies import ParallelPlan
 
 STEPS, WARM_UP_STEPS = 20, 5
 ADAMW_PASSES = 7  # over the fp32 values: weight and two moments, read and written; gradient, read

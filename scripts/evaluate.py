@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from delivery.flags import evaluate_parser
-from training.command_line import run_script
+from training.config.command_line import run_script
 
 
 def evaluate(given: argparse.Namespace) -> int:

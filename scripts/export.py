@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from delivery.export import ExportRefused, check_choice
 from delivery.flags import export_parser
-from training.command_line import run_script
+from training.config.command_line import run_script
 
 
 def export(given: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.command_line import run_script
+from training.config.command_line import run_script
 
 if TYPE_CHECKING:
     from planning.plan_command import PlanRequest

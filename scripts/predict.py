@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from delivery.flags import predict_parser
-from training.command_line import run_script
+from training.config.command_line import run_script
 
 
 def predict(given: argparse.Namespace) -> int:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.command_line import OneLineParser, run_script
-from training.observe.run_folder import REPORT
+from training.base.run_folder import REPORT
+from training.config.command_line import OneLineParser, run_script
 
 
 def report(given: argparse.Namespace) -> int:

@@ -74,7 +74,7 @@ install_requirements() {
 
 # Without compiled bytecode every start compiles all imports anew: 14 s to the first step instead of 9.
 compile_bytecode() {
-    local cores count='from training.observe.control_groups import usable_cores; print(usable_cores())'
+    local cores count='from training.base.control_groups import usable_cores; print(usable_cores())'
     cores=$(.venv/bin/python -c "$count" 2>/dev/null) || cores=1
     env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m compileall -q -j "$cores" .venv/lib >/dev/null || true
 }

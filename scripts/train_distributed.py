@@ -17,12 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.command_line import parse_args, run_script
-from training.errors import USER_ERROR_EXIT_CODE, UserError
-from training.observe.heartbeat import HeartbeatWriter
-from training.observe.lasting_output import outlast_readers
-from training.parallel.deepspeed_config import read_strategy_json
-from training.parallel.launchers import adopt_rank
+from training.base.errors import USER_ERROR_EXIT_CODE, UserError
+from training.base.heartbeat import HeartbeatWriter
+from training.base.lasting_output import outlast_readers
+from training.config.command_line import parse_args, run_script
+from training.engines.deepspeed_config import read_strategy_json
+from training.world.launchers import adopt_rank
 
 
 def train(arguments: list[str]) -> int:
@@ -37,8 +37,8 @@ def train(arguments: list[str]) -> int:
     # Imported late: `--help` and the launchers' check need none of it.
     from delivery.end_of_run import leave_files
     from planning.run_memory import plan_memory, write_prediction
-    from training.checkpoint.resume import RunStart
-    from training.observe.run_lock import Origin
+    from training.base.run_lock import Origin
+    from training.resume import RunStart
     from training.run import run
 
     start = RunStart(Origin.of(os.environ), heartbeat, write_prediction, plan_memory)

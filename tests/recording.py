@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from training.observe.loggers import RunLogger
-from training.observe.loggers.points import StepPoint
+from training.base.points import StepPoint
+from training.base.run_logger import RunLogger
 
 
 class Recorder(RunLogger):

@@ -14,23 +14,23 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from training.checkpoint.atomic_write import write_json
-from training.checkpoint.resume import RunStart
+from training.base.atomic_write import write_json
+from training.base.errors import AgreedError, AnotherStartNeededError
+from training.base.heartbeat import SLOW_PHASE
+from training.base.run_folder import BATCH_SIZE, RunFolder
+from training.base.run_logger import Loggers
+from training.base.units import format_bytes
 from training.checkpoint.shards import Snapshot
 from training.config import TrainConfig
-from training.errors import AgreedError, AnotherStartNeededError
-from training.global_batch import MOST_IMAGES_ON_CPU, divided, largest_divisor, micro_batches, usual_global_batch
+from training.config.global_batch import MOST_IMAGES_ON_CPU, divided, largest_divisor, micro_batches, usual_global_batch
 from training.observe.environment import RunFacts
-from training.observe.heartbeat import SLOW_PHASE
-from training.observe.loggers import Loggers
 from training.observe.memory_limit import FILL, memory_room, peak_memory, reset_peak_memory, used_memory
-from training.observe.run_folder import BATCH_SIZE, RunFolder
-from training.observe.units import format_bytes
 from training.out_of_memory import Rung, describe_failure, is_out_of_memory, next_rung
-from training.parallel.collectives import agreed, broadcast_object, gather_objects
-from training.parallel.exchange import exactly, flag, list_of, optional, row_of, whole_number
-from training.parallel.world import World
+from training.resume import RunStart
 from training.trial import Build, free_memory, shortened, train_shortly, trial, trial_settings
+from training.world.collectives import agreed, broadcast_object, gather_objects
+from training.world.exchange import exactly, flag, list_of, optional, row_of, whole_number
+from training.world.world import World
 
 STEPS = 2  # updates of a trial: the first one chooses kernels and fills caches
 TRIAL_FOLDER = "batch-size-trial"

@@ -10,22 +10,22 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-from training.checkpoint.atomic_write import write_json
-from training.checkpoint.resume import RunStart
+from training.base.atomic_write import write_json
+from training.base.errors import AgreedError, shown
+from training.base.heartbeat import SLOW_PHASE, HeartbeatWriter
+from training.base.points import StepPoint
+from training.base.run_folder import LEARNING_RATE, RunFolder
+from training.base.run_logger import Loggers, RunLogger
 from training.checkpoint.store import FoundCheckpoint
 from training.config import FIELDS, TrainConfig
-from training.config_values import is_allowed
-from training.errors import AgreedError, shown
-from training.observe.heartbeat import SLOW_PHASE, HeartbeatWriter
-from training.observe.loggers import Loggers, RunLogger
-from training.observe.loggers.points import StepPoint
-from training.observe.run_folder import LEARNING_RATE, RunFolder
-from training.parallel.collectives import broadcast_object
-from training.parallel.exchange import number, optional
-from training.parallel.world import World
+from training.config.values import is_allowed
 from training.recipe.loss import GUESSES
 from training.recipe.rate_search import FEWEST_STEPS, HIGHEST, LOWEST, describe_search, find_rate, in_words
+from training.resume import RunStart
 from training.trial import Build, free_memory, shortened, train_shortly, trial, trial_settings
+from training.world.collectives import broadcast_object
+from training.world.exchange import number, optional
+from training.world.world import World
 
 if TYPE_CHECKING:
     from training.run import RunContext

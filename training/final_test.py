@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from training.checkpoint.best_weights import epoch_of
+from training.base.errors import UserError
+from training.base.run_folder import IMAGES, TEST_EVALUATION
 from training.checkpoint.weights import load_model
+from training.data.image_contents import digests_over_ranks
+from training.data.image_list import TrainedImages, read_image_list
 from training.data.loader import EvaluationLoader
 from training.data.reading.sources import FileSource
 from training.data.sampler import EvaluationPlan
-from training.errors import UserError
+from training.engines.engine import Engine
+from training.engines.precision import under_autocast
 from training.loop import evaluate
+from training.observe.best_weights import epoch_of
 from training.observe.evaluation import describe_scores, read_scores, write_scores
-from training.observe.image_contents import digests_over_ranks
-from training.observe.image_list import TrainedImages, read_image_list
-from training.observe.run_folder import IMAGES, TEST_EVALUATION
 from training.observe.scores import Scores
-from training.parallel.collectives import agreed, broadcast_object
-from training.parallel.engine import Engine
-from training.parallel.exchange import flag
-from training.parallel.precision import under_autocast
-from training.state import TrainContext
+from training.steps.context import TrainContext
+from training.world.collectives import agreed, broadcast_object
+from training.world.exchange import flag
 
 if TYPE_CHECKING:
     from training.run import RunContext

@@ -10,13 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from training.base.errors import UserError, shown
 from training.config import FIELDS, FLAG_OF, REPO_ROOT, TrainConfig
-from training.config_check import OF_LAUNCHERS, check_config
-from training.config_file import read_preset
-from training.config_values import WORDS_OF_LAUNCH, show_value
-from training.errors import UserError, shown
-from training.parallel.launchers import environment_for_ranks
-from training.parallel.signals import handling_stop_signals
+from training.config.check import OF_LAUNCHERS, check_config
+from training.config.file import read_preset
+from training.config.values import WORDS_OF_LAUNCH, show_value
+from training.world.launchers import environment_for_ranks
+from training.world.signals import handling_stop_signals
 
 LAUNCHER = REPO_ROOT / "launch" / "from_python.py"
 MOST_GPUS = 1024

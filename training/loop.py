@@ -7,16 +7,17 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
+from training.base.errors import AgreedError, UserError
+from training.base.timing import SpanClock
+from training.checkpoint.state import TrainState
 from training.data.bad_images import check_bad_images
 from training.data.loader import Batch, EvaluationLoader
-from training.errors import AgreedError, UserError
-from training.observe.epoch_observer import EpochObserver, EpochResult
+from training.engines.engine import Engine
 from training.observe.scores import SampleRecorder, Scores, sample_losses
-from training.observe.timing import SpanClock
-from training.parallel.collectives import error_on_any_rank
-from training.parallel.engine import Engine
-from training.parallel.signals import FAILED
-from training.state import TrainContext, TrainState
+from training.steps.context import TrainContext
+from training.steps.epoch_observer import EpochObserver, EpochResult
+from training.world.collectives import error_on_any_rank
+from training.world.signals import FAILED
 
 
 def train_one_epoch(state: TrainState, batches: Iterable[Batch], context: TrainContext) -> EpochResult:

@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from training.base.errors import UserError, one_line
+from training.base.settings import FEWEST_IMAGES
 from training.config import FIELDS, FLAG_OF, TrainConfig
-from training.config_check import check_config
-from training.errors import UserError, one_line
-from training.model_fields import FEWEST_IMAGES
-from training.parallel.strategies import STRATEGIES
+from training.config.check import check_config
+from training.engines.strategies import STRATEGIES
 
 # Of errors that are no MemoryError: PyTorch's allocators on GPUs and CPUs, libraries of both, and the system's ENOMEM.
 # oneDNN cannot "create a primitive" where no memory is left for the code that it generates.

@@ -18,10 +18,65 @@ from models.build import BuiltModel
 from models.weights_file import not_finite
 from training.auto_batch_size import choose_batch_size
 from training.auto_learning_rate import choose_learning_rate
-from training.checkpoint.best_weights import bring_along, epoch_of, keep_finished, write_best
+from training.base.errors import (
+    DIVERGED_EXIT_CODE,
+    FILE_SERVER_EXIT_CODE,
+    OUT_OF_MEMORY_EXIT_CODE,
+    RANK_0_MESSAGE_SECONDS,
+    USER_ERROR_EXIT_CODE,
+    AgreedError,
+    AnotherStartNeededError,
+    FileServerError,
+    RunEnded,
+    UserError,
+    known_failure,
+)
+from training.base.heartbeat import SLOW_PHASE
+from training.base.progress import Progress
+from training.base.run_folder import RunFolder
+from training.base.run_logger import Loggers
+from training.base.timing import measured_communication
 from training.checkpoint.frozen import FrozenWeights, keep_frozen
-from training.checkpoint.other_epochs import before_decay, note_other_epochs
-from training.checkpoint.resume import (
+from training.checkpoint.saver import Saver
+from training.checkpoint.state import TrainState
+from training.checkpoint.store import FoundCheckpoint
+from training.config import FLAG_OF, TrainConfig
+from training.config.check import check_config, check_starting_weights
+from training.config.unused_flags import note_unused_flags
+from training.data import data_options, load_data
+from training.data.bad_images import check_bad_images
+from training.data.datasets import DatasetPair
+from training.data.image_contents import ImageContents
+from training.data.loader import EvaluationLoader, TrainLoader, build_loaders
+from training.data.sampler import BatchPlan, build_plan
+from training.engines.build_engine import build_engine, note_engine, resolve_engine
+from training.engines.compilation import auto_compiles, keep_compiled_code, load_compiled_code, resolve_compile
+from training.engines.deepspeed_config import deepspeed_config, read_strategy_json
+from training.engines.engine import EngineSetup
+from training.engines.flops import TrainingFlops
+from training.engines.model import build_training_model
+from training.engines.parameter_shards import frozen_parameters, gather_weights
+from training.engines.precision import resolve_precision
+from training.engines.strategies import plan_of
+from training.final_test import judge_test
+from training.launched_run import run_launched
+from training.loop import evaluate, train_one_epoch
+from training.messages import announce_end, announce_start, log_epoch
+from training.observe.best_weights import bring_along, epoch_of, keep_finished, write_best
+from training.observe.environment import RunFacts, describe_run
+from training.observe.loggers import open_loggers
+from training.observe.scores import Scores, ScoreSums
+from training.observe.step_metrics import peak_memory_per_rank, resident_bytes, run_point, start_timing
+from training.other_epochs import before_decay, note_other_epochs
+from training.out_of_memory import describe_failure, is_out_of_memory
+from training.recipe import read_tune
+from training.recipe.divergence import find_divergence
+from training.recipe.freezing import BackboneFreezer
+from training.recipe.loss import Loss, build_loss
+from training.recipe.optimizer import build_optimizer
+from training.recipe.schedule import Schedule, build_schedule, has_slow_backbone, head_epochs_of
+from training.recipe.tuning import Adapters
+from training.resume import (
     DATA_SET,
     FIRST_START,
     NORMALIZATION,
@@ -37,66 +92,14 @@ from training.checkpoint.resume import (
     note_other_leaves,
     restore,
 )
-from training.checkpoint.saver import Saver
-from training.checkpoint.store import FoundCheckpoint
-from training.config import FLAG_OF, TrainConfig
-from training.config_check import check_config, check_starting_weights
-from training.data import data_options, load_data
-from training.data.bad_images import check_bad_images
-from training.data.datasets import DatasetPair
-from training.data.loader import EvaluationLoader, TrainLoader, build_loaders
-from training.data.sampler import BatchPlan, build_plan
-from training.errors import (
-    DIVERGED_EXIT_CODE,
-    FILE_SERVER_EXIT_CODE,
-    OUT_OF_MEMORY_EXIT_CODE,
-    RANK_0_MESSAGE_SECONDS,
-    USER_ERROR_EXIT_CODE,
-    AgreedError,
-    AnotherStartNeededError,
-    FileServerError,
-    RunEnded,
-    UserError,
-    known_failure,
-)
-from training.final_test import judge_test
-from training.launched_run import run_launched
-from training.loop import evaluate, train_one_epoch
-from training.observe.environment import RunFacts, describe_run
-from training.observe.epoch_observer import EpochResult
-from training.observe.flops import TrainingFlops
-from training.observe.heartbeat import SLOW_PHASE
-from training.observe.image_contents import ImageContents
-from training.observe.loggers import Loggers, open_loggers
-from training.observe.messages import announce_end, announce_start, log_epoch
-from training.observe.run_folder import RunFolder
-from training.observe.scores import Scores, ScoreSums
-from training.observe.step_metrics import peak_memory_per_rank, resident_bytes, run_point, start_timing
-from training.observe.timing import measured_communication
-from training.out_of_memory import describe_failure, is_out_of_memory
-from training.parallel.build_engine import build_engine, note_engine, resolve_engine
-from training.parallel.collectives import agreed, error_on_any_rank, ranks_per_machine
-from training.parallel.compilation import auto_compiles, keep_compiled_code, load_compiled_code, resolve_compile
-from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
-from training.parallel.engine import EngineSetup
-from training.parallel.model import build_training_model
-from training.parallel.parameter_shards import frozen_parameters, gather_weights
-from training.parallel.precision import resolve_precision
-from training.parallel.preserved_process import preserved_process
-from training.parallel.signals import StopRequest
-from training.parallel.strategies import plan_of
-from training.parallel.world import World, start_world, stop_world
-from training.recipe import read_tune
-from training.recipe.divergence import find_divergence
-from training.recipe.freezing import BackboneFreezer
-from training.recipe.loss import Loss, build_loss
-from training.recipe.nonfinite_steps import NonFiniteGuard
-from training.recipe.optimizer import build_optimizer
-from training.recipe.schedule import Schedule, build_schedule, has_slow_backbone, head_epochs_of
-from training.recipe.tuning import Adapters
-from training.recipe.weight_average import WeightAverages
-from training.state import Progress, TrainContext, TrainState
-from training.unused_flags import note_unused_flags
+from training.steps.context import TrainContext
+from training.steps.epoch_observer import EpochResult
+from training.steps.nonfinite_steps import NonFiniteGuard
+from training.steps.weight_average import WeightAverages
+from training.world.collectives import agreed, error_on_any_rank, ranks_per_machine
+from training.world.preserved_process import preserved_process
+from training.world.signals import StopRequest
+from training.world.world import World, start_world, stop_world
 
 # Writes evaluation, model card and report of a run and returns lines for the log, as `delivery.end_of_run.leave_files`.
 Deliver = Callable[..., list[str]]
@@ -116,7 +119,7 @@ def run(
 
     Returns:
         The process's exit code: 0 after the last epoch; 130, 138 or 143 after SIGINT, SIGUSR1 or SIGTERM; 2 for a
-        user's mistake; 65, 71, 74, 75 and 78 as in `training.errors`; 1 for anything else.
+        user's mistake; 65, 71, 74, 75 and 78 as in `training.base.errors`; 1 for anything else.
 
     Raises:
         UserError: for a value that a flag would refuse.

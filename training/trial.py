@@ -20,19 +20,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from training.checkpoint.resume import FIRST_START, RunStart
+from training.base.errors import RunEnded
+from training.base.heartbeat import HeartbeatWriter
+from training.base.progress import Progress
+from training.base.run_logger import Loggers
 from training.config import CHANGEABLE_ON_RESUME, FIELDS, TrainConfig
 from training.data.sampler import BatchPlan
-from training.errors import RunEnded
 from training.loop import train_one_epoch
-from training.observe.heartbeat import HeartbeatWriter
-from training.observe.loggers import Loggers
 from training.observe.step_metrics import Timing
-from training.parallel.signals import StopRequest
-from training.parallel.world import World
-from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.recipe.schedule import Schedule
-from training.state import Progress, TrainContext
+from training.resume import FIRST_START, RunStart
+from training.steps.context import TrainContext
+from training.steps.nonfinite_steps import NonFiniteGuard
+from training.world.signals import StopRequest
+from training.world.world import World
 
 if TYPE_CHECKING:
     from training.run import RunContext

@@ -14,9 +14,9 @@ from benchmarks.our_engine import Step, make_engine, training_step
 from benchmarks.peers.job import mean_cross_entropy
 from models.build import build_model
 from training.config import TrainConfig
-from training.parallel import compilation
-from training.parallel.build_engine import ENGINES
-from training.parallel.world import World
+from training.engines import compilation
+from training.engines.build_engine import ENGINES
+from training.world.world import World
 
 OURS, PLAIN, TIMM = "ours (ddp)", "plain PyTorch loop", "timm's loop"
 OURS_COMPILED, OURS_WITH_GRAPHS = "ours, compiled", "ours, compiled, CUDA graphs"

@@ -17,7 +17,7 @@ from benchmarks.gpu.lines import attempt, emit
 from benchmarks.gpu.options import ROOT, Options, part_options
 from benchmarks.jpegs import make_folder
 from benchmarks.report import results_folder
-from training.observe.control_groups import usable_cores
+from training.base.control_groups import usable_cores
 
 IMAGES, PIXELS, BATCH_SIZE = 6000, 384, 128
 CASES = (("mobilenet", 8), ("mobilenet", 15), ("timm:resnet50", 15))  # model, workers

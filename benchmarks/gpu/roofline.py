@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.peers.job import mean_cross_entropy
 from models.build import build_model
 from models.dry_run import convolution_backward_flops
-from training.observe.flops import peak_tflops
+from training.engines.flops import peak_tflops
 
 ADAMW_BYTES_PER_PARAMETER = 7 * 4
 

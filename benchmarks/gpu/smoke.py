@@ -26,7 +26,7 @@ from benchmarks.gpu.options import ROOT, Options, part_options
 from benchmarks.peers.job import mean_cross_entropy
 from benchmarks.report import hardware, today, versions
 from models.build import build_model
-from training.parallel.world import World, start_world, stop_world
+from training.world.world import World, start_world, stop_world
 
 FAMILIES = ("mobilenet", "efficientnet", "vgg", "cnn_lstm", "ensemble")
 MODELS = ("mobilenet", "timm:resnet50", "timm:vit_small_patch16_224")

@@ -12,7 +12,7 @@ from benchmarks.gpu.contestants import COMPILED, OURS, TIMM
 from benchmarks.gpu.lines import attempt, emit
 from benchmarks.gpu.measure import compare, release
 from benchmarks.gpu.options import Options, part_options
-from training.parallel.world import World, start_world, stop_world
+from training.world.world import World, start_world, stop_world
 
 # Model and images, in order of worth: large batches first, then the guide's for ddp.
 CASES = (

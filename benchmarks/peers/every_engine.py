@@ -6,9 +6,9 @@ from itertools import product
 
 from benchmarks.peers.job import Job, Measure, timed
 from benchmarks.peers.ours import our_step
-from training.errors import UserError
-from training.parallel.build_engine import ENGINES
-from training.parallel.strategies import STRATEGIES
+from training.base.errors import UserError
+from training.engines.build_engine import ENGINES
+from training.engines.strategies import STRATEGIES
 
 
 def step_contestants(job: Job) -> dict[str, Measure]:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from benchmarks.our_engine import make_engine, training_step
 from benchmarks.peers.job import Job, Measure, Step, make_network, timed
-from training.parallel.strategies import STRATEGIES
-from training.parallel.world import World
+from training.engines.strategies import STRATEGIES
+from training.world.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_MEMORY = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from training.errors import UserError, unknown_name
+from training.base.errors import UserError, unknown_name
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from delivery.evaluation_data import EvaluationChoice, EvaluationData
+from training.base.errors import UserError
 from training.data.datasets import ImageDataset
 from training.data.reading.images import ImageError
-from training.errors import UserError
 
 # From images float32 [B, C, S, S] to logits float32 [B, classes], both on the CPU; B is free.
 Forward = Callable[[torch.Tensor], torch.Tensor]

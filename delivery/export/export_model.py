@@ -28,10 +28,11 @@ from delivery.export.export_job import (
 )
 from delivery.export.output_folder import check_output, files_about, unfinished_files
 from delivery.trained_model import TrainedModel, find_model, slug
+from training.base.control_groups import limit_threads
+from training.base.errors import printable
+from training.base.run_folder import EXPORT
 from training.checkpoint.weights import load_model
-from training.errors import printable
-from training.observe.control_groups import limit_threads
-from training.observe.run_folder import EXPORT, remove_leftovers_of_run
+from training.observe.new_run import remove_leftovers_of_run
 
 LATENCY_BATCHES = (1, 16)
 

@@ -16,8 +16,8 @@ from onnxscript import optimizer
 
 from delivery.export.export_job import ExportJob, Forward, Written, tracing
 from delivery.export.output_folder import INPUT_NAME, OUTPUT_NAME, describe_use
-from training.errors import UserError
-from training.observe.units import format_bytes
+from training.base.errors import UserError
+from training.base.units import format_bytes
 
 MAX_BYTES = 2**31 - 2**24  # a protobuf message holds 2 GiB; some of it goes to the graph
 FOLD_BYTES = 2**31  # no constant is too large to be computed in advance

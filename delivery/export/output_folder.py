@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint.atomic_write import remove_leftovers, sync_to_disk, unfinished
+from training.base.atomic_write import remove_leftovers, sync_to_disk, unfinished
+from training.base.errors import UserError
 from training.checkpoint.class_map import CLASS_MAP, class_map
 from training.data.values import BYTES, values_of
-from training.errors import UserError
 
 PREPROCESSING = "preprocessing.json"
 INPUT_NAME, OUTPUT_NAME = "images", "logits"

@@ -8,7 +8,7 @@ from typing import Any
 
 from delivery.report.formatting import clip, date_and_time, join, number, plural
 from delivery.report.run_files import History
-from training.observe.units import format_duration
+from training.base.units import format_duration
 
 MOST_ROWS = 40
 LONGEST_TEXT = 200

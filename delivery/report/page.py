@@ -18,9 +18,9 @@ from delivery.report.incidents import find_incidents
 from delivery.report.per_class import MOST_IMAGES, calibration_chart, class_table, confusion, misclassified_images
 from delivery.report.run_files import read_run
 from delivery.report.training_curves import STYLES, overlaid_charts, rate_search_chart, single_run_charts
-from training.checkpoint.atomic_write import replacing
-from training.errors import UserError
-from training.observe.run_folder import ENVIRONMENT, EVALUATION, LEARNING_RATE, METRICS, SCORES, WORST
+from training.base.atomic_write import replacing
+from training.base.errors import UserError
+from training.base.run_folder import ENVIRONMENT, EVALUATION, LEARNING_RATE, METRICS, SCORES, WORST
 
 TEMPLATE = Path(__file__).resolve().parent / "template"
 RELOAD_SECONDS = 4

@@ -14,8 +14,8 @@ from PIL import Image
 from delivery.report.charts import Chart, Line, draw
 from delivery.report.formatting import clip, percent
 from delivery.report.run_files import RunFiles
+from training.base.run_folder import EVALUATION, WORST
 from training.data.reading.images import ImageError, read_file
-from training.observe.run_folder import EVALUATION, WORST
 
 MOST_CLASSES_LISTED = 200
 CLASSES_LISTED_OF_MANY = 100

@@ -11,8 +11,8 @@ from delivery.predicted import compare_memory
 from delivery.report.formatting import clip, count, date_and_time, number, percent, plural
 from delivery.report.run_files import History, RunFiles
 from delivery.reproduce_command import reproduce_command
+from training.base.units import format_bytes, format_duration
 from training.config import FIELDS, FLAG_OF, TrainConfig
-from training.observe.units import format_bytes, format_duration
 
 LONGEST_REASON = 300
 SILENT_SECONDS = 900.0  # without a line in metrics.jsonl a run counts as crashed

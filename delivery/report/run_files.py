@@ -15,8 +15,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from delivery.trained_model import read_json
-from training.errors import UserError
-from training.observe.run_folder import (
+from training.base.errors import UserError
+from training.base.run_folder import (
     BATCH_SIZE,
     CONFIG,
     ENVIRONMENT,

@@ -37,13 +37,13 @@ from launch.node_launcher import NodeLauncher, malloc_variables
 from launch.node_run import NodeRun, receive_signals
 from launch.process_tree import Launch, remove_stale_build_locks
 from launch.temporary_folder import launch_environment, launch_folder
-from training.errors import UserError
-from training.observe.control_groups import usable_cores
+from training.base.control_groups import usable_cores
+from training.base.errors import UserError
+from training.base.lasting_output import outlast_readers
+from training.base.shared_folder import leave_mark, sees_mark
 from training.observe.environment import software
-from training.observe.lasting_output import outlast_readers
-from training.observe.shared_folder import leave_mark, sees_mark
-from training.parallel.gpus import machine_gpus, visible_gpus
-from training.parallel.network_interfaces import check_chosen_interfaces, free_port, own_addresses, route_towards
+from training.world.gpus import machine_gpus, visible_gpus
+from training.world.network_interfaces import check_chosen_interfaces, free_port, own_addresses, route_towards
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 10.0  # without a sign of life the other end counts as lost; a cable out for 3 seconds costs nothing

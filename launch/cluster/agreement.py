@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from launch.cluster.channel import Message
 from launch.cluster.nodes import POLL_SECONDS, Nodes
 from training.observe.environment import usual_value
-from training.parallel.network_interfaces import address_towards, is_loopback
+from training.world.network_interfaces import address_towards, is_loopback
 
 HERE = "this machine"
 SHOWN = 12  # letters of a hash
@@ -59,7 +59,7 @@ def reachable_addresses(known: Sequence[str], own: Sequence[Sequence[tuple[str, 
 
     Args:
         known: where ssh or Slurm came in, or what the machine's name means elsewhere; '' if unknown.
-        own: `training.parallel.network_interfaces.own_addresses` of each.
+        own: `training.world.network_interfaces.own_addresses` of each.
     """
     if len(known) == 1:
         return ["127.0.0.1"]

@@ -18,7 +18,7 @@ from launch.node_run import DEAD_RANK_SECONDS, FINAL_CODES, HANG_CODE, PASSED_ON
 from launch.process_tree import KILL_SECONDS
 from launch.rank_monitor import STOP_CODES
 from launch.restart_policy import Started
-from training.observe.heartbeat import RESTARTS_VARIABLE, SECRET_VARIABLE
+from training.base.heartbeat import RESTARTS_VARIABLE, SECRET_VARIABLE
 
 LOOK_SECONDS = 0.1
 LEAVE_SECONDS = 30.0  # what other nodes have to leave once one has ended as all should

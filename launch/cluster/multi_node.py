@@ -23,8 +23,8 @@ from launch.hostfile import read_hostfile, split_hosts
 from launch.new_run import check_new_run
 from launch.node_run import receive_signals
 from launch.restart_policy import RestartPolicy, Started, start_until_done
+from training.base.errors import UserError
 from training.config import REPO_ROOT
-from training.errors import UserError
 
 
 def main(arguments: list[str]) -> int:

@@ -11,8 +11,8 @@ from launch.cluster.agreement import HERE, by_reason, differences, reachable_add
 from launch.cluster.channel import Message
 from launch.cluster.nodes import POLL_SECONDS, Node, Nodes, is_passing
 from launch.cluster.plan import Plan
-from training.errors import USER_ERROR_EXIT_CODE
-from training.parallel.network_interfaces import interface_of
+from training.base.errors import USER_ERROR_EXIT_CODE
+from training.world.network_interfaces import interface_of
 
 NO_NODES_CODE = 69  # EX_UNAVAILABLE of sysexits.h
 RETRY_SECONDS = 2.0

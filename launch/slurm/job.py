@@ -25,10 +25,10 @@ from launch.new_run import check_new_run
 from launch.slurm.requeue import Fate, JobRecord, what_follows
 from launch.slurm.scontrol import host_names, scontrol
 from launch.slurm.slurm_arguments import Job, training_arguments
+from training.base.errors import UserError
 from training.config import TrainConfig
-from training.errors import UserError
-from training.observe.run_folder import run_folder
-from training.parallel.network_interfaces import port_if_free
+from training.observe.new_run import run_folder
+from training.world.network_interfaces import port_if_free
 
 
 def main(arguments: list[str]) -> int:

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 
 from launch.node_run import FINAL_CODES
-from training.checkpoint.atomic_write import replacing
+from training.base.atomic_write import replacing
 
 WARNED_CODE = 128 + signal.SIGUSR1
 TIME_LIMIT = "SIGUSR1, the time limit is near"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-from training.errors import UserError
+from training.base.errors import UserError
 
 SCONTROL_SECONDS = 60
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launch.arguments import check_training
+from training.base.errors import UserError
+from training.base.run_folder import RunFolder
 from training.config import TrainConfig
-from training.errors import UserError
-from training.observe.run_folder import RunFolder, run_folder
-from training.parallel.launchers import job_port
+from training.observe.new_run import run_folder
+from training.world.launchers import job_port
 
 TASK = "{task}"
 NODE_LIST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.,\[\]-]*")

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from launch.cluster.remote_shell import Command, srun_command, ssh_command
 from launch.hostfile import read_hostfile, split_hosts
 from launch.slurm.scontrol import host_names
-from training.command_line import OneLineParser, parse_args
+from training.base.errors import UserError
 from training.config import REPO_ROOT, TrainConfig
+from training.config.command_line import OneLineParser, parse_args
 from training.data import DATASETS, data_options
-from training.errors import UserError
 
 if TYPE_CHECKING:
     from planning.doctor.examination import Request

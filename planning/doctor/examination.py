@@ -15,9 +15,9 @@ from planning.doctor.machine import assess_machine
 from planning.doctor.paths import FailedPath, assess_paths
 from planning.doctor.probe import PROBE, Answer, Probe, Unreachable, ask_all
 from planning.doctor.table import Row, join_hosts, some_of
+from training.base.units import format_bytes
 from training.observe.environment import software
-from training.observe.units import format_bytes
-from training.parallel.network_interfaces import interface_of
+from training.world.network_interfaces import interface_of
 
 # Time limits of the answers.
 FACTS_SECONDS, JOIN_SECONDS, NETWORK_SECONDS, PATHS_SECONDS = 300.0, 30.0, 60.0, 60.0  # a data set may be long to list

@@ -16,13 +16,13 @@ import psutil
 
 from planning.doctor.gpu_health import assess_gpu_health, assess_gpus, gpu_facts
 from planning.doctor.table import Row
+from training.base.control_groups import quota_note, usable_cores
+from training.base.errors import UserError
+from training.base.shared_folder import existing_part
+from training.base.units import format_bytes
 from training.config import REPO_ROOT
-from training.errors import UserError
-from training.observe.control_groups import quota_note, usable_cores
 from training.observe.environment import software
-from training.observe.shared_folder import existing_part
-from training.observe.units import format_bytes
-from training.parallel.network_interfaces import free_port, own_addresses
+from training.world.network_interfaces import free_port, own_addresses
 
 SHARED_MEMORY = Path("/dev/shm")
 MIB, GIB = 2**20, 2**30

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from planning.doctor.probe import Answer
-from training.parallel.secure_store import authenticate, open_store
+from training.world.secure_store import authenticate, open_store
 
 REPEATS = 3
 FIRST_BYTES, LARGEST_BYTES = 1 << 16, {"cpu": 1 << 26, "cuda": 1 << 28}

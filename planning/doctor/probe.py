@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster.remote_shell import Command
+from training.base.errors import UserError
+from training.base.shared_folder import leave_mark, sees_mark
 from training.config import REPO_ROOT
-from training.errors import UserError
-from training.observe.shared_folder import leave_mark, sees_mark
 
 RECORD_SEPARATOR = "\x1e"
 # Question -> the function that answers it; its module is imported when the question comes.

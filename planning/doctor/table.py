@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from training.errors import printable
-from training.observe.units import format_duration
+from training.base.errors import printable
+from training.base.units import format_duration
 
 Verdict = Literal["ok", "warning", "wrong"]
 COLOURS: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "wrong": "bold red"}

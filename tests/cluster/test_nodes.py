@@ -31,7 +31,7 @@ from tests.cluster.trainings import (
     read_metrics,
     train_on_login,
 )
-from training.observe.heartbeat import SECRET_VARIABLE
+from training.base.heartbeat import SECRET_VARIABLE
 
 pytestmark = pytest.mark.cluster
 

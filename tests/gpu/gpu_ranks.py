@@ -13,18 +13,19 @@ from benchmarks.peers.job import mean_cross_entropy
 from models import MODELS
 from models.build import build_model
 from tests.training import engine_ranks
+from training.base.progress import Progress
+from training.base.timing import start_clock
+from training.checkpoint.state import TrainState
 from training.data import DataOptions, load_data
 from training.data.datasets import DatasetDefaults, DatasetPair, make_dataset_pair
 from training.data.loader import TrainLoader
 from training.data.reading.sources import ArraySource
 from training.data.sampler import BatchPlan
+from training.engines.engine import Engine
 from training.loop import train_one_epoch
 from training.observe.scores import ScoreSums, sample_losses
 from training.observe.step_metrics import Timing
-from training.observe.timing import start_clock
-from training.parallel.engine import Engine
-from training.parallel.world import World
-from training.state import Progress, TrainState
+from training.world.world import World
 
 CLASSES, IMAGE_SIZE, BATCH_SIZE, LEARNING_RATE = 5, 64, 8, 1e-3
 

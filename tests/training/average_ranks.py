@@ -19,12 +19,12 @@ from tests.training.engine_ranks import (
     whole_tensors,
     without_shared_memory,
 )
-from training.parallel import zero1
-from training.parallel.collectives import gather_rows
-from training.parallel.engine import Engine
-from training.parallel.parameter_shards import gather_weights
-from training.parallel.world import World
-from training.recipe.weight_average import WeightAverages
+from training.engines import zero1
+from training.engines.engine import Engine
+from training.engines.parameter_shards import gather_weights
+from training.steps.weight_average import WeightAverages
+from training.world.collectives import gather_rows
+from training.world.world import World
 
 LEAVES, STEPS, DECAY = 4, 5, 0.6
 

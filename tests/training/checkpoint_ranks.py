@@ -19,9 +19,13 @@ from torch import nn
 from models.build import BuiltModel
 from tests.recording import Recorder
 from tests.training.engine_ranks import CLASSES, configuration, make_engine, weights_of, whole_tensors
+from training.base.errors import RunEnded
+from training.base.heartbeat import HeartbeatWriter
+from training.base.progress import Progress
+from training.base.run_logger import Loggers
 from training.checkpoint.frozen import keep_frozen
-from training.checkpoint.resume import restore
 from training.checkpoint.saver import GIVE_UP_SECONDS, Saver
+from training.checkpoint.state import TrainState
 from training.checkpoint.store import choose, find_candidates
 from training.data import DataOptions
 from training.data.batch_transforms import BatchTransforms
@@ -29,26 +33,24 @@ from training.data.datasets import DatasetDefaults, DatasetPair, ImageDataset, m
 from training.data.loader import TrainLoader
 from training.data.reading.sources import ArraySource
 from training.data.sampler import BatchPlan
-from training.errors import RunEnded
+from training.engines.model_buffers import AVERAGE
+from training.engines.parameter_shards import frozen_parameters
+from training.engines.strategies import STRATEGIES
 from training.loop import train_one_epoch
-from training.observe.heartbeat import HeartbeatWriter
-from training.observe.loggers import Loggers
 from training.observe.scores import ScoreSums
 from training.observe.step_metrics import Timing
-from training.parallel.collectives import barrier, broadcast_object
-from training.parallel.exchange import text
-from training.parallel.model_buffers import AVERAGE
-from training.parallel.parameter_shards import frozen_parameters
-from training.parallel.signals import StopRequest
-from training.parallel.strategies import STRATEGIES
-from training.parallel.world import World
 from training.recipe.freezing import BackboneFreezer
 from training.recipe.loss import build_loss
-from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.recipe.schedule import Schedule
 from training.recipe.tuning import tune
-from training.recipe.weight_average import EMA, SLOW_WEIGHTS, WeightAverages
-from training.state import Progress, TrainContext, TrainState
+from training.resume import restore
+from training.steps.context import TrainContext
+from training.steps.nonfinite_steps import NonFiniteGuard
+from training.steps.weight_average import EMA, SLOW_WEIGHTS, WeightAverages
+from training.world.collectives import barrier, broadcast_object
+from training.world.exchange import text
+from training.world.signals import StopRequest
+from training.world.world import World
 
 SAMPLES = 45  # three steps of 16, the last of them with a remainder
 MICRO_BATCH = 4

@@ -15,31 +15,33 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.step_choices import without_shared_memory
+from training.base.errors import AgreedError
+from training.base.heartbeat import HeartbeatWriter
+from training.base.progress import Progress
+from training.base.run_logger import Loggers
+from training.checkpoint.state import TrainState
 from training.config import TrainConfig
 from training.data.sampler import BatchPlan
-from training.errors import AgreedError
+from training.engines import buckets
+from training.engines.activation_checkpointing import enable_activation_checkpointing
+from training.engines.batchnorm import synchronize_batchnorm
+from training.engines.build_engine import build_engine, resolve_engine
+from training.engines.deepspeed_config import deepspeed_config, read_strategy_json
+from training.engines.engine import Engine, EngineSetup
+from training.engines.model_buffers import ModelBuffers
+from training.engines.strategies import plan_of
 from training.loop import train_one_epoch
-from training.observe.heartbeat import HeartbeatWriter
-from training.observe.loggers import Loggers
 from training.observe.scores import ScoreSums, sample_losses
 from training.observe.step_metrics import Timing
-from training.parallel import buckets
-from training.parallel.activation_checkpointing import enable_activation_checkpointing
-from training.parallel.batchnorm import synchronize_batchnorm
-from training.parallel.build_engine import build_engine, resolve_engine
-from training.parallel.collectives import gather_rows, ranks_per_machine
-from training.parallel.deepspeed_config import deepspeed_config, read_strategy_json
-from training.parallel.engine import Engine, EngineSetup
-from training.parallel.model_buffers import ModelBuffers
-from training.parallel.signals import StopRequest
-from training.parallel.strategies import plan_of
-from training.parallel.world import World
 from training.recipe.freezing import BackboneFreezer
 from training.recipe.loss import build_loss
-from training.recipe.nonfinite_steps import NonFiniteGuard
 from training.recipe.optimizer import build_optimizer
 from training.recipe.schedule import Schedule
-from training.state import Progress, TrainContext, TrainState
+from training.steps.context import TrainContext
+from training.steps.nonfinite_steps import NonFiniteGuard
+from training.world.collectives import gather_rows, ranks_per_machine
+from training.world.signals import StopRequest
+from training.world.world import World
 
 BATCH_SIZE = 8
 CLASSES = 10

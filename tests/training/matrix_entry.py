@@ -19,11 +19,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from models import MODELS
-from training.command_line import parse_args
-from training.parallel.signals import StopRequest
-from training.parallel.strategies import STRATEGIES
-from training.parallel.world import start_world, stop_world
+from training.config.command_line import parse_args
+from training.engines.strategies import STRATEGIES
 from training.run import build_run, train
+from training.world.signals import StopRequest
+from training.world.world import start_world, stop_world
 
 
 def main() -> int:

@@ -15,13 +15,13 @@ from unittest import mock
 import torch
 
 from planning.run_memory import plan_memory
-from training.checkpoint.resume import FIRST_START
+from training.base.run_folder import BATCH_SIZE
 from training.config import TrainConfig
-from training.observe.run_folder import BATCH_SIZE
-from training.parallel.signals import StopRequest
-from training.parallel.torch_engine import TorchEngine
-from training.parallel.world import World
+from training.engines.torch_engine import TorchEngine
+from training.resume import FIRST_START
 from training.run import build_run, train
+from training.world.signals import StopRequest
+from training.world.world import World
 
 SETTINGS: dict[str, Any] = {"data": "fake", "model_type": "basic_cnn", "image_size": 16, "epochs": 1}
 SETTINGS |= {"progress": "off", "tensorboard": False, "report": False, "workers": "0", "log_every_steps": 3}

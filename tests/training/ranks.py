@@ -111,7 +111,7 @@ def be_rank(jobs: Connection, place: dict[str, Any], log: Path) -> None:
     sys.stdout.reconfigure(line_buffering=True)
     del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
     os.environ.update({name: str(value) for name, value in place.items()})
-    from training.parallel.world import start_world, stop_world
+    from training.world.world import start_world, stop_world
 
     world = start_world()
     with contextlib.suppress(EOFError):

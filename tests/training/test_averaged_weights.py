@@ -8,8 +8,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from training.parallel.build_engine import ENGINES
-from training.parallel.strategies import STRATEGIES
+from training.engines.build_engine import ENGINES
+from training.engines.strategies import STRATEGIES
 
 AVERAGE = "tests.training.average_ranks:average"
 CASES = [{"strategy": strategy, "engine": engine} for strategy, engine in product(STRATEGIES, ENGINES)] + [

@@ -14,7 +14,7 @@ from PIL import Image
 
 from training.data import DataOptions, load_data
 from training.data.sampler import BatchPlan
-from training.parallel.deepspeed_config import CONFIG_FOLDER
+from training.engines.deepspeed_config import CONFIG_FOLDER
 
 
 def make_folder(root, classes=("cat", "dog"), count=12):

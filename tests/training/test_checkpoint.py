@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.training.checkpoint_ranks import DropoutNet
+from training.base.errors import CANNOT_SAVE_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE
 from training.checkpoint.manifest import read_manifest
 from training.checkpoint.shards import CheckpointReader
-from training.errors import CANNOT_SAVE_EXIT_CODE, TOO_MANY_BAD_STEPS_EXIT_CODE
-from training.parallel.build_engine import ENGINES
-from training.parallel.strategies import STRATEGIES
+from training.engines.build_engine import ENGINES
+from training.engines.strategies import STRATEGIES
 
 RANKS = "tests.training.checkpoint_ranks"
 WORLDS = (1, 2, 4)

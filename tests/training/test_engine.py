@@ -9,8 +9,8 @@ import pytest
 import scipy.special
 from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, top_k_accuracy_score
 
-from training.parallel.build_engine import ENGINES
-from training.parallel.strategies import STRATEGIES
+from training.engines.build_engine import ENGINES
+from training.engines.strategies import STRATEGIES
 
 VARIANTS = [*product(STRATEGIES, ENGINES)]
 RANKS = "tests.training.engine_ranks"

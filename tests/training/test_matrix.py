@@ -17,7 +17,7 @@ from models import MODELS
 from models.build import build_model
 from training.checkpoint.weights import load_model, save_weights
 from training.data import DataOptions, load_data
-from training.parallel.strategies import STRATEGIES
+from training.engines.strategies import STRATEGIES
 
 pytestmark = pytest.mark.timeout(900)
 

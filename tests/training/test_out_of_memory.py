@@ -7,8 +7,8 @@ from commands import launch, read_metrics
 from ranks import run_ranks
 
 from tests.training.out_of_memory_ranks import SETTINGS
+from training.base.errors import OUT_OF_MEMORY_EXIT_CODE
 from training.config import TrainConfig
-from training.errors import OUT_OF_MEMORY_EXIT_CODE
 from training.observe.memory_limit import FILL
 from training.run import run
 

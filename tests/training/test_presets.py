@@ -13,7 +13,7 @@ import timm
 import yaml
 from safetensors.torch import save_file
 
-from training.model_fields import PRESETS
+from training.base.settings import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [

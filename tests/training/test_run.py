@@ -20,16 +20,16 @@ from ranks import free_port
 from sklearn.datasets import load_digits
 from sklearn.metrics import accuracy_score, classification_report, confusion_matrix, log_loss, top_k_accuracy_score
 
+from training.base.errors import DIVERGED_EXIT_CODE
+from training.base.run_folder import LEARNING_RATE
 from training.checkpoint.manifest import read_manifest
 from training.checkpoint.shards import CheckpointReader
 from training.checkpoint.weights import load_model, preprocess
-from training.command_line import parse_args
+from training.config.command_line import parse_args
 from training.data import DataOptions, load_data
-from training.errors import DIVERGED_EXIT_CODE
-from training.observe.run_folder import LEARNING_RATE
+from training.engines.deepspeed_config import read_strategy_json
 from training.observe.scores import SampleRecorder, sample_losses
-from training.parallel.deepspeed_config import read_strategy_json
-from training.parallel.world import World
+from training.world.world import World
 
 EPOCHS = 4
 DATA = DataOptions(image_size=16)  # the digits, twice as large as they are

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from commands import ROOT, assert_user_error, environment, launch, read_metrics, train_here
 
-from training.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, UserError
-from training.observe.run_lock import LOCK, Origin, lock_run
+from training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, UserError
+from training.base.run_lock import LOCK, Origin, lock_run
 
 MODEL = "basic_cnn"  # BatchNorm and dropout
 WORDS = (MODEL, "fsdp_stage2", "2", "16", "2")

@@ -17,19 +17,20 @@ from tests.training.engine_ranks import (
     make_model,
     make_small_data,
 )
+from training.base.heartbeat import HeartbeatWriter
+from training.base.progress import Progress
+from training.base.run_logger import Loggers
+from training.base.timing import SpanClock, measured_communication, shares
+from training.checkpoint.state import TrainState
 from training.data.loader import TrainLoader
 from training.data.sampler import BatchPlan
+from training.engines.engine import StepResult
+from training.engines.model_buffers import ModelBuffers
 from training.loop import train_one_epoch
-from training.observe.heartbeat import HeartbeatWriter
-from training.observe.loggers import Loggers
 from training.observe.scores import ScoreSums
 from training.observe.step_metrics import Timing, name_hosts
-from training.observe.timing import SpanClock, measured_communication, shares
-from training.parallel.engine import StepResult
-from training.parallel.model_buffers import ModelBuffers
-from training.parallel.world import World
-from training.recipe.nonfinite_steps import NonFiniteGuard
-from training.state import Progress, TrainState
+from training.steps.nonfinite_steps import NonFiniteGuard
+from training.world.world import World
 
 STEPS, BATCH_SIZE, SLEEP_SECONDS = 18, 1, 0.06
 

@@ -11,7 +11,7 @@ import torch
 from models.build import build_model
 from scripts.export import export, parse
 from training.checkpoint.weights import save_weights
-from training.command_line import run_script
+from training.config.command_line import run_script
 from training.data import DataOptions, load_data
 
 IMAGE_SIZE = 16

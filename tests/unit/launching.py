@@ -27,7 +27,7 @@ STUB_ENTRY = """
 import json, os, signal, sys, tempfile, time
 from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from training.observe.heartbeat import FOLDER_VARIABLE, RESTARTS_VARIABLE, HeartbeatWriter, end_with_parent
+from training.base.heartbeat import FOLDER_VARIABLE, RESTARTS_VARIABLE, HeartbeatWriter, end_with_parent
 received = []
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda given, frame: received.append((given, time.time())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from training.config import TrainConfig, save_config
+from training.base.atomic_write import write_json
+from training.config import TrainConfig
 
 START = 1_700_000_000.0
 STEPS_PER_EPOCH, EPOCHS = 20, 2
@@ -133,7 +135,7 @@ def make_run(
 ) -> Path:
     """Write a run's folder; `lines` None leaves metrics.jsonl out, `class_names` None the evaluation."""
     folder.mkdir(parents=True)
-    save_config(TrainConfig(epochs=EPOCHS, **settings), folder / "config.json")
+    write_json(folder / "config.json", dataclasses.asdict(TrainConfig(epochs=EPOCHS, **settings)))
     environment = {
         "command": command,
         "ranks": 2,

@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from models.weights_metadata import METADATA_KEY
+from training.base.progress import Progress
 from training.checkpoint.manifest import MANIFEST_FILE, Manifest, _digest, shard_name
 from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
 from training.checkpoint.store import checkpoint_name, choose, commit, find_candidates, set_aside, temporary_folder
-from training.parallel.parameter_shards import EngineState, ParameterShard, flat_shards
-from training.parallel.world import World
-from training.state import Progress
+from training.engines.parameter_shards import EngineState, ParameterShard, flat_shards
+from training.world.world import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 SHAPES = {"stem.weight": (4, 3), "stem.bias": (5,), "head.weight": (3, 2, 2), "scale": ()}

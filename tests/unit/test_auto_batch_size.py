@@ -16,15 +16,15 @@ from planning.machines import find_machine
 from planning.search import PlannedJob, memory_of, with_planned_batch
 from training import auto_batch_size
 from training.auto_batch_size import Trial, largest_that_fits
-from training.checkpoint.resume import FIRST_START
+from training.base.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
+from training.base.run_folder import BATCH_SIZE
 from training.config import FIELDS, FLAG_OF, TrainConfig
-from training.config_check import check_config
+from training.config.check import check_config
+from training.config.global_batch import micro_batches, usual_global_batch
 from training.data import load_data
-from training.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
-from training.global_batch import micro_batches, usual_global_batch
+from training.engines.torch_engine import TorchEngine
 from training.observe.memory_limit import FILL, memory_room
-from training.observe.run_folder import BATCH_SIZE
-from training.parallel.torch_engine import TorchEngine
+from training.resume import FIRST_START
 from training.run import run
 
 CPU = torch.device("cpu")

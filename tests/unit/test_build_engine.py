@@ -15,13 +15,13 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from models.build import BuiltModel
+from training.base.errors import UserError
 from training.config import FLAG_OF, TrainConfig
-from training.config_check import check_config
-from training.errors import UserError
-from training.parallel import compilation
-from training.parallel import model as model_module
-from training.parallel.build_engine import ENGINES, build_engine, note_engine, resolve_engine
-from training.parallel.compilation import (
+from training.config.check import check_config
+from training.engines import compilation
+from training.engines import model as model_module
+from training.engines.build_engine import ENGINES, build_engine, note_engine, resolve_engine
+from training.engines.compilation import (
     PIXELS_THAT_PAY,
     PIXELS_THAT_PAY_ON_GPU,
     compile_mode,
@@ -30,12 +30,12 @@ from training.parallel.compilation import (
     load_compiled_code,
     resolve_compile,
 )
-from training.parallel.deepspeed_config import read_strategy_json
-from training.parallel.engine import EngineSetup
-from training.parallel.norms import BLOCK, SumOfSquares, pieces_per_row, squares_of_rows
-from training.parallel.precision import note_slow_bf16
-from training.parallel.strategies import STRATEGIES, plan_of
-from training.parallel.world import World
+from training.engines.deepspeed_config import read_strategy_json
+from training.engines.engine import EngineSetup
+from training.engines.norms import BLOCK, SumOfSquares, pieces_per_row, squares_of_rows
+from training.engines.precision import note_slow_bf16
+from training.engines.strategies import STRATEGIES, plan_of
+from training.world.world import World
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SMALL, LARGE = 1000, 60_000_000  # weights; the JSON files' buckets hold 50,000,000

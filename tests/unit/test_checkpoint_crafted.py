@@ -20,13 +20,14 @@ from small_checkpoints import (
     write_checkpoint,
 )
 
+from training.base.errors import UserError
+from training.base.progress import Progress
 from training.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST_FILE, shard_name
-from training.checkpoint.resume import restore
 from training.checkpoint.shards import Snapshot
+from training.checkpoint.state import TrainState
 from training.checkpoint.store import choose, find_candidates
-from training.errors import UserError
 from training.observe.scores import ScoreSums
-from training.state import Progress, TrainState
+from training.resume import restore
 
 LINE_LENGTH = 1500
 PROGRESS = Progress(epoch=1, step=2)

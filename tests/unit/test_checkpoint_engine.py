@@ -18,19 +18,20 @@ from torch import nn
 
 from models.build import BuiltModel, build_model, tensor_mismatch
 from models.weights_metadata import METADATA_KEY
+from training.base.errors import UserError
+from training.base.progress import Progress
 from training.checkpoint.manifest import Manifest, shard_name
-from training.checkpoint.resume import restore
 from training.checkpoint.shards import Snapshot, write_shard
+from training.checkpoint.state import TrainState
 from training.checkpoint.store import FoundCheckpoint, commit, read_manifest, temporary_folder
 from training.config import TrainConfig
-from training.errors import UserError
+from training.engines.build_engine import build_engine
+from training.engines.engine import Engine, EngineSetup
+from training.engines.parameter_shards import gather_weights
+from training.engines.strategies import plan_of
 from training.observe.scores import ScoreSums
-from training.parallel.build_engine import build_engine
-from training.parallel.engine import Engine, EngineSetup
-from training.parallel.parameter_shards import gather_weights
-from training.parallel.strategies import plan_of
 from training.recipe.optimizer import build_optimizer
-from training.state import Progress, TrainState
+from training.resume import restore
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 NAME = "step-00000-0000003"

@@ -24,9 +24,12 @@ from small_checkpoints import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from training.checkpoint import atomic_write, shards, store
+from training.base import atomic_write
+from training.base.atomic_write import unfinished
+from training.base.errors import AgreedError, UserError
+from training.base.progress import Progress
 from training.checkpoint import manifest as manifest_module
-from training.checkpoint.atomic_write import unfinished
+from training.checkpoint import shards, store
 from training.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -35,14 +38,13 @@ from training.checkpoint.manifest import (
     shard_name,
     write_manifest,
 )
-from training.checkpoint.resume import restore
 from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
+from training.checkpoint.state import TrainState
 from training.checkpoint.store import checkpoint_name, choose, discard, find_candidates, temporary_folder
-from training.errors import AgreedError, UserError
+from training.engines.parameter_shards import EngineState, ParameterShard
 from training.observe.scores import ScoreSums
-from training.parallel.parameter_shards import EngineState, ParameterShard
-from training.parallel.world import World
-from training.state import Progress, TrainState
+from training.resume import restore
+from training.world.world import World
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 OLD, NEW = Progress(epoch=0, step=1), Progress(epoch=1, step=2)

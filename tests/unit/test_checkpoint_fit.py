@@ -13,21 +13,21 @@ import pytest
 import torch
 from small_checkpoints import ALONE, IDENTITY
 
+from training.base.errors import UserError
+from training.base.progress import Progress
 from training.checkpoint.manifest import Manifest, ShardFacts
-from training.checkpoint.resume import (
+from training.checkpoint.store import FoundCheckpoint
+from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
+from training.config.global_batch import largest_divisor
+from training.config.values import field_types
+from training.resume import (
     check_fit,
     keep_global_batch,
     keep_starting_weights,
     keep_threads,
     note_other_leaves,
 )
-from training.checkpoint.store import FoundCheckpoint
-from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
-from training.config_values import field_types
-from training.errors import UserError
-from training.global_batch import largest_divisor
-from training.parallel.world import World
-from training.state import Progress
+from training.world.world import World
 
 CONFIG = TrainConfig(epochs=5, batch_size=8)
 STEPS_PER_EPOCH = 7

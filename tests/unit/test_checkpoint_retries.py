@@ -13,17 +13,18 @@ from pathlib import Path
 import pytest
 from small_checkpoints import ALONE, IDENTITY, PretendedRank, holds_weights_of, newest
 
+from training.base.errors import CANNOT_SAVE_EXIT_CODE, RunEnded
+from training.base.heartbeat import HeartbeatWriter
+from training.base.progress import Progress
+from training.base.run_logger import Loggers
 from training.checkpoint import saver as saver_module
 from training.checkpoint import store
 from training.checkpoint.saver import Saver
+from training.checkpoint.state import TrainState
 from training.config import TrainConfig
 from training.data.sampler import BatchPlan
-from training.errors import CANNOT_SAVE_EXIT_CODE, RunEnded
-from training.observe.heartbeat import HeartbeatWriter
-from training.observe.loggers import Loggers
 from training.observe.scores import ScoreSums
-from training.parallel.signals import StopRequest
-from training.state import Progress, TrainState
+from training.world.signals import StopRequest
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 WEIGHTS = "model.safetensors"

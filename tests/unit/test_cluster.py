@@ -30,10 +30,10 @@ from launch.cluster.remote_shell import srun_command, ssh_command
 from launch.node_run import HANG_CODE, Ending
 from launch.process_tree import MARK
 from tests.unit.launching import environment, hear_ctrl_c, stub_repo
+from training.base.errors import UserError
+from training.base.shared_folder import leave_mark, sees_mark
 from training.config import TrainConfig
-from training.errors import UserError
-from training.observe.shared_folder import leave_mark, sees_mark
-from training.parallel.network_interfaces import (
+from training.world.network_interfaces import (
     address_towards,
     check_chosen_interfaces,
     interface_of,

@@ -14,13 +14,14 @@ from typing import get_args
 import pytest
 
 from scripts.train_distributed import train
-from training.command_line import parse_args
-from training.config import FIELDS, FLAG_OF, TrainConfig, save_config
-from training.config_check import check_config
-from training.config_file import read_config_file
-from training.config_values import field_types
-from training.errors import UserError
-from training.model_fields import PRESETS
+from training.base.atomic_write import write_json
+from training.base.errors import UserError
+from training.base.settings import PRESETS
+from training.config import FIELDS, FLAG_OF, TrainConfig
+from training.config.check import check_config
+from training.config.command_line import parse_args
+from training.config.file import read_config_file
+from training.config.values import field_types
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,7 +45,7 @@ def test_position_of_config_on_the_command_line_does_not_matter(position, tmp_pa
 
 def test_saved_configuration_comes_back_the_same(tmp_path):
     config = dataclasses.replace(TrainConfig(), learning_rate=3e-5, data="my photos", pretrained=True, seed=12)
-    save_config(config, tmp_path / "config.json")
+    write_json(tmp_path / "config.json", dataclasses.asdict(config))
     assert parse_args(["--config", str(tmp_path / "config.json")])[0] == config
 
 
@@ -70,7 +71,7 @@ def test_every_lower_bound_holds(name):
 def test_a_field_may_be_a_number_or_auto(words, value, tmp_path):
     config, _ = parse_args(words)
     assert config.warmup_epochs == value
-    save_config(config, tmp_path / "config.json")
+    write_json(tmp_path / "config.json", dataclasses.asdict(config))
     assert read_config_file(tmp_path / "config.json")["warmup_epochs"] == value
     with pytest.raises(UserError, match=r"--warmup-epochs 'none': expected a number from 0 up to \d+, or auto"):
         parse_args(["--warmup-epochs", "none"])
@@ -99,7 +100,7 @@ def test_a_wrong_value_in_a_file_names_the_file(tmp_path):
 )
 def test_a_data_path_of_any_characters_comes_back(tmp_path, data):
     config = dataclasses.replace(TrainConfig(), data=data)
-    save_config(config, tmp_path / "config.json")
+    write_json(tmp_path / "config.json", dataclasses.asdict(config))
     assert parse_args(["--config", str(tmp_path / "config.json")])[0] == config
 
 
@@ -181,7 +182,9 @@ def test_help_names_every_flag_with_default_and_imports_no_torch():
 
 
 def test_command_line_needs_neither_torch_nor_deepspeed():
-    program = "import sys; import training.command_line; print({'torch', 'timm', 'deepspeed'} & set(sys.modules))"
+    program = (
+        "import sys; import training.config.command_line; print({'torch', 'timm', 'deepspeed'} & set(sys.modules))"
+    )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert result.stdout.strip() == "set()"
 

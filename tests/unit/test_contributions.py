@@ -14,12 +14,14 @@ import pytest
 
 from delivery.export import FORMATS
 from models import MODELS, ModelSpec
-from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
+from training.base.settings import PRESETS
+from training.checkpoint.settings import CheckpointSettings
+from training.config import CHANGEABLE_ON_RESUME, FLAG_OF
 from training.data import DATASETS
 from training.data.augmentations import AUGMENTATIONS, Augmentation
-from training.model_fields import PRESETS
-from training.parallel.deepspeed_config import strategy_file
-from training.parallel.strategies import STRATEGIES
+from training.engines.deepspeed_config import strategy_file
+from training.engines.strategies import STRATEGIES
+from training.observe.settings import ObserveSettings
 from training.recipe.schedule import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,10 +71,10 @@ def missing() -> list[str]:
     known = text_of("tests/references/flags.txt")
     update = ".venv/bin/python -m tests.unit.test_flags > tests/references/flags.txt"
     found += [f"flag {flag}: {update}" for flag in FLAG_OF.values() if f"train_distributed {flag}:" not in known]
-    inherited = {name for base in TrainConfig.__bases__ for name in base.__dataclass_fields__}
+    of_output = {*vars(ObserveSettings)["__annotations__"], *vars(CheckpointSettings)["__annotations__"]}
     found += [
-        f"flag {FLAG_OF[name]}: in CHANGEABLE_ON_RESUME, training/config.py, as every flag of output and checkpoints"
-        for name in FIELDS.keys() - inherited - CHANGEABLE_ON_RESUME
+        f"flag {FLAG_OF[name]}: in CHANGEABLE_ON_RESUME, training/config/__init__.py, as all of output and checkpoints"
+        for name in of_output - CHANGEABLE_ON_RESUME
     ]
     for file in sorted((ROOT / LOGGERS).glob("*.py")):
         for name in re.findall(r"^class (\w+)\(RunLogger\)", file.read_text(), re.MULTILINE):

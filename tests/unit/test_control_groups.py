@@ -8,9 +8,9 @@ import os
 import pytest
 import torch
 
+from training.base import control_groups
+from training.base.control_groups import cpu_quota, limit_threads, quota_note, usable_cores
 from training.data.loader import most_workers
-from training.observe import control_groups
-from training.observe.control_groups import cpu_quota, limit_threads, quota_note, usable_cores
 
 NEW, OLD = "sys/fs/cgroup", "sys/fs/cgroup/cpu"
 

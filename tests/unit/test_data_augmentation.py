@@ -14,17 +14,18 @@ from timm.data.auto_augment import rand_augment_transform
 from timm.data.random_erasing import RandomErasing as TimmRandomErasing
 from torchvision.transforms import InterpolationMode, v2
 
+from training.base.errors import UserError
 from training.config import TrainConfig
-from training.config_check import check_config
+from training.config.check import check_config
 from training.data import DataOptions, load_data
 from training.data.augmentations import AUGMENTATIONS, augmentation_of
 from training.data.batch_transforms import BatchTransforms
 from training.data.datasets import ImageDataset
 from training.data.erasing import ERASING_DRAWS, NOISE_LENGTH, RandomErasing, erased_boxes
 from training.data.policies import build_policy
-from training.data.randomness import preserved_generators, seed_generators, uniform_draws
+from training.data.randomness import seed_generators, uniform_draws
 from training.data.reading.sources import ArraySource
-from training.errors import UserError
+from training.world.preserved_process import preserved_generators
 
 SAMPLES = 4000
 LEAST_P = 0.001  # the draws are fixed: a test that passes, passes always

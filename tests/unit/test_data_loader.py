@@ -19,12 +19,12 @@ import torch
 from made_data import class_folders, save_animation, train_loader
 from PIL import Image
 
+from training.base.errors import UserError
 from training.config import TrainConfig
 from training.data import DataOptions, bad_image_share, bad_images, load_data
 from training.data.loader import EvaluationLoader, TrainLoader, automatic_workers, build_loaders
 from training.data.sampler import BatchPlan, EvaluationPlan
-from training.errors import UserError
-from training.parallel.world import World
+from training.world.world import World
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMAGES_PER_CLASS = 30

@@ -10,8 +10,8 @@ from timm.data.mixup import Mixup
 from training.data import DataOptions, load_data
 from training.data.loader import TrainLoader
 from training.data.mixing import Mixing
-from training.data.randomness import preserved_generators
 from training.data.sampler import BatchPlan
+from training.world.preserved_process import preserved_generators
 
 BATCH, SIZE, CLASSES = 8, 16, 5
 LEAVES = 40

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from training.base.errors import UserError
 from training.data import DataOptions, load_data
-from training.errors import UserError
 
 GENERATOR = np.random.default_rng(0)
 

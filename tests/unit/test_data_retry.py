@@ -21,13 +21,13 @@ from PIL import Image
 from delivery.image_numbers import read_numbers
 from delivery.predict import _list_images
 from planning.data_check import DataReport, decode_part
+from training.base.errors import FILE_SERVER_EXIT_CODE, FileServerError, UserError
 from training.config import TrainConfig
 from training.data import DataOptions, load_data
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.reading import images
 from training.data.reading.decode import header_size
 from training.data.reading.images import ImageError, read_file
-from training.errors import FILE_SERVER_EXIT_CODE, FileServerError, UserError
 from training.run import run
 
 HICCUPS = [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO, errno.EHOSTDOWN, errno.EMFILE]

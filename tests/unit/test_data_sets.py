@@ -21,13 +21,13 @@ from sklearn.model_selection import train_test_split
 from torchvision import datasets
 from torchvision.transforms import v2
 
+from training.base.errors import UserError
 from training.data import DATASETS, DataOptions, load_data
 from training.data.augment import evaluation_transform
 from training.data.augmentations import AUGMENTATION_NAMES, AUGMENTATIONS
 from training.data.datasets import ImageDataset
 from training.data.reading.sources import ArraySource
 from training.data.torchvision_sets import TORCHVISION_SETS
-from training.errors import UserError
 
 GENERATOR = np.random.Generator(np.random.PCG64(0))
 

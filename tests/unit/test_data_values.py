@@ -21,15 +21,15 @@ from delivery.evaluate import evaluate
 from delivery.model_card import write_model_card
 from delivery.predict import predict
 from models.weights_metadata import SMALLEST_STD
-from training.checkpoint.resume import NORMALIZATION, keep_normalization, normalization_of
+from training.base.errors import UserError
 from training.checkpoint.weights import load_model, preprocess
 from training.config import TrainConfig
 from training.data import DataOptions, data_options, load_data
 from training.data.augment import evaluation_transform
 from training.data.loader import TrainLoader
 from training.data.sampler import BatchPlan
-from training.errors import UserError
-from training.observe.messages import _augmented_sample
+from training.messages import _augmented_sample
+from training.resume import NORMALIZATION, keep_normalization, normalization_of
 from training.run import run
 
 SIDE, TRAIN, CLASSES = 12, 40, 4

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from models.build import build_model
-from training.checkpoint.best_weights import bring_along, epoch_of
-from training.checkpoint.resume import FIRST_START
+from training.base.progress import Progress
+from training.base.run_folder import EVALUATION, RunFolder
 from training.checkpoint.weights import save_weights
 from training.config import TrainConfig
+from training.messages import _result
+from training.observe.best_weights import bring_along, epoch_of
 from training.observe.evaluation import read_scores, write_scores
-from training.observe.messages import _result
-from training.observe.run_folder import EVALUATION, RunFolder
 from training.recipe.divergence import find_divergence
+from training.resume import FIRST_START
 from training.run import _deliver, run
-from training.state import Progress
 
 PREPROCESSING = {
     "image_size": 32,
@@ -105,7 +105,7 @@ def test_other_weights_stay_where_they_are(folders, monkeypatch):
         target.write_bytes(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("training.checkpoint.best_weights.shutil.copyfile", full_disk)
+    monkeypatch.setattr("training.observe.best_weights.shutil.copyfile", full_disk)
     assert "could not be copied" in bring_along(checkpoint, new, best_epoch=2)
     assert [path.name for path in new.path.iterdir()] == ["checkpoints"]
     assert epoch_of(new.weights) is None

@@ -23,12 +23,12 @@ import pytest
 
 from launch.arguments import SETTINGS
 from launch.slurm.slurm_arguments import training_arguments
-from training.command_line import parse_args
+from training.base.errors import UserError
+from training.base.points import DeviceUse, EpochPoint, RunPoint, StepPoint
+from training.base.timing import SPANS
 from training.config import FLAG_OF
-from training.errors import UserError
-from training.observe.loggers.points import DeviceUse, EpochPoint, RunPoint, StepPoint
-from training.observe.timing import SPANS
-from training.parallel.deepspeed_schema import check_deepspeed_json
+from training.config.command_line import parse_args
+from training.engines.deepspeed_schema import check_deepspeed_json
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

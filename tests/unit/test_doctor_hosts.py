@@ -21,7 +21,7 @@ from planning.doctor.network import measure_network
 from planning.doctor.paths import FailedPath, assess_paths, open_port, try_paths
 from planning.doctor.probe import Probe, Unreachable, ask_all, explain, local_command
 from planning.doctor.table import Row, join_hosts, some_of
-from training.parallel.network_interfaces import free_port, own_addresses
+from training.world.network_interfaces import free_port, own_addresses
 
 COMPLAINTS = {
     "ssh: Could not resolve hostname node09: Name or service not known": "no such host name",

@@ -8,7 +8,7 @@ import pytest
 from made_runs import make_run
 
 from delivery.end_of_run import leave_files
-from training.observe.run_folder import RunFolder
+from training.base.run_folder import RunFolder
 
 
 @pytest.fixture

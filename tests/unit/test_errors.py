@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader, Dataset
 from delivery.trained_model import TrainedModel, find_model, find_run
 from models.weights_file import read_weights_file
 from planning.doctor.doctor_command import data_fields
+from training.base.errors import RunEnded, UserError, known_failure, printable
+from training.base.run_logger import Loggers
 from training.checkpoint.weights import read_metadata
 from training.config import TrainConfig
 from training.data import DataOptions, load_data
 from training.data.folder import layout_of
-from training.errors import RunEnded, UserError, known_failure, printable
-from training.observe.loggers import Loggers
 
 
 class DeadlyData(Dataset):

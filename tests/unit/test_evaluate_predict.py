@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import os
@@ -25,14 +26,15 @@ from delivery.trained_model import read_run_config
 from launch.node_launcher import local_ranks_command
 from models.build import build_model
 from scripts import evaluate, predict
+from training.base.atomic_write import write_json
+from training.base.errors import UserError
 from training.checkpoint.weights import load_model, save_weights
-from training.command_line import run_script
-from training.config import FLAG_OF, TrainConfig, save_config
-from training.config_check import check_config
+from training.config import FLAG_OF, TrainConfig
+from training.config.check import check_config
+from training.config.command_line import run_script
 from training.data import DataOptions, load_data
-from training.errors import UserError
-from training.parallel.launchers import launched_world
-from training.parallel.network_interfaces import free_port
+from training.world.launchers import launched_world
+from training.world.network_interfaces import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [str(number) for number in range(10)]
@@ -56,7 +58,7 @@ def run(data, tmp_path_factory) -> Path:
     with torch.no_grad():
         for _ in range(30):  # BatchNorm learns the scale of its inputs
             built.module(torch.stack([data.train[0, index][0] for index in range(64)]))
-    save_config(TrainConfig(model_type="basic_cnn", run_name="digits"), folder / "config.json")
+    write_json(folder / "config.json", dataclasses.asdict(TrainConfig(model_type="basic_cnn", run_name="digits")))
     save_weights(
         folder / "model.safetensors",
         built.module.state_dict(),
@@ -202,7 +204,9 @@ def test_the_folder_of_a_run_is_known_by_its_files(call, run, digit_folder, tmp_
         shutil.copytree(source, folder)
     files = sorted(digit_folder.rglob("*.png"))
     next((elsewhere / "photos" / "3").iterdir()).unlink()
-    save_config(TrainConfig(model_type="basic_cnn", image_size=8, data="photos"), own / "config.json")
+    write_json(
+        own / "config.json", dataclasses.asdict(TrainConfig(model_type="basic_cnn", image_size=8, data="photos"))
+    )
     fingerprint = load_data(DataOptions(data=str(here / "photos"), image_size=8)).fingerprint
     (own / "environment.json").write_text(json.dumps({"data_fingerprint": fingerprint}))
     for folder, problem in (
@@ -229,7 +233,9 @@ def test_a_folder_with_one_image_of_each_class_is_evaluated(call, run, digit_fol
     monkeypatch.chdir(tmp_path)
     own = tmp_path / "own"
     shutil.copytree(run, own)
-    save_config(TrainConfig(model_type="basic_cnn", image_size=8, data="photos"), own / "config.json")
+    write_json(
+        own / "config.json", dataclasses.asdict(TrainConfig(model_type="basic_cnn", image_size=8, data="photos"))
+    )
     (own / "environment.json").write_text(json.dumps({"data_fingerprint": "of something else"}))
     for folder in digit_folder.iterdir():
         (tmp_path / "single" / folder.name).mkdir(parents=True)
@@ -333,7 +339,7 @@ def test_images_are_shifted_within_themselves(call, run):
 def test_predict_decodes_as_the_run_did(call, run, tmp_path, decode):
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
-    save_config(TrainConfig(model_type="basic_cnn", decode=decode), folder / "config.json")
+    write_json(folder / "config.json", dataclasses.asdict(TrainConfig(model_type="basic_cnn", decode=decode)))
     pixels = np.random.default_rng(0).integers(0, 256, (30 * SIZE, 30 * SIZE, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "large.jpg")
 
@@ -518,7 +524,7 @@ def test_a_damaged_configuration_of_a_run_is_named(call, run, tmp_path, script, 
 
 def test_a_run_is_read_with_values_that_no_new_one_may_have_together(tmp_path):
     config = TrainConfig(schedule="wsd", decay_epochs=0.5, randaugment="rand-m15-n2", augmentation="randaugment")
-    save_config(config, tmp_path / "config.json")
+    write_json(tmp_path / "config.json", dataclasses.asdict(config))
     assert read_run_config(tmp_path) == config
     with pytest.raises(UserError, match="--decay-epochs"):
         check_config(config, FLAG_OF)

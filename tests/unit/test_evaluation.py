@@ -15,7 +15,7 @@ from sklearn.calibration import calibration_curve
 from sklearn.metrics import accuracy_score, classification_report, confusion_matrix, log_loss, top_k_accuracy_score
 
 from delivery.evaluation_files import write_evaluation
-from training.errors import UserError
+from training.base.errors import UserError
 from training.observe.evaluation import (
     calibration_bins,
     check_replaceable,
@@ -25,7 +25,7 @@ from training.observe.evaluation import (
     write_scores,
 )
 from training.observe.scores import SampleRecorder, SampleScores, sample_losses
-from training.parallel.world import World
+from training.world.world import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 NAMES = ["null", "<b>eins</b>", "zw\rei", "drei\n", "vier", "fünf", "六"]

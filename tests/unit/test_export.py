@@ -25,9 +25,9 @@ from delivery.export import ExportRefused, onnx_format, safetensors_format
 from delivery.export.comparison import check_agreement, compare
 from delivery.export.export_job import CheckImages, tracing
 from models.build import build_model
+from training.base.errors import UserError
 from training.checkpoint.class_map import write_class_map
 from training.checkpoint.weights import load_model, preprocess, read_metadata
-from training.errors import UserError
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CROPPED = {

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from training.command_line import OneLineParser, training_parser
 from training.config import FIELDS
+from training.config.command_line import OneLineParser, training_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "tests" / "references" / "flags.txt"

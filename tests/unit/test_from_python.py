@@ -19,10 +19,10 @@ from PIL import Image
 
 from delivery.evaluate import evaluate
 from delivery.predict import predict
+from training.base.errors import UserError
 from training.config import TrainConfig
-from training.errors import UserError
-from training.parallel.preserved_process import preserved_process
 from training.run import run
+from training.world.preserved_process import preserved_process
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 LINEAR = torch.nn.functional.linear

@@ -17,8 +17,8 @@ from launch.hostfile import read_hostfile
 from models.build import build_model
 from tests.unit.launcher_fuzz import CANARY, cases, check_dry_run, fuzz_settings, hostfile_text, value
 from tests.unit.launching import WORDS
+from training.base.errors import UserError
 from training.checkpoint.weights import load_model, preprocess, save_weights
-from training.errors import UserError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 

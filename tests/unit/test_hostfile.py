@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launch.hostfile import read_hostfile
-from training.errors import UserError
-from training.parallel.deepspeed_config import read_strategy_json
+from training.base.errors import UserError
+from training.engines.deepspeed_config import read_strategy_json
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 

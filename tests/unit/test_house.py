@@ -15,7 +15,7 @@ PACKAGES = ("models", "training", "launch", "delivery", "planning", "scripts")
 # Who may import it, anywhere in the file.
 OWNERS = {
     "pickle": {"models/weights_file.py"},  # the name of an error alone
-    "deepspeed": {"training/parallel/deepspeed_engine.py"},
+    "deepspeed": {"training/engines/deepspeed_engine.py"},
     "peft": {"training/recipe/tuning.py"},
     "torch.utils.tensorboard": {"training/observe/loggers/tensorboard.py"},
     "onnx": {f"delivery/export/{name}.py" for name in ("int8", "onnx_format")},
@@ -67,15 +67,47 @@ def test_scripts_are_entries_that_nothing_imports():
     assert importers == set()
 
 
-def test_no_name_stands_for_two_things():
-    """An entry in scripts/ may be called as what it calls, and training's errors as those of the models below."""
-    may_be_twice = {"__init__.py", "errors.py"}
-    files = [path for path in python_files() if path.parent.name != "scripts" and path.name not in may_be_twice]
+# The rooms of training/, the lowest first: a room imports itself and those before it. `config` has the parser, which
+# sees all settings; what stands in no room is the root.
+ROOMS = ("base", "world", "data", "recipe", "engines", "checkpoint", "observe", "steps", "config", "root")
+
+
+def room_of(path):
+    return path.split("/")[1] if path.count("/") > 1 else "root"
+
+
+def modules_needed(path):
+    """Return what a file imports when it runs, without what its annotations alone name."""
+    tree = ast.parse(path.read_text())
+    for node in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
+        if ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_rooms_of_training_stand_one_above_the_other():
+    paths = {str(path.relative_to(ROOT)): path for path in (ROOT / "training").rglob("*.py")}
+    assert {room_of(path) for path in paths} == set(ROOMS)
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in paths}
+    against = {
+        f"{name} imports {module}"
+        for name, path in paths.items()
+        for module in modules_needed(path)
+        if module in modules and ROOMS.index(room_of(modules[module])) > ROOMS.index(room_of(name))
+    }
+    assert against == set()
+
+
+def test_no_class_has_the_name_of_another():
+    files = [path for path in python_files() if path.parent.name != "scripts"]
     classes = [
         node.name for path in files for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
     ]
-    for names in ([path.name for path in files], [name for name in classes if not name.startswith("_")]):
-        assert [name for name, count in Counter(names).items() if count > 1] == []
+    assert [name for name, count in Counter(classes).items() if count > 1 and not name.startswith("_")] == []
 
 
 def test_cores_are_counted_in_one_place():
@@ -101,7 +133,7 @@ def test_a_library_has_one_owner(library):
 
 
 def test_no_rank_unpickles_what_another_sends():
-    """PyTorch's collectives of objects do: `training/parallel/exchange.py` takes their place."""
+    """PyTorch's collectives of objects do: `training/world/exchange.py` takes their place."""
     found = []
     for path in python_files():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -125,17 +157,17 @@ def test_names_become_behaviour_in_tables_only():
 
 def test_the_environment_is_read_where_it_belongs():
     allowed = {
-        *(f"training/parallel/{name}.py" for name in ("launchers", "world", "preserved_process", "deepspeed_engine")),
-        *("scripts/train_distributed.py", "training/observe/heartbeat.py"),
+        *(f"training/world/{name}.py" for name in ("launchers", "world", "preserved_process")),
+        *("scripts/train_distributed.py", "training/base/heartbeat.py", "training/engines/deepspeed_engine.py"),
         *(f"launch/{name}.py" for name in ("single_node", "supervisor", "local_ranks", "process_tree")),  # hand it on
-        "training/command_line.py",  # rank 0 prints for all
+        "training/config/command_line.py",  # rank 0 prints for all
         *(f"launch/cluster/{name}.py" for name in ("agent", "multi_node", "plan", "remote_shell")),  # the same
         *(
             "launch/slurm/job.py",
             "planning/doctor/doctor_command.py",
             "planning/doctor/network.py",
         ),  # Slurm's and ssh's
-        "training/helper_processes.py",  # TMPDIR, and what other Python processes get
+        "training/base/helper_processes.py",  # TMPDIR, and what other Python processes get
     }
     readers = {str(path.relative_to(ROOT)) for path in python_files() if "os.environ" in path.read_text()}
     assert readers <= allowed

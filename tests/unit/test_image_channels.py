@@ -22,6 +22,7 @@ from models import MODELS
 from models.build import build_model, channels_of, rebuild_model
 from planning.plan_command import parse
 from planning.run_workload import workload_of
+from training.base.errors import UserError
 from training.checkpoint.weights import load_model
 from training.config import TrainConfig
 from training.data import DataOptions, load_data
@@ -30,7 +31,6 @@ from training.data.datasets import make_array_datasets
 from training.data.reading.decode import make_decoder
 from training.data.reading.sources import ArraySource, grey
 from training.data.sampler import BatchPlan
-from training.errors import UserError
 from training.loop import seed_dropout
 from training.recipe.whitening import whiten_stem
 from training.run import run

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import sys
-from training.observe.lasting_output import outlast_readers
+from training.base.lasting_output import outlast_readers
 
 if sys.argv[1:]:
     outlast_readers()

@@ -11,9 +11,9 @@ import pytest
 
 from launch.arguments import check_training, read_arguments
 from training import launched_run
+from training.base.errors import UserError
 from training.config import TrainConfig
-from training.config_file import read_preset
-from training.errors import UserError
+from training.config.file import read_preset
 from training.launched_run import launch_words
 from training.run import run
 

@@ -32,7 +32,7 @@ from tests.unit.launching import (
     stub_repo,
     words_of,
 )
-from training.errors import UserError
+from training.base.errors import UserError
 
 MAINS = {
     "launch_distributed.sh": single_node.main,

@@ -12,8 +12,8 @@ from torch import nn
 
 from models.basic_cnn import BasicCNN
 from models.ensemble import Ensemble
+from training.base.errors import UserError
 from training.config import TrainConfig
-from training.errors import UserError
 from training.recipe.optimizer import build_optimizer
 
 CONFIG = TrainConfig(learning_rate=0.1, weight_decay=0.3)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from training.base.errors import UserError
+from training.base.run_folder import LEARNING_RATE, METRICS
 from training.config import FLAG_OF, TrainConfig
-from training.config_check import check_config
+from training.config.check import check_config
 from training.data.mixing import Mixing
 from training.data.reader import Batch
-from training.errors import UserError
-from training.observe.run_folder import LEARNING_RATE, METRICS
 from training.recipe.loss import GUESSES, build_loss
 from training.recipe.rate_search import HIGHEST, LOWEST, find_rate
 from training.run import run as train_run

@@ -19,28 +19,28 @@ from safetensors.torch import save_file
 
 from launch.process_tree import MARK
 from launch.temporary_folder import make_temporary_folder, remove_abandoned
-from training.checkpoint.atomic_write import (
+from training.base.atomic_write import (
     SECONDS_OF_OTHERS,
     remove_leftovers,
     replacing,
     sync_to_disk,
     unfinished,
 )
+from training.base.errors import UserError
+from training.base.helper_processes import LONGEST_PLACE, socket_place
+from training.base.run_lock import Origin
 from training.checkpoint.manifest import shard_name
 from training.checkpoint.shards import Snapshot, write_frozen, write_shard
 from training.checkpoint.weights import save_weights
 from training.config import TrainConfig
-from training.errors import UserError
-from training.helper_processes import LONGEST_PLACE, socket_place
-from training.observe.run_folder import create_run_folder, remove_leftovers_of_run
-from training.observe.run_lock import Origin
+from training.observe.new_run import create_run_folder, remove_leftovers_of_run
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PREPARE = """
 import os, signal, sys
 from pathlib import Path
 from delivery.export.output_folder import unfinished_files
-from training.checkpoint.atomic_write import replacing_by_library, replacing_folder, replacing
+from training.base.atomic_write import replacing_by_library, replacing_folder, replacing
 folder = Path(sys.argv[1])
 with (
     replacing(folder / "card.md") as card,
@@ -254,7 +254,7 @@ def test_a_place_leaves_room_for_the_names_of_sockets(monkeypatch):
         monkeypatch.setattr("tempfile.tempdir", "/" + "t" * (length - 1))
         assert (socket_place(subfolder) == tempfile.gettempdir()) is is_used
     monkeypatch.setattr("tempfile.tempdir", "/" + "t" * 120)
-    monkeypatch.setattr("training.helper_processes.OTHER_PLACES", ("/nowhere",))
+    monkeypatch.setattr("training.base.helper_processes.OTHER_PLACES", ("/nowhere",))
     with pytest.raises(
         UserError, match=r"^no folder for temporary files \(/t+ is too long, at most 75 bytes\): set TMPDIR"
     ):

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from models.ensemble import Ensemble
-from training.command_line import parse_args
+from training.base.errors import UserError
+from training.config.command_line import parse_args
 from training.data.reader import Batch
-from training.errors import UserError
 from training.recipe.class_weights import class_weights
 from training.recipe.loss import build_loss
 

@@ -17,8 +17,8 @@ from planning.machines import (
     find_machine,
     gpu_of_device,
 )
-from training.errors import UserError
-from training.observe.flops import peak_tflops
+from training.base.errors import UserError
+from training.engines.flops import peak_tflops
 
 
 @pytest.mark.parametrize(

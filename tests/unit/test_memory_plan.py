@@ -14,8 +14,8 @@ from planning.memory import ModelSizes, plan_memory
 from planning.run_workload import sizes_of, workload_of
 from planning.state_rules import STATE_RULES
 from training.config import TrainConfig
-from training.parallel.activation_checkpointing import enable_activation_checkpointing
-from training.parallel.strategies import ParallelPlan
+from training.engines.activation_checkpointing import enable_activation_checkpointing
+from training.engines.strategies import ParallelPlan
 
 PARAMETERS, BUCKET = 1_000_000, 10_000
 SIZES = ModelSizes(PARAMETERS, PARAMETERS, largest_parameter=0, largest_block=100_000, outside=50_000)

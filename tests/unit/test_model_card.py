@@ -15,12 +15,13 @@ from huggingface_hub import ModelCard
 from delivery.model_card import write_model_card
 from delivery.reproduce_command import reproduce_command
 from models.build import build_model
+from training.base.atomic_write import write_json
 from training.checkpoint.weights import load_model, save_weights
-from training.command_line import parse_args
-from training.config import TrainConfig, save_config
+from training.config import TrainConfig
+from training.config.command_line import parse_args
 from training.observe.evaluation import describe_scores, write_scores
 from training.observe.scores import SampleRecorder, sample_losses
-from training.parallel.world import World
+from training.world.world import World
 
 ENVIRONMENT = {
     "ranks": 8,
@@ -42,7 +43,7 @@ def run(tmp_path: Path) -> Path:
     """A finished run of two classes, one with a hostile name."""
     built = build_model("mobilenet", num_classes=2, image_size=32)
     names = ["cat", "a|b`<script>"]
-    save_config(CONFIG, tmp_path / "config.json")
+    write_json(tmp_path / "config.json", dataclasses.asdict(CONFIG))
     (tmp_path / "environment.json").write_text(json.dumps(ENVIRONMENT))
     (tmp_path / "metrics.jsonl").write_text('{"kind": "end", "images_per_second": 310.4}\n')
     preprocessing = {"image_size": 32, "resize_size": None, "mean": [0.5] * 3, "std": [0.5] * 3}
@@ -64,7 +65,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_a_run_that_was_given_more_epochs_says_so(run: Path):
     config = dataclasses.replace(CONFIG, epochs=4)
-    save_config(config, run / "config.json")
+    write_json(run / "config.json", dataclasses.asdict(config))
     told = "Up to epoch 2 this was a run of 2 epochs."
     for epochs in ((4, 4), (2, 2)):
         lines = [{"kind": "epoch", "epoch": epoch + 1, "epochs": of} for epoch, of in enumerate((*epochs, 4, 4))]
@@ -136,7 +137,7 @@ def test_the_command_repeats_the_configuration(run: Path):
 
 def test_what_was_chosen_of_the_recipe_is_in_the_card(run: Path):
     chosen = {"ema": 0.99, "mixup": 0.4, "lookahead": 6, "fallback_optimizer": "sgd", "whitened_stem": True}
-    save_config(dataclasses.replace(CONFIG, workers="3", **chosen), run / "config.json")
+    write_json(run / "config.json", dataclasses.asdict(dataclasses.replace(CONFIG, workers="3", **chosen)))
     text = write_model_card(run).read_text(encoding="utf-8")
     _, _, recipe = text.partition("## Recipe")
     rows = dict(re.findall(r"^\| (\S+) \| (\S*) \|$", recipe.replace("\\_", "_"), re.MULTILINE))

@@ -30,8 +30,8 @@ from models.cnn_lstm import HAS_BF16
 from models.dry_run import forward_failure
 from models.ensemble import Ensemble
 from models.weights_metadata import METADATA_KEY
-from training.errors import UserError
-from training.parallel.activation_checkpointing import enable_activation_checkpointing
+from training.base.errors import UserError
+from training.engines.activation_checkpointing import enable_activation_checkpointing
 
 SMALL_MEMBERS = ("basic_cnn", "mobilenet")
 # One of every family, without the two that are slow or need the hub.
@@ -563,7 +563,7 @@ def test_contradicting_sources_of_weights():
 BUILD_FINETUNED = """
     import time, timm, torch
     from models.build import build_model
-    from training.errors import UserError
+    from training.base.errors import UserError
     started = time.perf_counter()
     try:
         built = build_model("mobilenet_finetuned", num_classes=5, image_size=32)

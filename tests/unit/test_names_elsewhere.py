@@ -14,13 +14,13 @@ from delivery.flags import evaluate_parser, export_parser, predict_parser
 from launch.arguments import read_arguments
 from models import MODELS, check_model_name
 from models.names_elsewhere import FLAGS, VALUES
-from training.command_line import parse_args, training_parser
+from training.base.errors import UserError, nearest
 from training.config import FIELDS, FLAG_OF
-from training.config_values import allowed_names
+from training.config.command_line import parse_args, training_parser
+from training.config.values import allowed_names
 from training.data import DATASETS, DataOptions, load_data
 from training.data.augmentations import AUGMENTATIONS
-from training.errors import UserError, nearest
-from training.parallel.strategies import STRATEGIES
+from training.engines.strategies import STRATEGIES
 from training.recipe.rules import ALLOWED
 from training.recipe.schedule import SCHEDULES
 

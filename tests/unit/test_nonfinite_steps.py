@@ -14,16 +14,16 @@ from timm.layers import BatchNormAct2d
 from torch import nn
 
 from tests.recording import Recorder
+from training.base.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
+from training.base.run_logger import Loggers
 from training.data.reader import Batch
-from training.errors import TOO_MANY_BAD_STEPS_EXIT_CODE, RunEnded
-from training.observe.loggers import Loggers
+from training.engines.batchnorm import synchronize_batchnorm
+from training.engines.engine import StepResult
+from training.engines.model_buffers import ModelBuffers
+from training.engines.precision import DynamicLossScale
 from training.observe.scores import sample_losses
-from training.parallel.batchnorm import synchronize_batchnorm
-from training.parallel.engine import StepResult
-from training.parallel.model_buffers import ModelBuffers
-from training.parallel.precision import DynamicLossScale
-from training.parallel.world import World
-from training.recipe.nonfinite_steps import NAMES_IN_MESSAGE, NonFiniteGuard
+from training.steps.nonfinite_steps import NAMES_IN_MESSAGE, NonFiniteGuard
+from training.world.world import World
 
 APPLIED, SKIPPED = StepResult(True, 1.0), StepResult(False, float("inf"))
 

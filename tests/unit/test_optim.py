@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from training.base.errors import UserError
 from training.config import FLAG_OF, TrainConfig
-from training.config_check import check_config
-from training.errors import UserError
+from training.config.check import check_config
 from training.recipe.optimizer import (
     build_optimizer,
     create_state,

@@ -16,9 +16,9 @@ from planning.machines import find_machine
 from planning.plan_command import parse, run
 from planning.plan_output import describe_filling, launch_command
 from planning.search import PlannedJob, by_engine, evaluate, filling_batch, options, reason, recommend
+from training.base.errors import UserError
+from training.base.units import format_bytes
 from training.config import TrainConfig
-from training.errors import UserError
-from training.observe.units import format_bytes
 from training.out_of_memory import next_rung
 
 ROOT = Path(__file__).resolve().parents[2]

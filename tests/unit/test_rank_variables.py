@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from training.errors import UserError
-from training.parallel.launchers import launched_world
+from training.base.errors import UserError
+from training.world.launchers import launched_world
 
 ACCELERATE = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}  # 1.15
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from delivery.evaluate import evaluate
+from training.base.errors import UserError
 from training.config import FLAG_OF, TrainConfig
-from training.config_check import check_config
-from training.errors import UserError
+from training.config.check import check_config
 from training.run import run
 
 

@@ -19,7 +19,7 @@ from benchmarks import record_data, variants
 from benchmarks.record import PRESET, RECORDS, TASKS, make_record, our_command, read_our_log, read_timm_log, summary
 from benchmarks.record_table import BEGIN, END, compared, table, time_ratio, top1_cell
 from benchmarks.variants import STUDIES, ablation_table, marks, run_study, study_folder, zoo_table
-from training.errors import UserError
+from training.base.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(RECORDS.glob("*/*/record.json"))

@@ -19,8 +19,8 @@ from delivery.report import formatting
 from delivery.report.page import TEMPLATE, watch, write_report
 from delivery.report.run_files import read_history
 from delivery.report.training_curves import rate_search_chart
-from training.errors import UserError
-from training.observe.run_folder import LEARNING_RATE
+from training.base.errors import UserError
+from training.base.run_folder import LEARNING_RATE
 from training.recipe.rate_search import describe_search
 
 ROOT = Path(__file__).resolve().parents[2]

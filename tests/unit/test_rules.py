@@ -13,13 +13,13 @@ from timm.optim import Muon, create_optimizer_v2, list_optimizers, muon
 from torch import nn
 
 from models.build import build_model
+from training.base.errors import UserError
 from training.config import FLAG_OF, TrainConfig
-from training.config_check import check_config
-from training.errors import UserError
-from training.parallel.build_engine import build_engine
-from training.parallel.deepspeed_config import read_strategy_json
-from training.parallel.engine import EngineSetup
-from training.parallel.strategies import STRATEGIES, plan_of
+from training.config.check import check_config
+from training.engines.build_engine import build_engine
+from training.engines.deepspeed_config import read_strategy_json
+from training.engines.engine import EngineSetup
+from training.engines.strategies import STRATEGIES, plan_of
 from training.recipe.composite import rules_of
 from training.recipe.optimizer import (
     build_optimizer,

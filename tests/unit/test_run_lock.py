@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from training.base.errors import UserError
+from training.base.run_lock import LOCK, Origin, lock_run
 from training.config import TrainConfig
-from training.errors import UserError
-from training.observe.run_folder import create_run_folder
-from training.observe.run_lock import LOCK, Origin, lock_run
+from training.observe.new_run import create_run_folder
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import os, sys
 from pathlib import Path
-from training.observe.run_lock import Origin, lock_run
+from training.base.run_lock import Origin, lock_run
 held = lock_run(Path(sys.argv[1]), Origin.of(os.environ), wait_s=0)
 print("held", flush=True)
 sys.stdin.read()

@@ -11,9 +11,9 @@ from delivery.predicted import prediction_line
 from planning.plan_command import parse
 from planning.run_memory import ALLOCATOR_SLACK, LOADED_LATER_BYTES, job_of, predict_run, write_prediction
 from planning.search import evaluate
+from training.base.run_folder import METRICS, PREDICTION
 from training.config import TrainConfig
 from training.observe.environment import RunFacts
-from training.observe.run_folder import METRICS, PREDICTION
 
 
 @pytest.fixture

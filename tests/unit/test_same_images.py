@@ -20,9 +20,9 @@ from planning.data_check import check_data
 from training.config import TrainConfig
 from training.data import DataOptions, load_data
 from training.data.duplicates import find_duplicates
+from training.data.image_list import ListedImage, TrainedImages, describe_change, list_images, read_image_list
 from training.data.loader import TrainLoader
 from training.data.sampler import BatchPlan
-from training.observe.image_list import ListedImage, TrainedImages, describe_change, list_images, read_image_list
 from training.run import run
 
 CLASSES = ("a", "b")

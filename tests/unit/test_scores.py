@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from training.observe.scores import LOSS_UNIT, ScoreSums
-from training.parallel.world import World
+from training.world.world import World
 
 ALONE = World(0, 0, 1, 1, torch.device("cpu"))
 

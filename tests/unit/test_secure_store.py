@@ -15,9 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.training.ranks import ROOT, free_port
-from training.errors import UserError
-from training.observe.heartbeat import SECRET_VARIABLE
-from training.parallel.secure_store import ANSWER, _listen, authenticate, open_store
+from training.base.errors import UserError
+from training.base.heartbeat import SECRET_VARIABLE
+from training.world.secure_store import ANSWER, _listen, authenticate, open_store
 
 PATIENCE = datetime.timedelta(seconds=30)
 
@@ -137,9 +137,9 @@ def test_every_start_has_a_secret_of_its_own_which_no_file_shows(tmp_path):
 
 RANK = """
 import sys
-from training.parallel.collectives import gather_objects
-from training.parallel.world import start_world, stop_world
-from training.parallel.exchange import text
+from training.world.collectives import gather_objects
+from training.world.world import start_world, stop_world
+from training.world.exchange import text
 world = start_world()
 print("ranks", gather_objects(sys.argv[1], text, world), flush=True)
 stop_world()

@@ -11,7 +11,7 @@ import pytest
 from launch.slurm import job as job_module
 from launch.slurm.requeue import Fate, JobRecord, what_follows
 from launch.slurm.slurm_arguments import Job, training_arguments
-from training.errors import UserError
+from training.base.errors import UserError
 
 ARGUMENTS = ["--model-type=mobilenet", "--strategy=ddp"]
 JOB = Job("77", "77", None, 0, 2, "node[01-02]", 8)

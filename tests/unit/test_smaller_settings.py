@@ -18,9 +18,9 @@ from launch.node_run import Ending
 from launch.process_tree import Launch
 from launch.rank_monitor import Death
 from launch.restart_policy import RestartPolicy, Started, start_until_done
+from training.base.errors import OUT_OF_MEMORY_EXIT_CODE
 from training.config import FLAG_OF, TrainConfig
-from training.config_check import check_config
-from training.errors import OUT_OF_MEMORY_EXIT_CODE
+from training.config.check import check_config
 from training.out_of_memory import advise, is_out_of_memory, next_rung
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -13,9 +13,9 @@ from planning.plan_output import what_the_batch_does
 from planning.run_workload import workload_of
 from planning.search import PlannedJob, evaluate, step_of
 from planning.step_time import ADAMW_PASSES, GPU, MESSAGE_BYTES, estimate_step, exposed_s
+from training.base.errors import UserError
 from training.config import TrainConfig
-from training.errors import UserError
-from training.parallel.strategies import ParallelPlan, plan_of
+from training.engines.strategies import ParallelPlan, plan_of
 
 LINK = Interconnect("made-up", 1e-5, 1e9, "", achieved_share=1)
 MACHINE = dataclasses.replace(find_machine("h100", 8), inside=LINK, between=dataclasses.replace(LINK, latency_s=2e-5))

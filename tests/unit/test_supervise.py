@@ -25,7 +25,7 @@ from launch.process_tree import MARK, Launch, code_of_zombie, is_alive, remove_s
 from launch.rank_monitor import Death, main_thread
 from launch.restart_policy import RestartPolicy, signal_within
 from tests.unit.launching import CORES, WORDS, environment, hear_ctrl_c, stub_repo
-from training.parallel.network_interfaces import free_port
+from training.world.network_interfaces import free_port
 
 # Variants of what another launcher shows, which start one Python with torch after another.
 SLOW_DEEPSPEED = pytest.param("deepspeed", marks=pytest.mark.slow)

@@ -18,32 +18,33 @@ from torch.autograd import DeviceType
 
 from tests.recording import Recorder
 from tests.training.engine_ranks import loop_context
+from training.base.progress import Progress
+from training.base.run_logger import Loggers
+from training.base.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
+from training.checkpoint.state import TrainState
 from training.data.reader import Batch
 from training.data.sampler import BatchPlan
+from training.engines.batchnorm import _SumOverRanks
+from training.engines.deepspeed_engine import TimedBackend
+from training.engines.engine import StepResult
+from training.engines.flops import TrainingFlops, peak_tflops
+from training.engines.model_buffers import ModelBuffers
 from training.loop import train_one_epoch
 from training.observe import slow_ranks
-from training.observe.flops import TrainingFlops, peak_tflops
-from training.observe.loggers import Loggers
 from training.observe.profiler import StepProfiler, costliest_operators
 from training.observe.scores import ScoreSums
 from training.observe.slow_ranks import SlowRankDetector, work_seconds
 from training.observe.step_metrics import LogPace, Timing, device_use
-from training.observe.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
-from training.parallel.batchnorm import _SumOverRanks
-from training.parallel.collectives import (
+from training.world.collectives import (
     barrier,
     broadcast_object,
     copy_from_main,
     gather_objects,
     sum_over_ranks,
 )
-from training.parallel.deepspeed_engine import TimedBackend
-from training.parallel.engine import StepResult
-from training.parallel.exchange import text
-from training.parallel.model_buffers import ModelBuffers
-from training.parallel.signals import StopRequest
-from training.parallel.world import World
-from training.state import Progress, TrainState
+from training.world.exchange import text
+from training.world.signals import StopRequest
+from training.world.world import World
 
 
 class Steps:

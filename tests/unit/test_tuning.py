@@ -18,20 +18,20 @@ from torch import nn
 
 from models.build import BuiltModel, build_model
 from models.whole_input import WholeInputConv2d
+from training.base.errors import UserError
 from training.checkpoint.manifest import frozen_name, read_manifest
 from training.checkpoint.weights import save_weights
 from training.config import FLAG_OF, TrainConfig
-from training.config_check import check_config
-from training.config_file import read_config_file
-from training.errors import UserError
-from training.parallel.deepspeed_config import read_strategy_json
-from training.parallel.model_buffers import ModelBuffers
-from training.parallel.world import World
+from training.config.check import check_config
+from training.config.file import read_config_file
+from training.engines.deepspeed_config import read_strategy_json
+from training.engines.model_buffers import ModelBuffers
 from training.recipe import read_tune
 from training.recipe.freezing import BackboneFreezer
 from training.recipe.optimizer import build_optimizer
 from training.recipe.tuning import Adapters, tune
 from training.run import run, set_up_engine
+from training.world.world import World
 
 IMAGE_SIZE = 32
 PREPROCESSING = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from training.observe.units import format_bytes, format_duration
+from training.base.units import format_bytes, format_duration
 
 DURATIONS = {
     0: "0 s",

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from training.command_line import parse_args
+from training.base.settings import PRESETS
 from training.config import TrainConfig
-from training.model_fields import PRESETS
-from training.unused_flags import USED, note_unused_flags
+from training.config.command_line import parse_args
+from training.config.unused_flags import USED, note_unused_flags
 
 MUON, STEP, PAIRS = {"optimizer": "muon"}, {"schedule": "step"}, {"batch_size": 2}
 CASES = {  # a value, and what gives it an effect

@@ -12,13 +12,13 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from training.config import TrainConfig
-from training.parallel.build_engine import build_engine
-from training.parallel.engine import Engine, EngineSetup
-from training.parallel.model_buffers import AVERAGE
-from training.parallel.parameter_shards import gather_weights
-from training.parallel.strategies import plan_of
+from training.engines.build_engine import build_engine
+from training.engines.engine import Engine, EngineSetup
+from training.engines.model_buffers import AVERAGE
+from training.engines.parameter_shards import gather_weights
+from training.engines.strategies import plan_of
 from training.recipe.optimizer import build_optimizer
-from training.recipe.weight_average import EMA, WeightAverages, ema_decay_at
+from training.steps.weight_average import EMA, WeightAverages, ema_decay_at
 
 DECAY = 0.7  # reached at the seventh step
 STEPS = 8

@@ -20,9 +20,9 @@ from torch.nn import functional
 
 import training.checkpoint.weights
 from models.build import build_model, rebuild_model, tensor_mismatch
+from training.base.errors import UserError
 from training.checkpoint.weights import load_model, preprocess, read_metadata, save_weights
 from training.data.augment import evaluation_transform
-from training.errors import UserError
 
 CLASS_NAMES = ["null", "eins", "zwei", "drei", "四"]
 PREPROCESSING = {

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 from models.build import BuiltModel, build_model
+from training.base.errors import UserError
 from training.config import FLAG_OF, TrainConfig
-from training.config_check import check_config
+from training.config.check import check_config
 from training.data import DataOptions, load_data
-from training.errors import UserError
 from training.recipe.whitening import EPSILON, whiten_stem, whitening_filters
 
 SIZE = (3, 3)

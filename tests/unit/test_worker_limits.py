@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from training.base.errors import UserError, known_failure
+from training.base.helper_processes import current_folder_kept_out
 from training.data import workers
-from training.errors import UserError, known_failure
-from training.helper_processes import current_folder_kept_out
-from training.parallel.world import World
+from training.world.world import World
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 ALONE, TWO = (World(0, 0, size, size, torch.device("cpu")) for size in (1, 2))

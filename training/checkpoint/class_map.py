@@ -9,7 +9,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from training.checkpoint.atomic_write import replacing
+from training.base.atomic_write import replacing
 
 CLASS_MAP = "class_map.txt"
 

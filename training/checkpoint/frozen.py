@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from training.checkpoint.atomic_write import replacing, sync_to_disk, unfinished
+from training.base.atomic_write import replacing, sync_to_disk, unfinished
+from training.base.errors import UserError, one_line
 from training.checkpoint.manifest import ShardFacts, frozen_name
 from training.checkpoint.shards import write_frozen
 from training.checkpoint.store import FoundCheckpoint
-from training.errors import UserError, one_line
 
 
 @dataclass(frozen=True)

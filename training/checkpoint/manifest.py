@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint.atomic_write import sync_to_disk
-from training.errors import AgreedError, one_line
-from training.state import Progress
+from training.base.atomic_write import sync_to_disk
+from training.base.errors import AgreedError, one_line
+from training.base.progress import Progress
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "zerovision checkpoint 2"

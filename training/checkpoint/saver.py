@@ -13,21 +13,22 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from training.base.errors import CANNOT_SAVE_EXIT_CODE, RunEnded, UserError, one_line
+from training.base.heartbeat import HeartbeatWriter
+from training.base.progress import Progress
+from training.base.run_logger import Loggers
 from training.checkpoint.frozen import FrozenWeights
 from training.checkpoint.manifest import Manifest, ShardFacts, shard_name
+from training.checkpoint.settings import CheckpointSettings
 from training.checkpoint.shards import Snapshot, write_shard
+from training.checkpoint.state import TrainState
 from training.checkpoint.store import checkpoint_name, commit, discard, temporary_folder
-from training.config import TrainConfig
 from training.data.sampler import BatchPlan
-from training.errors import CANNOT_SAVE_EXIT_CODE, RunEnded, UserError, one_line
-from training.observe.heartbeat import HeartbeatWriter
-from training.observe.loggers import Loggers
-from training.parallel.collectives import gather_objects
-from training.parallel.exchange import flag, optional, row_of, text, whole_number
-from training.parallel.signals import StopRequest
-from training.parallel.world import World
 from training.recipe.schedule import stable_epochs
-from training.state import Progress, TrainState
+from training.world.collectives import gather_objects
+from training.world.exchange import flag, optional, row_of, text, whole_number
+from training.world.signals import StopRequest
+from training.world.world import World
 
 SHORTEST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 120.0
@@ -70,7 +71,7 @@ class Saver:
         self,
         folder: Path,
         identity: dict[str, Any],
-        config: TrainConfig,
+        config: CheckpointSettings,
         plan: BatchPlan,
         state: TrainState,
         world: World,

@@ -24,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from models.weights_metadata import METADATA_KEY
-from training.checkpoint.atomic_write import replacing_by_library
+from training.base.atomic_write import replacing_by_library
+from training.base.errors import one_line
 from training.checkpoint.manifest import (
     DamagedCheckpoint,
     Manifest,
@@ -33,8 +34,7 @@ from training.checkpoint.manifest import (
     frozen_name,
     shard_name,
 )
-from training.errors import one_line
-from training.parallel.parameter_shards import WEIGHTS, EngineState, ParameterShard, index_of
+from training.engines.parameter_shards import WEIGHTS, EngineState, ParameterShard, index_of
 
 BUFFER_PREFIX = "buffer/"
 EPOCH_SUMS = "epoch_sums"

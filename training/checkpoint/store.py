@@ -10,7 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.checkpoint.atomic_write import remove_leftovers, replacing, sync_to_disk
+from training.base.atomic_write import remove_leftovers, replacing, sync_to_disk
+from training.base.errors import UserError, one_line
+from training.base.progress import Progress
+from training.base.run_folder import LAST
 from training.checkpoint.manifest import (
     MANIFEST_FILE,
     DamagedCheckpoint,
@@ -22,12 +25,9 @@ from training.checkpoint.manifest import (
     write_manifest,
 )
 from training.checkpoint.shards import verify_shard
-from training.errors import UserError, one_line
-from training.observe.run_folder import LAST
-from training.parallel.collectives import broadcast_object, error_on_any_rank
-from training.parallel.exchange import list_of, text
-from training.parallel.world import World
-from training.state import Progress
+from training.world.collectives import broadcast_object, error_on_any_rank
+from training.world.exchange import list_of, text
+from training.world.world import World
 
 BEST = "best"
 NAME_PATTERN = re.compile(r"step-(\d{5,9})-(\d{7,12})")

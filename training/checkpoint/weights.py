@@ -25,12 +25,12 @@ from models.build import channels_of, rebuild_model, tensor_mismatch
 from models.dry_run import forward_failure
 from models.weights_file import check_finite
 from models.weights_metadata import METADATA_KEY, METADATA_KEYS, WrongMetadata, open_weights, read_facts
-from training.checkpoint.atomic_write import replacing_by_library, sync_to_disk
+from training.base.atomic_write import replacing_by_library, sync_to_disk
+from training.base.errors import UserError
 from training.data.augment import evaluation_transform
-from training.data.randomness import preserved_generators
 from training.data.reading.images import to_channels
 from training.data.values import BYTES, values_of
-from training.errors import UserError
+from training.world.preserved_process import preserved_generators
 
 
 def save_weights(

@@ -10,8 +10,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from training.base.errors import UserError, unknown_name
 from training.data.augmentations import ERASING_MODES, MIRRORS, PADDINGS
-from training.data.data_fields import DataFields
+from training.data.settings import DataFields
 from training.data.tables import (
     BAD_IMAGES_USAGE,
     CACHES,
@@ -24,7 +25,6 @@ from training.data.tables import (
     MIN_IMAGE_SIZE,
     DatasetEntry,
 )
-from training.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     from training.config import TrainConfig

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from training.errors import UserError, shown, unknown_name
+from training.base.errors import UserError, shown, unknown_name
 
 if TYPE_CHECKING:
-    from training.config import TrainConfig
     from training.data import DataOptions
+    from training.data.settings import DataFields
 
 RANDAUGMENT = "rand-m9-mstd0.5"
 CROP_SCALE, CROP_RATIO = "0.08,1", "3/4,4/3"  # as in torchvision's `RandomResizedCrop`
@@ -86,7 +86,7 @@ AUGMENTATIONS: dict[str, Augmentation] = {
 AUGMENTATION_NAMES = ("auto", *AUGMENTATIONS)  # auto: the data set's own
 
 
-def augmentation_of(given: DataOptions | TrainConfig, default: str) -> Augmentation:
+def augmentation_of(given: DataOptions | DataFields, default: str) -> Augmentation:
     """Return the line of `AUGMENTATIONS` that is named, changed by the other fields.
 
     Args:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from training.base.errors import AgreedError, UserError
 from training.data.reading.images import ImageError
-from training.errors import AgreedError, UserError
-from training.parallel.collectives import gather_objects
-from training.parallel.exchange import list_of, row_of, text, whole_number
-from training.parallel.world import World
+from training.world.collectives import gather_objects
+from training.world.exchange import list_of, row_of, text, whole_number
+from training.world.world import World
 
 if TYPE_CHECKING:
     from training.data.datasets import ImageDataset

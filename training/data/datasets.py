@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from training.base.errors import UserError, shown
 from training.data import DataOptions, bad_image_share
 from training.data.augment import CROP_DRAWS, BoxChooser, evaluation_geometry, random_box, resize
 from training.data.augmentations import AUGMENTATIONS, Augmentation, augmentation_of
@@ -23,10 +24,10 @@ from training.data.batch_transforms import BatchTransforms
 from training.data.image_sizes import SizeRamp, size_ramp
 from training.data.mixing import Mixing
 from training.data.policies import build_policy
-from training.data.randomness import COPY, FIRST_CROP_DRAW, preserved_generators, seed_generators, uniform_draws
+from training.data.randomness import COPY, FIRST_CROP_DRAW, seed_generators, uniform_draws
 from training.data.reading.sources import ArraySource, ImageFile, Source, open_files
 from training.data.values import BYTES, pieces, statistics
-from training.errors import UserError, shown
+from training.world.preserved_process import preserved_generators
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NAMES_IN_MESSAGE = 5

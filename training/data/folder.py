@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from models.names_elsewhere import ours
+from training.base.errors import UserError, nearest
 from training.data import DATASETS, DataOptions
 from training.data.datasets import DatasetPair, first_names, make_file_datasets
 from training.data.folder_listing import FolderListing, FoundFile
@@ -17,7 +18,6 @@ from training.data.folder_split import split_class
 from training.data.reading.formats import IMAGE_EXTENSIONS
 from training.data.reading.retry import is_folder
 from training.data.reading.sources import ImageFile
-from training.errors import UserError, nearest
 
 Classes = dict[str, list[FoundFile]]  # the name in Unicode's form NFC, the images
 

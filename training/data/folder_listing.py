@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from training.base.errors import UserError
 from training.data.reading.formats import CURES, IMAGE_EXTENSIONS
 from training.data.reading.retry import entries_of, patiently
-from training.errors import UserError
 
 FoundFile = tuple[str, int, int]  # path relative to the root, with "/", size in bytes, time of the last change in ns
 

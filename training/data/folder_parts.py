@@ -8,8 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from training.base.errors import UserError, nearest
 from training.data.folder_listing import FolderListing
-from training.errors import UserError, nearest
 
 TRAIN, VAL, TEST = "train", "val", "test"
 KINDS = {

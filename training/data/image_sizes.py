@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from training.base.errors import UserError, shown
 from training.data.tables import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE
-from training.errors import UserError, shown
 
 USAGE = "LOW:FIRST:LAST"
 STEP, SMALL_STEP, SMALL_BELOW = 32, 4, 128  # pixels

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from training.config import TrainConfig
+from training.base.control_groups import usable_cores
 from training.data.bad_images import check_budget
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.device import batches_on_device, images_on_device
 from training.data.reader import Batch, BatchReader
 from training.data.reading.digests import UNKNOWN
 from training.data.sampler import BatchKey, BatchPlan, EvaluationPlan
+from training.data.settings import DataSettings
 from training.data.worker_pool import WorkerPool
 from training.data.workers import fit_workers_into_memory
-from training.observe.control_groups import usable_cores
-from training.parallel.world import World
+from training.world.world import World
 
 CPU = torch.device("cpu")
 
@@ -133,7 +133,7 @@ class EvaluationLoader(_Loader):
 
 
 def build_loaders(
-    config: TrainConfig, datasets: DatasetPair, plan: BatchPlan, world: World
+    config: DataSettings, datasets: DatasetPair, plan: BatchPlan, world: World
 ) -> tuple[TrainLoader, EvaluationLoader]:
     """Build this rank's loaders of training and validation batches, which have one pool of workers.
 

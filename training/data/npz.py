@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from models import MOST_IMAGE_CHANNELS
+from training.base.errors import FileServerError, UserError
 from training.data import DataOptions
 from training.data.datasets import DatasetPair, make_array_datasets
 from training.data.reading.retry import patiently
 from training.data.reading.sources import ArraySource
 from training.data.values import to_values
-from training.errors import FileServerError, UserError
 
 PARTS = ("train", "test")
 CLASS_NAMES = "class_names"

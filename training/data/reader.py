@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from training.base.errors import FileServerError, UserError
 from training.data.bad_images import read_or_replace
 from training.data.datasets import ImageDataset
-from training.data.randomness import preserved_generators
 from training.data.reading.digests import UNKNOWN, collected_digests
 from training.data.reading.image_notes import collected_notes
 from training.data.sampler import BatchKey
-from training.errors import FileServerError, UserError
+from training.world.preserved_process import preserved_generators
 
 
 @dataclass(frozen=True)

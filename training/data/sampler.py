@@ -24,8 +24,8 @@ from training.data.randomness import COPY
 if TYPE_CHECKING:
     import torch
 
-    from training.config import TrainConfig
-    from training.state import Progress
+    from training.base.progress import Progress
+    from training.data.settings import DataSettings
 
 
 class BatchKey(NamedTuple):
@@ -155,7 +155,7 @@ class EvaluationPlan:
             yield BatchKey(0, indices, (positions < self.num_samples).astype(np.float32), indices)
 
 
-def build_plan(config: TrainConfig, labels: torch.Tensor, world_size: int) -> BatchPlan:
+def build_plan(config: DataSettings, labels: torch.Tensor, world_size: int) -> BatchPlan:
     """Build the plan of a run over a training set with these labels, int64 [N]."""
     return BatchPlan(
         len(labels),

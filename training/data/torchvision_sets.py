@@ -13,11 +13,11 @@ import torch
 from filelock import FileLock
 from torchvision import datasets
 
+from training.base.errors import FileServerError, UserError, one_line, unknown_name
 from training.data import DataOptions
 from training.data.datasets import DatasetPair, make_array_datasets, make_file_datasets
 from training.data.reading.retry import patiently
 from training.data.reading.sources import ArraySource, ImageFile
-from training.errors import FileServerError, UserError, one_line, unknown_name
 
 
 @dataclass(frozen=True)

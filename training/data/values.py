@@ -13,7 +13,7 @@ import torch
 from torchvision.transforms.v2.functional import to_dtype
 
 from models.weights_metadata import VALUE_TYPES
-from training.errors import UserError
+from training.base.errors import UserError
 
 BYTES = "uint8"
 FLOATS = "float32"

@@ -21,8 +21,8 @@ from multiprocessing import forkserver, popen_forkserver, resource_tracker, spaw
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-from training.errors import UserError
-from training.helper_processes import current_folder_kept_out, socket_place, temporary_files_in
+from training.base.errors import UserError
+from training.base.helper_processes import current_folder_kept_out, socket_place, temporary_files_in
 
 # Installed packages only: Python 3.11's fork server does not know the paths that a script added.
 _PRELOADED_MODULES = ["torch", "torchvision.transforms.v2", "PIL.Image"]

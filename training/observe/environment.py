@@ -15,13 +15,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from training.config import REPO_ROOT
-from training.observe.control_groups import cpu_quota, usable_cores
+from training.base.control_groups import cpu_quota, usable_cores
+from training.base.settings import REPO_ROOT
 
 if TYPE_CHECKING:
     from models.build import BuiltModel
     from training.data.datasets import DatasetPair
-    from training.parallel.world import World
+    from training.world.world import World
 
 LIBRARIES = ("torch", "torchvision", "deepspeed", "timm")  # that all machines of a training need in the same version
 PACKAGES = (*LIBRARIES, "tensorboard", "numpy", "pillow", "safetensors")

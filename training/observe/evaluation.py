@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from training.checkpoint.atomic_write import replacing_folder, write_json
-from training.errors import UserError
-from training.observe.run_folder import SCORES
+from training.base.atomic_write import replacing_folder, write_json
+from training.base.errors import UserError
+from training.base.run_folder import SCORES
 from training.observe.scores import SampleScores, Scores
 
 CALIBRATION_BINS = 15

@@ -12,7 +12,7 @@ import resource
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from training.observe.control_groups import ROOT, group_files
+from training.base.control_groups import ROOT, group_files
 
 if TYPE_CHECKING:
     import torch

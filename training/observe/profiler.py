@@ -9,8 +9,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from training.observe.loggers import Loggers
-from training.observe.timing import SpanClock
+from training.base.run_logger import Loggers
+from training.base.timing import SpanClock
 
 WARM_UP_STEPS = 5  # before the trace, unless the epoch is too short for them
 OPERATORS_LISTED = 10

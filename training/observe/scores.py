@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from models.ensemble import log_mean_probability
 from training.data.transfer import to_device
-from training.parallel.collectives import gather_rows, sum_over_ranks
-from training.parallel.world import World
+from training.world.collectives import gather_rows, sum_over_ranks
+from training.world.world import World
 
 TOP_K = 5
 # Losses are rounded to multiples of this before they are added: float64 sums of such numbers are exact below 2**29, and

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from training.observe.flops import TrainingFlops, peak_tflops
-from training.observe.loggers import Loggers
-from training.observe.loggers.points import DeviceUse, RunPoint, StepPoint
+from training.base.points import DeviceUse, RunPoint, StepPoint
+from training.base.run_logger import Loggers
+from training.base.timing import ABSORBING, SPANS, SpanClock, shares, start_clock
+from training.engines.engine import StepResult
+from training.engines.flops import TrainingFlops, peak_tflops
 from training.observe.scores import ScoreSums
 from training.observe.slow_ranks import SlowRankDetector, work_seconds
-from training.observe.timing import ABSORBING, SPANS, SpanClock, shares, start_clock
-from training.parallel.collectives import gather_objects, gather_rows
-from training.parallel.engine import StepResult
-from training.parallel.exchange import number, row_of, text, whole_number
-from training.parallel.world import World
+from training.world.collectives import gather_objects, gather_rows
+from training.world.exchange import number, row_of, text, whole_number
+from training.world.world import World
 
 if TYPE_CHECKING:
     from training.observe.profiler import StepProfiler
-    from training.state import TrainContext
+    from training.steps.context import TrainContext
 
 
 SECONDS_BETWEEN_UTILIZATIONS = 5.0

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 
-from training.errors import UserError, shown
-
-TUNE_USAGE = "full, head, layers:N, lora:R"
+from training.base.errors import UserError, shown
+from training.base.settings import TUNE_USAGE
 
 
 def read_tune(word: str) -> tuple[str, int]:

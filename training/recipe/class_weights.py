@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 
-from training.errors import UserError, nearest, shown
+from training.base.errors import UserError, nearest, shown
 
 USAGE = 'none, balanced, CLASS=WEIGHT,... with "a name, in quotes"=2, or FILE.csv of lines CLASS,WEIGHT (others: 1)'
 HEAVIEST = 10**6

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from training.parallel.batchnorm import BATCHNORMS, freeze_statistics
+BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class BackboneFreezer:
@@ -43,6 +43,13 @@ class BackboneFreezer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def freeze_statistics(module: nn.Module) -> None:
+    """Set every BatchNorm to evaluation mode: it normalizes with its running statistics and does not update them."""
+    for child in module.modules():
+        if isinstance(child, BATCHNORMS):
+            child.eval()
 
 
 def is_adapters(name: str) -> bool:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from models.ensemble import Ensemble
-from training.config import TrainConfig
-from training.errors import UserError
+from training.base.errors import UserError
+from training.recipe.settings import RecipeSettings
 
 
 class ParameterSettings(NamedTuple):
@@ -18,7 +18,7 @@ class ParameterSettings(NamedTuple):
     rate_scale: float
 
 
-def parameter_settings(module: nn.Module, config: TrainConfig) -> dict[str, ParameterSettings]:
+def parameter_settings(module: nn.Module, config: RecipeSettings) -> dict[str, ParameterSettings]:
     """Return the settings of every parameter that is trained, by name.
 
     Biases and norm weights are vectors: decaying them only hurts (Goyal et al. 2017, https://arxiv.org/abs/1706.02677,

@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from models.ensemble import mean_over_members
-from training.config import TrainConfig
+from training.base.errors import UserError
 from training.data.reader import Batch
-from training.errors import UserError
 from training.recipe.class_weights import class_weights
+from training.recipe.settings import RecipeSettings
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """From logits [B, C], or [B, C, members] of an ensemble, and their batch to losses, float32 [B]."""
 
 
-def build_loss(config: TrainConfig, class_names: Sequence[str], counts: Sequence[int], device: torch.device) -> Loss:
+def build_loss(config: RecipeSettings, class_names: Sequence[str], counts: Sequence[int], device: torch.device) -> Loss:
     """Build the loss of a run; it is a function of the micro-batch alone, and of an ensemble the mean over its members.
 
     Args:
@@ -36,7 +36,7 @@ def build_loss(config: TrainConfig, class_names: Sequence[str], counts: Sequence
     return lambda logits, batch: mean_over_members(lambda member: loss(member, batch), logits)
 
 
-def _check_threshold(config: TrainConfig, classes: int) -> None:
+def _check_threshold(config: RecipeSettings, classes: int) -> None:
     threshold, smoothing = config.bce_target_threshold, config.label_smoothing
     if not threshold:
         return
@@ -48,7 +48,7 @@ def _check_threshold(config: TrainConfig, classes: int) -> None:
         )
 
 
-def _cross_entropy(config: TrainConfig, weights: torch.Tensor | None) -> Loss:
+def _cross_entropy(config: RecipeSettings, weights: torch.Tensor | None) -> Loss:
     """Build PyTorch's cross-entropy, times the weight of the target's class.
 
     PyTorch's own weights multiply what smoothing gives the other classes, too: of two classes, one that is 20 times as
@@ -67,7 +67,7 @@ def _cross_entropy(config: TrainConfig, weights: torch.Tensor | None) -> Loss:
     return loss
 
 
-def _binary_cross_entropy(config: TrainConfig, weights: torch.Tensor | None) -> Loss:
+def _binary_cross_entropy(config: RecipeSettings, weights: torch.Tensor | None) -> Loss:
     """Build the mean over the classes of each one's binary cross-entropy, as timm's `BinaryCrossEntropy`.
 
     Wightman et al. 2021 (https://arxiv.org/abs/2110.00476, section 2.2).
@@ -91,7 +91,7 @@ def _sample_weights(batch: Batch, weights: torch.Tensor) -> torch.Tensor:
     return weights[batch.labels] if batch.targets is None else batch.targets @ weights
 
 
-LOSSES: dict[str, Callable[[TrainConfig, torch.Tensor | None], Loss]] = {
+LOSSES: dict[str, Callable[[RecipeSettings, torch.Tensor | None], Loss]] = {
     "cross_entropy": _cross_entropy,
     "bce": _binary_cross_entropy,
 }

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from training.config import TrainConfig
-from training.errors import UserError, one_line
+from training.base.errors import UserError, one_line
 from training.recipe.composite import Composite, rules_of
 from training.recipe.layer_groups import parameter_settings
 from training.recipe.rules import MATRIX_RULES, OPTION_READERS, WHOLE_PARAMETER, read_options
+from training.recipe.settings import RecipeSettings
 
 # Options of timm's rules, beside the rate, the decay and the momentum.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -30,7 +30,7 @@ AVERAGES = "averages"  # of a parameter group: names of the averages of its weig
 
 
 def build_optimizer(
-    module: nn.Module, config: TrainConfig, head_parameter_names: Collection[str], *, discriminative: bool
+    module: nn.Module, config: RecipeSettings, head_parameter_names: Collection[str], *, discriminative: bool
 ) -> torch.optim.Optimizer:
     """Build the optimizer with timm, with separate groups for weight decay or none, and for each learning rate.
 
@@ -81,7 +81,7 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
     return bool(_is_suitable_for_muon(parameter))
 
 
-def _build_rule(name: str, param_groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
+def _build_rule(name: str, param_groups: list[dict[str, Any]], config: RecipeSettings) -> torch.optim.Optimizer:
     from timm.optim import create_optimizer_v2, get_optimizer_class
 
     given = _given_options(name, config)
@@ -109,7 +109,7 @@ def _build_rule(name: str, param_groups: list[dict[str, Any]], config: TrainConf
         raise UserError(f"{flag} {name} with a momentum of {momentum}: {one_line(error)}.{cure}") from None
 
 
-def _given_options(name: str, config: TrainConfig) -> dict[str, Any]:
+def _given_options(name: str, config: RecipeSettings) -> dict[str, Any]:
     """Return the options that the user gave for a rule.
 
     Raises:
@@ -137,7 +137,7 @@ def _given_options(name: str, config: TrainConfig) -> dict[str, Any]:
 def moment_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Return the names of the optimizer's state tensors per weight; SGD without momentum has none.
 
-    Averages of the weights are among them, see `training.recipe.weight_average`.
+    Averages of the weights are among them, see `training.steps.weight_average`.
     """
     created = [_created_state(rule, group) for rule in rules_of(optimizer) for group in rule.param_groups]
     moments = dict.fromkeys(kind for state in created for kind, value in state.items() if _is_moment(value))

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from training.errors import UserError, shown, unknown_name
-from training.parallel.strategies import STRATEGIES
+from training.base.errors import UserError, shown, unknown_name
 
 # An element's update depends on that element's history alone, so that flat parts of parameters can be updated as well
 # as whole ones: these work under every engine and strategy.
@@ -112,14 +111,15 @@ def read_options(flag: str, text: str) -> dict[str, Any]:
     return options
 
 
-def check_optimizer(flag: str, name: str, strategy: str, engine: str) -> None:
+def check_optimizer(flag: str, name: str, strategy: str, engine: str, *, shards_parameters: bool) -> None:
     """Refuse a rule that does not exist, or that is not sound as the training state is distributed.
 
     Args:
         flag: that gave the name.
         name: of the rule.
-        strategy: a key of `STRATEGIES`.
+        strategy: its name.
         engine: 'auto' or an engine.
+        shards_parameters: whether the strategy does, or their gradients.
 
     Raises:
         UserError: with what to type instead.
@@ -128,7 +128,7 @@ def check_optimizer(flag: str, name: str, strategy: str, engine: str) -> None:
         raise UserError(f"{flag} {name}: {REFUSED[name]}.")
     if name not in ALLOWED:
         raise unknown_name("optimizer", name, ALLOWED)
-    if name in WHOLE_PARAMETER and STRATEGIES[strategy].zero_stage > 1:
+    if name in WHOLE_PARAMETER and shards_parameters:
         raise UserError(
             f"{flag} {name} computes with whole parameters, which --strategy {strategy} shards: use --strategy ddp, "
             "or a rule such as adamw or lion."

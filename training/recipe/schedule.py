@@ -15,7 +15,7 @@ from training.recipe import read_tune
 from training.recipe.rules import MATRIX_RULES
 
 if TYPE_CHECKING:  # which imports the table of this module
-    from training.config import TrainConfig
+    from training.recipe.settings import RecipeSettings
 
 
 def _cosine(progress: float) -> float:
@@ -108,17 +108,17 @@ class Schedule:
             group["lr"] = schedule.group_learning_rate(step, group["rate_scale"], is_backbone=group["is_backbone"])
 
 
-def has_slow_backbone(config: TrainConfig) -> bool:
+def has_slow_backbone(config: RecipeSettings) -> bool:
     """Return whether a published backbone is trained below a new head, at a rate of its own."""
     return model_spec(config.model_type).always_pretrained and read_tune(config.tune)[0] in ("full", "layers")
 
 
-def head_epochs_of(config: TrainConfig) -> int:
+def head_epochs_of(config: RecipeSettings) -> int:
     """Return the epochs in which only the new head is trained."""
     return config.head_epochs if has_slow_backbone(config) else 0
 
 
-def build_schedule(config: TrainConfig, steps_per_epoch: int, global_batch: int, head_epochs: int) -> Schedule:
+def build_schedule(config: RecipeSettings, steps_per_epoch: int, global_batch: int, head_epochs: int) -> Schedule:
     """Build the schedule of a run.
 
     Args:
@@ -147,22 +147,22 @@ def build_schedule(config: TrainConfig, steps_per_epoch: int, global_batch: int,
     )
 
 
-def _fallback_schedule(config: TrainConfig) -> str:
+def _fallback_schedule(config: RecipeSettings) -> str:
     return config.fallback_schedule if config.optimizer in MATRIX_RULES else ""
 
 
-def schedule_names(config: TrainConfig) -> set[str]:
+def schedule_names(config: RecipeSettings) -> set[str]:
     """Return the names of the schedules that a run follows: one, or two if the fallback has its own."""
     return {config.schedule, _fallback_schedule(config) or config.schedule}
 
 
-def stable_epochs(config: TrainConfig) -> int:
+def stable_epochs(config: RecipeSettings) -> int:
     """Return the whole epochs before the decay of wsd, which a run of more epochs has too; 0 for other schedules."""
     decaying = schedule_names(config) - {"constant"}
     return min((SCHEDULES[name](config, 1).get("stable_steps", 0) for name in decaying), default=0)
 
 
-def _steps_fields(config: TrainConfig, steps_per_epoch: int) -> dict[str, Any]:
+def _steps_fields(config: RecipeSettings, steps_per_epoch: int) -> dict[str, Any]:
     """As `torch.optim.lr_scheduler.MultiStepLR` and `StepLR`; the warm-up counts."""
     if config.milestones:
         epochs = sorted(map(float, config.milestones.split(",")))
@@ -173,14 +173,14 @@ def _steps_fields(config: TrainConfig, steps_per_epoch: int) -> dict[str, Any]:
     return {"final_scale": 1.0, "drops": drops, "drop_rate": config.decay_rate}
 
 
-def _stable_fields(config: TrainConfig, steps_per_epoch: int) -> dict[str, Any]:
+def _stable_fields(config: RecipeSettings, steps_per_epoch: int) -> dict[str, Any]:
     decay = config.epochs / 5 if config.decay_epochs == "auto" else config.decay_epochs
     epochs = max(0, math.floor(round(config.epochs - config.cooldown_epochs - decay, 6)))
     return {"shape": SHAPES[config.decay_shape], "stable_steps": epochs * steps_per_epoch}
 
 
 # Fields of `Schedule` that make each.
-SCHEDULES: dict[str, Callable[[TrainConfig, int], dict[str, Any]]] = {
+SCHEDULES: dict[str, Callable[[RecipeSettings, int], dict[str, Any]]] = {
     "cosine": lambda _config, _steps: {"shape": _cosine},
     "linear": lambda _config, _steps: {"shape": _polynomial},
     "polynomial": lambda config, _steps: {"shape": partial(_polynomial, power=config.decay_power)},
@@ -190,7 +190,7 @@ SCHEDULES: dict[str, Callable[[TrainConfig, int], dict[str, Any]]] = {
 }
 
 
-def _warmup_steps(config: TrainConfig, steps_per_epoch: int) -> int:
+def _warmup_steps(config: RecipeSettings, steps_per_epoch: int) -> int:
     if config.warmup_epochs == "auto":
         return min(steps_per_epoch, config.epochs * steps_per_epoch // 10)
     return round(config.warmup_epochs * steps_per_epoch)

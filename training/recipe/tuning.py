@@ -17,7 +17,7 @@ from models.build import BuiltModel, channels_of
 from models.dry_run import forward_failure, without_data
 from models.ensemble import Ensemble
 from models.plain_layers import PLAIN_CONVOLUTIONS
-from training.errors import UserError
+from training.base.errors import UserError
 from training.recipe import read_tune
 from training.recipe.freezing import is_adapters
 

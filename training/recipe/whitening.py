@@ -16,9 +16,9 @@ from torch.nn import functional
 from models.build import BuiltModel
 from models.image_size import as_names
 from models.plain_layers import PLAIN_CONVOLUTIONS
+from training.base.errors import UserError
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.reading.images import ImageError
-from training.errors import UserError
 
 MOST_IMAGES = 1000
 EPSILON = 5e-4  # added to the eigenvalues

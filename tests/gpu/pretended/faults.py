@@ -10,7 +10,7 @@ import torch
 
 import training.data.device
 from tests.gpu.pretended.garbage import replace
-from training.observe.epoch_observer import TimedEngine
+from training.steps.epoch_observer import TimedEngine
 
 
 def item_in_the_step() -> None:

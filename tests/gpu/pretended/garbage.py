@@ -63,8 +63,8 @@ def mend_deepspeed() -> None:
 def mend_project() -> None:
     """Keep the project from garbage."""
     import training.run
-    from training.parallel import engine
-    from training.recipe.nonfinite_steps import NonFiniteGuard
+    from training.engines import engine
+    from training.steps.nonfinite_steps import NonFiniteGuard
 
     # Whether the gradient is finite is computed on the GPU. An engine that reads it would skip updates; one that leaves
     # it there has the run end after many "skipped" steps.

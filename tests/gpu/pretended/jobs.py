@@ -13,8 +13,8 @@ from benchmarks.gpu.contestants import make_network, our_contestant, timm_contes
 from scripts import train_distributed
 from tests.gpu.pretended.faults import FAULTS
 from tests.gpu.pretended.watch import Watch, launches
-from training.command_line import run_script
-from training.parallel.world import start_world
+from training.config.command_line import run_script
+from training.world.world import start_world
 
 # One short epoch of 20 steps, without what has nothing to do with a step.
 FLAGS = "--epochs 1 --data digits --log-every-steps 1000 --tensorboard false --report false"

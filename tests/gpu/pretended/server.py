@@ -29,7 +29,7 @@ from tests.gpu.pretended import garbage
 AHEAD = (
     *PRELOADED,
     *("planning.run_memory", "delivery.model_card", "training.data.digits"),
-    "training.parallel.torch_engine",
+    "training.engines.torch_engine",
     "deepspeed.runtime.zero.muon.muon_optimizer",
 )
 MOST_SECONDS = 100.0  # of a job

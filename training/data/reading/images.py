@@ -18,12 +18,12 @@ from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from training.base.errors import UserError
 from training.data.reading.digests import note_content
 from training.data.reading.formats import pillow_formats, unknown_format
 from training.data.reading.image_notes import in_one_line, noting
 from training.data.reading.png import without_metadata
 from training.data.reading.retry import patiently
-from training.errors import UserError
 
 Decoded = TypeVar("Decoded")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from training.errors import FileServerError
+from training.base.errors import FileServerError
 
 Result = TypeVar("Result")
 

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from training.base.errors import UserError
 from training.data import DataOptions
 from training.data.augment import BoxChooser
 from training.data.reading.cache import ImageCache, open_cache
@@ -19,7 +20,6 @@ from training.data.reading.decode import Decoder, crop, header_size, make_decode
 from training.data.reading.digests import UNKNOWN, collected_digests, note_digest
 from training.data.reading.images import ImageError
 from training.data.values import BYTES
-from training.errors import UserError
 
 CACHE_FORMAT = 2  # increased when the same file gives other pixels, or the files of a cache change their format
 HEADERS_READ = 64

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from training.errors import printable
+from training.base.errors import printable
 
 LARGEST_WITH_NUMBERS = 20  # classes; more have neither numbers nor names
 LONGEST_NAME = 24

@@ -11,10 +11,10 @@ import torch
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from training.observe.loggers import RunLogger
+from training.base.points import EpochPoint, RunPoint, StepPoint
+from training.base.run_folder import RunFolder
+from training.base.run_logger import RunLogger
 from training.observe.loggers.confusion import confusion_picture
-from training.observe.loggers.points import EpochPoint, RunPoint, StepPoint
-from training.observe.run_folder import RunFolder
 
 LARGEST_PICTURE = 200  # classes
 SECONDS_BETWEEN_PICTURES = 30.0  # drawing one takes as long as a step

@@ -10,9 +10,7 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn
 
-from training.observe.console import open_console
-from training.observe.loggers import RunLogger
-from training.observe.loggers.points import (
+from training.base.points import (
     EpochPoint,
     RunPoint,
     StepPoint,
@@ -22,7 +20,9 @@ from training.observe.loggers.points import (
     step_line,
     step_numbers,
 )
-from training.observe.run_folder import RunFolder
+from training.base.run_folder import RunFolder
+from training.base.run_logger import RunLogger
+from training.observe.console import open_console
 
 SECONDS_BETWEEN_LINES = 10.0
 

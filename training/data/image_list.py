@@ -1,0 +1,134 @@
+"""The list of a run's images, by path and content, in its folder: what was trained on, and what changed since."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from training.base.atomic_write import replacing
+from training.base.errors import UserError, printable
+from training.data.datasets import DatasetPair
+from training.data.reading.digests import UNKNOWN
+from training.data.reading.sources import FileSource
+
+COLUMNS = ("part", "class", "bytes", "digest", "path")
+NAMED = 3
+
+
+class ListedImage(NamedTuple):
+    """A line of the list.
+
+    Attributes:
+        part: "train", "val" or "test".
+        label: Name of the class.
+        size: Of the file, in bytes.
+        digest: Of its content, see `reading.digests`.
+        path: Relative to the data folder.
+    """
+
+    part: str
+    label: str
+    size: int
+    digest: int
+    path: str
+
+
+def list_images(data: DatasetPair, digests: Mapping[str, np.ndarray] | None = None) -> list[ListedImage]:
+    """Return the images of all parts that are files.
+
+    Args:
+        data: The sets.
+        digests: By the name of a part, int64 [N]; `UNKNOWN` for all without.
+    """
+    listed = []
+    for part, set_ in data.parts.items():
+        source = set_.source
+        if isinstance(source, FileSource):
+            own = (digests or {}).get(part, np.full(len(set_), UNKNOWN))
+            listed += [
+                ListedImage(part, data.class_names[label], size, digest, source.path(index))
+                for index, (label, size, digest) in enumerate(
+                    zip(source.labels.tolist(), source.sizes.tolist(), own.tolist(), strict=True)
+                )
+            ]
+    return listed
+
+
+def write_image_list(file: Path, images: Sequence[ListedImage]) -> None:
+    """Write the list as compressed CSV, which `zcat` shows."""
+    with (
+        replacing(file) as temporary,
+        gzip.open(temporary, "wt", 1, "utf-8", "surrogateescape", newline="") as stream,
+    ):
+        writer = csv.writer(stream)
+        writer.writerow(COLUMNS)
+        writer.writerows((one.part, one.label, one.size, f"{one.digest:016x}", one.path) for one in images)
+
+
+def read_image_list(file: Path) -> list[ListedImage]:
+    """Return the list; empty if there is none, as of a run of images in memory.
+
+    Raises:
+        UserError: It is damaged.
+    """
+    if not file.is_file():
+        return []
+    try:
+        with gzip.open(file, "rt", encoding="utf-8", errors="surrogateescape", newline="") as stream:
+            rows = csv.reader(stream)
+            next(rows)
+            return [
+                ListedImage(part, label, int(size), int(digest, 16), path) for part, label, size, digest, path in rows
+            ]
+    except (OSError, EOFError, ValueError, StopIteration, csv.Error) as error:
+        raise UserError(f"'{file}' is damaged ({error}): restore it, or remove it.") from None
+
+
+def describe_change(before: Sequence[ListedImage], data: DatasetPair) -> str:
+    """Return how a data set differs from the list of a run: how many images then and now, and some that differ."""
+    now = {one.path: one for one in list_images(data) if one.part != "test"}
+    then = {one.path: one for one in before if one.part != "test"}
+    if not then:
+        return "other images, of which the run has no list"
+    moved = [path for path in now.keys() & then.keys() if now[path][:2] != then[path][:2]]
+    changed = [path for path in now.keys() & then.keys() if now[path].size != then[path].size]
+    kinds = {
+        "new": now.keys() - then.keys(),
+        "gone": then.keys() - now.keys(),
+        "changed": changed,
+        "of another part or class": moved,
+    }
+    found = [
+        f"{len(paths)} {kind}: {', '.join(sorted(paths)[:NAMED])}{', ...' if len(paths) > NAMED else ''}"
+        for kind, paths in kinds.items()
+        if paths
+    ]
+    return printable(f"{len(then)} images then, {len(now)} now; {'; '.join(found) or 'another folder of data'}")
+
+
+class TrainedImages:
+    """What a run was trained on, by content; by path where the content is not known."""
+
+    def __init__(self, images: Sequence[ListedImage]) -> None:
+        trained = [one for one in images if one.part == "train"]
+        self._digests = np.unique([one.digest for one in trained if one.digest != UNKNOWN]).astype(np.int64)
+        self._paths = {os.fsencode(one.path) for one in trained if one.digest == UNKNOWN}
+
+    def __bool__(self) -> bool:
+        return bool(len(self._digests) or self._paths)
+
+    def contain(self, digests: np.ndarray, paths: Sequence[str]) -> np.ndarray:
+        """Return which images were trained on, bool [B].
+
+        Args:
+            digests: int64 [B], `UNKNOWN` for a file that was not read.
+            paths: Of the images, relative to their data folder.
+        """
+        found = np.isin(digests, self._digests) & (digests != UNKNOWN)
+        return found | np.array([os.fsencode(path) in self._paths for path in paths], dtype=bool)

@@ -1,0 +1,116 @@
+"""The flags of the data: data set, sizes, augmentation, reading."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS
+from training.base.option import option
+from training.base.settings import RunSettings
+from training.data.augmentations import AUGMENTATION_NAMES, CROP_RATIO, CROP_SCALE, RANDAUGMENT
+from training.data.image_sizes import USAGE as SIZE_USAGE
+from training.data.tables import BAD_IMAGES_USAGE, DATASETS, DECODERS
+
+
+@dataclasses.dataclass(frozen=True)
+class DataFields:
+    """Data."""
+
+    data: str = option(
+        "digits",
+        f"Data set: {', '.join(entry.usage for entry in DATASETS.values())} (classes, or train/ and val/).",
+    )
+    data_root: str = option("~/.cache/zerovision", "Folder that torchvision data sets are read from and downloaded to.")
+    download: bool = option(False, "Allow torchvision data sets to be downloaded.")
+    val_fraction: float = option(
+        0.2, "Share of a folder without train/ and val/ held out for validation.", above=0, high=0.9
+    )
+    split_seed: int = option(0, "Another one holds out other images.", low=0, high=2**31)
+    val_part: str = option(
+        "",
+        "Folder of DIR to validate on, such as Testing; train/, val/ and test/ are known by many names; none: the "
+        "folders are classes whatever their names.",
+    )
+    links: Literal["follow", "refuse"] = option(
+        "follow", "Symbolic links that lead out of DIR; links inside are always followed."
+    )
+    image_size: int = option(
+        0, "Side of the square images, in pixels; 0: the data set's own.", low=0, high=LARGEST_IMAGE_SIZE
+    )
+    eval_image_size: int = option(
+        0, "Side of the validation images, at least --image-size; 0: --image-size.", low=0, high=LARGEST_IMAGE_SIZE
+    )
+    eval_crop: float = option(
+        0.875, "Share of a photograph's shorter side that validation sees, in the middle.", low=0.5, high=1
+    )
+    interpolation: Literal["bilinear", "bicubic"] = option("bilinear", "Filter of every resize, with antialiasing.")
+    image_channels: int = option(
+        0,
+        "Channels of the images: 1 grey, 3 RGB, 4 RGBA, others of arrays only; 0: 3, or as many as arrays of 2, 4 or "
+        "more have.",
+        low=0,
+        high=MOST_IMAGE_CHANNELS,
+    )
+    progressive_size: str = option(
+        "",
+        f"{SIZE_USAGE}: training images of LOW pixels up to epoch FIRST (from 0) that grow to --image-size until LAST.",
+    )
+    augmentation: str = option("auto", f"Training augmentation: {', '.join(AUGMENTATION_NAMES)}.")
+    randaugment: str = option(
+        RANDAUGMENT, "timm's string for --augmentation randaugment: m magnitude, n operations, mstd, inc1, ..."
+    )
+    crop_scale: str = option(CROP_SCALE, "Smallest and largest share of the image's area that a crop takes.")
+    crop_ratio: str = option(CROP_RATIO, "Smallest and largest width of a crop, as a multiple of its height.")
+    mirror: Literal["auto", "off", "random", "alternate"] = option(
+        "auto", "Left to right: half of the time, or every other epoch (alternate); auto: the augmentation's own."
+    )
+    shift_pixels: int | Literal["auto"] = option(
+        "auto", "Farthest shift; 0: none; auto: the augmentation's own.", low=0, high=LARGEST_IMAGE_SIZE
+    )
+    shift_padding: Literal["zeros", "reflect"] = option("zeros", "What comes in at the edge of a shifted image.")
+    color_jitter: float = option(
+        0.0, "Most by which brightness, contrast and saturation change, as a share; 0: none.", low=0, high=1
+    )
+    random_erasing: float = option(0.0, "Probability that a rectangle of an image is erased.", low=0, high=1)
+    random_erasing_mode: Literal["pixel", "rand", "const"] = option(
+        "pixel", "What fills it: noise, one random colour, or the mean colour."
+    )
+    mixup: float = option(
+        0.0, "Mixup's alpha: images and targets of a micro-batch are blended; 0: none.", low=0, high=100
+    )
+    cutmix: float = option(0.0, "Cutmix's alpha: images get a rectangle of another one; 0: none.", low=0, high=100)
+    mixup_probability: float = option(1.0, "Probability that a micro-batch is mixed.", low=0, high=1)
+    mixup_switch_probability: float = option(
+        0.5, "Probability of cutmix instead of mixup, if both are on.", low=0, high=1
+    )
+    mixup_off_epochs: int = option(0, "Last epochs without mixup and cutmix.", low=0, high=100_000)
+    sampling: Literal["uniform", "balanced"] = option(
+        "uniform",
+        "What an epoch consists of; uniform: each sample once; balanced: as many samples, equally many of each class.",
+    )
+    repeated_augmentation: int = option(
+        1,
+        "Differently augmented copies of each sample of an epoch, next to each other; its length stays.",
+        low=1,
+        high=64,
+    )
+    decode: Literal["cpu", "exact"] = option(
+        "cpu", f"How image files are decoded: {'; '.join(f'{name}: {text}' for name, text in DECODERS.items())}."
+    )
+    cache: Literal["auto", "ram", "disk", "off"] = option(
+        "auto",
+        "Keep the shrunk images of files: in memory, on disk under --data-root; auto: where they fit, if it pays.",
+    )
+    cache_gb: float = option(
+        0.0, "Most gigabytes of all caches together; 0: a quarter of the memory, or 50 on disk.", low=0, high=10**6
+    )
+    workers: str = option("auto", "Loader processes per rank: a whole number, or auto.")
+    bad_images: str = option(
+        "error", f"What to do with unreadable images: {BAD_IMAGES_USAGE}; skip allows 0.1 %, skip:0.05 allows 5 %."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSettings(DataFields, RunSettings):
+    """What this room reads of a run's settings: its own, and those of all rooms."""

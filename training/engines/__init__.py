@@ -1,0 +1,1 @@
+"""How training state is sharded, and who updates it."""

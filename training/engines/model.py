@@ -1,0 +1,82 @@
+"""The model of a run on its device, before an engine shards it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from models.build import BuiltModel, build_model
+from models.dry_run import forward_failure
+from training.base.errors import UserError
+from training.base.settings import RunSettings
+from training.data.datasets import DatasetPair
+from training.engines.activation_checkpointing import enable_activation_checkpointing
+from training.engines.batchnorm import synchronize_batchnorm
+from training.engines.flops import TrainingFlops
+from training.recipe.tuning import tune
+from training.recipe.whitening import whiten_stem
+from training.world.collectives import agreed
+from training.world.world import World
+
+
+def build_training_model(
+    config: RunSettings, data: DatasetPair, world: World, *, loads_weights: bool = True
+) -> tuple[BuiltModel, TrainingFlops | None]:
+    """Build the configured model, the same on every rank; a collective.
+
+    Args:
+        config: with the model and its initial weights.
+        data: with the number of classes, size and channels of the images.
+        world: the ranks.
+        loads_weights: whether the model begins with the configured weights; else all are to be restored.
+
+    Returns:
+        The model in fp32 on `world.device`, and on rank 0 the counter of its FLOPs.
+
+    Raises:
+        UserError: on all ranks, if the model cannot be built.
+    """
+
+    channels = data.image_channels
+
+    def build() -> BuiltModel:
+        # The same seed on every rank: all have the same initial weights.
+        torch.manual_seed(config.seed)
+        built = build_model(
+            config.model_type,
+            num_classes=len(data.class_names),
+            image_size=data.preprocessing["image_size"],
+            image_channels=channels,
+            pretrained=config.pretrained if loads_weights else None,
+            weights=config.weights if loads_weights else None,
+            members=tuple(config.ensemble_members.split(",")),
+            batch_size=config.micro_batch,
+            keep_stem=config.stem == "keep",
+            dropout=config.dropout,
+            drop_path=config.drop_path,
+        )
+        for size in data.train.sizes:
+            is_other = size != data.preprocessing["image_size"]
+            if is_other and forward_failure(built.module, size, config.micro_batch, channels):
+                raise UserError(
+                    f"model '{config.model_type}' is made for images of {data.preprocessing['image_size']} pixels, and "
+                    f"does not work with {size}: leave out --progressive-size and --eval-image-size, or take another."
+                )
+        return tune(built, config.tune)
+
+    # One rank per machine goes first and downloads hub weights; the others then find them in the cache.
+    built = agreed(lambda: build() if world.local_rank == 0 else None, world)
+    if built is None:
+        built = build()
+    if config.whitened_stem:
+        agreed(lambda: whiten_stem(built, data, computes=world.is_main), world)
+    module = built.module.to(world.device)
+    # Before the conversion for several ranks: only rank 0 counts.
+    has_one_size = len(data.train.sizes) == 1  # else the operations are those of no epoch
+    flops = TrainingFlops(module, data.train.sizes[0], channels) if world.is_main and has_one_size else None
+    if config.sync_batchnorm:  # before the next, which keeps references to layers that this may replace
+        module = synchronize_batchnorm(module, world)
+    if config.activation_checkpointing:
+        enable_activation_checkpointing(module)
+    return dataclasses.replace(built, module=module), flops

@@ -1,0 +1,47 @@
+"""Sums of squares that are the same to the bit on any number of ranks.
+
+Gradients are cut into pieces that no rank shares with another: blocks of a flat buffer, or rows of a parameter. The
+sums of the pieces are gathered on every rank and added there, in an order that does not depend on how many ranks there
+are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from training.world.collectives import gather_rows
+from training.world.world import World
+
+BLOCK = 1024  # elements
+
+
+def squares_of_rows(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of each row of float32 [rows, up to `BLOCK`], as float64 [rows].
+
+    Only so few values are added in float32, in which a CPU's single sum loses digits: the norm of 5 million values was
+    off by 1e-4, that of 138 million by 1e-2. All in float64 takes 100 times as long.
+    """
+    return torch.linalg.vector_norm(values, dim=1).double().square()
+
+
+def pieces_per_row(row_elements: int) -> int:
+    """Return into how many equal pieces of at most `BLOCK` elements a row of a parameter is cut."""
+    return next(pieces for pieces in range(-(-row_elements // BLOCK), row_elements + 1) if row_elements % pieces == 0)
+
+
+class SumOfSquares:
+    """The sum over all ranks' pieces in one order.
+
+    Args:
+        places: int64 [pieces], of every piece in the order of the sum its place in the ranks' rows, one after another.
+        row_length: of a rank's row: the most pieces of any rank.
+        world: the ranks.
+    """
+
+    def __init__(self, places: torch.Tensor, row_length: int, world: World) -> None:
+        self._places, self._row_length, self._world = places.to(world.device), row_length, world
+
+    def __call__(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the sum, float64 [], over this rank's pieces' squares, float64 [n], and the others'; a collective."""
+        row = torch.nn.functional.pad(own.to(self._world.device), (0, self._row_length - len(own)))
+        return gather_rows(row, self._world).view(-1)[self._places].sum()

@@ -1,0 +1,107 @@
+"""ZeRO in plain PyTorch: the same weights on any number of ranks, to the bit.
+
+Gradients are added along one tree over the leaves of a step, whoever computes them
+(`training.engines.summation_tree`), every leaf has its own BatchNorm statistics, and norms are added in an order that
+does not depend on the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from training.engines.distribution import Distribution
+from training.engines.engine import Engine, EngineSetup, StepResult, Updates
+from training.engines.fsdp2 import Fsdp2
+from training.engines.model_buffers import ModelBuffers
+from training.engines.parameter_shards import WEIGHTS, EngineState, fill_shards, frozen_parameters, parameter_shapes
+from training.engines.zero1 import Zero1
+from training.recipe.optimizer import create_state, moment_kinds, restart, set_applied_steps
+
+
+class TorchEngine(Engine):
+    """A model whose training state is sharded over the ranks: by flat buffers, or its weights too by FSDP2."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        """Distribute the model; a collective."""
+        self.module, self.optimizer, self._world = setup.module, setup.optimizer, setup.world
+        device = self._world.device if setup.plan.offload == "none" else torch.device("cpu")
+        self.updates = Updates(self.optimizer, setup.precision, setup.gradient_clipping, device)
+        self.loss_scale = self.updates.loss_scale
+        self._accumulation_steps, self._micro_steps = setup.accumulation_steps, 0
+        self.buffers = ModelBuffers(self.module, versions=self._accumulation_steps)
+        self._distribution: Distribution = (Zero1 if setup.plan.zero_stage == 1 else Fsdp2)(setup)
+        create_state(self.optimizer, self._trained())
+
+    @property
+    def _leaf(self) -> int:
+        return self._micro_steps % self._accumulation_steps
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.module.training:
+            self.buffers.select(self._leaf)
+        return self._distribution.forward(images)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        scale = self.updates.scale / (self._world.size * self._accumulation_steps)
+        self._distribution.begin_backward(self._leaf)
+        (loss * scale).backward()
+        self._distribution.end_backward()
+
+    @torch.no_grad()
+    def step(self) -> StepResult | None:
+        self._micro_steps += 1
+        if self._leaf:
+            return None
+        norm = self._distribution.sum_gradients().sqrt() / self.updates.scale
+        result = self.updates.apply(norm, lambda: self._update(norm))
+        for parameter in self._trained():
+            parameter.grad = None
+        return result
+
+    def _update(self, norm: torch.Tensor) -> None:
+        factor = self.updates.factor(norm)
+        if factor is not None:
+            self._distribution.scale_gradients(factor)
+        self.optimizer.step()
+        self._distribution.share_weights()
+
+    def restart_optimizer(self) -> None:
+        self.updates.applied = 0
+        restart(self.optimizer)
+
+    @torch.no_grad()
+    def change_weights(self, change: Callable[[torch.Tensor, dict[str, torch.Tensor]], None]) -> None:
+        self._distribution.settle()
+        for parameter in self._trained():
+            change(parameter, self.optimizer.state[parameter])
+        self._distribution.share_weights()
+
+    def state(self) -> EngineState:
+        shapes, kinds = parameter_shapes(self.module), moment_kinds(self.optimizer)
+        shards = self._distribution.shards() if self._distribution.reports else []
+        return EngineState(shapes, kinds, shards, self.buffers.by_name(), int(self.updates.applied))
+
+    @torch.no_grad()
+    def load_state(
+        self,
+        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        buffers: Mapping[str, torch.Tensor],
+        applied_steps: int,
+    ) -> None:
+        self.updates.applied = applied_steps
+        set_applied_steps(self.optimizer, applied_steps)
+        for name, parameter in frozen_parameters(self.module).items():
+            if not isinstance(parameter, DTensor):  # whole on every rank, and a shard of one
+                parameter.copy_(tensors[WEIGHTS][name])
+        fill_shards(self._distribution.shards(), tensors)
+        self.buffers.write(buffers)
+        self._distribution.settle()
+        self._distribution.share_weights()
+
+    def close(self) -> None: ...

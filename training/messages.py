@@ -1,0 +1,193 @@
+"""What is logged at the start of a run, after each epoch, and at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from training.base.control_groups import quota_note, usable_cores
+from training.base.points import EpochPoint, RunPoint
+from training.base.progress import Progress
+from training.base.run_folder import shown_path
+from training.data.augment import viewable
+from training.data.bad_images import bad_image_lines
+from training.data.reading.images import ImageError
+from training.data.values import BYTES, stretched
+from training.data.workers import SHARED_MEMORY
+from training.engines.precision import note_slow_bf16
+from training.observe.best_weights import epoch_of
+from training.recipe.schedule import schedule_notes
+from training.world.signals import can_handle_signals
+
+if TYPE_CHECKING:
+    from training.observe.scores import Scores
+    from training.run import RunContext
+    from training.steps.epoch_observer import EpochResult
+
+AUGMENTED_IMAGES_SHOWN = 16
+
+
+def announce_start(context: RunContext) -> None:
+    """Log what is trained, on what, and what the user may not expect."""
+    config, world, plan, log = context.config, context.world, context.plan, context.loggers.message
+    log(f"run {context.folder.name}: {config.model_type}, {config.strategy}, {context.precision}, {world.describe()}")
+    unit = "GPU" if world.device.type == "cuda" else "CPU rank"
+    log(
+        f"global batch {plan.global_batch} = {config.batch_size} per {unit} x {world.size} {unit}s x "
+        f"{config.gradient_accumulation_steps} accumulation step(s); {plan.steps_per_epoch} steps per epoch; "
+        f"peak learning rate {context.schedule.peak:.3g}"
+    )
+    data, pixels = context.data, context.data.train.preprocessing["image_size"]
+    channels = f" of {data.image_channels} channel(s)" if data.image_channels != 3 else ""
+    log(
+        f"data {config.data}: {len(data.train)} training and {len(data.val)} validation images, "
+        f"{len(data.class_names)} classes, {pixels} pixels{channels}, augmentation {data.augmentation}"
+    )
+    for note in [*data.notes, *context.built.notes, *_warnings(context)]:
+        log(f"note: {note}")
+    if world.is_main and config.tensorboard and context.state.progress == Progress():
+        images = _augmented_sample(context)
+        if len(images):
+            context.loggers.images(images)
+
+
+def log_epoch(
+    context: RunContext,
+    result: EpochResult,
+    train_scores: Scores,
+    validation: Scores,
+    raw: Scores | None,
+    evaluation_seconds: float,
+    memory_bytes_per_rank: Sequence[int],
+    *,
+    is_best: bool,
+    diverged: str | None,
+) -> None:
+    """Log an epoch that is counted in `context.state.progress`; arguments as in `EpochPoint`."""
+    epoch, step = context.state.progress.epoch, context.position
+    point = EpochPoint(
+        epoch=epoch,
+        step=step,
+        epochs=context.config.epochs,
+        train_loss=train_scores.loss,
+        train_top1=train_scores.top1,
+        validation=validation,
+        raw=raw,
+        images_per_second=result.images_per_second,
+        data_wait_share=result.data_wait_share,
+        seconds=result.seconds,
+        evaluation_seconds=evaluation_seconds,
+        memory_bytes_per_rank=memory_bytes_per_rank,
+        is_best=is_best,
+        diverged=diverged,
+        class_names=context.data.class_names,
+    )
+    context.loggers.epoch(point)
+    if diverged:
+        context.loggers.event("diverged", {"step": step, "epoch": epoch, "reason": diverged})
+        context.loggers.message(f"epoch {epoch} has diverged: {diverged}")
+
+
+def announce_end(context: RunContext, stop_signal: int, point: RunPoint) -> None:
+    """Log the result, where the time went and where the files are; a collective."""
+    progress, log = context.state.progress, context.loggers.message
+    for line in bad_image_lines([context.train_loader, context.val_loader], context.world):
+        log(line)
+    if stop_signal:
+        name, again = signal.Signals(stop_signal).name, f"--run-name {context.folder.name} --resume auto"
+        if context.position == 0:
+            log(f"stopped by {name} before the first step; start with {again}")
+        else:
+            done = f"in epoch {progress.epoch + 1} after {progress.step} steps"
+            log(f"stopped by {name} {done}, checkpoint saved; continue with {again}")
+    if context.world.is_main:
+        for line in _result(context):
+            log(line)
+    if point.images_per_second:
+        context.loggers.end(point)
+    log(f"run folder   {shown_path(context.folder.path)}")
+    if context.config.tensorboard:
+        log(f"TensorBoard  tensorboard --logdir {shown_path(context.folder.tensorboard.parent)}")
+    log(f"log          {shown_path(context.folder.text_log)}")
+    cache = context.data.train.source.cache_folder
+    if cache is not None and cache.is_relative_to(SHARED_MEMORY):
+        log(f"memory       decoded images stay in it for the next run; to free it: rm -r {cache}")
+
+
+def _result(context: RunContext) -> list[str]:
+    """Return whether the training has diverged, the best epoch, and its weights if the run folder contains them."""
+    progress, lines = context.state.progress, []
+    if progress.diverged_epochs_in_row:
+        first = progress.epoch - progress.diverged_epochs_in_row + 1
+        lines.append(
+            f"the training has diverged in epoch {first}: start a new run with a lower --learning-rate, and with "
+            "--gradient-clipping 1 if it was changed"
+        )
+    if context.head_epochs >= context.config.epochs and context.config.schedule != "sweep":
+        lines.append(
+            f"only the head was trained: the first {context.head_epochs} epoch(s) are its own; to train the backbone, "
+            "too, give more --epochs or fewer --head-epochs"
+        )
+    if not progress.best_epoch:
+        return [*lines, "no weights are saved: no epoch was sound"] if lines else []
+    top1 = (
+        f"top-1 {progress.best_top1:.4f} on {len(context.data.val)} held-out images (best epoch: {progress.best_epoch}"
+    )
+    if epoch_of(context.folder.weights) == progress.best_epoch:
+        return [*lines, f"{top1}; its weights are saved)", f"weights      {shown_path(context.folder.weights)}"]
+    return [*lines, f"{top1}; its weights are not in this run's folder)"]
+
+
+def _warnings(context: RunContext) -> list[str]:
+    config, plan = context.config, context.plan
+    warnings = note_slow_bf16(context.precision, context.world.device)
+    if note := quota_note():
+        warnings.append(f"{note}: the ranks of this machine share {usable_cores()}")
+    if not can_handle_signals():
+        warnings.append(
+            "this is not the main thread: Ctrl-C and SIGTERM do not stop the run; if the process ends, "
+            f"--run-name {context.folder.name} --resume auto goes on from the newest checkpoint"
+        )
+    if config.gradient_accumulation_steps > 1 and any(
+        isinstance(m, _BatchNorm) for m in context.state.engine.module.modules()
+    ):
+        warnings.append(
+            f"BatchNorm sees micro-batches of {config.batch_size}, not the global batch of {plan.global_batch}"
+        )
+    padding = plan.steps_per_epoch * plan.global_batch - plan.num_samples
+    if padding:
+        warnings.append(
+            f"the last step of an epoch has {plan.global_batch - padding} samples, "
+            f"filled up to {plan.global_batch} with images of weight 0"
+        )
+    if config.deterministic:
+        warnings.append(
+            "--deterministic repeats a run on the same hardware, number of ranks and versions only; an operation "
+            "without a deterministic version runs all the same, and warns by its name"
+        )
+    warnings += schedule_notes(context.schedule)
+    if config.ema:
+        warnings.append(f"evaluated and saved is the moving average of the weights, --ema {config.ema}")
+    if context.head_epochs:
+        all_of_them = ", which are all that this run has" if context.head_epochs >= config.epochs else ""
+        warnings.append(f"only the head learns for the first {context.head_epochs} epoch(s){all_of_them}")
+    return warnings
+
+
+def _augmented_sample(context: RunContext) -> torch.Tensor:
+    """Return the first training images of epoch 0 as the model sees them, float32 [N, 1 or 3, S, S] in 0..1."""
+    images = []
+    for draw_key in context.plan.draw_keys(0)[:AUGMENTED_IMAGES_SHOWN]:
+        # The loader reports an unreadable image, on all ranks; this runs on rank 0 alone.
+        with contextlib.suppress(ImageError):
+            images.append(context.data.train[(0, int(draw_key))][0])
+    mean, std = (torch.tensor(context.data.preprocessing[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
+    if not images:
+        return torch.empty(0)
+    pixels = viewable(torch.stack(images) * std + mean)
+    return pixels.clamp(0, 1) if context.data.train.source.values == BYTES else stretched(pixels)

@@ -1,0 +1,32 @@
+"""The settings of what a run writes about itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from training.base.option import option
+from training.checkpoint.settings import CheckpointSettings
+from training.engines.settings import EngineSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class ObserveSettings(CheckpointSettings, EngineSettings):
+    """Where a run's files go, and what is in them."""
+
+    run_name: str = option("", "Name of the run's folders; default: date, model, strategy.")
+    log_dir: str = option("", "Folder of all logs; default: logs/ beside scripts/.")
+    log_every_steps: int | Literal["auto"] = option(
+        "auto", "Optimizer steps between two log points; auto: 10, or more if they take less than a second.", low=1
+    )
+    progress: Literal["auto", "bar", "lines", "off"] = option(
+        "auto", "Console progress; auto: a bar on a terminal; off: only start, result and problems."
+    )
+    tensorboard: bool = option(True, "Write TensorBoard event files.")
+    report: bool = option(True, "Write report.html, the whole run on one page, into the run's folder when it ends.")
+    profile: int = option(
+        0,
+        "Steps of rank 0's first epoch that torch.profiler traces into the run's folder; 0: none.",
+        low=0,
+        high=10_000,
+    )

@@ -1,1 +1,0 @@
-"""How a training is spread over ranks: strategies, engines, collectives, precision."""

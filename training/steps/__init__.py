@@ -1,0 +1,1 @@
+"""What is done with the micro-batches of a step."""

@@ -1,0 +1,64 @@
+"""What stays the same over all steps of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from training.base.heartbeat import HeartbeatWriter
+from training.base.run_logger import Loggers
+from training.checkpoint.saver import Saver
+from training.data.sampler import BatchPlan
+from training.observe.step_metrics import Timing
+from training.recipe.loss import Loss
+from training.recipe.schedule import Schedule
+from training.steps.nonfinite_steps import NonFiniteGuard
+from training.steps.weight_average import WeightAverages
+from training.world.signals import StopRequest
+from training.world.world import World
+
+
+@dataclass(frozen=True)
+class TrainContext:
+    """What stays the same over all steps of a run.
+
+    Attributes:
+        world: the ranks.
+        plan: which samples are in which batch.
+        schedule: learning rate by step.
+        num_classes: classes C of the data set.
+        image_shape: channels, height and width of the images.
+        seed: of sample order, augmentation and dropout.
+        loss: each sample's training loss, [B], of the model's output and their batch.
+        log_every_steps: optimizer steps between two logging points; 'auto' as in `step_metrics.LogPace`.
+        epochs: epochs of the run.
+        loggers: destinations of the numbers; none on ranks other than 0.
+        stop: the ranks' agreement on stopping.
+        guard: undoes steps that are not finite.
+        heartbeat: signs of life for the launcher.
+        timing: what measures time.
+        saver: writes checkpoints; None if nothing is saved.
+        averages: of the weights over the steps; None for none.
+    """
+
+    world: World
+    plan: BatchPlan
+    schedule: Schedule
+    num_classes: int
+    image_shape: tuple[int, int, int]
+    seed: int
+    loss: Loss
+    log_every_steps: int | Literal["auto"]
+    epochs: int
+    loggers: Loggers
+    stop: StopRequest
+    guard: NonFiniteGuard
+    heartbeat: HeartbeatWriter
+    timing: Timing
+    saver: Saver | None = None
+    averages: WeightAverages | None = None
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.epochs * self.plan.steps_per_epoch

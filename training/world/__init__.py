@@ -1,0 +1,1 @@
+"""The ranks: how they find, prove and talk to each other."""

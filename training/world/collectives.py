@@ -1,0 +1,123 @@
+"""Collectives of tensors, of small values, and of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from training.base.errors import AgreedError, UserError
+from training.base.timing import communication
+from training.world import exchange
+from training.world.exchange import Parser, optional, text, whole_number
+from training.world.world import World
+
+Result = TypeVar("Result")
+
+
+def barrier(world: World) -> None:
+    """Wait for all ranks; a collective."""
+    if world.size > 1:
+        with communication():
+            dist.barrier()
+
+
+def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Return the elementwise sum of a tensor over all ranks; a collective."""
+    total = values.clone()
+    if world.size > 1:
+        with communication():
+            dist.all_reduce(total)
+    return total
+
+
+def largest_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Return the elementwise maximum of a tensor over all ranks; a collective."""
+    largest = values.clone()
+    if world.size > 1:
+        with communication():
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest
+
+
+def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Return every rank's values [n] as [ranks, n] on every rank; a collective."""
+    rows = values.new_empty(world.size, values.numel())
+    if world.size == 1:
+        return rows.copy_(values)
+    with communication():
+        dist.all_gather_into_tensor(rows.view(-1), values)
+    return rows
+
+
+def copy_from_main(tensors: list[torch.Tensor], world: World) -> None:
+    """Replace tensors of one dtype by rank 0's, in place, by one broadcast; a collective."""
+    if world.size == 1 or not tensors:
+        return
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    with communication():
+        dist.broadcast(flat, 0)
+    _split_into(tensors, flat)
+
+
+def _split_into(tensors: list[torch.Tensor], flat: torch.Tensor) -> None:
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.detach().copy_(part.view_as(tensor))
+
+
+def ranks_per_machine(world: World) -> int:
+    """Return how many ranks every machine has; a collective.
+
+    Raises:
+        UserError: on all ranks, if machines have different numbers of them.
+    """
+    sizes = {*gather_objects(world.local_size, whole_number, world)}
+    if len(sizes) > 1:
+        raise AgreedError(
+            f"--replicate-across nodes: the machines have {' and '.join(map(str, sorted(sizes)))} ranks: "
+            "start the same number on each."
+        )
+    return world.local_size
+
+
+def error_on_any_rank(error: str | None, world: World) -> str | None:
+    """Return the error message of the lowest rank that has one, on every rank; a collective."""
+    if world.size == 1:
+        return error
+    messages = gather_objects(error, optional(text), world)
+    return next((message for message in messages if message is not None), None)
+
+
+def agreed(action: Callable[[], Result], world: World) -> Result:
+    """Run an action on every rank; if any raises a `UserError`, raise it on all. A collective."""
+    message = None
+    result: Any = None
+    try:
+        result = action()
+    except UserError as error:
+        message = str(error)
+    message = error_on_any_rank(message, world)
+    if message is not None:
+        raise AgreedError(message)
+    return result
+
+
+def gather_objects(
+    value: Any, parse: Parser[Result], world: World, group: dist.ProcessGroup | None = None
+) -> list[Result]:
+    """Return every rank's small value, in rank order, on every rank; a collective of `world.signal_group` or `group`.
+
+    The other arguments and the error are those of `training.world.exchange.gather`.
+    """
+    if world.size == 1:
+        return [exchange.as_received(value, parse)]
+    return exchange.gather(value, parse, group or world.signal_group)
+
+
+def broadcast_object(value: Any, parse: Parser[Result], world: World) -> Result:
+    """Return rank 0's small value on every rank; a collective. Arguments and error as of `gather_objects`."""
+    if world.size == 1:
+        return exchange.as_received(value, parse)
+    return exchange.broadcast(value, parse, world.signal_group)
