@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from models.build import build_model
 from training.data import DataOptions, load_data
-from training.data.loader import TrainLoader
+from training.data.loader import Loader
 from training.data.reading.decode import shrunk_bytes
 from training.data.sampler import BatchPlan
 
@@ -62,11 +62,11 @@ def write_files(folder: Path, width: int, height: int, images: int) -> Path:
     return folder
 
 
-def loader(data: Path, image_size: int, root: Path | None) -> TrainLoader:
+def loader(data: Path, image_size: int, root: Path | None) -> Loader:
     """Return the loader of one rank, with a new cache below `root`, or without."""
     cache = {"cache": "disk", "data_root": str(root)} if root else {"cache": "off"}
     pair = load_data(DataOptions(data=str(data), image_size=image_size, **cache))
-    return TrainLoader(pair, BatchPlan(len(pair.train), BATCH_SIZE, 1, 1, 0), 0)
+    return Loader(pair.train, BatchPlan(len(pair.train), BATCH_SIZE, 1, 1, 0), 0)
 
 
 def round_of(data: Path, image_size: int) -> dict[bool, list[float]]:

@@ -25,7 +25,7 @@ from training.base.run_folder import EVALUATION, TEST_EVALUATION
 from training.checkpoint.weights import load_model
 from training.config import TrainConfig
 from training.data.bad_images import bad_image_lines, check_bad_images
-from training.data.loader import EvaluationLoader, automatic_workers
+from training.data.loader import Loader, automatic_workers
 from training.data.reader import Batch
 from training.data.reading.sources import FileSource
 from training.data.sampler import EvaluationPlan
@@ -161,7 +161,7 @@ def score(
     dataset = data.datasets.val
     plan = EvaluationPlan(len(dataset), batch_size, world.size)
     workers = automatic_workers(dataset, plan.batches_per_rank, world)
-    loader = EvaluationLoader(data.datasets, plan, world.rank, workers=workers, device=world.device)
+    loader = Loader(dataset, plan, world.rank, workers=workers, device=world.device)
     loader.watch(is_on=data.trained_images is not None)
     label_map = data.label_map.to(world.device)
     plain, of_views, trained_on = (SampleRecorder(num_classes) for _ in range(3))

@@ -17,10 +17,9 @@ from training.data import DataOptions, load_data
 from training.data.datasets import DatasetPair
 from training.data.duplicates import find_duplicates
 from training.data.loader import most_workers
-from training.data.reading.digests import UNKNOWN, collected_digests
 from training.data.reading.image_notes import collected_notes
 from training.data.reading.images import ImageError
-from training.data.reading.sources import Source
+from training.data.reading.sources import UNKNOWN, Source
 from training.data.thin_images import THINNEST_SIDES
 from training.data.workers import end_with_parent, worker_context
 
@@ -115,7 +114,8 @@ class _SizeReader(Dataset):
 
     def __getitem__(self, index: int) -> Found | FileServerError:
         try:
-            with collected_notes() as notes, collected_digests() as digests:
+            digests = self._source.digests = {}
+            with collected_notes() as notes:
                 _, height, width = self._source.read(index).shape
         except ImageError as error:
             return None, (error.path, error.reason), [], UNKNOWN
@@ -124,7 +124,7 @@ class _SizeReader(Dataset):
         name, found = self._source.name(index), list(notes.items())
         if THINNEST_SIDES * min(width, height) < max(width, height):
             found.append((name, f"{width}x{height} pixels, thinner than 1:{THINNEST_SIDES}"))
-        return (width, height), None, found, digests.get(name, UNKNOWN)
+        return (width, height), None, found, digests.get(index, UNKNOWN)
 
 
 def decode_part(name: str, workers: int, report: DataReport) -> None:

@@ -13,7 +13,7 @@ from training.base.run_folder import IMAGES, TEST_EVALUATION
 from training.checkpoint.weights import load_model
 from training.data.image_contents import digests_over_ranks
 from training.data.image_list import TrainedImages, read_image_list
-from training.data.loader import EvaluationLoader
+from training.data.loader import Loader
 from training.data.reading.sources import FileSource
 from training.data.sampler import EvaluationPlan
 from training.engines.engine import Engine
@@ -94,10 +94,9 @@ def _score(context: RunContext, loop: TrainContext, network: nn.Module) -> tuple
     """Return what `evaluate` returns, and on rank 0 how many of the images were trained on; a collective."""
     data, world = context.data, context.world
     assert data.test is not None
-    judged = dataclasses.replace(data, val=data.test)
     plan = EvaluationPlan(len(data.test), context.config.micro_batch, world.size)
     workers = context.val_loader.pool or 0  # which read all parts
-    loader = EvaluationLoader(judged, plan, world.rank, workers=workers, device=world.device)
+    loader = Loader(data.test, plan, world.rank, workers=workers, device=world.device)
     loader.watch()
     with loop.timing.clock.evaluation:
         scores = evaluate(cast(Engine, _WholeModel(network)), loader, loop, is_interruptible=True)

@@ -11,7 +11,7 @@ from training.base.errors import AgreedError, UserError
 from training.base.timing import SpanClock
 from training.checkpoint.state import TrainState
 from training.data.bad_images import check_bad_images
-from training.data.loader import Batch, EvaluationLoader
+from training.data.loader import Batch, Loader
 from training.engines.engine import Engine
 from training.observe.scores import SampleRecorder, Scores, sample_losses
 from training.steps.context import TrainContext
@@ -59,9 +59,7 @@ def train_one_epoch(state: TrainState, batches: Iterable[Batch], context: TrainC
 
 
 @torch.no_grad()
-def evaluate(
-    engine: Engine, batches: EvaluationLoader, context: TrainContext, *, is_interruptible: bool = False
-) -> Scores | int:
+def evaluate(engine: Engine, batches: Loader, context: TrainContext, *, is_interruptible: bool = False) -> Scores | int:
     """Return exact scores of every validation sample, each counted once; a collective.
 
     Every rank has the same number of batches, padded with samples of weight 0.

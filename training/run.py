@@ -47,7 +47,7 @@ from training.data import data_options, load_data
 from training.data.bad_images import check_bad_images
 from training.data.datasets import DatasetPair
 from training.data.image_contents import ImageContents
-from training.data.loader import EvaluationLoader, TrainLoader, build_loaders
+from training.data.loader import Loader, build_loaders
 from training.data.sampler import BatchPlan, build_plan
 from training.engines.build_engine import build_engine, note_engine, resolve_engine
 from training.engines.compilation import auto_compiles, keep_compiled_code, load_compiled_code, resolve_compile
@@ -222,8 +222,8 @@ class RunContext:
     loggers: Loggers
     found: FoundCheckpoint | None
     notes: list[str]
-    train_loader: TrainLoader
-    val_loader: EvaluationLoader
+    train_loader: Loader
+    val_loader: Loader
     contents: ImageContents
     compiled_code: Path | None
 

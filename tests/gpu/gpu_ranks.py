@@ -18,7 +18,7 @@ from training.base.timing import start_clock
 from training.checkpoint.state import TrainState
 from training.data import DataOptions, load_data
 from training.data.datasets import DatasetDefaults, DatasetPair, make_dataset_pair
-from training.data.loader import TrainLoader
+from training.data.loader import Loader
 from training.data.reading.sources import ArraySource
 from training.data.sampler import BatchPlan
 from training.engines.engine import Engine
@@ -136,7 +136,7 @@ def blank_images(count: int) -> DatasetPair:
 
 def reserved_by_epochs(world: World, epochs: int) -> list[int]:
     """Load so many epochs of 8 batches of 64; return the bytes that the allocator has reserved after each."""
-    loader, reserved = TrainLoader(blank_images(512), BatchPlan(512, 64, 1, 1, 0), 0, device=world.device), []
+    loader, reserved = Loader(blank_images(512).train, BatchPlan(512, 64, 1, 1, 0), 0, device=world.device), []
     for epoch in range(epochs):
         for _ in loader.epoch(epoch):
             pass
@@ -154,7 +154,7 @@ def peak_of_an_epoch(world: World, accumulation: int) -> int:
     engine = engine_ranks.make_engine(world, engine_ranks.make_model(False).to(world.device), config, "bf16")
     context = engine_ranks.loop_context(world, engine, plan, 64, timing=Timing(start_clock(world.device)))
     state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
-    batches = TrainLoader(data, plan, 0, device=world.device).epoch(0)
+    batches = Loader(data.train, plan, 0, device=world.device).epoch(0)
     on_gpu = world.device.type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0
     if on_gpu:
@@ -171,7 +171,7 @@ def steps_without_waits(world: World, workers: int) -> int:
     module = build_model("basic_cnn", num_classes=10, image_size=data.preprocessing["image_size"]).module
     engine = make_engine(module, "ddp", "bf16", 16, world, engine="torch")
     sums = ScoreSums(10, world.device)
-    loader = TrainLoader(data, BatchPlan(len(data.train), 16, 1, 1, 0), 0, workers=workers, device=world.device)
+    loader = Loader(data.train, BatchPlan(len(data.train), 16, 1, 1, 0), 0, workers=workers, device=world.device)
     done = 0
     try:
         for batch in loader.epoch(0):

@@ -30,7 +30,7 @@ from training.checkpoint.store import choose, find_candidates
 from training.data import DataOptions
 from training.data.batch_transforms import BatchTransforms
 from training.data.datasets import DatasetDefaults, DatasetPair, ImageDataset, make_dataset_pair
-from training.data.loader import TrainLoader
+from training.data.loader import Loader
 from training.data.reading.sources import ArraySource
 from training.data.sampler import BatchPlan
 from training.engines.model_buffers import AVERAGE
@@ -179,7 +179,7 @@ class Job:
         plan = BatchPlan(SAMPLES, MICRO_BATCH, accumulation, world.size, seed=3)
         schedule = Schedule(RATE, total_steps=EPOCHS * plan.steps_per_epoch, warmup_steps=1, final_scale=0.1)
         self.data = make_data(broken_sample, image_channels)
-        self.loader = TrainLoader(self.data, plan, world.rank)
+        self.loader = Loader(self.data.train, plan, world.rank)
         self.stop = StopRequest()
         self.state = TrainState(self.engine, ScoreSums(CLASSES, world.device), Progress())
         self.averages = WeightAverages(self.engine, 0.6, 2, plan.steps_per_epoch) if is_averaged else None

@@ -386,7 +386,7 @@ def resume_report(world: World, change: tuple[str, str, str, str], optimizer: st
 def evaluation_report(world: World):
     """Evaluate a model of fixed random weights on the held-out digits; return the scores and the predictions."""
     from training.data import DataOptions, load_data
-    from training.data.loader import EvaluationLoader
+    from training.data.loader import Loader
     from training.data.sampler import BatchPlan, EvaluationPlan
     from training.loop import evaluate
 
@@ -398,7 +398,7 @@ def evaluation_report(world: World):
         buffer.fill_(2)
     plan = BatchPlan(len(data.train), BATCH_SIZE, 1, world.size, 0)
     context = loop_context(world, engine, plan, 32)
-    loader = EvaluationLoader(data, EvaluationPlan(len(data.val), BATCH_SIZE, world.size), world.rank)
+    loader = Loader(data.val, EvaluationPlan(len(data.val), BATCH_SIZE, world.size), world.rank)
     scores = evaluate(engine, loader, context)
     engine.module.eval()
     images = torch.stack([data.val[0, index][0] for index in range(len(data.val))])
@@ -448,7 +448,7 @@ def loop_context(world: World, engine: Engine, plan: BatchPlan, image_size: int 
 
 def epoch_with_our_loop(world: World, strategy: str, engine: str):
     """Train one epoch with a remainder; return the weights and the scores of the epoch."""
-    from training.data.loader import TrainLoader
+    from training.data.loader import Loader
 
     config = configuration(strategy=strategy, engine=engine, gradient_accumulation_steps=2)
     engine = make_engine(world, make_model(False), config)
@@ -456,7 +456,7 @@ def epoch_with_our_loop(world: World, strategy: str, engine: str):
     schedule = Schedule(config.learning_rate, total_steps=1, warmup_steps=0, final_scale=1.0)
     context = loop_context(world, engine, plan, schedule=schedule)
     state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
-    train_one_epoch(state, TrainLoader(make_small_data(), plan, world.rank).epoch(0), context)
+    train_one_epoch(state, Loader(make_small_data().train, plan, world.rank).epoch(0), context)
     scores = state.sums.reduce(world)
     context.stop.close()
     weights = weights_of(engine)
@@ -466,7 +466,7 @@ def epoch_with_our_loop(world: World, strategy: str, engine: str):
 
 def accuracy_of_mixed_images(world: World):
     """Train an epoch of mixed images at a rate of 0; return its accuracy, and what it is by two kinds of labels."""
-    from training.data.loader import TrainLoader
+    from training.data.loader import Loader
 
     module, data = make_model(False), make_small_data(mixup=1.0)
     for layer in module.modules():  # whose choice depends on the image
@@ -477,11 +477,11 @@ def accuracy_of_mixed_images(world: World):
     schedule = Schedule(0.0, total_steps=1, warmup_steps=0, final_scale=1.0)
     context = loop_context(world, engine, plan, schedule=schedule)
     state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
-    train_one_epoch(state, TrainLoader(data, plan, world.rank).epoch(0), context)
+    train_one_epoch(state, Loader(data.train, plan, world.rank).epoch(0), context)
     scores = state.sums.reduce(world)
     context.stop.close()
     engine.close()
-    batches = [*TrainLoader(data, plan, world.rank).epoch(0)]
+    batches = [*Loader(data.train, plan, world.rank).epoch(0)]
     chosen = torch.cat([module(batch.images).argmax(1) for batch in batches])[:EPOCH_SAMPLES]
     labels = torch.from_numpy(plan.draw_keys(0)) % CLASSES
     mixed = torch.cat([batch.targets for batch in batches])[:EPOCH_SAMPLES]

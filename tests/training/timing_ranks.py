@@ -22,7 +22,7 @@ from training.base.progress import Progress
 from training.base.run_logger import Loggers
 from training.base.timing import SpanClock, measured_communication, shares
 from training.checkpoint.state import TrainState
-from training.data.loader import TrainLoader
+from training.data.loader import Loader
 from training.data.sampler import BatchPlan
 from training.engines.engine import StepResult
 from training.engines.model_buffers import ModelBuffers
@@ -109,7 +109,7 @@ def epoch_with_a_slow_rank(world: World, slow_rank: int, sleeps_in: str, reduces
     values = {"loggers": loggers, "guard": guard, "heartbeat": heartbeat, "timing": timing, "log_every_steps": 6}
     context = loop_context(world, engine, plan, **values)
     state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
-    batches = TrainLoader(make_small_data(), plan, world.rank).epoch(0)
+    batches = Loader(make_small_data().train, plan, world.rank).epoch(0)
     if sleeps and sleeps_in == "data":
         batches = sleeping_in_batches(batches)
     with measured_communication(clock):

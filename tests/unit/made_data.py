@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image
 
 from training.data.datasets import DatasetPair
-from training.data.loader import TrainLoader
+from training.data.loader import Loader
 from training.data.sampler import BatchPlan
 
 
@@ -26,6 +26,6 @@ def save_animation(path: Path, size: tuple[int, int]) -> None:
     frames[0].save(path, save_all=True, append_images=frames[1:])
 
 
-def train_loader(datasets: DatasetPair, batch_size: int, **options) -> TrainLoader:
+def train_loader(datasets: DatasetPair, batch_size: int, **options) -> Loader:
     """Return the loader of the only rank, without accumulation."""
-    return TrainLoader(datasets, BatchPlan(len(datasets.train), batch_size, 1, 1, 0), 0, **options)
+    return Loader(datasets.train, BatchPlan(len(datasets.train), batch_size, 1, 1, 0), 0, **options)

@@ -22,7 +22,7 @@ from PIL import Image
 
 from training.config import TrainConfig
 from training.data import DataOptions, load_data
-from training.data.loader import EvaluationLoader
+from training.data.loader import Loader
 from training.data.reading.cache import INDEX, PIXELS, CacheLocation, ImageCache, open_cache
 from training.data.sampler import EvaluationPlan
 from training.run import run
@@ -51,7 +51,7 @@ def batches(given: DataOptions, workers: int = 0, epochs: int = 2) -> list[torch
     """Images of all batches of training and evaluation, over some epochs."""
     pair = load_data(given)
     train = train_loader(pair, 8, workers=workers)
-    val = EvaluationLoader(pair, EvaluationPlan(IMAGES, 8, 1), 0, workers=workers)
+    val = Loader(pair.val, EvaluationPlan(IMAGES, 8, 1), 0, workers=workers)
     images = [batch.images for epoch in range(epochs) for loader in (train.epoch(epoch), val) for batch in loader]
     train.close()
     val.close()

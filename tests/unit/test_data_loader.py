@@ -22,7 +22,7 @@ from PIL import Image
 from training.base.errors import UserError
 from training.config import TrainConfig
 from training.data import DataOptions, bad_image_share, bad_images, load_data
-from training.data.loader import EvaluationLoader, TrainLoader, automatic_workers, build_loaders
+from training.data.loader import Loader, automatic_workers, build_loaders
 from training.data.sampler import BatchPlan, EvaluationPlan
 from training.world.world import World
 
@@ -58,7 +58,7 @@ def epoch_bytes(
     plan = BatchPlan(len(pair.train), 16 // (world * accumulation), accumulation, world, seed=0, repeats=repeats)
     found = defaultdict(list)
     for rank in range(world):
-        loader = TrainLoader(pair, plan, rank, workers=workers)
+        loader = Loader(pair.train, plan, rank, workers=workers)
         for number, batch in enumerate(loader.epoch(epoch)):
             step, micro_step = divmod(number, accumulation)
             leaf, leaves = rank * accumulation + micro_step, world * accumulation
@@ -99,7 +99,7 @@ def test_same_bytes_for_any_ranks_accumulation_and_workers(folder, augmentation,
 def test_copies_of_a_sample_are_augmented_differently(options):
     pair = load_data(DataOptions(data="fake", image_size=24, **options))
     once, plan = train_loader(pair, len(pair.train)), BatchPlan(len(pair.train), 3, 1, 1, 0, repeats=3)
-    copies = next(TrainLoader(pair, plan, 0).epoch(0))
+    copies = next(Loader(pair.train, plan, 0).epoch(0))
     assert len(set(copies.indices.tolist())) == 1
     assert len({image.numpy().tobytes() for image in copies.images}) == 3
     batch = next(once.epoch(0))
@@ -125,7 +125,7 @@ def test_shapes_and_types():
 def test_resuming_at_a_step_gives_the_rest_of_the_epoch(folder, workers):
     pair = load_folder(folder)
     plan = BatchPlan(len(pair.train), 4, 2, 1, seed=3)
-    loader = TrainLoader(pair, plan, 0, workers=workers)
+    loader = Loader(pair.train, plan, 0, workers=workers)
     whole = list(loader.epoch(2))
     abandoned = loader.epoch(2)
     next(abandoned)  # workers have read ahead by now; what they hold must not leak into the next epoch
@@ -155,7 +155,7 @@ def test_evaluation_counts_every_image_once(world):
     plan = EvaluationPlan(len(pair.val), 32, world)
     counts, labels = torch.zeros(360), torch.full((360,), -1)
     for rank in range(world):
-        loader = EvaluationLoader(pair, plan, rank)
+        loader = Loader(pair.val, plan, rank)
         batches = list(loader)
         assert len(batches) == len(loader) == plan.batches_per_rank
         for batch in batches:
@@ -244,7 +244,7 @@ def test_a_share_that_is_none_is_one_line(mode):
 def test_more_finds_than_one_message_holds_are_listed(monkeypatch):
     monkeypatch.setattr(bad_images, "FILES_PER_MESSAGE", 2)
     world = World(rank=0, local_rank=0, local_size=1, size=1, device=torch.device("cpu"))
-    loader = EvaluationLoader(load_data(DataOptions(bad_images="skip")), EvaluationPlan(360, 8, 1), 0)
+    loader = Loader(load_data(DataOptions(bad_images="skip")).val, EvaluationPlan(360, 8, 1), 0)
     loader.bad_images = dict.fromkeys("edcba", "cut")
     assert list(bad_images.bad_image_lines([loader], world)) == [
         "5 unreadable image(s) skipped: a (cut), b (cut), c (cut), d (cut), e (cut)"
@@ -266,7 +266,7 @@ def test_notes_on_images_are_kept_once(folder, workers):
 
 def test_a_skipped_validation_image_is_listed(folder):
     (path,) = damage(folder, "val/a/00.png")
-    loader = EvaluationLoader(load_folder(folder, bad_images="skip"), EvaluationPlan(60, 8, 1), 0)
+    loader = Loader(load_folder(folder, bad_images="skip").val, EvaluationPlan(60, 8, 1), 0)
     assert sum(batch.weights.sum() for batch in loader) == 59
     assert loader.bad_images == {path: "not an image of a known format"}
 
@@ -314,7 +314,7 @@ def test_both_parts_are_read_by_the_same_workers(folder):
 TRAINER = """
 import signal, sys, time
 from training.data import DataOptions, load_data
-from training.data.loader import TrainLoader
+from training.data.loader import Loader
 from training.data.sampler import BatchPlan
 
 def main():
@@ -322,7 +322,7 @@ def main():
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: received.append(number))
     pair = load_data(DataOptions(data=sys.argv[1], image_size=16))
-    loader = TrainLoader(pair, BatchPlan(60, 2, 1, 1, 0), 0, workers=2)
+    loader = Loader(pair.train, BatchPlan(60, 2, 1, 1, 0), 0, workers=2)
     batches = loader.epoch(0)
     next(batches)
     print("ready", flush=True)

@@ -8,7 +8,7 @@ import torch
 from timm.data.mixup import Mixup
 
 from training.data import DataOptions, load_data
-from training.data.loader import TrainLoader
+from training.data.loader import Loader
 from training.data.mixing import Mixing
 from training.data.sampler import BatchPlan
 from training.world.preserved_process import preserved_generators
@@ -100,7 +100,7 @@ def micro_batches(pair, world, accumulation, workers=0, first_step=0):
     plan = BatchPlan(len(pair.train), 6, accumulation, world, seed=0)
     found = {}
     for rank in range(world):
-        loader = TrainLoader(pair, plan, rank, workers=workers)
+        loader = Loader(pair.train, plan, rank, workers=workers)
         for number, batch in enumerate(loader.epoch(1, first_step)):
             step, micro_step = divmod(number, accumulation)
             parts = (batch.images, batch.targets, batch.labels, batch.weights)

@@ -26,7 +26,7 @@ from training.checkpoint.weights import load_model, preprocess
 from training.config import TrainConfig
 from training.data import DataOptions, data_options, load_data
 from training.data.augment import evaluation_transform
-from training.data.loader import TrainLoader
+from training.data.loader import Loader
 from training.data.sampler import BatchPlan
 from training.messages import _augmented_sample
 from training.resume import NORMALIZATION, keep_normalization, normalization_of
@@ -134,10 +134,10 @@ def test_batches_are_those_of_single_images_and_of_a_later_start(tmp_path, monke
     """All three ways to a batch: from the set on the device, from this process, and from the step of a resume."""
     data = load_data(DataOptions(save(tmp_path / "a.npz", "int16", 2), **options))
     plan = BatchPlan(TRAIN, 8, 1, 1, seed=0)
-    whole = list(TrainLoader(data, plan, 0).epoch(1))
-    later = list(TrainLoader(data, plan, 0).epoch(1, first_step=3))
+    whole = list(Loader(data.train, plan, 0).epoch(1))
+    later = list(Loader(data.train, plan, 0).epoch(1, first_step=3))
     monkeypatch.setattr("training.data.device.MAX_BYTES", 4 * TRAIN * 2 * 18**2 // 2)  # half of what they take
-    single = list(TrainLoader(data, plan, 0).epoch(1))
+    single = list(Loader(data.train, plan, 0).epoch(1))
     assert len(whole) == 5
     for batch, same in zip([*whole, *whole[3:]], [*single, *later], strict=True):
         assert torch.equal(batch.images, same.images)

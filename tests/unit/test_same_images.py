@@ -21,7 +21,7 @@ from training.config import TrainConfig
 from training.data import DataOptions, load_data
 from training.data.duplicates import find_duplicates
 from training.data.image_list import ListedImage, TrainedImages, describe_change, list_images, read_image_list
-from training.data.loader import TrainLoader
+from training.data.loader import Loader
 from training.data.sampler import BatchPlan
 from training.run import run
 
@@ -81,7 +81,7 @@ def test_every_digest_is_that_of_the_file_whatever_reads_it(tmp_path):
     seen = []
     for cache in ("off", "disk", "disk"):  # the second time from the cache, which reads no file
         pair = load_data(DataOptions(**options, cache=cache))
-        loader = TrainLoader(pair, BatchPlan(len(pair.train), 4, 1, 1, 0), 0)
+        loader = Loader(pair.train, BatchPlan(len(pair.train), 4, 1, 1, 0), 0)
         loader.watch()
         list(loader.epoch(0))
         seen.append(loader.digests)

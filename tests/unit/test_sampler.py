@@ -175,7 +175,7 @@ def test_evaluation_sees_every_sample_once_in_equal_batches(samples, batch, worl
     plan = EvaluationPlan(samples, batch, world)
     totals = np.zeros(samples)
     for rank in range(world):
-        keys = list(plan.keys(rank))
+        keys = list(plan.epoch_keys(0, rank))
         assert len(keys) == plan.batches_per_rank
         for key in keys:
             assert key.indices.shape == key.weights.shape == (batch,)
@@ -186,8 +186,8 @@ def test_evaluation_sees_every_sample_once_in_equal_batches(samples, batch, worl
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_the_batches_of_an_evaluation_are_the_same_on_any_number_of_ranks(world):
     """97 samples are 13 batches of 8, and then batches of padding alone."""
-    alone, ranks = list(EvaluationPlan(97, 8, 1).keys(0)), EvaluationPlan(97, 8, world)
-    keys = [key for row in zip(*map(ranks.keys, range(world)), strict=True) for key in row]
+    alone, ranks = list(EvaluationPlan(97, 8, 1).epoch_keys(0, 0)), EvaluationPlan(97, 8, world)
+    keys = [key for row in zip(*(ranks.epoch_keys(0, rank) for rank in range(world)), strict=True) for key in row]
     for first, second in zip(alone, keys, strict=False):
         np.testing.assert_array_equal(first.indices, second.indices)
         np.testing.assert_array_equal(first.weights, second.weights)

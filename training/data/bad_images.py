@@ -17,7 +17,7 @@ from training.world.world import World
 
 if TYPE_CHECKING:
     from training.data.datasets import ImageDataset
-    from training.data.loader import EvaluationLoader, TrainLoader
+    from training.data.loader import Loader
 
 PATHS_IN_ERROR = 3
 MAX_FILES_LISTED = 20
@@ -73,7 +73,7 @@ def _over_budget(dataset: ImageDataset, bad: Collection[str] = ()) -> UserError:
     )
 
 
-def check_bad_images(loader: TrainLoader | EvaluationLoader, world: World) -> None:
+def check_bad_images(loader: Loader, world: World) -> None:
     """End the run if all ranks together have found more unreadable images than allowed; a collective.
 
     A loader checks its own rank's images as they are read. An image that several ranks, or several epochs, could not
@@ -90,7 +90,7 @@ def check_bad_images(loader: TrainLoader | EvaluationLoader, world: World) -> No
         raise AgreedError(str(error)) from None
 
 
-def bad_image_lines(loaders: list[TrainLoader | EvaluationLoader], world: World) -> Iterator[str]:
+def bad_image_lines(loaders: list[Loader], world: World) -> Iterator[str]:
     """Yield a line on the images that were skipped, and one on those that are odd; a collective."""
     yield from _line("unreadable image(s) skipped", [loader.bad_images for loader in loaders], world)
     yield from _line("image(s) with a note", [loader.notes for loader in loaders], world)

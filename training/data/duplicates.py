@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from training.data.datasets import DatasetPair
-from training.data.reading.digests import UNKNOWN
+from training.data.reading.sources import UNKNOWN
 
 NAMED = 3
 
@@ -50,7 +50,7 @@ def find_duplicates(datasets: DatasetPair, digests: Mapping[str, np.ndarray]) ->
 
     Args:
         datasets: The sets.
-        digests: By the name of a part, int64 [N], see `reading.digests`; a part may be missing.
+        digests: By the name of a part, int64 [N], see `reading.sources.digest_of`; a part may be missing.
     """
     parts = [(name, set_) for name, set_ in datasets.parts.items() if name in digests]
     all_digests = np.concatenate([digests[name] for name, _ in parts])

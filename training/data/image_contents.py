@@ -12,7 +12,7 @@ from training.base.run_logger import Loggers
 from training.data.datasets import DatasetPair
 from training.data.duplicates import find_duplicates
 from training.data.image_list import list_images, write_image_list
-from training.data.loader import EvaluationLoader, TrainLoader
+from training.data.loader import Loader
 from training.world.collectives import broadcast_object, largest_over_ranks
 from training.world.exchange import flag
 from training.world.world import World
@@ -33,7 +33,7 @@ class ImageContents:
         self,
         folder: RunFolder,
         data: DatasetPair,
-        loaders: dict[str, TrainLoader | EvaluationLoader],
+        loaders: dict[str, Loader],
         world: World,
         loggers: Loggers,
     ) -> None:
@@ -70,7 +70,7 @@ class ImageContents:
             self._loggers.message(f"note: the list of images cannot be written: {error}")
 
 
-def digests_over_ranks(loader: TrainLoader | EvaluationLoader, world: World) -> np.ndarray:
+def digests_over_ranks(loader: Loader, world: World) -> np.ndarray:
     """Return the digests that all ranks' loaders of a part have collected, int64 [N]; a collective."""
     assert loader.digests is not None
     return largest_over_ranks(torch.from_numpy(loader.digests).to(world.device), world).cpu().numpy()

@@ -14,8 +14,7 @@ import numpy as np
 from training.base.atomic_write import replacing
 from training.base.errors import UserError, printable
 from training.data.datasets import DatasetPair
-from training.data.reading.digests import UNKNOWN
-from training.data.reading.sources import FileSource
+from training.data.reading.sources import UNKNOWN, FileSource
 
 COLUMNS = ("part", "class", "bytes", "digest", "path")
 NAMED = 3
@@ -28,7 +27,7 @@ class ListedImage(NamedTuple):
         part: "train", "val" or "test".
         label: Name of the class.
         size: Of the file, in bytes.
-        digest: Of its content, see `reading.digests`.
+        digest: Of its content, see `reading.sources.digest_of`.
         path: Relative to the data folder.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,19 +12,25 @@ from training.base.control_groups import usable_cores
 from training.data.bad_images import check_budget
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.device import batches_on_device, images_on_device
-from training.data.reader import Batch, BatchReader
-from training.data.reading.digests import UNKNOWN
+from training.data.reader import Batch, read_batch
+from training.data.reading.sources import UNKNOWN
 from training.data.sampler import BatchKey, BatchPlan, EvaluationPlan
 from training.data.settings import DataSettings
-from training.data.worker_pool import WorkerPool
-from training.data.workers import fit_workers_into_memory
+from training.data.workers import WorkerPool, fit_workers_into_memory
 from training.world.world import World
 
 CPU = torch.device("cpu")
 
 
-class _Loader:
-    """Turns keys into batches, in order, with or without worker processes, which live until `close`.
+class Loader:
+    """The batches of one rank, in the order of a plan; worker processes live from the first batch to `close`.
+
+    Args:
+        dataset: The set.
+        plan: Which samples belong to which batch.
+        rank: This rank, 0 to `plan.world_size` - 1.
+        workers: Worker processes, 0 reads in this process; or those that other loaders have, too.
+        device: Device of the batches.
 
     Attributes:
         dataset: The set.
@@ -33,8 +40,16 @@ class _Loader:
         digests: int64 [N], of the files that this rank has read while they are watched, see `watch`; None if not.
     """
 
-    def __init__(self, dataset: ImageDataset, workers: WorkerPool | int, device: torch.device) -> None:
-        self.dataset, self._device = dataset, device
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        plan: BatchPlan | EvaluationPlan,
+        rank: int,
+        *,
+        workers: WorkerPool | int = 0,
+        device: torch.device = CPU,
+    ) -> None:
+        self.dataset, self._plan, self._rank, self._device = dataset, plan, rank, device
         if isinstance(workers, int):
             self.pool = WorkerPool([dataset], workers, device) if workers else None
         else:
@@ -42,8 +57,25 @@ class _Loader:
         self.bad_images: dict[str, str] = {}
         self.notes: dict[str, str] = {}
         self.digests: np.ndarray | None = None
-        self._reader = BatchReader(dataset)
         self._images_on_device = images_on_device(dataset, device) if self.pool is None else None
+
+    def __len__(self) -> int:
+        return self._plan.batches_per_rank
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.epoch(0)
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """Yield the batches of steps `first_step`, `first_step` + 1, ... of `epoch`.
+
+        Raises:
+            UserError: An image cannot be read, or more than `--bad-images` allows; raised on this rank only.
+        """
+        keys = self._plan.epoch_keys(epoch, self._rank, first_step)
+        if self.digests is not None:
+            keys = (key._replace(wants_digests=True) for key in keys)
+        read = self._read(keys) if self._images_on_device is None else map(self._images_on_device.batch, keys)
+        return batches_on_device(read, self.dataset, self._device)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -55,15 +87,10 @@ class _Loader:
         is_on = is_on and not self.dataset.source.in_memory
         self.digests = np.full(len(self.dataset), UNKNOWN, dtype=np.int64) if is_on else None
 
-    def _batches(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
-        if self.digests is not None:
-            keys = (key._replace(wants_digests=True) for key in keys)
-        read = self._read(keys) if self._images_on_device is None else map(self._images_on_device.batch, keys)
-        return batches_on_device(read, self.dataset, self._device)
-
     def _read(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
         pool = self.pool
-        for batch in map(self._reader.__getitem__, keys) if pool is None else pool.read(self.dataset, keys):
+        here = partial(read_batch, self.dataset)
+        for batch in map(here, keys) if pool is None else pool.read(self.dataset, keys):
             if isinstance(batch, Exception):
                 raise batch
             self.notes |= batch.notes
@@ -75,82 +102,22 @@ class _Loader:
             yield batch
 
 
-class TrainLoader(_Loader):
-    """The training batches of one rank; worker processes live from the first epoch to `close`.
-
-    Args:
-        datasets: The data.
-        plan: Which samples belong to which step.
-        rank: This rank, 0 to `plan.world_size` - 1.
-        workers: Worker processes, 0 reads in this process; or those that other loaders have, too.
-        device: Device of the batches.
-    """
-
-    def __init__(
-        self,
-        datasets: DatasetPair,
-        plan: BatchPlan,
-        rank: int,
-        *,
-        workers: WorkerPool | int = 0,
-        device: torch.device = CPU,
-    ) -> None:
-        super().__init__(datasets.train, workers, device)
-        self._plan, self._rank = plan, rank
-
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """Yield the micro-batches of optimizer steps `first_step`, `first_step` + 1, ... of `epoch`.
-
-        Raises:
-            UserError: An image cannot be read, or more than `--bad-images` allows; raised on this rank only.
-        """
-        return self._batches(self._plan.epoch_keys(epoch, self._rank, first_step))
-
-
-class EvaluationLoader(_Loader):
-    """The validation batches of one rank, the same number on every rank; can be iterated repeatedly.
-
-    The arguments are those of `TrainLoader`.
-    """
-
-    def __init__(
-        self,
-        datasets: DatasetPair,
-        plan: EvaluationPlan,
-        rank: int,
-        *,
-        workers: WorkerPool | int = 0,
-        device: torch.device = CPU,
-    ) -> None:
-        super().__init__(datasets.val, workers, device)
-        self._plan, self._rank = plan, rank
-
-    def __len__(self) -> int:
-        return self._plan.batches_per_rank
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self._batches(self._plan.keys(self._rank))
-
-
-def build_loaders(
-    config: DataSettings, datasets: DatasetPair, plan: BatchPlan, world: World
-) -> tuple[TrainLoader, EvaluationLoader]:
+def build_loaders(config: DataSettings, datasets: DatasetPair, plan: BatchPlan, world: World) -> tuple[Loader, Loader]:
     """Build this rank's loaders of training and validation batches, which have one pool of workers.
 
     Raises:
         UserError: The settings ask for shared memory that this machine does not have.
     """
     is_automatic = config.workers == "auto"
-    batches = plan.steps_per_epoch * plan.accumulation_steps
-    workers = automatic_workers(datasets.train, batches, world) if is_automatic else int(config.workers)
+    workers = automatic_workers(datasets.train, plan.batches_per_rank, world) if is_automatic else int(config.workers)
     if workers:
         batch_bytes = config.micro_batch * datasets.image_channels * datasets.preprocessing["image_size"] ** 2
         workers = fit_workers_into_memory(workers, is_automatic, batch_bytes, world.local_size, is_main=world.is_main)
     pool = WorkerPool([*datasets.parts.values()], workers, world.device) if workers else 0
     evaluation = EvaluationPlan(len(datasets.val), config.micro_batch, world.size)
     return (
-        TrainLoader(datasets, plan, world.rank, workers=pool, device=world.device),
-        EvaluationLoader(datasets, evaluation, world.rank, workers=pool, device=world.device),
+        Loader(datasets.train, plan, world.rank, workers=pool, device=world.device),
+        Loader(datasets.val, evaluation, world.rank, workers=pool, device=world.device),
     )
 
 

@@ -9,13 +9,12 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from training.base.errors import FileServerError, UserError
 from training.data.bad_images import read_or_replace
 from training.data.datasets import ImageDataset
-from training.data.reading.digests import UNKNOWN, collected_digests
 from training.data.reading.image_notes import collected_notes
+from training.data.reading.sources import UNKNOWN
 from training.data.sampler import BatchKey
 from training.world.preserved_process import preserved_generators
 
@@ -36,7 +35,7 @@ class Batch:
         leaf: As in `BatchKey`.
         targets: float32 [B, classes], if they are not just the labels, see `mixing`; each row adds up to 1.
         is_transformed: Whether `images` are normalised already.
-        digests: int64 [B], of the images' files, see `reading.digests`; empty unless the key wants them.
+        digests: int64 [B], of the images' files, see `reading.sources.digest_of`; empty unless the key wants them.
     """
 
     images: torch.Tensor
@@ -58,54 +57,45 @@ class Batch:
         return dataclasses.replace(self, **pinned)
 
 
-class BatchReader(Dataset):
-    """Reads the batch of a key; returns an error of one line, to which DataLoader would add its traceback."""
-
-    def __init__(self, dataset: ImageDataset) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, key: BatchKey) -> Batch | UserError | FileServerError:
-        try:
-            with preserved_generators() if self._dataset.augmentation.uses_pillow else nullcontext():
-                return self._read(key)
-        except UserError as error:
-            return UserError(str(error))  # those of other arguments cannot be sent between processes
-        except FileServerError as error:
-            return error
-
-    def _read(self, key: BatchKey) -> Batch:
-        dataset, weights = self._dataset.for_epoch(key.epoch), torch.from_numpy(key.weights)
-        bad_images: dict[str, str] = {}
-        draws, offsets = dataset.draws(key.epoch, key.draw_keys), (key.draw_keys - key.indices).tolist()
-        images: list[torch.Tensor] = []
-        digests: dict[str, int] = {}
-        collecting = collected_digests(digests) if key.wants_digests else nullcontext()
-        with collected_notes() as notes, collecting:
-            for slot, index in enumerate(key.indices.tolist()):
-                read = partial(dataset.read, key.epoch, draws=draws[slot], offset=offsets[slot])
-                image, error = read_or_replace(read, index, dataset)
-                if error is not None:
-                    bad_images[error.path] = error.reason
-                    weights[slot] = 0
-                images.append(image)
-        indices = torch.from_numpy(key.indices)
-        labels = dataset.source.labels[indices]
-        return Batch(
-            _stack(images),
-            labels,
-            weights,
-            indices,
-            bad_images,
-            notes,
-            epoch=key.epoch,
-            draw_keys=key.draw_keys,
-            leaf=key.leaf,
-            digests=_by_index(digests, dataset, key.indices) if key.wants_digests else np.empty(0, dtype=np.int64),
-        )
+def read_batch(dataset: ImageDataset, key: BatchKey) -> Batch | UserError | FileServerError:
+    """Read the batch of a key; return an error of one line, to which DataLoader would add its traceback."""
+    try:
+        with preserved_generators() if dataset.augmentation.uses_pillow else nullcontext():
+            return _read(dataset.for_epoch(key.epoch), key)
+    except UserError as error:
+        return UserError(str(error))  # those of other arguments cannot be sent between processes
+    except FileServerError as error:
+        return error
 
 
-def _by_index(digests: dict[str, int], dataset: ImageDataset, indices: np.ndarray) -> np.ndarray:
-    return np.array([digests.get(dataset.source.name(index), UNKNOWN) for index in indices.tolist()], dtype=np.int64)
+def _read(dataset: ImageDataset, key: BatchKey) -> Batch:
+    source, weights = dataset.source, torch.from_numpy(key.weights)
+    source.digests = {} if key.wants_digests else None
+    draws, offsets = dataset.draws(key.epoch, key.draw_keys), (key.draw_keys - key.indices).tolist()
+    bad_images: dict[str, str] = {}
+    images: list[torch.Tensor] = []
+    with collected_notes() as notes:
+        for slot, index in enumerate(key.indices.tolist()):
+            read = partial(dataset.read, key.epoch, draws=draws[slot], offset=offsets[slot])
+            image, error = read_or_replace(read, index, dataset)
+            if error is not None:
+                bad_images[error.path] = error.reason
+                weights[slot] = 0
+            images.append(image)
+    indices = torch.from_numpy(key.indices)
+    digests = [] if source.digests is None else [source.digests.get(int(index), UNKNOWN) for index in indices]
+    return Batch(
+        _stack(images),
+        source.labels[indices],
+        weights,
+        indices,
+        bad_images,
+        notes,
+        epoch=key.epoch,
+        draw_keys=key.draw_keys,
+        leaf=key.leaf,
+        digests=np.array(digests, dtype=np.int64),
+    )
 
 
 def _stack(images: list[torch.Tensor]) -> torch.Tensor:

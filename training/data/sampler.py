@@ -107,6 +107,11 @@ class BatchPlan:
         draw_keys = self.draw_keys(epoch)[positions % self.num_samples]
         return BatchKey(epoch, draw_keys % COPY, weights, draw_keys, step * leaves + leaf)
 
+    @property
+    def batches_per_rank(self) -> int:
+        """Micro-batches that every rank reads in one epoch."""
+        return self.steps_per_epoch * self.accumulation_steps
+
     def epoch_keys(self, epoch: int, rank: int, first_step: int = 0) -> Iterator[BatchKey]:
         """Yield the micro-batches of `rank` in order, from optimizer step `first_step` to the end of the epoch."""
         for step, micro_step in product(range(first_step, self.steps_per_epoch), range(self.accumulation_steps)):
@@ -147,9 +152,10 @@ class EvaluationPlan:
         """Batches that every rank evaluates; some of the last ones may contain nothing but padding."""
         return -(-self.num_samples // (self.batch_size_per_rank * self.world_size))
 
-    def keys(self, rank: int) -> Iterator[BatchKey]:
-        """Yield the batches of `rank`: r, r+R, r+2R, ...; padding of the last ones has weight 0."""
-        for batch in range(rank, self.batches_per_rank * self.world_size, self.world_size):
+    def epoch_keys(self, epoch: int, rank: int, first_step: int = 0) -> Iterator[BatchKey]:
+        """Yield the batches r, r+R, r+2R, ... of rank r, the same in every epoch; padding of the last has weight 0."""
+        for step in range(first_step, self.batches_per_rank):
+            batch = step * self.world_size + rank
             positions = batch * self.batch_size_per_rank + np.arange(self.batch_size_per_rank)
             indices = positions % self.num_samples
             yield BatchKey(0, indices, (positions < self.num_samples).astype(np.float32), indices)

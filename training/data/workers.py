@@ -1,10 +1,11 @@
-"""Starts worker processes that neither hang at the start, nor run the caller's script, nor die of the ranks' signals.
+"""The worker processes of a rank, which read the batches of all parts of the data.
 
-They are started with `forkserver`: a plain fork copies the locks of the threads that gloo, NCCL and CUDA run in the
-parent, and can hang for ever. The fork server imports torch once, so that each worker starts in a moment. Workers block
-SIGINT and SIGTERM: a launcher sends those to every process, and the trainer still needs its data to finish the step and
-save. They end when the process that started them dies. They do not import the main module, as Python's own do: nothing
-of it is sent to them, and one without `if __name__ == "__main__"` would start its training in each of them.
+They neither hang at the start, nor run the caller's script, nor die of the ranks' signals. They are started with
+`forkserver`: a plain fork copies the locks of the threads that gloo, NCCL and CUDA run in the parent, and can hang for
+ever. The fork server imports torch once, so that each worker starts in a moment. Workers block SIGINT and SIGTERM: a
+launcher sends those to every process, and the trainer still needs its data to finish the step and save. They end when
+the process that started them dies. They do not import the main module, as Python's own do: nothing of it is sent to
+them, and one without `if __name__ == "__main__"` would start its training in each of them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,19 @@ import signal
 import sys
 import threading
 import types
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing import forkserver, popen_forkserver, resource_tracker, spawn, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader, Dataset
+
 from training.base.errors import UserError
 from training.base.helper_processes import current_folder_kept_out, socket_place, temporary_files_in
+from training.data.datasets import ImageDataset
+from training.data.reader import Batch, read_batch
+from training.data.sampler import BatchKey
 
 # Installed packages only: Python 3.11's fork server does not know the paths that a script added.
 _PRELOADED_MODULES = ["torch", "torchvision.transforms.v2", "PIL.Image"]
@@ -125,3 +133,71 @@ def _end_after_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
+
+
+class _Keys:
+    """The sampler of a DataLoader that outlives the epoch: number of the set and key of each batch."""
+
+    current: Iterable[tuple[int, BatchKey]] = ()
+
+    def __iter__(self) -> Iterator[tuple[int, BatchKey]]:
+        return iter(self.current)
+
+
+class _Readers(Dataset):
+    """Reads batches of several sets."""
+
+    def __init__(self, datasets: Sequence[ImageDataset]) -> None:
+        self._datasets = datasets
+
+    def __getitem__(self, key: tuple[int, BatchKey]) -> Batch | Exception:
+        part, batch_key = key
+        return read_batch(self._datasets[part], batch_key)
+
+
+class WorkerPool:
+    """Worker processes that read the batches of several sets, those of one at a time; they live until `close`.
+
+    Args:
+        datasets: The sets.
+        workers: Processes, at least 1.
+        device: Device of the batches.
+    """
+
+    def __init__(self, datasets: Sequence[ImageDataset], workers: int, device: torch.device) -> None:
+        self._datasets, self._keys = datasets, _Keys()
+        self._workers: DataLoader | None = DataLoader(
+            _Readers(datasets),
+            batch_size=None,
+            sampler=self._keys,
+            num_workers=workers,
+            collate_fn=_unchanged,
+            worker_init_fn=end_with_parent,
+            pin_memory=device.type == "cuda",
+            persistent_workers=True,
+            multiprocessing_context=worker_context(),
+            generator=torch.Generator(),  # else every epoch draws from, and so shifts, the global generator
+        )
+
+    def read(self, dataset: ImageDataset, keys: Iterable[BatchKey]) -> Iterator[Batch | Exception]:
+        """Yield what `read_batch` makes of the keys of a set, in their order; what is left of the call before is lost.
+
+        Raises:
+            RuntimeError: The workers have been given other keys since.
+        """
+        assert self._workers is not None
+        part = next(number for number, known in enumerate(self._datasets) if known is dataset)
+        own = self._keys.current = ((part, key) for key in keys)
+        for result in self._workers:
+            yield result
+            if self._keys.current is not own:
+                raise RuntimeError("these workers read other batches now")
+
+    def close(self) -> None:
+        """End the processes."""
+        # DataLoader has no public way to end persistent workers: they end when their iterator is dropped
+        self._workers = None
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

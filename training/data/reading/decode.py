@@ -20,11 +20,10 @@ from PIL import Image, ImageOps
 
 from training.base.errors import UserError
 from training.data.augment import BoxChooser
-from training.data.reading.formats import pillow_formats
+from training.data.reading.formats import pillow_formats, without_metadata
 from training.data.reading.image_notes import add_note, noting
 from training.data.reading.images import CHANNEL_MODES, MAX_PIXELS, ImageError, open_image, read_file
 from training.data.reading.native import crop_jpeg
-from training.data.reading.png import without_metadata
 
 SCALE_NUMERATORS = (1, 2, 4)  # of eighths; the others that libjpeg-turbo has are slower than the work they save
 _STANDALONE_MARKERS = (0x01, *range(0xD0, 0xD8))  # without a length

@@ -1,7 +1,11 @@
-"""The formats of image files that are read, and what to install for those that could be."""
+"""The formats of image files: which are read, what to install for those that could be, and a PNG without metadata.
+
+Pillow refuses a PNG for large and damaged texts and colour profiles, which its pixels do not need.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -45,6 +49,12 @@ IMAGE_EXTENSIONS = (*_JPEG_EXTENSIONS, *_OTHER_EXTENSIONS, *(name for each in _F
 CURES: Mapping[str, str] = {name: each.cure for each in _MISSING for name in each.extensions}  # by extension
 
 
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_ANCILLARY = 0x20  # bit of a kind's first letter: a small one
+_PNG_PIXELS = (b"tRNS", b"acTL", b"fcTL", b"fdAT")
+_PNG_ORIENTATION = b"eXIf"
+
+
 @cache
 def pillow_formats() -> tuple[str, ...]:
     """Return Pillow's names of the formats that are allowed: other decoders, such as EPS, start external programs."""
@@ -58,3 +68,24 @@ def unknown_format(content: bytes) -> str:
     brand = content[8:12] if content[4:8] == b"ftyp" else b""
     found = next((f"a file of {each.pillow_name}: {each.cure}" for each in _MISSING if brand in each.brands), None)
     return found or "not an image of a known format"
+
+
+def without_metadata(content: bytes) -> bytes:
+    """Return a PNG file without the chunks that its pixels and their orientation do not need.
+
+    A file without such chunks, or of another format, is returned as it is, the same object. Chunks are those of the
+    PNG specification (third edition), 5.3: length, kind, data, checksum.
+    """
+    if not content.startswith(_PNG_SIGNATURE):
+        return content
+    kept: list[bytes] = []
+    start = position = len(_PNG_SIGNATURE)
+    while position + 12 <= len(content):
+        end = position + 12 + int.from_bytes(content[position : position + 4], "big")
+        kind, checksum = content[position + 4 : position + 8], content[end - 4 : end]
+        is_sound = zlib.crc32(content[position + 4 : end - 4]).to_bytes(4, "big") == checksum
+        if kind[0] & _ANCILLARY and kind not in _PNG_PIXELS and not (kind == _PNG_ORIENTATION and is_sound):
+            kept.append(content[start:position])
+            start = end
+        position = end
+    return b"".join([_PNG_SIGNATURE, *kept, content[start:]]) if kept else content

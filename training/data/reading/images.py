@@ -19,10 +19,8 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from training.base.errors import UserError
-from training.data.reading.digests import note_content
-from training.data.reading.formats import pillow_formats, unknown_format
+from training.data.reading.formats import pillow_formats, unknown_format, without_metadata
 from training.data.reading.image_notes import in_one_line, noting
-from training.data.reading.png import without_metadata
 from training.data.reading.retry import patiently
 
 Decoded = TypeVar("Decoded")
@@ -83,7 +81,6 @@ def _content(path: str | os.PathLike[str], max_bytes: int) -> bytes:
         data = file.read(status.st_size + 1)
     if len(data) > status.st_size:  # such as files below /proc, whose size is given as 0
         raise ImageError(path, f"contains more than the {status.st_size} bytes that the file system gives as its size")
-    note_content(path, data)
     return data
 
 

@@ -17,13 +17,13 @@ from training.data import DataOptions
 from training.data.augment import BoxChooser
 from training.data.reading.cache import ImageCache, open_cache
 from training.data.reading.decode import Decoder, crop, header_size, make_decoder, shrunk_bytes
-from training.data.reading.digests import UNKNOWN, collected_digests, note_digest
-from training.data.reading.images import ImageError
+from training.data.reading.images import ImageError, read_file
 from training.data.values import BYTES
 
 CACHE_FORMAT = 2  # increased when the same file gives other pixels, or the files of a cache change their format
 HEADERS_READ = 64
 IMAGES_CONVERTED = 1000  # at a time
+UNKNOWN = 0  # the digest of a file that was not read
 # What `--cache auto` makes a cache for, by benchmarks/results/cache_2cpu_2026-11-22.md.
 FEWEST_EPOCHS = 3  # of a run
 FEWEST_PIXELS = 2  # of a file, for each pixel that the model sees
@@ -38,6 +38,7 @@ class Source(Protocol):
         labels: int64 [N].
         in_memory: Whether reading needs no decoding.
         cache_folder: Where decoded images are kept; None if they are not.
+        digests: Of the files that are read from now on, by position, see `digest_of`; None to collect none.
     """
 
     channels: int
@@ -45,6 +46,7 @@ class Source(Protocol):
     labels: torch.Tensor
     in_memory: bool
     cache_folder: Path | None
+    digests: dict[int, int] | None
 
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
         """Return the image, or the part that `choose` takes of it: uint8 or float32 [C, h, w].
@@ -65,6 +67,7 @@ class ArraySource:
 
     in_memory = True
     cache_folder: Path | None = None
+    digests: dict[int, int] | None = None  # arrays have none
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, channels: int = 0, values: str = BYTES) -> None:
         self.images, self.labels, self.values = images, labels, values
@@ -135,6 +138,7 @@ class FileSource:
     """
 
     in_memory, values = False, BYTES
+    digests: dict[int, int] | None = None
 
     def __init__(
         self,
@@ -161,22 +165,30 @@ class FileSource:
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
         """Return the image, or the part that `choose` takes of it: uint8 [C, h, w]; raise ImageError if it is bad."""
         cache, position = self._cache, self._first_in_cache + index
-        pixels = None if cache is None else cache.get(position)
-        if cache is not None and pixels is not None:
-            note_digest(self.name(index), cache.digest(position))
-            pixels = crop(pixels, choose)
+        cached = None if cache is None else cache.get(position)
+        if cache is not None and cached is not None:
+            self._note_digest(index, cache.digest(position))
+            pixels = crop(cached, choose)
         elif cache is None or cache.is_full:
-            pixels = self._decode(self.name(index), choose)  # of a JPEG no more than that part
+            name = self.name(index)
+            content = read_file(name)
+            if self.digests is not None:
+                self._note_digest(index, digest_of(content))
+            pixels = self._decode(name, choose, content)  # of a JPEG no more than that part
         else:
             name = self.name(index)
-            with collected_digests() as digests:
-                whole = self._decode(name)
-            digest = digests.get(name, UNKNOWN)
+            content = read_file(name)
+            digest = digest_of(content)
+            self._note_digest(index, digest)
+            whole = self._decode(name, data=content)
             cache.put_digest(position, digest)
             cache.put(position, whole)
-            note_digest(name, digest)
             pixels = crop(whole, choose)
         return torch.from_numpy(pixels).permute(2, 0, 1)  # the memory keeps its order
+
+    def _note_digest(self, index: int, digest: int) -> None:
+        if self.digests is not None:
+            self.digests[index] = digest
 
     def name(self, index: int) -> str:
         """Return the path of the image."""
@@ -187,6 +199,11 @@ class FileSource:
         start, end = int(self._ends[index - 1]) if index else 0, int(self._ends[index])
         name = os.fsdecode(self._names[start:end].numpy().tobytes())
         return os.path.join(self._folders[int(self._folder_of[index])], name)
+
+
+def digest_of(content: bytes) -> int:
+    """Return 63 bits of a file's sha256, never `UNKNOWN`: equal ones mean the same file, byte for byte."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1 or 1
 
 
 def open_files(
