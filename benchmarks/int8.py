@@ -17,9 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.report import Section, save, show, versions
+from benchmarks.report import Section, machine_name, save, show, versions
 from delivery.export import ExportRefused
-from delivery.export.comparison import processor_name
 from delivery.export.export_job import ExportSettings
 from delivery.export.export_model import LATENCY_BATCHES, Exported, export_model
 
@@ -57,13 +56,13 @@ def train(model: str, log_dir: Path) -> Path:
 
 def row(model: str, exported: Exported) -> tuple[str, ...]:
     """Return one line of the table."""
-    found, sizes, written = exported.agreement, exported.sizes, exported.written
+    found, sizes = exported.agreement, exported.sizes
     figures = [f"{found.model_top1:.2%}", f"{found.file_top1:.2%}", f"{found.points_lost:+.2f}"]
     figures += [*(f"{sizes[name] / 1e6:.2f}" for name in ("fp32", "int8")), f"{sizes['int8'] / sizes['fp32']:.3f}"]
     for batch in LATENCY_BATCHES:
         before, after = (exported.latencies[name, batch] for name in ("fp32", "int8"))
         figures += [f"{before:.3f}", f"{after:.3f}", f"{before / after:.2f}"]
-    return (model, *figures, written.calibration)
+    return (model, *figures, "")
 
 
 def main() -> None:
@@ -80,7 +79,7 @@ def main() -> None:
         run = train(model, given.log_dir.resolve())
         settings = ExportSettings(str(run), "onnx", "int8", threads=given.threads)
         try:
-            rows.append(row(model, export_model(settings, lambda line: print("  ", line, flush=True))))
+            rows.append(row(model, export_model(settings)))
         except ExportRefused as refusal:
             rows.append((model, *[""] * 12, str(refusal)))
         print(*rows[-1], flush=True)
@@ -90,10 +89,10 @@ def main() -> None:
     columns = ("model", "top-1 fp32", "top-1 int8", "points lost", "MB fp32", "MB int8", "share", *times)
     text = (
         f"digits, 360 validation images of 32 pixels, each 0.28 points of top-1; 256 training images to calibrate. "
-        f"Milliseconds per image, onnxruntime with {given.threads} thread(s) on {processor_name()}, medians over "
-        f"rounds in shuffled order. MB are 10^6 bytes of the ONNX file."
+        f"Milliseconds per image, onnxruntime with {given.threads} thread(s) on {machine_name()}, "
+        f"medians. MB are 10^6 bytes of the ONNX file."
     )
-    section = Section("int8 against fp32", text, (*columns, "ranges"), rows)
+    section = Section("int8 against fp32", text, (*columns, "refused"), rows)
     trained = "\n".join(f"- {model}: `{shlex.join(TRAINING[model])}`" for model in given.models.split(","))
     show(section)
     facts = f"{versions('torch', 'onnx', 'onnxruntime', 'onnxscript')}\n\nTrained on one rank with\n\n{trained}"

@@ -42,7 +42,7 @@ def export(given: argparse.Namespace) -> int:
         given.threads,
     )
     try:
-        exported = export_model(settings, lambda line: print(line, flush=True))
+        exported = export_model(settings)
     except ExportRefused as refusal:
         print(f"export: {refusal}", file=sys.stderr)
         return 1

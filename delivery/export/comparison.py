@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import platform
-import random
-import statistics
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+from torch.utils.benchmark import Timer
 
 from delivery.export import ExportRefused
 from delivery.export.export_job import CheckImages, Forward, run_in_batches
 
 SMALL_BATCHES = (1, 2)
 ROUNDING = 1e-9  # points: 1.0 - 0.99 is a little more than 0.01
-ROUNDS, FEWEST_ROUNDS = 40, 5  # of timing
-SECONDS = 20.0  # after which no further round begins
+TIMING_SECONDS = 0.5  # of a file and batch size, at least
 
 
 # fp32 has 24 bits (2^-24 = 6e-8). Kernels differ in the order in which they sum some thousand products, through up to
@@ -116,45 +110,15 @@ def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: flo
         raise ExportRefused(
             f"refused: {precision} loses {agreement.points_lost:.2f} points of top-1 "
             f"({agreement.model_top1:.4f} -> {agreement.file_top1:.4f}), allowed are {max_accuracy_loss:g}. "
-            "Nothing was written."
+            "Nothing was written: give another --precision, or --max-accuracy-loss."
         )
 
 
-def measure_latency(
-    runs: Mapping[str, Forward], images: torch.Tensor, batch_sizes: tuple[int, ...]
-) -> dict[tuple[str, int], float]:
-    """Return milliseconds per image of each file and batch size: medians over rounds in shuffled order.
-
-    Args:
-        runs: the files by name.
-        images: float32 [N, C, S, S], repeated if a batch needs more.
-        batch_sizes: images of one forward pass.
-    """
-    largest = max(batch_sizes)
-    images = images.repeat(-(-largest // len(images)), 1, 1, 1)[:largest]
-    cases = [(name, size) for name in runs for size in batch_sizes]
-    seconds: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
-    order, started = random.Random(0), time.perf_counter()
-    for name, size in cases:
-        runs[name](images[:size])  # the first run allocates
-    for number in range(ROUNDS):
-        if number >= FEWEST_ROUNDS and time.perf_counter() - started > SECONDS:
-            break
-        for name, size in order.sample(cases, len(cases)):
-            start = time.perf_counter()
-            runs[name](images[:size])
-            seconds[name, size].append(time.perf_counter() - start)
-    return {(name, size): 1e3 * statistics.median(values) / size for (name, size), values in seconds.items()}
-
-
-def processor_name() -> str:
-    """Return the processor's name from /proc/cpuinfo, else the architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+def milliseconds_per_image(forward: Forward, images: torch.Tensor, batch_size: int) -> float:
+    """Return the median time per image, float32 [N, C, S, S], of batches of one size; few images are repeated."""
+    batch = images.repeat(-(-batch_size // len(images)), 1, 1, 1)[:batch_size]
+    timer = Timer("forward(batch)", globals={"forward": forward, "batch": batch})
+    return 1e3 * timer.blocked_autorange(min_run_time=TIMING_SECONDS).median / batch_size
 
 
 def _largest(values: torch.Tensor) -> float:

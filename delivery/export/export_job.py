@@ -1,4 +1,4 @@
-"""One export: what was asked for, the network, the images that its file is compared on, and what a writer returns."""
+"""One export: what was asked for, the network, and the images that its file is compared on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,10 +76,6 @@ class CheckImages:
         """Return the share of images, 0 to 1, whose highest logit [N, classes] is their class."""
         return float((logits.argmax(1) == self.labels).double().mean())
 
-    def points_lost(self, logits: torch.Tensor) -> float:
-        """Return the points of top-1, of 100, that these logits [N, classes] have less than the module's."""
-        return 100 * (self.top1(self.logits) - self.top1(logits))
-
 
 @dataclass(frozen=True)
 class ExportJob:
@@ -93,7 +88,6 @@ class ExportJob:
         origin: where it came from, as values of JSON.
         check: images that the file is compared on.
         calibration: float32 [M, C, S, S] from the training split, None if the precision needs none.
-        log: takes one line about progress.
     """
 
     settings: ExportSettings
@@ -102,25 +96,11 @@ class ExportJob:
     origin: dict[str, Any]
     check: CheckImages
     calibration: torch.Tensor | None
-    log: Callable[[str], None]
 
     def example(self) -> torch.Tensor:
         """Return images [2, C, S, S] to trace the network with: a batch of 1 would be taken for a constant."""
         size, mean = (self.metadata["preprocessing"][key] for key in ("image_size", "mean"))
         return torch.zeros(2, len(mean), size, size)
-
-
-@dataclass(frozen=True)
-class Written:
-    """What a writer did; empty if the precision has no choices to make.
-
-    Attributes:
-        fp32: the same model in fp32 in the same format, to compare with.
-        calibration: how the ranges of activations were found.
-    """
-
-    fp32: Path | None = None
-    calibration: str = ""
 
 
 def run_in_batches(forward: Forward, images: torch.Tensor, batch_size: int) -> torch.Tensor:

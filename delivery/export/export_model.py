@@ -6,26 +6,17 @@ import hashlib
 import importlib
 import importlib.metadata
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from delivery.evaluation_data import load_evaluation_data, run_data
 from delivery.export import check_choice
-from delivery.export.comparison import Agreement, check_agreement, compare, measure_latency, processor_name
-from delivery.export.export_job import (
-    ExportJob,
-    ExportSettings,
-    Written,
-    load_calibration_images,
-    load_check_images,
-)
+from delivery.export.comparison import Agreement, check_agreement, compare, milliseconds_per_image
+from delivery.export.export_job import ExportJob, ExportSettings, load_calibration_images, load_check_images
 from delivery.export.output_folder import check_output, files_about, unfinished_files
 from delivery.trained_model import TrainedModel, find_model, slug
 from training.base.control_groups import limit_threads
@@ -45,7 +36,6 @@ class Exported:
         files: the model's file first.
         agreement: with the PyTorch module.
         images: what it was measured on.
-        written: the writer's choices.
         sizes: bytes of the file and of its counterpart in fp32, by precision; empty unless the writer left one.
         latencies: milliseconds per image of both, by precision and batch size.
     """
@@ -53,17 +43,12 @@ class Exported:
     files: list[Path]
     agreement: Agreement
     images: str
-    written: Written
     sizes: dict[str, int]
     latencies: dict[tuple[str, int], float]
 
 
-def export_model(settings: ExportSettings, log: Callable[[str], None]) -> Exported:
+def export_model(settings: ExportSettings) -> Exported:
     """Export a model; files appear under their names only after the check.
-
-    Args:
-        settings: what is asked for.
-        log: takes one line about progress.
 
     Raises:
         UserError: for a mistake in the settings, and for errors of the disk.
@@ -72,7 +57,7 @@ def export_model(settings: ExportSettings, log: Callable[[str], None]) -> Export
     chosen = check_choice(settings.format, settings.precision)
     limit_threads()
     model = find_model(settings.model)
-    job = _prepare(settings, model, log)
+    job = _prepare(settings, model)
     if model.run:
         remove_leftovers_of_run(model.run)
     default = model.run / EXPORT if model.run else model.weights.parent
@@ -82,15 +67,24 @@ def export_model(settings: ExportSettings, log: Callable[[str], None]) -> Export
     writer = importlib.import_module(chosen.module)
     with unfinished_files(output) as (folder, publish):
         file = folder / f"model{chosen.extension}"
-        written = writer.write(job, file)
+        fp32 = writer.write(job, file)
         for fact, content in about.items():
             (folder / fact).write_bytes(content)
-        agreement = compare(writer.open_exported(file, settings.threads), job.check, settings.batch_size)
+        forward = writer.open_exported(file, settings.threads)
+        agreement = compare(forward, job.check, settings.batch_size)
         check_agreement(agreement, settings.precision, settings.max_accuracy_loss)
-        sizes, latencies = _compare_with_fp32(writer, written, file, job)
+        sizes, latencies = {}, {}
+        if fp32 is not None:
+            opened = {"fp32": writer.open_exported(fp32, settings.threads), settings.precision: forward}
+            sizes = {name: os.path.getsize(path) for name, path in (("fp32", fp32), (settings.precision, file))}
+            latencies = {
+                (name, size): milliseconds_per_image(run, job.check.images, size)
+                for name, run in opened.items()
+                for size in LATENCY_BATCHES
+            }
         name = f"{slug(job.metadata['description']['model_type'])}-{settings.precision}{chosen.extension}"
         files = publish({folder / fact: fact for fact in about} | {file: name})
-    return Exported(files[::-1], agreement, job.check.name, written, sizes, latencies)
+    return Exported(files[::-1], agreement, job.check.name, sizes, latencies)
 
 
 def show_export(exported: Exported, settings: ExportSettings) -> None:
@@ -111,7 +105,7 @@ def show_export(exported: Exported, settings: ExportSettings) -> None:
 
 def _show_against_fp32(exported: Exported, settings: ExportSettings) -> None:
     """Print accuracy, size and time per image, fp32 and the smaller precision side by side."""
-    found, sizes, written = exported.agreement, exported.sizes, exported.written
+    found, sizes = exported.agreement, exported.sizes
     times = [f"ms/image, batch {size}" for size in LATENCY_BATCHES]
     table = Table("", "top-1", "bytes", "size", *times, box=None, header_style="bold")
     for name, top1 in (("fp32", found.model_top1), (settings.precision, found.file_top1)):
@@ -120,17 +114,16 @@ def _show_against_fp32(exported: Exported, settings: ExportSettings) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     Console(highlight=False).print(table)
-    print(f"  {written.calibration} ranges of the activations")
-    print(f"  onnxruntime with {settings.threads} thread(s) on {processor_name()}; medians over shuffled rounds")
+    print(f"  medians of onnxruntime with {settings.threads} thread(s) on this machine")
 
 
-def _prepare(settings: ExportSettings, model: TrainedModel, log: Callable[[str], None]) -> ExportJob:
+def _prepare(settings: ExportSettings, model: TrainedModel) -> ExportJob:
     module, metadata = load_model(model.weights)
     data = load_evaluation_data(metadata, model.config(), settings.choice, run_data(model))
     check = load_check_images(data, module, settings)
     calibration = load_calibration_images(data, settings.calibration_images) if settings.precision == "int8" else None
     origin = _describe_origin(model, metadata, settings.precision)
-    return ExportJob(settings, module, metadata, origin, check, calibration, log)
+    return ExportJob(settings, module, metadata, origin, check, calibration)
 
 
 def _describe_origin(model: TrainedModel, metadata: dict[str, Any], precision: str) -> dict[str, Any]:
@@ -148,16 +141,3 @@ def _describe_origin(model: TrainedModel, metadata: dict[str, Any], precision: s
         "top1": extra.get("top1"),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "timm")},
     }
-
-
-def _compare_with_fp32(
-    writer: ModuleType, written: Written, file: Path, job: ExportJob
-) -> tuple[dict[str, int], dict[tuple[str, int], float]]:
-    """Return sizes and latencies, see `Exported`."""
-    if written.fp32 is None:
-        return {}, {}
-    files = {"fp32": written.fp32, job.settings.precision: file}
-    opened = {name: writer.open_exported(path, job.settings.threads) for name, path in files.items()}
-    with torch.inference_mode():
-        latencies = measure_latency(opened, job.check.images, LATENCY_BATCHES)
-    return {name: os.path.getsize(path) for name, path in files.items()}, latencies

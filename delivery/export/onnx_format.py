@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
 import onnx
@@ -14,7 +14,8 @@ import torch
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from onnxscript import optimizer
 
-from delivery.export.export_job import ExportJob, Forward, Written, tracing
+from delivery.export.export_job import ExportJob, Forward, tracing
+from delivery.export.int8 import quantize
 from delivery.export.output_folder import INPUT_NAME, OUTPUT_NAME, describe_use
 from training.base.errors import UserError
 from training.base.units import format_bytes
@@ -25,38 +26,34 @@ SCOPES = "pkg.torch.onnx.name_scopes"  # the exporter's list of the modules arou
 ERRORS_ONLY = 3  # onnxruntime's log levels: 2 warnings, 3 errors
 
 
-Stored = tuple[ModelProto, Written]
-
-
-def write(job: ExportJob, path: Path) -> Written:
+def write(job: ExportJob, path: Path) -> Path | None:
     """Export the graph, store it in the job's precision, and write it; other files may be left beside it.
 
     onnx's own checker looks at the file, shape inference included.
+
+    Returns:
+        The file in fp32 that int8 is to be compared with.
     """
-    model, written = STORED_AS[job.settings.precision](job, export_graph(job), path.parent)
+    model, fp32 = export_graph(job), None
+    if job.settings.precision == "bf16":
+        _store_in_bf16(model)
+    if job.calibration is not None:
+        fp32 = path.with_name("fp32.onnx")
+        fp32.write_bytes(model.SerializeToString())
+        model = quantize(model, job.calibration, fp32)
     _describe(model, job)
     path.write_bytes(model.SerializeToString())
     onnx.checker.check_model(str(path), full_check=True)
-    return written
+    return fp32
 
 
 def open_exported(path: Path, threads: int) -> Forward:
-    """Open the file in onnxruntime on the CPU."""
-    return open_session(path.read_bytes(), threads)
-
-
-def open_session(content: bytes, threads: int) -> Forward:
-    """Return the function from images to logits of an ONNX file's content.
-
-    Args:
-        content: of the file.
-        threads: that share the work of one operator.
-    """
+    """Open the file in onnxruntime on the CPU, where so many threads share the work of one operator."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = ERRORS_ONLY
-    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
     def forward(images: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(session.run([OUTPUT_NAME], {INPUT_NAME: images.numpy()})[0])
@@ -104,14 +101,9 @@ def _describe(model: ModelProto, job: ExportJob) -> None:
     model.producer_version = ""
 
 
-def constants(model: ModelProto) -> dict[str, TensorProto]:
-    """Return the graph's constant tensors by name."""
-    return {tensor.name: tensor for tensor in model.graph.initializer}
-
-
 def _name_nodes(model: ModelProto) -> None:
     """Name every node after its weight or, if it has none, after the module around it; names are unique."""
-    constant_names, used = constants(model).keys(), Counter[str]()
+    constant_names, used = {tensor.name for tensor in model.graph.initializer}, Counter[str]()
     for node in model.graph.node:
         name = _layer_name(node, constant_names)
         used[name] += 1
@@ -137,11 +129,7 @@ def _strip(model: ModelProto) -> None:
             entry.ClearField("doc_string")
 
 
-def _in_fp32(job: ExportJob, model: ModelProto, folder: Path) -> Stored:
-    return model, Written()
-
-
-def _in_bf16(job: ExportJob, model: ModelProto, folder: Path) -> Stored:
+def _store_in_bf16(model: ModelProto) -> None:
     """Store matrices and kernels in bf16, each with a Cast to fp32 behind it; vectors stay as they are.
 
     onnxruntime's CPU kernels for convolutions take no bf16: stored so and computed in fp32, the file runs anywhere.
@@ -157,17 +145,3 @@ def _in_bf16(job: ExportJob, model: ModelProto, folder: Path) -> Stored:
     nodes = [*casts, *model.graph.node]
     del model.graph.node[:]
     model.graph.node.extend(nodes)
-    return model, Written()
-
-
-def _in_int8(job: ExportJob, model: ModelProto, folder: Path) -> Stored:
-    from delivery.export.int8 import quantize  # which builds on this module
-
-    return quantize(job, model, folder)
-
-
-STORED_AS: dict[str, Callable[[ExportJob, ModelProto, Path], Stored]] = {
-    "fp32": _in_fp32,
-    "bf16": _in_bf16,
-    "int8": _in_int8,
-}

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from delivery.export.export_job import ExportJob, Forward, Written
+from delivery.export.export_job import ExportJob, Forward
 from training.checkpoint.weights import load_model, save_weights
 
 STORED_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def write(job: ExportJob, path: Path) -> Written:
+def write(job: ExportJob, path: Path) -> None:
     """Write the file; biases and norms keep fp32, see `is_large`."""
     dtype = STORED_DTYPES[job.settings.precision]
     tensors = {
@@ -24,7 +24,6 @@ def write(job: ExportJob, path: Path) -> Written:
         save_weights(path, tensors, **facts)
     except SafetensorError as error:  # which its writer raises in place of the system's errors
         raise OSError(str(error)) from error
-    return Written()
 
 
 def is_large(tensor: torch.Tensor) -> bool:

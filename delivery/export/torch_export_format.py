@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from delivery.export.export_job import ExportJob, Forward, Written, tracing
+from delivery.export.export_job import ExportJob, Forward, tracing
 from delivery.export.output_folder import describe_use
 from delivery.export.safetensors_format import is_large
 
@@ -37,7 +37,7 @@ class StoredInBf16(nn.Module):
 STORED_AS = {"fp32": lambda module: module, "bf16": StoredInBf16}
 
 
-def write(job: ExportJob, path: Path) -> Written:
+def write(job: ExportJob, path: Path) -> None:
     """Trace the network with a free batch dimension and write it.
 
     Raises:
@@ -52,7 +52,6 @@ def write(job: ExportJob, path: Path) -> Written:
     stream = io.BytesIO()  # on a full disk a file object raises OSError, torch's own writer anything
     torch.export.save(program, stream, extra_files={FACTS: json.dumps(facts)})
     path.write_bytes(stream.getbuffer())
-    return Written()
 
 
 def open_exported(path: Path, threads: int) -> Forward:
