@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 import socket
 from pathlib import Path
@@ -14,7 +13,6 @@ from PIL import Image
 
 from training.data import DataOptions, load_data
 from training.data.sampler import BatchPlan
-from training.engines.deepspeed_config import CONFIG_FOLDER
 
 
 def make_folder(root, classes=("cat", "dog"), count=12):
@@ -30,77 +28,9 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:200])
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--model-type", "mobilnet"], ["'mobilnet'", "Did you mean 'mobilenet'"]),
-        (["--strategy", "dpp"], ["'dpp'", "Did you mean 'ddp'"]),
-        (["--precision", "bf61"], ["--precision 'bf61'", "Did you mean 'bf16'"]),
-        (["--batch-size", "0"], ["--batch-size 0", "from 1"]),
-        (["--batch-size", "1.5"], ["--batch-size '1.5'", "whole number"]),
-        (["--epochs", "-3"], ["--epochs -3"]),
-        (["--learning-rate", "nan"], ["--learning-rate", "above 0"]),
-        (["--learning-rate", "fast"], ["--learning-rate 'fast'", "a number"]),
-        (["--batchsize", "3"], ["'--batchsize'", "Did you mean '--batch-size'"]),
-        (["--config", "/nowhere.yaml"], ["/nowhere.yaml", "No such file"]),
-        (["--run-name", "../up"], ["--run-name '../up'"]),
-        (["--offload", "optimizer"], ["--offload optimizer", "ddp allows none"]),
-        (["--weights", "x", "--pretrained"], ["exclude each other"]),
-        (["--bad-images", "skip:2"], ["--bad-images 'skip:2'", "skip:0.01"]),
-    ],
-)
-def test_command_line(flags, words):
-    assert_user_error(train_alone("--check-config", *flags), *words)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("batch-siz: 8", ["'batch-siz'", "Did you mean 'batch-size'"]),
-        ("batch-size: 0", ["batch-size 0", "from 1"]),
-        ("batch-size: many", ["batch-size 'many'"]),
-        ('batch-size: "1', ["not valid YAML", "line 1"]),
-        ("batch-size:", ["has no value"]),
-        ("batch-size: 8\nbatch_size: 9", ["given twice"]),
-        ("- 8", ["expected lines such as"]),
-        ("pretrained: perhaps", ["true or false"]),
-    ],
-)
-def test_configuration_file(text, words, tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    assert_user_error(train_alone("--check-config", "--config", str(path)), str(path), *words)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda c: c | {"zero_optimisation": {"stage": 1}}, ["'zero_optimisation'", "'zero_optimization'"]),
-        (lambda c: c | {"bf16": {"enabled": True}}, ["'bf16'", "--precision"]),
-        (lambda c: c | {"train_batch_size": "auto"}, ["'train_batch_size'", "--batch-size"]),
-        (lambda c: c | {"prescale_gradients": "auto"}, ["'prescale_gradients'", "'auto'"]),
-        (lambda c: c | {"zero_optimization": {"stage": 3}}, ["stage is 3", "stage 1"]),
-        (lambda c: c | {"zero_optimization": {"stage": 1, "overlap_com": True}}, ["overlap_com", "overlap_comm"]),
-        (lambda c: c | {"zero_optimization": {"stage": 1, "overlap_comm": "yes"}}, ["'yes'", "true or false"]),
-        (lambda c: c | {"zero_optimization": {"stage": 1, "reduce_bucket_size": -1}}, ["-1", "0 or more"]),
-    ],
-)
-def test_deepspeed_json(change, words, tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(change(json.loads((CONFIG_FOLDER / "ds_config_ddp.json").read_text()))))
-    assert_user_error(train_alone("--check-config", "--deepspeed-config", str(path)), str(path), *words)
-
-
-def test_malformed_deepspeed_json(tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text('{"zero_optimization": {"stage": 1},}')
-    assert_user_error(train_alone("--check-config", "--deepspeed-config", str(path)), str(path), "line 1")
-
-
-def test_log_folder_that_cannot_be_written():
-    # /proc takes no new folders, from root either.
-    result = train_here("--data", "fake", "--model-type", "basic_cnn", "--log-dir", "/proc/logs")
-    assert_user_error(result, "--log-dir /proc/logs", "cannot be written")
+def test_a_mistake_of_the_command_line():
+    """Others, and their whole lines, are in tests/references/errors.txt."""
+    assert_user_error(train_alone("--check-config", "--model-type", "mobilnet"), "Did you mean 'mobilenet'")
 
 
 def test_missing_data_folder_over_two_ranks(tmp_path):
@@ -173,16 +103,6 @@ def test_data_folders_with_other_classes(tmp_path):
     assert_user_error(train_here("--data", str(tmp_path / "images"), *flags), "one class")
 
 
-def test_image_too_small_for_the_model(tmp_path):
-    result = train_here("--data", "fake", "--model-type", "vgg", "--image-size", "28", "--log-dir", str(tmp_path))
-    assert_user_error(result, "28", "--image-size 32")
-
-
 def test_weights_without_a_network(tmp_path):
     result = train_here("--data", "fake", "--model-type", "mobilenet_finetuned", "--log-dir", str(tmp_path))
     assert_user_error(result, "--weights")
-
-
-def test_a_launchers_environment_that_is_incomplete():
-    result = train_here("--data", "fake", RANK="0", WORLD_SIZE="x", LOCAL_RANK="0")
-    assert_user_error(result, "WORLD_SIZE=x")

@@ -18,8 +18,7 @@ from training import auto_batch_size
 from training.auto_batch_size import Trial, largest_that_fits
 from training.base.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from training.base.run_folder import BATCH_SIZE
-from training.config import FIELDS, FLAG_OF, TrainConfig
-from training.config.check import check_config
+from training.config import FIELDS, TrainConfig
 from training.config.global_batch import micro_batches, usual_global_batch
 from training.data import load_data
 from training.engines.torch_engine import TorchEngine
@@ -232,22 +231,6 @@ def test_a_global_batch_without_a_micro_batch_is_refused_with_the_nearest(global
     assert str(caught.value).endswith(told)
     nearest = int(told.rstrip(".").split()[-1])
     assert micro_batches(nearest, ranks)
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        (
-            {"batch_size": "auto", "gradient_accumulation_steps": 4},
-            "--batch-size auto finds --gradient-accumulation-steps",
-        ),
-        ({"strategy": "auto"}, "type bash scripts/launch_distributed.sh mobilenet auto <num_gpus> 16 30."),
-    ],
-)
-def test_what_auto_does_not_go_with_is_one_line(changes, told):
-    with pytest.raises(UserError) as caught:
-        check_config(TrainConfig(**changes), FLAG_OF)
-    assert told in str(caught.value)
 
 
 LAUNCHES = {

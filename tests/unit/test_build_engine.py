@@ -16,8 +16,7 @@ from torch._dynamo.utils import counters
 
 from models.build import BuiltModel
 from training.base.errors import UserError
-from training.config import FLAG_OF, TrainConfig
-from training.config.check import check_config
+from training.config import TrainConfig
 from training.engines import compilation
 from training.engines import model as model_module
 from training.engines.build_engine import ENGINES, build_engine, note_engine, resolve_engine
@@ -147,8 +146,6 @@ def test_auto_does_not_compile_what_recomputes_activations():
     config = TrainConfig(model_type="mobilenet", activation_checkpointing=True)
     assert not resolve_compile(config, None, LONG, ALONE)
     assert not resolve_compile(config, "on", LONG, ALONE)
-    with pytest.raises(UserError, match="--compile on and --activation-checkpointing exclude each other"):
-        check_config(dataclasses.replace(config, compile="on"), FLAG_OF)
 
 
 def test_compile_without_a_compiler_is_one_line(monkeypatch):

@@ -309,7 +309,9 @@ def test_predictions_average_the_views(call, run, pictures, data, flip, shift):
     assert json.loads(out)["probability"] == pytest.approx(mean.max(), abs=1e-6)
 
 
-@VIEWS
+@pytest.mark.parametrize(
+    ("flip", "shift"), [(True, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((True, 0), (False, 1)))]
+)
 def test_an_evaluation_reports_views_beside_the_plain_scores(call, run, data, tmp_path, flip, shift):
     code, out, err = call(evaluate, run, "--output", tmp_path / "views", *flags_of(flip, shift))
     assert (code, err) == (0, "")
@@ -473,7 +475,7 @@ def run_in_shell(script: str, redirection: str, *words: object) -> subprocess.Co
     ("script", "words"),
     [
         *[pytest.param("predict", ["{run}", "{pictures}", "--format", kind], marks=MARKS[kind]) for kind in FORMATS],
-        ("evaluate", ["{run}", "--output", "{tmp}/evaluation"]),
+        pytest.param("evaluate", ["{run}", "--output", "{tmp}/evaluation"], marks=pytest.mark.slow),
         pytest.param(
             "export", ["{run}", "--format", "safetensors", "--output", "{tmp}/export"], marks=pytest.mark.slow
         ),
@@ -493,6 +495,7 @@ def test_nobody_needs_to_read_all_predictions(run, pictures, kind):
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.slow  # that a training does is test_stopping.py's
 def test_a_script_whose_output_nobody_reads_does_its_work(run, tmp_path):
     output = tmp_path / "export"
     words = (run, "--format", "safetensors", "--output", output)
@@ -554,26 +557,13 @@ def test_only_safetensors_are_read(call, tmp_path, script, content, message):
 @pytest.mark.parametrize(
     ("script", "words", "message"),
     [
-        (evaluate, ["{run}", "--split", "all"], "--split all is for one folder of classes"),
-        (evaluate, ["{run}", "--data", "{empty}"], "is empty: give it one folder of images per class"),
-        (evaluate, ["{run}", "--data", "digitz"], "Did you mean 'digits'?"),
         (evaluate, ["{run}", "--output", "{run}"], "exists and holds no evaluation"),
-        (evaluate, ["{run}", "--batch-size", "0"], "expected a whole number from 1 to 65536"),
-        (evaluate, ["{run}", "--dta", "digits"], "Did you mean '--data'?"),
-        (evaluate, ["{empty}"], "is no run: it has no config.json"),
-        (evaluate, [], "the following arguments are required: RUN_OR_WEIGHTS"),
-        (predict, ["{run}", "{empty}"], "no image in the folder"),
         (predict, ["{run}", "-"], "standard input is empty"),
-        (predict, ["{run}"], "the following arguments are required: IMAGE"),
-        (predict, ["{run}", "a.png", "--top-k", "0"], "expected a whole number from 1 to 1000"),
-        (predict, ["{run}", "a.png", "--format", "xml"], "--format 'xml': expected table | csv | json"),
-        (predict, ["{run}", "a.png", "--output", "{empty}/no/such"], "cannot be written (No such file or directory)"),
-        (predict, ["{run}", "a.png", "--output", "."], "--output . is a folder: give a file, such as labels.csv."),
-        (evaluate, ["{run}", "--output", "."], "--output . is the current folder, which an evaluation would replace"),
         (evaluate, ["{run}", "--output", "{empty}"], "is the current folder, which an evaluation would replace"),
     ],
 )
-def test_mistakes_are_one_line(call, run, tmp_path, monkeypatch, script, words, message):
+def test_mistakes_are_one_line_and_leave_the_run_alone(call, run, tmp_path, monkeypatch, script, words, message):
+    """Others are in tests/references/errors.txt."""
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
@@ -581,21 +571,6 @@ def test_mistakes_are_one_line(call, run, tmp_path, monkeypatch, script, words, 
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert message in err
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
-
-
-def test_a_gpu_that_is_not_there_is_one_line(call, run, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, out, err = call(predict, run, "a.png", "--device", "cuda")
-    assert (code, out) == (2, "")
-    assert err == "predict: --device cuda: PyTorch finds no GPU here; leave it out, or give --device cpu.\n"
-
-
-def test_fp16_on_a_cpu_is_refused_and_not_waited_for(call, run, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, out, err = call(evaluate, run, "--precision", "fp16")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "--precision fp16" in err
-    assert "use bf16, fp32 or auto" in err
 
 
 @pytest.mark.parametrize(("script", "words"), [(evaluate, []), (predict, ["a.png"])])

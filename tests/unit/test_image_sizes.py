@@ -91,20 +91,6 @@ def test_sizes_that_do_not_fit_are_refused(changes, words):
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        *((["--progressive-size", value], [value, "LOW:FIRST:LAST"]) for value in ("16", "16:3", "16:3:2", "4:0:1")),
-        (["--progressive-size", "16:0:2", "--compile", "on"], ["--compile on", "leave out"]),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused(flags, words):
-    with pytest.raises(UserError) as error:
-        parse_args(flags)
-    for word in words:
-        assert word in str(error.value)
-
-
 def build(model: str):
     world = World(0, 0, 1, 1, torch.device("cpu"))
     return build_training_model(parse_args(["--model-type", model])[0], load_data(PROGRESSIVE), world)

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from training.base.errors import UserError
 from training.base.run_folder import LEARNING_RATE, METRICS
-from training.config import FLAG_OF, TrainConfig
-from training.config.check import check_config
+from training.config import TrainConfig
 from training.data.mixing import Mixing
 from training.data.reader import Batch
 from training.recipe.loss import GUESSES, build_loss
@@ -193,8 +191,3 @@ def test_no_clear_fall_ends_the_run_and_names_the_default(tmp_path, monkeypatch,
     assert train_run(TrainConfig(**(RECIPE | {"log_dir": str(tmp_path), "learning_rate": "auto"}))) == 2
     told = "no rate from 0.00032 to 0.0032 has clearly lowered the loss within 100 steps: give a number (the default is"
     assert f"{told} 0.001)." in capsys.readouterr().err
-
-
-def test_an_automatic_rate_is_not_scaled():
-    with pytest.raises(UserError, match="--base-batch-size: leave it out"):
-        check_config(TrainConfig(learning_rate="auto", base_batch_size=256), FLAG_OF)

@@ -123,19 +123,10 @@ def test_each_member_of_an_ensemble_learns_by_its_own_loss(flags, targets):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--class-weights", "frequency"], ["frequency", "none, balanced, CLASS=WEIGHT"]),
-        (["--class-weights", "cat=heavy"], ["cat=heavy", "a weight is from 0 to 1000000"]),
-        (["--class-weights", "cat=-1"], ["a weight is from 0"]),
-        (["--class-weights", "cat=nan"], ["a weight is from 0"]),
-        (["--class-weights", "cat=1,cat=2"], ["class 'cat' has two weights"]),
-        (["--class-weights", "=1"], ["CLASS=WEIGHT"]),
         (["--class-weights", "cats=2"], ["no class 'cats'", "Did you mean 'cat'?", "It has "]),
         (["--class-weights", "cat=0,dog=0,a=b=0"], ["all training images have weight 0"]),
-        (["--class-weights", "balanced", "--sampling", "balanced"], ["give one of them"]),
-        (["--bce-target-threshold", "0.2"], ["--loss bce only"]),
         (["--loss", "bce", "--bce-target-threshold", "0.02"], ["0.02 makes all targets alike", "0.025 and 0.925"]),
         (["--loss", "bce", "--bce-target-threshold", "0.93"], ["0.93 makes all targets alike", "a value between"]),
-        (["--loss", "focal"], ["cross_entropy | bce"]),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused_in_one_line(flags, words):

@@ -11,14 +11,13 @@ import timm
 
 from delivery.export import FORMATS, PRECISIONS
 from delivery.flags import evaluate_parser, export_parser, predict_parser
-from launch.arguments import read_arguments
 from models import MODELS, check_model_name
 from models.names_elsewhere import FLAGS, VALUES
 from training.base.errors import UserError, nearest
 from training.config import FIELDS, FLAG_OF
 from training.config.command_line import parse_args, training_parser
 from training.config.values import allowed_names
-from training.data import DATASETS, DataOptions, load_data
+from training.data import DATASETS
 from training.data.augmentations import AUGMENTATIONS
 from training.engines.strategies import STRATEGIES
 from training.recipe.rules import ALLOWED
@@ -30,51 +29,6 @@ def told(words: list[str], parse=parse_args) -> str:
     with pytest.raises(UserError) as caught:
         parse(words)
     return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("line", "answer"),
-    [
-        ("--lr 0.1", "'--lr'. Here that is --learning-rate."),
-        ("--fp16", "Here that is --precision fp16."),
-        ("--amp", "Here that is --precision bf16."),
-        ("--gpus 2", "launch_distributed.sh <model> <strategy> <num_gpus>"),
-        ("--num_train_epochs 3", "Here that is --epochs."),
-        ("--trainer.max_epochs=3", "Here that is --epochs."),
-        ("--trainer.precision 16", "Did you mean '--precision'?"),
-        ("imgsz=224", "Here that is --image-size."),
-        ("-b 4", "Here that is --batch-size."),
-        ("--resume_from_checkpoint x", "Here that is --resume."),
-        ("--kfold 5", "Not there yet"),
-        ("--wandb", "Not there yet"),
-        ("--model-type resnet50", "Did you mean 'timm:resnet50'?"),
-        ("--model-type microsoft/ResNet-50", "Did you mean 'timm:resnet50'?"),
-        ("--model-type hf-hub:timm/resnet50.a1_in1k", "Did you mean 'timm:resnet50.a1_in1k'?"),
-        ("--model-type efficientnet_b3", "Did you mean 'timm:efficientnet_b3'?"),
-        ("--model-type mobilnet", "Did you mean 'mobilenet'?"),
-        ("--model-type vit_b_16", "Here that is timm:vit_base_patch16_224."),
-        ("--strategy fsdp", "Did you mean 'fsdp_stage2' or 'fsdp_stage3'?"),
-        ("--strategy deepspeed_stage_3", "Here that is fsdp_stage3."),
-        ("--precision float16", "Here that is fp16."),
-        ("--precision 16-mixed", "Here that is fp16."),
-        ("--optimizer SGD", "Did you mean 'sgd'? "),
-        ("--schedule CosineAnnealingLR", "Here that is cosine."),
-        ("--schedule reduce_lr_on_plateau", "Not there yet"),
-        ("--augmentation ta_wide", "Here that is trivialaugment."),
-        ("--offload cpu", "Here that is optimizer."),
-        ("--save 3", "Did you mean '--save-every-steps' or '--save-every-minutes'?"),
-    ],
-)
-def test_names_of_others_get_ours(line, answer):
-    assert answer in told(line.split())
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["--nonsense", "--xyzzy 3", "-z", "stray", "--model-type yolov8n-cls.pt", "--strategy fancy", "--schedule q"],
-)
-def test_what_resembles_nothing_gets_no_guess(line):
-    assert not re.search("Did you mean|Here that is|Not there yet", told(line.split()))
 
 
 def test_every_answer_names_what_there_is():
@@ -102,20 +56,6 @@ def test_no_flag_of_ours_is_taken_for_anothers(tmp_path):
         assert re.search("Here that is|[.] [A-Z]", told([f"--{word}", "1"]))
         file.write_text(f"{word.replace('-', '_')}: 1\n")
         assert re.search(r"unknown key '.*'\. [A-Z]", told(["--config", str(file)]))
-
-
-def test_other_scripts_answer_with_what_they_have():
-    assert "Here that is RUN_OR_WEIGHTS, the first word." in told(
-        ["digits", "--ckpt", "x"], evaluate_parser(None).parse
-    )
-    assert "Here that is --flip." in told(["digits", "--tta"], evaluate_parser(None).parse)
-    assert "Here that is --top-k." in told(["digits", "a.png", "--topk", "5"], predict_parser(None).parse)
-    words = ["digits", "--format", "onnx", "--int8"]
-    assert "Here that is --precision int8." in told(words, export_parser(None).parse)
-    with pytest.raises(UserError, match="'--model' stands among the first 5 arguments"):
-        read_arguments("launch_distributed.sh", ["--model", "resnet50", "--epochs", "5", "--lr", "1"], {})
-    with pytest.raises(UserError, match=r"Here that is torchvision:CIFAR10\."):
-        load_data(DataOptions(data="cifar10"))
 
 
 def test_the_flags_that_deepspeed_adds_to_a_script_choose_its_file():

@@ -130,35 +130,6 @@ def test_every_schedule_is_positive_and_ends_where_it_is_told(changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"schedule": "cosin"}, "unknown schedule 'cosin'. Did you mean 'cosine'?"),
-        ({"fallback_schedule": "lin"}, "unknown fallback schedule 'lin'. Did you mean 'linear'?"),
-        (
-            {"fallback_schedule": "wsd", "optimizer": "muon", "decay_epochs": 9.0},
-            "--decay-epochs 9.0 with the epochs before it",
-        ),
-        ({"warmup_epochs": 11}, "--warmup-epochs 11: the run has 10 epochs only."),
-        ({"cooldown_epochs": 8.5}, "--cooldown-epochs 8.5 with the epochs before it: the run has 10 epochs only."),
-        ({"schedule": "wsd", "decay_epochs": 9.0}, "--decay-epochs 9.0 with the epochs before it"),
-        (
-            {"schedule": "wsd", "decay_epochs": 0.5},
-            "--decay-epochs 0.5: the decay of wsd begins with an epoch, give 1.",
-        ),
-        (
-            {"schedule": "wsd", "decay_epochs": 2, "cooldown_epochs": 0.5},
-            "--decay-epochs 2: the decay of wsd begins with an epoch, give 2.5.",
-        ),
-        ({"milestones": "3;4"}, "--milestones '3;4': expected epochs such as 30,60,80."),
-    ],
-)
-def test_what_no_schedule_can_be_is_one_line(changes, told):
-    with pytest.raises(UserError) as caught:
-        check_config(dataclasses.replace(CONFIG, **changes), FLAG_OF)
-    assert told in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("given", "epochs", "steps_per_epoch", "steps"),
     [
         ("auto", 30, 45, 45),

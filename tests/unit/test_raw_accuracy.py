@@ -7,9 +7,7 @@ import json
 import pytest
 
 from delivery.evaluate import evaluate
-from training.base.errors import UserError
-from training.config import FLAG_OF, TrainConfig
-from training.config.check import check_config
+from training.config import TrainConfig
 from training.run import run
 
 
@@ -38,8 +36,3 @@ def test_it_is_that_of_a_training_without_the_average_and_changes_nothing(tmp_pa
     assert exported["loss"] == pytest.approx(best["val_loss"], abs=1e-6)
     assert all("raw_top1" not in line for line in [*plain, *without])
     assert f"raw top-1 {scores[0][1]:.4f}" in (tmp_path / "training.log").read_text()
-
-
-def test_without_an_average_there_is_nothing_to_compare_with():
-    with pytest.raises(UserError, match="--raw-accuracy compares with --ema"):
-        check_config(TrainConfig(raw_accuracy=True), FLAG_OF)

@@ -109,13 +109,6 @@ def test_bucket_sizes_may_be_written_as_the_documentation_does(value, ok, tmp_pa
             check_deepspeed_json(content, tmp_path)
 
 
-def test_a_key_given_twice_is_refused(tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text('{"zero_optimization": {"stage": 1, "stage": 2}}')
-    with pytest.raises(UserError, match="'stage' is given twice"):
-        read_strategy_json("ddp", str(path))
-
-
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_flops_profiler_is_reachable_by_its_key(name, tmp_path):
     path = tmp_path / "ds.json"

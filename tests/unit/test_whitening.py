@@ -10,8 +10,6 @@ from torch.nn import functional
 
 from models.build import BuiltModel, build_model
 from training.base.errors import UserError
-from training.config import FLAG_OF, TrainConfig
-from training.config.check import check_config
 from training.data import DataOptions, load_data
 from training.recipe.whitening import EPSILON, whiten_stem, whitening_filters
 
@@ -85,10 +83,3 @@ def test_a_stem_that_cannot_whiten_is_refused(module, message, digits):
     with pytest.raises(UserError, match=f"^--whitened-stem: .*{message}") as caught:
         whiten_stem(BuiltModel(module, {}), digits, computes=True)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("given", [{"weights": "x"}, {"pretrained": True}, {"model_type": "mobilenet_finetuned"}])
-def test_loaded_weights_are_not_replaced(given):
-    config = TrainConfig(whitened_stem=True, **given)
-    with pytest.raises(UserError, match=r"^--whitened-stem would replace weights that are loaded: leave it out"):
-        check_config(config, FLAG_OF)

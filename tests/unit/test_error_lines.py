@@ -1,0 +1,146 @@
+"""What users get wrong, and the line that each mistake gets: tests/references/errors.txt.
+
+Each pair of lines is a command and all that it prints: one line, on standard error, with exit code 2. Before the script
+stand files that it finds in its folder and variables of its environment, NAME.EXT=TEXT and NAME=VALUE, as bash has
+them; in the folder lie `run`, a run of basic_cnn on the digits, and `empty`. After a change of the lines, write the
+file anew and read its diff; a new command is added as `$ COMMAND`:
+
+    .venv/bin/python -m tests.unit.test_error_lines
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from launch.arguments import LAUNCHERS, check_training, read_arguments
+from models.build import build_model
+from planning.plan_command import parse as parse_plan
+from planning.plan_command import run as run_plan
+from scripts import evaluate, export, predict, report
+from scripts.train_distributed import train
+from training.base.atomic_write import write_json
+from training.base.errors import USER_ERROR_EXIT_CODE
+from training.checkpoint.weights import save_weights
+from training.config import TrainConfig
+from training.config.command_line import run_script
+from training.data import DataOptions, load_data
+
+REFERENCE = Path(__file__).resolve().parents[1] / "references" / "errors.txt"
+ASSIGNMENT = re.compile(r"([\w.]+)=(.*)", re.DOTALL)
+DELIVERIES = {script.__name__.rpartition(".")[2]: script for script in (evaluate, predict, export, report)}
+
+
+def make_folder(folder: Path) -> None:
+    """Write the run, of random weights, and the empty folder."""
+    (folder / "empty").mkdir()
+    (folder / "run").mkdir()
+    write_json(folder / "run/config.json", dataclasses.asdict(TrainConfig(model_type="basic_cnn", run_name="run")))
+    built = build_model("basic_cnn", num_classes=10, image_size=32)
+    save_weights(
+        folder / "run/model.safetensors",
+        built.module.state_dict(),
+        description=built.description,
+        class_names=[str(number) for number in range(10)],
+        preprocessing=load_data(DataOptions()).preprocessing,
+    )
+
+
+def launcher(name: str) -> Callable[[list[str]], int]:
+    """Return what reads a launcher's command line, up to the start of ranks."""
+
+    def read(words: list[str]) -> int:
+        check_training(read_arguments(name, words, os.environ).training)
+        return 0
+
+    return read
+
+
+def run_words(script: str, words: list[str]) -> int:
+    """Run a script in this process, as its file does; return the exit code."""
+    with mock.patch.object(sys, "argv", [script, *words]):
+        if script in DELIVERIES:
+            module = DELIVERIES[script]
+            return run_script(script, module.parse, getattr(module, script))
+        if script == "plan":
+            return run_script(script, lambda given: parse_plan(given, None), run_plan)
+        return run_script("error", list, train if script == "train_distributed" else launcher(script))
+
+
+def answer(command: str) -> str:
+    """Run a command in the current folder; return its line, or what else came of it."""
+    words, variables, files = shlex.split(command), {}, []
+    while found := ASSIGNMENT.fullmatch(words[0]):
+        name, text = found.groups()
+        if "." in name:
+            Path(name).write_text(text.replace("\\n", "\n"))
+            files.append(name)
+        else:
+            variables[name] = text
+        words.pop(0)
+    output, errors = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, variables),
+        mock.patch("training.run.train", side_effect=AssertionError("it trains")),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        code = run_words(words[0], words[1:])
+    for name in files:
+        Path(name).unlink()
+    printed = output.buffer.getvalue().decode()
+    lines = [line for line in errors.getvalue().splitlines() if not line.startswith("no GPU found")]
+    if code != USER_ERROR_EXIT_CODE or len(lines) != 1 or printed:
+        return f"exit code {code}, output {printed!r}, errors {errors.getvalue()!r}"
+    return lines[0].replace(str(Path.cwd()), "HERE")
+
+
+def lines_now(reference: list[str]) -> Iterator[str]:
+    """Yield the lines of the reference, with the answers that the commands get now."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    here = Path.cwd()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, variables, clear=True),
+        mock.patch("torch.cuda.is_available", return_value=False),
+    ):
+        make_folder(Path(folder))
+        os.chdir(folder)
+        try:
+            for line in reference:
+                if line.startswith("$ "):
+                    yield line
+                    yield answer(line[2:])
+                elif not line or line.startswith("#"):
+                    yield line
+        finally:
+            os.chdir(here)
+
+
+def test_every_mistake_gets_the_line_of_the_reference() -> None:
+    expected = REFERENCE.read_text(encoding="utf-8").splitlines()
+    found = list(lines_now(expected))
+    assert {*DELIVERIES, *LAUNCHERS, "plan", "train_distributed"} == {script_of(line) for line in found} - {None}
+    assert found == expected
+
+
+def script_of(line: str) -> str | None:
+    words = shlex.split(line)[1:] if line.startswith("$ ") else []
+    return next((word for word in words if not ASSIGNMENT.fullmatch(word)), None)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    text = "\n".join(lines_now(REFERENCE.read_text(encoding="utf-8").splitlines())) + "\n"
+    REFERENCE.write_text(text, encoding="utf-8")
