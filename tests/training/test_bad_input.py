@@ -75,8 +75,9 @@ def test_unreadable_image_in_the_middle_of_an_epoch_ends_all_ranks(tmp_path):
     assert last.read_text().strip() == "step-00000-0000003"
 
 
-def test_the_share_of_skipped_images_holds_for_all_ranks_together(tmp_path):
-    """One image of each of two ranks is bad, where one in all is allowed: no rank alone has too many."""
+@pytest.fixture
+def one_bad_image_of_each_of_two_ranks(tmp_path):
+    """(words of a launch but the last, the paths, how many images there are)."""
     root = make_folder(tmp_path / "images", count=40)
     pair = load_data(DataOptions(str(root), image_size=32))
     plan = BatchPlan(len(pair.train), 2, 1, 2, seed=0)
@@ -85,9 +86,19 @@ def test_the_share_of_skipped_images_holds_for_all_ranks_together(tmp_path):
     for path in paths:
         truncate(Path(path))
     flags = ["--data", str(root), "--image-size", "32", "--log-dir", str(tmp_path / "logs"), "--bad-images"]
-    result = launch("basic_cnn", "ddp", "2", "2", "1", *flags, "skip")
-    assert_user_error(result, f"more than 1 of {len(pair.train)} images", "--bad-images skip:0.05")
-    allowed = launch("basic_cnn", "fsdp_stage3", "2", "2", "1", *flags, "skip:0.05")
+    return ["basic_cnn", "fsdp_stage3", "2", "2", "1", *flags], paths, len(pair.train)
+
+
+def test_the_share_of_skipped_images_holds_for_all_ranks_together(one_bad_image_of_each_of_two_ranks):
+    """One in all is allowed: no rank alone has too many."""
+    words, _, images = one_bad_image_of_each_of_two_ranks
+    assert_user_error(launch(*words, "skip"), f"more than 1 of {images} images", "--bad-images skip:0.05")
+
+
+@pytest.mark.slow
+def test_images_that_may_be_skipped_are_named(one_bad_image_of_each_of_two_ranks):
+    words, paths, _ = one_bad_image_of_each_of_two_ranks
+    allowed = launch(*words, "skip:0.05")
     assert allowed.returncode == 0, allowed.stdout + allowed.stderr
     assert "2 unreadable image(s) skipped" in allowed.stdout
     assert all(path in allowed.stdout for path in paths)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(900)
 
 TRAIN_IMAGES, VAL_IMAGES, BATCH_SIZE = 64, 8, 8
 EPOCHS = 4
-SLOW = ("vgg", "ensemble", "airbench")  # two minutes
+SLOW = ("vgg", "ensemble", "airbench", "airbench_small", "efficientnet")  # two minutes
 QUICK = tuple(name for name in MODELS if name not in SLOW)
 EVERY_MODEL = pytest.mark.parametrize("model", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 

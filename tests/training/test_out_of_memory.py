@@ -29,7 +29,9 @@ torch.nn.functional.cross_entropy = planted
 """
 
 
-@pytest.mark.parametrize(("on_oom", "code"), [("adapt", 0), ("stop", OUT_OF_MEMORY_EXIT_CODE)])
+@pytest.mark.parametrize(
+    ("on_oom", "code"), [("adapt", 0), pytest.param("stop", OUT_OF_MEMORY_EXIT_CODE, marks=pytest.mark.slow)]
+)
 def test_a_rank_that_runs_out_of_memory_ends_the_start_and_smaller_settings_go_on(tmp_path, on_oom, code):
     """Python imports `sitecustomize` at its start: the fourth step on more than 8 images fails on rank 1."""
     (tmp_path / "sitecustomize.py").write_text(PLANTED)

@@ -38,7 +38,7 @@ RECIPE = {
     "save_every_steps": 1,
 }
 RARE = [  # they exclude each other
-    {"sampling": "balanced"},
+    pytest.param({"sampling": "balanced"}, marks=pytest.mark.slow),
     {"class_weights": "wave-3=2.5", "optimizer": "muon", "fallback_schedule": "linear"},  # under PyTorch's engine
 ]
 

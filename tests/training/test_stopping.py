@@ -108,6 +108,7 @@ def test_sigterm_to_the_launcher_saves_and_the_run_goes_on_bit_for_bit(tmp_path,
     assert len(read_metrics(folder, "resume")) == 1
 
 
+@pytest.mark.slow  # of the standard output itself: tests/unit/test_lasting_output.py
 def test_a_run_whose_output_nobody_reads_any_more_goes_on(tmp_path, uninterrupted):
     """As in `... | tee log`, if tee is killed; the log file has everything."""
     process = start(tmp_path, "unread")
@@ -140,7 +141,7 @@ def test_sigterm_to_one_rank_before_the_first_step(tmp_path):
     assert "could not be written" not in output
 
 
-@pytest.mark.slow  # SIGTERM takes the same way, and any number of ranks and strategy is test_checkpoint.py's
+@pytest.mark.slow  # SIGTERM takes the same way, and any number of ranks and strategy is test_resume.py's
 def test_ctrl_c_and_on_with_one_rank_under_another_strategy(tmp_path):
     """The global batch is held: two accumulation steps in the place of two ranks."""
     folder = tmp_path / "runs" / "moved"

@@ -495,7 +495,7 @@ def test_nobody_needs_to_read_all_predictions(run, pictures, kind):
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.slow  # that a training does is test_stopping.py's
+@pytest.mark.slow
 def test_a_script_whose_output_nobody_reads_does_its_work(run, tmp_path):
     output = tmp_path / "export"
     words = (run, "--format", "safetensors", "--output", output)
