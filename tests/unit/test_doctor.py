@@ -14,7 +14,6 @@ from launch.cluster.remote_shell import srun_command
 from planning.doctor.doctor_command import parse, request_of
 from planning.doctor.examination import HERE, Request
 from planning.doctor.probe import local_command
-from scripts import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,36 +51,6 @@ def test_hosts_come_from_a_hostfile_a_list_or_slurms_job(tmp_path: Path, monkeyp
     job = request("--gpus-per-node", "8")
     assert (job.slots, job.command) == ({"n1": 8, "n2": 8}, srun_command)
     assert request("--here").is_alone
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--hosts", "a,-oProxyCommand=reboot"), "'-oProxyCommand=reboot' is no host name"),
-        (("--hosts", "a,$(reboot)"), "is no host name"),
-        (("--hosts", "a,a"), "given twice"),
-        (("--hosts", "a", "--nodes", "2"), "2 nodes asked for, 1 named"),
-        (("--hostfile", "no/such/file"), "no/such/file"),
-        (("--nodes", "2"), "--hostfile or --hosts"),
-        (("--gpus-per-node", "0"), "expected a whole number from 1 to 1024"),
-        (("--hosts", "a", "--here"), "not allowed with"),
-        (("--", "--model-type", "mobilnet"), "Did you mean 'mobilenet'?"),
-        (("--", "--strategy", "zero"), "unknown strategy"),
-        (("--", "--nope"), "--nope"),
-        (("--check-data", "digits", "--nope"), "--nope"),
-        (("--check-data", "no/such/folder"), "'no/such/folder' is not a data set"),
-        (("--check-data", "digits", "--", "--val-fraction", "2"), "--val-fraction 2.0: expected a number above 0"),
-        (("--check-data", "digits", "--", "--val-fraction", "half"), "--val-fraction 'half': expected a number"),
-    ],
-)
-def test_a_mistake_gets_one_line(
-    words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["doctor.py", *words])
-    code = doctor.main()
-    printed = capsys.readouterr()
-    assert (code, printed.out) == (2, "")
-    assert message in printed.err
 
 
 def test_this_machine_is_examined_as_a_whole(tmp_path: Path) -> None:

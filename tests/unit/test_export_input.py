@@ -40,26 +40,6 @@ def one_line(monkeypatch, capsys, folder, *words):
     return captured.err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--format", "onxx"], "unknown format 'onxx'. Did you mean 'onnx'? Allowed: safetensors, torch-export, onnx."),
-        (["--format", "onnx", "--precision", "int4"], "unknown precision 'int4'. Did you mean 'int8'?"),
-        (["--format", "safetensors", "--precision", "int8"], "give --format onnx for int8"),
-        (["--format", "torch-export", "--precision", "int8"], "give --format onnx for int8"),
-        ([], "the following arguments are required: --format"),
-        (["--format", "onnx", "--calibration-images", "0"], "expected a whole number from 1"),
-        (["--format", "onnx", "--max-accuracy-loss", "101"], "expected points of top-1 from 0 to 100"),
-        (["--format", "onnx", "--max-accuracy-loss", "nan"], "expected points of top-1 from 0 to 100"),
-        (["--format", "onnx", "--percision", "int8"], "Did you mean '--precision'?"),
-        (["--format", "safetensors", "--data", "fake"], "the model does not know"),
-        (["--format", "safetensors", "--data", "no-such-folder"], "no folder of that name exists"),
-    ],
-)
-def test_wrong_words(words, message, run_folder, monkeypatch, capsys):
-    assert message in one_line(monkeypatch, capsys, run_folder, run_folder, *words)
-
-
 def test_files_that_are_no_model(run_folder, monkeypatch, capsys, tmp_path):
     words = ("--format", "onnx")
     assert "neither a file" in one_line(monkeypatch, capsys, tmp_path, tmp_path / "missing", *words)

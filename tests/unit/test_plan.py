@@ -131,26 +131,6 @@ def test_the_launcher_takes_the_command_that_is_printed(more, capsys):
     assert printed["recommended"]["hours"] == pytest.approx(hours * printed["recommended"]["step_s"] / 3600)
 
 
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (["--gpu", "h101"], "unknown --gpu"),
-        (["--batch-size"], "--batch-size: expected"),
-        (["--num-gpus", "12"], "give 8 or 16"),
-        (["--global-batch", "100"], "give 96 or 112"),
-        (["--global-batch", "3"], "give 16, or"),
-        (["--images", "many"], "such as 50000, 50k or 1.28M"),
-        (["--gpu", "v100-16gb", "--precision", "bf16"], "v100-16gb has none"),
-        (["--model-type", "vgg16"], "unknown model"),
-        (["--num-gpu", "2"], "unknown argument"),
-    ],
-)
-def test_mistakes_in_one_line(words, answer):
-    with pytest.raises(UserError, match=re.escape(answer)) as raised:
-        run(parse(["--gpu", "h100", "--json", *words], None))
-    assert "\n" not in str(raised.value)
-
-
 def test_the_batch_that_fills_the_gpu():
     """No multiple of 8 images more fits into 90 %; where the planned ones fill it already, these are the answer."""
     config = dataclasses.replace(JOB.config, engine="torch", gradient_accumulation_steps=2)
