@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from delivery.evaluation_files import write_evaluation
-from delivery.predicted import prediction_line
-from training.base.run_folder import EVALUATION, REPORT, TEST_EVALUATION, RunFolder, shown_path
+from training.base.run_folder import EVALUATION, METRICS, REPORT, TEST_EVALUATION, RunFolder, shown_path
+from training.base.units import format_bytes
 from training.checkpoint.weights import read_metadata
 from training.data.reading.sources import Source
 from training.observe.evaluation import read_scores
@@ -50,6 +52,20 @@ def leave_files(folder: RunFolder, sources: Mapping[str, Source], *, with_card: 
         except Exception as error:  # whatever it is
             lines[name] = f"note: the {name} could not be written ({type(error).__name__}: {error})"
     return list(lines.values())
+
+
+def prediction_line(folder: Path) -> str | None:
+    """Return the line for a run's log, None if it has no prediction or no `end` line."""
+    from delivery.report.run_facts import compare_memory  # imported late, as above
+
+    metrics = folder / METRICS
+    lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
+    end = json.loads(lines[-1]) if lines else {}
+    found = compare_memory(folder, end) if end.get("kind") == "end" else None
+    if found is None:
+        return None
+    predicted, measured = map(format_bytes, found)
+    return f"predicted    memory of a rank {predicted} ({measured} measured, ratio {found[0] / found[1]:.2f})"
 
 
 def _write_evaluation(folder: RunFolder, name: str, source: Source) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import re
 import time
+import timeit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ IB_SHARE = 0.96  # 12 of 12.5 GB/s: NCCL, src/graph/topo.h
 TCP_SHARE = 0.94  # payload of a frame: 1448 of 1538 bytes
 IMAGES, CHANNELS, PIXELS = 16, 128, 16  # of a convolution in the middle of a network
 COPY_BYTES = 64 * 2**20
-REPEATS = 5
+REPEATS = 6
 SMALLEST_GB = 0.5  # of a GPU that is planned for
 CPU = "cpu"  # the name of a CPU rank's share
 
@@ -255,30 +256,24 @@ def gpu_of_device(device_name: str, memory_bytes: int) -> str:
 
 @functools.cache  # one process, one machine: what it says twice agrees
 def _measure_cpu(ranks: int) -> Gpu:
-    """Measure a convolution and a copy, of which each rank gets as much as its cores do."""
+    """Measure a convolution and a copy, of which each rank gets as much as its cores do.
+
+    What counts are the core seconds of this process on all its cores: what other processes run meanwhile, such as the
+    training that is to be predicted, does not.
+    """
+
+    def core_seconds(work: Callable[[], object]) -> float:
+        return min(timeit.repeat(work, timer=time.process_time, number=1, repeat=REPEATS))
+
     limit_threads()
     images = torch.rand(IMAGES, CHANNELS, PIXELS, PIXELS).contiguous(memory_format=torch.channels_last)
     weights = torch.rand(CHANNELS, CHANNELS, 3, 3).contiguous(memory_format=torch.channels_last)
-    source = torch.zeros(COPY_BYTES // 4)
-    target = torch.empty_like(source)
+    source, target = torch.zeros(COPY_BYTES // 4), torch.zeros(COPY_BYTES // 4)
     share = usable_cores() / ranks
-    convolution_s = _best_core_s(lambda: torch.conv2d(images, weights, padding=1))
+    convolution_s = core_seconds(lambda: torch.conv2d(images, weights, padding=1))
     convolved = share * 2 * IMAGES * (3 * CHANNELS * PIXELS) ** 2 / convolution_s
-    bandwidth = share * 2 * COPY_BYTES / _best_core_s(lambda: target.copy_(source))  # a byte read and a byte written
+    copy_s = core_seconds(lambda: target.copy_(source))
+    bandwidth = share * 2 * COPY_BYTES / copy_s  # a byte read and a byte written
     memory = psutil.virtual_memory().total // ranks
     text = f"measured on {usable_cores()} cores shared by {ranks} ranks"
     return Gpu(CPU, memory, bandwidth, {"fp32": convolved}, text)
-
-
-def _best_core_s(work: Callable[[], object]) -> float:
-    """Return the core seconds of the fastest of several repeats, after one that does not count.
-
-    They are those of this process on all its cores: what other processes run meanwhile, such as the training that is
-    to be predicted, does not count.
-    """
-    best = float("inf")
-    for _ in range(REPEATS + 1):
-        start = time.process_time()
-        work()
-        best = min(best, time.process_time() - start)
-    return best

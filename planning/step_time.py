@@ -33,9 +33,6 @@ ADAMW_PASSES = 7  # over the fp32 values: weight and two moments, read and writt
 MESSAGE_BYTES = 25 << 20
 BACKWARD_SHARE = 2 / 3  # of a step's operations
 RECOMPUTED = 4 / 3  # operations with activation checkpointing
-# Standard deviation of the time of equal work on equal GPUs: they differ by 8 % (Sinha et al. 2022, arXiv:2208.11035),
-# taken as the range of a box plot's whiskers, which is 5.4 deviations of a normal distribution.
-GPU_SPREAD = 0.08 / 5.4
 
 
 @dataclass(frozen=True)
@@ -103,8 +100,6 @@ def estimate_step(
     micro_s += multiples.traffic * kept_bytes / gpu.bandwidth_bytes_per_s
     micro_s += multiples.layer_s * workload.layers * max(1.0, 1 / machine.rank_cores)
     micro_s *= RECOMPUTED if config.activation_checkpointing else 1
-    if not machine.is_cpu:  # the slowest of many is awaited: about the mean of the largest of normal values
-        micro_s *= 1 + GPU_SPREAD * math.sqrt(2 * math.log(plan.shards * plan.replicas))
     steps = config.gradient_accumulation_steps
     updated = workload.sizes.trained / plan.shards
     update_s = ADAMW_PASSES * FLOAT32_BYTES * updated / gpu.bandwidth_bytes_per_s

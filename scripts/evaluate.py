@@ -25,30 +25,14 @@ def evaluate(given: argparse.Namespace) -> int:
     """Evaluate the model that the command line names, on as many ranks as were started; every rank calls this."""
     import delivery.evaluate
 
-    delivery.evaluate.evaluate(
-        given.model,
-        given.data,
-        split=given.split,
-        data_root=given.data_root,
-        bad_images=given.bad_images,
-        allow_missing_classes=given.allow_missing_classes,
-        flip=given.flip,
-        shift_pixels=given.shift_pixels,
-        batch_size=given.batch_size,
-        precision=given.precision,
-        output=given.output,
-        verbose=True,
-    )
+    arguments = vars(given)
+    del arguments["local_rank"]  # which torchrun's and DeepSpeed's launchers add; the ranks read variables
+    delivery.evaluate.evaluate(**arguments, verbose=True)
     return 0
 
 
-def parse(words: list[str]) -> argparse.Namespace:
-    """Read the command line."""
-    return evaluate_parser(__doc__).parse(words)
-
-
 if __name__ == "__main__":
-    exit_code = run_script("evaluate", parse, evaluate)
+    exit_code = run_script("evaluate", evaluate_parser(__doc__).parse, evaluate)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # see train_distributed.py: taking the interpreter down under gloo's threads may abort

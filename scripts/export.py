@@ -25,22 +25,10 @@ from training.config.command_line import run_script
 def export(given: argparse.Namespace) -> int:
     """Export the model that the command line names."""
     check_choice(given.format, given.precision)  # before the slow imports
-    from delivery.evaluation_data import EvaluationChoice
     from delivery.export.export_job import ExportSettings
     from delivery.export.export_model import export_model, show_export
 
-    settings = ExportSettings(
-        given.model,
-        given.format,
-        given.precision,
-        given.output,
-        EvaluationChoice(given.data, "val", given.data_root, given.bad_images, given.allow_missing_classes),
-        given.check_images,
-        given.calibration_images,
-        given.batch_size,
-        given.max_accuracy_loss,
-        given.threads,
-    )
+    settings = ExportSettings(**vars(given))
     try:
         exported = export_model(settings)
     except ExportRefused as refusal:
@@ -50,10 +38,5 @@ def export(given: argparse.Namespace) -> int:
     return 0
 
 
-def parse(words: list[str]) -> argparse.Namespace:
-    """Read the command line."""
-    return export_parser(__doc__).parse(words)
-
-
 if __name__ == "__main__":
-    sys.exit(run_script("export", parse, export))
+    sys.exit(run_script("export", export_parser(__doc__).parse, export))

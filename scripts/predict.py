@@ -26,23 +26,11 @@ def predict(given: argparse.Namespace) -> int:
     import delivery.predict
     from delivery.prediction_output import write_predictions
 
-    predictions = delivery.predict.predict(
-        given.model,
-        given.images,
-        top_k=given.top_k,
-        flip=given.flip,
-        shift_pixels=given.shift_pixels,
-        batch_size=given.batch_size,
-        device=given.device,
-        decode=given.decode,
-    )
-    return 1 if write_predictions(predictions, given.format, given.output, given.top_k) else 0
-
-
-def parse(words: list[str]) -> argparse.Namespace:
-    """Read the command line."""
-    return predict_parser(__doc__).parse(words)
+    arguments = vars(given)
+    kind, output = arguments.pop("format"), arguments.pop("output")
+    predictions = delivery.predict.predict(**arguments)
+    return 1 if write_predictions(predictions, kind, output, given.top_k) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_script("predict", parse, predict, writes_product=True))
+    sys.exit(run_script("predict", predict_parser(__doc__).parse, predict, writes_product=True))

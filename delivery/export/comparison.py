@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
+import timeit
 from dataclasses import dataclass
 
 import torch
-from torch.utils.benchmark import Timer
 
 from delivery.export import ExportRefused
 from delivery.export.export_job import CheckImages, Forward, run_in_batches
 
 SMALL_BATCHES = (1, 2)
 ROUNDING = 1e-9  # points: 1.0 - 0.99 is a little more than 0.01
-TIMING_SECONDS = 0.5  # of a file and batch size, at least
+TIMED_RUNS = 20
 
 
 # fp32 has 24 bits (2^-24 = 6e-8). Kernels differ in the order in which they sum some thousand products, through up to
@@ -117,8 +118,8 @@ def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: flo
 def milliseconds_per_image(forward: Forward, images: torch.Tensor, batch_size: int) -> float:
     """Return the median time per image, float32 [N, C, S, S], of batches of one size; few images are repeated."""
     batch = images.repeat(-(-batch_size // len(images)), 1, 1, 1)[:batch_size]
-    timer = Timer("forward(batch)", globals={"forward": forward, "batch": batch})
-    return 1e3 * timer.blocked_autorange(min_run_time=TIMING_SECONDS).median / batch_size
+    seconds = timeit.repeat(lambda: forward(batch), number=1, repeat=TIMED_RUNS)
+    return 1e3 * statistics.median(seconds) / batch_size
 
 
 def _largest(values: torch.Tensor) -> float:

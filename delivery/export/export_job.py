@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from delivery.evaluation_data import EvaluationChoice, EvaluationData
+from delivery.evaluation_data import EvaluationData
 from training.base.errors import UserError
 from training.data.datasets import ImageDataset
 from training.data.reading.images import ImageError
@@ -20,7 +20,6 @@ from training.data.reading.images import ImageError
 # From images float32 [B, C, S, S] to logits float32 [B, classes], both on the CPU; B is free.
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
-HELD_OUT = EvaluationChoice(split="val")
 MAX_BYTES = 2 * 10**9  # of the images that are kept in memory, float32
 
 
@@ -33,7 +32,8 @@ class ExportSettings:
         format: a name of `FORMATS`.
         precision: a name of `PRECISIONS`.
         output: folder of the files, empty for the default.
-        choice: the images that the file is compared on; calibration takes those of the training split.
+        data, data_root, bad_images, allow_missing_classes: the images that the file is compared on, see
+            `delivery.evaluation_data.EvaluationChoice`; calibration takes those of the training split.
         check_images: at most so many, 0 for as many as fit into memory.
         calibration_images: of the training split, for int8.
         batch_size: images of one forward pass.
@@ -45,7 +45,10 @@ class ExportSettings:
     format: str
     precision: str = "fp32"
     output: str = ""
-    choice: EvaluationChoice = HELD_OUT
+    data: str = ""
+    data_root: str = ""
+    bad_images: str = ""
+    allow_missing_classes: bool = False
     check_images: int = 0
     calibration_images: int = 256
     batch_size: int = 64

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from delivery.evaluation_data import load_evaluation_data, run_data
+from delivery.evaluation_data import EvaluationChoice, load_evaluation_data, run_data
 from delivery.export import check_choice
 from delivery.export.comparison import Agreement, check_agreement, compare, milliseconds_per_image
 from delivery.export.export_job import ExportJob, ExportSettings, load_calibration_images, load_check_images
@@ -119,7 +119,10 @@ def _show_against_fp32(exported: Exported, settings: ExportSettings) -> None:
 
 def _prepare(settings: ExportSettings, model: TrainedModel) -> ExportJob:
     module, metadata = load_model(model.weights)
-    data = load_evaluation_data(metadata, model.config(), settings.choice, run_data(model))
+    choice = EvaluationChoice(
+        settings.data, "val", settings.data_root, settings.bad_images, settings.allow_missing_classes
+    )
+    data = load_evaluation_data(metadata, model.config(), choice, run_data(model))
     check = load_check_images(data, module, settings)
     calibration = load_calibration_images(data, settings.calibration_images) if settings.precision == "int8" else None
     origin = _describe_origin(model, metadata, settings.precision)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
-from collections.abc import Collection
 from pathlib import Path
 
 import onnx
 import onnxruntime
 import torch
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 from onnxscript import optimizer
 
 from delivery.export.export_job import ExportJob, Forward, tracing
@@ -22,7 +19,6 @@ from training.base.units import format_bytes
 
 MAX_BYTES = 2**31 - 2**24  # a protobuf message holds 2 GiB; some of it goes to the graph
 FOLD_BYTES = 2**31  # no constant is too large to be computed in advance
-SCOPES = "pkg.torch.onnx.name_scopes"  # the exporter's list of the modules around a node
 ERRORS_ONLY = 3  # onnxruntime's log levels: 2 warnings, 3 errors
 
 
@@ -86,7 +82,6 @@ def export_graph(job: ExportJob) -> ModelProto:
     assert program is not None  # without a file's name the exporter returns it
     # An LSTM's weights are put together by nodes from PyTorch's own; folded, they are constants again.
     model = optimizer.optimize(program.model_proto, input_size_limit=FOLD_BYTES, output_size_limit=FOLD_BYTES)
-    _name_nodes(model)
     _strip(model)
     return model
 
@@ -99,25 +94,6 @@ def _describe(model: ModelProto, job: ExportJob) -> None:
     helper.set_model_props(model, {key: json.dumps(value) for key, value in facts.items()})
     model.producer_name = "zerovision"
     model.producer_version = ""
-
-
-def _name_nodes(model: ModelProto) -> None:
-    """Name every node after its weight or, if it has none, after the module around it; names are unique."""
-    constant_names, used = {tensor.name for tensor in model.graph.initializer}, Counter[str]()
-    for node in model.graph.node:
-        name = _layer_name(node, constant_names)
-        used[name] += 1
-        node.name = name if used[name] == 1 else f"{name}#{used[name]}"  # no module has a # in its name
-
-
-def _layer_name(node: NodeProto, constant_names: Collection[str]) -> str:
-    for operand in node.input[1:]:
-        if operand in constant_names and operand.endswith(".weight"):
-            return operand.removesuffix(".weight")
-    scopes = next((entry.value for entry in node.metadata_props if entry.key == SCOPES), "")
-    # a list as Python prints it: '' for the whole network, the modules, the operator
-    modules = re.findall(r"'([^']*)'", scopes)[1:-1]
-    return f"{modules[-1]}.{node.op_type}" if modules else node.op_type
 
 
 def _strip(model: ModelProto) -> None:

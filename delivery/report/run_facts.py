@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from delivery.predicted import compare_memory
 from delivery.report.formatting import clip, count, date_and_time, number, percent, plural
 from delivery.report.run_files import History, RunFiles
 from delivery.reproduce_command import reproduce_command
+from training.base.run_folder import PREDICTION
 from training.base.units import format_bytes, format_duration
 from training.config import FIELDS, FLAG_OF, TrainConfig
 
@@ -145,8 +147,9 @@ def key_figures(run: RunFiles) -> list[Fact]:
         figures.append(Fact("peak memory", format_bytes(max(peaks)), remark))
     end = history.processes[-1].end
     if end and (found := compare_memory(run.folder, end)):
-        name = "memory of a rank, predicted / measured"
-        figures.append(Fact(name, f"{found.ratio:.2f}", f"{found.predicted} / {found.measured}"))
+        predicted, measured = found
+        name, both = "memory of a rank, predicted / measured", f"{format_bytes(predicted)} / {format_bytes(measured)}"
+        figures.append(Fact(name, f"{predicted / measured:.2f}", both))
     if search := run.batch_search:
         figures.append(
             Fact("batch size found", str(search.get("batch_size", "?")), clip(str(search.get("how", "")), 300))
@@ -155,6 +158,21 @@ def key_figures(run: RunFiles) -> list[Fact]:
         value = f"{number(total / 1e6, 3)} million" if total >= 1e6 else count(total)
         figures.append(Fact("weights", value, "numbers in model.safetensors"))
     return figures
+
+
+def compare_memory(folder: Path, end: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the predicted and the measured peak of the largest rank in bytes, None without either.
+
+    Args:
+        folder: of the run, with `PREDICTION`.
+        end: the `end` line of its metrics.
+    """
+    try:
+        predicted = json.loads((folder / PREDICTION).read_text(encoding="utf-8"))["memory_bytes"]["peak"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    measured = max(end.get("memory_bytes_per_rank") or [0])
+    return (predicted, measured) if measured else None
 
 
 def time_breakdown(history: History) -> Breakdown | None:

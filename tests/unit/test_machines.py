@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import psutil
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from planning.machines import (
     GPUS,
     INTERCONNECTS,
-    _best_core_s,
     detect_machine,
     find_gpu,
     find_machine,
@@ -121,10 +119,6 @@ def test_a_device_by_pytorchs_name(device, memory_gb, name):
 def test_another_device_is_planned_for_by_its_memory(device):
     with pytest.raises(UserError, match=r"give --gpu 16gb\."):
         gpu_of_device(device, 16 * 10**9)
-
-
-def test_a_core_is_measured_without_what_others_run_on_it():
-    assert _best_core_s(lambda: time.sleep(0.05)) < 0.02
 
 
 def test_a_cpu_rank_has_its_share_of_this_machine(monkeypatch):

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from delivery.predicted import prediction_line
+from delivery.end_of_run import prediction_line
 from planning.plan_command import parse
 from planning.run_memory import ALLOCATOR_SLACK, LOADED_LATER_BYTES, job_of, predict_run, write_prediction
 from planning.search import evaluate
