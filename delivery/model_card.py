@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,13 @@ import jinja2
 
 from delivery.export.output_folder import VALUES
 from delivery.report.run_files import count_global_batch
-from delivery.reproduce_command import NOT_REPEATED, reproduce_command
 from delivery.trained_model import read_run_config
 from models.timm_models import has_fixed_size
 from training.base.atomic_write import replacing
 from training.base.run_folder import CARD, ENVIRONMENT, EVALUATION, METRICS, TEST_EVALUATION, WEIGHTS
 from training.checkpoint.weights import read_metadata
 from training.config import TrainConfig
-from training.config.values import show_value
+from training.config.values import OF_ONE_RUN, WORDS_OF_LAUNCH, launch_command, show_value
 from training.data.reading.images import CHANNEL_MODES
 from training.data.settings import DataSettings
 from training.data.values import BYTES, values_of
@@ -46,7 +46,8 @@ ALWAYS_SHOWN = (
 # Where images come from and how they are read; the rest of what those fields say is how they are augmented.
 NOT_RECIPE = frozenset(
     {
-        *NOT_REPEATED,
+        *WORDS_OF_LAUNCH,
+        *OF_ONE_RUN,
         "precision",
         "data",
         "data_root",
@@ -104,7 +105,7 @@ def write_model_card(run: Path) -> Path | None:
         end=_last_of(_lines(run, "end")),
         global_batch=count_global_batch(vars(config), environment),
         recipe={name: show_value(value) for name in recipe_names(config) if (value := getattr(config, name)) != ""},
-        command=reproduce_command(config, ranks, environment.get("ranks_per_machine", ranks)),
+        command=shlex.join(launch_command(config, ranks, environment.get("ranks_per_machine", ranks), OF_ONE_RUN)),
     )
     with replacing(card) as temporary:
         temporary.write_bytes(text.encode("utf-8", "surrogateescape"))  # names of folders may contain bytes of no text

@@ -10,7 +10,7 @@ from planning.machines import GPUS, SMALLEST_GB, detect_machine, find_machine
 from planning.plan_output import print_plan, print_scale
 from planning.search import PlannedJob, evaluate, recommend, with_planned_batch
 from planning.step_time import measured_s
-from training.base.errors import UserError, one_line, shown
+from training.base.errors import UserError, one_line
 from training.config import TrainConfig
 from training.config.command_line import OneLineParser, parse_args
 from training.config.global_batch import nearest_multiples
@@ -19,7 +19,6 @@ from training.engines.strategies import STRATEGIES
 
 IMAGENET = {"classes": 1000, "image_size": 224, "images": 1_281_167}  # planned for if no --data is given
 GPUS_PER_NODE, MOST_RANKS = 8, 65536
-SUFFIXES = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +54,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
         "--measure", action="store_true", help="Train 20 steps on this machine, and take the time of one."
     )
     parser.add_choice("--strategy", [*STRATEGIES], default="ddp", help="Begin with this one (default: ddp).")
-    parser.add_argument(
-        "--images", metavar="N", help="Training images, such as 1.28M; default: of --data, or ImageNet."
-    )
+    parser.add_number("--images", 1, 10**12, help="Training images; default: of --data, or ImageNet.")
     parser.add_number("--classes", 2, 10**6, help="Classes; default: of --data, or 1000.")
     parser.add_argument("--with-data", action="store_true", help="Plan for --data's default too, not for ImageNet.")
     parser.add_argument("--scale", metavar="FIRST..LAST", help="Compare numbers of GPUs instead, such as 8..4096.")
@@ -86,7 +83,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     has_data = given.with_data or any(word.partition("=")[0] == "--data" for word in others)
     data, assumed = _data(config, has_data=has_data)
     if given.images:
-        data["images"] = _count(given.images)
+        data["images"] = given.images
     if given.classes:
         data["classes"] = given.classes
     config = dataclasses.replace(config, image_channels=data.pop("image_channels"))
@@ -134,14 +131,6 @@ def read_counts(text: str) -> list[int]:
         raise UserError(f"--scale {one_line(text, 50)}: give FIRST..LAST GPUs of 1 to {MOST_RANKS}, such as 8..4096.")
     counts = [first << doublings for doublings in range((last // first).bit_length())]
     return [count for count in counts if count < last] + [last]
-
-
-def _count(text: str) -> int:
-    """Return a number such as 50000, 50k or 1.28M."""
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)([kMG]?)", text)
-    if not match or not (count := round(float(match[1]) * SUFFIXES[match[2]])):
-        raise UserError(f"--images {shown(text)}: expected a number of images, such as 50000, 50k or 1.28M.")
-    return count
 
 
 def _with_global_batch(config: TrainConfig, ranks: int, global_batch: int) -> TrainConfig:

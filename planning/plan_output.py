@@ -15,13 +15,12 @@ from rich.table import Table
 from planning.machines import GPUS
 from planning.search import Option, PlannedJob, filling_batch, options, reason, step_of
 from training.base.units import format_bytes, format_digits, format_duration
-from training.config import FIELDS, FLAG_OF, TrainConfig
+from training.config import TrainConfig
+from training.config.values import changed_flags, launch_command
 from training.engines.strategies import plan_of
 from training.out_of_memory import Rung
 
 WIDTH = 160  # of a table, if it is not printed to a wide terminal
-POSITIONAL = ("model_type", "strategy", "batch_size", "epochs")  # of a launcher
-DEFAULTS = TrainConfig()
 # How far off predictions were: docs/memory.md, docs/scaling.md.
 MEMORY_ERROR = "memory was within 6 % on CPU ranks and is not compared on GPUs"
 TIME_ERROR = "time is an estimate, often half or twice as long; --measure takes a step of this machine"
@@ -46,7 +45,7 @@ def print_plan(job: PlannedJob, chosen: Option, rungs: list[Rung], assumed: str,
         assumed: what was not given, and what was taken instead.
         as_json: instead of text.
     """
-    why, rows, command = reason(job, chosen, rungs), options(job), launch_command(job, chosen)
+    why, rows, command = reason(job, chosen, rungs), options(job), command_of(job, chosen)
     filled = filling_batch(job, chosen) if job.has_gpus else None
     if as_json:
         print(json.dumps(_as_json(job, chosen, why, rows, command, filled), indent=2))
@@ -189,25 +188,9 @@ def links(job: PlannedJob) -> list[str]:
     ]
 
 
-def training_flags(config: TrainConfig, start: TrainConfig = DEFAULTS) -> list[str]:
-    """Return the flags of what differs from another configuration, without a launcher's positional arguments."""
-    changed = (name for name in FIELDS if getattr(config, name) != getattr(start, name))
-    return [f"{FLAG_OF[name]}={_word(getattr(config, name))}" for name in changed if name not in POSITIONAL]
-
-
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def launch_command(job: PlannedJob, chosen: Option) -> list[str]:
+def command_of(job: PlannedJob, chosen: Option) -> list[str]:
     """Return the launcher's command line of an option."""
-    config, per_node = chosen.config, min(job.machine.ranks, job.ranks)
-    nodes = job.ranks // per_node
-    script, where = "launch_distributed.sh", [job.ranks]
-    if nodes > 1:
-        script, where = "launch_multi_node.sh", [nodes, per_node]
-    positional = [config.model_type, config.strategy, *where, config.micro_batch, config.epochs]
-    return ["bash", f"scripts/{script}", *map(str, positional), *training_flags(config)]
+    return launch_command(chosen.config, job.ranks, min(job.machine.ranks, job.ranks))
 
 
 def _as_json(
@@ -244,5 +227,5 @@ def _as_json(
         "errors": errors(job),
         "recommended": described(chosen)
         | {"reason": why}
-        | {"changed_flags": training_flags(chosen.config, job.config), "command": command},
+        | {"changed_flags": changed_flags(chosen.config, job.config), "command": command},
     }

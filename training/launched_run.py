@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 from training.base.errors import UserError, shown
-from training.config import FIELDS, FLAG_OF, REPO_ROOT, TrainConfig
+from training.config import FLAG_OF, REPO_ROOT, TrainConfig
 from training.config.check import OF_LAUNCHERS, check_config
 from training.config.file import read_preset
-from training.config.values import WORDS_OF_LAUNCH, show_value
+from training.config.values import WORDS_OF_LAUNCH, changed_flags
 from training.world.launchers import environment_for_ranks
 from training.world.signals import handling_stop_signals
 
@@ -61,11 +61,8 @@ def run_launched(config: TrainConfig, gpus: int) -> int:
 
 def launch_words(config: TrainConfig, gpus: int) -> list[str]:
     """Return the launcher's arguments: its words, and a flag for each other value that they do not imply."""
-    implied = {name: field.default for name, field in FIELDS.items()} | read_preset(config.preset)
     model, strategy, *sizes = (str(getattr(config, name)) for name in WORDS_OF_LAUNCH)
-    values = {name: getattr(config, name) for name in FLAG_OF if name not in WORDS_OF_LAUNCH}
-    flags = [f"{FLAG_OF[name]}={show_value(value)}" for name, value in values.items() if value != implied[name]]
-    return [model, strategy, str(gpus), *sizes, *flags]
+    return [model, strategy, str(gpus), *sizes, *changed_flags(config, TrainConfig(**read_preset(config.preset)))]
 
 
 def _print_lines(launcher: subprocess.Popen[bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +12,10 @@ from typing import Any, NamedTuple
 
 from delivery.report.formatting import clip, count, date_and_time, number, percent, plural
 from delivery.report.run_files import History, RunFiles
-from delivery.reproduce_command import reproduce_command
 from training.base.run_folder import PREDICTION
 from training.base.units import format_bytes, format_duration
 from training.config import FIELDS, FLAG_OF, TrainConfig
+from training.config.values import OF_ONE_RUN, launch_command
 
 LONGEST_REASON = 300
 SILENT_SECONDS = 900.0  # without a line in metrics.jsonl a run counts as crashed
@@ -127,9 +128,10 @@ def command_of(run: RunFiles) -> str:
     if not isinstance(ranks, int):
         return started_by
     try:
-        return reproduce_command(TrainConfig(**run.config), ranks, run.environment.get("ranks_per_machine") or ranks)
+        config = TrainConfig(**run.config)
     except TypeError:
         return started_by
+    return shlex.join(launch_command(config, ranks, run.environment.get("ranks_per_machine") or ranks, OF_ONE_RUN))
 
 
 def key_figures(run: RunFiles) -> list[Fact]:

@@ -210,7 +210,7 @@ def test_copies_the_command(browser, pages):
         page.locator("button.copy").click()
         expect(page.locator("button.copy")).to_contain_text("Copied")
         assert page.evaluate("navigator.clipboard.readText()") == (
-            "bash scripts/launch_distributed.sh mobilenet ddp 2 16 2 --learning-rate 0.5"
+            "bash scripts/launch_distributed.sh mobilenet ddp 2 16 2 --learning-rate=0.5"
         )
 
 

@@ -13,12 +13,12 @@ import torch
 from huggingface_hub import ModelCard
 
 from delivery.model_card import write_model_card
-from delivery.reproduce_command import reproduce_command
 from models.build import build_model
 from training.base.atomic_write import write_json
 from training.checkpoint.weights import load_model, save_weights
 from training.config import TrainConfig
 from training.config.command_line import parse_args
+from training.config.values import OF_ONE_RUN, launch_command
 from training.observe.evaluation import describe_scores, write_scores
 from training.observe.scores import SampleRecorder, sample_losses
 from training.world.world import World
@@ -156,21 +156,21 @@ def test_what_was_chosen_of_the_recipe_is_in_the_card(run: Path):
 def test_values_of_a_preset_that_were_overridden_are_repeated():
     words = "--preset fashion-mnist --label-smoothing 0.1 --lookahead 0 --precision auto --whitened-stem false"
     config = parse_args(words.split())[0]
-    _, _, model, strategy, _, batch, epochs, *flags = shlex.split(reproduce_command(config, 2, 2))
+    _, _, model, strategy, _, batch, epochs, *flags = launch_command(config, 2, 2, OF_ONE_RUN)
     words = ["--model-type", model, "--strategy", strategy, "--batch-size", batch, "--epochs", epochs, *flags]
     assert parse_args(words)[0] == dataclasses.replace(config, preset="")
 
 
 def test_a_value_that_looks_like_a_flag_is_repeated():
     config = TrainConfig(class_weights="-cat=2,dog=1")
-    *_, word = shlex.split(reproduce_command(config, 2, 2))
+    *_, word = launch_command(config, 2, 2)
     assert parse_args([word])[0].class_weights == config.class_weights
 
 
 def test_several_machines_have_their_launcher():
     config = TrainConfig(model_type="vgg", batch_size=4, epochs=7, activation_checkpointing=True)
-    assert reproduce_command(config, 32, 8) == (
-        "bash scripts/launch_multi_node.sh vgg ddp 4 8 4 7 --activation-checkpointing true"
+    assert " ".join(launch_command(config, 32, 8)) == (
+        "bash scripts/launch_multi_node.sh vgg ddp 4 8 4 7 --activation-checkpointing=true"
     )
 
 

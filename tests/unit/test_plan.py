@@ -14,7 +14,7 @@ from launch.arguments import check_training, read_arguments
 from launch.auto_strategy import resolve_strategy
 from planning.machines import find_machine
 from planning.plan_command import parse, run
-from planning.plan_output import describe_filling, launch_command
+from planning.plan_output import command_of, describe_filling
 from planning.search import PlannedJob, by_engine, evaluate, filling_batch, options, reason, recommend
 from training.base.errors import UserError
 from training.base.units import format_bytes
@@ -86,7 +86,7 @@ def test_what_is_planned_for_a_rule_is_what_the_trainer_takes(name):
         gpu = dataclasses.replace(job.machine.gpu, memory_bytes=memory)
         smaller = dataclasses.replace(job, machine=dataclasses.replace(job.machine, gpu=gpu))
         chosen, rungs = recommend(smaller)
-        launch = launch_command(smaller, chosen)[1:]
+        launch = command_of(smaller, chosen)[1:]
         config = check_training(read_arguments(Path(launch[0]).name, launch[1:], {}).training)
         assert (config.optimizer, config.engine) == (name, chosen.config.engine)
         assert ("stage 3" in reason(smaller, chosen, rungs)) <= (name == "adagrad")

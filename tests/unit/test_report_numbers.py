@@ -221,7 +221,7 @@ def test_key_figures_and_settings(tmp_path):
         ("--learning-rate", "0.5", "0.001"),
     ]
     assert [row.differs for row in rows] == sorted((row.differs for row in rows), reverse=True)
-    assert command_of(run) == "bash scripts/launch_distributed.sh mobilenet ddp 2 16 2 --learning-rate 0.5"
+    assert command_of(run) == "bash scripts/launch_distributed.sh mobilenet ddp 2 16 2 --learning-rate=0.5"
     newer = dataclasses.replace(run, config=run.config | {"of_tomorrow": 1})
     assert command_of(newer) == "scripts/train_distributed.py --epochs 2"
     other = read_run(make_run(tmp_path / "other", learning_rate=0.25))

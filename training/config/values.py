@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Collection
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
-from training.config import TrainConfig
+from training.config import FLAG_OF, TrainConfig
 
 WORDS_OF_LAUNCH = ("model_type", "strategy", "batch_size", "epochs")  # fields that a launcher takes without a flag
+# Where a run's files go and how it is watched, which is no part of what is repeated; and its preset, whose values are
+# given one by one, because those that were overridden may be the defaults, which are left out.
+OF_ONE_RUN = ("preset", "run_name", "log_dir", "progress", "resume", "profile")
 # The words that YAML 1.1 reads as booleans.
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -61,6 +65,33 @@ def read_value(field: dataclasses.Field, value: Any) -> Any:
 def show_value(value: Any) -> str:
     """Write a value as the command line takes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def changed_flags(config: TrainConfig, start: TrainConfig, left_out: Collection[str] = ()) -> list[str]:
+    """Return `--flag=value` for each value that differs from another configuration, without a launcher's words."""
+    left_out = {*WORDS_OF_LAUNCH, *left_out}
+    values = {name: getattr(config, name) for name in FLAG_OF if name not in left_out}
+    return [f"{FLAG_OF[name]}={show_value(value)}" for name, value in values.items() if value != getattr(start, name)]
+
+
+def launch_command(
+    config: TrainConfig, ranks: int, ranks_per_machine: int, left_out: Collection[str] = ()
+) -> list[str]:
+    """Return the command that trains with a configuration: the launcher, its words, and what is not at its default.
+
+    Args:
+        config: of the training.
+        ranks: of all machines.
+        ranks_per_machine: of which there are several if this is fewer.
+        left_out: fields that are not repeated.
+    """
+    machines = ranks // max(ranks_per_machine, 1)
+    script, sizes = "launch_distributed.sh", [ranks]
+    if machines > 1:
+        script, sizes = "launch_multi_node.sh", [machines, ranks_per_machine]
+    model, strategy, *others = (getattr(config, name) for name in WORDS_OF_LAUNCH)
+    words = map(str, (model, strategy, *sizes, *others))
+    return ["bash", f"scripts/{script}", *words, *changed_flags(config, TrainConfig(), left_out)]
 
 
 def is_allowed(value: Any, field: dataclasses.Field) -> bool:
