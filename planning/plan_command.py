@@ -54,7 +54,7 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
         "--measure", action="store_true", help="Train 20 steps on this machine, and take the time of one."
     )
     parser.add_choice("--strategy", [*STRATEGIES], default="ddp", help="Begin with this one (default: ddp).")
-    parser.add_number("--images", 1, 10**12, help="Training images; default: of --data, or ImageNet.")
+    parser.add_number("--images", 1, 999_999_999, help="Training images; default: of --data, or ImageNet.")
     parser.add_number("--classes", 2, 10**6, help="Classes; default: of --data, or 1000.")
     parser.add_argument("--with-data", action="store_true", help="Plan for --data's default too, not for ImageNet.")
     parser.add_argument("--scale", metavar="FIRST..LAST", help="Compare numbers of GPUs instead, such as 8..4096.")

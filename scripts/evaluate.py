@@ -31,8 +31,10 @@ def evaluate(given: argparse.Namespace) -> int:
     return 0
 
 
+parse = evaluate_parser(__doc__).parse
+
 if __name__ == "__main__":
-    exit_code = run_script("evaluate", evaluate_parser(__doc__).parse, evaluate)
+    exit_code = run_script("evaluate", parse, evaluate)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # see train_distributed.py: taking the interpreter down under gloo's threads may abort

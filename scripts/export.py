@@ -38,5 +38,7 @@ def export(given: argparse.Namespace) -> int:
     return 0
 
 
+parse = export_parser(__doc__).parse
+
 if __name__ == "__main__":
-    sys.exit(run_script("export", export_parser(__doc__).parse, export))
+    sys.exit(run_script("export", parse, export))

@@ -32,5 +32,7 @@ def predict(given: argparse.Namespace) -> int:
     return 1 if write_predictions(predictions, kind, output, given.top_k) else 0
 
 
+parse = predict_parser(__doc__).parse
+
 if __name__ == "__main__":
-    sys.exit(run_script("predict", predict_parser(__doc__).parse, predict, writes_product=True))
+    sys.exit(run_script("predict", parse, predict, writes_product=True))

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from delivery.flags import export_parser
 from models.build import build_model
-from scripts.export import export
+from scripts.export import export, parse
 from training.checkpoint.weights import save_weights
 from training.config.command_line import run_script
 from training.data import DataOptions, load_data
@@ -22,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run_export(monkeypatch, *words) -> int:
     """Run scripts/export.py in this process and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["export.py", *map(str, words)])
-    return run_script("export", export_parser(None).parse, export)
+    return run_script("export", parse, export)
 
 
 def train_on_digits(epochs: int = 3):

@@ -20,7 +20,6 @@ from sklearn.metrics import accuracy_score, classification_report, log_loss, top
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from delivery.flags import evaluate_parser, predict_parser
 from delivery.predict import Prediction
 from delivery.prediction_output import FORMATS, write_predictions
 from delivery.trained_model import read_run_config
@@ -38,7 +37,6 @@ from training.world.launchers import launched_world
 from training.world.network_interfaces import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-PARSERS = {"evaluate": evaluate_parser, "predict": predict_parser}
 CLASSES = [str(number) for number in range(10)]
 IMAGES, SIZE = 12, 32  # of a folder; pixels
 
@@ -102,7 +100,7 @@ def call(monkeypatch, capsys):
             monkeypatch.delenv(name, raising=False)
         assert launched_world()[3] == 1
         name = script.__name__.rpartition(".")[2]
-        code = run_script(name, PARSERS[name](None).parse, getattr(script, name))
+        code = run_script(name, script.parse, getattr(script, name))
         return code, *capsys.readouterr()
 
     return run_words
