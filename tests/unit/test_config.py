@@ -181,14 +181,6 @@ def test_help_names_every_flag_with_default_and_imports_no_torch():
     assert "torch" not in imported
 
 
-def test_command_line_needs_neither_torch_nor_deepspeed():
-    program = (
-        "import sys; import training.config.command_line; print({'torch', 'timm', 'deepspeed'} & set(sys.modules))"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert result.stdout.strip() == "set()"
-
-
 def test_order_is_preset_file_command_line(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("batch-size: 8\nepochs: 4\npreset: digits\n")

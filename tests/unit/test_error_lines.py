@@ -11,7 +11,6 @@ file anew and read its diff; a new command is added as `$ COMMAND`:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import os
 import re
@@ -28,10 +27,8 @@ from launch.arguments import LAUNCHERS, check_training, read_arguments
 from models.build import build_model
 from scripts import doctor, evaluate, export, plan, predict, report
 from scripts.train_distributed import train
-from training.base.atomic_write import write_json
+from tests.unit.exports import IMAGE_SIZE, save_run
 from training.base.errors import USER_ERROR_EXIT_CODE
-from training.checkpoint.weights import save_weights
-from training.config import TrainConfig
 from training.config.command_line import run_script
 from training.data import DataOptions, load_data
 
@@ -44,16 +41,8 @@ DELIVERIES = {script.__name__.rpartition(".")[2]: script for script in (evaluate
 def make_folder(folder: Path) -> None:
     """Write the run, of random weights, and the empty folder."""
     (folder / "empty").mkdir()
-    (folder / "run").mkdir()
-    write_json(folder / "run/config.json", dataclasses.asdict(TrainConfig(model_type="basic_cnn", run_name="run")))
-    built = build_model("basic_cnn", num_classes=10, image_size=32)
-    save_weights(
-        folder / "run/model.safetensors",
-        built.module.state_dict(),
-        description=built.description,
-        class_names=[str(number) for number in range(10)],
-        preprocessing=load_data(DataOptions()).preprocessing,
-    )
+    built = build_model("basic_cnn", num_classes=10, image_size=IMAGE_SIZE)
+    save_run(folder / "run", built, load_data(DataOptions(image_size=IMAGE_SIZE)))
 
 
 def launcher(name: str) -> Callable[[list[str]], int]:

@@ -116,10 +116,12 @@ def test_a_folder_that_the_evaluation_would_replace_stops_a_run_at_once(tmp_path
     notes = tmp_path / "runs" / "kept" / "evaluation" / "notes.txt"
     notes.parent.mkdir(parents=True)
     notes.touch()
-    assert run(TrainConfig(model_type="basic_cnn", run_name="kept", log_dir=str(tmp_path))) == 2
+    small = {"data": "fake", "model_type": "basic_cnn", "image_size": 8, "batch_size": 250, "epochs": 1}
+    config = TrainConfig(run_name="kept", log_dir=str(tmp_path), **small)
+    assert run(config) == 2
     assert "kept/evaluation' exists and holds no evaluation: move it away" in capsys.readouterr().err
     shutil.move(notes.parent, tmp_path / "moved")
-    assert run(TrainConfig(model_type="basic_cnn", run_name="kept", log_dir=str(tmp_path), epochs=1)) == 0
+    assert run(config) == 0
 
 
 def test_evaluate_and_predict_by_the_documentations_lines(digits, capsys):

@@ -65,11 +65,6 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 # --- the table -------------------------------------------------------------------------------------------------
 
 
-def test_the_table_is_read_without_torch():
-    done = run_python("import sys, models; print([m for m in ('torch', 'timm', 'numpy') if m in sys.modules])")
-    assert done.stdout.strip() == "[]", done.stderr
-
-
 @pytest.mark.parametrize(("given", "hint"), [("mobilnet", "mobilenet"), ("vg", "vgg"), ("timm:", "timm:<name>")])
 def test_unknown_name_gets_the_nearest(given, hint):
     with pytest.raises(UserError, match=rf"unknown model '{given}'.*{hint}"):
@@ -400,12 +395,20 @@ PEERS = {
 }
 
 
+WRITERS = (*PEERS, "safetensors", "transformers")
+
+
 def under(prefix: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {prefix + name: tensor for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize("is_ensemble", [False, True], ids=["mobilenet", "ensemble"])
-@pytest.mark.parametrize("peer", [*PEERS, "safetensors", "transformers"])
+@pytest.mark.parametrize(
+    ("peer", "is_ensemble"),
+    [
+        *((peer, False) for peer in WRITERS),
+        *(pytest.param(peer, True, marks=[] if peer == "timm" else pytest.mark.slow) for peer in WRITERS),
+    ],
+)
 def test_weights_of_peers_start_a_model_and_a_note_says_what_was_taken(tmp_path, peer, is_ensemble):
     file, model_type = tmp_path / "weights", "ensemble" if is_ensemble else "mobilenet_finetuned"
     raw = state_of(build("ensemble" if is_ensemble else "mobilenet").module)

@@ -269,14 +269,6 @@ def test_colours_have_contrast(theme):
         assert contrast(line, "paper") >= 3, line
 
 
-def test_the_report_needs_no_torch():
-    code = "import sys, delivery.report.page, delivery.trained_model; print('torch' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-        == "False\n"
-    )
-
-
 def test_a_search_for_a_learning_rate_is_a_curve_over_rates(tmp_path):
     tried = {1e-3: [3.0, 2.0], 1e-2: [3.0, 1.0], 1e-1: [None, math.nan]}
     folder, output = make_run(tmp_path / "run"), tmp_path / "report.html"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -138,22 +136,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         save(tmp_path / "model.safetensors", "basic_cnn")
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert os.listdir(tmp_path) == ["model.safetensors"]
-
-
-def test_loading_needs_no_deepspeed(tmp_path):
-    save(tmp_path / "model.safetensors")
-    code = (
-        "import sys; from training.checkpoint.weights import load_model; load_model(sys.argv[1]); "
-        "print([m for m in ('deepspeed', 'tensorboard') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "model.safetensors")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_files_that_are_no_delivery_are_refused(tmp_path):

@@ -1,0 +1,44 @@
+"""What starts quickly, because it imports little: each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from exports import save_run
+
+from models.build import build_model
+from training.data import DataOptions, load_data
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPORTS_HELP = """
+import runpy
+sys.argv = ["export.py", "--help"]
+try:
+    runpy.run_path("scripts/export.py", run_name="__main__")
+except SystemExit:
+    pass
+"""
+LOAD = "from training.checkpoint.weights import load_model; load_model(sys.argv[1])"
+NOT_IMPORTED = {
+    "import models": ("torch", "timm", "numpy"),
+    "import training.config.command_line": ("torch", "timm", "deepspeed"),
+    "import training.data, training.data.augmentations": ("torch",),
+    "import delivery.report.page, delivery.trained_model": ("torch",),
+    EXPORTS_HELP: ("torch", "onnx", "onnxruntime"),
+    LOAD: ("deepspeed", "tensorboard"),
+}
+
+
+@pytest.mark.parametrize("code", NOT_IMPORTED, ids=lambda code: code.split("\n")[0] or "export.py --help")
+def test_what_a_module_does_without(code, tmp_path):
+    if code == LOAD:
+        built = build_model("basic_cnn", num_classes=10, image_size=8)
+        save_run(tmp_path / "run", built, load_data(DataOptions(image_size=8)))
+    words = [str(tmp_path / "run" / "model.safetensors"), " ".join(NOT_IMPORTED[code])]
+    program = "\n".join(["import sys", "forbidden = sys.argv.pop().split()", code])
+    program += "\nprint([name for name in forbidden if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
