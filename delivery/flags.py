@@ -58,8 +58,8 @@ def export_parser(description: str | None) -> OneLineParser:
     formats = "; ".join(f"{name}: {entry.summary}" for name, entry in FORMATS.items())
     precisions = "; ".join(f"{name}: {text}" for name, text in PRECISIONS.items())
     parser.add_argument("model", metavar="RUN_OR_WEIGHTS", help="A run's name or folder, or a safetensors file.")
-    parser.add_argument("--format", required=True, metavar="|".join(FORMATS), help=f"{formats}.")
-    parser.add_argument("--precision", default="fp32", metavar="|".join(PRECISIONS), help=f"{precisions} (onnx only).")
+    parser.add_choice("--format", [*FORMATS], required=True, help=f"{formats}.")
+    parser.add_choice("--precision", [*PRECISIONS], default="fp32", help=f"{precisions} (onnx only).")
     parser.add_argument(
         "--output", default="", help="Folder of the files; default: export/ in the run's folder, or beside the weights."
     )

@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from models.activations import Activations, activations
-from models.build import build_model
 from models.dry_run import training_flops, without_data
 from planning.memory import ModelSizes
 from training.base.errors import UserError
 from training.config import TrainConfig
 from training.engines.activation_checkpointing import enable_activation_checkpointing, repeated_blocks
+from training.engines.model import new_model
 from training.recipe.optimizer import build_optimizer, create_state
 from training.recipe.tuning import tune
 
@@ -74,18 +74,7 @@ def build_network(config: TrainConfig, classes: int, image_size: int) -> nn.Modu
     Raises:
         UserError: if it cannot be built for such images.
     """
-    built = build_model(
-        config.model_type,
-        num_classes=classes,
-        image_size=image_size,
-        image_channels=config.image_channels or 3,
-        pretrained=None,
-        members=tuple(config.ensemble_members.split(",")),
-        batch_size=config.micro_batch,
-        keep_stem=config.stem == "keep",
-        dropout=config.dropout,
-        drop_path=config.drop_path,
-    )
+    built = new_model(config, classes, image_size, config.image_channels or 3, loads_weights=False)
     return tune(built, config.tune).module.train()
 
 

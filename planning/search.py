@@ -206,7 +206,7 @@ def recommend(job: PlannedJob) -> tuple[Option, list[Rung]]:
 
 
 def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
-    """Return in one sentence why this option is recommended, and what the most sharded one would save."""
+    """Return in one sentence why this option is recommended."""
     gpu = job.machine.gpu
     need = f"{format_bytes(chosen.memory.peak)} of {format_bytes(gpu.memory_bytes)} per GPU"
     if chosen.memory.offloaded:
@@ -219,16 +219,7 @@ def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
         way = "; then ".join(rung.describe(has_batchnorm=job.workload.has_batchnorm) for rung in last)
         asked = format_bytes(evaluate(job, job.config).memory.peak)
         return f"as asked for it would need {asked} per GPU; {way}; it then needs {need}"
-    return f"it needs {need}, so nothing has to be given up for memory{_what_stage_3_would_save(job, chosen)}"
-
-
-def _what_stage_3_would_save(job: PlannedJob, chosen: Option) -> str:
-    try:
-        sharded = evaluate(job, dataclasses.replace(chosen.config, strategy="fsdp_stage3"))
-    except UserError:  # an update rule that does not go with it
-        return ""
-    saved = chosen.memory.peak - sharded.memory.peak
-    return f"; stage 3 would save {format_bytes(saved)}" if saved > 0 else ""
+    return f"it needs {need}, so nothing has to be given up for memory"
 
 
 def _fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from training.base.errors import UserError, unknown_name
+from training.base.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,8 @@ def check_choice(format_name: str, precision: str) -> ExportFormat:
     """Return the format of a name.
 
     Raises:
-        UserError: for a name that is in no table, or a precision that the format cannot store.
+        UserError: for a precision that the format cannot store.
     """
-    if format_name not in FORMATS:
-        raise unknown_name("format", format_name, FORMATS)
-    if precision not in PRECISIONS:
-        raise unknown_name("precision", precision, PRECISIONS)
     chosen = FORMATS[format_name]
     if precision not in chosen.precisions:
         able = ", ".join(name for name, entry in FORMATS.items() if precision in entry.precisions)

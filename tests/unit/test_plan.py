@@ -89,7 +89,6 @@ def test_what_is_planned_for_a_rule_is_what_the_trainer_takes(name):
         launch = command_of(smaller, chosen)[1:]
         config = check_training(read_arguments(Path(launch[0]).name, launch[1:], {}).training)
         assert (config.optimizer, config.engine) == (name, chosen.config.engine)
-        assert ("stage 3" in reason(smaller, chosen, rungs)) <= (name == "adagrad")
     assert rungs
 
 

@@ -20,6 +20,36 @@ from training.world.collectives import agreed
 from training.world.world import World
 
 
+def new_model(
+    config: RunSettings, classes: int, image_size: int, image_channels: int, *, loads_weights: bool
+) -> BuiltModel:
+    """Build a run's network in fp32 on PyTorch's default device, all of it trained yet.
+
+    Args:
+        config: with the model and its initial weights.
+        classes: of the data set.
+        image_size: side of the images in pixels.
+        image_channels: of these.
+        loads_weights: whether it begins with the configured weights; else with random ones.
+
+    Raises:
+        UserError: if it cannot be built.
+    """
+    return build_model(
+        config.model_type,
+        num_classes=classes,
+        image_size=image_size,
+        image_channels=image_channels,
+        pretrained=config.pretrained if loads_weights else None,
+        weights=config.weights if loads_weights else None,
+        members=tuple(config.ensemble_members.split(",")),
+        batch_size=config.micro_batch,
+        keep_stem=config.stem == "keep",
+        dropout=config.dropout,
+        drop_path=config.drop_path,
+    )
+
+
 def build_training_model(
     config: RunSettings, data: DatasetPair, world: World, *, loads_weights: bool = True
 ) -> tuple[BuiltModel, TrainingFlops | None]:
@@ -43,19 +73,8 @@ def build_training_model(
     def build() -> BuiltModel:
         # The same seed on every rank: all have the same initial weights.
         torch.manual_seed(config.seed)
-        built = build_model(
-            config.model_type,
-            num_classes=len(data.class_names),
-            image_size=data.preprocessing["image_size"],
-            image_channels=channels,
-            pretrained=config.pretrained if loads_weights else None,
-            weights=config.weights if loads_weights else None,
-            members=tuple(config.ensemble_members.split(",")),
-            batch_size=config.micro_batch,
-            keep_stem=config.stem == "keep",
-            dropout=config.dropout,
-            drop_path=config.drop_path,
-        )
+        size = data.preprocessing["image_size"]
+        built = new_model(config, len(data.class_names), size, channels, loads_weights=loads_weights)
         for size in data.train.sizes:
             is_other = size != data.preprocessing["image_size"]
             if is_other and forward_failure(built.module, size, config.micro_batch, channels):
