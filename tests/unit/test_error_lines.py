@@ -17,22 +17,30 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from launch.arguments import LAUNCHERS, check_training, read_arguments
+from launch import single_node
+from launch.cluster import multi_node
+from launch.slurm import job
 from models.build import build_model
 from scripts import doctor, evaluate, export, plan, predict, report
 from scripts.train_distributed import train
 from tests.unit.exports import IMAGE_SIZE, save_run
+from tests.unit.launching import environment
 from training.base.errors import USER_ERROR_EXIT_CODE
 from training.config.command_line import run_script
 from training.data import DataOptions, load_data
 
 REFERENCE = Path(__file__).resolve().parents[1] / "references" / "errors.txt"
+LAUNCHERS = {
+    "launch_distributed.sh": single_node.main,
+    "launch_multi_node.sh": multi_node.main,
+    "slurm_distributed.sh": job.main,
+}
 ASSIGNMENT = re.compile(r"([\w.]+)=(.*)", re.DOTALL)
 NOTES = ("no GPU found", "No CUDA runtime is found")  # ours, and one of PyTorch's, on machines without a GPU
 DELIVERIES = {script.__name__.rpartition(".")[2]: script for script in (evaluate, predict, export, report)}
@@ -45,16 +53,6 @@ def make_folder(folder: Path) -> None:
     save_run(folder / "run", built, load_data(DataOptions(image_size=IMAGE_SIZE)))
 
 
-def launcher(name: str) -> Callable[[list[str]], int]:
-    """Return what reads a launcher's command line, up to the start of ranks."""
-
-    def read(words: list[str]) -> int:
-        check_training(read_arguments(name, words, os.environ).training)
-        return 0
-
-    return read
-
-
 def run_words(script: str, words: list[str]) -> int:
     """Run a script in this process, as its file does; return the exit code."""
     with mock.patch.object(sys, "argv", [script, *words]):
@@ -63,7 +61,7 @@ def run_words(script: str, words: list[str]) -> int:
             return run_script(script, module.parse, getattr(module, script))
         if script in ("plan", "doctor"):
             return {"plan": plan, "doctor": doctor}[script].main()
-        return run_script("error", list, train if script == "train_distributed" else launcher(script))
+        return run_script("error", list, train if script == "train_distributed" else LAUNCHERS[script])
 
 
 def answer(command: str) -> str:
@@ -96,7 +94,8 @@ def answer(command: str) -> str:
 
 def lines_now(reference: list[str]) -> Iterator[str]:
     """Yield the lines of the reference, with the answers that the commands get now."""
-    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    variables = environment(DRY_RUN="1")
+    variables = {name: value for name, value in variables.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     here = Path.cwd()
     with (
         tempfile.TemporaryDirectory() as folder,

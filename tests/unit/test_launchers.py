@@ -172,12 +172,6 @@ def test_on_several_machines_ranks_are_started_in_one_way(tmp_path: Path, script
         assert_refused(result, f"{variable} 'torchrun'", f"Unset {variable}")
 
 
-@pytest.mark.parametrize("changes", [{"START_TIMEOUT": "soon"}, {"FORWARD_ENV": "A B"}])
-def test_multi_node_refuses_bad_settings(tmp_path: Path, changes: dict[str, str]) -> None:
-    (tmp_path / "hostfile.txt").write_text(HOSTFILE)
-    assert_refused(launch("launch_multi_node.sh", WORDS["launch_multi_node.sh"], cwd=tmp_path, **changes), *changes)
-
-
 @pytest.mark.parametrize(
     ("flags", "variable", "hosts"),
     [
@@ -207,18 +201,6 @@ def test_multi_node_takes_the_machines_of_a_hostfile(
     assert f"--hosts={hosts}" in given
     if hosts != "c,d":
         assert not any("hostfile" in word for word in given)
-
-
-@pytest.mark.parametrize("hosts", ["a,a", "a", "-oProxyCommand=x,b", "a;b,c", ""])
-def test_multi_node_refuses_hosts(hosts: str) -> None:
-    assert_refused(launch("launch_multi_node.sh", [*WORDS["launch_multi_node.sh"], f"--hosts={hosts}"]), "host")
-
-
-@pytest.mark.parametrize("least", ["0", "3", "x"])
-def test_multi_node_refuses_a_least_number_of_nodes(tmp_path: Path, least: str) -> None:
-    (tmp_path / "hostfile.txt").write_text(HOSTFILE)
-    words = [*WORDS["launch_multi_node.sh"], "--min-nodes", least]
-    assert_refused(launch("launch_multi_node.sh", words, cwd=tmp_path), "from 1 to 2")
 
 
 @pytest.mark.parametrize("folder", ["", "scripts"])
@@ -325,11 +307,6 @@ def test_help_explains(script: str, words: list[str]) -> None:
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("script", WORDS)
-def test_missing_words_are_counted(script: str) -> None:
-    assert_refused(launch(script, WORDS[script][:-1]), f"{len(WORDS[script])} arguments", "--help")
-
-
 @pytest.mark.parametrize("given", ["0", "-1", "1.5", "abc", "", "08", "1e3", " 2", "0x2", "9" * 30, "٣", "2\n"])
 @pytest.mark.parametrize("place", [2, 3, 4])
 def test_numbers_are_whole_and_positive(given: str, place: int) -> None:
@@ -373,12 +350,6 @@ def test_nothing_in_any_word_is_run(script: str, tmp_path: Path, monkeypatch: py
     assert_refused(launch(script, payloads, cwd=tmp_path, MASTER_PORT=payloads[0]))
     assert_refused(launch(script, [*WORDS[script], *payloads], cwd=tmp_path))
     assert not canary.exists()
-
-
-def test_names_are_judged_by_the_training_entry() -> None:
-    assert_refused(launch("launch_distributed.sh", ["mobilenett", *WORDS["launch_distributed.sh"][1:]]), "'mobilenet'")
-    assert_refused(launch("launch_distributed.sh", ["mobilenet", "ddpp", "2", "16", "3"]), "'ddp'")
-    assert_refused(launch("launch_distributed.sh", [*WORDS["launch_distributed.sh"], "--learning-rte", "1"]), "rate")
 
 
 def test_more_gpus_than_present_names_both_numbers(tmp_path: Path) -> None:
