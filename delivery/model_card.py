@@ -16,18 +16,17 @@ from typing import Any
 import jinja2
 
 from delivery.export.output_folder import VALUES
-from delivery.report.run_files import count_global_batch
+from delivery.report.run_files import count_global_batch, read_run
 from delivery.trained_model import read_run_config
 from models.timm_models import has_fixed_size
 from training.base.atomic_write import replacing
-from training.base.run_folder import CARD, ENVIRONMENT, EVALUATION, METRICS, TEST_EVALUATION, WEIGHTS
+from training.base.run_folder import CARD, WEIGHTS
 from training.checkpoint.weights import read_metadata
 from training.config import TrainConfig
 from training.config.values import OF_ONE_RUN, WORDS_OF_LAUNCH, launch_command, show_value
 from training.data.reading.images import CHANNEL_MODES
 from training.data.settings import DataSettings
 from training.data.values import BYTES, values_of
-from training.observe.evaluation import read_scores
 from training.recipe.settings import RecipeSettings
 
 TEMPLATE = Path(__file__).with_name("model_card.md.j2")
@@ -75,12 +74,10 @@ def write_model_card(run: Path) -> Path | None:
         return None
     config, metadata = read_run_config(run), read_metadata(run / WEIGHTS)
     values, channels = values_of(metadata["preprocessing"]), len(metadata["preprocessing"]["mean"])
-    environment = json.loads((run / ENVIRONMENT).read_text(encoding="utf-8"))
-    scores, test_scores = (read_scores(run / name) or {} for name in (EVALUATION, TEST_EVALUATION))
+    files = read_run(run)
+    environment, scores, test_scores = files.environment, files.scores or {}, files.test_scores or {}
     ranks = environment["ranks"]
-    epochs: list[dict[str, Any]] = []
-    for line in _lines(run, "epoch"):  # a run that went back has trained some again
-        epochs = [*(earlier for earlier in epochs if earlier["epoch"] < line["epoch"]), line]
+    epochs = [line for _, line in sorted(files.history.epochs.items())]
     jinja = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
     jinja.filters |= {"plain": _plain, "code": _code}
     text = jinja.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
@@ -100,9 +97,9 @@ def write_model_card(run: Path) -> Path | None:
         fixed_size=has_fixed_size(metadata["description"]["timm_name"]),
         weights=WEIGHTS,
         epoch=metadata["extra"].get("epoch"),
-        last_epoch=_last_of(epochs),
-        other_run=_last_of([line for line in epochs if line.get("epochs", config.epochs) != config.epochs]),
-        end=_last_of(_lines(run, "end")),
+        last_epoch=epochs[-1] if epochs else {},
+        other_run=([{}] + [line for line in epochs if line.get("epochs", config.epochs) != config.epochs])[-1],
+        end=files.history.processes[-1].end or {},
         global_batch=count_global_batch(vars(config), environment),
         recipe={name: show_value(value) for name in recipe_names(config) if (value := getattr(config, name)) != ""},
         command=shlex.join(launch_command(config, ranks, environment.get("ranks_per_machine", ranks), OF_ONE_RUN)),
@@ -154,17 +151,6 @@ def _front_matter(
         eval_results=results or None,
     )
     return data.to_yaml()
-
-
-def _lines(run: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the lines of a kind in metrics.jsonl."""
-    path = run / METRICS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return [json.loads(line) for line in lines if line.startswith(f'{{"kind": "{kind}"')]
-
-
-def _last_of(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return lines[-1] if lines else {}
 
 
 def _plain(text: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from made_runs import end, epoch
 
 from delivery.model_card import write_model_card
 from models.build import build_model
@@ -38,6 +39,10 @@ ENVIRONMENT = {
 CONFIG = TrainConfig(model_type="mobilenet", learning_rate=0.004, label_smoothing=0.0, data="~/my photos", run_name="r")
 
 
+def write_lines(folder: Path, *lines: dict) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A finished run of two classes, one with a hostile name."""
@@ -45,7 +50,7 @@ def run(tmp_path: Path) -> Path:
     names = ["cat", "a|b`<script>"]
     write_json(tmp_path / "config.json", dataclasses.asdict(CONFIG))
     (tmp_path / "environment.json").write_text(json.dumps(ENVIRONMENT))
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "end", "images_per_second": 310.4}\n')
+    write_lines(tmp_path, end(40, 1.0) | {"images_per_second": 310.4})
     preprocessing = {"image_size": 32, "resize_size": None, "mean": [0.5] * 3, "std": [0.5] * 3}
     save_weights(
         tmp_path / "model.safetensors",
@@ -68,11 +73,9 @@ def test_a_run_that_was_given_more_epochs_says_so(run: Path):
     write_json(run / "config.json", dataclasses.asdict(config))
     told = "Up to epoch 2 this was a run of 2 epochs."
     for epochs in ((4, 4), (2, 2)):
-        lines = [{"kind": "epoch", "epoch": epoch + 1, "epochs": of} for epoch, of in enumerate((*epochs, 4, 4))]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(run, *(epoch(number + 1, 0.5, epochs=of) for number, of in enumerate((*epochs, 4, 4))))
         assert (told in write_model_card(run).read_text(encoding="utf-8")) == (epochs == (2, 2))
-    again = [{"kind": "epoch", "epoch": epoch, "epochs": of} for epoch, of in ((1, 2), (2, 2), (2, 4))]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in again))
+    write_lines(run, *(epoch(number, 0.5, epochs=of) for number, of in ((1, 2), (2, 2), (2, 4))))
     assert "Up to epoch 1 this was a run of 2 epochs." in write_model_card(run).read_text(encoding="utf-8")
 
 
@@ -177,7 +180,7 @@ def test_several_machines_have_their_launcher():
 @pytest.mark.parametrize("diverged", [None, "the validation loss is nan"])
 def test_a_divergence_is_named(run: Path, diverged: str | None):
     with (run / "metrics.jsonl").open("a") as metrics:
-        metrics.write(json.dumps({"kind": "epoch", "epoch": 4, "diverged": diverged}) + "\n")
+        metrics.write(json.dumps(epoch(4, 0.5, diverged=diverged)) + "\n")
     sentence = "**The training diverged**: after its last epoch (4) the validation loss is nan."
     assert (sentence in write_model_card(run).read_text()) == bool(diverged)
 
