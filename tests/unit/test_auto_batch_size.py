@@ -250,6 +250,7 @@ def test_every_launcher_takes_auto_as_the_batch_size(script):
         read_arguments(script, words, {})
 
 
+@pytest.mark.slow
 def test_an_automatic_strategy_leaves_an_automatic_batch_size_to_the_ranks(capfd):
     words = ["basic_cnn", "auto", "2", "auto", "5", "--gpu", "rtx3060", "--data=fake"]
     given = resolve_strategy(read_arguments("launch_distributed.sh", words, {}), nodes=1)

@@ -103,8 +103,10 @@ def open_onnx(file):
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 
 
+OTHERS = ("torch-export", "onnx")
 OPENERS = {"safetensors": open_safetensors, "pt2": open_torch_export, "onnx": open_onnx}
-PAIRS = [(name, precision) for name in ("safetensors", "torch-export", "onnx") for precision in ("fp32", "bf16")]
+PAIRS = [(name, "fp32") for name in ("safetensors", *OTHERS)]
+PAIRS += [("safetensors", "bf16"), *(pytest.param(name, "bf16", marks=pytest.mark.slow) for name in OTHERS)]
 
 
 @pytest.mark.parametrize(("format_name", "precision"), PAIRS)
@@ -174,7 +176,9 @@ def test_every_file_says_what_it_is_and_where_it_came_from(trained, run_folder, 
     assert not any(word.encode() in content for word in ("site-packages", ".py", str(ROOT), str(run_folder.parent)))
 
 
-@pytest.mark.parametrize("preprocessing", [None, CROPPED], ids=["resized", "cropped"])
+@pytest.mark.parametrize(
+    "preprocessing", [pytest.param(None, marks=pytest.mark.slow), CROPPED], ids=["resized", "cropped"]
+)
 def test_onnxruntime_alone_answers_as_we_do(preprocessing, trained, monkeypatch, tmp_path):
     """In a process without torch and without us; Pillow and NumPy follow preprocessing.json."""
     built, data = trained

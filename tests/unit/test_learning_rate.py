@@ -150,9 +150,15 @@ def test_an_automatic_rate_is_the_best_of_short_trainings_and_trains_as_the_same
     assert train(tmp_path, "auto", learning_rate="auto", **other)[1] == 0.25
 
 
+def only_the_first(first, *given):
+    """Try one rate in the place of a search."""
+    return first, {first: given[-1](first)}
+
+
 def test_a_trial_is_the_run_in_small(tmp_path, monkeypatch):
     """As a run of as many steps with that rate: the same weights, images and schedule."""
     monkeypatch.setattr("training.auto_learning_rate.TRIAL_STEPS", 24)
+    monkeypatch.setattr("training.auto_learning_rate.find_rate", only_the_first)
     recipe = {"optimizer": "muon", "fallback_schedule": "linear", "mixup": 0.5, "epochs": 3, "warmup_epochs": 1.0}
     folder, _ = train(tmp_path, "auto", learning_rate="auto", **recipe)
     rate, _, losses = json.loads((folder / LEARNING_RATE).read_text())["tried"][0]
@@ -161,6 +167,7 @@ def test_a_trial_is_the_run_in_small(tmp_path, monkeypatch):
     assert losses == [entry["loss"] for entry in entries if entry["kind"] == "step"]
 
 
+@pytest.mark.slow
 def test_a_trial_is_as_long_as_the_run_at_most_and_trains_no_epoch_whole_for_less(tmp_path, monkeypatch):
     steps = []
     monkeypatch.setattr(
@@ -176,9 +183,7 @@ def test_a_trial_is_as_long_as_the_run_at_most_and_trains_no_epoch_whole_for_les
 
 def test_trials_mix_as_the_runs_first_epochs(tmp_path, monkeypatch):
     monkeypatch.setattr("training.auto_learning_rate.TRIAL_STEPS", 24)
-    monkeypatch.setattr(
-        "training.auto_learning_rate.find_rate", lambda first, *given: (first, {first: given[-1](first)})
-    )
+    monkeypatch.setattr("training.auto_learning_rate.find_rate", only_the_first)
     drawn = []
     monkeypatch.setattr(Mixing, "drawn", lambda _self, epoch, _leaf: drawn.append(epoch))
     train(tmp_path, "off", learning_rate="auto", mixup=8.0, epochs=3, mixup_off_epochs=1)
