@@ -14,9 +14,6 @@ from timm.data.auto_augment import rand_augment_transform
 from timm.data.random_erasing import RandomErasing as TimmRandomErasing
 from torchvision.transforms import InterpolationMode, v2
 
-from training.base.errors import UserError
-from training.config import TrainConfig
-from training.config.check import check_config
 from training.data import DataOptions, load_data
 from training.data.augmentations import AUGMENTATIONS, augmentation_of
 from training.data.batch_transforms import BatchTransforms
@@ -220,43 +217,6 @@ def test_validation_images_stay_as_they_are():
     assert torch.equal(plain.val[1, 0][0], changed.val[1, 0][0])
     assert changed.val.mixing is None
     assert not torch.equal(plain.train[1, 0][0], changed.train[1, 0][0])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"randaugment": "rand-m9-x3", "augmentation": "randaugment"}, "--randaugment 'rand-m9-x3': expected timm's"),
-        ({"randaugment": "augmix-m3", "augmentation": "randaugment"}, "expected timm's string"),
-        ({"randaugment": "rand-m5"}, "it changes --augmentation randaugment alone, not auto"),
-        ({"augmentation": "crop_flip", "crop_scale": "0.35"}, "--crop-scale '0.35': expected LOW,HIGH"),
-        ({"augmentation": "crop_flip", "crop_scale": "0,1"}, "above 0 and up to 1"),
-        ({"augmentation": "crop_flip", "crop_scale": "0.5,1.1"}, "above 0 and up to 1"),
-        ({"augmentation": "crop_flip", "crop_scale": "0.5,0.4"}, "LOW,HIGH"),
-        ({"augmentation": "crop_flip", "crop_scale": "1e-3,1"}, "LOW,HIGH"),
-        ({"augmentation": "crop_flip", "crop_ratio": "1/0,1"}, "--crop-ratio '1/0,1'"),
-        ({"augmentation": "crop_flip", "crop_ratio": "nan,nan"}, "LOW,HIGH"),
-        (
-            {"augmentation": "shift", "crop_scale": "0.35,1"},
-            "the augmentation shift does not crop, these do: crop_flip",
-        ),
-        ({"augmentation": "3agument"}, "Did you mean '3augment'"),
-    ],
-)
-def test_a_wrong_augmentation_is_one_line(options, message):
-    for check in (
-        lambda: load_data(DataOptions(**options)),
-        lambda: check_config(TrainConfig(**options), dict.fromkeys(TrainConfig.__dataclass_fields__, "")),
-    ):
-        with pytest.raises(UserError, match=message) as caught:
-            check()
-        assert "\n" not in str(caught.value)
-
-
-def test_a_shift_wider_than_the_image_is_one_line():
-    with pytest.raises(UserError, match="--shift-pixels 32: images of 32 pixels can be shifted by at most 31"):
-        load_data(DataOptions(shift_pixels=32))
-    with pytest.raises(UserError, match="7: the run has 6 epochs only"):
-        check_config(TrainConfig(mixup_off_epochs=7, epochs=6), dict.fromkeys(TrainConfig.__dataclass_fields__, ""))
 
 
 def test_every_string_for_randaugment_that_is_let_through_works():
