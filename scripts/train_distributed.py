@@ -38,7 +38,7 @@ def train(arguments: list[str]) -> int:
     from delivery.end_of_run import leave_files
     from planning.run_memory import plan_memory, write_prediction
     from training.base.run_lock import Origin
-    from training.resume import RunStart
+    from training.prepare import RunStart
     from training.run import run
 
     start = RunStart(Origin.of(os.environ), heartbeat, write_prediction, plan_memory)

@@ -26,8 +26,8 @@ from training.config.global_batch import MOST_IMAGES_ON_CPU, divided, largest_di
 from training.observe.environment import RunFacts
 from training.observe.memory_limit import FILL, memory_room, peak_memory, reset_peak_memory, used_memory
 from training.out_of_memory import Rung, describe_failure, is_out_of_memory, next_rung
-from training.resume import RunStart
-from training.trial import Build, free_memory, shortened, train_shortly, trial, trial_settings
+from training.prepare import Prepared, RunStart
+from training.trial import free_memory, shortened, train_shortly, trial, trial_settings
 from training.world.collectives import agreed, broadcast_object, gather_objects
 from training.world.exchange import exactly, flag, list_of, optional, row_of, whole_number
 from training.world.world import World
@@ -66,40 +66,36 @@ class Trial(NamedTuple):
         return f"fits with {int(100 * (1 - self.taken_bytes / self.room_bytes))} % to spare"
 
 
-def choose_batch_size(
-    config: TrainConfig, folder: RunFolder, facts: RunFacts, start: RunStart, world: World, build: Build
-) -> tuple[TrainConfig, list[str]]:
-    """Return the configuration with a number for `--batch-size auto`, and a note for the log; a collective.
+def choose_batch_size(prepared: Prepared, start: RunStart) -> Prepared:
+    """Return the run with a number for `--batch-size auto`, and a note for the log; a collective.
 
     A run keeps what its first start has found, also on another number of ranks, as far as these can share it; one that
     resumes has it from the checkpoint already.
 
     Args:
-        config: the run's configuration.
-        folder: of the run.
-        facts: of the run, for the planner.
+        prepared: the run.
         start: which start of the run this is.
-        world: the ranks.
-        build: builds a run, for the trials.
 
     Raises:
         UserError: on all ranks, if the ranks cannot share the global batch, or 8 images do not fit.
         MemoryError: instead of the latter, if the launcher shall go on with smaller settings.
     """
+    config, world = prepared.config, prepared.world
     if config.batch_size != "auto":
-        return config, []
+        return prepared
     known = optional(row_of(whole_number, whole_number))
-    earlier = _earlier_result(config, folder) if world.is_main else None
+    earlier = _earlier_result(config, prepared.folder) if world.is_main else None
     size, global_batch = broadcast_object(earlier, known, world) or (0, 0)
-    if size and config.global_batch in (0, global_batch) and not global_batch % world.size:
-        size, how = largest_divisor(global_batch // world.size, size), "found at the run's first start"
+    if size and config.global_batch in (0, global_batch) and not global_batch % world.data.size:
+        size, how = largest_divisor(global_batch // world.data.size, size), "found at the run's first start"
     else:
-        global_batch = config.global_batch or usual_global_batch(world.size)
-        size, how = _search(config, global_batch, folder, facts, start, world, build)
-    config = divided(config, size, global_batch, world.size)
-    unit = "GPU" if facts.gpu_name else "CPU rank"
+        global_batch = config.global_batch or usual_global_batch(world.data.size)
+        size, how = _search(prepared, global_batch, start)
+    config = divided(config, size, global_batch, world.data.size)
+    unit = "GPU" if world.device.type == "cuda" else "CPU rank"
     product = f"x {world.size} {unit}s x {config.gradient_accumulation_steps} accumulation step(s)"
-    return config, [f"--batch-size auto is {size} per {unit} ({how}), {product} = global batch {global_batch}"]
+    note = f"--batch-size auto is {size} per {unit} ({how}), {product} = global batch {global_batch}"
+    return dataclasses.replace(prepared, config=config).decide(note)
 
 
 def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -> int | None:
@@ -124,19 +120,17 @@ def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -
     return fitting if fitting >= 0 else None
 
 
-def _search(
-    config: TrainConfig,
-    global_batch: int,
-    folder: RunFolder,
-    facts: RunFacts,
-    start: RunStart,
-    world: World,
-    build: Build,
-) -> tuple[int, str]:
+def _search(prepared: Prepared, global_batch: int, start: RunStart) -> tuple[int, str]:
     """Return the size, and what was tried in words, and write both into the run's folder; a collective."""
+    config, world, folder, facts = (
+        prepared.config,
+        prepared.world,
+        prepared.folder,
+        prepared.facts(prepared.config.engine),
+    )
     most = 0 if facts.gpu_name else MOST_IMAGES_ON_CPU
-    sizes = agreed(lambda: micro_batches(global_batch, world.size, most), world)
-    configs = [divided(config, size, global_batch, world.size) for size in sizes]
+    sizes = agreed(lambda: micro_batches(global_batch, world.data.size, most), world)
+    configs = [divided(config, size, global_batch, world.data.size) for size in sizes]
     planned = broadcast_object(_plan(facts, configs, start) if world.is_main else None, list_of(whole_number), world)
     about = {"global_batch": global_batch, "ranks": world.size, "settings": trial_settings(config, *OF_MEMORY)}
     tried = broadcast_object(
@@ -149,9 +143,10 @@ def _search(
     def measure(place: int) -> Trial:
         size = sizes[place]
         start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
-        trials[size] = earlier.get(size) or _try(
-            configs[place], folder, start, world, build, lambda failed: _record(folder, about, trials | {size: failed})
-        )
+        if size not in earlier:
+            attempt = dataclasses.replace(prepared, config=configs[place])
+            earlier[size] = _try(attempt, start, lambda failed: _record(folder, about, trials | {size: failed}))
+        trials[size] = earlier[size]
         return trials[size]
 
     place = largest_that_fits(planned, measure)
@@ -203,27 +198,20 @@ def _plan(facts: RunFacts, configs: Sequence[TrainConfig], start: RunStart) -> l
     return [0] * len(configs)
 
 
-def _try(
-    config: TrainConfig,
-    folder: RunFolder,
-    start: RunStart,
-    world: World,
-    build: Build,
-    record: Callable[[Trial], None],
-) -> Trial:
+def _try(prepared: Prepared, start: RunStart, record: Callable[[Trial], None]) -> Trial:
     """Train `STEPS` updates in a trial; a collective.
 
     Raises:
         AnotherStartNeededError: on a rank of several that runs out of memory, after `record` has noted it.
     """
-    is_short = False
+    config, world, is_short = prepared.config, prepared.world, False
     if config.learning_rate == "auto":  # found after the batch size
         config = dataclasses.replace(config, learning_rate=TrainConfig().learning_rate)
     had, device = used_memory(world.device), world.device
     # Gathered before any rank takes more, because ranks of a machine divide what is free.
     rooms = gather_objects(memory_room(device, world.local_size), whole_number, world)
     reset_peak_memory(device)
-    with trial(config, folder.path / TRIAL_FOLDER, start, world, build) as context:
+    with trial(dataclasses.replace(prepared, config=config), TRIAL_FOLDER) as context:
         copy = Snapshot()  # of a checkpoint, which stays while it is written beside the steps
         copy.take(context.state.engine.state(), context.state.sums.state())
         plan, epochs = shortened(context.plan, STEPS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from training.base.atomic_write import write_json
 from training.base.errors import AgreedError, shown
@@ -16,68 +16,53 @@ from training.base.heartbeat import SLOW_PHASE, HeartbeatWriter
 from training.base.points import StepPoint
 from training.base.run_folder import LEARNING_RATE, RunFolder
 from training.base.run_logger import Loggers, RunLogger
-from training.checkpoint.store import FoundCheckpoint
 from training.config import FIELDS, TrainConfig
 from training.config.values import is_allowed
+from training.prepare import Prepared, RunStart
 from training.recipe.loss import GUESSES
 from training.recipe.rate_search import FEWEST_STEPS, HIGHEST, LOWEST, describe_search, find_rate, in_words
-from training.resume import RunStart
-from training.trial import Build, free_memory, shortened, train_shortly, trial, trial_settings
+from training.setup import Run
+from training.trial import free_memory, shortened, train_shortly, trial, trial_settings
 from training.world.collectives import broadcast_object
 from training.world.exchange import number, optional
 from training.world.world import World
-
-if TYPE_CHECKING:
-    from training.run import RunContext
 
 TRIAL_STEPS = 300  # at most as many as the run has
 FAR = 5  # from the default, by which a rate is said to be below it
 TRIAL_FOLDER = "learning-rate-trial"
 
 
-def choose_learning_rate(
-    config: TrainConfig,
-    classes: int,
-    folder: RunFolder,
-    found: FoundCheckpoint | None,
-    start: RunStart,
-    world: World,
-    build: Build,
-) -> tuple[TrainConfig, list[str]]:
-    """Return the configuration with a number for `--learning-rate auto`, and a note for the log; a collective.
+def choose_learning_rate(prepared: Prepared, start: RunStart) -> Prepared:
+    """Return the run with a number for `--learning-rate auto`, and a note for the log; a collective.
 
     A run keeps the rate that it began with: that of its checkpoint, or of the search with these settings that its
     folder holds.
 
     Args:
-        config: the run's configuration.
-        classes: of the data.
-        folder: of the run.
-        found: the checkpoint to resume from.
+        prepared: the run.
         start: which start of the run this is.
-        world: the ranks.
-        build: builds a run, for the trials.
 
     Raises:
         UserError: on all ranks, if no rate has clearly lowered the loss.
     """
+    config, world, found = prepared.config, prepared.world, prepared.found
     if config.learning_rate != "auto":
-        return config, []
+        return prepared
     if found is not None:
         rate, source = found.manifest.config.get("learning_rate"), "that of the checkpoint"
     else:
-        earlier = _earlier_result(_settings(config, world), folder) if world.is_main else None
+        earlier = _earlier_result(_settings(config, world), prepared.folder) if world.is_main else None
         rate = broadcast_object(earlier, optional(number), world)
         source = "found at the run's first start"
         if rate is None:
-            rate, source = _search(config, classes, folder, start, world, build)
+            rate, source = _search(prepared, start)
     if not isinstance(rate, float) or not is_allowed(rate, FIELDS["learning_rate"]):
         raise AgreedError(f"--learning-rate auto: {source} is {shown(rate)}, which is no rate: give one.")
-    return dataclasses.replace(config, learning_rate=rate), [f"--learning-rate auto is {rate:g}: {source}"]
+    return prepared.decide(f"--learning-rate auto is {rate:g}: {source}", learning_rate=rate)
 
 
 def _settings(config: TrainConfig, world: World) -> dict[str, Any]:
-    images_per_step = config.micro_batch * config.gradient_accumulation_steps * world.size
+    images_per_step = config.micro_batch * config.gradient_accumulation_steps * world.data.size
     return trial_settings(config, "weights", "pretrained", images_per_step=images_per_step)
 
 
@@ -90,15 +75,14 @@ def _earlier_result(settings: dict[str, Any], folder: RunFolder) -> float | None
         return None
 
 
-def _search(
-    config: TrainConfig, classes: int, folder: RunFolder, start: RunStart, world: World, build: Build
-) -> tuple[float, str]:
+def _search(prepared: Prepared, start: RunStart) -> tuple[float, str]:
     """Return the best rate and what was tried in words, and write all losses into the run's folder; a collective."""
+    config, world, classes = prepared.config, prepared.world, len(prepared.data.class_names)
 
     def measure(rate: float) -> list[float | None]:
         start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
-        trial_config = dataclasses.replace(config, learning_rate=rate, ema=0.0)
-        with trial(trial_config, folder.path / TRIAL_FOLDER, start, world, build) as context:
+        tried = dataclasses.replace(prepared, config=dataclasses.replace(config, learning_rate=rate, ema=0.0))
+        with trial(tried, TRIAL_FOLDER) as context:
             losses = _train(context, start.heartbeat)
         del context
         free_memory(world)
@@ -109,7 +93,7 @@ def _search(
     if world.is_main:
         with contextlib.suppress(OSError):  # a full disk: the losses alone are missing
             result = describe_search(rate, tried) | {"settings": _settings(config, world)}
-            write_json(folder.path / LEARNING_RATE, result)
+            write_json(prepared.folder.path / LEARNING_RATE, result)
     if rate is None:
         raise AgreedError(
             f"--learning-rate auto: no rate from {min(tried):g} to {max(tried):g} has clearly lowered the loss within "
@@ -129,7 +113,7 @@ class _Losses(RunLogger):
         self.losses.append(point.loss)
 
 
-def _train(context: RunContext, heartbeat: HeartbeatWriter) -> list[float | None]:
+def _train(context: Run, heartbeat: HeartbeatWriter) -> list[float | None]:
     """Train the run in small, or until no step is applied any more; return the loss of each step; a collective."""
     run = context.schedule
     plan, epochs = shortened(context.plan, max(FEWEST_STEPS, min(TRIAL_STEPS, run.total_steps)))

@@ -27,7 +27,7 @@ from training.world.collectives import agreed, broadcast_object
 from training.world.exchange import flag
 
 if TYPE_CHECKING:
-    from training.run import RunContext
+    from training.setup import Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _WholeModel:
         return self.module(images)
 
 
-def judge_test(context: RunContext, loop: TrainContext) -> None:
+def judge_test(context: Run, loop: TrainContext) -> None:
     """Write the scores of the test part into a folder of their own, unless they are there already; a collective.
 
     Nothing that goes wrong here spoils the run, whose weights are saved: it is a line in the log.
@@ -80,7 +80,7 @@ def judge_test(context: RunContext, loop: TrainContext) -> None:
             context.loggers.message(f"note: the scores of the test part could not be written: {error}")
 
 
-def _is_due(context: RunContext) -> bool:
+def _is_due(context: Run) -> bool:
     """Return whether the weights in the folder are those of the best epoch, and were not judged before; on rank 0."""
     folder, best_epoch = context.folder, context.state.progress.best_epoch
     try:
@@ -90,13 +90,13 @@ def _is_due(context: RunContext) -> bool:
     return epoch_of(folder.weights) == best_epoch != judged
 
 
-def _score(context: RunContext, loop: TrainContext, network: nn.Module) -> tuple[Scores | int, int]:
+def _score(context: Run, loop: TrainContext, network: nn.Module) -> tuple[Scores | int, int]:
     """Return what `evaluate` returns, and on rank 0 how many of the images were trained on; a collective."""
     data, world = context.data, context.world
     assert data.test is not None
-    plan = EvaluationPlan(len(data.test), context.config.micro_batch, world.size)
+    plan = EvaluationPlan(len(data.test), context.config.micro_batch, world.data.size)
     workers = context.val_loader.pool or 0  # which read all parts
-    loader = Loader(data.test, plan, world.rank, workers=workers, device=world.device)
+    loader = Loader(data.test, plan, world.data.rank, workers=workers, device=world.device)
     loader.watch()
     with loop.timing.clock.evaluation:
         scores = evaluate(cast(Engine, _WholeModel(network)), loader, loop, is_interruptible=True)

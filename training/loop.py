@@ -44,7 +44,7 @@ def train_one_epoch(state: TrainState, batches: Iterable[Batch], context: TrainC
         context.schedule.set_learning_rates(engine.optimizer.param_groups, position)
         for micro_step in range(plan.accumulation_steps):
             batch = next(waiting)
-            leaf = world.rank * plan.accumulation_steps + micro_step
+            leaf = world.data.rank * plan.accumulation_steps + micro_step
             seed_dropout(context.seed, position, leaf, world.device)
             logits = engine.forward(batch.images)
             losses = context.loss(logits, batch)

@@ -26,13 +26,13 @@ from training.world.signals import can_handle_signals
 
 if TYPE_CHECKING:
     from training.observe.scores import Scores
-    from training.run import RunContext
+    from training.setup import Run
     from training.steps.epoch_observer import EpochResult
 
 AUGMENTED_IMAGES_SHOWN = 16
 
 
-def announce_start(context: RunContext) -> None:
+def announce_start(context: Run) -> None:
     """Log what is trained, on what, and what the user may not expect."""
     config, world, plan, log = context.config, context.world, context.plan, context.loggers.message
     log(f"run {context.folder.name}: {config.model_type}, {config.strategy}, {context.precision}, {world.describe()}")
@@ -57,7 +57,7 @@ def announce_start(context: RunContext) -> None:
 
 
 def log_epoch(
-    context: RunContext,
+    context: Run,
     result: EpochResult,
     train_scores: Scores,
     validation: Scores,
@@ -93,7 +93,7 @@ def log_epoch(
         context.loggers.message(f"epoch {epoch} has diverged: {diverged}")
 
 
-def announce_end(context: RunContext, stop_signal: int, point: RunPoint) -> None:
+def announce_end(context: Run, stop_signal: int, point: RunPoint) -> None:
     """Log the result, where the time went and where the files are; a collective."""
     progress, log = context.state.progress, context.loggers.message
     for line in bad_image_lines([context.train_loader, context.val_loader], context.world):
@@ -119,7 +119,7 @@ def announce_end(context: RunContext, stop_signal: int, point: RunPoint) -> None
         log(f"memory       decoded images stay in it for the next run; to free it: rm -r {cache}")
 
 
-def _result(context: RunContext) -> list[str]:
+def _result(context: Run) -> list[str]:
     """Return whether the training has diverged, the best epoch, and its weights if the run folder contains them."""
     progress, lines = context.state.progress, []
     if progress.diverged_epochs_in_row:
@@ -143,7 +143,7 @@ def _result(context: RunContext) -> list[str]:
     return [*lines, f"{top1}; its weights are not in this run's folder)"]
 
 
-def _warnings(context: RunContext) -> list[str]:
+def _warnings(context: Run) -> list[str]:
     config, plan = context.config, context.plan
     warnings = note_slow_bf16(context.precision, context.world.device)
     if note := quota_note():
@@ -179,7 +179,7 @@ def _warnings(context: RunContext) -> list[str]:
     return warnings
 
 
-def _augmented_sample(context: RunContext) -> torch.Tensor:
+def _augmented_sample(context: Run) -> torch.Tensor:
     """Return the first training images of epoch 0 as the model sees them, float32 [N, 1 or 3, S, S] in 0..1."""
     images = []
     for draw_key in context.plan.draw_keys(0)[:AUGMENTED_IMAGES_SHOWN]:

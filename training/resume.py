@@ -1,92 +1,81 @@
-"""Where a run begins: its folder, the checkpoint it resumes from, whether that fits, and restoring the state."""
+"""What a run resumes from: the checkpoint is found, decides settings, and is refused if it does not fit."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from training.base.control_groups import usable_cores
 from training.base.errors import AgreedError, UserError, one_line, shown
-from training.base.heartbeat import HeartbeatWriter
-from training.base.run_folder import EVALUATION, IMAGES, WEIGHTS, RunFolder
-from training.base.run_lock import Origin
-from training.checkpoint.manifest import DamagedCheckpoint, Manifest
-from training.checkpoint.shards import CheckpointReader
-from training.checkpoint.state import TrainState
+from training.base.run_folder import IMAGES, WEIGHTS, RunFolder
 from training.checkpoint.store import FoundCheckpoint, choose, find_candidates, set_aside
 from training.config import CHANGEABLE_ON_RESUME, FIELDS, FLAG_OF, TrainConfig
+from training.config.check import check_starting_weights
 from training.config.global_batch import divide, divide_given, largest_divisor
 from training.config.values import is_allowed
 from training.data import data_options, load_data
 from training.data.datasets import SMALLEST_BYTE_STD, DatasetPair
 from training.data.image_list import describe_change, read_image_list
-from training.engines.parameter_shards import EngineState, frozen_parameters
-from training.observe.environment import RunFacts
-from training.observe.evaluation import check_replaceable
-from training.observe.new_run import create_run_folder, run_folder
-from training.observe.scores import ScoreSums
+from training.other_epochs import before_decay
 from training.world.collectives import agreed, broadcast_object
-from training.world.exchange import row_of, text, whole_number
+from training.world.exchange import whole_number
 from training.world.world import World
+
+DATA_SET, NORMALIZATION = "data set", "normalization"  # their keys in `Manifest.identity`
 
 
 @dataclass(frozen=True)
-class RunStart:
-    """A start of a run.
+class Resolved:
+    """What the checkpoint of a run, or that there is none, decides before anything is built.
 
     Attributes:
-        origin: what started it and how often it was restarted.
-        heartbeat: signs of life for the launcher.
-        predict: writes on rank 0 the memory that is predicted for a run, when it ends.
-        plan_memory: predicts on rank 0 the bytes that a rank takes under configurations of the run.
+        config: the settings, with those that a run keeps.
+        data: the data set, normalized as the run began with.
+        found: the checkpoint to resume from, None for a fresh start.
+        notes: lines for the log.
     """
 
-    origin: Origin
-    heartbeat: HeartbeatWriter
-    predict: Callable[[RunFacts], None] | None = None
-    plan_memory: Callable[[RunFacts, Sequence[TrainConfig]], list[int]] | None = None
+    config: TrainConfig
+    data: DatasetPair
+    found: FoundCheckpoint | None
+    notes: list[str]
 
 
-DATA_SET, NORMALIZATION = "data set", "normalization"  # their keys in `Manifest.identity`
-FIRST_START = RunStart(Origin(), HeartbeatWriter(None, 0, 0.0))
+def resolve(config: TrainConfig, folder: RunFolder, data: DatasetPair, world: World, *, is_restart: bool) -> Resolved:
+    """Find the checkpoint to resume from, and keep what the run began with; a collective.
 
+    Args:
+        config: what the user asked for.
+        folder: of the run.
+        data: of the configuration.
+        world: the ranks.
+        is_restart: whether the launcher started the run again.
 
-def create_folder(config: TrainConfig, start: RunStart, world: World) -> tuple[RunFolder, IO[bytes] | None]:
-    """Create the run's folders on rank 0, see `create_run_folder`; a collective.
-
-    Returns:
-        The folders, and on rank 0 the file that locks the run as long as it is open.
+    Raises:
+        UserError: on all ranks, if there is no good checkpoint where the user asked for one, or if it does not fit.
     """
-
-    def create() -> tuple[RunFolder, IO[bytes]]:
-        if config.run_name:
-            check_replaceable(run_folder(config).path / EVALUATION)  # by that of the best epoch
-        return create_run_folder(config, start.origin)
-
-    created, lock = agreed(lambda: create() if world.is_main else (None, None), world)
-    paths = [str(created.log_dir), created.name] if created else None
-    log_dir, name = broadcast_object(paths, row_of(text, text), world)
-    if world.is_main:
-        start.heartbeat.run_name(name)
-    return RunFolder(Path(log_dir), name), lock
+    found, notes = find_checkpoint(config, folder, world, is_restart=is_restart)
+    data = agreed(lambda: keep_normalization(config, data, found), world)
+    found, decay_notes = before_decay(config, found, world)
+    if found is None:
+        agreed(lambda: check_starting_weights(config, FLAG_OF), world)
+    divided = agreed(lambda: keep_global_batch(config, found, world), world)
+    kept, thread_notes = keep_threads(divided, found, world)
+    notes = [*notes, *decay_notes, *thread_notes, *note_other_leaves(kept, found)]
+    return Resolved(keep_starting_weights(kept, found), data, found, notes)
 
 
 def find_checkpoint(
-    config: TrainConfig, folder: RunFolder, start: RunStart, world: World
+    config: TrainConfig, folder: RunFolder, world: World, *, is_restart: bool
 ) -> tuple[FoundCheckpoint | None, list[str]]:
     """Return the checkpoint to resume from, None for a fresh start, and notes for the log; a collective.
 
     Raises:
         UserError: on all ranks, if the user asked for a checkpoint and there is no good one.
     """
-    is_restart = start.origin.restarts > 0
     candidates, notes = agreed(lambda: find_candidates(config.resume, folder.checkpoints, is_restart=is_restart), world)
     found, refused = choose(candidates, world)
     if refused and found is None:
@@ -121,12 +110,12 @@ def keep_global_batch(config: TrainConfig, found: FoundCheckpoint | None, world:
         UserError: if the ranks and the batch size do not divide it; the message has values that do.
     """
     if found is None:
-        return config if config.batch_size == "auto" else divide_given(config, world.size)
+        return config if config.batch_size == "auto" else divide_given(config, world.data.size)
     global_batch = _saved_global_batch(config, found)
     if config.batch_size == "auto":
-        share = max(1, global_batch // world.size)
+        share = max(1, global_batch // world.data.size)
         config = dataclasses.replace(config, batch_size=largest_divisor(share, _saved_batch_size(found)))
-    return divide(config, global_batch, world.size, "the checkpoint's global batch of")
+    return divide(config, global_batch, world.data.size, "the checkpoint's global batch of")
 
 
 def _saved_global_batch(config: TrainConfig, found: FoundCheckpoint) -> int:
@@ -252,58 +241,6 @@ def check_fit(
             f"checkpoint {found.path} is at epoch {progress.epoch}, step {progress.step}: this run has "
             f"{config.epochs} epochs of {steps_per_epoch} steps.{cure if progress.epoch > config.epochs else ''}"
         )
-
-
-def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
-    """Fill a fresh state from a verified checkpoint; a collective.
-
-    Raises:
-        UserError: if its content does not fit this model.
-    """
-    manifest, engine, sums = found.manifest, state.engine, state.sums
-    try:
-        reader, own = CheckpointReader(found.path, manifest), engine.state()
-        versions = max((len(buffer) for buffer in own.buffers.values()), default=1)
-        buffers = reader.buffers(world.rank, world.size, versions)
-        epoch_sums = reader.epoch_sums(world.rank, world.size)
-        _check_content(own, manifest, reader, buffers)
-        if reader.moment_kinds and reader.frozen != frozen_parameters(engine.module).keys():
-            raise DamagedCheckpoint("other parameters are frozen in it than in this model")
-        _check_sums(epoch_sums, sums)
-        engine.load_state(reader.tensors, buffers, manifest.applied_steps)
-        sums.restore(epoch_sums)
-    except (DamagedCheckpoint, SafetensorError, RuntimeError, KeyError) as error:
-        raise UserError(f"checkpoint {found.path} cannot be used: {one_line(error)}") from None
-    if engine.loss_scale is not None and manifest.loss_scale:
-        engine.loss_scale.restore(manifest.loss_scale)
-    state.progress = manifest.progress
-
-
-def _check_content(
-    own: EngineState, manifest: Manifest, reader: CheckpointReader, buffers: dict[str, torch.Tensor]
-) -> None:
-    """Refuse other parameters, buffers or moments than the engine's."""
-    ours, theirs = {name: list(shape) for name, shape in own.shapes.items()}, manifest.parameters
-    if ours != theirs:
-        other = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-        raise DamagedCheckpoint(f"{len(other)} parameters differ from this model's, first {other[0]}")
-    kinds = {name: (buffer.shape, buffer.dtype) for name, buffer in own.buffers.items()}
-    if kinds != {name: (buffer.shape, buffer.dtype) for name, buffer in buffers.items()}:
-        raise DamagedCheckpoint("its buffers differ from this model's")
-    moments, stored = sorted(own.moment_kinds), sorted(reader.moment_kinds)
-    if stored != moments:
-        names = one_line(", ".join(stored) or "none")
-        raise DamagedCheckpoint(f"its moments are {names}, the optimizer has {', '.join(moments) or 'none'}")
-
-
-def _check_sums(found: torch.Tensor, sums: ScoreSums) -> None:
-    """Refuse sums that no epoch has: every later average would be wrong, or not a number."""
-    own = sums.state()
-    if (found.shape, found.dtype) != (own.shape, own.dtype):
-        raise DamagedCheckpoint("its sums of the epoch have another shape or dtype")
-    loss, top1, top5, samples = found.tolist()
-    if not (0 <= loss < math.inf and 0 <= top1 <= top5 <= samples < math.inf):  # nan is in no range
-        raise DamagedCheckpoint("its sums of the epoch are not those of losses and images")
 
 
 def _difference(saved: Any, given: Any) -> str:

@@ -1,7 +1,7 @@
 """A short run beside the run, on its ranks: what `--learning-rate auto` and `--batch-size auto` measure with.
 
-It is built as every run is, in a folder inside the run's that is removed after it, and closed before the run's own
-model is built: the training is the one that begins without it.
+It is built as the run is, of the same data, in a folder inside the run's that is removed after it, and closed before
+the run's own model is built: the training is the one that begins without it.
 """
 
 from __future__ import annotations
@@ -13,32 +13,31 @@ import gc
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from training.base.errors import RunEnded
 from training.base.heartbeat import HeartbeatWriter
 from training.base.progress import Progress
+from training.base.run_folder import RunFolder
 from training.base.run_logger import Loggers
 from training.config import CHANGEABLE_ON_RESUME, FIELDS, TrainConfig
 from training.data.sampler import BatchPlan
 from training.loop import train_one_epoch
+from training.observe.new_run import make_folders
 from training.observe.step_metrics import Timing
+from training.prepare import Prepared
 from training.recipe.schedule import Schedule
-from training.resume import FIRST_START, RunStart
+from training.setup import Run, build
 from training.steps.context import TrainContext
 from training.steps.nonfinite_steps import NonFiniteGuard
+from training.world.collectives import agreed
 from training.world.signals import StopRequest
 from training.world.world import World
 
-if TYPE_CHECKING:
-    from training.run import RunContext
-
-Build = Callable[[TrainConfig, World, RunStart], "RunContext"]
 MOST_BAD_STEPS = 10  # in a row: a trial has then seen enough
 
 
@@ -49,33 +48,23 @@ def trial_settings(config: TrainConfig, *more: str, **facts: int) -> dict[str, A
 
 
 @contextmanager
-def trial(config: TrainConfig, folder: Path, start: RunStart, world: World, build: Build) -> Iterator[RunContext]:
+def trial(prepared: Prepared, name: str) -> Iterator[Run]:
     """Build a run, and leave nothing of it behind; a collective.
 
     Args:
-        config: of the run that this is a trial for.
-        folder: of the trial, which is removed.
-        start: which start of the run this is.
-        world: the ranks.
-        build: builds a run.
+        prepared: the run that this is a trial for, with the settings to try.
+        name: of the trial's folder inside the run's, which is removed.
     """
+    world, folder = prepared.world, RunFolder(prepared.folder.path / name, "trial")
+    quiet = dataclasses.replace(prepared.config, compile="off", progress="off", tensorboard=False, profile=0)
     if world.is_main:
-        shutil.rmtree(folder, ignore_errors=True)  # of a trial that did not end
-    quiet = dataclasses.replace(
-        config,
-        log_dir=str(folder),
-        run_name="trial",
-        resume="never",
-        compile="off",
-        progress="off",
-        tensorboard=False,
-        profile=0,
-    )
-    context = build(quiet, world, RunStart(start.origin, FIRST_START.heartbeat))
+        shutil.rmtree(folder.log_dir, ignore_errors=True)  # of a trial that did not end
+    agreed(lambda: make_folders(folder) if world.is_main else None, world)
+    context = build(dataclasses.replace(prepared, config=quiet, folder=folder, lock=None, notes=[]))
     yield context
     context.close()
     if world.is_main:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder.log_dir, ignore_errors=True)
 
 
 def free_memory(world: World) -> None:
@@ -95,7 +84,7 @@ def shortened(plan: BatchPlan, steps: int) -> tuple[BatchPlan, int]:
 
 
 def train_shortly(
-    context: RunContext,
+    context: Run,
     plan: BatchPlan,
     epochs: Sequence[int],
     schedule: Schedule,

@@ -24,6 +24,7 @@ from training.base.heartbeat import HeartbeatWriter
 from training.base.progress import Progress
 from training.base.run_logger import Loggers
 from training.checkpoint.frozen import keep_frozen
+from training.checkpoint.restore import restore
 from training.checkpoint.saver import GIVE_UP_SECONDS, Saver
 from training.checkpoint.state import TrainState
 from training.checkpoint.store import choose, find_candidates
@@ -43,7 +44,6 @@ from training.recipe.freezing import BackboneFreezer
 from training.recipe.loss import build_loss
 from training.recipe.schedule import Schedule
 from training.recipe.tuning import tune
-from training.resume import restore
 from training.steps.context import TrainContext
 from training.steps.nonfinite_steps import NonFiniteGuard
 from training.steps.weight_average import EMA, SLOW_WEIGHTS, WeightAverages

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from models import MODELS
 from training.config.command_line import parse_args
 from training.engines.strategies import STRATEGIES
-from training.run import build_run, train
+from training.run import set_up, train
 from training.world.signals import StopRequest
 from training.world.world import start_world, stop_world
 
@@ -35,7 +35,7 @@ def main() -> int:
         changes = {"strategy": strategy, "model_type": name, "run_name": f"{strategy}-{name}", "weights": weights}
         if name == "vgg":
             changes |= {"epochs": 1, "learning_rate": config.learning_rate / 10, "engine": "deepspeed"}
-        context = build_run(dataclasses.replace(config, **changes), world)
+        context = set_up(dataclasses.replace(config, **changes), world)
         exit_code = train(context, stop)
         context.close()
         if exit_code:

@@ -18,8 +18,8 @@ from planning.run_memory import plan_memory
 from training.base.run_folder import BATCH_SIZE
 from training.config import TrainConfig
 from training.engines.torch_engine import TorchEngine
-from training.resume import FIRST_START
-from training.run import build_run, train
+from training.prepare import FIRST_START
+from training.run import set_up, train
 from training.world.signals import StopRequest
 from training.world.world import World
 
@@ -34,7 +34,7 @@ def run(world: World, log_dir: str, name: str, rate_trial_steps: int = 100, **ch
     config = TrainConfig(**(SETTINGS | {"log_dir": log_dir, "run_name": name} | changes))
     stop = StopRequest()
     with mock.patch("training.auto_learning_rate.TRIAL_STEPS", rate_trial_steps):
-        context = build_run(config, world)
+        context = set_up(config, world)
     result: dict[str, Any] = {"code": train(context, stop)}
     stop.close()
     context.close()
@@ -71,7 +71,7 @@ def find_batch_size(
     with mock.patch.object(TorchEngine, "forward", fail):
         if is_short and limit_mb:
             by_limit(limit_mb)
-        context = build_run(config, world, start)
+        context = set_up(config, world, start)
         result: dict[str, Any] = {"code": train(context, stop, start)}
     _set_soft_limit(resource.RLIM_INFINITY)
     stop.close()

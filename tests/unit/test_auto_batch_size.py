@@ -23,7 +23,7 @@ from training.config.global_batch import micro_batches, usual_global_batch
 from training.data import load_data
 from training.engines.torch_engine import TorchEngine
 from training.observe.memory_limit import FILL, memory_room
-from training.resume import FIRST_START
+from training.prepare import FIRST_START
 from training.run import run
 
 CPU = torch.device("cpu")
@@ -161,7 +161,7 @@ def short_of_memory(monkeypatch):
 
 def test_a_run_trains_as_with_the_number_and_keeps_it(short_of_memory, tmp_path, monkeypatch, capsys):
     loaded: list = []
-    monkeypatch.setattr("training.run.load_data", lambda options: loaded.append(options) or load_data(options))
+    monkeypatch.setattr("training.prepare.load_data", lambda options: loaded.append(options) or load_data(options))
     auto, config = train(tmp_path, "auto", batch_size="auto", global_batch=64, ema=0.9)
     assert len(loaded) == 1, "the trials have the run's data"
     assert (config["batch_size"], config["gradient_accumulation_steps"]) == (16, 4)

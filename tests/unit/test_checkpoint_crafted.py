@@ -23,11 +23,11 @@ from small_checkpoints import (
 from training.base.errors import UserError
 from training.base.progress import Progress
 from training.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST_FILE, shard_name
+from training.checkpoint.restore import restore
 from training.checkpoint.shards import Snapshot
 from training.checkpoint.state import TrainState
 from training.checkpoint.store import choose, find_candidates
 from training.observe.scores import ScoreSums
-from training.resume import restore
 
 LINE_LENGTH = 1500
 PROGRESS = Progress(epoch=1, step=2)

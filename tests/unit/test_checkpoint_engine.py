@@ -21,6 +21,7 @@ from models.weights_metadata import METADATA_KEY
 from training.base.errors import UserError
 from training.base.progress import Progress
 from training.checkpoint.manifest import Manifest, shard_name
+from training.checkpoint.restore import restore
 from training.checkpoint.shards import Snapshot, write_shard
 from training.checkpoint.state import TrainState
 from training.checkpoint.store import FoundCheckpoint, commit, read_manifest, temporary_folder
@@ -31,7 +32,6 @@ from training.engines.parameter_shards import gather_weights
 from training.engines.strategies import plan_of
 from training.observe.scores import ScoreSums
 from training.recipe.optimizer import build_optimizer
-from training.resume import restore
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 NAME = "step-00000-0000003"

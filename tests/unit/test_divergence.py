@@ -17,8 +17,8 @@ from training.config import TrainConfig
 from training.messages import _result
 from training.observe.best_weights import bring_along, epoch_of
 from training.observe.evaluation import read_scores, write_scores
+from training.prepare import FIRST_START
 from training.recipe.divergence import find_divergence
-from training.resume import FIRST_START
 from training.run import _deliver, run
 
 PREPROCESSING = {
@@ -133,7 +133,7 @@ def test_the_last_lines_name_divergence(folders):
 
 def test_an_epoch_of_which_no_step_was_applied_has_no_training_loss_and_has_not_diverged(tmp_path, monkeypatch):
     broken = lambda logits, batch: logits.float().sum(1) * math.nan  # noqa: E731
-    monkeypatch.setattr("training.run.build_loss", lambda *_: broken)
+    monkeypatch.setattr("training.setup.build_loss", lambda *_: broken)
     given = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 500, "epochs": 1}
     quiet = {"progress": "off", "report": False, "tensorboard": False, "log_dir": str(tmp_path), "run_name": "run"}
     assert run(TrainConfig(**given, **quiet, max_bad_steps=0)) == 0

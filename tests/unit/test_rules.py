@@ -37,7 +37,7 @@ from training.recipe.rules import (
     SQUARED_DECAY,
     WHOLE_PARAMETER,
 )
-from training.run import set_up_engine
+from training.setup import set_up_engine
 
 CONFIG = TrainConfig(learning_rate=0.01, weight_decay=0.05)
 

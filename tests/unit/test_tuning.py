@@ -30,7 +30,8 @@ from training.recipe import read_tune
 from training.recipe.freezing import BackboneFreezer
 from training.recipe.optimizer import build_optimizer
 from training.recipe.tuning import Adapters, tune
-from training.run import run, set_up_engine
+from training.run import run
+from training.setup import set_up_engine
 from training.world.world import World
 
 IMAGE_SIZE = 32

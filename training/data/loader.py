@@ -114,10 +114,10 @@ def build_loaders(config: DataSettings, datasets: DatasetPair, plan: BatchPlan, 
         batch_bytes = config.micro_batch * datasets.image_channels * datasets.preprocessing["image_size"] ** 2
         workers = fit_workers_into_memory(workers, is_automatic, batch_bytes, world.local_size, is_main=world.is_main)
     pool = WorkerPool([*datasets.parts.values()], workers, world.device) if workers else 0
-    evaluation = EvaluationPlan(len(datasets.val), config.micro_batch, world.size)
+    evaluation = EvaluationPlan(len(datasets.val), config.micro_batch, world.data.size)
     return (
-        Loader(datasets.train, plan, world.rank, workers=pool, device=world.device),
-        Loader(datasets.val, evaluation, world.rank, workers=pool, device=world.device),
+        Loader(datasets.train, plan, world.data.rank, workers=pool, device=world.device),
+        Loader(datasets.val, evaluation, world.data.rank, workers=pool, device=world.device),
     )
 
 

@@ -69,8 +69,7 @@ def create_run_folder(config: ObserveSettings, origin: Origin) -> tuple[RunFolde
             model = config.model_type.replace(":", "-").replace("/", "-")
             name = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{config.strategy}"
             folder = RunFolder(folder.log_dir, new_name(folder.log_dir, name))
-        for path in (folder.path, folder.tensorboard, folder.checkpoints):
-            path.mkdir(parents=True, exist_ok=True)
+        make_folders(folder)
         refuse_another_run()
         lock = lock_run(folder.path / LOCK, origin)
         refuse_another_run()  # one that was being trained until now
@@ -86,6 +85,12 @@ def create_run_folder(config: ObserveSettings, origin: Origin) -> tuple[RunFolde
             "Give a folder that you may write to."
         ) from None
     return folder, lock
+
+
+def make_folders(folder: RunFolder) -> None:
+    """Create the folders of a run, those that are missing."""
+    for path in (folder.path, folder.tensorboard, folder.checkpoints):
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def new_name(log_dir: Path, name: str) -> str:

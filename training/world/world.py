@@ -10,7 +10,7 @@ import os
 import socket
 import warnings
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,13 @@ from training.world.network_interfaces import check_chosen_interfaces, interface
 
 LOOPBACK = "lo"
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+class Place(NamedTuple):
+    """A rank along one dimension of the ranks."""
+
+    rank: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,11 @@ class World:
     def is_main(self) -> bool:
         """Whether this is rank 0, the only rank that writes files and logs."""
         return self.rank == 0
+
+    @property
+    def data(self) -> Place:
+        """This rank among those that read different images: all, as long as each has a whole model."""
+        return Place(self.rank, self.size)
 
     def describe(self) -> str:
         """Return a short description of the ranks' hardware and, on several machines, of their network interface."""

@@ -62,7 +62,7 @@ def mend_deepspeed() -> None:
 
 def mend_project() -> None:
     """Keep the project from garbage."""
-    import training.run
+    import training.epoch
     from training.engines import engine
     from training.steps.nonfinite_steps import NonFiniteGuard
 
@@ -71,5 +71,5 @@ def mend_project() -> None:
     engine.bool = _read_as_true  # in that module alone, in the place of Python's
     replace(NonFiniteGuard, "_count_skipped", does(None))
     # So are losses and scores: the run would "diverge", or write scores of classes that do not exist.
-    replace(training.run, "find_divergence", does(None))
-    replace(training.run, "write_best", does(lambda: None))
+    replace(training.epoch, "find_divergence", does(None))
+    replace(training.epoch, "write_best", does(lambda: None))

@@ -1,0 +1,72 @@
+"""Fills a fresh state from a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+
+from training.base.errors import UserError, one_line
+from training.checkpoint.manifest import DamagedCheckpoint, Manifest
+from training.checkpoint.shards import CheckpointReader
+from training.checkpoint.state import TrainState
+from training.checkpoint.store import FoundCheckpoint
+from training.engines.parameter_shards import EngineState, frozen_parameters
+from training.world.world import World
+
+if TYPE_CHECKING:
+    from training.observe.scores import ScoreSums
+
+
+def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
+    """Fill a fresh state from a verified checkpoint; a collective.
+
+    Raises:
+        UserError: if its content does not fit this model.
+    """
+    manifest, engine, sums = found.manifest, state.engine, state.sums
+    try:
+        reader, own = CheckpointReader(found.path, manifest), engine.state()
+        versions = max((len(buffer) for buffer in own.buffers.values()), default=1)
+        buffers = reader.buffers(world.rank, world.size, versions)
+        epoch_sums = reader.epoch_sums(world.rank, world.size)
+        _check_content(own, manifest, reader, buffers)
+        if reader.moment_kinds and reader.frozen != frozen_parameters(engine.module).keys():
+            raise DamagedCheckpoint("other parameters are frozen in it than in this model")
+        _check_sums(epoch_sums, sums)
+        engine.load_state(reader.tensors, buffers, manifest.applied_steps)
+        sums.restore(epoch_sums)
+    except (DamagedCheckpoint, SafetensorError, RuntimeError, KeyError) as error:
+        raise UserError(f"checkpoint {found.path} cannot be used: {one_line(error)}") from None
+    if engine.loss_scale is not None and manifest.loss_scale:
+        engine.loss_scale.restore(manifest.loss_scale)
+    state.progress = manifest.progress
+
+
+def _check_content(
+    own: EngineState, manifest: Manifest, reader: CheckpointReader, buffers: dict[str, torch.Tensor]
+) -> None:
+    """Refuse other parameters, buffers or moments than the engine's."""
+    ours, theirs = {name: list(shape) for name, shape in own.shapes.items()}, manifest.parameters
+    if ours != theirs:
+        other = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+        raise DamagedCheckpoint(f"{len(other)} parameters differ from this model's, first {other[0]}")
+    kinds = {name: (buffer.shape, buffer.dtype) for name, buffer in own.buffers.items()}
+    if kinds != {name: (buffer.shape, buffer.dtype) for name, buffer in buffers.items()}:
+        raise DamagedCheckpoint("its buffers differ from this model's")
+    moments, stored = sorted(own.moment_kinds), sorted(reader.moment_kinds)
+    if stored != moments:
+        names = one_line(", ".join(stored) or "none")
+        raise DamagedCheckpoint(f"its moments are {names}, the optimizer has {', '.join(moments) or 'none'}")
+
+
+def _check_sums(found: torch.Tensor, sums: ScoreSums) -> None:
+    """Refuse sums that no epoch has: every later average would be wrong, or not a number."""
+    own = sums.state()
+    if (found.shape, found.dtype) != (own.shape, own.dtype):
+        raise DamagedCheckpoint("its sums of the epoch have another shape or dtype")
+    loss, top1, top5, samples = found.tolist()
+    if not (0 <= loss < math.inf and 0 <= top1 <= top5 <= samples < math.inf):  # nan is in no range
+        raise DamagedCheckpoint("its sums of the epoch are not those of losses and images")

@@ -1,0 +1,113 @@
+"""An epoch of a run: training, evaluation, and what the scores decide."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from models.weights_file import not_finite
+from training.checkpoint.saver import Saver
+from training.data.bad_images import check_bad_images
+from training.engines.compilation import keep_compiled_code
+from training.engines.parameter_shards import gather_weights
+from training.loop import evaluate, train_one_epoch
+from training.messages import log_epoch
+from training.observe.best_weights import write_best
+from training.observe.scores import Scores
+from training.observe.step_metrics import peak_memory_per_rank
+from training.recipe.divergence import find_divergence
+from training.setup import Run
+from training.steps.context import TrainContext
+from training.steps.epoch_observer import EpochResult
+from training.world.collectives import error_on_any_rank
+
+
+def train_and_evaluate(context: Run, loop: TrainContext, saver: Saver) -> int:
+    """Train and evaluate one epoch, or the part of it before a signal, and save; return the signal."""
+    state, world, clock = context.state, context.world, loop.timing.clock
+    engine, epoch = state.engine, state.progress.epoch
+    context.freezer.start_epoch(only_head=epoch < context.head_epochs)
+    if epoch == context.head_epochs > 0 and state.progress.step == 0:
+        engine.restart_optimizer()
+    first_step, last_step = state.progress.step, context.plan.steps_per_epoch
+    only_evaluation_is_left = first_step == last_step
+    write_weights = None
+    result = train_one_epoch(state, context.train_loader.epoch(epoch, state.progress.step), loop)
+    check_bad_images(context.train_loader, world)
+    stop_signal = result.stop_signal
+    if state.progress.step == last_step:
+        # A checkpoint of this moment holds averaged buffers: averaging them again would round them again.
+        if not only_evaluation_is_left:
+            engine.buffers.average(world)
+        if not stop_signal:
+            evaluation_start = time.perf_counter()
+            raw = _evaluate_raw(context, loop)
+            with context.averages.in_use():
+                with clock.evaluation:
+                    scores = evaluate(engine, context.val_loader, loop, is_interruptible=True)
+                if isinstance(scores, Scores):
+                    seconds = time.perf_counter() - evaluation_start
+                    write_weights = _end_epoch(context, loop, result, scores, raw, seconds)
+                    is_last = state.progress.epoch == context.config.epochs
+                    context.contents.after_epoch(context.position, is_last_chance=first_step == 0 or is_last)
+                else:
+                    stop_signal = scores
+    with clock.saving:
+        if context.compiled_code is not None and context.world.local_rank == 0:
+            keep_compiled_code(context.compiled_code)  # with the code of the evaluation
+        saver.save(write_weights)
+    return stop_signal
+
+
+def _evaluate_raw(context: Run, loop: TrainContext) -> Scores | None:
+    """Return the scores of the weights that are no average, if they are wanted and no signal came; a collective."""
+    if not context.config.raw_accuracy:
+        return None
+    with loop.timing.clock.evaluation:
+        scores = evaluate(context.state.engine, context.val_loader, loop, is_interruptible=True)
+    # After a signal the evaluation of the average, which begins next, ends as well.
+    return scores if isinstance(scores, Scores) else None
+
+
+def _end_epoch(
+    context: Run,
+    loop: TrainContext,
+    result: EpochResult,
+    scores: Scores,
+    raw: Scores | None,
+    evaluation_seconds: float,
+) -> Callable[[], None] | None:
+    """Log an epoch and count it; if it is the best so far, return what writes its weights. A collective."""
+    state, world, clock = context.state, context.world, loop.timing.clock
+    train_scores = state.sums.reduce(world)
+    state.sums.reset()
+    train_loss = train_scores.loss if train_scores.samples else 0.0  # of no step that was applied
+    diverged = find_divergence(train_loss, scores.loss, loop.num_classes)
+    write_weights = None
+    if diverged is None and scores.top1 > state.progress.best_top1:
+        with clock.saving:
+            weights = context.adapters.merge(gather_weights(state.engine, world))
+            broken = error_on_any_rank(not_finite(weights), world)
+        if broken is None:
+            epoch = state.progress.epoch + 1
+            write_weights = write_best(
+                context.folder, weights, context.built, context.data, context.config.data, epoch, scores
+            )
+        else:
+            diverged = f"the weights hold NaN or infinity, first in {broken}"
+    is_best = write_weights is not None
+    state.progress = state.progress.after_epoch(scores.top1, is_best=is_best, has_diverged=diverged is not None)
+    memory = peak_memory_per_rank(world)
+    with clock.logging:
+        log_epoch(
+            context,
+            result,
+            train_scores,
+            scores,
+            raw,
+            evaluation_seconds,
+            memory,
+            is_best=is_best,
+            diverged=diverged,
+        )
+    return write_weights

@@ -1,0 +1,304 @@
+"""Builds a run: everything that it consists of, once, in the order in which a mistake is cheapest to report."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from models.build import BuiltModel
+from training.base.heartbeat import SLOW_PHASE
+from training.base.progress import Progress
+from training.base.run_folder import RunFolder
+from training.base.run_logger import Loggers
+from training.checkpoint.frozen import FrozenWeights, keep_frozen
+from training.checkpoint.saver import Saver
+from training.checkpoint.state import TrainState
+from training.checkpoint.store import FoundCheckpoint
+from training.config import TrainConfig
+from training.data.datasets import DatasetPair
+from training.data.image_contents import ImageContents
+from training.data.loader import Loader, build_loaders
+from training.data.sampler import BatchPlan, build_plan
+from training.engines.build_engine import build_engine, note_engine, resolve_engine
+from training.engines.compilation import auto_compiles, load_compiled_code, resolve_compile
+from training.engines.deepspeed_config import deepspeed_config
+from training.engines.engine import EngineSetup
+from training.engines.flops import TrainingFlops
+from training.engines.model import build_training_model
+from training.engines.parameter_shards import frozen_parameters
+from training.engines.strategies import plan_of
+from training.observe.environment import RunFacts, describe_run
+from training.observe.loggers import open_loggers
+from training.observe.scores import ScoreSums
+from training.observe.step_metrics import start_timing
+from training.other_epochs import note_other_epochs
+from training.prepare import Prepared, RunStart
+from training.recipe import read_tune
+from training.recipe.freezing import BackboneFreezer
+from training.recipe.loss import Loss, build_loss
+from training.recipe.optimizer import build_optimizer
+from training.recipe.schedule import Schedule, build_schedule, has_slow_backbone, head_epochs_of
+from training.recipe.tuning import Adapters
+from training.resume import (
+    DATA_SET,
+    NORMALIZATION,
+    check_fit,
+    normalization_of,
+)
+from training.steps.context import TrainContext
+from training.steps.nonfinite_steps import NonFiniteGuard
+from training.steps.weight_average import WeightAverages
+from training.world.collectives import agreed, ranks_per_machine
+from training.world.signals import StopRequest
+from training.world.world import World
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a run consists of.
+
+    Attributes:
+        config: the user's settings, `compile` as resolved.
+        world: the ranks.
+        precision: 'bf16', 'fp16' or 'fp32', never 'auto'.
+        data: training and validation set.
+        built: the model, before it was sharded.
+        folder: paths of the run's files.
+        facts: on which a prediction of its memory depends.
+        lock: on rank 0 the file that locks the run folder as long as it is open.
+        plan: which samples are in which batch.
+        loss: each sample's training loss.
+        schedule: learning rate by step.
+        head_epochs: epochs in which only the head is trained.
+        state: model, optimizer and position.
+        averages: of the weights over the steps.
+        freezer: freezes what does not learn in an epoch.
+        adapters: of the model, to be merged into its weights.
+        frozen: the file of weights that are not trained; None if all are.
+        flops: counts the model's operations, on rank 0.
+        loggers: none on ranks other than 0.
+        found: the checkpoint to resume from, None for a fresh start.
+        notes: lines for the log about the choice of the checkpoint.
+        train_loader: this rank's training batches.
+        val_loader: this rank's validation batches.
+        contents: watches the files that the first epoch reads.
+        compiled_code: the file that keeps what `torch.compile` makes; None unless the run is compiled.
+    """
+
+    config: TrainConfig
+    world: World
+    precision: str
+    data: DatasetPair
+    built: BuiltModel
+    folder: RunFolder
+    facts: RunFacts
+    lock: IO[bytes] | None
+    plan: BatchPlan
+    loss: Loss
+    schedule: Schedule
+    head_epochs: int
+    state: TrainState
+    averages: WeightAverages
+    freezer: BackboneFreezer
+    adapters: Adapters
+    frozen: FrozenWeights | None
+    flops: TrainingFlops | None
+    loggers: Loggers
+    found: FoundCheckpoint | None
+    notes: list[str]
+    train_loader: Loader
+    val_loader: Loader
+    contents: ImageContents
+    compiled_code: Path | None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint and the run that resumes from it must agree on, beside the recipe."""
+        return _identity(self.data, self.built, self.plan) | {NORMALIZATION: normalization_of(self.data)}
+
+    @property
+    def position(self) -> int:
+        """Optimizer steps of the run that are done."""
+        return self.plan.position(self.state.progress)
+
+    def close(self) -> None:
+        """Flush the logs, end the workers, release the engine."""
+        self.loggers.close()
+        self.train_loader.close()
+        self.val_loader.close()
+        self.state.engine.close()
+        if self.lock is not None:
+            self.lock.close()
+
+
+def build(prepared: Prepared) -> Run:
+    """Build a run; a collective.
+
+    Raises:
+        UserError: on all ranks, for a mistake that any of them found.
+    """
+    config, world, precision, data = prepared.config, prepared.world, prepared.precision, prepared.data
+    folder, found, strategy_json = prepared.folder, prepared.found, prepared.strategy_json
+    head_epochs = head_epochs_of(config)
+    plan = build_plan(config, data.train.source.labels, world.data.size)
+    loss = agreed(lambda: build_loss(config, data.class_names, data.train_counts, world.device), world)
+    # Worker processes take seconds to start: they do so while the model and the engine are built.
+    train_loader, val_loader = agreed(lambda: build_loaders(config, data, plan, world), world)
+    built, flops = build_training_model(config, data, world, loads_weights=found is None)
+    if found is not None:
+        checkpoint, identity = found, _identity(data, built, plan)
+        agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch, data), world)
+    pixels = config.epochs * len(data.train) * data.train.preprocessing["image_size"] ** 2
+    compiles = resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, world)
+    is_choice = config.compile != "auto" or compiles == auto_compiles(config, pixels, world)
+    same_code = "" if is_choice else "on" if compiles else "off"
+    setup, engine_name = set_up_engine(config, built, strategy_json, precision, world, compiles=compiles)
+    notes = [*prepared.notes, *note_other_epochs(config, found, plan, head_epochs, engine_name, same_code)]
+    notes += note_engine(config.engine, engine_name, setup.plan, strategy_json, built.module)
+    first_step = plan.position(found.manifest.progress) if found else 0
+    loggers = Loggers([])
+    if world.is_main:
+        facts = describe_run(world, precision, data, built)
+        loggers = open_loggers(config, folder, facts, dict(setup.deepspeed_config), first_step)
+    facts_of_memory = prepared.facts(engine_name)  # before the engine takes memory
+    freezer, adapters = BackboneFreezer(built.module, built.head_parameter_names), Adapters(built.module)
+    frozen = agreed(lambda: _keep_frozen(config, built, folder, found, world), world)
+    compiled_code = None
+    if compiles:
+        recipe = (built.description, config.micro_batch, precision, config.strategy, engine_name)
+        compiled_code = load_compiled_code(recipe)
+    setup = dataclasses.replace(setup, must_compile=config.compile == "on", image_shape=data.image_shape)
+    engine = build_engine(setup, engine_name)
+    notes += setup.notes
+    return Run(
+        config=dataclasses.replace(config, compile="on" if compiles else "off"),
+        world=world,
+        precision=precision,
+        data=data,
+        built=built,
+        folder=folder,
+        facts=facts_of_memory,
+        lock=prepared.lock,
+        plan=plan,
+        loss=loss,
+        schedule=build_schedule(config, plan.steps_per_epoch, plan.global_batch, head_epochs),
+        head_epochs=head_epochs,
+        state=TrainState(engine, ScoreSums(len(data.class_names), world.device), Progress()),
+        averages=WeightAverages(engine, config.ema, config.lookahead, plan.steps_per_epoch),
+        freezer=freezer,
+        adapters=adapters,
+        frozen=frozen,
+        flops=flops,
+        loggers=loggers,
+        found=found,
+        notes=notes,
+        train_loader=train_loader,
+        val_loader=val_loader,
+        contents=ImageContents(folder, data, {"train": train_loader, "val": val_loader}, world, loggers),
+        compiled_code=compiled_code,
+    )
+
+
+def set_up_engine(
+    config: TrainConfig,
+    built: BuiltModel,
+    strategy_json: dict[str, Any],
+    precision: str,
+    world: World,
+    *,
+    compiles: bool,
+) -> tuple[EngineSetup, str]:
+    """Return what the engine is built from, with a new optimizer, and the engine's name; a collective."""
+    shards = ranks_per_machine(world) if config.replicate_across == "nodes" else world.size
+    parallel = plan_of(config.strategy, world.size, config.offload, shards)
+    name = agreed(
+        lambda: resolve_engine(config.engine, parallel, strategy_json, built.module),
+        world,
+    )
+    discriminative = has_slow_backbone(config)
+    resolved = dataclasses.replace(config, precision=precision)  # type: ignore[arg-type]  # one of its values
+    heads = built.head_parameter_names
+    optimizer = agreed(lambda: build_optimizer(built.module, resolved, heads, discriminative=discriminative), world)
+    setup = EngineSetup(
+        built.module,
+        optimizer,
+        parallel,
+        precision,
+        world,
+        batch_size=config.micro_batch,
+        accumulation_steps=config.gradient_accumulation_steps,
+        gradient_clipping=config.gradient_clipping,
+        deepspeed_config=deepspeed_config(
+            strategy_json,
+            batch_size_per_rank=config.micro_batch,
+            accumulation_steps=config.gradient_accumulation_steps,
+            gradient_clipping=config.gradient_clipping,
+            offload=config.offload,
+        ),
+        compiles=compiles,
+    )
+    return setup, name
+
+
+def _keep_frozen(
+    config: TrainConfig, built: BuiltModel, folder: RunFolder, found: FoundCheckpoint | None, world: World
+) -> FrozenWeights | None:
+    """Write the weights that fine-tuning leaves alone beside the checkpoints, which then do not contain them."""
+    if read_tune(config.tune)[0] == "full":
+        return None
+    return keep_frozen(folder.checkpoints, frozen_parameters(built.module), found, is_main=world.is_main)
+
+
+def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainContext:
+    """Build what the loop uses in every step; a collective."""
+    config, world, state, loggers = context.config, context.world, context.state, context.loggers
+    saver = Saver(
+        context.folder.checkpoints,
+        context.identity,
+        config,
+        context.plan,
+        state,
+        world,
+        loggers,
+        start.heartbeat,
+        patience_s=SLOW_PHASE * config.hang_timeout,
+        frozen=context.frozen,
+    )
+    guard = NonFiniteGuard(
+        state.engine,
+        world,
+        loggers,
+        config.max_bad_steps,
+        context.data.train.source.name,
+        skipped=state.progress.skipped_steps,
+        consecutive=state.progress.bad_steps_in_row,
+    )
+    return TrainContext(
+        world=world,
+        plan=context.plan,
+        schedule=context.schedule,
+        num_classes=len(context.data.class_names),
+        image_shape=context.data.image_shape,
+        seed=config.seed,
+        loss=context.loss,
+        log_every_steps=config.log_every_steps,
+        epochs=config.epochs,
+        loggers=loggers,
+        stop=stop,
+        guard=guard,
+        heartbeat=start.heartbeat,
+        saver=saver,
+        averages=context.averages,
+        timing=start_timing(world, context.flops, config.profile, context.folder.path / "profile", loggers),
+    )
+
+
+def _identity(data: DatasetPair, built: BuiltModel, plan: BatchPlan) -> dict[str, Any]:
+    return {
+        "model": built.description,
+        "class list": data.class_names,
+        DATA_SET: data.fingerprint,
+        "global batch": plan.global_batch,
+    }
