@@ -336,7 +336,7 @@ def test_a_run_ends_with_the_evaluation_of_its_weights_and_a_model_card(run_fold
     card = (run_folder / "README.md").read_text()
     assert f"| top-1 | {scores['top1']:.4f} |" in card
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    flags = f"--learning-rate 0.004 --threads-per-rank {threads} --image-size {DATA.image_size} --deterministic true"
+    flags = f"--learning-rate=0.004 --image-size={DATA.image_size} --threads-per-rank={threads} --deterministic=true"
     assert f"bash scripts/launch_distributed.sh mobilenet ddp 2 16 4 {flags}" in card
 
 
