@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from timm.layers import Conv2dSame
 from torch import nn
 
 
@@ -19,3 +20,7 @@ class WholeInputConv2d(nn.Conv2d):
         order = (0, 1, 2, 3) if self.weight.is_contiguous() else (0, 2, 3, 1)  # that of the weights: they are large
         rows, weight = (tensor.permute(order).flatten(1) for tensor in (input, self.weight))
         return nn.functional.linear(rows, weight, self.bias)[:, :, None, None]
+
+
+# Convolutions whose output is linear in their weight as it is; others standardize it first.
+PLAIN_CONVOLUTIONS = (nn.Conv2d, Conv2dSame, WholeInputConv2d)

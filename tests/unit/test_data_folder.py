@@ -19,9 +19,8 @@ from torchvision.transforms import InterpolationMode, v2
 
 from training.base.errors import UserError
 from training.data import DataOptions, load_data
-from training.data.folder import layout_of
+from training.data.folder import layout_of, split_class
 from training.data.folder_parts import part_kind
-from training.data.folder_split import split_class
 from training.data.reading.decode import decode_exact
 from training.data.reading.sources import FileSource, ImageFile
 

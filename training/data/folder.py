@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import hashlib
 import os
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -14,12 +16,12 @@ from training.data import DATASETS, DataOptions
 from training.data.datasets import DatasetPair, first_names, make_file_datasets
 from training.data.folder_listing import FolderListing, FoundFile
 from training.data.folder_parts import Layout, find_layout
-from training.data.folder_split import split_class
 from training.data.reading.formats import IMAGE_EXTENSIONS
 from training.data.reading.retry import is_folder
 from training.data.reading.sources import ImageFile
 
 Classes = dict[str, list[FoundFile]]  # the name in Unicode's form NFC, the images
+TOLERANCE = 0.1  # of the expected number of held-out images, and one image
 
 
 def load(options: DataOptions) -> DatasetPair:
@@ -180,3 +182,34 @@ def _compare_classes(train: Classes, other: Classes, what: str) -> None:
         sides = (("the training part", only_train), (f"the {what}", only_other))
         found = [f"only in {part}: {first_names(names)}" for part, names in sides if names]
         raise UserError(f"the training part and the {what} must have the same classes; {'; '.join(found)}.")
+
+
+def split_class(
+    files: Sequence[FoundFile], val_fraction: float, seed: int = 0
+) -> tuple[list[FoundFile], list[FoundFile]]:
+    """Return the training and the validation files of one class.
+
+    A file is held out if the hash of its path is below `val_fraction`: that depends on no other file, so adding images
+    moves none, and on no seed of a run, so that runs of different seeds are evaluated on the same images. Chance alone
+    would hold out 7 of 11 images now and then: if the number is more than `TOLERANCE` and one image off the expected
+    one, the files with the next hashes make up for it, and only those can move when images are added. Of two or more
+    files, each part has at least one.
+
+    Args:
+        files: Of the class.
+        val_fraction: Share that is held out, above 0 and below 1.
+        seed: Another one holds out other files.
+    """
+    ranked = sorted((_unit_hash(file[0], seed), file) for file in files)
+    expected = val_fraction * len(files)
+    slack = 1 + TOLERANCE * expected
+    held_out = bisect.bisect_left(ranked, (val_fraction,))
+    held_out = round(min(max(held_out, expected - slack), expected + slack))
+    held_out = min(max(held_out, 1), len(files) - 1)
+    return [file for _, file in ranked[held_out:]], [file for _, file in ranked[:held_out]]
+
+
+def _unit_hash(path: str, seed: int) -> float:
+    salt = seed.to_bytes(8, "little") if seed else b""
+    digest = hashlib.blake2b(os.fsencode(path), digest_size=8, salt=salt).digest()
+    return int.from_bytes(digest, "little") / 2**64

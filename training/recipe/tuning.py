@@ -16,7 +16,7 @@ from torch import nn
 from models.build import BuiltModel, channels_of
 from models.dry_run import forward_failure, without_data
 from models.ensemble import Ensemble
-from models.plain_layers import PLAIN_CONVOLUTIONS
+from models.whole_input import PLAIN_CONVOLUTIONS
 from training.base.errors import UserError
 from training.recipe import read_tune
 from training.recipe.freezing import is_adapters

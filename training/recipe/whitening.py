@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from models.build import BuiltModel
 from models.image_size import as_names
-from models.plain_layers import PLAIN_CONVOLUTIONS
+from models.whole_input import PLAIN_CONVOLUTIONS
 from training.base.errors import UserError
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.reading.images import ImageError
