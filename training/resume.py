@@ -17,8 +17,9 @@ from training.config.check import check_starting_weights
 from training.config.global_batch import divide, divide_given, largest_divisor
 from training.config.values import is_allowed
 from training.data import data_options, load_data
-from training.data.datasets import SMALLEST_BYTE_STD, DatasetPair
+from training.data.datasets import DatasetPair
 from training.data.image_list import describe_change, read_image_list
+from training.data.values import SMALLEST_BYTE_STD
 from training.other_epochs import before_decay
 from training.world.collectives import agreed, broadcast_object
 from training.world.exchange import whole_number

@@ -8,27 +8,18 @@ import re
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
+from models import LARGEST_IMAGE_SIZE
 from training.base.errors import UserError, unknown_name
-from training.data.augmentations import ERASING_MODES, MIRRORS, PADDINGS
-from training.data.settings import DataFields
-from training.data.tables import (
-    BAD_IMAGES_USAGE,
-    CACHES,
-    DATASETS,
-    DECODERS,
-    DEFAULT_BAD_IMAGE_SHARE,
-    INTERPOLATIONS,
-    LINKS,
-    MAX_IMAGE_SIZE,
-    MIN_IMAGE_SIZE,
-    DatasetEntry,
-)
+from training.data.image_sizes import MIN_IMAGE_SIZE
+from training.data.settings import BAD_IMAGES_USAGE, DATASETS, DataFields, DatasetEntry
 
 if TYPE_CHECKING:
     from training.config import TrainConfig
     from training.data.datasets import DatasetPair
+
+DEFAULT_BAD_IMAGE_SHARE = Fraction(1, 1000)
 
 
 @dataclass(frozen=True)
@@ -105,23 +96,16 @@ def find_dataset(data: str) -> DatasetEntry:
 
 
 def _check_options(options: DataOptions) -> None:
-    tables = (
-        ("mirror", options.mirror, MIRRORS),
-        ("shift padding", options.shift_padding, PADDINGS),
-        ("random erasing mode", options.random_erasing_mode, ERASING_MODES),
-        ("interpolation", options.interpolation, INTERPOLATIONS),
-        ("decoder", options.decode, DECODERS),
-        ("cache", options.cache, CACHES),
-        ("way with links", options.links, LINKS),
-    )
+    """Check what a caller from Python may get wrong; the command line is checked before."""
     bad_image_share(options.bad_images)
-    for kind, given, allowed in tables:
-        if given not in allowed:
-            raise unknown_name(kind, given, allowed)
+    for name, hint in get_type_hints(DataFields).items():
+        given, allowed = getattr(options, name), get_args(hint)
+        if get_origin(hint) is Literal and given not in allowed:
+            raise unknown_name(name.replace("_", " "), given, allowed)
     if not 0 < options.val_fraction < 1:
         raise UserError(f"the validation fraction is {options.val_fraction}: give a number above 0 and below 1.")
-    if options.image_size and not MIN_IMAGE_SIZE <= options.image_size <= MAX_IMAGE_SIZE:
+    if options.image_size and not MIN_IMAGE_SIZE <= options.image_size <= LARGEST_IMAGE_SIZE:
         raise UserError(
-            f"the image size is {options.image_size}: give {MIN_IMAGE_SIZE} to {MAX_IMAGE_SIZE} pixels, "
+            f"the image size is {options.image_size}: give {MIN_IMAGE_SIZE} to {LARGEST_IMAGE_SIZE} pixels, "
             "or 0 for the data set's own."
         )

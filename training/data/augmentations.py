@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
 RANDAUGMENT = "rand-m9-mstd0.5"
 CROP_SCALE, CROP_RATIO = "0.08,1", "3/4,4/3"  # as in torchvision's `RandomResizedCrop`
-MIRRORS = ("auto", "off", "random", "alternate")
-PADDINGS = ("zeros", "reflect")
-ERASING_MODES = ("pixel", "rand", "const")
 
 # timm reads magnitude, number of operations, probability, deviation of the magnitude, direction and set of operations
 _RANDAUGMENT_PATTERN = re.compile(
@@ -44,7 +41,7 @@ class Augmentation:
         shift_padding: What comes in at the edge: zeros, or the image's own mirror image ("reflect").
         mirror: Left to right: "off", "random" (half of the time) or "alternate" (every other epoch).
         erasing: Probability that a rectangle is erased.
-        erasing_mode: What fills it, one of `ERASING_MODES`.
+        erasing_mode: What fills it, see `erasing.RandomErasing`.
     """
 
     crop: bool = False

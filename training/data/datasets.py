@@ -26,13 +26,12 @@ from training.data.mixing import Mixing
 from training.data.policies import build_policy
 from training.data.randomness import COPY, FIRST_CROP_DRAW, seed_generators, uniform_draws
 from training.data.reading.sources import ArraySource, ImageFile, Source, open_files
-from training.data.values import BYTES, pieces, statistics
+from training.data.values import BYTES, statistics
 from training.world.preserved_process import preserved_generators
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NAMES_IN_MESSAGE = 5
 IMBALANCE = 15  # from which on a run notes it
-SMALLEST_BYTE_STD = 1e-4  # of a channel of one value: the last decimal of its mean
 
 
 class ImageDataset(Dataset):
@@ -312,10 +311,8 @@ def make_array_datasets(
     Those of trained weights are for bytes, whose range an image fills: other values have their own always.
     """
     train, val = (source.in_channels(options.image_channels) for source in (train, val))
-    if train.values == BYTES:
-        mean, std = _pixel_statistics(train.images)
-    else:
-        mean, std = statistics(train.images)
+    mean, std = statistics(train.images)
+    if train.values != BYTES:
         options = replace(options, mean=None, std=None)
     defaults = DatasetDefaults(image_size, augmentation, centre_crop=False, mean=mean, std=std)
     digest = hashlib.sha256("\0".join(class_names).encode())
@@ -364,19 +361,6 @@ def _size_notes(size: int, eval_size: int, ramp: SizeRamp | None) -> Iterator[st
         yield f"training images have {ramp.low} pixels up to epoch {ramp.first + 1}, {size} from epoch {last + 1} on"
     if eval_size != size:
         yield f"training images have {size} pixels, validation images {eval_size}, for which the model is made"
-
-
-def _pixel_statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation per channel of uint8 [N, C, H, W] as values in 0..1, 4 decimals."""
-    means, stds = [], []
-    levels = np.arange(256) / 255
-    for channel in images.unbind(1):
-        counts = sum(np.bincount(part.reshape(-1), minlength=256) for part in pieces(channel))
-        shares = counts / channel.numel()
-        mean = float(shares @ levels)
-        means.append(round(mean, 4))
-        stds.append(max(round(float(shares @ (levels - mean) ** 2) ** 0.5, 4), SMALLEST_BYTE_STD))
-    return means, stds
 
 
 def _for_channels(values: Sequence[float] | None, channels: int) -> list[float]:

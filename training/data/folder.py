@@ -35,7 +35,7 @@ def load(options: DataOptions) -> DatasetPair:
     layout = find_layout(listing, options.val_part)
     names = _Names()
     if layout.is_divided:
-        listing.count_loose(str(listing.root))
+        listing.count_loose(listing.entries(str(listing.root)))
     train = _merged(_read_classes(listing, folder, names) for folder in layout.train)
     if layout.val is None:
         split = {name: split_class(files, options.val_fraction, options.split_seed) for name, files in train.items()}
@@ -144,11 +144,12 @@ def _read_classes(listing: FolderListing, top: str, names: _Names, *, may_lack: 
     Raises:
         UserError: There are no classes; one has no image, unless it may lack some.
     """
-    if not listing.entries(top):
+    entries = listing.entries(top)
+    if not entries:
         raise UserError(f"the data folder {top!r} is empty: give it one folder of images per class.")
-    listing.count_loose(top)
+    listing.count_loose(entries)
     classes: Classes = {}
-    folders = listing.folders(top)
+    folders = [entry for entry in entries if entry.is_dir()]
     for folder in folders:
         classes.setdefault(names.key(folder.name), []).extend(listing.images(folder.path))
     if not any(classes.values()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -67,9 +67,9 @@ class FolderListing:
         """Return the folders in a folder."""
         return [entry for entry in self.entries(folder) if entry.is_dir()]
 
-    def count_loose(self, folder: str) -> None:
-        """Count the images beside the folders in a folder, which belong to no class."""
-        self._loose |= {entry.path for entry in self.entries(folder) if _is_image(entry.name) and entry.is_file()}
+    def count_loose(self, entries: Iterable[os.DirEntry[str]]) -> None:
+        """Count the images among the entries of a folder of classes, which belong to no class."""
+        self._loose |= {entry.path for entry in entries if _is_image(entry.name) and entry.is_file()}
 
     def starts_with_images(self, folder: str) -> bool:
         """Return whether a folder contains images itself, and not just in folders below it."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from models import LARGEST_IMAGE_SIZE
 from training.base.errors import UserError, shown
-from training.data.tables import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE
 
+MIN_IMAGE_SIZE = 8  # pixels
 USAGE = "LOW:FIRST:LAST"
 STEP, SMALL_STEP, SMALL_BELOW = 32, 4, 128  # pixels
 
@@ -53,7 +54,7 @@ def size_ramp(value: str) -> SizeRamp | None:
     if not value:
         return None
     numbers = [int(word) for word in value.split(":")] if re.fullmatch(r"[0-9]{1,6}(:[0-9]{1,6}){2}", value) else []
-    if not (numbers and MIN_IMAGE_SIZE <= numbers[0] <= MAX_IMAGE_SIZE and numbers[1] <= numbers[2]):
+    if not (numbers and MIN_IMAGE_SIZE <= numbers[0] <= LARGEST_IMAGE_SIZE and numbers[1] <= numbers[2]):
         raise UserError(
             f"--progressive-size {shown(value)}: expected {USAGE}, such as 128:6:13 for images of 128 pixels in the "
             f"first 7 epochs and full ones after 13; at least {MIN_IMAGE_SIZE} pixels, FIRST not above LAST."

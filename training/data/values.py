@@ -18,6 +18,7 @@ from training.base.errors import UserError
 BYTES = "uint8"
 FLOATS = "float32"
 SMALLEST_STD = 1e-6  # of a channel of one value; weights files have no smaller one
+SMALLEST_BYTE_STD = 1e-4  # the same of bytes: the last decimal of its mean
 VALUES_AT_A_TIME = 2**22
 SMALLEST_RANGE = 1e-12  # of an image of one value
 
@@ -64,16 +65,22 @@ def pieces(channel: torch.Tensor) -> list[np.ndarray]:
 
 
 def statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation per channel of float32 [N, C, H, W], 6 digits; the same with any threads.
+    """Return mean and standard deviation per channel of uint8 or float32 [N, C, H, W], as values in 0..1.
 
-    The deviation is at least what the mean is rounded by, as that of a channel of one value.
+    With any threads the same: 4 decimals of bytes, 6 digits of floats. The deviation is at least what the mean is
+    rounded by, as that of a channel of one value.
     """
+    is_bytes = images.dtype == torch.uint8
     means, stds = [], []
     for channel in images.unbind(1):
         parts = pieces(channel)
         mean = sum(part.sum(dtype=np.float64) for part in parts) / channel.numel()
         squares = sum(np.square(np.subtract(part, mean, dtype=np.float64)).sum() for part in parts)
-        means.append(float(f"{mean:.6g}"))
-        smallest = max(SMALLEST_STD, 1e-5 * abs(means[-1]))
-        stds.append(max(float(f"{(squares / channel.numel()) ** 0.5:.6g}"), smallest))
+        std = (squares / channel.numel()) ** 0.5
+        if is_bytes:
+            means.append(round(float(mean / 255), 4))
+            stds.append(max(round(float(std / 255), 4), SMALLEST_BYTE_STD))
+        else:
+            means.append(float(f"{mean:.6g}"))
+            stds.append(max(float(f"{std:.6g}"), SMALLEST_STD, 1e-5 * abs(means[-1])))
     return means, stds

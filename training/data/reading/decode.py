@@ -51,7 +51,7 @@ class Decoder(Protocol):
 
 
 def make_decoder(name: str, image_size: int, channels: int = 3) -> Decoder:
-    """Return the decoder `name` of `training.data.tables.DECODERS`, for images that the model sees at `image_size`.
+    """Return the decoder `name` of `training.data.settings.DECODERS`, for images that the model sees at `image_size`.
 
     Args:
         name: Of the decoder.
