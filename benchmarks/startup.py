@@ -1,7 +1,7 @@
 """Time from typing the command to the first finished optimizer step: ours against bare scripts, in one run.
 
     python benchmarks/startup.py --rounds 5
-    python benchmarks/startup.py --rounds 5 --ranks 8 --only "ours, LAUNCHER=direct"
+    python benchmarks/startup.py --rounds 5 --ranks 8 --only ours
 
 CPU ranks (GPUs where there are some), MobileNetV3-Small, made-up images of 32 pixels, 16 a rank. The bare scripts are
 benchmarks/bare_start.py under torchrun with DistributedDataParallel, and under torchrun and deepspeed's launcher with
@@ -30,7 +30,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch.heartbeat_reader import HeartbeatFolder
+from launch.launch_folder import HeartbeatFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -44,7 +44,7 @@ BARE_COMMANDS = {
     "torchrun, DeepSpeed": [*TORCHRUN, BARE, "deepspeed"],
     "deepspeed, DeepSpeed": [str(BIN / "deepspeed"), "--num_gpus={ranks}", "--master_port={port}", BARE, "deepspeed"],
 }
-OURS = {f"ours, LAUNCHER={name}": name for name in ("direct", "torchrun", "deepspeed")}
+OURS = "ours"
 # The phase of rank 0's beats -> what ended when it began.
 PHASES = {"start-up": "launcher and imports", "first step": "model, engine, data", "step": "first step"}
 FIRST_STEP = PHASES["step"]
@@ -91,7 +91,7 @@ def bare_seconds(command: list[str]) -> dict[str, float]:
     return ends
 
 
-def our_seconds(launcher: str, ranks: int, model: str) -> dict[str, float]:
+def our_seconds(ranks: int, model: str) -> dict[str, float]:
     """Run our launcher up to rank 0's first step, kill that and wait for its next; return the seconds to all ends."""
     with tempfile.TemporaryDirectory() as folder:
         words = [model, "ddp", str(ranks), "16", "9", "--data", "fake", "--tensorboard", "false", "--log-dir", folder]
@@ -102,7 +102,7 @@ def our_seconds(launcher: str, ranks: int, model: str) -> dict[str, float]:
             command,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=environment(LAUNCHER=launcher, TMPDIR=folder),
+            env=environment(TMPDIR=folder),
         )
         while RESTART not in ends:
             if run.poll() is not None or time.time() - began > LIMIT_SECONDS:
@@ -134,8 +134,8 @@ def measure(
     shuffle = random.Random(0)
     for number in range(rounds + 1):
         for place, name in enumerate(shuffle.sample(names, len(names))):
-            if name in OURS:
-                ends = our_seconds(OURS[name], ranks, model)
+            if name == OURS:
+                ends = our_seconds(ranks, model)
             else:
                 port = first_port + len(names) * number + place
                 ends = bare_seconds([word.format(port=port, ranks=ranks) for word in BARE_COMMANDS[name]])
@@ -156,19 +156,20 @@ def print_tables(taken: dict[str, list[dict[str, float]]]) -> None:
                 values = [ends[end] for ends in rounds if end in ends]
                 spread = f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})"
                 print(f"| {name}, {end} | {spread} | {statistics.median(ratios):.2f} |")
-    ours = [rounds for name, rounds in taken.items() if name in OURS]
-    print(f"\n| seconds spent in | {' | '.join(filter(OURS.__contains__, taken))} |\n|---|{'---|' * len(ours)}")
+    if OURS not in taken:
+        return
+    print(f"\n| {OURS}, seconds spent in | |\n|---|---|")
     before = None
     for phase in PHASES.values():
-        spent = [statistics.median(ends[phase] - (ends[before] if before else 0) for ends in each) for each in ours]
-        print(f"| {phase} | {' | '.join(f'{value:.2f}' for value in spent)} |")
+        spent = statistics.median(ends[phase] - (ends[before] if before else 0) for ends in taken[OURS])
+        print(f"| {phase} | {spent:.2f} |")
         before = phase
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*BARE_COMMANDS, *OURS]
+    names = [*BARE_COMMANDS, OURS]
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=names, default=names, help=f"besides {BASELINE}")

@@ -25,6 +25,8 @@ from training.engines.deepspeed_config import read_strategy_json
 
 ENTRY = str(REPO_ROOT / "scripts/train_distributed.py")
 DOCTOR = str(REPO_ROOT / "scripts/doctor.py")
+# They used to choose something, and the value that they may still have.
+REMOVED_VARIABLES = {"LAUNCHER": "direct", "RENDEZVOUS": "static", "REMOTE_SHELL": "ssh"}
 LARGEST = {"num_nodes": 1024, "num_gpus": 1024, "gpus_per_node": 1024, "batch_size": 10**6, "epochs": 10**6}
 
 
@@ -47,7 +49,6 @@ class LaunchArguments:
     script: str  # a key of `LAUNCHERS`
     positional: dict[str, str]  # as given: model, strategy, num_gpus, ...
     flags: list[str]  # of the training entry
-    launcher: str  # starts the ranks of one machine
     dry_run: bool
     master_port: int = _setting(0, "MASTER_PORT", largest=65535)  # 0: a free one
     max_restarts: int = _setting(3, "MAX_RESTARTS", smallest=0, largest=1000)
@@ -108,32 +109,25 @@ class Launcher(NamedTuple):
     Attributes:
         positional: names of the leading arguments.
         settings: fields of `LaunchArguments` that it has.
-        launchers: values of LAUNCHER, the default first.
-        removed: variables that used to choose something, and the only value that they may still have.
     """
 
     positional: str
     settings: str
-    launchers: tuple[str, ...] = ("direct",)
-    removed: Mapping[str, str] = {}
 
 
 LAUNCHERS = {
     "launch_distributed.sh": Launcher(
         "model strategy num_gpus batch_size epochs",
         "master_port max_restarts stop_timeout gpu preflight",
-        launchers=("direct", "deepspeed", "torchrun"),
     ),
     "launch_multi_node.sh": Launcher(
         "model strategy num_nodes gpus_per_node batch_size epochs",
         "master_port max_restarts stop_timeout start_timeout min_nodes hostfile hosts forward_env gpu"
         " allow_differences preflight",
-        removed={"LAUNCHER": "direct", "RENDEZVOUS": "static", "REMOTE_SHELL": "ssh"},
     ),
     "slurm_distributed.sh": Launcher(
         "model strategy num_gpus batch_size epochs",
         "master_port max_restarts stop_timeout gpu allow_differences preflight",
-        removed={"LAUNCHER": "direct", "RENDEZVOUS": "static"},
     ),
 }
 
@@ -177,15 +171,12 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
     for name in LARGEST.keys() & positional.keys():
         if (name, positional[name]) != ("batch_size", "auto"):
             whole_number(name, positional[name], 1, LARGEST[name], " or auto" if name == "batch_size" else "")
-    for variable, only in launcher.removed.items():
+    for variable, only in REMOVED_VARIABLES.items():
         if (value := environment.get(variable) or only) != only:
             raise UserError(
-                f"{variable} {shown(value)}: that choice is gone, on several machines the agents start the ranks and "
-                f"ssh or srun reaches the machines. Unset {variable}."
+                f"{variable} {shown(value)}: that choice is gone. Unset {variable}, or start the ranks by hand: "
+                "torchrun or deepspeed, scripts/train_distributed.py, and its flags (docs/guide.md)."
             )
-    start_with = environment.get("LAUNCHER") or launcher.launchers[0]
-    if start_with not in launcher.launchers:
-        raise UserError(f"LAUNCHER {shown(start_with)}: expected direct, deepspeed or torchrun.")
     settings = {flag_of(name): SETTINGS[flag_of(name)] for name in launcher.settings.split()}
     own, flags = _take_settings(arguments[len(names) :], settings)
     nodes = int(positional.get("num_nodes", 1))
@@ -196,7 +187,7 @@ def read_arguments(script: str, arguments: Sequence[str], environment: Mapping[s
             values[field.name] = _value(field, flag, own[flag], nodes)
         elif environment.get(variable):
             values[field.name] = _value(field, variable, environment[variable], nodes)
-    given = LaunchArguments(script, positional, flags, start_with, environment.get("DRY_RUN") == "1", **values)
+    given = LaunchArguments(script, positional, flags, environment.get("DRY_RUN") == "1", **values)
     threads = environment.get("OMP_NUM_THREADS", "")
     if not re.fullmatch(r"([1-9][0-9]{0,3}(,[1-9][0-9]{0,3})*)?", threads):  # OpenMP would print lines of its own
         raise UserError(f"OMP_NUM_THREADS {shown(threads)}: expected a whole number from 1 to 9999.")

@@ -15,8 +15,10 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import os
 import runpy
+import shutil
 import signal
 import socket
 import sys
@@ -25,7 +27,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-CHANNEL_VARIABLE = "ZEROVISION_NODE_CHANNEL"  # a socket's descriptor: exit codes go out, orders for a start come in
+FOLDER_VARIABLE = "ZEROVISION_LAUNCH_FOLDER"  # as `training.base.heartbeat` has it
+CHANNEL_VARIABLE = "ZEROVISION_NODE_CHANNEL"  # a socket's descriptor: ranks and exit codes go out, orders come in
 RANK_NAME = "rank "  # and its number: the name of a forked rank's process
 LONGEST_ORDER = 2**21  # bytes
 POLL_SECONDS = 0.05
@@ -42,15 +45,17 @@ def main(arguments: list[str]) -> int:
     import_ahead(given.preload)
     while True:
         ranks = [fork_rank(given, local_rank, channel) for local_rank in range(given.nproc_per_node)]
+        report(channel, ranks={given.node_rank * len(ranks) + local_rank: pid for local_rank, pid in enumerate(ranks)})
         # Only now: a signal before ends this process, and with it every rank (`heartbeat.end_with_parent`).
         with passing_signals_on(ranks):
-            code = wait_for_all(ranks)
-        order = next_order(channel, code)
+            code = wait_for_all(ranks, channel, given.stop_timeout)
+        report(channel, code=code)
+        order = next_order(channel)
         if order is None:
             return code
         for pid in ranks:
             os.waitpid(pid, 0)
-        given = parse(order["command"][order["command"].index(sys.argv[0]) + 1 :])
+        given = parse(order["arguments"])
         os.environ.update(order["environment"])
 
 
@@ -63,6 +68,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--master_addr", default="127.0.0.1", help="address that the ranks meet on")
     parser.add_argument("--master_port", required=True, help="port that the ranks meet on")
     parser.add_argument("--preload", default="", help="modules to import before the ranks start, with commas")
+    timeout_help = "seconds that the ranks have to save and leave if the supervisor dies"
+    parser.add_argument("--stop_timeout", type=float, default=END_SECONDS, help=timeout_help)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the training entry and its arguments")
     return parser.parse_args(arguments)
 
@@ -115,15 +122,32 @@ def run_rank(given: argparse.Namespace, local_rank: int) -> NoReturn:
     sys.exit(0)
 
 
-def next_order(channel: socket.socket | None, code: int) -> dict[str, Any] | None:
-    """Report how a start ended; return the command and the changed variables of the next one, None if none comes."""
-    if channel is None:
-        return None
-    with contextlib.suppress(OSError):  # the supervisor is gone
-        channel.send(b"%d" % code)
-        if order := channel.recv(LONGEST_ORDER):
-            return json.loads(order)
+def report(channel: socket.socket | None, **message: object) -> None:
+    """Tell the supervisor something, if there is one."""
+    if channel is not None:
+        with contextlib.suppress(OSError):  # it is gone
+            channel.send(json.dumps(message).encode())
+
+
+def next_order(channel: socket.socket | None) -> dict[str, Any] | None:
+    """Return the arguments and the changed variables of the next start, None if none comes."""
+    if channel is not None:
+        with contextlib.suppress(OSError):
+            if order := channel.recv(LONGEST_ORDER):
+                return json.loads(order)
     return None
+
+
+def is_closed(channel: socket.socket | None) -> bool:
+    """Return whether the supervisor, which there was, is gone; it sends nothing while ranks run."""
+    if channel is None:
+        return False
+    try:
+        return not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def rank_environment(local_rank: int, local_size: int, node_rank: int, nodes: int) -> dict[str, str]:
@@ -146,18 +170,27 @@ def passing_signals_on(ranks: list[int]) -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def wait_for_all(ranks: list[int]) -> int:
-    """Wait until every rank has ended, and end the others once one has failed; return the exit code (the shell's)."""
-    first_failure, deadline = 0, 0.0
+def wait_for_all(ranks: list[int], channel: socket.socket | None = None, stop_timeout_s: float = END_SECONDS) -> int:
+    """Wait until every rank has ended; return the exit code (the shell's).
+
+    The others are stopped once one has failed; all are if the supervisor dies, which then cannot remove the launch's
+    folder either.
+    """
+    first_failure, deadline, is_orphaned = 0, math.inf, False
     while True:
         ends = [_end_of(rank) for rank in ranks]
         failures = [code for code in ends if code]
         if failures and not first_failure:
-            first_failure, deadline = failures[0], time.monotonic() + END_SECONDS
+            first_failure, deadline = failures[0], min(deadline, time.monotonic() + END_SECONDS)
+            _send(ranks, signal.SIGTERM)
+        elif not is_orphaned and is_closed(channel):
+            is_orphaned, deadline = True, min(deadline, time.monotonic() + stop_timeout_s)
             _send(ranks, signal.SIGTERM)
         if None not in ends:
+            if is_orphaned:
+                shutil.rmtree(os.environ.get(FOLDER_VARIABLE, ""), ignore_errors=True)
             return first_failure
-        if first_failure and time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             _send(ranks, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
 

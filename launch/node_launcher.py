@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import socket
@@ -10,7 +11,10 @@ import sys
 import time
 from collections.abc import Mapping
 
-from launch.local_ranks import CHANNEL_VARIABLE
+import psutil
+
+from launch.local_ranks import CHANNEL_VARIABLE, LONGEST_ORDER
+from launch.process_tree import is_alive, send
 from training.config import REPO_ROOT
 from training.observe.memory_limit import OWN_LIMITS
 
@@ -47,35 +51,64 @@ def malloc_variables(environment: Mapping[str, str], has_gpus: bool) -> dict[str
 
 
 class NodeLauncher:
-    """Like a Popen that can be started again.
+    """The process of `launch/local_ranks.py`, like a Popen that can be started again.
 
-    `local_ranks.py` stays after a start, with everything imported, and is asked for the next one; others have ended by
-    then (as it may have, too), and are run anew.
+    It stays after a start, with everything imported, and is asked for the next one; it is run anew if it has ended.
+
+    Attributes:
+        returncode: of the last start: that of the rank that failed first, as the shell has it, or the process's own, as
+            Popen has it; None while that start runs.
+        ranks: the processes of the last start by rank, empty until all are there.
+        pid: of the process, 0 if there is none.
     """
 
     def __init__(self) -> None:
-        self.returncode: int | None = None  # of the last start, as Popen has it; None while that runs
-        self.staying_pid = 0  # the process, if it stays for the next start
+        self.returncode: int | None = None
+        self.ranks: dict[int, psutil.Process] = {}
         self._process: subprocess.Popen | None = None
         self._channel: socket.socket | None = None
         self._environment: dict[str, str] = {}
 
+    @property
+    def pid(self) -> int:
+        """The process that starts the ranks."""
+        return self._process.pid if self._process else 0
+
     def start(self, command: list[str], environment: dict[str, str]) -> None:
-        """Start the ranks."""
+        """Start the ranks; the command begins as `local_ranks_command` gives it."""
         if not self._is_asked(command, environment):
             self.close()
             self._run(command, environment)
         self.returncode = None
+        self.ranks = {}
 
     def poll(self) -> int | None:
-        """Return `returncode`, after a look at whether the start has ended."""
-        if self.returncode is None and self._process and self._channel:
+        """Return `returncode`, after a look at what the process has said and whether it has ended."""
+        while self.returncode is None and self._process and self._channel:
             try:
-                answer = self._channel.recv(64)
-            except OSError:  # none yet
-                answer = b""
-            self.returncode = int(answer) if answer else self._process.poll()
+                said = json.loads(self._channel.recv(LONGEST_ORDER) or "{}")
+            except BlockingIOError:  # nothing yet
+                return None
+            except OSError:  # it was killed while it read
+                said = {}
+            for rank, pid in said.get("ranks", {}).items():
+                with contextlib.suppress(psutil.NoSuchProcess):  # a rank whose parent was killed, too
+                    self.ranks[int(rank)] = psutil.Process(pid)
+            if not said or "code" in said:
+                self.returncode = said.get("code", self._process.poll())
+                break
         return self.returncode
+
+    def living_ranks(self) -> list[psutil.Process]:
+        """Return the ranks that run."""
+        return [rank for rank in self.ranks.values() if is_alive(rank)]
+
+    def signal_ranks(self, number: int) -> int:
+        """Send a signal to each rank; return how many there are."""
+        ranks = self.living_ranks()
+        for rank in ranks:
+            send(rank, number)
+        return len(ranks)
 
     def close(self) -> None:
         """End the process, which has no more ranks."""
@@ -92,13 +125,11 @@ class NodeLauncher:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.setblocking(False)
         self._environment = environment
-        stays, descriptor = LOCAL_RANKS in command, theirs.fileno()
-        added = {CHANNEL_VARIABLE: str(descriptor)} if stays else {}
         with theirs:
+            added = {CHANNEL_VARIABLE: str(theirs.fileno())}
             self._process = subprocess.Popen(
-                command, env=environment | added, start_new_session=True, pass_fds=[descriptor] if stays else []
+                command, env=environment | added, start_new_session=True, pass_fds=[theirs.fileno()]
             )
-        self.staying_pid = self._process.pid if stays else 0
 
     def _is_asked(self, command: list[str], environment: dict[str, str]) -> bool:
         """Ask the process for another start, as soon as it has noticed the end of the last; return whether it can."""
@@ -108,8 +139,9 @@ class NodeLauncher:
         if not self._process or not self._channel or self.returncode is None or self._process.poll() is not None:
             return False
         changed = dict(environment.items() - self._environment.items())
+        order = {"arguments": command[command.index(LOCAL_RANKS) + 1 :], "environment": changed}
         try:
-            self._channel.send(json.dumps({"command": command, "environment": changed}).encode())
+            self._channel.send(json.dumps(order).encode())
         except OSError:
             return False
         return True

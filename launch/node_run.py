@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from launch.adaptation import oom_kills
-from launch.heartbeat_reader import HeartbeatFolder
+from launch.launch_folder import HeartbeatFolder
 from launch.node_launcher import NodeLauncher
 from launch.process_tree import POLL_SECONDS, Launch, shell_exit_code
 from launch.rank_monitor import AGREED_CODES, STOP_CODES, Death, RankMonitor, how_it_ended
@@ -80,14 +80,14 @@ class NodeRun:
 
         Args:
             launch: the processes.
-            launcher: the process among them that starts the ranks; it may stay for the next start.
+            launcher: the process among them that starts the ranks; it stays for the next start.
             folder: of the ranks' heartbeats.
             received: the list to which the signal handlers append.
             stop_timeout_s: seconds the ranks have to save and leave after a signal.
             has_rank_0: whether rank 0, which marks the training as done, runs on this machine.
             is_alone: whether no other machine takes part, so that this one prints which signal came.
         """
-        self.monitor = RankMonitor(launch, folder)
+        self.monitor = RankMonitor(launcher, folder)
         self._launch = launch
         self._launcher = launcher
         self._folder = folder
@@ -101,7 +101,6 @@ class NodeRun:
         self._has_rank_0 = has_rank_0
         self._is_alone = is_alone
         self._is_abandoned = False
-        self._has_ended_launcher = False  # which had not left after all of its ranks had
 
     def run(self, command: list[str], environment: dict[str, str]) -> Ending:
         """Start the ranks; return once no process of them is left, and of the launcher none if no start may follow."""
@@ -110,7 +109,7 @@ class NodeRun:
         child.start(command, environment)
         give_up = time.monotonic() + NO_RANK_SECONDS
         was_asked = False
-        while child.poll() is None or self._launch.ranks():
+        while child.poll() is None or child.living_ranks():
             if self._received and not was_asked:
                 was_asked = True
                 if not self._pass_on():  # the launcher is still starting, or already leaving: nothing to save
@@ -119,8 +118,6 @@ class NodeRun:
             elif child.returncode is not None and not self._sent:
                 print("the launcher ended before its ranks: stopping them", file=sys.stderr)
                 self._send(signal.SIGTERM)
-            if self._sent:
-                self._launch.signal_ranks(self._sent)  # also one that the launcher had only just begun to start
             self.monitor.look()
             self._count_oom_kills()
             if child.poll() is None and not self._sent:
@@ -129,9 +126,9 @@ class NodeRun:
             if not waits and (hung := self.monitor.hung()):
                 suspicion = (not self.monitor.is_stopped(hung[0].rank), hung[0].step)
                 self.monitor.report_hang(hung)
-                self._launch.kill(spared_pid=child.staying_pid)
+                self._launch.kill(spared_pid=child.pid)
                 return Ending(HANG_CODE, f"rank {hung[0].rank} hung", False, suspicion)
-            if not self._launch.known and time.monotonic() > give_up:
+            if not child.ranks and time.monotonic() > give_up:
                 self._launch.kill()
                 return Ending(HANG_CODE, f"the launcher hung: no rank started in {NO_RANK_SECONDS:.0f} s", False)
             self._end_what_is_late()
@@ -161,7 +158,7 @@ class NodeRun:
     def _send(self, number: int) -> int:
         self._sent = number
         self._deadline = time.monotonic() + self._stop_timeout_s
-        return self._launch.signal_ranks(number)
+        return self._launcher.signal_ranks(number)
 
     def _end_what_is_late(self) -> None:
         """End the ranks that had time enough to leave, and a launcher that does not leave after them."""
@@ -172,13 +169,12 @@ class NodeRun:
             self._deadline = min(self._deadline, now + DEAD_RANK_SECONDS)
         is_late = now > self._deadline + LAUNCHER_SECONDS
         if self._is_abandoned or is_late or (self._sent and signal.SIGINT in self._received):
-            self._has_ended_launcher = self._launcher.poll() is None and self.monitor.all_ended()
             self._launch.kill()
         elif now > self._deadline:
-            self._launch.kill_ranks()
+            self._launcher.signal_ranks(signal.SIGKILL)  # it then ends by itself, with the code of the first failure
 
     def _ending(self, launcher_code: int, was_asked: bool) -> Ending:
-        """Return how it ended, by the launcher's exit code (Popen's convention) and the ranks' last heartbeats."""
+        """Return how it ended, by the launcher's exit code (-n if signal n ended it) and the ranks' last beats."""
         if self._is_done() and (launcher_code == 0 or self.monitor.all_ended(0)):
             return Ending(0)
         code = shell_exit_code(launcher_code) or 1
@@ -186,13 +182,13 @@ class NodeRun:
         reason = f"{'a rank' if passed_on else 'the launcher'} {how_it_ended(launcher_code)}"
         if launcher_code == 0:
             reason += ", but rank 0 did not report that training is done"
-        by_itself = launcher_code > 0  # not killed; deepspeed ends with 0 then
+        by_itself = launcher_code > 0
         failure = self._cause or (self.monitor.first_failure() if by_itself and not self._sent else None)
         if failure:
             reason = failure.describe(launcher_code)
             if failure.code and failure.code != -signal.SIGTERM:  # SIGTERM: a launcher's way to end the others
                 code = shell_exit_code(failure.code)
-        elif by_itself or was_asked or self._has_ended_launcher:  # else they left because somebody had killed it
+        elif by_itself or was_asked:  # else they left because somebody had killed it
             code = next((stop for stop in STOP_CODES if self.monitor.all_ended(stop)), code)
         self._count_oom_kills()
         # It may have been any process: the launcher, or a rank's worker, after which the rank ends by itself.
@@ -210,7 +206,7 @@ class NodeRun:
 
     def _end_leftovers(self, at_once: bool) -> None:
         if at_once:
-            self._launch.kill(spared_pid=self._launcher.staying_pid)
+            self._launch.kill(spared_pid=self._launcher.pid)
             return
         self._launcher.close()
         deadline = time.monotonic() + LEFTOVER_SECONDS

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 
-from launch.local_ranks import RANK_NAME
 from training.base.heartbeat import LAUNCH_VARIABLE as MARK
 
 POLL_SECONDS = 0.1
@@ -25,71 +24,15 @@ class Launch:
     def __init__(self, mark: str = "") -> None:
         """Use the mark of a launch of another process or machine, else a new one."""
         self.mark = mark or uuid.uuid4().hex
-        self.known: dict[int, psutil.Process] = {}  # every rank seen since the last start, also one that is gone
-        self.local_size = 0  # ranks on this machine, 0 until one has been seen
-        self._signalled: set[psutil.Process] = set()
-
-    def forget_ranks(self) -> None:
-        """Expect new ranks, because the launch is started again."""
-        self.known.clear()
-        self.local_size = 0
 
     def processes(self) -> list[psutil.Process]:
-        """Return every live process of this launch, and note the ranks among them.
-
-        A rank has LOCAL_RANK in its environment or a rank's name (`launch.local_ranks`), and no rank as parent. Its own
-        helpers have the first too, and lose the parent when it is killed: so the first process seen for a rank stays
-        the rank.
-        """
+        """Return every live process of this launch."""
         found = []
-        candidates = {}
         for process in psutil.process_iter():
-            try:
-                environment = process.environ()
-                if environment.get(MARK) != self.mark or process.status() == psutil.STATUS_ZOMBIE:
-                    continue
-                found.append(process)
-                name = process.name()
-                if name.startswith(RANK_NAME):
-                    environment["RANK"] = name.removeprefix(RANK_NAME)
-                elif "LOCAL_RANK" not in environment:
-                    continue
-                candidates[process] = (process.create_time(), process.ppid(), environment)
-            except psutil.Error:
-                continue  # gone, or another user's
-        inside_rank = {process.pid for process in candidates} | {process.pid for process in self.known.values()}
-        for process, (_, parent, environment) in sorted(candidates.items(), key=lambda item: item[1][0]):
-            if parent not in inside_rank:
-                self.known.setdefault(int(environment.get("RANK", 0)), process)
-                # deepspeed's launcher calls it LOCAL_SIZE
-                self.local_size = int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or 1)
+            with contextlib.suppress(psutil.Error):  # gone, or another user's
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
         return found
-
-    def ranks(self) -> list[psutil.Process]:
-        """Return the live ranks."""
-        living = set(self.processes())
-        return [process for process in self.known.values() if process in living]
-
-    def signal_ranks(self, number: int) -> int:
-        """Send a signal to each rank that has not had one yet; return how many ranks live."""
-        ranks = self.ranks()
-        for rank in ranks:
-            if rank not in self._signalled:
-                self._signalled.add(rank)
-                send(rank, number)
-        return len(ranks)
-
-    def stop(self, number: int, timeout_s: float) -> None:
-        """Signal all ranks, give them `timeout_s` seconds to save and leave, and end those that remain."""
-        deadline = time.monotonic() + timeout_s
-        while self.signal_ranks(number) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        self.kill()
-
-    def kill_ranks(self) -> None:
-        """End the ranks at once; their launcher then ends by itself, with the exit code of the first failure."""
-        for rank in self.ranks():
-            send(rank, signal.SIGKILL)
 
     def kill(self, spared_pid: int = 0) -> None:
         """End every process of this launch at once, but not the one that is spared."""
@@ -126,10 +69,8 @@ def code_of_zombie(pid: int) -> int | None:
 
 
 def shell_exit_code(code: int) -> int:
-    """Return the shell's 128 + n for an end by signal n, which Popen gives as -n and deepspeed as 256 - n."""
-    if code < 0:
-        return 128 - code
-    return 128 + (256 - code) if code > 256 - 32 else code
+    """Return the shell's 128 + n for an end by signal n, which Popen gives as -n."""
+    return 128 - code if code < 0 else code
 
 
 def extensions_folder() -> str:

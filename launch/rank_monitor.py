@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import psutil
 
-from launch.heartbeat_reader import HeartbeatFolder
-from launch.process_tree import POLL_SECONDS, Launch, code_of_zombie, is_alive, send
+from launch.launch_folder import HeartbeatFolder
+from launch.node_launcher import NodeLauncher
+from launch.process_tree import POLL_SECONDS, code_of_zombie, is_alive, send
 from training.base.errors import (
     CANNOT_SAVE_EXIT_CODE,
     DIVERGED_EXIT_CODE,
@@ -23,7 +24,6 @@ from training.base.errors import (
 )
 from training.base.heartbeat import ENDED, Heartbeat
 
-SEARCH_SECONDS = 0.5  # between two looks at all processes of the machine, until every rank has been found
 NO_BEAT = "start"  # the phase of a rank without a heartbeat yet
 SUSPECT_SHARE = 0.5  # of the time allowed: if one rank is overdue, those silent for this long hang with it
 STACK_SECONDS = 2.0
@@ -67,15 +67,13 @@ class Death:
 class RankMonitor:
     """The heartbeats and deaths of the ranks since they were last started."""
 
-    def __init__(self, launch: Launch, folder: HeartbeatFolder) -> None:
+    def __init__(self, launcher: NodeLauncher, folder: HeartbeatFolder) -> None:
         self.beats: dict[int, Heartbeat] = {}
         self.deaths: list[Death] = []
         self.run_name = ""
-        self._launch = launch
+        self._launcher = launcher
         self._folder = folder
-        self._started = self._last_look = self._awake_since = self._last_search = time.monotonic()
-        self._searched_for: set[int] = set()  # ranks with a beat, after which all processes were looked at
-        launch.forget_ranks()
+        self._started = self._last_look = self._awake_since = time.monotonic()
 
     def look(self) -> None:
         """Read the heartbeats and find the ranks that have ended since the last look."""
@@ -85,31 +83,13 @@ class RankMonitor:
         self._last_look = now
         self.beats |= self._folder.beats()
         self.run_name = self.run_name or self._folder.run_name()
-        pids = self._pids(now)
         dead = {death.rank for death in self.deaths}
-        ended = {rank: pid for rank, pid in pids.items() if rank not in dead and not self._lives(rank)}
+        ended = {rank: one.pid for rank, one in self._launcher.ranks.items() if rank not in dead and not is_alive(one)}
         if ended:
-            codes = {rank: code_of_zombie(pid) for rank, pid in ended.items()}  # before their launcher reaps them
+            codes = {rank: code_of_zombie(pid) for rank, pid in ended.items()}  # before their parent reaps them
             self.beats |= self._folder.beats()  # their last beats, written before they ended
             deaths = [self._death(rank, pid, codes[rank], now) for rank, pid in ended.items()]
             self.deaths += sorted(deaths, key=_cause_first)
-
-    def _pids(self, now: float) -> dict[int, int]:
-        """Return the process of every rank known so far; a look at all processes costs milliseconds, so it is rare."""
-        pids = {rank: beat.pid for rank, beat in self.beats.items()}
-        known = self._launch.known
-        is_new = not pids.keys() <= self._searched_for
-        incomplete = not known or len(known) < self._launch.local_size
-        if is_new or (incomplete and now - self._last_search > SEARCH_SECONDS):
-            self._launch.processes()
-            self._last_search = now
-            self._searched_for |= pids.keys()
-        return pids | {rank: process.pid for rank, process in known.items()}
-
-    def _lives(self, rank: int) -> bool:
-        """Whether a rank's process runs; one with a heartbeat that was never found has ended already."""
-        process = self._launch.known.get(rank)
-        return process is not None and is_alive(process)
 
     def first_failure(self) -> Death | None:
         """Return the first death for which the other ranks may wait, if there is any."""
@@ -118,7 +98,7 @@ class RankMonitor:
     def all_ended(self, code: int | None = None) -> bool:
         """Return whether every rank has ended, and if a code is given, whether each noted that one."""
         ended = [death for death in self.deaths if code is None or (death.noted and death.code == code)]
-        return 0 < self._launch.local_size == len(ended)
+        return 0 < len(self._launcher.ranks) == len(ended)
 
     def hung(self) -> list[Heartbeat]:
         """Return the last beats of the live ranks that are silent or stopped, once the next one of any is overdue.
@@ -127,7 +107,7 @@ class RankMonitor:
         then the oldest beat.
         """
         now = time.monotonic()
-        beats = [self._beat_or_start(rank) for rank, one in self._launch.known.items() if is_alive(one)]
+        beats = [self._beat_or_start(rank) for rank, one in self._launcher.ranks.items() if is_alive(one)]
         spent = {one.rank: (now - max(one.monotonic, self._awake_since)) / one.allowed_s for one in beats}
         if max(spent.values(), default=0.0) <= 1.0:
             return []
@@ -156,8 +136,8 @@ class RankMonitor:
         before = {beat.rank: self._folder.stack(beat.rank) for beat in hung}
         asked = [rank for rank, text in before.items() if text is not None]  # SIGUSR2 would end the others
         for rank in asked:
-            send(self._launch.known[rank], signal.SIGUSR2)
-            send(self._launch.known[rank], signal.SIGCONT)  # a stopped process gets its signals when it goes on
+            send(self._launcher.ranks[rank], signal.SIGUSR2)
+            send(self._launcher.ranks[rank], signal.SIGCONT)  # a stopped process gets its signals when it goes on
         deadline = time.monotonic() + STACK_SECONDS
         stacks: dict[int, str] = {}
         while time.monotonic() < deadline:
@@ -169,7 +149,7 @@ class RankMonitor:
 
     def _beat_or_start(self, rank: int) -> Heartbeat:
         """Return the rank's last beat; if it has none, one of the launch's start, for which any time is allowed."""
-        pid, host = self._launch.known[rank].pid, socket.gethostname()
+        pid, host = self._launcher.ranks[rank].pid, socket.gethostname()
         return self.beats.get(rank) or Heartbeat(rank, host, pid, NO_BEAT, -1, 0.0, self._started, math.inf)
 
     def is_stopped(self, rank: int) -> bool:
@@ -178,7 +158,7 @@ class RankMonitor:
 
     def _state(self, rank: int) -> str:
         with contextlib.suppress(psutil.Error):
-            return self._launch.known[rank].status()
+            return self._launcher.ranks[rank].status()
         return "gone"
 
     def _death(self, rank: int, pid: int, code: int | None, now: float) -> Death:
@@ -194,14 +174,14 @@ def process_name(beat: Heartbeat) -> str:
 
 
 def how_it_ended(code: int | None) -> str:
-    """Return how a process ended, given its exit code as by Popen, deepspeed or the shell."""
+    """Return how a process ended, given its exit code as by Popen or the shell."""
     if code is None:
         return "is gone"
     if code == OUT_OF_MEMORY_EXIT_CODE:
         return "ran out of memory"
     if code == FILE_SERVER_EXIT_CODE:
         return "could not read images for now"
-    number = -code if code < 0 else 256 - code if code > 256 - 32 else code - 128
+    number = -code if code < 0 else code - 128
     if number > 0:
         with contextlib.suppress(ValueError):
             return f"was ended by {signal.Signals(number).name}"

@@ -28,7 +28,6 @@ Examples:
 
 Environment variables:
     DRY_RUN=1              print the command as one line instead of running it
-    LAUNCHER               what starts the ranks: direct (default; seconds faster), deepspeed or torchrun
     MASTER_PORT            port the ranks meet on (default: a free one)
     CUDA_VISIBLE_DEVICES   use only these GPUs, for example 2,3
     OMP_NUM_THREADS        CPU threads per rank (default: cores / ranks)

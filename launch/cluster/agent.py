@@ -32,11 +32,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launch.cluster.channel import Channel, Message
-from launch.heartbeat_reader import HeartbeatFolder
+from launch.launch_folder import HeartbeatFolder, launch_environment, launch_folder
 from launch.node_launcher import NodeLauncher, malloc_variables
 from launch.node_run import NodeRun, receive_signals
 from launch.process_tree import Launch, remove_stale_build_locks
-from launch.temporary_folder import launch_environment, launch_folder
 from training.base.control_groups import usable_cores
 from training.base.errors import UserError
 from training.base.lasting_output import outlast_readers
@@ -170,7 +169,7 @@ class Agent:
     def _run(self, order: Message) -> Message:
         """Start the node's ranks; return how they ended."""
         self._remove_mark()
-        with launch_folder(self._launch, CUT_OFF_SECONDS) as folder, contextlib.closing(NodeLauncher()) as launcher:
+        with launch_folder(self._launch) as folder, contextlib.closing(NodeLauncher()) as launcher:
             node_run = NodeRun(
                 self._launch,
                 launcher,
@@ -190,7 +189,6 @@ class Agent:
         environment = launch_environment(self._launch, folder, {**os.environ, **order["environment"]})
         cores = usable_cores()
         environment |= malloc_variables(environment, self._gpus > 0)
-        environment["LOCAL_WORLD_SIZE"] = str(order["local_size"])  # for the supervisor, which reads it in /proc
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // order["local_size"])))
         # With ninja, which DeepSpeed needs to compile its operators.
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])

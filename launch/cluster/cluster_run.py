@@ -76,7 +76,7 @@ class ClusterRun:
         of_this_start = {RESTARTS_VARIABLE: str(restart), SECRET_VARIABLE: secrets.token_hex(32)}
         for node_rank, node in enumerate(rendezvous.nodes):
             place = ["--nnodes", str(count), "--node_rank", str(node_rank)]
-            place += ["--nproc_per_node", str(plan.given.ranks_per_node)]
+            place += ["--nproc_per_node", str(plan.given.ranks_per_node), f"--stop_timeout={plan.given.stop_timeout}"]
             place += ["--master_addr", rendezvous.addresses[0], "--master_port", str(rendezvous.port)]
             arguments = [*plan.arguments, *resuming, *plan.batch_flags(count, resuming)]
             node.send(

@@ -21,7 +21,6 @@ RANKS = (1, 2, 4)  # of a launch: the bytes are promised for any number
 GLOBAL_BATCH = 64
 EPOCHS = 4  # 92 optimizer steps on 1,437 digits
 STRATEGIES = ("ddp", "fsdp_stage2", "fsdp_stage3")
-LAUNCHERS = ("direct", "deepspeed", "torchrun")
 RECIPES = {
     "plain": "",
     "images": "--augmentation shift_flip --mirror alternate --shift-padding reflect --random-erasing 0.3 --mixup 0.4 "
@@ -49,7 +48,6 @@ class Case:
     """What differs between the trainings."""
 
     strategy: str
-    launcher: str
     micro_batches: int  # of a step, over all ranks
     workers: int
     engine: str = "torch"
@@ -58,7 +56,7 @@ class Case:
 
     def __str__(self) -> str:
         how = f"{self.micro_batches} micro-batches, workers {self.workers}, engine {self.engine}, recipe {self.recipe}"
-        return f"{self.strategy}, {self.launcher}, {how}"
+        return f"{self.strategy}, {how}"
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -69,7 +67,7 @@ class Case:
     def oracle(self) -> Case:
         """The case whose uninterrupted run has to give the same bytes: stages 2 and 3 agree."""
         strategy = self.strategy if self.strategy == "ddp" or self.engine == "deepspeed" else "fsdp_stage2"
-        return replace(self, strategy=strategy, launcher="direct", workers=0)
+        return replace(self, strategy=strategy, workers=0)
 
     def start(self, ranks: int, mark: str, log_dir: Path, output: Path, *flags: str) -> subprocess.Popen:
         """Start the launcher; it appends to the file `output`.
@@ -89,7 +87,6 @@ class Case:
         kept = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
         changes = {
             MARK: mark,
-            "LAUNCHER": self.launcher,
             "STOP_TIMEOUT": str(STOP_SECONDS),
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",  # bytes are promised on CPU
@@ -108,13 +105,12 @@ class Case:
 
 
 def make_case(number: int) -> Case:
-    """Return the case of a training, from 0: all strategies under all launchers and with all recipes in 9.
+    """Return the case of a training, from 0: all strategies with all recipes in 9.
 
     A quarter of them trains with DeepSpeed, under all strategies within 12 and with all recipes within 14.
     """
     return Case(
         STRATEGIES[number % 3],
-        LAUNCHERS[number // 3 % 3],
         micro_batches=4 << number // 9 % 2,
         workers=(number + number // 18) % 2,
         engine="deepspeed" if number % 4 == 1 else "torch",

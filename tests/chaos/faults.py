@@ -15,7 +15,7 @@ import psutil
 from launch.process_tree import is_alive, send
 from tests.chaos.damage import DAMAGES, Damage, newest_checkpoint
 from tests.chaos.disk import fill
-from tests.chaos.processes import Seen, freeze, processes_of, ranks_of, workers_of
+from tests.chaos.processes import NODE_LAUNCHER, Seen, freeze, processes_of, ranks_of, workers_of
 
 FILL_SECONDS = (0.2, 6.0)
 
@@ -102,7 +102,7 @@ def _kill_node_launcher(target: Target) -> str:
     found = [seen for seen in processes_of(target.mark) if seen.is_node_launcher]
     chosen = target.rng.choice(_some(found, "node launcher"))
     send(chosen.process, signal.SIGKILL)
-    return f"kill -SIGKILL {chosen.node_launcher_name} (pid {chosen.process.pid})"
+    return f"kill -SIGKILL {NODE_LAUNCHER} (pid {chosen.process.pid})"
 
 
 def _kill_worker(target: Target) -> str:

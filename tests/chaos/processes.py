@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
@@ -23,7 +22,7 @@ ENTRY = "train_distributed.py"
 FORK_SERVER = "multiprocessing.forkserver"
 POLL_SECONDS = 0.1
 KILL_SECONDS = 30.0
-NODE_LAUNCHERS = ("local_ranks.py", "/deepspeed", "torchrun.py", "deepspeed.launcher.launch")
+NODE_LAUNCHER = "local_ranks.py"
 
 
 @dataclass(frozen=True)
@@ -55,14 +54,9 @@ class Seen:
 
     @property
     def is_node_launcher(self) -> bool:
-        """Whether it is what starts the ranks: ours, deepspeed, deepspeed's launcher of this node, or torchrun."""
+        """Whether it is what starts the ranks."""
         is_outside = LAUNCH_MARK in self.environment and self.number is None
-        return is_outside and self.node_launcher_name is not None
-
-    @property
-    def node_launcher_name(self) -> str | None:
-        """The program's name, if it is one that starts ranks."""
-        return next((Path(word).name for word in self.words if word.endswith(NODE_LAUNCHERS)), None)
+        return is_outside and any(word.endswith(NODE_LAUNCHER) for word in self.words)
 
 
 def processes_of(mark: str) -> list[Seen]:

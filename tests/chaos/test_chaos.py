@@ -18,7 +18,7 @@ KINDS = ["kill_rank", "flip_bits", "sigterm_rank"]
 
 @pytest.mark.timeout(280)
 def test_a_training_survives_faults_bit_for_bit(tmp_path: Path):
-    case = Case("fsdp_stage2", "direct", micro_batches=4, workers=0, image_size=20)
+    case = Case("fsdp_stage2", micro_batches=4, workers=0, image_size=20)
     oracle = run_oracle(case.oracle, tmp_path / "oracle")
     result = TrialResult(0, case, tmp_path / "training")
     draws = [Draw(kind, at_start_up=False, delay_s=0.3, rng=Random(0)) for kind in KINDS]

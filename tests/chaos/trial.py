@@ -20,9 +20,9 @@ from tests.chaos.faults import FAULTS, NothingToHitError, Target
 from tests.chaos.processes import POLL_SECONDS, kill_all, processes_of, ranks_of
 from tests.chaos.records import Draw, Injection, TrialResult
 
-# From a signal to the end of the launch, and of every process of it. deepspeed's launcher waits 30 seconds for the
-# processes of each of at most 4 ranks, and data workers that are still importing block SIGTERM.
-GRACE_SECONDS = 60.0 + 4 * 30.0
+# From a signal to the end of the launch, and of every process of it. Data workers that are still importing block
+# SIGTERM.
+GRACE_SECONDS = 60.0
 LEFTOVER_SECONDS = 10.0  # from the end of a launch that no signal ended to the end of every process of it
 PATIENCE_SECONDS = 240.0  # without any progress
 SETTLE_SECONDS = 1.0  # after a fault that spares the ranks, what they had under way is no proof of recovery

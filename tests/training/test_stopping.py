@@ -1,4 +1,4 @@
-"""Signals, through every launcher: every rank stops at the same step, the checkpoint is good, the run goes on.
+"""Signals, through the launcher: every rank stops at the same step, the checkpoint is good, the run goes on.
 
 And a run that gives up by itself says why, on the console and in its report.
 """
@@ -97,7 +97,7 @@ def assert_goes_on_to(uninterrupted, logs, name):
 
 def test_sigterm_to_the_launcher_saves_and_the_run_goes_on_bit_for_bit(tmp_path, uninterrupted):
     folder = tmp_path / "runs" / "terminated"
-    process = start(tmp_path, "terminated", WITH_WORKER, LAUNCHER="deepspeed")
+    process = start(tmp_path, "terminated", WITH_WORKER)
     wait_until(lambda: has_reached(folder, 4), process)
     process.send_signal(signal.SIGTERM)
     output = assert_stopped(process, signal.SIGTERM, "terminated")
@@ -124,7 +124,7 @@ def test_a_run_whose_output_nobody_reads_any_more_goes_on(tmp_path, uninterrupte
 def test_sigusr1_to_one_rank_in_the_evaluation(tmp_path, uninterrupted):
     """As Slurm sends it ahead of a preemption; the evaluation is broken off and made anew after the resume."""
     folder = tmp_path / "runs" / "preempted"
-    process = start(tmp_path, "preempted", LAUNCHER="torchrun")
+    process = start(tmp_path, "preempted")
     wait_until(lambda: has_reached(folder, 2), process)
     rank = ranks_of("preempted")[-1]  # found before, because the evaluation is short
     wait_until(lambda: has_reached(folder, STEPS_PER_EPOCH), process)
@@ -134,7 +134,7 @@ def test_sigusr1_to_one_rank_in_the_evaluation(tmp_path, uninterrupted):
 
 
 def test_sigterm_to_one_rank_before_the_first_step(tmp_path):
-    process = start(tmp_path, "early", LAUNCHER="direct")
+    process = start(tmp_path, "early")
     wait_until(lambda: (tmp_path / "runs" / "early").exists(), process)
     ranks_of("early")[0].send_signal(signal.SIGTERM)
     output = assert_stopped(process, signal.SIGTERM, "early")
@@ -145,7 +145,7 @@ def test_sigterm_to_one_rank_before_the_first_step(tmp_path):
 def test_ctrl_c_and_on_with_one_rank_under_another_strategy(tmp_path):
     """The global batch is held: two accumulation steps in the place of two ranks."""
     folder = tmp_path / "runs" / "moved"
-    process = start(tmp_path, "moved", LAUNCHER="direct")
+    process = start(tmp_path, "moved")
     wait_until(lambda: has_reached(folder, STEPS_PER_EPOCH + 2), process)
     with pytest.raises(UserError, match=rf"is being trained by pid {rank_0_of('moved').pid} on"):
         lock_run(folder / LOCK, Origin(), wait_s=0)

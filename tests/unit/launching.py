@@ -163,7 +163,7 @@ def stub_repo(folder: Path) -> Path:
     for folder_name in ("launch", "training", "models", "deepspeed_configs"):
         shutil.copytree(REPO_ROOT / folder_name, root / folder_name, ignore=shutil.ignore_patterns("__pycache__"))
     (root / "scripts" / "train_distributed.py").write_text(STUB_ENTRY)
-    (root / "training" / "command_line.py").write_text(STUB_COMMAND_LINE)
+    (root / "training" / "config" / "command_line.py").write_text(STUB_COMMAND_LINE)
     (root / "training" / "run.py").write_text("")  # the ranks need none of what it imports
     (root / ".venv").symlink_to(sys.prefix)
     return root

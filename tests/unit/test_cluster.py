@@ -44,7 +44,7 @@ from training.world.network_interfaces import (
 
 
 def plan(hosts: int = 4, min_nodes: int = 1, accumulation_steps: int = 1) -> Plan:
-    given = LaunchArguments("launch_multi_node.sh", {}, [], "direct", dry_run=False, min_nodes=min_nodes)
+    given = LaunchArguments("launch_multi_node.sh", {}, [], dry_run=False, min_nodes=min_nodes)
     config = TrainConfig(gradient_accumulation_steps=accumulation_steps)
     return Plan(given, [], config, [f"node{number}" for number in range(hosts)], "ssh", 0)
 

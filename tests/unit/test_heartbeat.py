@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.heartbeat_reader import HeartbeatFolder
+from launch.launch_folder import HeartbeatFolder
 from tests.unit.launching import REPO_ROOT
 from training.base.atomic_write import unfinished
 from training.base.heartbeat import ENDED, RECORD_BYTES, Heartbeat, HeartbeatWriter, beat_of

@@ -122,13 +122,13 @@ def test_the_ranks_of_all_starts_share_what_one_process_has_imported(tmp_path: P
     with contextlib.closing(NodeLauncher()) as launcher:
         ranks = started(launcher, tmp_path, "a", "absent,ahead") + started(launcher, tmp_path, "b", "ahead", "new")
         assert [rank["name"] for rank in ranks] == ["rank 0", "rank 1"] * 2
-        assert {rank["importer"] for rank in ranks} == {rank["parent"] for rank in ranks} == {launcher.staying_pid}
-        first = launcher.staying_pid
+        assert {rank["importer"] for rank in ranks} == {rank["parent"] for rank in ranks} == {launcher.pid}
+        first = launcher.pid
         os.kill(first, signal.SIGKILL)
         os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
         again = started(launcher, tmp_path, "c", "ahead")
-        assert {rank["importer"] for rank in again} == {launcher.staying_pid} != {first}
-        last = psutil.Process(launcher.staying_pid)
+        assert {rank["importer"] for rank in again} == {launcher.pid} != {first}
+        last = psutil.Process(launcher.pid)
     assert not last.is_running()
 
 
@@ -137,7 +137,7 @@ def test_what_is_imported_ahead_leaves_cuda_and_threads_to_the_ranks(tmp_path: P
     preload = local_ranks_command("deepspeed", has_gpus=True)[-1].partition("=")[2]
     with contextlib.closing(NodeLauncher()) as launcher:
         ranks = started(launcher, tmp_path, "rank", f"ahead,{preload}")
-        assert {rank["importer"] for rank in ranks} == {launcher.staying_pid}
+        assert {rank["importer"] for rank in ranks} == {launcher.pid}
     assert [(rank["torch"], rank["threads"], rank["spoilt"]) for rank in ranks] == [(True, 1, False)] * 2
 
 
@@ -145,7 +145,7 @@ def test_ranks_whose_parent_has_used_cuda_are_programs_of_their_own(tmp_path: Pa
     (tmp_path / "torch.py").write_text("class cuda:\n    _is_in_bad_fork = staticmethod(lambda: True)\n")
     with contextlib.closing(NodeLauncher()) as launcher:
         ranks = started(launcher, tmp_path, "rank", "ahead,torch")
-        assert all(rank["importer"] not in (launcher.staying_pid, rank["parent"]) for rank in ranks)
+        assert all(rank["importer"] not in (launcher.pid, rank["parent"]) for rank in ranks)
     assert not any(rank["torch"] for rank in ranks)
 
 

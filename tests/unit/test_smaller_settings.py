@@ -12,7 +12,7 @@ import torch
 
 from launch import node_run
 from launch.adaptation import Adaptation, oom_kills
-from launch.heartbeat_reader import HeartbeatFolder
+from launch.launch_folder import HeartbeatFolder
 from launch.node_launcher import NodeLauncher
 from launch.node_run import Ending
 from launch.process_tree import Launch
@@ -177,7 +177,6 @@ KILLED = -signal.SIGKILL
     [
         (KILLED, 128 + signal.SIGKILL, 137),
         (None, KILLED, 137),  # the starter of the ranks
-        (None, 256 - signal.SIGKILL, 137),  # as deepspeed has it
         (1, 1, 1),  # a rank whose worker was killed
         (2, 2, 2),  # a mistake stays one
     ],

@@ -1,4 +1,4 @@
-"""The ranks' side of the heartbeats: small files in a temporary folder, which launch/heartbeat_reader.py reads.
+"""The ranks' side of the heartbeats: small files in a temporary folder, which launch/launch_folder.py reads.
 
 The launcher makes the folder and passes its path in `FOLDER_VARIABLE`. It contains:
 

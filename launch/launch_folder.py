@@ -1,7 +1,7 @@
 """One temporary folder for a launch and everything that it starts: nothing of it is left behind, not even by kill -9.
 
-It holds the ranks' heartbeats (`training.base.heartbeat`) and is their TMPDIR. The process that made it locks a file
-in it; if that lock is free and no process of the launch lives, the next launch on this machine removes the folder.
+It holds the ranks' heartbeats and is their TMPDIR. The process that made it locks a file in it; if that lock is free
+and no process of the launch lives, the next launch on this machine removes the folder.
 """
 
 from __future__ import annotations
@@ -10,30 +10,74 @@ import contextlib
 import fcntl
 import os
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from launch.heartbeat_reader import OWNER, HeartbeatFolder
 from launch.process_tree import MARK, Launch, extensions_folder
 from training.base.errors import UserError
-from training.base.heartbeat import FOLDER_VARIABLE
+from training.base.heartbeat import CHECKPOINT, FOLDER_VARIABLE, RUN_NAME, SUCCESS, Heartbeat, beat_of, stack_path
 from training.base.helper_processes import is_as_asked, socket_place
 
 PREFIX = "zerovision-"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-MOST_DESCRIPTORS = 4096
+OWNER = "owner"  # the mark of the launch, locked by the process that made the folder
+
+
+class HeartbeatFolder:
+    """The folder of one launch on one machine, with what its ranks have written (`training.base.heartbeat`)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def beats(self) -> dict[int, Heartbeat]:
+        """Return each rank's last beat by rank, without those being written at this moment."""
+        found = {}
+        for path in self.path.glob("rank-*.json"):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                if beat := beat_of(path.read_bytes()):
+                    found[beat.rank] = beat
+        return found
+
+    def stack(self, rank: int) -> str | None:
+        """Return the stacks that a rank has written so far; None if it has not called `watch_stacks`."""
+        try:
+            return stack_path(self.path, rank).read_text(errors="replace")
+        except OSError:
+            return None
+
+    def run_name(self) -> str:
+        """Return the run's name, '' if rank 0 has not written it."""
+        return self._read(RUN_NAME)
+
+    def checkpoint_position(self) -> int:
+        """Return the newest checkpoint's position, -1 if none was saved since `clear`."""
+        return int(self._read(CHECKPOINT) or -1)
+
+    def has_succeeded(self) -> bool:
+        """Return whether rank 0 has reported that training is done."""
+        return (self.path / SUCCESS).exists()
+
+    def clear(self) -> None:
+        """Remove everything, before the ranks are started again."""
+        self.path.mkdir(mode=0o700, exist_ok=True)  # somebody may have emptied the folder for temporary files
+        for path in self.path.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != OWNER:
+                path.unlink(missing_ok=True)
+
+    def _read(self, name: str) -> str:
+        try:
+            return (self.path / name).read_text()
+        except OSError:
+            return ""
 
 
 @contextlib.contextmanager
-def launch_folder(launch: Launch, stop_timeout_s: float) -> Iterator[HeartbeatFolder]:
+def launch_folder(launch: Launch) -> Iterator[HeartbeatFolder]:
     """Make the temporary folder of a launch, and remove it at the end.
-
-    Args:
-        launch: what is started; if this process is killed with -9, its ranks are stopped.
-        stop_timeout_s: seconds that these then have to save and leave.
 
     Raises:
         UserError: if no folder can be made.
@@ -42,29 +86,10 @@ def launch_folder(launch: Launch, stop_timeout_s: float) -> Iterator[HeartbeatFo
         folder = make_temporary_folder(launch.mark)
     except OSError as error:
         raise UserError(f"no temporary folder: {error}. Set TMPDIR to a folder that can be written.") from None
-    guard_pipe = _start_guard(launch, folder.path, stop_timeout_s)
     try:
         yield folder
     finally:
         shutil.rmtree(folder.path, ignore_errors=True)
-        with contextlib.suppress(BrokenPipeError):
-            os.write(guard_pipe, b"0")
-
-
-def _start_guard(launch: Launch, folder: Path, stop_timeout_s: float) -> int:
-    """Start a process that stops the ranks if this one is killed with -9; a byte on the returned pipe ends it."""
-    reading, writing = os.pipe()
-    if os.fork():
-        os.close(reading)
-        return writing
-    os.setsid()
-    # Whoever waits for the end of the supervisor's own connections shall not wait for this process.
-    os.closerange(3, reading)
-    os.closerange(reading + 1, MOST_DESCRIPTORS)
-    if not os.read(reading, 1):
-        launch.stop(signal.SIGTERM, stop_timeout_s)
-        shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
 
 
 def make_temporary_folder(mark: str) -> HeartbeatFolder:
