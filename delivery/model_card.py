@@ -67,12 +67,14 @@ def write_model_card(run: Path) -> Path | None:
         run: the folder, with config.json, environment.json, metrics.jsonl, model.safetensors and its evaluation.
 
     Returns:
-        The card's path, None if it was left alone.
+        The card's path, None if it was left alone, or if the model is no classifier yet.
     """
     card = run / CARD
     if card.exists() and MARK not in card.read_text(encoding="utf-8"):
         return None
     config, metadata = read_run_config(run), read_metadata(run / WEIGHTS)
+    if "embedding" in metadata["description"]:
+        return None
     values, channels = values_of(metadata["preprocessing"]), len(metadata["preprocessing"]["mean"])
     files = read_run(run)
     environment, scores, test_scores = files.environment, files.scores or {}, files.test_scores or {}

@@ -18,6 +18,7 @@ from models import DEFAULT_MEMBERS, MODELS, MOST_MEMBERS, model_spec
 from models.ensemble import Ensemble
 from models.errors import UserError, one_line
 from models.image_size import as_names, create_for_image_size, set_strides
+from models.projection import put_projection
 from models.weights_file import StateDict, load_weights_file
 
 MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT = 2**30, 16  # a network's tables of indices are less than the larger of the two
@@ -28,10 +29,11 @@ class BuiltModel:
     """A network that is ready to train, and its description."""
 
     module: nn.Module
-    """Maps images `[B, C, H, W]` float32 to logits `[B, num_classes]`."""
+    """Maps images `[B, C, H, W]` float32 to logits `[B, num_classes]`, or to embeddings, see `ProjectionHead`."""
     description: dict[str, Any]
     """JSON-able, enough for `rebuild_model`: model_type, timm_name, num_classes, image_size (pixels), members
-    (model names of an ensemble), stem_stride_changed {convolution: [old, new]}; image_channels unless 3."""
+    (model names of an ensemble), stem_stride_changed {convolution: [old, new]}; image_channels unless 3; embedding, the
+    width of a projection, if one is in the place of the classifier."""
     notes: list[str] = field(default_factory=list)
     """One-line messages for the log."""
     head_parameter_names: frozenset[str] = frozenset()
@@ -51,6 +53,7 @@ def build_model(
     keep_stem: bool = False,
     dropout: float | Literal["auto"] = "auto",
     drop_path: float | Literal["auto"] = "auto",
+    embedding: int = 0,
 ) -> BuiltModel:
     """Build the network that is to be trained, in float32 on the CPU.
 
@@ -67,6 +70,7 @@ def build_model(
         dropout: probability that a value of the classifier's input is zeroed; "auto": the model's own. Neither this
             nor `drop_path` is part of the description, because they are for training alone.
         drop_path: see `models.timm_models.create`; "auto": the model's own.
+        embedding: width of a projection in place of the classifier; 0 for a classifier.
 
     Raises:
         UserError: for a name, size, batch or file that does not work, with what to type; for dropout or a drop path of
@@ -75,6 +79,8 @@ def build_model(
     if pretrained and weights:
         raise UserError("--pretrained and --weights both give the starting weights: leave one of them out")
     description = describe_model(model_type, num_classes, image_size, members, image_channels)
+    if embedding:  # left out otherwise: files of classifiers are as they were
+        description["embedding"] = embedding
     modules: list[nn.Module] = []
     heads: list[str] = []
     notes: list[str] = []
@@ -217,7 +223,8 @@ def _create(
     taken = rates if spec.timm_name else {name: rate for name, rate in rates.items() if name in spec.options}
     options = {**spec.options, **taken}
     size = image_size or part["image_size"]
-    return family.create(part["num_classes"], size, channels_of(part), part["timm_name"], pretrained, **options)
+    module = family.create(part["num_classes"], size, channels_of(part), part["timm_name"], pretrained, **options)
+    return put_projection(module, part["model_type"], part["embedding"]) if "embedding" in part else module
 
 
 def _check_rates(part: dict[str, Any], rates: Mapping[str, float]) -> None:

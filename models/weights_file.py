@@ -27,7 +27,7 @@ def load_weights_file(
     heads: Iterable[str],
     adapt: Callable[[StateDict], StateDict],
 ) -> list[str]:
-    """Load a safetensors or `weights_only` file into `module`; a head of another class count stays as it is.
+    """Load a safetensors or `weights_only` file into `module`; a head of another kind or class count stays as it is.
 
     Args:
         module: the network to fill, in place.
@@ -46,9 +46,18 @@ def load_weights_file(
     """
     expected = module.state_dict()
     tensors, facts, read_notes = read_weights_file(path, expected)
-    head_keys = {key for key in expected for head in heads if key.startswith(f"{head}.")}
+    prefixes = tuple(f"{head}." for head in heads)
+    head_keys = {key for key in expected if key.startswith(prefixes)}
     counts = {(len(expected[key]), len(tensors[key])) for key in head_keys & tensors.keys() if tensors[key].ndim}
-    _check_class_names(path, facts, {found for _, found in counts})
+    found_keys = {key for key in tensors if key.startswith(prefixes)}
+    has_projection = "embedding" in description or "embedding" in facts.get("description", {})
+    is_other_head = has_projection and found_keys != head_keys
+    if is_other_head:
+        tensors = {key: tensor for key, tensor in tensors.items() if key not in found_keys}
+        tensors |= {key: expected[key] for key in head_keys}
+        counts = set()
+    elif not has_projection:
+        _check_class_names(path, facts, {found for _, found in counts})
     replaced = sorted((found, wanted) for wanted, found in counts if found != wanted)
     left_out = {key for key in head_keys if key in tensors and _other_class_count(expected[key], tensors[key])}
     resized = _other_shapes(expected, tensors, left_out)
@@ -58,6 +67,8 @@ def load_weights_file(
     check_finite(path, tensors)
     module.load_state_dict({**expected, **{key: tensors[key] for key in expected.keys() - left_out}})
     notes = [f"weights loaded from {path}", *read_notes, *_other_strides(facts.get("description"), description)]
+    if is_other_head:
+        notes.append("head replaced: between a classifier and a projection, it starts from random weights")
     if replaced:
         found, wanted = replaced[0]
         notes.append(f"head replaced: {found} -> {wanted} classes, it starts from random weights")

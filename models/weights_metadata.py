@@ -27,6 +27,7 @@ LARGEST_HEADER = 16 * 2**20  # bytes; the names of the 21,841 classes of the who
 LONGEST_NAME = 1000  # characters
 DEEPEST_EXTRA = 8  # levels
 LARGEST_STRIDE = 16
+LARGEST_EMBEDDING = 2**16
 LARGEST_RESIZE = 2 * LARGEST_IMAGE_SIZE
 LARGEST_MEAN, SMALLEST_STD, LARGEST_STD = 1e6, 1e-6, 1e6  # of pixels in 0..1
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
@@ -157,6 +158,9 @@ def _checked_description(value: Any, named: int) -> dict[str, Any]:
     if "image_channels" in value:
         _check_whole("image_channels", value["image_channels"], MOST_IMAGE_CHANNELS)
         found["image_channels"] = value["image_channels"]
+    if "embedding" in value:
+        _check_whole("embedding", value["embedding"], LARGEST_EMBEDDING)
+        found["embedding"] = value["embedding"]
     return found
 
 

@@ -82,7 +82,9 @@ def _end_epoch(
     train_scores = state.sums.reduce(world)
     state.sums.reset()
     train_loss = train_scores.loss if train_scores.samples else 0.0  # of no step that was applied
-    diverged = find_divergence(train_loss, scores.loss, loop.num_classes)
+    # A loss that compares images guesses among those of a step.
+    choices = loop.num_classes if loop.neighbours is None else max(loop.num_classes, loop.plan.global_batch)
+    diverged = find_divergence(train_loss, scores.loss, choices)
     write_weights = None
     if diverged is None and scores.top1 > state.progress.best_top1:
         with clock.saving:

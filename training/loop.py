@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
@@ -34,7 +36,7 @@ def train_one_epoch(state: TrainState, batches: Iterable[Batch], context: TrainC
         UserError: on all ranks, if an image on any rank cannot be read.
         RunEnded: on all ranks, if the run cannot go on.
     """
-    plan, world, sums = context.plan, context.world, state.sums
+    plan = context.plan
     micro_batches = (plan.steps_per_epoch - state.progress.step) * plan.accumulation_steps
     waiting = SafeBatches(batches, micro_batches, context, context.timing.clock)
     observer = EpochObserver(state, context)
@@ -42,16 +44,8 @@ def train_one_epoch(state: TrainState, batches: Iterable[Batch], context: TrainC
     for step in range(state.progress.step, plan.steps_per_epoch):
         position = observer.before_step()
         context.schedule.set_learning_rates(engine.optimizer.param_groups, position)
-        for micro_step in range(plan.accumulation_steps):
-            batch = next(waiting)
-            leaf = world.data.rank * plan.accumulation_steps + micro_step
-            seed_dropout(context.seed, position, leaf, world.device)
-            logits = engine.forward(batch.images)
-            losses = context.loss(logits, batch)
-            engine.backward((losses * batch.weights).sum() * plan.loss_scale_for(step))
-            result = engine.step()
-            sums.add(losses, logits, batch.labels, batch.weights)
-            observer.after_micro_step(batch, losses)
+        own_batches, seed_leaf = islice(waiting, plan.accumulation_steps), partial(seed_own_leaf, context, position)
+        result = context.step(engine, own_batches, seed_leaf, plan.loss_scale_for(step), observer.note)
         if observer.after_step(result, failure=waiting.failure):
             break
     waiting.raise_error()
@@ -77,12 +71,33 @@ def evaluate(engine: Engine, batches: Loader, context: TrainContext, *, is_inter
         UserError: on all ranks, if an image on any rank cannot be read.
     """
     engine.module.eval()
-    recorder = SampleRecorder(context.num_classes)
+    recorder, neighbours, stop_signal = SampleRecorder(context.num_classes), context.neighbours, 0
+
+    def record(batch: Batch, outputs: torch.Tensor) -> None:
+        logits = outputs if neighbours is None else neighbours.log_probabilities(outputs)
+        recorder.add(sample_losses(logits, batch.labels), logits, batch.labels, batch.weights, batch.indices)
+
+    forward = partial(_forward_all, engine, context=context, is_interruptible=is_interruptible)
+    if neighbours is not None:
+        stop_signal = forward(neighbours.loader, neighbours.add)
+        neighbours.gather()
+    stop_signal = stop_signal or forward(batches, record)
+    engine.module.train()
+    return stop_signal or recorder.gather(context.world)
+
+
+def _forward_all(
+    engine: Engine,
+    batches: Loader,
+    record: Callable[[Batch, torch.Tensor], None],
+    *,
+    context: TrainContext,
+    is_interruptible: bool,
+) -> int:
+    """Give `record` every batch with the model's outputs; return the stop signal that ended it, 0 for none."""
     waiting, stop_signal = SafeBatches(batches, len(batches), context), 0
     for batch in waiting:
-        logits = engine.forward(batch.images)
-        losses = sample_losses(logits, batch.labels)
-        recorder.add(losses, logits, batch.labels, batch.weights, batch.indices)
+        record(batch, engine.forward(batch.images))
         if is_interruptible:
             context.heartbeat.beat("evaluate")
             stop_signal = context.stop.poll(context.world, failure=waiting.failure).stop_signal
@@ -90,8 +105,14 @@ def evaluate(engine: Engine, batches: Loader, context: TrainContext, *, is_inter
                 break
     waiting.raise_error()
     check_bad_images(batches, context.world)
-    engine.module.train()
-    return stop_signal or recorder.gather(context.world)
+    return stop_signal
+
+
+def seed_own_leaf(context: TrainContext, position: int, micro_step: int) -> None:
+    """Seed dropout for a micro-batch of this rank; `position` as of `BatchPlan.position`."""
+    world = context.world
+    leaf = world.data.rank * context.plan.accumulation_steps + micro_step
+    seed_dropout(context.seed, position, leaf, world.device)
 
 
 def seed_dropout(seed: int, position: int, leaf: int, device: torch.device) -> None:

@@ -21,6 +21,7 @@ from training.data.values import BYTES, stretched
 from training.data.workers import SHARED_MEMORY
 from training.engines.precision import note_slow_bf16
 from training.observe.best_weights import epoch_of
+from training.observe.neighbours import NEIGHBOURS
 from training.recipe.schedule import schedule_notes
 from training.world.signals import can_handle_signals
 
@@ -169,6 +170,11 @@ def _warnings(context: Run) -> list[str]:
         warnings.append(
             "--deterministic repeats a run on the same hardware, number of ranks and versions only; an operation "
             "without a deterministic version runs all the same, and warns by its name"
+        )
+    if context.neighbours is not None:
+        warnings.append(
+            f"top-1 is by the {NEIGHBOURS} nearest training images: --loss {config.loss} trains no classifier. That "
+            f"comes after it, with --weights {shown_path(context.folder.weights)} --tune head"
         )
     warnings += schedule_notes(context.schedule)
     if config.ema:

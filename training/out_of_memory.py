@@ -100,7 +100,9 @@ def _halve(config: TrainConfig, fewest: int) -> Iterator[Rung]:
     if config.batch_size % 2 or half < fewest or steps > FIELDS["gradient_accumulation_steps"].metadata["high"]:
         return
     yield Rung(
-        {"batch_size": half} | ({} if config.global_batch else {"gradient_accumulation_steps": steps}),
+        {"batch_size": half}
+        | ({} if config.global_batch else {"gradient_accumulation_steps": steps})
+        | ({"gradient_cache": half} if config.gradient_cache else {}),
         f"half the activations, {half} images at a time; global batch and learning rate stay",
         batchnorm_images=half,
     )

@@ -69,7 +69,7 @@ def run(
 
 @preserved_process()
 def _run_here(config: TrainConfig, start: RunStart, deliver: Deliver | None) -> int:
-    check_config(config, FLAG_OF)
+    config = check_config(config, FLAG_OF)
     start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
     stop = StopRequest()
     stop.install()

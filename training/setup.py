@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from models.build import BuiltModel
+from training.base.errors import AgreedError
 from training.base.heartbeat import SLOW_PHASE
 from training.base.progress import Progress
 from training.base.run_folder import RunFolder
@@ -17,10 +18,10 @@ from training.checkpoint.saver import Saver
 from training.checkpoint.state import TrainState
 from training.checkpoint.store import FoundCheckpoint
 from training.config import TrainConfig
-from training.data.datasets import DatasetPair
+from training.data.datasets import DatasetPair, ImageDataset
 from training.data.image_contents import ImageContents
 from training.data.loader import Loader, build_loaders
-from training.data.sampler import BatchPlan, build_plan
+from training.data.sampler import BatchPlan, EvaluationPlan, build_plan
 from training.engines.build_engine import build_engine, note_engine, resolve_engine
 from training.engines.compilation import auto_compiles, load_compiled_code, resolve_compile
 from training.engines.deepspeed_config import deepspeed_config
@@ -31,13 +32,15 @@ from training.engines.parameter_shards import frozen_parameters
 from training.engines.strategies import plan_of
 from training.observe.environment import RunFacts, describe_run
 from training.observe.loggers import open_loggers
+from training.observe.neighbours import MOST_COMPARED, Neighbours
 from training.observe.scores import ScoreSums
 from training.observe.step_metrics import start_timing
 from training.other_epochs import note_other_epochs
 from training.prepare import Prepared, RunStart
 from training.recipe import read_tune
+from training.recipe.contrast import VIEWS
 from training.recipe.freezing import BackboneFreezer
-from training.recipe.loss import Loss, build_loss
+from training.recipe.loss import build_loss
 from training.recipe.optimizer import build_optimizer
 from training.recipe.schedule import Schedule, build_schedule, has_slow_backbone, head_epochs_of
 from training.recipe.tuning import Adapters
@@ -47,7 +50,9 @@ from training.resume import (
     check_fit,
     normalization_of,
 )
+from training.steps.accumulate import Accumulate, Step
 from training.steps.context import TrainContext
+from training.steps.gradient_cache import GradientCache
 from training.steps.nonfinite_steps import NonFiniteGuard
 from training.steps.weight_average import WeightAverages
 from training.world.collectives import agreed, ranks_per_machine
@@ -69,7 +74,7 @@ class Run:
         facts: on which a prediction of its memory depends.
         lock: on rank 0 the file that locks the run folder as long as it is open.
         plan: which samples are in which batch.
-        loss: each sample's training loss.
+        step: how the micro-batches of a step are trained on.
         schedule: learning rate by step.
         head_epochs: epochs in which only the head is trained.
         state: model, optimizer and position.
@@ -83,6 +88,7 @@ class Run:
         notes: lines for the log about the choice of the checkpoint.
         train_loader: this rank's training batches.
         val_loader: this rank's validation batches.
+        neighbours: tells classes in an evaluation; None if the model does.
         contents: watches the files that the first epoch reads.
         compiled_code: the file that keeps what `torch.compile` makes; None unless the run is compiled.
     """
@@ -96,7 +102,7 @@ class Run:
     facts: RunFacts
     lock: IO[bytes] | None
     plan: BatchPlan
-    loss: Loss
+    step: Step
     schedule: Schedule
     head_epochs: int
     state: TrainState
@@ -110,6 +116,7 @@ class Run:
     notes: list[str]
     train_loader: Loader
     val_loader: Loader
+    neighbours: Neighbours | None
     contents: ImageContents
     compiled_code: Path | None
 
@@ -142,16 +149,19 @@ def build(prepared: Prepared) -> Run:
     config, world, precision, data = prepared.config, prepared.world, prepared.precision, prepared.data
     folder, found, strategy_json = prepared.folder, prepared.found, prepared.strategy_json
     head_epochs = head_epochs_of(config)
-    plan = build_plan(config, data.train.source.labels, world.data.size)
-    loss = agreed(lambda: build_loss(config, data.class_names, data.train_counts, world.device), world)
+    plan = build_plan(config, data.train.source.labels, world.data.size, VIEWS if config.is_contrastive else 1)
+    step = agreed(lambda: _build_step(config, data, world), world)
     # Worker processes take seconds to start: they do so while the model and the engine are built.
-    train_loader, val_loader = agreed(lambda: build_loaders(config, data, plan, world), world)
+    train_loader, val_loader, neighbours = agreed(lambda: _build_readers(config, data, plan, world), world)
     built, flops = build_training_model(config, data, world, loads_weights=found is None)
     if found is not None:
         checkpoint, identity = found, _identity(data, built, plan)
         agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch, data), world)
     pixels = config.epochs * len(data.train) * data.train.preprocessing["image_size"] ** 2
-    compiles = resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, world)
+    # Not a loss that compares images: its first pass would be another network, with other dropout.
+    compiles = not config.is_contrastive and resolve_compile(
+        config, found.manifest.config.get("compile") if found else None, pixels, world
+    )
     is_choice = config.compile != "auto" or compiles == auto_compiles(config, pixels, world)
     same_code = "" if is_choice else "on" if compiles else "off"
     setup, engine_name = set_up_engine(config, built, strategy_json, precision, world, compiles=compiles)
@@ -182,7 +192,7 @@ def build(prepared: Prepared) -> Run:
         facts=facts_of_memory,
         lock=prepared.lock,
         plan=plan,
-        loss=loss,
+        step=step,
         schedule=build_schedule(config, plan.steps_per_epoch, plan.global_batch, head_epochs),
         head_epochs=head_epochs,
         state=TrainState(engine, ScoreSums(len(data.class_names), world.device), Progress()),
@@ -196,9 +206,31 @@ def build(prepared: Prepared) -> Run:
         notes=notes,
         train_loader=train_loader,
         val_loader=val_loader,
+        neighbours=neighbours,
         contents=ImageContents(folder, data, {"train": train_loader, "val": val_loader}, world, loggers),
         compiled_code=compiled_code,
     )
+
+
+def _build_step(config: TrainConfig, data: DatasetPair, world: World) -> Step:
+    """Return how a step trains: on the loss of each image, or on one over all images of a step."""
+    if config.is_contrastive:
+        return GradientCache(world, config.temperature, len(data.class_names))
+    return Accumulate(build_loss(config, data.class_names, data.train_counts, world.device))
+
+
+def _build_readers(
+    config: TrainConfig, data: DatasetPair, plan: BatchPlan, world: World
+) -> tuple[Loader, Loader, Neighbours | None]:
+    """Return the loaders of `build_loaders`, and the training images that tell classes if no classifier is trained."""
+    if not config.is_contrastive:
+        return *build_loaders(config, data, plan, world), None
+    compared = ImageDataset(data.train.source, data.preprocessing, most_bad=data.train.most_bad)
+    train, val = build_loaders(config, data, plan, world, [compared])
+    stride = -(-len(compared) // MOST_COMPARED)
+    each_once = EvaluationPlan(-(-len(compared) // stride), config.micro_batch, world.data.size, stride)
+    loader = Loader(compared, each_once, world.data.rank, workers=train.pool or 0, device=world.device)
+    return train, val, Neighbours(loader, len(data.class_names), world)
 
 
 def set_up_engine(
@@ -217,6 +249,10 @@ def set_up_engine(
         lambda: resolve_engine(config.engine, parallel, strategy_json, built.module),
         world,
     )
+    if config.is_contrastive and name != "torch":
+        raise AgreedError(
+            f"--loss {config.loss} is for --engine torch, these settings take {name}: leave out --offload."
+        )
     discriminative = has_slow_backbone(config)
     resolved = dataclasses.replace(config, precision=precision)  # type: ignore[arg-type]  # one of its values
     heads = built.head_parameter_names
@@ -282,7 +318,7 @@ def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainCont
         num_classes=len(context.data.class_names),
         image_shape=context.data.image_shape,
         seed=config.seed,
-        loss=context.loss,
+        step=context.step,
         log_every_steps=config.log_every_steps,
         epochs=config.epochs,
         loggers=loggers,
@@ -291,6 +327,7 @@ def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainCont
         heartbeat=start.heartbeat,
         saver=saver,
         averages=context.averages,
+        neighbours=context.neighbours,
         timing=start_timing(world, context.flops, config.profile, context.folder.path / "profile", loggers),
     )
 

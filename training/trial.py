@@ -114,7 +114,7 @@ def train_shortly(
         num_classes=len(context.data.class_names),
         image_shape=context.data.image_shape,
         seed=context.config.seed,
-        loss=context.loss,
+        step=context.step,
         log_every_steps=1,
         epochs=len(epochs),
         loggers=loggers,

@@ -44,7 +44,9 @@ from training.recipe.freezing import BackboneFreezer
 from training.recipe.loss import build_loss
 from training.recipe.schedule import Schedule
 from training.recipe.tuning import tune
+from training.steps.accumulate import Accumulate
 from training.steps.context import TrainContext
+from training.steps.gradient_cache import GradientCache
 from training.steps.nonfinite_steps import NonFiniteGuard
 from training.steps.weight_average import EMA, SLOW_WEIGHTS, WeightAverages
 from training.world.collectives import barrier, broadcast_object
@@ -140,6 +142,7 @@ class Job:
         tuning: str = "full",
         image_channels: int = 3,
         optimizer: str = "adamw",
+        is_contrastive: bool = False,
     ) -> None:
         accumulation = GLOBAL_BATCH // (MICRO_BATCH * world.size)
         config = configuration(
@@ -176,7 +179,7 @@ class Job:
             barrier(world)
         self.freezer = BackboneFreezer(self.module, HEAD)
         self.engine = make_engine(world, self.module, config, precision)
-        plan = BatchPlan(SAMPLES, MICRO_BATCH, accumulation, world.size, seed=3)
+        plan = BatchPlan(SAMPLES, MICRO_BATCH, accumulation, world.size, seed=3, repeats=2 if is_contrastive else 1)
         schedule = Schedule(RATE, total_steps=EPOCHS * plan.steps_per_epoch, warmup_steps=1, final_scale=0.1)
         self.data = make_data(broken_sample, image_channels)
         self.loader = Loader(self.data.train, plan, world.rank)
@@ -192,6 +195,8 @@ class Job:
         run = (identity, config, plan, self.state, world, loggers, report)
         self.saver = Saver(self.folder, *run, 60.0, clock, frozen=frozen)
         guard = NonFiniteGuard(self.engine, world, loggers, most_bad_steps, name_of=lambda index: f"sample-{index}")
+        loss = build_loss(config, self.data.class_names, self.data.train_counts, world.device)
+        step = GradientCache(world, 0.1, CLASSES) if is_contrastive else Accumulate(loss)
         self.context = TrainContext(
             world,
             plan,
@@ -199,7 +204,7 @@ class Job:
             CLASSES,
             self.data.image_shape,
             3,
-            build_loss(config, self.data.class_names, self.data.train_counts, world.device),
+            step,
             1,
             EPOCHS,
             loggers,

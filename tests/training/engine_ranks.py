@@ -37,6 +37,7 @@ from training.recipe.freezing import BackboneFreezer
 from training.recipe.loss import build_loss
 from training.recipe.optimizer import build_optimizer
 from training.recipe.schedule import Schedule
+from training.steps.accumulate import Accumulate
 from training.steps.context import TrainContext
 from training.steps.nonfinite_steps import NonFiniteGuard
 from training.world.collectives import gather_rows, ranks_per_machine
@@ -442,7 +443,7 @@ def loop_context(world: World, engine: Engine, plan: BatchPlan, image_size: int 
         "timing": Timing(),
     } | changes
     fixed = {"num_classes": CLASSES, "image_shape": (3, image_size, image_size), "seed": 0}
-    fixed["loss"] = build_loss(configuration(label_smoothing=0.0), [], [], world.device)
+    fixed["step"] = Accumulate(build_loss(configuration(label_smoothing=0.0), [], [], world.device))
     return TrainContext(world=world, plan=plan, **({"log_every_steps": 1, "epochs": 1} | fixed | values))
 
 

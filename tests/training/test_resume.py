@@ -29,6 +29,7 @@ VARIANTS = {
     "frozen": {"is_frozen": True},
     "adapters": {"tuning": "lora:2", "with_batchnorm": True},
     "averages": {"is_averaged": True, "with_batchnorm": True},
+    "contrastive": {"is_contrastive": True, "with_batchnorm": True},
     "averages of muon": {"is_averaged": True, "with_batchnorm": True, "optimizer": "muon"},
 }
 
@@ -88,6 +89,8 @@ def table() -> Iterator[Row]:
         yield Row("averages", Place("torch", strategy, 2), step, Place("torch", strategy, ranks))
         if strategy == "ddp":
             yield Row("averages of muon", Place("torch", strategy, 2), step, Place("torch", strategy, ranks))
+    for strategy, size, ranks in (("ddp", 2, 1), ("ddp", 2, 4), ("fsdp_stage3", 4, 2)):
+        yield Row("contrastive", Place("torch", strategy, size), 2, Place("torch", strategy, ranks))
     for step in (1, 2):
         yield Row("averages", *[Place("deepspeed", "fsdp_stage3", 2), step, Place("deepspeed", "fsdp_stage3", 2)])
 
@@ -179,6 +182,7 @@ def test_three_changes_of_strategy_in_one_training(runs, largest_difference):
 
 
 SAME_BYTES = [*product(("plain", "batchnorm"), STRATEGIES, WORLDS)]
+SAME_BYTES += [*product(("contrastive",), ("ddp", "fsdp_stage3"), (2, 4))]
 SAME_BYTES += [("replicated", strategy, 4) for strategy in STRATEGIES if strategy != "ddp"]
 
 

@@ -35,6 +35,7 @@ CASES = {  # a value, and what gives it an effect
     "mixup_switch_probability": (0.3, PAIRS | {"mixup": 1.0, "cutmix": 1.0}),
     "random_erasing_mode": ("const", {"random_erasing": 0.5}),
     "shift_padding": ("reflect", {"shift_pixels": 2}),
+    "temperature": (0.2, {"loss": "supcon"}),
 }
 
 

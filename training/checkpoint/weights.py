@@ -107,9 +107,15 @@ def load_model(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]
         The network (images `[B, C, H, W]` to logits `[B, classes]`) and the metadata of `read_metadata`.
 
     Raises:
-        UserError: for a file that is missing, broken or contradicts itself, or contains NaN or infinity.
+        UserError: for a file that is missing, broken or contradicts itself, has no classifier, or contains NaN or
+            infinity.
     """
     metadata = read_metadata(path)
+    if "embedding" in metadata["description"]:
+        raise UserError(
+            f"weights file '{path}' is of --loss supcon and tells no classes apart yet: train a head for it with "
+            f"--weights {path} --tune head."
+        )
     try:
         with preserved_generators():  # the initial weights are random
             module = _empty_network(path, metadata)

@@ -26,7 +26,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         *("strategy", "precision", "offload", "engine", "replicate_across", "compile", "threads_per_rank"),
         "deepspeed_config",
         *("activation_checkpointing", "deterministic"),
-        *("batch_size", "global_batch", "gradient_accumulation_steps"),
+        *("batch_size", "global_batch", "gradient_accumulation_steps", "gradient_cache"),
         *("pretrained", "weights", "early_stopping_patience", "epochs"),
         "raw_accuracy",
         *("data", "data_root", "download", "workers", "cache", "cache_gb", "bad_images", "links"),

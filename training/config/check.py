@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from models import check_model_name, model_spec
 from training.base.errors import UserError, shown, unknown_name
 from training.config import FIELDS, TrainConfig
+from training.config.global_batch import in_chunks
 from training.config.values import allowed_values, is_allowed
 from training.data import bad_image_share
 from training.data.augmentations import augmentation_of
@@ -22,6 +23,13 @@ from training.recipe.schedule import SCHEDULES, head_epochs_of, schedule_names
 
 DECAY_WITHIN_RUN = {"wsd": ["decay_epochs"]}  # schedules whose decay must leave room in the run
 MILESTONES_PATTERN = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?(,[0-9]{1,6}(\.[0-9]{1,6})?)*")
+# The values that settings may have with a loss that compares images, the usual one first.
+OF_CLASSIFIERS: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("mixup", "cutmix"), (0,)),
+    "class_weights": ("none",),
+    "engine": ("torch", "auto", "native"),
+    "compile": ("off", "auto"),
+}
 OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces by another
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
@@ -32,6 +40,9 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     Args:
         config: the configuration.
         label_of: the name of each field in a message: its flag, or file and key.
+
+    Returns:
+        The configuration, with the chunks of a gradient cache as its micro-batches.
 
     Raises:
         UserError: for the first value that is wrong.
@@ -96,6 +107,7 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     )
     _check_rules(config, label_of)
     _check_schedule(config, label_of)
+    _check_contrast(config, label_of)
     if config.learning_rate == "auto" and config.base_batch_size:
         raise UserError(
             f"{label_of['base_batch_size']}: leave it out, {label_of['learning_rate']} auto tries those of this batch."
@@ -116,7 +128,7 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
         config.resume == "never" or (config.resume == "auto" and not run_folder(config).has_checkpoint)
     ):
         check_starting_weights(config, label_of)
-    return config
+    return in_chunks(config)
 
 
 def check_starting_weights(config: TrainConfig, label_of: Mapping[str, str]) -> None:
@@ -156,6 +168,32 @@ def _check_rules(config: TrainConfig, label_of: Mapping[str, str]) -> None:
                 f"{label_of[name]} {rule} moves weights at a learning rate of 0, which the backbone has in the epochs "
                 f"of the head: give {label_of['head_epochs']} 0, or another rule such as adamw."
             )
+
+
+def _check_contrast(config: TrainConfig, label_of: Mapping[str, str]) -> None:
+    """Check what a loss that compares images does not go with; raise UserError."""
+    cache, loss = (f"{label_of[name]} {getattr(config, name)}" for name in ("gradient_cache", "loss"))
+    if config.gradient_cache and not config.is_contrastive:
+        raise UserError(
+            f"{cache}: with {loss} each image has a loss of its own, and {label_of['gradient_accumulation_steps']} N "
+            "gives the same gradient in the same memory: use that."
+        )
+    if not config.is_contrastive:
+        return
+    if config.gradient_cache and config.batch_size == "auto":
+        raise UserError(f"{cache} is what goes through the network at a time: give {label_of['batch_size']} a number.")
+    if config.learning_rate == "auto":
+        raise UserError(
+            f"{loss} does not go with {label_of['learning_rate']} auto, which knows other losses: give one."
+        )
+    for name, allowed in OF_CLASSIFIERS.items():
+        if getattr(config, name) not in allowed:
+            raise UserError(
+                f"{loss} does not go with {label_of[name]} {shown(getattr(config, name))}: give "
+                f"{label_of[name]} {allowed[0]}."
+            )
+    if model_spec(config.model_type).takes_members:
+        raise UserError(f"{loss}: the members of an ensemble have no features in common: train each by itself.")
 
 
 def _check_schedule(config: TrainConfig, label_of: Mapping[str, str]) -> None:

@@ -69,6 +69,25 @@ def divided(config: TrainConfig, batch_size: int, global_batch: int, ranks: int)
     return dataclasses.replace(config, batch_size=batch_size, gradient_accumulation_steps=steps)
 
 
+def in_chunks(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with the chunks of `--gradient-cache` as micro-batches, if there are any.
+
+    Raises:
+        UserError: if they do not divide the images of a rank.
+    """
+    chunk, images = config.gradient_cache, config.micro_batch * config.gradient_accumulation_steps
+    if not chunk:
+        return config
+    if config.global_batch:  # which gives the number of them
+        return dataclasses.replace(config, batch_size=chunk, gradient_accumulation_steps=1)
+    if images % chunk:
+        raise UserError(
+            f"--gradient-cache {chunk} does not divide the {images} images of a rank: use "
+            f"{_divisors(images, FIELDS['gradient_cache'].metadata['high'])}."
+        )
+    return divided(config, chunk, images, 1)
+
+
 def check_division(config: TrainConfig, ranks: int) -> None:
     """Raise a UserError if this many ranks cannot share the global batch of a new run."""
     if config.batch_size == "auto":

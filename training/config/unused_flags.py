@@ -63,6 +63,7 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
     "mixup_switch_probability": lambda config: _mixes(config) and bool(config.mixup and config.cutmix),
     "random_erasing_mode": lambda config: config.random_erasing > 0,
     "shift_padding": _shifts,
+    "temperature": lambda config: config.is_contrastive,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -102,8 +102,12 @@ class Loader:
             yield batch
 
 
-def build_loaders(config: DataSettings, datasets: DatasetPair, plan: BatchPlan, world: World) -> tuple[Loader, Loader]:
+def build_loaders(
+    config: DataSettings, datasets: DatasetPair, plan: BatchPlan, world: World, others: Sequence[ImageDataset] = ()
+) -> tuple[Loader, Loader]:
     """Build this rank's loaders of training and validation batches, which have one pool of workers.
+
+    The workers read the sets of `others`, too.
 
     Raises:
         UserError: The settings ask for shared memory that this machine does not have.
@@ -113,7 +117,7 @@ def build_loaders(config: DataSettings, datasets: DatasetPair, plan: BatchPlan, 
     if workers:
         batch_bytes = config.micro_batch * datasets.image_channels * datasets.preprocessing["image_size"] ** 2
         workers = fit_workers_into_memory(workers, is_automatic, batch_bytes, world.local_size, is_main=world.is_main)
-    pool = WorkerPool([*datasets.parts.values()], workers, world.device) if workers else 0
+    pool = WorkerPool([*datasets.parts.values(), *others], workers, world.device) if workers else 0
     evaluation = EvaluationPlan(len(datasets.val), config.micro_batch, world.data.size)
     return (
         Loader(datasets.train, plan, world.data.rank, workers=pool, device=world.device),

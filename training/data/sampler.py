@@ -141,11 +141,13 @@ class EvaluationPlan:
         num_samples: Size N of the validation set, at least 1.
         batch_size_per_rank: Samples B of one batch.
         world_size: Ranks R.
+        stride: From a sample to the next, in positions of the data set.
     """
 
     num_samples: int
     batch_size_per_rank: int
     world_size: int
+    stride: int = 1
 
     @property
     def batches_per_rank(self) -> int:
@@ -157,12 +159,12 @@ class EvaluationPlan:
         for step in range(first_step, self.batches_per_rank):
             batch = step * self.world_size + rank
             positions = batch * self.batch_size_per_rank + np.arange(self.batch_size_per_rank)
-            indices = positions % self.num_samples
+            indices = positions % self.num_samples * self.stride
             yield BatchKey(0, indices, (positions < self.num_samples).astype(np.float32), indices)
 
 
-def build_plan(config: DataSettings, labels: torch.Tensor, world_size: int) -> BatchPlan:
-    """Build the plan of a run over a training set with these labels, int64 [N]."""
+def build_plan(config: DataSettings, labels: torch.Tensor, world_size: int, views: int = 1) -> BatchPlan:
+    """Build the plan of a run over a training set with these labels, int64 [N], with at least so many views of each."""
     return BatchPlan(
         len(labels),
         config.micro_batch,
@@ -170,7 +172,7 @@ def build_plan(config: DataSettings, labels: torch.Tensor, world_size: int) -> B
         world_size,
         config.seed,
         labels.numpy().tobytes() if config.sampling == "balanced" else b"",
-        config.repeated_augmentation,
+        max(config.repeated_augmentation, views),
     )
 
 

@@ -9,11 +9,12 @@ import torch
 from models.build import BuiltModel, build_model
 from models.dry_run import forward_failure
 from training.base.errors import UserError
-from training.base.settings import RunSettings
 from training.data.datasets import DatasetPair
 from training.engines.activation_checkpointing import enable_activation_checkpointing
 from training.engines.batchnorm import synchronize_batchnorm
 from training.engines.flops import TrainingFlops
+from training.recipe.contrast import EMBEDDING_SIZE
+from training.recipe.settings import RecipeSettings
 from training.recipe.tuning import tune
 from training.recipe.whitening import whiten_stem
 from training.world.collectives import agreed
@@ -21,7 +22,7 @@ from training.world.world import World
 
 
 def new_model(
-    config: RunSettings, classes: int, image_size: int, image_channels: int, *, loads_weights: bool
+    config: RecipeSettings, classes: int, image_size: int, image_channels: int, *, loads_weights: bool
 ) -> BuiltModel:
     """Build a run's network in fp32 on PyTorch's default device, all of it trained yet.
 
@@ -47,11 +48,12 @@ def new_model(
         keep_stem=config.stem == "keep",
         dropout=config.dropout,
         drop_path=config.drop_path,
+        embedding=EMBEDDING_SIZE if config.is_contrastive else 0,
     )
 
 
 def build_training_model(
-    config: RunSettings, data: DatasetPair, world: World, *, loads_weights: bool = True
+    config: RecipeSettings, data: DatasetPair, world: World, *, loads_weights: bool = True
 ) -> tuple[BuiltModel, TrainingFlops | None]:
     """Build the configured model, the same on every rank; a collective.
 

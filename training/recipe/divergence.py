@@ -9,9 +9,12 @@ import math
 GUESSES_ALLOWED = 10
 
 
-def find_divergence(train_loss: float, val_loss: float, num_classes: int) -> str | None:
-    """Return the reason why an epoch with these mean losses (nats) has diverged, None if it has not."""
-    guess = math.log(max(num_classes, 2))
+def find_divergence(train_loss: float, val_loss: float, choices: int) -> str | None:
+    """Return the reason why an epoch with these mean losses (nats) has diverged, None if it has not.
+
+    A uniform guess is one of so many choices.
+    """
+    guess = math.log(max(choices, 2))
     for name, loss in (("validation loss", val_loss), ("training loss", train_loss)):
         if not math.isfinite(loss):
             return f"the {name} is {loss}"

@@ -6,10 +6,12 @@ import dataclasses
 from typing import Literal
 
 from training.base.option import option
-from training.base.settings import RunSettings
+from training.base.settings import LARGEST_BATCH, RunSettings
 from training.recipe.class_weights import USAGE as CLASS_WEIGHTS_USAGE
 from training.recipe.rules import ALLOWED, ELEMENT_WISE, MATRIX_RULES, OPTION_READERS
 from training.recipe.schedule import SCHEDULES
+
+CONTRASTIVE = ("supcon",)  # losses of a projection, not of a classifier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +45,17 @@ class RecipeSettings(RunSettings):
     )
     momentum: float = option(0.9, "Momentum of rules that have one, such as sgd.", low=0, high=0.9999)
     gradient_clipping: float = option(1.0, "Largest global gradient norm (L2); 0 switches clipping off.", low=0)
-    loss: Literal["cross_entropy", "bce"] = option(
-        "cross_entropy", "Training loss; bce: binary cross-entropy of each class, averaged over the classes."
+    loss: Literal["cross_entropy", "bce", "supcon"] = option(
+        "cross_entropy",
+        "Training loss; bce: binary cross-entropy of each class, averaged over the classes; supcon: supervised "
+        "contrastive, trains features for a head that is trained after it.",
+    )
+    temperature: float = option(0.1, "--loss supcon: by which cosines are divided.", low=0.001, high=100)
+    gradient_cache: int = option(
+        0,
+        "--loss supcon: images that go through the network at a time; all of a step are compared; 0: --batch-size.",
+        low=0,
+        high=LARGEST_BATCH,
     )
     label_smoothing: float = option(0.1, "Share of each target spread over all classes.", low=0, high=0.99)
     bce_target_threshold: float = option(
@@ -100,3 +111,8 @@ class RecipeSettings(RunSettings):
     early_stopping_patience: int = option(
         0, "Epochs without a better validation top-1 before stopping; 0: never.", low=0
     )
+
+    @property
+    def is_contrastive(self) -> bool:
+        """Whether the loss compares all images of a step, in place of one that each image has by itself."""
+        return self.loss in CONTRASTIVE

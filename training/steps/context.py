@@ -9,9 +9,10 @@ from training.base.heartbeat import HeartbeatWriter
 from training.base.run_logger import Loggers
 from training.checkpoint.saver import Saver
 from training.data.sampler import BatchPlan
+from training.observe.neighbours import Neighbours
 from training.observe.step_metrics import Timing
-from training.recipe.loss import Loss
 from training.recipe.schedule import Schedule
+from training.steps.accumulate import Step
 from training.steps.nonfinite_steps import NonFiniteGuard
 from training.steps.weight_average import WeightAverages
 from training.world.signals import StopRequest
@@ -29,7 +30,7 @@ class TrainContext:
         num_classes: classes C of the data set.
         image_shape: channels, height and width of the images.
         seed: of sample order, augmentation and dropout.
-        loss: each sample's training loss, [B], of the model's output and their batch.
+        step: how the micro-batches of a step are trained on.
         log_every_steps: optimizer steps between two logging points; 'auto' as in `step_metrics.LogPace`.
         epochs: epochs of the run.
         loggers: destinations of the numbers; none on ranks other than 0.
@@ -39,6 +40,7 @@ class TrainContext:
         timing: what measures time.
         saver: writes checkpoints; None if nothing is saved.
         averages: of the weights over the steps; None for none.
+        neighbours: tells classes in an evaluation; None if the model does.
     """
 
     world: World
@@ -47,7 +49,7 @@ class TrainContext:
     num_classes: int
     image_shape: tuple[int, int, int]
     seed: int
-    loss: Loss
+    step: Step
     log_every_steps: int | Literal["auto"]
     epochs: int
     loggers: Loggers
@@ -57,6 +59,7 @@ class TrainContext:
     timing: Timing
     saver: Saver | None = None
     averages: WeightAverages | None = None
+    neighbours: Neighbours | None = None
 
     @property
     def total_steps(self) -> int:

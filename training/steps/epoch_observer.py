@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from training.base.timing import SpanClock
 from training.checkpoint.state import TrainState
 from training.data.reader import Batch
-from training.engines.engine import Engine, StepResult
+from training.engines.engine import StepResult
 from training.observe.step_metrics import StepMetrics
+from training.steps.accumulate import TimedEngine
 from training.steps.context import TrainContext
 from training.world.collectives import gather_objects
 from training.world.exchange import flag
@@ -25,29 +25,6 @@ class EpochResult:
     images_per_second: float
     data_wait_share: float
     stop_signal: int
-
-
-class TimedEngine:
-    """The three calls of a step on an engine, each a span of the clock."""
-
-    def __init__(self, engine: Engine, clock: SpanClock) -> None:
-        self._engine, self._clock = engine, clock
-        self.optimizer = engine.optimizer
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """See `Engine.forward`."""
-        with self._clock.forward:
-            return self._engine.forward(images)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """See `Engine.backward`."""
-        with self._clock.backward:
-            self._engine.backward(loss)
-
-    def step(self) -> StepResult | None:
-        """See `Engine.step`."""
-        with self._clock.optimizer:
-            return self._engine.step()
 
 
 class EpochObserver:
@@ -71,9 +48,12 @@ class EpochObserver:
         self._sums_before = self._state.sums.state()
         return self._context.plan.position(self._state.progress)
 
-    def after_micro_step(self, batch: Batch, losses: torch.Tensor) -> None:
-        """Note a micro-batch and its losses [B]."""
-        self._guard.note(batch, losses)
+    def note(
+        self, batch: Batch, losses: torch.Tensor, logits: torch.Tensor, evidence: torch.Tensor | None = None
+    ) -> None:
+        """As `training.steps.accumulate.Note`."""
+        self._state.sums.add(losses, logits, batch.labels, batch.weights)
+        self._guard.note(batch, losses if evidence is None else evidence)
 
     def after_step(self, result: StepResult | None, *, failure: int) -> bool:
         """Count, log and save; return whether all ranks stop here. A collective.

@@ -1,0 +1,327 @@
+"""Training that compares images: the paper's formula, one graph, scikit-learn's neighbours; the head that follows."""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from sklearn.neighbors import KNeighborsClassifier
+from torch import nn
+
+from models.build import build_model
+from tests.training.engine_ranks import configuration, make_engine
+from training.base.errors import UserError
+from training.base.timing import SpanClock
+from training.checkpoint.weights import load_model, read_metadata, save_weights
+from training.config import FLAG_OF
+from training.config.check import check_config
+from training.config.command_line import parse_args
+from training.data.reader import Batch
+from training.data.sampler import BatchPlan, EvaluationPlan
+from training.observe.neighbours import NEIGHBOURS, TEMPERATURE, Neighbours
+from training.recipe.contrast import contrast
+from training.steps.accumulate import TimedEngine
+from training.steps.gradient_cache import GradientCache
+from training.world.world import World
+
+ALONE = World(0, 0, 1, 1, torch.device("cpu"))
+CLASSES, IMAGES, CHUNK = 3, 32, 4
+LABELS = torch.tensor([0, 1, 2, 1] * (IMAGES // 4))
+NAMES = [f"class-{number}" for number in range(CLASSES)]
+PREPROCESSING = {
+    "image_size": 32,
+    "resize_size": None,
+    "mean": [0.5] * 3,
+    "std": [0.5] * 3,
+    "interpolation": "bilinear",
+}
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def formula(embeddings: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return L_out of each image as equation 2 of Khosla et al. 2020 has it, term by term."""
+    z, losses = embeddings / embeddings.norm(dim=1, keepdim=True), []
+    for i in range(len(z)):
+        others = [a for a in range(len(z)) if a != i]
+        below = sum(torch.exp(z[i] @ z[a] / temperature) for a in others)
+        positives = [p for p in others if labels[p] == labels[i]]
+        terms = [torch.log(torch.exp(z[i] @ z[p] / temperature) / below) for p in positives]
+        losses.append(-sum(terms) / len(positives) if positives else torch.zeros((), dtype=z.dtype))
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("temperature", [0.07, 0.5])
+@pytest.mark.parametrize("rows", [1, 6, 12])
+def test_losses_and_gradient_are_the_papers(temperature, rows):
+    # The last but two is alone in its class; the last two do not count.
+    embeddings, labels = drawn(12, 5), torch.tensor([0, 1, 0, 1, 1, 0, 0, 1, 0, 2, 0, 1])
+    weights = torch.tensor([1.0] * 10 + [0.0] * 2)
+    found = contrast(embeddings, labels, weights, temperature, CLASSES, rows)
+    exact = embeddings[:10].double().requires_grad_()
+    expected = formula(exact, labels[:10], temperature)
+    expected.sum().backward()
+    torch.testing.assert_close(found.losses[:10], expected.float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.gradient[:10], exact.grad.float(), atol=1e-5, rtol=1e-5)
+    assert not found.gradient[10:].any()
+    torch.testing.assert_close(found.shares[:10].sum(1), torch.ones(10))
+
+
+def test_an_image_that_is_compared_with_none_has_neither_loss_nor_gradient():
+    found = contrast(drawn(4, 5), torch.zeros(4, dtype=torch.int64), torch.tensor([1.0, 0, 0, 0]), 0.1, 1, 2)
+    assert not found.losses[0]
+    assert not found.gradient.any()
+
+
+class Network(nn.Module):
+    """BatchNorm, dropout, and a projection whose embeddings are of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.dropout, self.head = nn.Dropout(0.3), nn.Linear(16, 8)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.dropout(torch.relu(self.norm(self.convolution(images))).mean((2, 3))))
+
+
+class NoUpdate(TimedEngine):
+    """An engine whose gradients are read before an update; it counts the bytes that graphs keep."""
+
+    def __init__(self, module: nn.Module, leaves: int) -> None:
+        self.module, self.kept, self.most_kept = module, 0, 0
+        config = configuration(engine="torch", gradient_accumulation_steps=leaves, gradient_clipping=0.0)
+        super().__init__(make_engine(ALONE, module, config), SpanClock())
+        self.optimizer.step = lambda: None
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Of the last step: of the flat buffers, in the names of the network."""
+        buckets = self._engine._distribution._buckets
+        return {
+            name: place.clone()
+            for bucket in buckets
+            for name, place in zip(bucket.parameters, bucket._places, strict=True)
+        }
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        engine = self
+
+        class Saved:
+            def __init__(self, tensor: torch.Tensor) -> None:
+                self.tensor = tensor
+                engine.kept += tensor.nbytes
+                engine.most_kept = max(engine.most_kept, engine.kept)
+                weakref.finalize(self, engine.release, tensor.nbytes)
+
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            return super().forward(images)
+
+    def release(self, count: int) -> None:
+        self.kept -= count
+
+
+def batches_of(images: torch.Tensor, labels: torch.Tensor, size: int) -> list[Batch]:
+    weights = torch.ones(len(labels))
+    weights[-2:] = 0  # padding
+    parts = (tensor.split(size) for tensor in (images, labels, weights, torch.arange(len(labels))))
+    return [Batch(*part) for part in zip(*parts, strict=True)]
+
+
+def seed(leaf: int) -> None:
+    torch.manual_seed(100 + leaf)
+
+
+def run_step(leaves: int, note=lambda *_: None) -> tuple[NoUpdate, nn.Module]:
+    torch.manual_seed(0)
+    module = Network()
+    before, engine = copy.deepcopy(module), NoUpdate(module, leaves)
+    batches = batches_of(drawn(IMAGES, 3, 6, 6), LABELS, IMAGES // leaves)
+    result = GradientCache(ALONE, 0.1, CLASSES)(engine, iter(batches), seed, leaves / (IMAGES - 2), note)
+    assert result is not None
+    return engine, before
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 8])
+def test_the_gradient_is_that_of_one_graph_over_the_same_leaves(leaves):
+    engine, oracle = run_step(leaves)
+    outputs, batches = [], batches_of(drawn(IMAGES, 3, 6, 6), LABELS, IMAGES // leaves)
+    for leaf, batch in enumerate(batches):
+        seed(leaf)
+        outputs.append(oracle(batch.images))
+    count = IMAGES - 2
+    (formula(torch.cat(outputs)[:count], LABELS[:count], 0.1).sum() / count).backward()
+    gradients = {name: parameter.grad for name, parameter in oracle.named_parameters()}
+    assert max(float(gradient.abs().max()) for gradient in gradients.values()) > 1e-2
+    assert engine.gradients.keys() == gradients.keys()
+    for name, gradient in engine.gradients.items():
+        torch.testing.assert_close(gradient, gradients[name], atol=1e-6, rtol=0, msg=name)
+
+
+def test_batchnorm_counts_each_micro_batch_once():
+    engine, _ = run_step(8)
+    assert engine.buffers.by_name()["norm.num_batches_tracked"].tolist() == [1] * 8
+
+
+def test_a_batch_of_32_chunks_keeps_the_activations_of_one():
+    one, many = (NoUpdate(Network(), leaves) for leaves in (1, 32))
+    for engine, leaves in ((one, 1), (many, 32)):
+        images = drawn(CHUNK * leaves, 3, 24, 24)
+        labels = LABELS.repeat(CHUNK)[: CHUNK * leaves]
+        batches = batches_of(images, labels, CHUNK)
+        GradientCache(ALONE, 0.1, CLASSES)(engine, batches, seed, 1.0, lambda *_: None)
+    assert one.most_kept > 16 * CHUNK * 24 * 24 * 4
+    assert many.most_kept == one.most_kept
+
+
+def test_only_the_image_that_is_not_finite_is_to_blame():
+    engine = NoUpdate(Network(), 2)
+    images = drawn(8, 3, 6, 6)
+    engine.module.norm = nn.Identity()  # which would spread it over the micro-batch
+    images[5] = math.nan
+    blamed: list[bool] = []
+    step = GradientCache(ALONE, 0.1, CLASSES)
+    step(
+        engine,
+        batches_of(images, LABELS[:8], 4),
+        seed,
+        1.0,
+        lambda batch, losses, logits, evidence: blamed.extend((~evidence.isfinite()).tolist()),
+    )
+    assert blamed == [number == 5 for number in range(8)]
+
+
+def neighbours_of(features: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> Neighbours:
+    """Compare with these, which come in batches in another order than that of their indices."""
+    neighbours = Neighbours(None, CLASSES, ALONE)  # type: ignore[arg-type]  # of no loader
+    for part in torch.arange(len(labels)).flip(0).split(16):
+        neighbours.add(Batch(torch.empty(0), labels[part], weights[part], part), features[part])
+    neighbours.gather()
+    return neighbours
+
+
+def test_neighbours_are_scikit_learns():
+    features, labels = drawn(200, 6), torch.arange(200) % CLASSES
+    features[:, :CLASSES] += 1.5 * nn.functional.one_hot(labels, CLASSES)
+    weights = torch.ones(200)
+    weights[7] = 0  # unreadable
+    queries = drawn(50, 6, seed=1)
+    oracle = KNeighborsClassifier(
+        NEIGHBOURS, metric="cosine", algorithm="brute", weights=lambda distances: np.exp((1 - distances) / TEMPERATURE)
+    )
+    oracle.fit(features[weights > 0].numpy(), labels[weights > 0].numpy())
+    found = neighbours_of(features, labels, weights).log_probabilities(queries).exp()
+    expected = (NEIGHBOURS * oracle.predict_proba(queries.numpy()) + 1 / CLASSES) / (NEIGHBOURS + 1)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
+    np.testing.assert_array_equal(found.argmax(1).numpy(), oracle.predict(queries.numpy()))
+
+
+def test_of_a_large_set_every_second_image_is_compared():
+    keys = [key for rank in (0, 1) for key in EvaluationPlan(5, 2, 2, stride=2).epoch_keys(0, rank)]
+    assert sorted(index for key in keys for index, weight in zip(key.indices, key.weights, strict=True) if weight) == [
+        0,
+        2,
+        4,
+        6,
+        8,
+    ]
+
+
+def test_an_epoch_has_two_views_of_half_of_the_images():
+    plan = BatchPlan(12, 2, 2, 1, seed=0, repeats=2)
+    keys = np.concatenate([key.draw_keys for key in plan.epoch_keys(0, 0)])
+    images, counts = np.unique(np.concatenate([key.indices for key in plan.epoch_keys(0, 0)]), return_counts=True)
+    assert (len(images), set(counts), len(set(keys))) == (6, {2}, 12)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The file of a network with a projection, and the network."""
+    built = build_model("basic_cnn", num_classes=CLASSES, image_size=32, embedding=128)
+    path = tmp_path_factory.mktemp("run") / "model.safetensors"
+    tensors = built.module.state_dict()
+    facts = {"description": built.description, "class_names": NAMES, "preprocessing": PREPROCESSING}
+    save_weights(path, tensors, **facts)
+    return path, built
+
+
+def test_a_projection_is_trained_and_its_input_evaluated(trained):
+    _, built = trained
+    module, images = copy.deepcopy(built.module), drawn(2, 3, 32, 32)
+    assert module(images).shape == (2, 128)
+    features = module.eval()(images)
+    module.head = nn.Identity()
+    assert torch.equal(features, module(images))
+    assert built.head_parameter_names == {f"head.{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")}
+
+
+@pytest.mark.parametrize(
+    "model", ["mobilenet", "timm:vit_tiny_patch16_224", "timm:resnet18", "vgg", "cnn_lstm", "airbench"]
+)
+def test_models_take_a_projection(model):
+    with torch.device("meta"):
+        built = build_model(model, num_classes=CLASSES, image_size=32 if model != "timm:vit_tiny_patch16_224" else 64)
+    head = sorted(built.head_parameter_names)
+    with torch.device("meta"):
+        projected = build_model(model, num_classes=CLASSES, image_size=built.description["image_size"], embedding=128)
+    assert len(projected.head_parameter_names) == 4
+    assert not {*head} & projected.head_parameter_names
+
+
+def test_the_backbone_becomes_a_classifier(trained):
+    path, projected = trained
+    built = build_model("basic_cnn", num_classes=5, image_size=32, weights=str(path))  # also for other classes
+    expected = {name: tensor for name, tensor in projected.module.state_dict().items() if "head" not in name}
+    found = {name: tensor for name, tensor in built.module.state_dict().items() if "head" not in name}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert built.module.head.weight.shape == (5, 128)
+    assert any("head replaced: between a classifier and a projection" in note for note in built.notes)
+
+
+def test_weights_of_a_projection_go_on_with_it(trained):
+    path, projected = trained
+    built = build_model("basic_cnn", num_classes=CLASSES, image_size=32, weights=str(path), embedding=128)
+    assert all(
+        torch.equal(tensor, projected.module.state_dict()[name]) for name, tensor in built.module.state_dict().items()
+    )
+
+
+def test_a_classifiers_weights_begin_the_training_of_features(tmp_path):
+    classifier = build_model("basic_cnn", num_classes=CLASSES, image_size=32)
+    torch.save(classifier.module.state_dict(), tmp_path / "others.pth")
+    built = build_model(
+        "basic_cnn", num_classes=CLASSES, image_size=32, weights=str(tmp_path / "others.pth"), embedding=8
+    )
+    name = "blocks.0.0.weight"
+    assert torch.equal(built.module.state_dict()[name], classifier.module.state_dict()[name])
+    assert built.module.head[2].weight.shape == (8, 128)
+
+
+def test_what_tells_no_classes_is_not_used_as_a_classifier(trained):
+    path, _ = trained
+    assert read_metadata(path)["description"]["embedding"] == 128
+    with pytest.raises(UserError, match=r"--loss supcon and tells no classes apart yet.*--tune head"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "micro_batch", "steps"),
+    [
+        ("--batch-size 64 --gradient-cache 16", 16, 4),
+        ("--batch-size 64 --gradient-accumulation-steps 2 --gradient-cache 16", 16, 8),
+        ("--batch-size 64 --gradient-cache 16 --global-batch 512", 16, 1),  # which the ranks divide
+        ("--batch-size 64 --gradient-cache 64", 64, 1),
+        ("--batch-size 64", 64, 1),
+    ],
+)
+def test_chunks_are_micro_batches(words, micro_batch, steps):
+    config, _ = parse_args(["--loss", "supcon", *words.split()])
+    assert (config.batch_size, config.gradient_accumulation_steps) == (micro_batch, steps)
+    assert check_config(config, FLAG_OF) == config  # also of the file of a run

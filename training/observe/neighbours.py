@@ -1,0 +1,64 @@
+"""Classes by nearest neighbours: how good the features of a network are that has no classifier."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from training.data.loader import Loader
+from training.data.reader import Batch
+from training.data.transfer import to_device
+from training.world.collectives import gather_rows
+from training.world.world import World
+
+# Wu et al. 2018 (https://arxiv.org/abs/1805.01978, section 3.4), with the number of neighbours that DINO found best
+# (Caron et al. 2021, https://arxiv.org/abs/2104.14294, appendix E).
+NEIGHBOURS, TEMPERATURE = 20, 0.07
+MOST_COMPARED = 2**16  # training images; of a larger set every second, third, ... one
+
+
+class Neighbours:
+    """Training images as a network without augmentation sees them, and the classes of others by these.
+
+    Args:
+        loader: of the training images to compare with.
+        num_classes: of the data set.
+        world: the ranks.
+
+    Attributes:
+        loader: as given.
+    """
+
+    def __init__(self, loader: Loader, num_classes: int, world: World) -> None:
+        self.loader, self._num_classes, self._world = loader, num_classes, world
+        self._features: list[torch.Tensor] = []
+        self._facts: list[torch.Tensor] = []
+        self._labels = self._bank = torch.empty(0)
+
+    def add(self, batch: Batch, features: torch.Tensor) -> None:
+        """Keep features [B, F] of a batch of the loader until `gather`."""
+        self._features.append(F.normalize(features.float()))
+        facts = (to_device(batch.indices, features.device), batch.labels, batch.weights.long())
+        self._facts.append(torch.stack(facts, dim=1))
+
+    def gather(self) -> None:
+        """Share the features of all ranks, in the order of their images on any number of them; a collective."""
+        features, facts = (
+            gather_rows(own.reshape(-1), self._world).view(-1, own.shape[1])
+            for own in (torch.cat(self._features), torch.cat(self._facts))
+        )
+        self._features, self._facts = [], []
+        order = facts[:, 0].argsort(stable=True)
+        order = order[facts[order, 2] > 0]
+        self._bank, self._labels = features[order], facts[order, 1]
+
+    def log_probabilities(self, features: torch.Tensor) -> torch.Tensor:
+        """Return float32 [B, classes] for features [B, F]: votes of the nearest, weighted by their cosines.
+
+        One further vote is for all classes alike, so that no probability is 0.
+        """
+        cosines = F.normalize(features.float()) @ self._bank.T
+        nearest = cosines.topk(min(NEIGHBOURS, len(self._bank)), dim=1)
+        votes = (nearest.values / TEMPERATURE).softmax(1)[:, None]
+        shares = (votes @ F.one_hot(self._labels[nearest.indices], self._num_classes).float())[:, 0]
+        return ((NEIGHBOURS * shares + 1 / self._num_classes) / (NEIGHBOURS + 1)).log()

@@ -1,0 +1,74 @@
+"""What a step is, and the usual one: gradients of micro-batches are added up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from training.base.timing import SpanClock
+from training.data.reader import Batch
+from training.engines.engine import Engine, StepResult
+from training.recipe.loss import Loss
+
+
+class TimedEngine:
+    """The three calls of a step on an engine, each a span of the clock."""
+
+    def __init__(self, engine: Engine, clock: SpanClock) -> None:
+        self._engine, self._clock = engine, clock
+        self.optimizer, self.buffers = engine.optimizer, engine.buffers
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """See `Engine.forward`."""
+        with self._clock.forward:
+            return self._engine.forward(images)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """See `Engine.backward`."""
+        with self._clock.backward:
+            self._engine.backward(loss)
+
+    def step(self) -> StepResult | None:
+        """See `Engine.step`."""
+        with self._clock.optimizer:
+            return self._engine.step()
+
+
+Note = Callable[..., None]
+"""Takes what a micro-batch has given: batch, losses [B], logits [B, classes], and, unless the losses tell, evidence [B]
+that is not finite where a sample is to blame."""
+
+Step = Callable[[TimedEngine, Iterable[Batch], Callable[[int], None], float, Note], StepResult | None]
+"""Trains on this rank's micro-batches of an optimizer step, and returns what the engine did; a collective.
+
+Its arguments are the model with its optimizer; the micro-batches, on its device; what seeds dropout for the micro-batch
+of a number, from 0; a factor on losses, see `BatchPlan.loss_scale_for`; and what is called with each micro-batch.
+"""
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """Each micro-batch has a loss of its own, whose gradient is added to that of those before."""
+
+    loss: Loss
+
+    def __call__(
+        self,
+        engine: TimedEngine,
+        batches: Iterable[Batch],
+        seed_leaf: Callable[[int], None],
+        loss_scale: float,
+        note: Note,
+    ) -> StepResult | None:
+        """See `Step`."""
+        result = None
+        for micro_step, batch in enumerate(batches):
+            seed_leaf(micro_step)
+            logits = engine.forward(batch.images)
+            losses = self.loss(logits, batch)
+            engine.backward((losses * batch.weights).sum() * loss_scale)
+            result = engine.step()
+            note(batch, losses, logits)
+        return result
