@@ -84,7 +84,8 @@ class Network(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.convolution, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        # No bias: BatchNorm takes it off again, so that its gradient is rounding alone.
+        self.convolution, self.norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
         self.dropout, self.head = nn.Dropout(0.3), nn.Linear(16, 8)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

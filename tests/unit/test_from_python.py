@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,7 +23,7 @@ from delivery.predict import predict
 from training.base.errors import UserError
 from training.config import TrainConfig
 from training.run import run
-from training.world.preserved_process import preserved_process
+from training.world.preserved_process import preserved_generators, preserved_process
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 LINEAR = torch.nn.functional.linear
@@ -149,6 +150,30 @@ def test_threads_evaluate_one_after_the_other(digits, capsys):
         assert evaluations[0].result() == evaluations[1].result() == evaluate(digits, output=None)
         predictions = [pool.submit(lambda: list(predict(digits, "photos"))) for _ in range(2)]
         assert predictions[0].result() == predictions[1].result() == list(predict(digits, "photos"))
+
+
+def test_no_thread_restores_what_another_has_drawn():
+    before, first_is_in, second_is_in, first_is_out = torch.get_rng_state(), *(threading.Event() for _ in range(3))
+
+    def first() -> None:
+        with preserved_generators():
+            torch.manual_seed(1)
+            first_is_in.set()
+            second_is_in.wait(0.2)  # it does not come in
+        first_is_out.set()
+
+    def second() -> None:
+        first_is_in.wait()
+        with preserved_generators():
+            second_is_in.set()
+            first_is_out.wait()
+
+    threads = [threading.Thread(target=target) for target in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("kind", [str, Path])

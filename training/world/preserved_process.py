@@ -26,6 +26,7 @@ FLAGS = (
 )
 # Process group, environment and settings are the process's: one training or evaluation after the other has them.
 _IN_USE = threading.RLock()
+_GENERATORS = threading.RLock()  # one thread would restore what another has drawn
 
 
 @contextmanager
@@ -82,10 +83,11 @@ def preserved_torch_settings() -> Iterator[None]:
 @contextmanager
 def preserved_generators() -> Iterator[None]:
     """Restore the global CPU generators of Python, NumPy and torch when the block ends."""
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
+    with _GENERATORS:
+        python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            torch.set_rng_state(torch_state)
