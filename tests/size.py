@@ -17,7 +17,7 @@ BUDGET = {
     "models": 2148,
     "training": 2403,
     "training/base": 1602,
-    "training/world": 1244,
+    "training/world": 1249,
     "training/data": 4988,
     "training/recipe": 1548,
     "training/engines": 3237,

@@ -56,7 +56,7 @@ def _restored_process() -> Iterator[None]:
         raise UserError("this process has a process group: call torch.distributed.destroy_process_group() first.")
     environment = dict(os.environ)
     try:
-        with preserved_generators(), preserved_torch_settings(), handling_stop_signals():
+        with _restored_generators(), preserved_torch_settings(), handling_stop_signals():
             yield
     finally:
         stop_world()
@@ -82,12 +82,17 @@ def preserved_torch_settings() -> Iterator[None]:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Restore the global CPU generators of Python, NumPy and torch when the block ends."""
-    with _GENERATORS:
-        python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            torch.set_rng_state(torch_state)
+    """Restore the global CPU generators of Python, NumPy and torch when the block ends; one thread at a time."""
+    with _GENERATORS, _restored_generators():
+        yield
+
+
+@contextmanager
+def _restored_generators() -> Iterator[None]:
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
