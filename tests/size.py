@@ -15,7 +15,7 @@ BUDGET = {
     "scripts": 641,
     "launch": 3392,
     "models": 2148,
-    "training": 2403,
+    "training": 2401,
     "training/base": 1602,
     "training/world": 1249,
     "training/data": 4988,

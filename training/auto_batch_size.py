@@ -122,12 +122,8 @@ def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -
 
 def _search(prepared: Prepared, global_batch: int, start: RunStart) -> tuple[int, str]:
     """Return the size, and what was tried in words, and write both into the run's folder; a collective."""
-    config, world, folder, facts = (
-        prepared.config,
-        prepared.world,
-        prepared.folder,
-        prepared.facts(prepared.config.engine),
-    )
+    config, world, folder = prepared.config, prepared.world, prepared.folder
+    facts = prepared.facts(config.engine)
     most = 0 if facts.gpu_name else MOST_IMAGES_ON_CPU
     sizes = agreed(lambda: micro_batches(global_batch, world.data.size, most), world)
     configs = [divided(config, size, global_batch, world.data.size) for size in sizes]
@@ -204,14 +200,14 @@ def _try(prepared: Prepared, start: RunStart, record: Callable[[Trial], None]) -
     Raises:
         AnotherStartNeededError: on a rank of several that runs out of memory, after `record` has noted it.
     """
+    if prepared.config.learning_rate == "auto":  # found after the batch size
+        prepared = prepared.changed(learning_rate=TrainConfig().learning_rate)
     config, world, is_short = prepared.config, prepared.world, False
-    if config.learning_rate == "auto":  # found after the batch size
-        config = dataclasses.replace(config, learning_rate=TrainConfig().learning_rate)
     had, device = used_memory(world.device), world.device
     # Gathered before any rank takes more, because ranks of a machine divide what is free.
     rooms = gather_objects(memory_room(device, world.local_size), whole_number, world)
     reset_peak_memory(device)
-    with trial(dataclasses.replace(prepared, config=config), TRIAL_FOLDER) as context:
+    with trial(prepared, TRIAL_FOLDER) as context:
         copy = Snapshot()  # of a checkpoint, which stays while it is written beside the steps
         copy.take(context.state.engine.state(), context.state.sums.state())
         plan, epochs = shortened(context.plan, STEPS)

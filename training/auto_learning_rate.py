@@ -6,7 +6,6 @@ The training is the one that begins with `--learning-rate` and the same number.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from typing import Any
 
@@ -81,8 +80,7 @@ def _search(prepared: Prepared, start: RunStart) -> tuple[float, str]:
 
     def measure(rate: float) -> list[float | None]:
         start.heartbeat.beat("start-up", allowed_s=SLOW_PHASE * config.hang_timeout)
-        tried = dataclasses.replace(prepared, config=dataclasses.replace(config, learning_rate=rate, ema=0.0))
-        with trial(tried, TRIAL_FOLDER) as context:
+        with trial(prepared.changed(learning_rate=rate, ema=0.0), TRIAL_FOLDER) as context:
             losses = _train(context, start.heartbeat)
         del context
         free_memory(world)

@@ -76,9 +76,13 @@ class Prepared:
     found: FoundCheckpoint | None
     notes: list[str]
 
+    def changed(self, **settings: Any) -> Prepared:
+        """Return the same with other settings."""
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, **settings))
+
     def decide(self, note: str, **settings: Any) -> Prepared:
         """Return the same with settings that were left to this machine, and a note on them."""
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, **settings), notes=[*self.notes, note])
+        return dataclasses.replace(self.changed(**settings), notes=[*self.notes, note])
 
     def facts(self, engine: str) -> RunFacts:
         """Return on what the memory that a rank needs depends, under an engine or 'auto'."""
