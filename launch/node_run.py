@@ -52,14 +52,14 @@ class Ending:
         code: the exit code, as the shell has it.
         reason: why, without a full stop.
         is_final: whether another start would not help.
-        suspicion: of the rank that hung, (its process is not stopped, its step): among several machines, the one with
+        hang_order: of the rank that hung, (its process is not stopped, its step): among several machines, the one with
             the least is the likeliest cause.
     """
 
     code: int
     reason: str = ""
     is_final: bool = True
-    suspicion: tuple[bool, int] | None = None
+    hang_order: tuple[bool, int] | None = None
 
 
 class NodeRun:
@@ -124,10 +124,10 @@ class NodeRun:
                 self._cause = self.monitor.first_failure()
             waits = self._sent or self.monitor.first_failure()  # ranks that wait for a dead one are ended below
             if not waits and (hung := self.monitor.hung()):
-                suspicion = (not self.monitor.is_stopped(hung[0].rank), hung[0].step)
+                hang_order = (not self.monitor.is_stopped(hung[0].rank), hung[0].step)
                 self.monitor.report_hang(hung)
                 self._launch.kill(spared_pid=child.pid)
-                return Ending(HANG_CODE, f"rank {hung[0].rank} hung", False, suspicion)
+                return Ending(HANG_CODE, f"rank {hung[0].rank} hung", False, hang_order)
             if not child.ranks and time.monotonic() > give_up:
                 self._launch.kill()
                 return Ending(HANG_CODE, f"the launcher hung: no rank started in {NO_RANK_SECONDS:.0f} s", False)

@@ -6,7 +6,7 @@
 
 Three parts, in order of worth, each a process group with a limit of its own, which is killed at its end: nothing goes
 on using the card beside the next one. What a part leaves of its time goes to those after it. Every number is a line of
-`lines.jsonl` as soon as it is measured; at the end `report_<hardware>_<date>.md` has them as tables. Both, a
+`lines.jsonl` as soon as it is measured; at the end `gpu_<hardware>_<date>.md` has them as tables. Both, a
 log of each part and `gpu_tests.log` are written to $OUT, or to `benchmarks/results`. `benchmarks/gpu/README.md` says
 what is compared, and how to carry it to a machine without a network.
 """

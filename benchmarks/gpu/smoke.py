@@ -138,7 +138,7 @@ def main() -> None:
     for model in options.models or FAMILIES:
         attempt(f"{model} in bf16 against fp32 on the CPU", partial(family, model, world), deadline)
     release(world)
-    models = options.models or MODELS
+    models = options.models or MODELS[: 1 if options.is_quick else None]
     for number, model in enumerate(models):
         end = time.monotonic() + (deadline - time.monotonic()) / (len(models) - number)
         attempt(f"throughput of {model}", partial(throughput, model, options, world, end), deadline)

@@ -87,6 +87,11 @@ def _sections(lines: list[Line]) -> Iterable[Section]:
         for line in lines
         if line["kind"] in ("failed", "left_out")
     ]
+    rows += [
+        ("part ended early", line["part"], f"exit code {line['exit_code']} (None: at its {line['seconds']:.0f} s)")
+        for line in of("part")
+        if line["exit_code"] != 0
+    ]
     rows += [("tests", f"exit code {line['exit_code']}", line["last_line"]) for line in of("tests")]
     yield Section(
         "Failed, left out, tested", "None of the tables has these.", ("what happened", "to what", "why"), rows

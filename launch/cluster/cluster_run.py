@@ -157,8 +157,8 @@ def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:
         return Ending(NO_NODES_CODE, lost, is_final=was_stopped)
     by_itself = {node.host for node in nodes if not node.was_ended}
     failures = [ending for host, ending in endings.items() if ending.code and not ending.is_final and host in by_itself]
-    if hung := [ending for ending in failures if ending.code == HANG_CODE and ending.suspicion]:
-        return min(hung, key=lambda ending: ending.suspicion or (True, 0))
+    if hung := [ending for ending in failures if ending.code == HANG_CODE and ending.hang_order]:
+        return min(hung, key=lambda ending: ending.hang_order or (True, 0))
     # One that a signal ended is the cause; others end with 1 because they lost the connection to it.
     failures.sort(key=lambda ending: ending.code <= 128)
     worst = failures[0] if failures else Ending(1, "the ranks ended, but rank 0 did not report that training is done")
@@ -167,8 +167,8 @@ def ending_of(nodes: list[Node], lost: str, was_stopped: bool) -> Ending:
 
 def _node_ending(ended: Message) -> Ending:
     """Return how a node's ranks ended, from its message."""
-    suspicion = tuple(ended["suspicion"]) if ended["suspicion"] else None
-    return Ending(ended["code"], ended["reason"], ended["is_final"], suspicion)
+    hang_order = tuple(ended["hang_order"]) if ended["hang_order"] else None
+    return Ending(ended["code"], ended["reason"], ended["is_final"], hang_order)
 
 
 def _print_rendezvous(plan: Plan, rendezvous: Rendezvous) -> None:

@@ -22,9 +22,9 @@ from launch.auto_strategy import resolve_strategy
 from launch.cluster.multi_node import train
 from launch.cluster.plan import Plan
 from launch.new_run import check_new_run
-from launch.slurm.requeue import Fate, JobRecord, what_follows
+from launch.slurm.arguments import Job, training_arguments
+from launch.slurm.requeue import JobRecord, JobState, what_follows
 from launch.slurm.scontrol import host_names, scontrol
-from launch.slurm.slurm_arguments import Job, training_arguments
 from training.base.errors import UserError
 from training.config import TrainConfig
 from training.observe.new_run import run_folder
@@ -90,7 +90,7 @@ def _finish(job: Job, config: TrainConfig, record: JobRecord, received: list[int
     shown = scontrol("show", "job", "-o", job.slurm_id)
     if shown is None:
         _print(job, "scontrol show job has failed: not requeued")
-    decision = what_follows(record, earlier, Fate.of(shown or "", was_terminated=was_terminated))
+    decision = what_follows(record, earlier, JobState.of(shown or "", was_terminated=was_terminated))
     _print(job, decision.line)
     if decision.requeue:
         try:

@@ -17,7 +17,7 @@ WARNED_CODE = 128 + signal.SIGUSR1
 TIME_LIMIT = "SIGUSR1, the time limit is near"
 
 
-class Fate(Enum):
+class JobState(Enum):
     """What Slurm does with a job."""
 
     RUNNING = "nothing"
@@ -25,7 +25,7 @@ class Fate(Enum):
     ENDING = "it ends it: scancel, the time limit, or a preemption that requeues by itself"
 
     @classmethod
-    def of(cls, shown: str, *, was_terminated: bool) -> Fate:
+    def of(cls, shown: str, *, was_terminated: bool) -> JobState:
         """Read it from `scontrol show job`; `was_terminated` is whether SIGTERM came."""
         values = dict(re.findall(r"(\S+?)=(\S*)", shown))
         if values.get("JobState") != "RUNNING":
@@ -76,19 +76,19 @@ class RequeueDecision:
     record: JobRecord
 
 
-def what_follows(last: JobRecord, earlier: JobRecord, fate: Fate) -> RequeueDecision:
+def what_follows(last: JobRecord, earlier: JobRecord, state: JobState) -> RequeueDecision:
     """Decide whether a job is requeued after a start of it has ended.
 
     Args:
         last: of the start that has ended.
         earlier: the record of those before it.
-        fate: what Slurm does with the job.
+        state: what Slurm does with the job.
     """
-    if last.code == 0 or fate is Fate.ENDING:
+    if last.code == 0 or state is JobState.ENDING:
         return RequeueDecision(False, "", last)
     if last.position > earlier.position:
         earlier = JobRecord(position=last.position)
-    if fate is Fate.PREEMPTED:
+    if state is JobState.PREEMPTED:
         return RequeueDecision(True, "preempted: requeued", earlier)
     is_limit = last.code == WARNED_CODE
     if last.code in FINAL_CODES and not is_limit:

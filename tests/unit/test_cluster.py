@@ -179,8 +179,8 @@ def test_only_what_may_pass_is_tried_again(reason: str, passing: bool) -> None:
     assert is_passing(reason) == passing
 
 
-def ended(code: int, *, is_final: bool = False, suspicion: Any = None) -> dict[str, Any]:
-    return {"code": code, "reason": f"code {code}", "is_final": is_final, "suspicion": suspicion}
+def ended(code: int, *, is_final: bool = False, hang_order: Any = None) -> dict[str, Any]:
+    return {"code": code, "reason": f"code {code}", "is_final": is_final, "hang_order": hang_order}
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,20 @@ def ended(code: int, *, is_final: bool = False, suspicion: Any = None) -> dict[s
         ([ended(74, is_final=True), ended(1)], "", False, 74, True),
         ([ended(1), None], "b is lost", False, 69, False),
         ([None, ended(1)], "a is lost", False, 69, False),
-        ([ended(HANG_CODE, suspicion=[True, 5]), None], "b is lost", False, 69, False),  # it waited for the lost one
-        ([ended(HANG_CODE, suspicion=[True, 5]), ended(HANG_CODE, suspicion=[False, 5])], "", False, HANG_CODE, False),
+        (
+            [ended(HANG_CODE, hang_order=[True, 5]), None],
+            "b is lost",
+            False,
+            69,
+            False,
+        ),  # it waited for the lost one
+        (
+            [ended(HANG_CODE, hang_order=[True, 5]), ended(HANG_CODE, hang_order=[False, 5])],
+            "",
+            False,
+            HANG_CODE,
+            False,
+        ),
     ],
 )
 def test_how_it_ended_follows_from_the_nodes_messages(

@@ -22,7 +22,7 @@ from types import ModuleType
 import pytest
 
 from launch.arguments import SETTINGS
-from launch.slurm.slurm_arguments import training_arguments
+from launch.slurm.arguments import training_arguments
 from training.base.errors import UserError
 from training.base.points import DeviceUse, EpochPoint, RunPoint, StepPoint
 from training.base.timing import SPANS

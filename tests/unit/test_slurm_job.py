@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 from launch.slurm import job as job_module
-from launch.slurm.requeue import Fate, JobRecord, what_follows
-from launch.slurm.slurm_arguments import Job, training_arguments
+from launch.slurm.arguments import Job, training_arguments
+from launch.slurm.requeue import JobRecord, JobState, what_follows
 from training.base.errors import UserError
 
 ARGUMENTS = ["--model-type=mobilenet", "--strategy=ddp"]
@@ -130,11 +130,11 @@ def test_what_cannot_be_is_refused(job: Job, flags: list[str], model: str, said:
         arguments(job, *flags, model=model)
 
 
-def follow(*starts: tuple[int, str, int], fate: Fate = Fate.RUNNING) -> list[bool]:
+def follow(*starts: tuple[int, str, int], state: JobState = JobState.RUNNING) -> list[bool]:
     """Whether a job is requeued after each of its starts: (exit code, reason, newest checkpoint of the start)."""
     record, requeued = JobRecord(), []
     for code, reason, position in starts:
-        decision = what_follows(JobRecord(code, reason, position), record, fate)
+        decision = what_follows(JobRecord(code, reason, position), record, state)
         requeued.append(decision.requeue)
         record = decision.record
     return requeued
@@ -167,24 +167,24 @@ def test_a_job_is_requeued_as_long_as_it_makes_progress(starts: list, expected: 
 
 def test_a_preempted_job_is_requeued_and_a_cancelled_one_is_not() -> None:
     stopped = (143, "", 5)
-    assert follow(stopped, stopped, stopped, fate=Fate.PREEMPTED) == [True, True, True]
-    assert follow((0, "", 5), fate=Fate.PREEMPTED) == [False]
-    assert follow((1, "node01 is lost", -1), fate=Fate.ENDING) == [False]
+    assert follow(stopped, stopped, stopped, state=JobState.PREEMPTED) == [True, True, True]
+    assert follow((0, "", 5), state=JobState.PREEMPTED) == [False]
+    assert follow((1, "node01 is lost", -1), state=JobState.ENDING) == [False]
 
 
 @pytest.mark.parametrize(
-    ("shown", "was_terminated", "fate"),
+    ("shown", "was_terminated", "state"),
     [
-        ("JobId=7 JobState=RUNNING Reason=None PreemptTime=None", False, Fate.RUNNING),
-        ("JobId=7 JobState=RUNNING Reason=None PreemptTime=None", True, Fate.ENDING),
-        ("JobId=7 JobState=RUNNING PreemptTime=2026-11-21T21:30:08", True, Fate.PREEMPTED),
-        ("JobId=7 JobState=COMPLETING PreemptTime=2026-11-21T21:30:08", True, Fate.ENDING),
-        ("JobId=7 JobState=CANCELLED Reason=None PreemptTime=None", False, Fate.ENDING),
-        ("", False, Fate.ENDING),
+        ("JobId=7 JobState=RUNNING Reason=None PreemptTime=None", False, JobState.RUNNING),
+        ("JobId=7 JobState=RUNNING Reason=None PreemptTime=None", True, JobState.ENDING),
+        ("JobId=7 JobState=RUNNING PreemptTime=2026-11-21T21:30:08", True, JobState.PREEMPTED),
+        ("JobId=7 JobState=COMPLETING PreemptTime=2026-11-21T21:30:08", True, JobState.ENDING),
+        ("JobId=7 JobState=CANCELLED Reason=None PreemptTime=None", False, JobState.ENDING),
+        ("", False, JobState.ENDING),
     ],
 )
-def test_what_slurm_does_with_a_job(shown: str, was_terminated: bool, fate: Fate) -> None:
-    assert Fate.of(shown, was_terminated=was_terminated) is fate
+def test_what_slurm_does_with_a_job(shown: str, was_terminated: bool, state: JobState) -> None:
+    assert JobState.of(shown, was_terminated=was_terminated) is state
 
 
 def test_the_record_survives_and_a_broken_one_is_an_empty_one(tmp_path: Path) -> None:
@@ -202,4 +202,4 @@ def test_an_exception_of_the_launch_is_a_failure_like_any_other(monkeypatch, cap
     record = job_module._train(mock.sentinel.plan, 3, [])
     assert record == JobRecord(1, "the launch failed with ZeroDivisionError")
     assert "a bug" in capsys.readouterr().err
-    assert what_follows(record, JobRecord(), Fate.RUNNING).requeue
+    assert what_follows(record, JobRecord(), JobState.RUNNING).requeue
