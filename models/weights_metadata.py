@@ -176,6 +176,9 @@ def _checked_preprocessing(value: Any, image_channels: int) -> dict[str, Any]:
         # nan is in no range
         is_right = [type(x) in (int, float) and low <= x <= high for x in channels] == [True] * image_channels
         _check(is_right, name, found[name], f"{image_channels} number(s) from {low:g} to {high:g}")
+    if "fit" in value:
+        _check(value["fit"] == "pad", "fit", value["fit"], "pad")
+        found["fit"] = value["fit"]
     if "values" in value:
         _check(value["values"] in VALUE_TYPES, "values", value["values"], ", ".join(VALUE_TYPES))
         found["values"] = value["values"]

@@ -87,14 +87,19 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
     if values != BYTES:
         names, before = OTHER_CHANNELS[0], [f"take the channels as {values} values"]
     how = f"({preprocessing['interpolation']}, antialiased)"
-    geometry = (
-        [f"resize to {size} x {size} pixels {how}"]
-        if resize_size is None
-        else [
+    if preprocessing.get("fit") == "pad":
+        geometry = [
+            f"resize the longer side to {size} pixels, the shorter one in proportion, rounded {how}",
+            f"put it in the middle of {size} x {size} pixels of the colour `mean` (x 255), from (side - {size}) / 2, "
+            "rounded down",
+        ]
+    elif resize_size is None:
+        geometry = [f"resize to {size} x {size} pixels {how}"]
+    else:
+        geometry = [
             f"resize the shorter side to {resize_size} pixels, the longer one in proportion, rounded down {how}",
             f"cut out the centre, {size} x {size} pixels, from (side - {size}) / 2, rounded",
         ]
-    )
     return {
         **preprocessing,
         "class_names": metadata["class_names"],

@@ -85,6 +85,27 @@ def test_evaluation_image_is_resize_centre_crop_normalise(tmp_path, changes, siz
     assert timms.transforms[0].size == resized
 
 
+@pytest.mark.parametrize("fit", ["pad", "squash"])
+def test_a_whole_image_is_fitted(tmp_path, fit):
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    make_images(tmp_path / "train", {"a": 1, "b": 1}, size=(100, 300))
+    make_images(tmp_path / "val", {"a": 1, "b": 1}, size=(400, 300))
+    pair = load_data(DataOptions(data=str(tmp_path), image_size=160, fit=fit))
+    bars = [round(255 * value) for value in mean]
+    geometry = {
+        "pad": [v2.Resize((120, 160), antialias=True), v2.Pad((0, 20), fill=bars)],
+        "squash": [v2.Resize((160, 160), antialias=True)],
+    }[fit]
+    normalized = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
+    oracle = v2.Compose([v2.PILToTensor(), *geometry, *normalized])
+    image, _ = pair.val[0, 1]
+    torch.testing.assert_close(image, oracle(Image.open(tmp_path / "val" / "b" / "000.png")), rtol=0, atol=1e-6)
+    assert pair.augmentation == "shift_flip"  # training sees whole images too
+    if fit == "pad":
+        columns = pair.train.read(0, 0, [])[:, :, [0, 52, 107, 159]].float()
+        torch.testing.assert_close(columns, torch.tensor(bars)[:, None, None].float().expand_as(columns))
+
+
 def test_names_of_any_case_nested_folders_and_hidden_files(tmp_path):
     make_images(tmp_path, {"a": 3, "b": 3})
     make_images(tmp_path / "a", {"deeper": 1}, suffix="JPEG")

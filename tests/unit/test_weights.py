@@ -181,6 +181,7 @@ CRAFTED = {
     ),
     "no channel": ({"description.image_channels": 0}, "image_channels 0: expected a whole number from 1"),
     "channels as text": ({"description.image_channels": "1"}, "image_channels '1': expected a whole number"),
+    "an unknown fit": ({"preprocessing.fit": "stretch"}, "fit 'stretch': expected pad"),
     "an unknown filter": ({"preprocessing.interpolation": ["bicubic"]}, "expected bilinear, bicubic, nearest"),
     "preprocessing of a part": ({"preprocessing": {"image_size": 32}}, "lacks the metadata 'resize_size'"),
     "a huge stride": ({"description.stem_stride_changed": {"blocks.0.0": [2, 10**9]}}, "changed 1000000000: expected"),

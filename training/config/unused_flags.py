@@ -49,6 +49,7 @@ def _has_momentum(config: TrainConfig) -> bool:
 
 # When each flag has an effect.
 USED: dict[str, Callable[[TrainConfig], bool]] = {
+    "eval_crop": lambda config: config.fit in ("auto", "crop"),
     "momentum": _has_momentum,
     **dict.fromkeys(("milestones", "decay_rate"), _has_schedule("step")),
     "decay_epochs": lambda config: _has_schedule("wsd" if config.milestones else "step", "wsd")(config),

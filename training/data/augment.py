@@ -76,8 +76,8 @@ def evaluation_transform(preprocessing: dict[str, Any]) -> Transform:
     Args:
         preprocessing: `image_size` S in pixels; `resize_size`: the shorter side is resized to it and the centre
             cropped, or None: the image is resized to S x S; `mean` and `std` per channel of values in 0..1;
-            `interpolation`, a name of torchvision's `InterpolationMode`; `values`, the type of the pixels, if it is
-            not uint8.
+            `interpolation`, a name of torchvision's `InterpolationMode`; `fit` "pad" if the image keeps its shape
+            between bars of the mean's colour; `values`, the type of the pixels, if it is not uint8.
 
     Returns:
         A function from uint8 [C, H, W], or what `values` names, to float32 [C, S, S].
@@ -92,9 +92,36 @@ def evaluation_geometry(preprocessing: dict[str, Any]) -> Transform:
     """Build the part of `evaluation_transform` before normalisation: from uint8 or float32 [C, H, W] to [C, S, S]."""
     size, resize_size = preprocessing["image_size"], preprocessing["resize_size"]
     filter_mode = InterpolationMode(preprocessing["interpolation"])
+    if preprocessing.get("fit") == "pad":
+        return partial(padded, size=size, mode=filter_mode, colour=preprocessing["mean"])
     if resize_size is None:
         return v2.Resize([size, size], interpolation=filter_mode, antialias=True)
     return partial(resized_centre, resize_size=resize_size, size=size, mode=filter_mode)
+
+
+def padded(image: torch.Tensor, size: int, mode: InterpolationMode, colour: Sequence[float]) -> torch.Tensor:
+    """Resize the longer side, with antialiasing, and fill the square up at both ends of the shorter one.
+
+    Args:
+        image: uint8 or float32 [1 or C, H, W].
+        size: S, in pixels.
+        mode: The filter.
+        colour: Of the bars, for C channels; 1 is 255 in bytes.
+
+    Returns:
+        As `image`, [C, S, S].
+    """
+    longer = max(image.shape[-2:])
+    height, width = (max(round(size * side / longer), 1) for side in image.shape[-2:])
+    bars = torch.tensor(colour, dtype=torch.float64)
+    bars = bars if len(image) == len(bars) else bars.mean(0, keepdim=True)  # grey, which becomes C channels later
+    bars = bars if image.is_floating_point() else (255 * bars).round().clamp(0, 255)
+    square = bars.to(image.dtype)[:, None, None].repeat(1, size, size)
+    top, left = (size - height) // 2, (size - width) // 2
+    square[:, top : top + height, left : left + width] = v2.functional.resize(
+        image, [height, width], mode, antialias=True
+    )
+    return square
 
 
 def viewable(images: torch.Tensor) -> torch.Tensor:

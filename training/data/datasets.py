@@ -214,8 +214,9 @@ def at_size(preprocessing: dict[str, Any], size: int) -> dict[str, Any]:
     return preprocessing | {"image_size": size, "resize_size": resize_size}
 
 
-def _sides(size: int, crop: float, defaults: DatasetDefaults) -> dict[str, int | None]:
-    return {"image_size": size, "resize_size": int(size / crop) if defaults.centre_crop else None}  # rounded as by timm
+def _sides(size: int, options: DataOptions, defaults: DatasetDefaults) -> dict[str, int | None]:
+    is_cropped = defaults.centre_crop if options.fit == "auto" else options.fit == "crop"
+    return {"image_size": size, "resize_size": int(size / options.eval_crop) if is_cropped else None}  # as by timm
 
 
 def make_dataset_pair(
@@ -237,13 +238,16 @@ def make_dataset_pair(
     repeated = [name for name, count in Counter(class_names).items() if count > 1]
     if repeated:
         raise UserError(f"--data {options.data}: {len(repeated)} class names occur twice, first {shown(repeated[0])}.")
+    if options.fit in ("pad", "squash") and AUGMENTATIONS[defaults.augmentation].crop:
+        defaults = replace(defaults, augmentation="shift_flip")
     channels = train.channels
     size = options.image_size or defaults.image_size
     preprocessing = {
-        **_sides(size, options.eval_crop, defaults),
+        **_sides(size, options, defaults),
         "mean": _for_channels(options.mean, channels) or _for_channels(defaults.mean, channels),
         "std": _for_channels(options.std, channels) or _for_channels(defaults.std, channels),
         "interpolation": options.interpolation,
+        **({"fit": options.fit} if options.fit == "pad" else {}),
         **({} if train.values == BYTES else {"values": train.values}),
     }
     augmentation, ramp = augmentation_of(options, defaults.augmentation), size_ramp(options.progressive_size)
@@ -265,7 +269,7 @@ def make_dataset_pair(
             f"{smallest - 1}."
         )
     mixing = Mixing(options, size, len(class_names)) if options.mixup or options.cutmix else None
-    evaluation = preprocessing | _sides(eval_size, options.eval_crop, defaults)
+    evaluation = preprocessing | _sides(eval_size, options, defaults)
     share = bad_image_share(options.bad_images)
     train_bad, val_bad, test_bad = (
         bad_image_budget(share, len(set_.labels) if set_ else 0) for set_ in (train, val, test)

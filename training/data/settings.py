@@ -100,6 +100,11 @@ class DataFields:
     eval_crop: float = option(
         0.875, "Share of a photograph's shorter side that validation sees, in the middle.", low=0.5, high=1
     )
+    fit: Literal["auto", "crop", "pad", "squash"] = option(
+        "auto",
+        "How a whole image becomes square: its centre (crop), grey bars beside it (pad), or another shape (squash); "
+        "auto: crop for photographs, squash for arrays. With pad and squash --augmentation auto crops nothing.",
+    )
     interpolation: Literal["bilinear", "bicubic"] = option("bilinear", "Filter of every resize, with antialiasing.")
     image_channels: int = option(
         0,
