@@ -43,6 +43,9 @@ def predict_parser(description: str | None) -> OneLineParser:
     parser.add_number("--top-k", 1, LARGEST_TOP_K, default=3, help="Classes named for each image.")
     parser.add_choice("--format", ("table", "csv", "json"), default="table", help="json: one object a line.")
     parser.add_argument("--output", default="", help="File to write in place of standard output.")
+    parser.add_argument(
+        "--explain", default="", metavar="FOLDER", help="Write what spoke for the first label, a picture of each image."
+    )
     _add_view_flags(parser, "Predict the mean probabilities of")
     parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images of one forward pass.")
     parser.add_choice("--device", ("cpu", "cuda"), help="Default: a GPU if there is one.")

@@ -18,6 +18,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import nn
 
+from delivery.activation_map import activation_maps, picture_of
 from delivery.flags import predict_parser
 from delivery.image_numbers import ARRAY_EXTENSION, read_numbers
 from delivery.trained_model import find_model
@@ -55,6 +56,7 @@ class Prediction:
         probabilities: theirs, in 0..1.
         note: what is odd about the image, in one line; usually empty.
         error: why the image cannot be read, in one line; empty if it can.
+        picture: the image as the network saw it, darker where it spoke less for the first label; if asked for.
     """
 
     image: str
@@ -62,6 +64,36 @@ class Prediction:
     probabilities: list[float]
     note: str = ""
     error: str = ""
+    picture: Image.Image | None = None
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A loaded model with what it is asked for: from images to their predictions.
+
+    Attributes:
+        module: the network, on its device, in evaluation mode.
+        metadata: of its weights.
+        top_k: classes of each prediction.
+        views: of each image, whose probabilities are averaged.
+        batch_size: images of one forward pass.
+        decode: as in training.
+        explain: whether predictions have a picture.
+    """
+
+    module: nn.Module
+    metadata: dict[str, Any]
+    top_k: int
+    views: Views
+    batch_size: int
+    decode: str
+    explain: bool
+
+    @property
+    def is_of_arrays(self) -> bool:
+        """Whether the network takes numbers that no picture has."""
+        preprocessing = self.metadata["preprocessing"]
+        return values_of(preprocessing) != BYTES or len(preprocessing["mean"]) not in CHANNEL_MODES
 
 
 def predict(
@@ -74,6 +106,7 @@ def predict(
     batch_size: int = 64,
     device: str = "",
     decode: str = "",
+    explain: bool = False,
 ) -> Iterator[Prediction]:
     """Load a trained model, and return an iterator over the predictions of all images, in order.
 
@@ -88,11 +121,38 @@ def predict(
         batch_size: images of one forward pass.
         device: "cpu" or "cuda"; default: a GPU if there is one.
         decode: "cpu" or "exact", as in training; default: as the run, "cpu" if it is not known.
+        explain: whether each prediction has a picture of what spoke for its first label.
 
     Raises:
         UserError: for a mistake in the arguments, and weights that cannot be used. While iterating: a folder contains
             no image, or standard input is empty or has more than `MAX_FILE_BYTES`.
     """
+    predictor = load_predictor(
+        model,
+        top_k=top_k,
+        flip=flip,
+        shift_pixels=shift_pixels,
+        batch_size=batch_size,
+        device=device,
+        decode=decode,
+        explain=explain,
+    )
+    extensions = (*IMAGE_EXTENSIONS, ARRAY_EXTENSION) if predictor.is_of_arrays else IMAGE_EXTENSIONS
+    return predictions_of(predictor, _list_images(images, extensions))
+
+
+def load_predictor(
+    model: str | Path,
+    *,
+    top_k: int = 3,
+    flip: bool = False,
+    shift_pixels: int = 0,
+    batch_size: int = 64,
+    device: str = "",
+    decode: str = "",
+    explain: bool = False,
+) -> Predictor:
+    """Load a trained model; arguments and errors are those of `predict`."""
     parser = predict_parser(None)
     parser.check(top_k=top_k, shift_pixels=shift_pixels, batch_size=batch_size)
     parser.check(device=device or "cpu", decode=decode or "cpu")
@@ -104,25 +164,20 @@ def predict(
     decode = decode or ("cpu" if run is None else run.decode)
     module, metadata = load_model(trained.weights)
     module.to(device or ("cuda" if has_gpu else "cpu"))
-    preprocessing, views = metadata["preprocessing"], checked_views(flip, shift_pixels, metadata)
-    is_of_arrays = values_of(preprocessing) != BYTES or len(preprocessing["mean"]) not in CHANNEL_MODES
-    extensions = (*IMAGE_EXTENSIONS, ARRAY_EXTENSION) if is_of_arrays else IMAGE_EXTENSIONS
-    return _predictions(_list_images(images, extensions), module, metadata, top_k, views, batch_size, decode)
+    views = checked_views(flip, shift_pixels, metadata)
+    predictor = Predictor(module, metadata, top_k, views, batch_size, decode, explain)
+    if explain and predictor.is_of_arrays:
+        raise UserError("--explain: the model was trained on arrays, which have no picture: leave it out.")
+    return predictor
 
 
-def _predictions(
-    entries: Iterator[Entry],
-    module: nn.Module,
-    metadata: dict[str, Any],
-    top_k: int,
-    views: Views,
-    batch_size: int,
-    decode: str,
-) -> Iterator[Prediction]:
-    preprocessing, class_names = metadata["preprocessing"], metadata["class_names"]
+def predictions_of(predictor: Predictor, entries: Iterator[Entry]) -> Iterator[Prediction]:
+    """Yield the prediction of each entry, in order; entries are read `batch_size` at a time."""
+    preprocessing, class_names = predictor.metadata["preprocessing"], predictor.metadata["class_names"]
     channels = len(preprocessing["mean"])
     transform = evaluation_transform(preprocessing)
-    decoder = cache(lambda: make_decoder(decode, preprocessing["image_size"], channels))  # not of all numbers of them
+    # Made when it is needed: there is none for all numbers of channels.
+    decoder = cache(lambda: make_decoder(predictor.decode, preprocessing["image_size"], channels))
 
     def pixels(path: str, content: bytes | None) -> torch.Tensor:
         if values_of(preprocessing) != BYTES or (content is None and path.lower().endswith(ARRAY_EXTENSION)):
@@ -138,30 +193,35 @@ def _predictions(
         return transform(image), notes.get(entry[0], "")
 
     with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
-        while batch := list(islice(entries, batch_size)):
+        while batch := list(islice(entries, predictor.batch_size)):
             images = list(pool.map(read, batch))
             readable = [image[0] for image in images if not isinstance(image, ImageError)]
-            best = iter(_top_classes(module, torch.stack(readable), top_k, views) if readable else [])
+            best = iter(_top_classes(predictor, torch.stack(readable)) if readable else [])
             for (path, _), image in zip(batch, images, strict=True):
                 if isinstance(image, ImageError):
                     yield Prediction(path, [], [], error=image.reason)
                 else:
-                    probabilities, classes = next(best)
-                    yield Prediction(path, [class_names[number] for number in classes], probabilities, image[1])
+                    probabilities, classes, picture = next(best)
+                    labels = [class_names[number] for number in classes]
+                    yield Prediction(path, labels, probabilities, image[1], picture=picture)
 
 
-@torch.inference_mode()
-def _top_classes(
-    module: nn.Module, images: torch.Tensor, top_k: int, views: Views
-) -> list[tuple[list[float], list[int]]]:
-    """Return the highest probabilities of each image, and the numbers of their classes."""
+@torch.no_grad()
+def _top_classes(predictor: Predictor, images: torch.Tensor) -> list[tuple[list[float], list[int], Image.Image | None]]:
+    """Return the highest probabilities of each image, the numbers of their classes, and the picture."""
+    module = predictor.module
     images = images.to(next(module.parameters()).device)
+    pictures: list[Image.Image | None] = [None] * len(images)
     with _SETTINGS, preserved_torch_settings():
         limit_threads()
         use_exact_fp32()
-        probabilities = mean_log_probabilities(module, images, module(images), views).exp()
-    best = probabilities.topk(min(top_k, probabilities.shape[1]), dim=1)
-    return list(zip(best.values.tolist(), best.indices.tolist(), strict=True))
+        probabilities = mean_log_probabilities(module, images, module(images), predictor.views).exp()
+        best = probabilities.topk(min(predictor.top_k, probabilities.shape[1]), dim=1)
+        if predictor.explain:
+            maps = activation_maps(module, images, best.indices[:, 0])
+            preprocessing = predictor.metadata["preprocessing"]
+            pictures = [picture_of(image, one, preprocessing) for image, one in zip(images, maps, strict=True)]
+    return list(zip(best.values.tolist(), best.indices.tolist(), pictures, strict=True))
 
 
 def _list_images(given: str | Path | Iterable[str | Path], extensions: Sequence[str]) -> Iterator[Entry]:

@@ -17,6 +17,8 @@ from delivery.predict import Prediction
 from training.base.atomic_write import replacing
 from training.base.errors import UserError, printable
 
+LONGEST_NAME = 100  # letters of an image's name in that of its picture
+
 
 def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, top_k: int) -> int:
     """Write predictions, name unreadable images on standard error, and return how many there are.
@@ -61,6 +63,35 @@ def write_predictions(predictions: Iterator[Prediction], kind: str, path: str, t
     if unreadable:
         print(f"predict: {unreadable} image(s) could not be read", file=sys.stderr)
     return unreadable
+
+
+def saving_pictures(predictions: Iterator[Prediction], path: str) -> Iterator[Prediction]:
+    """Save each prediction's picture as `<number>-<image's name>.png`, and pass the prediction on.
+
+    Args:
+        predictions: of `delivery.predict.predict`, with pictures.
+        path: of a folder, which is new or empty.
+
+    Raises:
+        UserError: for another folder, and while iterating if a picture cannot be written.
+    """
+    folder = Path(os.path.expanduser(path))
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"--explain {path}: give a new folder, or an empty one.")
+    return _saved(predictions, folder)
+
+
+def _saved(predictions: Iterator[Prediction], folder: Path) -> Iterator[Prediction]:
+    for number, one in enumerate(predictions, 1):
+        if one.picture is not None:
+            name = f"{number:05}-{Path(one.image).stem[:LONGEST_NAME]}.png"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with replacing(folder / name) as temporary:
+                    one.picture.save(temporary, format="png")
+            except OSError as error:
+                raise UserError(f"--explain {folder}: cannot be written ({error.strerror or error}).") from None
+        yield one
 
 
 def _write_json(predictions: Iterator[Prediction], stream: TextIO, top_k: int) -> None:

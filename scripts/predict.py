@@ -3,6 +3,7 @@
 python scripts/predict.py digits photo.png other.jpg
 python scripts/predict.py logs/runs/digits ~/photos --format csv --output labels.csv
 find ~/photos -newer last | python scripts/predict.py digits - --format json
+python scripts/predict.py digits photo.png --explain why          # why/00001-photo.png: what spoke for the label
 curl -s https://example.org/cat.jpg | python scripts/predict.py digits -
 
 Exit code: 0 all images were labelled, 1 some could not be read (named on standard error), 2 the arguments are wrong.
@@ -24,11 +25,13 @@ from training.config.command_line import run_script
 def predict(given: argparse.Namespace) -> int:
     """Predict the images that the command line names; the predictions go to standard output or a file."""
     import delivery.predict
-    from delivery.prediction_output import write_predictions
+    from delivery.prediction_output import saving_pictures, write_predictions
 
     arguments = vars(given)
-    kind, output = arguments.pop("format"), arguments.pop("output")
-    predictions = delivery.predict.predict(**arguments)
+    kind, output, folder = (arguments.pop(name) for name in ("format", "output", "explain"))
+    predictions = delivery.predict.predict(**arguments, explain=bool(folder))
+    if folder:
+        predictions = saving_pictures(predictions, folder)
     return 1 if write_predictions(predictions, kind, output, given.top_k) else 0
 
 

@@ -674,3 +674,16 @@ def test_weights_outside_a_run_need_their_data(call, run, tmp_path):
     assert (code, err) == (2, "evaluate: these weights lie outside a run, so their data is not known: give --data.\n")
     assert call(evaluate, alone, "--data", "digits")[0] == 0
     assert read_json(tmp_path / "weights-evaluation" / "scores.json")["samples"] == 360
+
+
+def test_predict_explains(call, run, pictures, tmp_path):
+    """Pictures of all images in order; a folder that holds something else is refused before anything is read."""
+    code, out, _ = call(predict, run, pictures, "--format", "csv", "--explain", tmp_path / "why")
+    images = [Path(row["image"]).stem for row in csv.DictReader(io.StringIO(out))]
+    assert code == 0
+    assert sorted(path.name for path in (tmp_path / "why").iterdir()) == [
+        f"{number:05}-{name}.png" for number, name in enumerate(images, 1)
+    ]
+    assert Image.open(tmp_path / "why" / "00001-00.png").size == (SIZE, SIZE)
+    code, _, error = call(predict, run, pictures, "--explain", tmp_path)
+    assert (code, error) == (2, f"predict: --explain {tmp_path}: give a new folder, or an empty one.\n")

@@ -1,0 +1,83 @@
+"""Grad-CAM: against CAM in closed form, and on every kind of network."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from delivery.activation_map import activation_maps, picture_of
+from models.build import build_model
+from models.ensemble import Ensemble
+from training.base.errors import UserError
+
+SIZE, CLASSES = 64, 5
+
+
+class PooledCNN(nn.Module):
+    """A convolution, the mean over places, a linear layer: Grad-CAM is CAM here (section 3.1 of the paper)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.head = nn.Conv2d(3, 8, 3, stride=4, padding=1), nn.Linear(8, CLASSES)
+
+    def forward(self, images):
+        return self.head(self.convolution(images).mean((2, 3)))
+
+
+def cam(network, images, classes):
+    """Class activation maps (Zhou et al. 2016): features weighted by the class's own row of the last layer."""
+    features = network.convolution(images)
+    maps = torch.einsum("bchw,bc->bhw", features, network.head.weight[classes]).relu()
+    maps = F.interpolate((maps / maps.amax((1, 2), keepdim=True))[:, None], (SIZE, SIZE), mode="bilinear")[:, 0]
+    return maps / maps.amax((1, 2), keepdim=True)
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_of_a_pooled_cnn_it_is_cam(members):
+    torch.manual_seed(0)
+    networks = [PooledCNN() for _ in range(members)]
+    images, classes = torch.randn(3, 3, SIZE, SIZE), torch.tensor([0, 4, 2])
+    with torch.no_grad():
+        network = networks[0] if members == 1 else Ensemble(networks).eval()
+        found = activation_maps(network, images, classes)
+        if members == 1:
+            torch.testing.assert_close(found, cam(network, images, classes), rtol=1e-4, atol=1e-5)
+        else:
+            assert not torch.equal(found, activation_maps(networks[0], images, classes))
+    assert found.amax((1, 2)).tolist() == pytest.approx([1, 1, 1])
+    assert all(not module._forward_hooks for module in network.modules())
+
+
+MODELS = ["basic_cnn", "cnn_lstm", "timm:vit_tiny_patch16_224", "timm:swin_tiny_patch4_window7_224", "timm:resnet10t"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_maps_of_networks(model):
+    """Each has a map in 0..1 that is not flat, and is left as it was."""
+    torch.manual_seed(0)
+    module = build_model(model, num_classes=CLASSES, image_size=SIZE).module.eval()
+    images = torch.randn(2, 3, SIZE, SIZE)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with torch.no_grad():
+        maps = activation_maps(module, images, torch.tensor([1, 3]))
+    assert maps.shape == (2, SIZE, SIZE)
+    assert 0 <= maps.min() <= maps.max() <= 1
+    assert maps.std() > 0
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_a_network_without_places_is_refused():
+    network = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIZE * SIZE, CLASSES))
+    with pytest.raises(UserError, match="no feature map"):
+        activation_maps(network, torch.randn(1, 3, SIZE, SIZE), torch.tensor([0]))
+
+
+def test_a_picture_is_dark_where_nothing_counted():
+    preprocessing = {"mean": [0.5] * 3, "std": [0.25] * 3}
+    importance = torch.zeros(4, 4)
+    importance[0, 0] = 1
+    picture = picture_of(torch.zeros(3, 4, 4), importance, preprocessing)
+    assert (picture.getpixel((0, 0)), picture.getpixel((3, 3))) == ((128,) * 3, (32,) * 3)
