@@ -93,7 +93,7 @@ def choose_batch_size(prepared: Prepared, start: RunStart) -> Prepared:
         size, how = _search(prepared, global_batch, start)
     config = divided(config, size, global_batch, world.data.size)
     unit = "GPU" if world.device.type == "cuda" else "CPU rank"
-    product = f"x {world.size} {unit}s x {config.gradient_accumulation_steps} accumulation step(s)"
+    product = f"x {world.data.size} {unit}s x {config.gradient_accumulation_steps} accumulation step(s)"
     note = f"--batch-size auto is {size} per {unit} ({how}), {product} = global batch {global_batch}"
     return dataclasses.replace(prepared, config=config).decide(note)
 

@@ -38,7 +38,7 @@ def train_and_evaluate(context: Run, loop: TrainContext, saver: Saver) -> int:
     if state.progress.step == last_step:
         # A checkpoint of this moment holds averaged buffers: averaging them again would round them again.
         if not only_evaluation_is_left:
-            engine.buffers.average(world)
+            engine.buffers.average(world.data)
         if not stop_signal:
             evaluation_start = time.perf_counter()
             raw = _evaluate_raw(context, loop)
@@ -79,7 +79,7 @@ def _end_epoch(
 ) -> Callable[[], None] | None:
     """Log an epoch and count it; if it is the best so far, return what writes its weights. A collective."""
     state, world, clock = context.state, context.world, loop.timing.clock
-    train_scores = state.sums.reduce(world)
+    train_scores = state.sums.reduce(world.data)
     state.sums.reset()
     train_loss = train_scores.loss if train_scores.samples else 0.0  # of no step that was applied
     # A loss that compares images guesses among those of a step.

@@ -39,7 +39,7 @@ def announce_start(context: Run) -> None:
     log(f"run {context.folder.name}: {config.model_type}, {config.strategy}, {context.precision}, {world.describe()}")
     unit = "GPU" if world.device.type == "cuda" else "CPU rank"
     log(
-        f"global batch {plan.global_batch} = {config.batch_size} per {unit} x {world.size} {unit}s x "
+        f"global batch {plan.global_batch} = {config.batch_size} per {unit} x {world.data.size} {unit}s x "
         f"{config.gradient_accumulation_steps} accumulation step(s); {plan.steps_per_epoch} steps per epoch; "
         f"peak learning rate {context.schedule.peak:.3g}"
     )

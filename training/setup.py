@@ -215,7 +215,7 @@ def build(prepared: Prepared) -> Run:
 def _build_step(config: TrainConfig, data: DatasetPair, world: World) -> Step:
     """Return how a step trains: on the loss of each image, or on one over all images of a step."""
     if config.is_contrastive:
-        return GradientCache(world, config.temperature, len(data.class_names))
+        return GradientCache(world.data, config.temperature, len(data.class_names))
     return Accumulate(build_loss(config, data.class_names, data.train_counts, world.device))
 
 
@@ -230,7 +230,7 @@ def _build_readers(
     stride = -(-len(compared) // MOST_COMPARED)
     each_once = EvaluationPlan(-(-len(compared) // stride), config.micro_batch, world.data.size, stride)
     loader = Loader(compared, each_once, world.data.rank, workers=train.pool or 0, device=world.device)
-    return train, val, Neighbours(loader, len(data.class_names), world)
+    return train, val, Neighbours(loader, len(data.class_names), world.data)
 
 
 def set_up_engine(
@@ -243,8 +243,8 @@ def set_up_engine(
     compiles: bool,
 ) -> tuple[EngineSetup, str]:
     """Return what the engine is built from, with a new optimizer, and the engine's name; a collective."""
-    shards = ranks_per_machine(world) if config.replicate_across == "nodes" else world.size
-    parallel = plan_of(config.strategy, world.size, config.offload, shards)
+    shards = ranks_per_machine(world.data) if config.replicate_across == "nodes" else world.data.size
+    parallel = plan_of(config.strategy, world.data.size, config.offload, shards)
     name = agreed(
         lambda: resolve_engine(config.engine, parallel, strategy_json, built.module),
         world,
@@ -262,7 +262,7 @@ def set_up_engine(
         optimizer,
         parallel,
         precision,
-        world,
+        world.data,
         batch_size=config.micro_batch,
         accumulation_steps=config.gradient_accumulation_steps,
         gradient_clipping=config.gradient_clipping,
@@ -304,7 +304,7 @@ def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainCont
     )
     guard = NonFiniteGuard(
         state.engine,
-        world,
+        world.data,
         loggers,
         config.max_bad_steps,
         context.data.train.source.name,

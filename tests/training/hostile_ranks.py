@@ -77,9 +77,9 @@ def groups_of_small_values(world: World) -> list[bool]:
     plain = {name: getattr(dist, name) for name in ("all_gather_into_tensor", "broadcast")}
 
     def noting(name: str) -> Any:
-        def call(*tensors: Any, group: dist.ProcessGroup | None = None) -> None:
+        def call(*tensors: Any, group: dist.ProcessGroup | None = None, **source: int) -> None:
             groups.append(group is world.signal_group and tensors[0].device.type == "cpu")
-            plain[name](*tensors, group=group)
+            plain[name](*tensors, group=group, **source)
 
         return call
 

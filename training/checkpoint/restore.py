@@ -30,15 +30,15 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
     try:
         reader, own = CheckpointReader(found.path, manifest), engine.state()
         versions = max((len(buffer) for buffer in own.buffers.values()), default=1)
-        buffers = reader.buffers(world.rank, world.size, versions)
-        epoch_sums = reader.epoch_sums(world.rank, world.size)
+        buffers = reader.buffers(world.data.rank, world.data.size, versions)
+        epoch_sums = reader.epoch_sums(world.data.rank, world.data.size)
         _check_content(own, manifest, reader, buffers)
         if reader.moment_kinds and reader.frozen != frozen_parameters(engine.module).keys():
             raise DamagedCheckpoint("other parameters are frozen in it than in this model")
         _check_sums(epoch_sums, sums)
         engine.load_state(reader.tensors, buffers, manifest.applied_steps)
         sums.restore(epoch_sums)
-    except (DamagedCheckpoint, SafetensorError, RuntimeError, KeyError) as error:
+    except (DamagedCheckpoint, SafetensorError, RuntimeError, LookupError) as error:
         raise UserError(f"checkpoint {found.path} cannot be used: {one_line(error)}") from None
     if engine.loss_scale is not None and manifest.loss_scale:
         engine.loss_scale.restore(manifest.loss_scale)

@@ -137,7 +137,8 @@ class Saver:
             "parameters": {name: list(shape) for name, shape in state.shapes.items()},
             "frozen": self._frozen.facts if self._frozen else None,
         }
-        self._snapshot.take(state, self._state.sums.state(), self._frozen.names if self._frozen else ())
+        sums = self._state.sums.state() if self._world.tensor.is_main else None
+        self._snapshot.take(state, sums, self._frozen.names if self._frozen else ())
         save = self._running = _Save(
             checkpoint_name(progress),
             position=self._plan.position(progress),

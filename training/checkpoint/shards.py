@@ -16,6 +16,7 @@ import json
 import math
 import mmap
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,28 +52,30 @@ class Snapshot:
         self._kinds: dict[str, tuple[str, torch.dtype, torch.Size]] = {}
         self._copied: torch.cuda.Event | None = None
 
-    def take(self, state: EngineState, epoch_sums: torch.Tensor, left_out: Collection[str] = ()) -> None:
+    def take(self, state: EngineState, epoch_sums: torch.Tensor | None, left_out: Collection[str] = ()) -> None:
         """Copy the current state; on a GPU the copies are queued, before the next step changes the state.
 
         Args:
             state: of the engine.
-            epoch_sums: what `ScoreSums.state` returned, float64 [4].
+            epoch_sums: what `ScoreSums.state` returned, float64 [4]; None on a rank whose images and buffers are also
+                those of another rank, which saves them.
             left_out: names of the parameters that are in the file of frozen weights.
         """
         shards = [shard for shard in state.shards if shard.name not in left_out]
         sources = {
             f"{kind}.{number}": tensor for number, shard in enumerate(shards) for kind, tensor in shard.tensors.items()
         }
-        sources |= {BUFFER_PREFIX + name: buffer for name, buffer in state.buffers.items()}
-        sources[EPOCH_SUMS] = epoch_sums
+        if epoch_sums is not None:
+            sources |= {BUFFER_PREFIX + name: buffer for name, buffer in state.buffers.items()}
+            sources[EPOCH_SUMS] = epoch_sums
         kinds = {name: (source.device.type, source.dtype, source.shape) for name, source in sources.items()}
         if kinds != self._kinds:
             self.tensors = {}  # frees them first
             self._kinds, self.tensors = kinds, _memory_for(sources)
         for name, source in sources.items():
             self.tensors[name].copy_(source.detach(), non_blocking=True)
-        if epoch_sums.device.type == "cuda":
-            self._copied = torch.cuda.current_stream(epoch_sums.device).record_event()
+        gpus = {source.device for source in sources.values() if source.device.type == "cuda"}
+        self._copied = torch.cuda.current_stream(gpus.pop()).record_event() if gpus else None
         self.layout = {
             "moments": sorted(state.moment_kinds),
             "shards": [[shard.name, list(shard.offsets), *_own_moments(shard, state)] for shard in shards],
@@ -260,8 +263,8 @@ class CheckpointReader:
         """Return a rank's buffers, name -> [versions, ...]: the saved ones, or their mean if their number is another.
 
         Args:
-            rank: this one.
-            world_size: ranks.
+            rank: this one, among those that read different images.
+            world_size: these ranks.
             versions: that each rank has.
         """
         result = {}
@@ -277,14 +280,15 @@ class CheckpointReader:
 
     def all_buffers(self) -> dict[str, torch.Tensor]:
         """Return all versions of the buffers, in the order of the ranks: name -> [n, ...]."""
-        every = [self._buffers_of(rank) for rank in range(self._ranks)]
+        every = [self._buffers_of(file) for file in self._with_sums]
         return {name: torch.cat([buffers[name] for buffers in every]) for name in every[0]}
 
     def epoch_sums(self, rank: int, world_size: int) -> torch.Tensor:
-        """Return a rank's share of the epoch's sums so far: its own, or all of them on rank 0."""
-        if world_size == self._ranks:
-            return self._files[rank].get_tensor(EPOCH_SUMS)
-        total = torch.stack([file.get_tensor(EPOCH_SUMS) for file in self._files[: self._ranks]]).sum(0)
+        """Return a rank's share of the epoch's sums so far: its own, or all on rank 0; arguments as of `buffers`."""
+        sums = [file.get_tensor(EPOCH_SUMS) for file in self._with_sums]
+        if world_size == len(sums):
+            return sums[rank]
+        total = torch.stack(sums).sum(0)
         return total if rank == 0 else torch.zeros_like(total)
 
     def assemble(self, kind: str, name: str) -> torch.Tensor:
@@ -294,8 +298,12 @@ class CheckpointReader:
             whole[shard.box] = self._files[shard.rank].get_tensor(f"{kind}.{shard.number}")
         return whole
 
-    def _buffers_of(self, rank: int) -> dict[str, torch.Tensor]:
-        file = self._files[rank]
+    @cached_property
+    def _with_sums(self) -> list[Any]:
+        """The files of ranks that save images' sums and buffers, one for each that reads different images."""
+        return [file for file in self._files[: self._ranks] if EPOCH_SUMS in file.keys()]  # noqa: SIM118
+
+    def _buffers_of(self, file: Any) -> dict[str, torch.Tensor]:
         names = [name for name in file.keys() if name.startswith(BUFFER_PREFIX)]  # noqa: SIM118 - no mapping
         return {name.removeprefix(BUFFER_PREFIX): file.get_tensor(name) for name in names}
 

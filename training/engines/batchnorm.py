@@ -25,11 +25,12 @@ def synchronize_batchnorm(module: nn.Module, world: World) -> nn.Module:
         # timm's converter keeps the activation of its BatchNormAct2d, which PyTorch's would drop.
         from timm.layers import convert_sync_batchnorm
 
-        return convert_sync_batchnorm(module)
+        return convert_sync_batchnorm(module, world.group)
     for child in module.modules():
         if isinstance(child, BATCHNORMS):
             # Changing the class keeps subclasses' own state, such as the activation of timm's BatchNormAct2d.
             child.__class__ = _synchronized_class(type(child))  # type: ignore[arg-type]
+            child.process_group = world.group  # under SyncBatchNorm's own name
     return module
 
 
@@ -42,12 +43,12 @@ def synchronized_batch_norm(images: torch.Tensor, norm: Any) -> torch.Tensor:
     channels, dimensions = images.shape[1], (0, *range(2, images.ndim))
     along_channels = (1, channels, *[1] * (images.ndim - 2))
     local = torch.cat([images.sum(dimensions), images.new_full((1,), images.numel() / channels)])
-    sums = _SumOverRanks.apply(local)
+    sums = _SumOverRanks.apply(local, norm.process_group)
     total = sums[-1].detach()
     mean = sums[:channels] / total
     # A second pass over the centred values: E[x^2] - E[x]^2 would cancel if the mean is large.
     centred = images - mean.view(along_channels)
-    variance = _SumOverRanks.apply(centred.square().sum(dimensions)) / total
+    variance = _SumOverRanks.apply(centred.square().sum(dimensions), norm.process_group) / total
     with torch.no_grad():
         if norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None:
             norm.num_batches_tracked.add_(1)
@@ -65,23 +66,26 @@ class _SumOverRanks(torch.autograd.Function):
     """All-reduce whose gradient is the all-reduced gradient: each rank's input is part of every rank's output."""
 
     @staticmethod
-    def forward(_context: Any, values: torch.Tensor) -> torch.Tensor:
-        return _sum_over_ranks(values)
+    def forward(context: Any, values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        context.group = group
+        return _sum_over_ranks(values, group)
 
     @staticmethod
-    def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return _sum_over_ranks(gradient.contiguous())
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sum_over_ranks(gradient.contiguous(), context.group), None
 
 
-def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+def _sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     total = values.clone()
     with communication():
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
     return total
 
 
 class CpuSyncBatchNorm(nn.Module):
     """The base that comes before a class of BatchNorm, and computes its training statistics over all ranks."""
+
+    process_group: dist.ProcessGroup | None
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Normalize [B, C, ...]; a collective in training."""

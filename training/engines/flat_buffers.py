@@ -142,7 +142,7 @@ class CollectiveBuffers(FlatBuffers):
         # Half of the bytes of an all-reduce, if a rank has one sum to send.
         self._received = self.gradients.new_empty(len(self._rows), self._world.size, len(self.part))
         self._works = [
-            dist.all_to_all_single(place.view(-1), row, async_op=True)
+            dist.all_to_all_single(place.view(-1), row, group=self._world.group, async_op=True)
             for place, row in zip(self._received, self._rows, strict=True)
         ]
 
@@ -151,10 +151,10 @@ class CollectiveBuffers(FlatBuffers):
         return _sum_rows(self._received.transpose(0, 1), self._tree, self._sum)
 
     def start_from_main(self) -> None:
-        dist.broadcast(self.weights, 0)
+        dist.broadcast(self.weights, group=self._world.group, group_src=0)
 
     def start_gather(self) -> None:
-        self._works = [dist.all_gather_into_tensor(self.weights, self.part, async_op=True)]
+        self._works = [dist.all_gather_into_tensor(self.weights, self.part, group=self._world.group, async_op=True)]
 
     def finish_gather(self) -> None:
         self._wait()

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -73,8 +74,9 @@ class Fsdp2(Distribution):
         """Shard the modules; a collective."""
         world, plan = setup.world, setup.plan
         replicas = world.size // self._shards
-        sizes, names = ((replicas,), ("replicas",)) if replicas > 1 else ((), ())
-        mesh = init_device_mesh(world.device.type, (*sizes, self._shards), mesh_dim_names=(*names, "shards"))
+        names = ("replicas", "shards") if replicas > 1 else ("shards",)
+        sizes = (replicas, self._shards, dist.get_world_size() // world.size)  # the last: of ranks with other weights
+        mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=("replicas", "shards", "parts"))[names]
         policy = OffloadPolicy()
         if plan.offload != "none":
             policy = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")

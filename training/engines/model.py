@@ -97,7 +97,7 @@ def build_training_model(
     has_one_size = len(data.train.sizes) == 1  # else the operations are those of no epoch
     flops = TrainingFlops(module, data.train.sizes[0], channels) if world.is_main and has_one_size else None
     if config.sync_batchnorm:  # before the next, which keeps references to layers that this may replace
-        module = synchronize_batchnorm(module, world)
+        module = synchronize_batchnorm(module, world.data)
     if config.activation_checkpointing:
         enable_activation_checkpointing(module)
     return dataclasses.replace(built, module=module), flops

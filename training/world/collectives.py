@@ -21,7 +21,7 @@ def barrier(world: World) -> None:
     """Wait for all ranks; a collective."""
     if world.size > 1:
         with communication():
-            dist.barrier()
+            dist.barrier(group=world.group)
 
 
 def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
@@ -29,7 +29,7 @@ def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
     total = values.clone()
     if world.size > 1:
         with communication():
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=world.group)
     return total
 
 
@@ -38,7 +38,7 @@ def largest_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
     largest = values.clone()
     if world.size > 1:
         with communication():
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=world.group)
     return largest
 
 
@@ -48,7 +48,7 @@ def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
     if world.size == 1:
         return rows.copy_(values)
     with communication():
-        dist.all_gather_into_tensor(rows.view(-1), values)
+        dist.all_gather_into_tensor(rows.view(-1), values, group=world.group)
     return rows
 
 
@@ -58,7 +58,7 @@ def copy_from_main(tensors: list[torch.Tensor], world: World) -> None:
         return
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     with communication():
-        dist.broadcast(flat, 0)
+        dist.broadcast(flat, group=world.group, group_src=0)
     _split_into(tensors, flat)
 
 

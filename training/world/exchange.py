@@ -56,19 +56,20 @@ def gather(
 
 
 def broadcast(value: Any, parse: Parser[Value], group: dist.ProcessGroup | None) -> Value:
-    """Return rank 0's value on every rank; the other ranks' are ignored. A collective of a group of all ranks on CPUs.
+    """Return rank 0's value on every rank; the other ranks' are ignored. A collective of a group on CPUs.
 
     The other arguments and errors are those of `gather`.
     """
-    message = _encode(value if dist.get_rank() == 0 else None)
+    is_first = dist.get_rank(group) == 0
+    message = _encode(value if is_first else None)
     length = torch.tensor([len(message)])
     with communication():
-        dist.broadcast(length, 0, group=group)
+        dist.broadcast(length, group=group, group_src=0)
     content = torch.zeros(_checked_length(int(length), 0), dtype=torch.uint8)
-    if dist.get_rank() == 0:
+    if is_first:
         content.copy_(torch.frombuffer(message, dtype=torch.uint8))
     with communication():
-        dist.broadcast(content, 0, group=group)
+        dist.broadcast(content, group=group, group_src=0)
     return _decode(content.numpy().tobytes(), parse, 0)
 
 

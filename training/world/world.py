@@ -10,7 +10,7 @@ import os
 import socket
 import warnings
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,16 +27,9 @@ LOOPBACK = "lo"
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
-class Place(NamedTuple):
-    """A rank along one dimension of the ranks."""
-
-    rank: int
-    size: int
-
-
 @dataclass(frozen=True)
 class World:
-    """This process among all ranks.
+    """This process among all ranks, or among those of one group of a mesh.
 
     Attributes:
         rank: of this process, from 0.
@@ -45,7 +38,9 @@ class World:
         size: ranks on all machines.
         device: of this rank.
         signal_group: gloo group for small values and for stopping, None for a single rank.
-        save_group: gloo group for the thread that writes checkpoints, None for a single rank.
+        save_group: gloo group for the thread that writes checkpoints, None for a single rank and in groups of a mesh.
+        group: of collectives of tensors; None for all ranks.
+        mesh: this rank's groups, if the ranks form a mesh, see `training.world.mesh`.
     """
 
     rank: int
@@ -55,6 +50,8 @@ class World:
     device: torch.device
     signal_group: dist.ProcessGroup | None = None
     save_group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None
+    mesh: Mesh | None = None
 
     @property
     def is_main(self) -> bool:
@@ -62,19 +59,54 @@ class World:
         return self.rank == 0
 
     @property
-    def data(self) -> Place:
-        """This rank among those that read different images: all, as long as each has a whole model."""
-        return Place(self.rank, self.size)
+    def data(self) -> World:
+        """The ranks that read different images and have the same part of the model: all, unless there is a mesh."""
+        return self.mesh.data if self.mesh else self
+
+    @property
+    def tensor(self) -> World:
+        """The ranks that share the arithmetic of the same layers for the same images."""
+        return self.mesh.tensor if self.mesh else self.alone()
+
+    @property
+    def pipeline(self) -> World:
+        """The ranks that have consecutive layers, in their order, and the same images."""
+        return self.mesh.pipeline if self.mesh else self.alone()
+
+    def alone(self) -> World:
+        """Return a world of this rank only."""
+        return World(0, 0, 1, 1, self.device)
 
     def describe(self) -> str:
-        """Return a short description of the ranks' hardware and, on several machines, of their network interface."""
+        """Return a short description of the ranks' hardware, of their network interface if needed, and of a mesh."""
         is_gpu = self.device.type == "cuda"
         interface = os.environ.get("NCCL_SOCKET_IFNAME" if is_gpu else "GLOO_SOCKET_IFNAME", "").removeprefix("=")
         network = f" on {interface}" if interface and self.size > self.local_size else ""
+        mesh = f", {self.mesh.describe()}" if self.mesh else ""
         if is_gpu:
-            return f"{self.size} x {torch.cuda.get_device_name(self.device)}{network}"
+            return f"{self.size} x {torch.cuda.get_device_name(self.device)}{network}{mesh}"
         ranks = "1 CPU process" if self.size == 1 else f"{self.size} CPU ranks over gloo"
-        return f"{ranks}{network}, {torch.get_num_threads()} thread(s) each"
+        return f"{ranks}{network}, {torch.get_num_threads()} thread(s) each{mesh}"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A rank's groups in ranks that are divided into data x pipeline x tensor.
+
+    Attributes:
+        data: see `World.data`.
+        pipeline: see `World.pipeline`.
+        tensor: see `World.tensor`.
+    """
+
+    data: World
+    pipeline: World
+    tensor: World
+
+    def describe(self) -> str:
+        """Return the sizes of the dimensions that are divided."""
+        sizes = {"data": self.data.size, "pipeline": self.pipeline.size, "tensor": self.tensor.size}
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if name == "data" or size > 1)
 
 
 def start_world(*, deterministic: bool = False) -> World:

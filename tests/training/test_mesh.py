@@ -1,0 +1,43 @@
+"""Division of the ranks into data x pipeline x tensor."""
+
+from __future__ import annotations
+
+import pytest
+
+MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]  # tensor, pipeline
+
+
+def test_the_groups_of_a_mesh_are_rows_of_the_ranks(run_on_ranks):
+    cases = [{"tensor": tensor, "pipeline": pipeline} for tensor, pipeline in MESHES]
+    found = run_on_ranks("tests.training.mesh_ranks:neighbours", 4, cases)
+    for number, (tensor, pipeline) in enumerate(MESHES):
+        for rank, reports in enumerate(found):
+            stride = {"tensor": 1, "pipeline": tensor, "data": tensor * pipeline}
+            sizes = {"tensor": tensor, "pipeline": pipeline, "data": 4 // tensor // pipeline}
+            for name, size in sizes.items():
+                place = rank // stride[name] % size
+                ranks = [rank + stride[name] * (other - place) for other in range(size)]
+                assert reports[number][name] == {
+                    "place": [place, size],
+                    "local": [place, size],
+                    "rows": ranks,
+                    "objects": ranks,
+                    "sum and largest": [sum(ranks), max(ranks)],
+                    "of main": [min(ranks)] * 2,
+                }
+    assert found[0][1]["text"].endswith("data 2 x tensor 2")
+    assert found[0][3]["text"].endswith("data 1 x pipeline 2 x tensor 2")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "message"),
+    [
+        (3, 1, "--tensor-parallel 3: 4 rank(s) cannot be divided into groups of 3, use 3 or 6 ranks."),
+        (4, 2, "--tensor-parallel 4 x --pipeline-parallel 2: 4 rank(s) cannot be divided into groups of 8, use 8"),
+    ],
+)
+def test_ranks_that_cannot_be_divided_are_refused_in_one_line(tensor, pipeline, message, run_on_ranks):
+    for (report,) in run_on_ranks(
+        "tests.training.mesh_ranks:neighbours", 4, [{"tensor": tensor, "pipeline": pipeline}]
+    ):
+        assert report["error"].startswith(message)
