@@ -159,7 +159,7 @@ def test_the_environment_is_read_where_it_belongs():
     allowed = {
         *(f"training/world/{name}.py" for name in ("launchers", "world", "preserved_process")),
         *("scripts/train_distributed.py", "training/base/heartbeat.py", "training/engines/deepspeed_engine.py"),
-        *(f"launch/{name}.py" for name in ("single_node", "supervisor", "local_ranks", "process_tree")),  # hand it on
+        *(f"launch/{name}.py" for name in ("single_node", "sweep", "local_ranks", "process_tree")),  # hand it on
         "training/config/command_line.py",  # rank 0 prints for all
         *(f"launch/cluster/{name}.py" for name in ("agent", "multi_node", "plan", "remote_shell")),  # the same
         *(

@@ -1,0 +1,162 @@
+"""A sweep as a table and a page: each combination's mean and deviation, and parallel coordinates of all trials."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from delivery.csv_cells import csv_line
+from training.base.atomic_write import replacing
+
+PAGE = Path(__file__).with_name("sweep_page.html.j2")
+SEED = "seed"
+WIDTH, HEIGHT, MARGIN = 900, 340, 50  # of the picture, pixels
+TOP1 = "top-1"
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """A trial as the page shows it.
+
+    Attributes:
+        run_name: of its run.
+        values: by flag.
+        epochs: trained.
+        top1: the best validation accuracy, None before the first epoch.
+        state: in words.
+        seconds: of its trainings.
+    """
+
+    run_name: str
+    values: Mapping[str, str]
+    epochs: int
+    top1: float | None
+    state: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Combination:
+    """All trials that differ in nothing but their seed.
+
+    Attributes:
+        values: by flag, without the seed.
+        scores: the top-1 of each.
+        epochs: that all of them were trained for.
+        states: in words, each once.
+    """
+
+    values: dict[str, str]
+    scores: list[float]
+    epochs: int
+    states: str
+
+    @property
+    def score(self) -> str:
+        """Mean ± standard deviation (n - 1) in percent; of a single one itself."""
+        if not self.scores:
+            return "-"
+        mean = f"{100 * statistics.mean(self.scores):.2f}"
+        return mean if len(self.scores) < 2 else f"{mean} ± {100 * statistics.stdev(self.scores):.2f}"
+
+
+def rows_of(results: Sequence[TrialResult]) -> list[Combination]:
+    """Return a row for each combination of values but the seed, those trained furthest first, then the best mean."""
+    groups: dict[tuple[tuple[str, str], ...], list[TrialResult]] = {}
+    for one in results:
+        key = tuple((flag, value) for flag, value in one.values.items() if flag != SEED)
+        groups.setdefault(key, []).append(one)
+    rows = [
+        Combination(
+            dict(key),
+            [one.top1 for one in group if one.top1 is not None],
+            min(one.epochs for one in group),
+            ", ".join(dict.fromkeys(one.state for one in group)),
+        )
+        for key, group in groups.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.epochs, -statistics.mean(row.scores) if row.scores else 1.0))
+
+
+def write_sweep(folder: Path, name: str, results: Sequence[TrialResult], command: str) -> Path:
+    """Write sweep.csv, a line for each trial, and sweep.html into the sweep's folder; return the page.
+
+    Args:
+        folder: of the sweep.
+        name: of the sweep.
+        results: of all trials.
+        command: that trains the best trial alone; empty if none has a score.
+    """
+    flags = list(results[0].values)
+    with replacing(folder / "sweep.csv") as temporary, temporary.open("w", encoding="utf-8", newline="") as stream:
+        stream.write(csv_line(["run", *flags, "epochs", "top1", "state", "seconds"]))
+        for one in results:
+            numbers = [one.epochs, "" if one.top1 is None else one.top1, one.state, round(one.seconds, 1)]
+            stream.write(csv_line([one.run_name, *one.values.values(), *numbers]))
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    page = environment.from_string(PAGE.read_text(encoding="utf-8")).render(
+        name=name,
+        rows=rows_of(results),
+        flags=[flag for flag in flags if flag != SEED],
+        results=results,
+        axes=_axes(flags, results),
+        lines=_lines(flags, results),
+        size=(WIDTH, HEIGHT, MARGIN),
+        command=command,
+    )
+    with replacing(folder / "sweep.html") as temporary:
+        temporary.write_text(page, encoding="utf-8", errors="replace")
+    return folder / "sweep.html"
+
+
+def _places(values: Sequence[str]) -> dict[str, float]:
+    """Return where each value lies on its axis, from 0 to 1: numbers by their rank, as words by their order."""
+    try:
+        ordered = sorted(set(values), key=float)
+    except ValueError:
+        ordered = list(dict.fromkeys(values))
+    return {value: place / max(len(ordered) - 1, 1) for place, value in enumerate(ordered)}
+
+
+def _axes(flags: Sequence[str], results: Sequence[TrialResult]) -> list[dict[str, Any]]:
+    """Return name, x, and the labelled ticks of each axis."""
+    scores = [one.top1 for one in results if one.top1 is not None]
+    axes: list[dict[str, Any]] = []
+    for number, flag in enumerate(flags):
+        places = _places([one.values[flag] for one in results])
+        shown = list(places.items())
+        if len(shown) > 8:
+            shown = [shown[0], shown[-1]]
+        axes.append({"name": flag, "x": _x(number, len(flags)), "ticks": [(_y(at), text) for text, at in shown]})
+    ends = [(_y(0), f"{100 * min(scores):.1f} %"), (_y(1), f"{100 * max(scores):.1f} %")] if scores else []
+    return [*axes, {"name": TOP1, "x": _x(len(flags), len(flags)), "ticks": ends}]
+
+
+def _lines(flags: Sequence[str], results: Sequence[TrialResult]) -> list[dict[str, Any]]:
+    """Return the points and the name of each trial with a score, the best last, so that it lies on top."""
+    scored = sorted((one for one in results if one.top1 is not None), key=lambda one: (one.epochs, one.top1))
+    if not scored:
+        return []
+    scores = [one.top1 or 0.0 for one in scored]
+    low, spread = min(scores), (max(scores) - min(scores)) or 1.0
+    places = [_places([one.values[flag] for one in results]) for flag in flags]
+    lines = []
+    for one in scored:
+        at = [places[number][one.values[flag]] for number, flag in enumerate(flags)]
+        at.append(((one.top1 or 0.0) - low) / spread)
+        points = " ".join(f"{_x(number, len(flags)):.1f},{_y(place):.1f}" for number, place in enumerate(at))
+        lines.append({"points": points, "name": one.run_name, "is_best": one is scored[-1]})
+    return lines
+
+
+def _x(number: int, last: int) -> float:
+    return MARGIN + number / last * (WIDTH - 2 * MARGIN)
+
+
+def _y(place: float) -> float:
+    return HEIGHT - MARGIN - place * (HEIGHT - 2 * MARGIN)

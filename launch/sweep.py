@@ -1,0 +1,337 @@
+"""Trains one line with several values of its flags: a grid or random draws, all to the end or the better ones only.
+
+The better ones go on by exact resume, so that a trial that reaches the last epoch is the run it would have been by
+itself: successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) with nothing trained twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from launch.arguments import check_training, read_arguments
+from training.base.atomic_write import replacing, write_json
+from training.base.control_groups import usable_cores
+from training.base.errors import DIVERGED_EXIT_CODE, UserError, one_line, shown
+from training.base.run_folder import METRICS, shown_path
+from training.config import REPO_ROOT
+from training.observe.new_run import run_folder
+from training.world.gpus import machine_gpus, visible_gpus
+
+LAUNCHER = REPO_ROOT / "launch" / "from_python.py"  # stops the ranks if this process dies
+SCRIPT = "launch_distributed.sh"
+MOST_TRIALS = 1000
+POLL_SECONDS = 0.2
+PLACES = 3  # significant digits of a number that is drawn
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_VARIED = re.compile(r"(?:--)?([a-z][a-z0-9-]*)=(.+)", re.DOTALL)
+_RANGE = re.compile(r"([^.].*?)\.\.(.+?)(:log)?")
+STATE, LINE = "trials.json", "sweep.json"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is tried.
+
+    Attributes:
+        name: of the sweep; a trial's run is named after it.
+        words: of scripts/launch_distributed.sh, with the flags that all trials have.
+        varied: FLAG=VALUE,VALUE or FLAG=LOW..HIGH or FLAG=LOW..HIGH:log, as given; values that hold commas have |
+            between them.
+        trials: how many are drawn; 0 for all combinations of the values.
+        halving: the share 1 / `halving` of the trials goes on at each rung; 0 if all train to the end.
+        seed: of the draws.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    varied: tuple[str, ...]
+    trials: int = 0
+    halving: int = 0
+    seed: int = 0
+
+
+@dataclass
+class SweepTrial:
+    """One combination of values.
+
+    Attributes:
+        number: from 1.
+        values: by flag, without dashes.
+        run_name: of its run.
+        folder: of its run.
+        epochs: trained so far.
+        top1: the best of them on the validation images, None before the first.
+        state: "waiting", "paused", "finished", "diverged", or why it failed.
+        seconds: that its starts took here.
+    """
+
+    number: int
+    values: dict[str, str]
+    run_name: str
+    folder: Path
+    epochs: int = 0
+    top1: float | None = None
+    state: str = "waiting"
+    seconds: float = 0.0
+
+    @property
+    def flags(self) -> list[str]:
+        """Those that it alone has."""
+        return [f"--{flag}={value}" for flag, value in self.values.items()]
+
+
+@dataclass
+class RunningSweep:
+    """A sweep on this machine, with what every trial has come to so far.
+
+    Attributes:
+        sweep: what is tried.
+        trials: all of them.
+        folder: where the sweep keeps its line, the trials' states and their output.
+        epochs: of a whole training.
+    """
+
+    sweep: Sweep
+    trials: list[SweepTrial]
+    folder: Path
+    epochs: int
+    _processes: set[subprocess.Popen] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _is_stopped: bool = False
+
+    def run(self, jobs: int) -> Iterator[SweepTrial]:
+        """Train what is left, `jobs` trials at a time; yield each trial when it has come to a rung.
+
+        Raises:
+            UserError: if there are fewer GPUs than `jobs` trials need.
+        """
+        places = _places(self.sweep, jobs)
+        going = list(self.trials)
+        for until in self.rungs():
+            with ThreadPoolExecutor(jobs) as pool:
+                yield from pool.map(lambda trial, until=until: self._train(trial, until, places), going)
+            if self._is_stopped:
+                return
+            sound = [trial for trial in going if trial.state in ("paused", "finished", "diverged")]
+            sound.sort(key=lambda trial: -(trial.top1 or 0.0))
+            going = sound[: math.ceil(len(going) / self.sweep.halving)] if self.sweep.halving else sound
+
+    def rungs(self) -> list[int]:
+        """Return the epochs after which the better trials alone go on; the last is that of a whole training."""
+        share = self.sweep.halving
+        if not share:
+            return [self.epochs]
+        most = int(math.log(len(self.trials), share) + 1e-9)
+        return sorted({max(1, math.ceil(self.epochs / share**rung)) for rung in range(most + 1)})
+
+    def stop(self) -> None:
+        """Let the trials that run save and leave; no other begins."""
+        with self._lock:
+            self._is_stopped = True
+            for process in self._processes:
+                process.send_signal(signal.SIGTERM)
+
+    def _train(self, trial: SweepTrial, until: int, places: SimpleQueue[dict[str, str]]) -> SweepTrial:
+        """Train a trial up to the end of an epoch, if it is not that far; a failure is its state."""
+        is_there = until < self.epochs and trial.epochs >= until
+        if self._is_stopped or is_there or trial.state in ("finished", "diverged"):
+            return trial
+        place = places.get()
+        try:
+            self._start(trial, until, place)
+        finally:
+            places.put(place)
+        with self._lock:
+            _save(self.folder, self.trials)
+        return trial
+
+    def _start(self, trial: SweepTrial, until: int, place: Mapping[str, str]) -> None:
+        words = [*self.sweep.words, *trial.flags, f"--run-name={trial.run_name}", "--resume=auto"]
+        command = [sys.executable, str(LAUNCHER), str(os.getpid()), *words]
+        start = time.monotonic()
+        output = self.folder / f"{trial.number:03}.log"
+        with output.open("ab") as log, self._lock:
+            if self._is_stopped:
+                return
+            process = subprocess.Popen(
+                command, env={**os.environ, **place}, stdout=log, stderr=log, start_new_session=True
+            )
+            self._processes.add(process)
+        is_asked = False
+        while process.poll() is None:
+            if not is_asked and until < self.epochs and _progress(trial.folder)[0] >= until:
+                process.send_signal(signal.SIGTERM)  # the step after the epoch's last is kept too
+                is_asked = True
+            time.sleep(POLL_SECONDS)
+        with self._lock:
+            self._processes.discard(process)
+        trial.seconds += time.monotonic() - start
+        trial.epochs, trial.top1 = _progress(trial.folder)
+        if process.returncode == DIVERGED_EXIT_CODE:
+            trial.state = "diverged"
+        elif process.returncode == 0:
+            trial.state = "finished"
+        elif is_asked or self._is_stopped:
+            trial.state = "paused"
+        else:
+            trial.state = f"exit code {process.returncode}: {_last_error(output)}"
+
+
+def prepare(sweep: Sweep) -> RunningSweep:
+    """Check a sweep's line and those of all its trials, and find what an earlier start of it has come to.
+
+    Raises:
+        UserError: for whatever the trainer would refuse, and for another sweep of that name.
+    """
+    if not _NAME.fullmatch(sweep.name):
+        raise UserError(f"sweep {shown(sweep.name)}: expected a name of letters, digits, '-', '_' and '.'.")
+    config = check_training(read_arguments(SCRIPT, sweep.words, {}).training)
+    if config.run_name or config.resume != "never":
+        raise UserError("--run-name and --resume: a sweep names its runs, and goes on by itself: leave them out.")
+    logs = run_folder(config, "x").log_dir
+    folder = logs / "sweeps" / sweep.name
+    combinations = list(_combinations(sweep))
+    if sweep.halving and "epochs" in combinations[0]:
+        raise UserError("--vary epochs=... with --halving: the rungs are epochs of one number: leave one out.")
+    digits = len(str(len(combinations)))
+    trials = []
+    for number, values in enumerate(combinations, 1):
+        name = f"{sweep.name}-{number:0{digits}}"
+        trial = SweepTrial(number, values, name, logs / "runs" / name)
+        check_training(read_arguments(SCRIPT, [*sweep.words, *trial.flags], {}).training)
+        trials.append(trial)
+    line = json.loads(json.dumps(dataclasses.asdict(sweep)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / LINE).exists():
+            if taken := next((trial for trial in trials if (trial.folder / METRICS).exists()), None):
+                raise UserError(
+                    f"sweep {sweep.name}: a run {shown(taken.run_name)} is there already: give another name."
+                )
+            write_json(folder / LINE, line)
+        elif json.loads((folder / LINE).read_text()) != line:
+            raise UserError(
+                f"sweep {sweep.name} was begun with another line ({shown_path(folder / LINE)}): give that, or another "
+                "name."
+            )
+        if (folder / STATE).exists():
+            for trial, saved in zip(trials, json.loads((folder / STATE).read_text()), strict=True):
+                trial.epochs, trial.top1, trial.seconds = saved["epochs"], saved["top1"], saved["seconds"]
+                trial.state = saved["state"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"sweep {sweep.name}: {folder} cannot be used ({one_line(error)}).") from None
+    return RunningSweep(sweep, trials, folder, config.epochs)
+
+
+def winner(trials: Sequence[SweepTrial]) -> SweepTrial | None:
+    """Return the trial with the best score among those that were trained furthest, None if there is none."""
+    scored = [trial for trial in trials if trial.top1 is not None]
+    return max(scored, key=lambda trial: (trial.epochs, trial.top1), default=None)
+
+
+def _combinations(sweep: Sweep) -> Iterator[dict[str, str]]:
+    """Yield the values of each trial by flag."""
+    varied: dict[str, Any] = {}
+    for text in sweep.varied:
+        found = _VARIED.fullmatch(text)
+        if not found or found[1] in varied:
+            raise UserError(f"--vary {shown(text)}: expected FLAG=VALUE,VALUE or FLAG=LOW..HIGH[:log], each flag once.")
+        varied[found[1]] = _values(found[1], found[2])
+    if not varied:
+        raise UserError("--vary is needed, such as --vary learning-rate=0.001,0.003,0.01.")
+    ranges = [flag for flag, values in varied.items() if isinstance(values, tuple)]
+    if not sweep.trials:
+        if ranges:
+            raise UserError(f"--vary {ranges[0]}=...: a range needs --trials, how many to draw.")
+        grid = list(itertools.islice(itertools.product(*varied.values()), MOST_TRIALS + 1))
+        if len(grid) > MOST_TRIALS:
+            raise UserError(f"more than {MOST_TRIALS} combinations: give --trials, how many to draw.")
+        yield from (dict(zip(varied, values, strict=True)) for values in grid)
+        return
+    draws = random.Random(sweep.seed)
+    for _ in range(sweep.trials):
+        yield {flag: _draw(draws, values) for flag, values in varied.items()}
+
+
+def _values(flag: str, text: str) -> list[str] | tuple[float, float, bool, bool]:
+    """Return the values of a list; of a range its ends, whether it is logarithmic, and whether of whole numbers."""
+    found = _RANGE.fullmatch(text)
+    if not found:
+        return text.split("|" if "|" in text else ",")
+    try:
+        low, high = float(found[1]), float(found[2])
+    except ValueError:
+        low, high = math.nan, math.nan
+    if not low < high or (found[3] and low <= 0) or math.isinf(high - low):
+        raise UserError(f"--vary {flag}={shown(text)}: expected LOW..HIGH, two numbers, above 0 with :log.")
+    return low, high, bool(found[3]), all(end.lstrip("-").isdecimal() for end in (found[1], found[2]))
+
+
+def _draw(draws: random.Random, values: list[str] | tuple[float, float, bool, bool]) -> str:
+    if isinstance(values, list):
+        return draws.choice(values)
+    low, high, is_log, is_whole = values
+    if is_whole and not is_log:
+        return str(draws.randint(int(low), int(high)))
+    value = math.exp(draws.uniform(math.log(low), math.log(high))) if is_log else draws.uniform(low, high)
+    return str(round(value)) if is_whole else f"{value:.{PLACES}g}"
+
+
+def _places(sweep: Sweep, jobs: int) -> SimpleQueue[dict[str, str]]:
+    """Return the variables of `jobs` trials at a time: their GPUs, or their share of the cores.
+
+    Raises:
+        UserError: if there are too few GPUs.
+    """
+    ranks = read_arguments(SCRIPT, sweep.words, {}).ranks_per_node
+    gpus = visible_gpus(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if gpus and ranks * jobs > len(gpus):
+        raise UserError(
+            f"--jobs {jobs}: {jobs} trials of {ranks} GPU(s) need {ranks * jobs}, {len(gpus)} present: "
+            f"give at most {len(gpus) // ranks}."
+        )
+    places: SimpleQueue[dict[str, str]] = SimpleQueue()
+    for job in range(jobs):
+        own = gpus[job * ranks : (job + 1) * ranks]
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // (ranks * jobs)))
+        places.put({"CUDA_VISIBLE_DEVICES": ",".join(map(str, own))} if gpus else {"OMP_NUM_THREADS": threads})
+    return places
+
+
+def _progress(folder: Path) -> tuple[int, float | None]:
+    """Return how many epochs a run has trained and evaluated, and the best top-1 of them."""
+    try:
+        lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines() if '"epoch"' in line]
+    except (OSError, ValueError):  # not there yet, or being written
+        return 0, None
+    epochs = [line for line in lines if line.get("kind") == "epoch"]
+    return max((line["epoch"] for line in epochs), default=0), max((line["val_top1"] for line in epochs), default=None)
+
+
+def _last_error(output: Path) -> str:
+    lines = output.read_text(errors="replace").splitlines()
+    errors = [line for line in lines if "error" in line.lower()] or lines or ["no output"]
+    return one_line(errors[-1])[:200]
+
+
+def _save(folder: Path, trials: Sequence[SweepTrial]) -> None:
+    kept = ("values", "run_name", "epochs", "top1", "state", "seconds")
+    with replacing(folder / STATE) as temporary:
+        write_json(temporary, [{name: getattr(trial, name) for name in kept} for trial in trials])

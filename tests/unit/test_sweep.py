@@ -1,0 +1,210 @@
+"""Sweeps: which trials there are, which go on, and what is left of failures and stops; trainings are acted out."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from delivery.sweep_page import TrialResult, rows_of, write_sweep
+from launch import sweep as sweeps
+from launch.sweep import Sweep, prepare, winner
+from scripts.sweep import parse
+from training.base.errors import UserError
+
+WORDS = ("basic_cnn", "ddp", "1", "32", "9", "--data", "digits")
+# A launcher that trains to a top-1 that its rate decides, saves on SIGTERM and goes on from there.
+ACTOR = """
+import json, os, pathlib, signal, sys, time
+words = dict(word.lstrip("-").split("=", 1) for word in sys.argv if "=" in word)
+if words["learning-rate"] == "0.5":
+    print("error: no such luck")
+    sys.exit(1)
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+folder = pathlib.Path(words["log-dir"], "runs", words["run-name"])
+folder.mkdir(parents=True, exist_ok=True)
+metrics = folder / "metrics.jsonl"
+done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+with (folder / "starts").open("a") as starts:
+    print(done, file=starts)
+for epoch in range(done + 1, 10):
+    if stopped:
+        sys.exit(143)
+    with metrics.open("a") as lines:
+        top1 = float(words["learning-rate"]) * epoch
+        print(json.dumps({"kind": "epoch", "epoch": epoch, "val_top1": top1}), file=lines)
+    while str(epoch) in os.environ.get("RUNGS", "") and not stopped:  # however slow the machine is
+        time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def actor(tmp_path, monkeypatch) -> Path:
+    path = tmp_path / "actor.py"
+    path.write_text(ACTOR)
+    monkeypatch.setattr(sweeps, "LAUNCHER", path)
+    return tmp_path
+
+
+def made(folder: Path, *varied: str, **values) -> Sweep:
+    return Sweep("rates", (*WORDS, f"--log-dir={folder}"), varied, **values)
+
+
+def values_of(*varied: str, **values) -> list[dict[str, str]]:
+    return list(sweeps._combinations(Sweep("x", WORDS, varied, **values)))
+
+
+def test_a_grid_is_all_combinations():
+    found = values_of("learning-rate=0.1,0.2", "--crop-scale=0.35,1|0.5,1")
+    assert [list(one.values()) for one in found] == [
+        ["0.1", "0.35,1"],
+        ["0.1", "0.5,1"],
+        ["0.2", "0.35,1"],
+        ["0.2", "0.5,1"],
+    ]
+
+
+def test_draws_are_from_the_range_and_the_same_for_a_seed():
+    ranges = ("learning-rate=0.0001..1:log", "weight-decay=0.1..0.3", "head-epochs=2..4", "optimizer=sgd,adamw")
+    found = values_of(*ranges, trials=400, seed=3)
+    assert found == values_of(*ranges, trials=400, seed=3) != values_of(*ranges, trials=400, seed=4)
+    rates = [math.log10(float(one["learning-rate"])) for one in found]
+    assert -4 <= min(rates) < max(rates) <= 0
+    assert statistics.mean(rates) == pytest.approx(-2, abs=0.2)
+    assert {one["head-epochs"] for one in found} == {"2", "3", "4"}
+    assert {one["optimizer"] for one in found} == {"sgd", "adamw"}
+    assert statistics.mean(float(one["weight-decay"]) for one in found) == pytest.approx(0.2, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("trials", "halving", "rungs"), [(9, 3, [1, 3, 9]), (4, 2, [3, 5, 9]), (3, 0, [9]), (27, 3, [1, 3, 9])]
+)
+def test_rungs(tmp_path, trials, halving, rungs):
+    rates = "learning-rate=" + ",".join(str((number + 1) / 1000) for number in range(trials))
+    assert prepare(made(tmp_path, rates, halving=halving)).rungs() == rungs
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_the_better_third_goes_on_and_a_failure_is_a_row(actor, jobs, monkeypatch):
+    monkeypatch.setenv("RUNGS", "1 3")
+    rates = [0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.5, 0.08]
+    asked = made(actor, "learning-rate=" + ",".join(map(str, rates)), halving=3)
+    running = prepare(asked)
+    yielded = [(trial.number, trial.epochs, trial.state) for trial in running.run(jobs)]
+    assert [number for number, *_ in yielded] == [*range(1, 10), 9, 7, 6, 9]  # each rung's in order of their scores
+    assert [trial.epochs for trial in running.trials] == [*(1 if t not in (6, 7) else 3 for t in range(1, 8)), 0, 9]
+    assert running.trials[7].state == "exit code 1: error: no such luck"
+    assert [running.trials[index].state for index in (0, 8)] == ["paused", "finished"]
+    assert winner(running.trials) is running.trials[8]
+    starts = (actor / "runs" / "rates-9" / "starts").read_text().split()
+    assert starts == ["0", "1", "3"]  # each rung goes on where the last one ended
+    again = prepare(asked)  # nothing but the failure is left to do
+    assert [(trial.number, trial.epochs, trial.state) for trial in again.run(jobs)][:9] == [
+        (trial.number, trial.epochs, trial.state) for trial in running.trials
+    ]
+    assert (actor / "runs" / "rates-9" / "starts").read_text().split() == starts
+
+
+def test_stopped_and_continued(actor):
+    asked = made(actor, "learning-rate=0.01,0.02")
+    running = prepare(asked)
+    trials = running.run(1)
+    next(trials)
+    running.stop()
+    assert [trial.state for trial in trials] in (["waiting"], ["paused"])
+    assert running.trials[0].state == "finished"
+    again = prepare(asked)
+    assert [(trial.state, trial.epochs) for trial in again.run(1)] == [("finished", 9)] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"varied": ("learning-rate",)}, "--vary 'learning-rate': expected FLAG=VALUE"),
+        ({"varied": ()}, "--vary is needed"),
+        ({"varied": ("learning-rate=0..1:log",), "trials": 2}, "two numbers, above 0 with :log"),
+        ({"varied": ("learning-rate=2..1",), "trials": 2}, "expected LOW..HIGH"),
+        ({"varied": ("learning-rate=1..2",)}, "a range needs --trials"),
+        ({"varied": ("learning-rate=fast",)}, "--learning-rate"),
+        ({"varied": ("no-such-flag=1",)}, "--no-such-flag"),
+        ({"varied": ("seed=" + ",".join(map(str, range(1001))),)}, "more than 1000 combinations"),
+        ({"varied": ("epochs=1,2",), "halving": 2}, "--vary epochs=... with --halving"),
+        ({"name": "../away"}, "expected a name"),
+        ({"words": (*WORDS, "--run-name=mine")}, "a sweep names its runs"),
+        ({"words": ("basic_cnn", "ddp")}, "5 arguments are needed"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_is_trained(tmp_path, change, words):
+    values = {"name": "rates", "words": (*WORDS, f"--log-dir={tmp_path}"), "varied": ("seed=0,1",)} | change
+    with pytest.raises(UserError) as error:
+        prepare(Sweep(**values))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_line_under_the_name_and_runs_of_others_are_refused(tmp_path):
+    prepare(made(tmp_path, "seed=0,1"))
+    with pytest.raises(UserError, match="begun with another line"):
+        prepare(made(tmp_path, "seed=0,2"))
+    (tmp_path / "runs" / "other-1").mkdir(parents=True)
+    (tmp_path / "runs" / "other-1" / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match="a run 'other-1' is there already"):
+        prepare(Sweep("other", (*WORDS, f"--log-dir={tmp_path}"), ("seed=0,1",)))
+
+
+def test_the_command_line():
+    given = parse(["rates", "--vary", "seed=0,1", "--", *WORDS, "--", "x"])
+    assert (given.vary, given.words) == (["seed=0,1"], [*WORDS, "--", "x"])
+    for words, line in ((["rates"], "the line to train is missing"), (["x", "--halving", "1", "--"], "--halving 1")):
+        with pytest.raises(UserError, match=line):
+            parse(words)
+
+
+def test_seeds_are_a_mean_and_a_deviation(tmp_path):
+    scores = {("0.1", "0"): 0.9, ("0.1", "1"): 0.8, ("<b>", "0"): 0.95, ("<b>", "1"): None}
+    results = [
+        TrialResult(f"r-{number}", {"learning-rate": rate, "seed": seed}, 9 if score else 0, score, "finished", 1.0)
+        for number, ((rate, seed), score) in enumerate(scores.items())
+    ]
+    rows = rows_of(results)
+    assert [(row.values, row.score) for row in rows] == [
+        ({"learning-rate": "0.1"}, "85.00 ± 7.07"),
+        ({"learning-rate": "<b>"}, "95.00"),
+    ]
+    page = write_sweep(tmp_path, "rates", results, "bash it").read_text()
+    assert "85.00 ± 7.07" in page
+    assert "<b>" not in page
+    assert page.count("<polyline") == 3
+    lines = (tmp_path / "sweep.csv").read_text().splitlines()
+    assert lines[0] == "run,learning-rate,seed,epochs,top1,state,seconds"
+    assert len(lines) == 5
+
+
+def test_the_state_survives_what_is_no_state(actor):
+    asked = made(actor, "learning-rate=0.01")
+    list(prepare(asked).run(1))
+    state = actor / "sweeps" / "rates" / "trials.json"
+    assert json.loads(state.read_text())[0]["epochs"] == 9
+    state.write_text("{")
+    with pytest.raises(UserError, match="cannot be used"):
+        prepare(asked)
+
+
+@pytest.mark.slow
+def test_the_best_trial_is_the_run_that_its_command_trains(tmp_path):
+    """A trial that was stopped at two rungs has the bytes of one that was not."""
+    words = ("basic_cnn", "ddp", "2", "32", "3", f"--log-dir={tmp_path}", "--report=false", "--tensorboard=false")
+    running = prepare(Sweep("rates", words, ("learning-rate=0.001,0.01",), halving=2))
+    assert running.rungs() == [2, 3]
+    list(running.run(1))
+    best = winner(running.trials)
+    assert [trial.epochs for trial in running.trials] == [3, 2]
+    command = ["bash", "scripts/launch_distributed.sh", *words, *best.flags, "--run-name=alone"]
+    subprocess.run(command, cwd=sweeps.REPO_ROOT, check=True)
+    assert len({(tmp_path / "runs" / name / "model.safetensors").read_bytes() for name in ("alone", "rates-1")}) == 1
