@@ -328,6 +328,7 @@ def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainCont
         saver=saver,
         averages=context.averages,
         neighbours=context.neighbours,
+        log_hashes=config.log_hashes,
         timing=start_timing(world, context.flops, config.profile, context.folder.path / "profile", loggers),
     )
 

@@ -19,6 +19,9 @@ class ObserveSettings(CheckpointSettings, EngineSettings):
     log_every_steps: int | Literal["auto"] = option(
         "auto", "Optimizer steps between two log points; auto: 10, or more if they take less than a second.", low=1
     )
+    log_hashes: int = option(
+        0, "Steps between two hashes of images and weights, for scripts/bisect_runs.py; 0: none.", low=0
+    )
     progress: Literal["auto", "bar", "lines", "off"] = option(
         "auto", "Console progress; auto: a bar on a terminal; off: only start, result and problems."
     )

@@ -41,6 +41,7 @@ class TrainContext:
         saver: writes checkpoints; None if nothing is saved.
         averages: of the weights over the steps; None for none.
         neighbours: tells classes in an evaluation; None if the model does.
+        log_hashes: optimizer steps between two lines of hashes; 0 for none.
     """
 
     world: World
@@ -60,6 +61,7 @@ class TrainContext:
     saver: Saver | None = None
     averages: WeightAverages | None = None
     neighbours: Neighbours | None = None
+    log_hashes: int = 0
 
     @property
     def total_steps(self) -> int:

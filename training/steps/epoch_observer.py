@@ -10,6 +10,7 @@ import torch
 from training.checkpoint.state import TrainState
 from training.data.reader import Batch
 from training.engines.engine import StepResult
+from training.observe.step_hashes import HASHES, StepHashes
 from training.observe.step_metrics import StepMetrics
 from training.steps.accumulate import TimedEngine
 from training.steps.context import TrainContext
@@ -36,6 +37,7 @@ class EpochObserver:
         self._clock, self._profiler = context.timing.clock, context.timing.profiler
         self.timed_engine = TimedEngine(state.engine, self._clock)
         self._metrics = StepMetrics(context, state.progress.epoch, state.sums)
+        self._hashes = StepHashes(context.log_hashes, context.world)
         self._first_step = state.progress.step
         self._sums_before = state.sums.state()
         self._stop_signal = 0
@@ -54,6 +56,7 @@ class EpochObserver:
         """As `training.steps.accumulate.Note`."""
         self._state.sums.add(losses, logits, batch.labels, batch.weights)
         self._guard.note(batch, losses if evidence is None else evidence)
+        self._hashes.note(batch.images, self._context.plan.position(self._state.progress))
 
     def after_step(self, result: StepResult | None, *, failure: int) -> bool:
         """Count, log and save; return whether all ranks stop here. A collective.
@@ -75,6 +78,8 @@ class EpochObserver:
         state.progress = dataclasses.replace(state.progress, step=state.progress.step + 1)
         with self._clock.logging:
             self._metrics.after_step(position, result)
+            if hashes := self._hashes.after_step(state.engine, position):
+                context.loggers.event(HASHES, hashes)
             context.heartbeat.beat("step", position + 1)
         if self._profiler is not None:
             self._profiler.after_step()

@@ -1,0 +1,84 @@
+"""Two runs compared by their hashes: equal, another image, another setting, and what cannot be compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_same_images import make_images, train
+
+from delivery.bisect_runs import compare, lines_of
+from training.base.errors import UserError
+from training.observe.step_hashes import tensor_hash
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Three runs of six steps: alike, with one pixel of the last training image changed, and with another rate."""
+    folder = tmp_path_factory.mktemp("bisected")
+    data = make_images(folder / "data" / "train", 12).parent
+    make_images(data / "val", 3, seed=1)
+    flags = {"log_hashes": 1, "augmentation": "none"}
+    for name, changes in {"a": {}, "b": {}, "rate": {"learning_rate": 0.01}}.items():
+        assert train(data, folder, run_name=name, **flags, **changes) == 0
+    image = data / "train" / "b" / "7.png"
+    pixels = np.asarray(Image.open(image)).copy()
+    pixels[6:, 6:] ^= 128
+    Image.fromarray(pixels).save(image)
+    assert train(data, folder, run_name="pixel", **flags) == 0
+    return folder / "runs"
+
+
+def hashes(run) -> dict[int, dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines if line["kind"] == "hashes"}
+
+
+def test_a_hash_is_that_of_the_values_in_order():
+    values = torch.arange(24.0).view(2, 3, 2, 2)
+    expected = hashlib.blake2b(values.numpy().tobytes(), digest_size=8).hexdigest()
+    assert tensor_hash(values) == tensor_hash(values.to(memory_format=torch.channels_last)) == expected
+
+
+def test_equal_runs(runs):
+    found = compare(runs / "a", runs / "b")
+    assert (found.compared, found.last_equal, found.step, found.settings) == (6, 6, 0, [])
+    assert next(lines_of(found)) == "equal        at all 6 steps with hashes, up to step 6"
+
+
+def test_another_image(runs):
+    """The step is the one whose micro-batch holds the changed image, and the images are what differs."""
+    found = compare(runs / "a", runs / "pixel")
+    ours, others = hashes(runs / "a"), hashes(runs / "pixel")
+    first = min(step for step in ours if ours[step]["images"] != others[step]["images"])
+    assert (found.step, found.last_equal, found.images_differ) == (first, first - 1, True)
+    assert found.settings == ["images of training: 1 are in one run alone, or have another content or label there"]
+
+
+def test_another_rate(runs):
+    found = compare(runs / "a", runs / "rate")
+    assert (found.step, found.images_differ) == (1, False)
+    assert found.tensors
+    assert found.settings == ["--learning-rate: 0.001 | 0.01"]
+    assert list(lines_of(found))[1].startswith("differ       at step 1: the same images; ")
+
+
+def test_what_cannot_be_compared(runs, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(runs / "a", bare)
+    kept = [line for line in (bare / "metrics.jsonl").read_text().splitlines() if "hashes" not in line]
+    (bare / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    with pytest.raises(UserError, match="run bare has no hashes: train it with --log-hashes 1"):
+        compare(runs / "a", bare)
+    line = {"kind": "hashes", "step": 1, "weights": {"w": "00"}}
+    (bare / "metrics.jsonl").write_text(json.dumps(line))
+    with pytest.raises(UserError, match="train other networks"):
+        compare(runs / "a", bare)
+    (bare / "metrics.jsonl").write_text(json.dumps(line | {"step": 99}))
+    with pytest.raises(UserError, match="of no step in common"):
+        compare(runs / "a", bare)
