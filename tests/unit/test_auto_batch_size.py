@@ -134,6 +134,13 @@ def test_a_limit_of_the_process_counts_too(tmp_path, monkeypatch):
 
 # A run.
 
+
+@pytest.fixture(autouse=True)
+def few_images(monkeypatch):
+    monkeypatch.setattr("training.data.fake.TRAIN_IMAGES", 128)
+    monkeypatch.setattr("training.data.fake.VAL_IMAGES", 20)
+
+
 RECIPE = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "epochs": 1}
 OUTPUT = {"progress": "off", "tensorboard": False, "report": False}
 

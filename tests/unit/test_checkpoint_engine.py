@@ -139,7 +139,7 @@ def test_convolutions_lie_in_channels_last_and_leave_in_the_usual_order():
 
 
 # the first with tables that are no part of its state dict, the second with modules of several names
-@pytest.mark.parametrize("model_type", ["timm:efficientvit_m0", "timm:coat_tiny"])
+@pytest.mark.parametrize("model_type", ["timm:efficientvit_m0", pytest.param("timm:coat_tiny", marks=pytest.mark.slow)])
 def test_the_gathered_weights_are_timms_state_dict(model_type):
     def build() -> BuiltModel:
         torch.manual_seed(0)

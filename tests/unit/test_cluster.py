@@ -319,7 +319,7 @@ class StubLaunch:
         return json.loads(self.outcome.read_text())
 
 
-@pytest.mark.parametrize("remote_shell", FAKES)
+@pytest.mark.parametrize("remote_shell", ["ssh", pytest.param("srun", marks=pytest.mark.slow)])
 def test_ranks_of_two_nodes_finish(tmp_path: Path, remote_shell: str) -> None:
     launch = StubLaunch(tmp_path, "--fault", "finish", remote_shell=remote_shell)
     code, errors = launch.end()
@@ -330,7 +330,7 @@ def test_ranks_of_two_nodes_finish(tmp_path: Path, remote_shell: str) -> None:
     assert not list(launch.folder.glob(".*"))  # the mark that the others looked for is gone
 
 
-@pytest.mark.parametrize("fault", ["7", "kill", "stop"])
+@pytest.mark.parametrize("fault", ["kill", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("7", "stop"))])
 def test_a_failure_on_one_node_starts_both_again(tmp_path: Path, fault: str) -> None:
     launch = StubLaunch(tmp_path, "--fault", fault, "--save")
     code, errors = launch.end()
@@ -341,7 +341,14 @@ def test_a_failure_on_one_node_starts_both_again(tmp_path: Path, fault: str) -> 
     assert {"7": "exit code 7", "kill": "SIGKILL", "stop": "rank 1 hung"}[fault] in errors
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_reaches_the_ranks_of_both_nodes(tmp_path: Path, number: signal.Signals, code: int) -> None:
     remote_shell = "ssh" if number == signal.SIGINT else "srun"
     launch = StubLaunch(tmp_path, remote_shell=remote_shell)
@@ -366,7 +373,7 @@ def test_a_launch_that_is_killed_lets_the_ranks_leave(tmp_path: Path) -> None:
     assert [launch.wait_for_rank(rank)["received"][0][0] for rank in (0, 1)] == [signal.SIGTERM] * 2
 
 
-@pytest.mark.parametrize("remote_shell", FAKES)
+@pytest.mark.parametrize("remote_shell", ["ssh", pytest.param("srun", marks=pytest.mark.slow)])
 def test_nothing_listens_for_agents_and_no_agent_connects(tmp_path: Path, remote_shell: str) -> None:
     """A stranger on the network has nobody to talk to, and no secret of ours stands in a process list."""
     launch = StubLaunch(tmp_path, remote_shell=remote_shell)
@@ -398,7 +405,7 @@ def odd_torch(folder: Path) -> str:
     return str(metadata.parent)
 
 
-@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize("allowed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_another_version_on_one_node_is_refused_before_the_start(tmp_path: Path, allowed: bool) -> None:
     odd = {"ODD_PATH": odd_torch(tmp_path), "ODD_SINCE": str(tmp_path)}
     own = ("--allow-differences",) * allowed
@@ -412,7 +419,7 @@ def test_another_version_on_one_node_is_refused_before_the_start(tmp_path: Path,
         assert "--allow-differences" in errors
 
 
-@pytest.mark.parametrize("mended", [False, True])
+@pytest.mark.parametrize("mended", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_node_that_comes_back_with_another_version_is_left_out_until_it_is_mended(
     tmp_path: Path, mended: bool
 ) -> None:

@@ -53,6 +53,7 @@ def test_hosts_come_from_a_hostfile_a_list_or_slurms_job(tmp_path: Path, monkeyp
     assert request("--here").is_alone
 
 
+@pytest.mark.slow  # by a launch: the next one
 def test_this_machine_is_examined_as_a_whole(tmp_path: Path) -> None:
     words = ["--here", "--gpus-per-node", "2", "--json", "--log-dir", str(tmp_path), "--data", "digits"]
     command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), *words]
@@ -68,11 +69,12 @@ def test_this_machine_is_examined_as_a_whole(tmp_path: Path) -> None:
 
 def test_preflight_stops_a_start_where_something_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("a file where the folder should be")
-    launch = ["bash", str(ROOT / "scripts" / "launch_distributed.sh"), "basic_cnn", "ddp", "1", "16", "1"]
-    flags = ["--preflight", "--log-dir", str(tmp_path / "logs")]
+    launch = ["bash", str(ROOT / "scripts" / "launch_distributed.sh"), "basic_cnn", "ddp", "2", "16", "1"]
+    flags = ["--preflight", "--data", "digits", "--log-dir", str(tmp_path / "logs")]
     result = subprocess.run([*launch, *flags], capture_output=True, text=True, timeout=60)
     assert result.returncode == 1, result.stderr
-    assert "log folder" in result.stdout
+    for check in ("packages", "GPUs", "memory", "/dev/shm", "open files", "log folder", "data", "all-reduce"):
+        assert f"{check} " in result.stdout, result.stdout
     assert "run " not in result.stdout + result.stderr
 
 

@@ -166,6 +166,7 @@ def test_rows_of_several_hosts_are_joined() -> None:
     assert some_of(["a"]) == "a"
 
 
+@pytest.mark.slow  # two probes and two ranks; of one machine: test_doctor.py
 @pytest.mark.skipif(not own_addresses(), reason="no network here")
 def test_probes_of_this_machine_are_examined_as_hosts(tmp_path: Path) -> None:
     rows = examine(Request({"a": 1, "b": 1}, local_command, str(tmp_path), {"data": "digits"}))

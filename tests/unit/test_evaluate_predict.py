@@ -55,9 +55,10 @@ def run(data, tmp_path_factory) -> Path:
     torch.manual_seed(1)
     built = build_model("basic_cnn", num_classes=10, image_size=SIZE)
     built.module.train()
+    images = torch.stack([data.train[0, index][0] for index in range(64)])
     with torch.no_grad():
         for _ in range(30):  # BatchNorm learns the scale of its inputs
-            built.module(torch.stack([data.train[0, index][0] for index in range(64)]))
+            built.module(images)
     write_json(folder / "config.json", dataclasses.asdict(TrainConfig(model_type="basic_cnn", run_name="digits")))
     save_weights(
         folder / "model.safetensors",
@@ -312,15 +313,17 @@ def test_predictions_average_the_views(call, run, pictures, data, flip, shift):
 @pytest.mark.parametrize(
     ("flip", "shift"), [(True, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((True, 0), (False, 1)))]
 )
-def test_an_evaluation_reports_views_beside_the_plain_scores(call, run, data, tmp_path, flip, shift):
-    code, out, err = call(evaluate, run, "--output", tmp_path / "views", *flags_of(flip, shift))
+def test_an_evaluation_reports_views_beside_the_plain_scores(call, run, data, digit_folder, tmp_path, flip, shift):
+    words = ("--data", digit_folder, "--output")
+    code, out, err = call(evaluate, run, *words, tmp_path / "views", *flags_of(flip, shift))
     assert (code, err) == (0, "")
-    assert call(evaluate, run, "--output", tmp_path / "plain")[0] == 0
+    assert call(evaluate, run, *words, tmp_path / "plain")[0] == 0
     facts, plain = (read_json(tmp_path / name / "scores.json") for name in ("views", "plain"))
     found = facts.pop("views")
     assert facts == plain
     model, _ = load_model(run / "model.safetensors")
-    images, labels = torch.stack([data.val[0, index][0] for index in range(len(data.val))]), data.val.source.labels
+    indices = [int(path.stem) for path in digit_folder.rglob("*.png")]
+    images, labels = torch.stack([data.val[0, index][0] for index in indices]), data.val.source.labels[indices]
     mean = mean_of_views(model, images, flip, shift)
     assert (found["flip"], found["shift_pixels"]) == (flip, shift)
     assert found["top1"] == accuracy_score(labels, mean.argmax(1))
@@ -463,23 +466,20 @@ def test_an_output_file_is_whole_or_not_there(call, run, pictures, small_disk, t
     assert {path.name for path in small_disk.iterdir()} == {"labels.jsonl", "filler"}
 
 
-MARKS = {kind: [] if kind == "csv" else [pytest.mark.slow] for kind in FORMATS}  # each starts Python with torch
-
-
 def run_in_shell(script: str, redirection: str, *words: object) -> subprocess.CompletedProcess[str]:
     command = ["bash", "-c", f'"$@" {redirection}', "bash", sys.executable, f"scripts/{script}.py", *map(str, words)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+# Each starts Python with torch. The same in this process: test_lasting_output.py.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        *[pytest.param("predict", ["{run}", "{pictures}", "--format", kind], marks=MARKS[kind]) for kind in FORMATS],
-        pytest.param("evaluate", ["{run}", "--output", "{tmp}/evaluation"], marks=pytest.mark.slow),
-        pytest.param(
-            "export", ["{run}", "--format", "safetensors", "--output", "{tmp}/export"], marks=pytest.mark.slow
-        ),
-        pytest.param("report", ["{run}", "--output", "{tmp}/report.html"], marks=pytest.mark.slow),
+        *(("predict", ["{run}", "{pictures}", "--format", kind]) for kind in FORMATS),
+        ("evaluate", ["{run}", "--output", "{tmp}/evaluation"]),
+        ("export", ["{run}", "--format", "safetensors", "--output", "{tmp}/export"]),
+        ("report", ["{run}", "--output", "{tmp}/report.html"]),
     ],
 )
 def test_standard_output_that_is_full_is_one_line(run, pictures, tmp_path, script, words):
@@ -489,7 +489,8 @@ def test_standard_output_that_is_full_is_one_line(run, pictures, tmp_path, scrip
     assert (ended.returncode, ended.stderr) == (2, line)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS[kind]) for kind in FORMATS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FORMATS)
 def test_nobody_needs_to_read_all_predictions(run, pictures, kind):
     ended = run_in_shell("predict", "| true; exit ${PIPESTATUS[0]}", run, pictures, "--format", kind)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -64,7 +64,10 @@ def test_a_folder_with_another_models_preprocessing(run_folder, monkeypatch, cap
     assert "give --output another folder" in one_line(monkeypatch, capsys, tmp_path, *words)
 
 
-@pytest.mark.parametrize(("name", "precision"), [("safetensors", "fp32"), ("torch-export", "fp32"), ("onnx", "int8")])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("safetensors", "fp32"), pytest.param("torch-export", "fp32", marks=pytest.mark.slow), ("onnx", "int8")],
+)
 def test_a_full_disk(name, precision, run_folder, small_disk, monkeypatch, capsys):
     words = ("--format", name, "--precision", precision, "--output", small_disk / "new", "--check-images", "4")
     line = one_line(monkeypatch, capsys, small_disk, run_folder, *words)

@@ -99,10 +99,8 @@ def test_two_trainings_in_one_process_are_the_same(digits, capsys):
     shutil.rmtree(second)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param("ddp", marks=pytest.mark.slow), pytest.param("fsdp_stage2", marks=pytest.mark.slow), "fsdp_stage3"],
-)
+@pytest.mark.slow  # twice in one process under ddp: tests/training/test_run.py
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp_stage2", "fsdp_stage3"])
 def test_deepspeed_trains_twice_in_one_process(strategy, tmp_path):
     """It keeps groups of the first run's ranks, which are gone by the second."""
     given = {"model_type": "basic_cnn", "epochs": 1, "batch_size": 64, "image_size": 8, "progress": "off"}

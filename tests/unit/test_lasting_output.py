@@ -1,4 +1,4 @@
-"""`outlast_readers`: a process goes on whose standard output and error nobody reads any more."""
+"""Standard output that nobody reads any more or that is full: a training goes on, a script says so or ends."""
 
 import os
 import pty
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from training.config.command_line import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -42,3 +44,35 @@ def exit_code_after_the_reader_has_gone(place: str, *words: str) -> int:
 def test_a_process_outlasts_its_readers(place):
     assert exit_code_after_the_reader_has_gone(place) != 7
     assert exit_code_after_the_reader_has_gone(place, "outlast") == 7
+
+
+def three_lines(_: object) -> int:
+    for number in range(3):
+        print(number)
+    return 7
+
+
+@pytest.mark.parametrize(
+    ("place", "writes_product", "expected"),
+    [
+        ("pipe", True, (0, "")),  # as of `predict.py ... | head`
+        ("pipe", False, (7, "")),
+        *(
+            ("/dev/full", product, (2, "script: standard output cannot be written (No space left on device).\n"))
+            for product in (True, False)
+        ),
+    ],
+)
+def test_a_script_whose_output_cannot_be_written(place, writes_product, expected, monkeypatch, capsys):
+    """Whole scripts in a shell: tests/unit/test_evaluate_predict.py."""
+    if place == "pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(place, os.O_WRONLY)
+    with os.fdopen(writer, "w") as stream, monkeypatch.context() as changed:
+        changed.setattr(sys, "stdout", stream)
+        changed.setattr(sys, "__stdout__", stream)
+        changed.setattr(sys, "argv", ["script"])
+        code = run_script("script", list, three_lines, writes_product=writes_product)
+    assert (code, capsys.readouterr().err) == expected

@@ -150,17 +150,21 @@ def test_ranks_are_started_in_one_way(script: str, variable: str) -> None:
     ],
 )
 def test_multi_node_takes_the_machines_of_a_hostfile(
-    tmp_path: Path, flags: list[str], variable: str, hosts: str
+    tmp_path: Path, flags: list[str], variable: str, hosts: str, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """Named by flag, as the doctor takes it, or by variable; two different files, or none, are one line."""
     (tmp_path / "hostfile.txt").write_text(HOSTFILE)
     (tmp_path / "lab.txt").write_text("a slots=4\nb slots=4\n")
     words = [*WORDS["launch_multi_node.sh"], *flags]
-    result = launch("launch_multi_node.sh", words, cwd=tmp_path, HOSTFILE=variable)
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"DRY_RUN": "1", "HOSTFILE": variable}.items():
+        monkeypatch.setenv(name, value)
     if not hosts:
-        assert_refused(result, "hostfile")
+        with pytest.raises(UserError, match="hostfile"):
+            multi_node.main(words)
         return
-    given = words_of(result.stdout)
+    assert multi_node.main(words) == 0
+    given = words_of(capsys.readouterr().out)
     assert f"--hosts={hosts}" in given
     if hosts != "c,d":
         assert not any("hostfile" in word for word in given)
@@ -357,8 +361,13 @@ def test_an_occupied_port_is_refused_at_once(form: str) -> None:
         ({}, ["--master_port"], "port"),
     ],
 )
-def test_bad_settings_are_refused(changes: dict[str, str], extra: list[str], named: str) -> None:
-    assert_refused(launch("launch_distributed.sh", [*WORDS["launch_distributed.sh"], *extra], **changes), named)
+def test_bad_settings_are_refused(
+    changes: dict[str, str], extra: list[str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"DRY_RUN": "1", **changes}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(named)):
+        single_node.main([*WORDS["launch_distributed.sh"], *extra])
 
 
 def test_without_an_environment_the_line_says_make_setup(tmp_path: Path) -> None:

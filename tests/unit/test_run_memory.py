@@ -15,6 +15,8 @@ from training.base.run_folder import METRICS, PREDICTION
 from training.config import TrainConfig
 from training.observe.environment import RunFacts
 
+OF_TIMM = ["--model-type=timm:test_resnet"]
+
 
 @pytest.fixture
 def facts(tmp_path):
@@ -25,9 +27,9 @@ def facts(tmp_path):
 @pytest.mark.parametrize(
     ("words", "engine", "device"),
     [
-        (["--strategy=fsdp_stage3", "--replicate-across=nodes", "--model-type=timm:vit_tiny_patch16_224"], "torch", ""),
+        (["--strategy=fsdp_stage3", "--replicate-across=nodes", "--model-type=timm:test_vit"], "torch", ""),
         (
-            ["--strategy=fsdp_stage2", "--gradient-accumulation-steps=3", "--activation-checkpointing"],
+            ["--strategy=fsdp_stage2", "--gradient-accumulation-steps=3", "--activation-checkpointing", *OF_TIMM],
             "deepspeed",
             "NVIDIA H100 80GB HBM3",
         ),

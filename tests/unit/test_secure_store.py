@@ -164,6 +164,7 @@ def start(code, rank, port, secret):
     return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow  # of threads: test_who_does_not_know_the_secret_...
 def test_a_stranger_that_comes_before_rank_1_gets_nothing(port):
     first, stranger = start(RANK, 0, port, "secret"), start(STRANGER, 1, port, "")
     try:

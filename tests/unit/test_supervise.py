@@ -112,7 +112,9 @@ def output_and_code(process: subprocess.Popen) -> tuple[list[str], int]:
     return [line for line in output.splitlines() if "no GPU found" not in line], process.returncode
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGUSR1, signal.SIGTERM))]
+)
 def test_a_signal_reaches_all_ranks_at_once(start, tmp_path: Path, number: int) -> None:
     nasty = "a b;$(exit 3)\n`"
     process = start("--data", nasty)
@@ -167,7 +169,7 @@ def test_a_new_checkpoint_starts_the_count_anew(start, tmp_path: Path) -> None:
     assert not records(tmp_path, 3)
 
 
-@pytest.mark.parametrize("fault", ["2", "65", "74"])
+@pytest.mark.parametrize("fault", ["2", *(pytest.param(code, marks=pytest.mark.slow) for code in ("65", "74"))])
 def test_what_a_restart_cannot_mend_is_not_restarted(start, tmp_path: Path, fault: str) -> None:
     lines, code = output_and_code(start("--fault", fault))
     assert code == int(fault)
@@ -190,7 +192,7 @@ def test_exit_code_0_without_the_success_marker_is_a_failure(start) -> None:
     assert "rank 0 did not report that training is done: given up" in lines[-1]
 
 
-@pytest.mark.parametrize("fault", ["stop", "sleep"])
+@pytest.mark.parametrize("fault", [pytest.param("stop", marks=pytest.mark.slow), "sleep"])
 def test_a_hang_is_named_with_its_stack_and_restarted(start, tmp_path: Path, fault: str) -> None:
     process = start("--fault", fault)
     wait_until(lambda: len(records(tmp_path)) == 2)

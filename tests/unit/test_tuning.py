@@ -41,10 +41,10 @@ PREPROCESSING = {
 }
 ADAPTED = (  # with an example of a layer that has an adapter
     ("vit_tiny_patch16_224", "blocks.3.attn.qkv"),
-    ("mobilenetv3_small_100", "blocks.4.0.conv_pw"),
     ("tf_mobilenetv3_small_minimal_100", "conv_stem"),  # "same" padding
-    ("resnet18", "layer4.0.conv1"),
-    ("convnext_atto", "stages.2.blocks.0.mlp.fc1"),
+    pytest.param("mobilenetv3_small_100", "blocks.4.0.conv_pw", marks=pytest.mark.slow),
+    pytest.param("resnet18", "layer4.0.conv1", marks=pytest.mark.slow),
+    ("test_convnext", "stages.2.blocks.0.mlp.fc1"),
 )
 
 
@@ -302,7 +302,7 @@ def test_relative_position_tables_are_resampled_as_timm_does_it(tmp_path):
         assert torch.equal(found.state_dict()[key], expected), key
 
 
-@pytest.mark.parametrize("pretrained", [False, True])
+@pytest.mark.parametrize("pretrained", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_embeddings_that_timm_does_not_resample_are_told_with_their_size(pretrained, tmp_path, monkeypatch):
     name = "cait_xxs24_224"
     path, size = str(tmp_path / "weights.safetensors"), "give --image-size 64$"
@@ -366,14 +366,15 @@ def source(tmp_path_factory) -> Path:
     return path
 
 
-HEAD_FIRST = {"model_type": "mobilenet_finetuned", "head_epochs": 1, "save_every_steps": 1, "keep_last": 99}
+HEAD_FIRST = {"model_type": "mobilenet_finetuned", "head_epochs": 1, "image_size": 8}
+HEAD_FIRST |= {"save_every_steps": 1, "keep_last": 99}
 
 
 @pytest.fixture(scope="module")
 def mobilenets(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("mobilenet") / "weights"
     torch.manual_seed(0)
-    save_file(build_model("mobilenet", num_classes=10, image_size=16).module.state_dict(), path)
+    save_file(build_model("mobilenet", num_classes=10, image_size=8).module.state_dict(), path)
     return path
 
 
@@ -403,7 +404,8 @@ def logs(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("word", "channels", "averages"), [("head", 1, {}), ("lora:2", 3, {"ema": 0.8, "lookahead": 3})]
+    ("word", "channels", "averages"),
+    [pytest.param("head", 1, {}, marks=pytest.mark.slow), ("lora:2", 1, {"ema": 0.8, "lookahead": 3})],
 )
 def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, channels, averages, logs, source, capsys):
     """The weights are for RGB; the first layer of a run on grey images is adapted, and frozen as that."""
@@ -439,7 +441,14 @@ def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, ch
     assert f"{file.name} is damaged: its sha256 does not match" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("checkpoint", ["step-00000-0000007", "step-00001-0000000", "step-00001-0000001"])
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        pytest.param("step-00000-0000007", marks=pytest.mark.slow),
+        "step-00001-0000000",
+        pytest.param("step-00001-0000001", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_goes_on_around_the_moment_at_which_the_backbone_joins(checkpoint, logs, mobilenets, head_first):
     changes = {**HEAD_FIRST, "weights": str(mobilenets), "resume": str(head_first / "checkpoints" / checkpoint)}
     resumed = train(logs, f"head-first-{checkpoint}", **changes)
