@@ -30,6 +30,7 @@ from training.data.reader import Batch
 from training.data.reading.sources import FileSource
 from training.data.sampler import EvaluationPlan
 from training.engines.precision import resolve_precision, under_autocast
+from training.observe.class_scores import keeps_probabilities
 from training.observe.console import open_console
 from training.observe.evaluation import check_replaceable, describe_scores, read_scores
 from training.observe.new_run import remove_leftovers_of_run
@@ -103,7 +104,11 @@ def evaluate(
             module.to(world.device).to(memory_format=torch.channels_last)  # as the images are
             network = under_autocast(module, used_precision, world.device)
             num_classes = len(metadata["class_names"])
-            result = score(network, evaluated, world, num_classes, batch_size, views, verbose=verbose)
+            best_by, images = config.best_by if config else "top1", len(evaluated.datasets.val)
+            keeps = keeps_probabilities(best_by, images, num_classes, batch_size, world.size)
+            result = score(
+                network, evaluated, world, num_classes, batch_size, views, keeps_probabilities=keeps, verbose=verbose
+            )
             scores = {"epoch": metadata["extra"].get("epoch"), "data": evaluated.data, "split": evaluated.split}
             scores |= {"precision": used_precision}
             scores |= describe_scores(result.plain, metadata["class_names"], evaluated.datasets.val.source.name)
@@ -142,6 +147,7 @@ def score(
     batch_size: int,
     views: Views = PLAIN,
     *,
+    keeps_probabilities: bool = False,
     verbose: bool = False,
 ) -> Result:
     """Return the exact scores of every image, each counted once, apart for those that were trained on; a collective.
@@ -153,6 +159,7 @@ def score(
         num_classes: classes of the model.
         batch_size: images of one forward pass of one rank.
         views: what to average of each image, too.
+        keeps_probabilities: as `SampleRecorder`.
         verbose: whether to show a progress bar on a terminal.
 
     Raises:
@@ -164,7 +171,8 @@ def score(
     loader = Loader(dataset, plan, world.rank, workers=workers, device=world.device)
     loader.watch(is_on=data.trained_images is not None)
     label_map = data.label_map.to(world.device)
-    plain, of_views, trained_on = (SampleRecorder(num_classes) for _ in range(3))
+    plain = SampleRecorder(num_classes, keeps_probabilities=keeps_probabilities)
+    of_views, trained_on = SampleRecorder(num_classes), SampleRecorder(num_classes)
     console = open_console(stderr=True)
     is_silent = not (verbose and world.is_main and console.is_terminal)
 

@@ -20,6 +20,7 @@ from delivery.report.run_files import count_global_batch, read_run
 from delivery.trained_model import read_run_config
 from models.timm_models import has_fixed_size
 from training.base.atomic_write import replacing
+from training.base.points import SCORE_NAMES
 from training.base.run_folder import CARD, WEIGHTS
 from training.checkpoint.weights import read_metadata
 from training.config import TrainConfig
@@ -87,6 +88,7 @@ def write_model_card(run: Path) -> Path | None:
         mark=MARK,
         front_matter=_front_matter(run.name, config, metadata["description"], [scores, test_scores]),
         config=config,
+        chosen_for=SCORE_NAMES[config.best_by],
         environment=environment,
         scores=scores,
         test_scores=test_scores,

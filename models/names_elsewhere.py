@@ -53,6 +53,7 @@ FLAGS = {
     "--milestones": "decay-milestones lr-milestones lr-steps",
     "--decay-epochs": "lr-step-size step-size",
     "--decay-rate": "dr lr-gamma gamma",
+    "--best-by": "metric-for-best-model eval-metric best-metric",
     "--early-stopping-patience": "patience early-stopping early-stop",
     "--seed": "random-seed manual-seed seed-everything",
     "--precision": "amp-dtype model-dtype dtype torch-dtype compute-dtype mixed-precision",

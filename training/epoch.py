@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from models.weights_file import not_finite
+from training.base.points import merit
 from training.checkpoint.saver import Saver
 from training.data.bad_images import check_bad_images
 from training.engines.compilation import keep_compiled_code
@@ -13,6 +14,7 @@ from training.engines.parameter_shards import gather_weights
 from training.loop import evaluate, train_one_epoch
 from training.messages import log_epoch
 from training.observe.best_weights import write_best
+from training.observe.class_scores import score_of
 from training.observe.scores import Scores
 from training.observe.step_metrics import peak_memory_per_rank
 from training.recipe.divergence import find_divergence
@@ -85,8 +87,9 @@ def _end_epoch(
     # A loss that compares images guesses among those of a step.
     choices = loop.num_classes if loop.neighbours is None else max(loop.num_classes, loop.plan.global_batch)
     diverged = find_divergence(train_loss, scores.loss, choices)
-    write_weights = None
-    if diverged is None and scores.top1 > state.progress.best_top1:
+    write_weights, best_by = None, context.config.best_by
+    score = merit(best_by, score_of(scores, best_by, loop.num_classes))
+    if diverged is None and (not state.progress.best_epoch or score > state.progress.best_score):
         with clock.saving:
             weights = context.adapters.merge(gather_weights(state.engine, world))
             broken = error_on_any_rank(not_finite(weights), world)
@@ -98,7 +101,7 @@ def _end_epoch(
         else:
             diverged = f"the weights hold NaN or infinity, first in {broken}"
     is_best = write_weights is not None
-    state.progress = state.progress.after_epoch(scores.top1, is_best=is_best, has_diverged=diverged is not None)
+    state.progress = state.progress.after_epoch(score, is_best=is_best, has_diverged=diverged is not None)
     memory = peak_memory_per_rank(world)
     with clock.logging:
         log_epoch(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from training.base.errors import UserError
+from training.base.points import SCORE_NAMES
 from training.base.run_folder import IMAGES, TEST_EVALUATION
 from training.checkpoint.weights import load_model
 from training.data.image_contents import digests_over_ranks
@@ -20,6 +21,7 @@ from training.engines.engine import Engine
 from training.engines.precision import under_autocast
 from training.loop import evaluate
 from training.observe.best_weights import epoch_of
+from training.observe.class_scores import score_of
 from training.observe.evaluation import describe_scores, read_scores, write_scores
 from training.observe.scores import Scores
 from training.steps.context import TrainContext
@@ -60,8 +62,13 @@ def judge_test(context: Run, loop: TrainContext) -> None:
     if not isinstance(scores, Scores):
         context.loggers.message("note: the test part was not judged: scripts/evaluate.py RUN --split test does it")
         return
+    values = {name: getattr(scores, name) for name in ("samples", "loss", "top1", "top5")}
+    best_by, other = context.config.best_by, ""
+    if best_by not in values:
+        values[best_by] = score_of(scores, best_by, loop.num_classes)
+        other = f", {SCORE_NAMES[best_by]} {values[best_by]:.4f}"
     context.loggers.message(
-        f"test         top-1 {scores.top1:.4f} on the {scores.samples} images of the test part, "
+        f"test         top-1 {scores.top1:.4f}{other} on the {scores.samples} images of the test part, "
         f"judged once, by the weights of epoch {best_epoch}"
     )
     if trained_on:
@@ -69,7 +76,6 @@ def judge_test(context: Run, loop: TrainContext) -> None:
             f"note: {trained_on} of the test images are identical to training images, so this score is too good: "
             "remove them from the test part, and judge it again with scripts/evaluate.py RUN --split test"
         )
-    values = {name: getattr(scores, name) for name in ("samples", "loss", "top1", "top5")}
     context.loggers.event("test", {"step": context.position, "epoch": best_epoch} | values)
     if world.is_main:
         facts: dict[str, Any] = {"epoch": best_epoch, "data": context.config.data, "split": "test"}

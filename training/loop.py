@@ -71,7 +71,8 @@ def evaluate(engine: Engine, batches: Loader, context: TrainContext, *, is_inter
         UserError: on all ranks, if an image on any rank cannot be read.
     """
     engine.module.eval()
-    recorder, neighbours, stop_signal = SampleRecorder(context.num_classes), context.neighbours, 0
+    recorder = SampleRecorder(context.num_classes, keeps_probabilities=context.keeps_probabilities)
+    neighbours, stop_signal = context.neighbours, 0
 
     def record(batch: Batch, outputs: torch.Tensor) -> None:
         logits = outputs if neighbours is None else neighbours.log_probabilities(outputs)

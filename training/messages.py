@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from training.base.control_groups import quota_note, usable_cores
-from training.base.points import EpochPoint, RunPoint
+from training.base.points import SCORE_NAMES, EpochPoint, RunPoint, merit
 from training.base.progress import Progress
 from training.base.run_folder import shown_path
 from training.data.augment import viewable
@@ -21,6 +21,7 @@ from training.data.values import BYTES, stretched
 from training.data.workers import SHARED_MEMORY
 from training.engines.precision import note_slow_bf16
 from training.observe.best_weights import epoch_of
+from training.observe.class_scores import count_classes, score_of
 from training.observe.neighbours import NEIGHBOURS
 from training.recipe.schedule import schedule_notes
 from training.world.signals import can_handle_signals
@@ -71,6 +72,9 @@ def log_epoch(
 ) -> None:
     """Log an epoch that is counted in `context.state.progress`; arguments as in `EpochPoint`."""
     epoch, step = context.state.progress.epoch, context.position
+    best_by, names = context.config.best_by, context.data.class_names
+    assert validation.details is not None
+    lowest, lowest_recall = count_classes(validation.details, len(names)).lowest_recall
     point = EpochPoint(
         epoch=epoch,
         step=step,
@@ -86,7 +90,11 @@ def log_epoch(
         memory_bytes_per_rank=memory_bytes_per_rank,
         is_best=is_best,
         diverged=diverged,
-        class_names=context.data.class_names,
+        class_names=names,
+        best_by=best_by,
+        score=score_of(validation, best_by, len(names)),
+        lowest_recall=lowest_recall,
+        lowest_recall_class=names[lowest],
     )
     context.loggers.epoch(point)
     if diverged:
@@ -136,12 +144,12 @@ def _result(context: Run) -> list[str]:
         )
     if not progress.best_epoch:
         return [*lines, "no weights are saved: no epoch was sound"] if lines else []
-    top1 = (
-        f"top-1 {progress.best_top1:.4f} on {len(context.data.val)} held-out images (best epoch: {progress.best_epoch}"
-    )
+    best_by = context.config.best_by
+    best = f"{SCORE_NAMES[best_by]} {merit(best_by, progress.best_score):.4f}"
+    best += f" on {len(context.data.val)} held-out images (best epoch: {progress.best_epoch}"
     if epoch_of(context.folder.weights) == progress.best_epoch:
-        return [*lines, f"{top1}; its weights are saved)", f"weights      {shown_path(context.folder.weights)}"]
-    return [*lines, f"{top1}; its weights are not in this run's folder)"]
+        return [*lines, f"{best}; its weights are saved)", f"weights      {shown_path(context.folder.weights)}"]
+    return [*lines, f"{best}; its weights are not in this run's folder)"]
 
 
 def _warnings(context: Run) -> list[str]:

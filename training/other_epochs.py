@@ -54,7 +54,7 @@ def before_decay(
         f"the weights of epoch {progress.best_epoch}, the best until then, are gone: those of the best epoch after it "
         "are kept"
     )
-    progress = dataclasses.replace(progress, best_epoch=0, best_top1=Progress.best_top1)
+    progress = dataclasses.replace(progress, best_epoch=0, best_score=Progress.best_score)
     return dataclasses.replace(earlier, manifest=dataclasses.replace(earlier.manifest, progress=progress)), notes
 
 

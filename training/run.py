@@ -23,6 +23,7 @@ from training.base.errors import (
     known_failure,
 )
 from training.base.heartbeat import SLOW_PHASE
+from training.base.points import SCORE_NAMES
 from training.base.timing import measured_communication
 from training.checkpoint.restore import restore
 from training.config import FLAG_OF, TrainConfig
@@ -137,7 +138,8 @@ def train(context: Run, stop: StopRequest, start: RunStart = FIRST_START, delive
         while state.progress.epoch < config.epochs and not stop_signal:
             without_better = state.progress.epochs_without_better
             if 0 < config.early_stopping_patience <= without_better:
-                context.loggers.message(f"no better top-1 for {without_better} epochs: stopping early")
+                score = SCORE_NAMES[config.best_by]
+                context.loggers.message(f"no better {score} for {without_better} epochs: stopping early")
                 break
             stop_signal = train_and_evaluate(context, loop, loop.saver)
         with loop.timing.clock.saving:

@@ -30,6 +30,7 @@ from training.engines.flops import TrainingFlops
 from training.engines.model import build_training_model
 from training.engines.parameter_shards import frozen_parameters
 from training.engines.strategies import plan_of
+from training.observe.class_scores import check_best_by
 from training.observe.environment import RunFacts, describe_run
 from training.observe.loggers import open_loggers
 from training.observe.neighbours import MOST_COMPARED, Neighbours
@@ -89,6 +90,7 @@ class Run:
         train_loader: this rank's training batches.
         val_loader: this rank's validation batches.
         neighbours: tells classes in an evaluation; None if the model does.
+        keeps_probabilities: whether an evaluation does, as `SampleRecorder`.
         contents: watches the files that the first epoch reads.
         compiled_code: the file that keeps what `torch.compile` makes; None unless the run is compiled.
     """
@@ -117,6 +119,7 @@ class Run:
     train_loader: Loader
     val_loader: Loader
     neighbours: Neighbours | None
+    keeps_probabilities: bool
     contents: ImageContents
     compiled_code: Path | None
 
@@ -151,6 +154,7 @@ def build(prepared: Prepared) -> Run:
     head_epochs = head_epochs_of(config)
     plan = build_plan(config, data.train.source.labels, world.data.size, VIEWS if config.is_contrastive else 1)
     step = agreed(lambda: _build_step(config, data, world), world)
+    keeps = agreed(lambda: check_best_by(config.best_by, data, config.micro_batch, world.data.size), world)
     # Worker processes take seconds to start: they do so while the model and the engine are built.
     train_loader, val_loader, neighbours = agreed(lambda: _build_readers(config, data, plan, world), world)
     built, flops = build_training_model(config, data, world, loads_weights=found is None)
@@ -207,6 +211,7 @@ def build(prepared: Prepared) -> Run:
         train_loader=train_loader,
         val_loader=val_loader,
         neighbours=neighbours,
+        keeps_probabilities=keeps,
         contents=ImageContents(folder, data, {"train": train_loader, "val": val_loader}, world, loggers),
         compiled_code=compiled_code,
     )
@@ -329,6 +334,7 @@ def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainCont
         averages=context.averages,
         neighbours=context.neighbours,
         log_hashes=config.log_hashes,
+        keeps_probabilities=context.keeps_probabilities,
         timing=start_timing(world, context.flops, config.profile, context.folder.path / "profile", loggers),
     )
 

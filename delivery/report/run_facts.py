@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from delivery.report.formatting import clip, count, date_and_time, number, percent, plural
-from delivery.report.run_files import History, RunFiles
+from delivery.report.run_files import History, RunFiles, best_score
+from training.base.points import SCORE_NAMES
 from training.base.run_folder import PREDICTION
 from training.base.units import format_bytes, format_duration
 from training.config import FIELDS, FLAG_OF, TrainConfig
@@ -95,7 +96,8 @@ def find_status(run: RunFiles, now: float | None = None) -> Status:
         last_step = max(history.last_step, *(epoch["step"] for epoch in history.epochs.values()))
         return Status("finished", f"Finished: {plural(done, 'epoch')}, {plural(last_step, 'step')}.")
     if stopped_early:
-        return Status("finished", f"Finished early after {progress}: top-1 no longer improved.")
+        score = SCORE_NAMES.get(best_score(best)[0] if best else "top1", "the score")
+        return Status("finished", f"Finished early after {progress}: {score} no longer improved.")
     if end is not None and history.last_kind != "resume":
         return Status("stopped", f"Stopped at step {count(end['step'])} ({progress}). It can be resumed.")
     if history.last_kind == "gave_up":

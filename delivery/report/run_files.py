@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from delivery.trained_model import read_json
 from training.base.errors import UserError
+from training.base.points import merit
 from training.base.run_folder import (
     BATCH_SIZE,
     CONFIG,
@@ -31,6 +32,11 @@ from training.base.run_folder import (
 CURVES = ("loss", "learning_rate", "images_per_second", "gradient_norm")
 EVENTS = ("duplicates", "skipped_step", "checkpoint_failed", "slow_rank", "diverged", "gave_up")
 EPOCH_NUMBERS = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5")
+
+
+def best_score(epoch: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the name of the score that an epoch was judged by, and its value; older runs have chosen by top-1."""
+    return epoch.get("best_by", "top1"), float(epoch.get("score", epoch["val_top1"]))
 
 
 @dataclass
@@ -140,9 +146,9 @@ class History:
 
     @property
     def best_epoch(self) -> dict[str, Any] | None:
-        """The first of the epochs with the highest validation top-1 that did not diverge, None if there is none."""
+        """The first of the epochs with the best score of `best_score` that did not diverge, None if there is none."""
         converged = (epoch for epoch in self.epochs.values() if not epoch.get("diverged"))
-        return max(converged, key=lambda epoch: (epoch["val_top1"], -epoch["epoch"]), default=None)
+        return max(converged, key=lambda epoch: (merit(*best_score(epoch)), -epoch["epoch"]), default=None)
 
     @property
     def divergence(self) -> str:

@@ -9,7 +9,8 @@ import numpy as np
 
 from delivery.report.charts import Chart, Line, draw
 from delivery.report.formatting import number, percent, plural
-from delivery.report.run_files import CURVES, History
+from delivery.report.run_files import CURVES, History, best_score
+from training.base.points import IN_EVERY_LINE, SCORE_NAMES
 
 STYLES = 8  # colours, each with a dash pattern of its own
 OVERLAID = {
@@ -32,7 +33,9 @@ def single_run_charts(history: History) -> list[Chart]:
     marks = [step / history.steps_per_epoch for step in resumes] if history.steps_per_epoch else []
     marked = f"Dotted verticals mark {plural(len(marks), 'resume')}. " if marks else ""
     best = history.best_epoch
-    best_epoch = f"The best epoch is {best['epoch']}, with a top-1 of {percent(best['val_top1'], 2)}. " if best else ""
+    name, score = best_score(best) if best else ("top1", 0.0)
+    label, value = SCORE_NAMES.get(name, name), number(score) if name == "loss" else percent(score, 2)
+    best_epoch = f"The best epoch is {best['epoch']}, with {label} {value}. " if best else ""
     augmented = "The training loss includes label smoothing and augmentation, the validation loss neither."
     loss = [
         _line(history, "loss", "training, by step", 8, "steps")._replace(is_faint=True),
@@ -44,6 +47,7 @@ def single_run_charts(history: History) -> list[Chart]:
         _line(history, "val_top1", "validation top-1", 2),
         _line(history, "val_top5", "validation top-5", 3),
         _line(history, "raw_top1", "validation top-1 without the average", 4),
+        *([] if name in IN_EVERY_LINE else [_line(history, "score", f"validation {label}", 5)]),
     ]
     charts = [
         draw("loss", "Loss", loss, caption=_validation_loss(history) + marked + augmented, marks=marks),

@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> Path:
 
 def make_run(folder: Path, ranks: int = 2) -> Path:
     for seed, step in enumerate((3, 6)):
-        write_checkpoint(folder / "checkpoints", Progress(epoch=1, step=step, best_top1=0.25), seed=seed, ranks=ranks)
+        write_checkpoint(folder / "checkpoints", Progress(epoch=1, step=step, best_score=0.25), seed=seed, ranks=ranks)
     save_file({"a": torch.arange(64.0), "b": torch.ones(3)}, folder / WEIGHTS, metadata={"epoch": "3"})
     return folder
 

@@ -398,7 +398,7 @@ def evaluation_report(world: World):
     for buffer in engine.module.buffers():
         buffer.fill_(2)
     plan = BatchPlan(len(data.train), BATCH_SIZE, 1, world.size, 0)
-    context = loop_context(world, engine, plan, 32)
+    context = dataclasses.replace(loop_context(world, engine, plan, 32), keeps_probabilities=True)
     loader = Loader(data.val, EvaluationPlan(len(data.val), BATCH_SIZE, world.size), world.rank)
     scores = evaluate(engine, loader, context)
     engine.module.eval()
@@ -408,6 +408,7 @@ def evaluation_report(world: World):
     engine.close()
     return {
         "scores": [scores.loss, scores.top1, scores.top5, scores.samples],
+        "areas": [*scores.areas],
         "confusion": scores.details.confusion(CLASSES).tolist(),
         "labels": data.val.source.labels.tolist(),
         "logits": logits.tolist(),

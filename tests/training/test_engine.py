@@ -7,7 +7,15 @@ from itertools import product
 import numpy as np
 import pytest
 import scipy.special
-from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, top_k_accuracy_score
+from sklearn.metrics import (
+    accuracy_score,
+    average_precision_score,
+    confusion_matrix,
+    log_loss,
+    roc_auc_score,
+    top_k_accuracy_score,
+)
+from sklearn.preprocessing import label_binarize
 
 from training.engines.build_engine import ENGINES
 from training.engines.strategies import STRATEGIES
@@ -305,7 +313,11 @@ def test_evaluation_is_exact_on_any_number_of_ranks(run_cases):
     assert top5 == pytest.approx(top_k_accuracy_score(labels, logits, k=5), abs=1e-12)
     assert loss == pytest.approx(log_loss(labels, probabilities), abs=1e-6)
     np.testing.assert_array_equal(single["confusion"], confusion_matrix(labels, logits.argmax(1)))
+    truth = label_binarize(labels, classes=range(probabilities.shape[1]))
+    areas = [score(truth, probabilities, average="macro") for score in (roc_auc_score, average_precision_score)]
+    assert single["areas"] == pytest.approx(areas, abs=1e-6)
     for ranks in reports.values():
         for report in ranks:
             assert report["scores"] == single["scores"]
+            assert report["areas"] == single["areas"]
             assert report["confusion"] == single["confusion"]

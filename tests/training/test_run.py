@@ -263,14 +263,17 @@ def test_early_stopping_waits_for_its_patience_and_deepspeed_counts_operations(t
     (tmp_path / "ds.json").write_text(json.dumps(measured))
     flags = ["--model-type", "basic_cnn", "--data", "fake", "--batch-size", "100", "--image-size", "8"]
     flags += ["--epochs", "30"]
-    flags += ["--learning-rate", "1e-9", "--early-stopping-patience", "2", "--warmup-epochs", "0"]
+    flags += ["--learning-rate", "1e-9", "--early-stopping-patience", "2", "--warmup-epochs", "0", "--best-by", "auroc"]
     flags += ["--deepspeed-config", str(tmp_path / "ds.json")]
     result = train_alone(*flags, "--run-name", "r", "--log-dir", str(tmp_path))
     assert result.returncode == 0, result.stderr
     epochs = read_metrics(tmp_path / "runs" / "r", "epoch")
-    best = max(range(len(epochs)), key=lambda number: epochs[number]["val_top1"])
+    best = max(range(len(epochs)), key=lambda number: epochs[number]["score"])
     assert len(epochs) == best + 1 + 2 < 30
-    assert "stopping early" in result.stdout
+    assert "no better AUROC for 2 epochs: stopping early" in result.stdout
+    evaluated = json.loads((tmp_path / "runs" / "r" / "evaluation" / "scores.json").read_text())
+    assert evaluated["auroc"] == epochs[best]["score"]
+    assert f"AUROC {evaluated['auroc']:.4f} on " in result.stdout
     assert "fwd+bwd FLOPS per GPU" in result.stdout, "the key flops_profiler works"
     # Its patience is over: a run that goes on from it elsewhere ends at once, without a better epoch of its own.
     again = train_alone(*flags, "--run-name", "again", "--log-dir", str(tmp_path), "--resume", str(tmp_path / "runs/r"))

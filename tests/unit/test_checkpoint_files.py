@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -183,7 +184,7 @@ def test_a_full_disk_is_an_error_that_the_saver_knows(small_disk):
 
 
 def test_a_manifest_comes_out_as_it_went_in(tmp_path):
-    progress = Progress(3, 7, best_top1=0.1 + 0.2, best_epoch=2, epochs_without_better=1, skipped_steps=4)
+    progress = Progress(3, 7, best_score=0.1 + 0.2, best_epoch=2, epochs_without_better=1, skipped_steps=4)
     given = Manifest(
         progress=progress,
         identity={"class list": ["Katze", "犬", 'a"b'], "model": {"depth": 3}},
@@ -195,6 +196,15 @@ def test_a_manifest_comes_out_as_it_went_in(tmp_path):
     )
     write_manifest(tmp_path, given)
     assert read_manifest(tmp_path) == given
+
+
+def test_a_manifest_that_knows_nothing_but_top1_goes_on(tmp_path):
+    write_manifest(tmp_path, Manifest(Progress(3, best_score=0.25), {}, {}, 0, None, {}, (ShardFacts(1, "0"),)))
+    path = tmp_path / manifest_module.MANIFEST_FILE
+    content = json.loads(path.read_text().replace("best_score", "best_top1"))
+    del content["sha256"]
+    path.write_text(json.dumps(content | {"sha256": manifest_module._digest(content)}))
+    assert read_manifest(tmp_path).progress == Progress(3, best_score=0.25)
 
 
 # Kills at every step of a commit.

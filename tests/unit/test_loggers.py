@@ -76,6 +76,10 @@ EPOCH = EpochPoint(
     is_best=True,
     diverged=None,
     class_names=["cat", "dog"],
+    best_by="top1",
+    score=0.9,
+    lowest_recall=0.25,
+    lowest_recall_class="dog",
 )
 
 
@@ -114,6 +118,12 @@ def test_a_diverged_epoch_is_marked():
     assert epoch_line(dataclasses.replace(EPOCH, is_best=False, diverged="the validation loss is nan")).endswith(
         "5.0 s  diverged"
     )
+
+
+def test_the_line_of_an_epoch_has_the_score_that_counts():
+    chosen = dataclasses.replace(EPOCH, best_by="macro_f1", score=0.75, lowest_recall_class="b\x1b[1m")
+    assert r"top-5 0.9900  macro F1 0.7500  lowest recall 0.2500 (b\x1b[1m)  300 images/s" in epoch_line(chosen)
+    assert epoch_line(dataclasses.replace(EPOCH, best_by="loss", score=0.3)) == epoch_line(EPOCH)
 
 
 def test_files_and_notebooks_get_plain_lines(place, monkeypatch):

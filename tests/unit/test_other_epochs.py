@@ -67,13 +67,13 @@ def test_a_longer_run_goes_back_to_where_the_decay_began(fallback, finished):
 def test_the_best_weights_are_those_of_the_epochs_that_stay(epoch, tmp_path):
     """Those of an epoch of the decay, or none, are not the best of the run that goes on."""
     folder = tmp_path / "checkpoints"
-    for progress in (Progress(8, best_epoch=5, best_top1=0.7), Progress(10, best_epoch=9, best_top1=0.8)):
+    for progress in (Progress(8, best_epoch=5, best_score=0.7), Progress(10, best_epoch=9, best_score=0.8)):
         write_checkpoint(folder, progress, keep_last=9, config=dataclasses.asdict(SHORT))
     if epoch is not None:
         save_weights_of(epoch, tmp_path / WEIGHTS)
     found, _ = newest(folder)
     earlier, notes = before_decay(CONFIG, found, ALONE)
-    kept = (earlier.manifest.progress.best_epoch, earlier.manifest.progress.best_top1)
+    kept = (earlier.manifest.progress.best_epoch, earlier.manifest.progress.best_score)
     assert kept == ((5, 0.7) if epoch == 5 else (0, -1.0))
     told = ["the weights of epoch 5, the best until then, are gone: those of the best epoch after it are kept"]
     assert notes[1:] == ([] if epoch == 5 else told)

@@ -89,6 +89,12 @@ def test_epochs_after_a_resume_are_forgotten():
     lines = [step(20, 1.0), epoch(1, 0.5), step(40, 1.0), epoch(2, 0.9), event("resume", 9, 20)]
     assert sorted(history_of(lines).epochs) == [1]
     assert history_of(lines).best_epoch["val_top1"] == 0.5
+    for best_by, best in (("loss", 2), ("auroc", 1)):
+        chosen = [epoch(number, 0.5, best_by=best_by, score=score) for number, score in ((1, 0.9), (2, 0.2), (3, 0.4))]
+        history = history_of([step(20, 1.0), *chosen])
+        assert history.best_epoch["epoch"] == best
+        caption = single_run_charts(history)[1]["caption"]
+        assert {"loss": "with loss 0.2000", "auroc": "with AUROC 90.00"}[best_by] in caption
 
 
 def test_old_lines_without_the_new_fields():

@@ -6,10 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from training.base.errors import printable
 from training.base.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from training.observe.scores import Scores
+
+
+# What --best-by may choose the best epoch by.
+SCORE_NAMES = {
+    "top1": "top-1",
+    "top5": "top-5",
+    "loss": "loss",
+    "macro_f1": "macro F1",
+    "balanced_accuracy": "balanced accuracy",
+    "auroc": "AUROC",
+    "map": "mAP",
+}
+IN_EVERY_LINE = ("top1", "top5", "loss")
+LONGEST_CLASS_NAME = 40
+
+
+def merit(score: str, value: float) -> float:
+    """Return the value of a score as a number of which more is better, and such a number as the value."""
+    return -value if score == "loss" else value
 
 
 class DeviceUse(NamedTuple):
@@ -70,6 +90,10 @@ class EpochPoint:
         data_wait_share: mean of its logging points'.
         memory_bytes_per_rank: peak of every rank, as `DeviceUse.memory_bytes`.
         diverged: why it counts as diverged, None if it does not.
+        best_by: the score that chooses the best epoch, of `SCORE_NAMES`.
+        score: its value.
+        lowest_recall: of the classes that have validation images.
+        lowest_recall_class: the first class that has it.
         raw: scores of the weights themselves if `validation` are those of their average and `--raw-accuracy` is on.
     """
 
@@ -87,6 +111,10 @@ class EpochPoint:
     is_best: bool
     diverged: str | None
     class_names: Sequence[str]
+    best_by: str
+    score: float
+    lowest_recall: float
+    lowest_recall_class: str
     raw: Scores | None = None
 
 
@@ -115,9 +143,13 @@ def epoch_line(point: EpochPoint) -> str:
     scores = point.validation
     mark = "  diverged" if point.diverged else "  best" if point.is_best else ""
     raw = f"  raw top-1 {point.raw.top1:.4f}" if point.raw else ""
+    chosen = ""
+    if point.best_by not in IN_EVERY_LINE:
+        lowest = f"{point.lowest_recall:.4f} ({printable(point.lowest_recall_class)[:LONGEST_CLASS_NAME]})"
+        chosen = f"  {SCORE_NAMES[point.best_by]} {point.score:.4f}  lowest recall {lowest}"
     return (
         f"epoch {point.epoch}/{point.epochs}  train loss {point.train_loss:.4f}  val loss {scores.loss:.4f}  "
-        f"top-1 {scores.top1:.4f}  top-5 {scores.top5:.4f}{raw}  {point.images_per_second:.0f} images/s  "
+        f"top-1 {scores.top1:.4f}  top-5 {scores.top5:.4f}{chosen}{raw}  {point.images_per_second:.0f} images/s  "
         f"{point.seconds:.1f} s{mark}"
     )
 

@@ -130,10 +130,14 @@ def file_size(path: Path) -> int:
 
 
 def _parse(content: dict[str, Any]) -> Manifest:
-    progress = Progress(**content["progress"])
+    position = dict(content["progress"])
+    if "best_top1" in position:  # of a version that chose by nothing else
+        position["best_score"] = position.pop("best_top1")
+    progress = Progress(**position)
     counts = dataclasses.asdict(progress)
-    if not -1 <= counts.pop("best_top1") <= 1:  # nan is in no range
-        raise ValueError("best_top1")
+    best_score = counts.pop("best_score")
+    if not (math.isfinite(best_score) and best_score <= 1):
+        raise ValueError("best_score")
     for name, value in counts.items():
         _count(value, name)
     shards = content["shards"]

@@ -13,6 +13,7 @@ import torch
 from training.base.atomic_write import replacing_folder, write_json
 from training.base.errors import UserError
 from training.base.run_folder import SCORES
+from training.observe.class_scores import ClassCounts, count_classes
 from training.observe.scores import SampleScores, Scores
 
 CALIBRATION_BINS = 15
@@ -28,27 +29,30 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
         name_of: from a sample's position to its path, or its position as text.
 
     Returns:
-        samples, loss (nats), top1, top5, ece; `macro` and `weighted`, each with precision, recall and f1; `classes`,
-        see `class_scores`; `calibration`, see `calibration_bins`; `confusion`, a list of [true class, predicted
-        class, samples] without zeros; `worst`, see `worst_samples`. Shares are in 0..1.
+        samples, loss (nats), top1, top5, balanced_accuracy, ece, and auroc and map if they are known; `macro` and
+        `weighted`, each with precision, recall and f1; `classes`, see `class_scores`; `calibration`, see
+        `calibration_bins`; `confusion`, a list of [true class, predicted class, samples] without zeros; `worst`, see
+        `worst_samples`. Shares are in 0..1.
     """
     details = scores.details
     if details is None:
         raise ValueError("these scores have no details: take those of an evaluation")
-    confusion = confusion_cells(details, len(class_names))
-    classes = class_scores(confusion, class_names)
+    counts = count_classes(details, len(class_names))
+    classes = class_scores(counts, class_names)
     bins = calibration_bins(details)
     return {
         "samples": scores.samples,
         "loss": scores.loss,
         "top1": scores.top1,
         "top5": scores.top5,
+        "balanced_accuracy": counts.balanced_accuracy,
+        **(scores.areas._asdict() if scores.areas else {}),
         "ece": expected_calibration_error(bins),
         "macro": _average(classes, [1] * len(classes)),
         "weighted": _average(classes, [one["support"] for one in classes]),
         "classes": classes,
         "calibration": bins,
-        "confusion": confusion,
+        "confusion": confusion_cells(details, len(class_names)),
         "worst": worst_samples(details, name_of),
     }
 
@@ -90,22 +94,14 @@ def dense_confusion(cells: Sequence[Sequence[int]], num_classes: int) -> torch.T
     return confusion
 
 
-def class_scores(confusion: Sequence[Sequence[int]], class_names: Sequence[str]) -> list[dict[str, Any]]:
+def class_scores(counts: ClassCounts, class_names: Sequence[str]) -> list[dict[str, Any]]:
     """Return name, support (samples), predicted (samples), precision, recall and f1 of each class.
 
-    Precision is the share of the samples called so that are so, recall the share of those that are so which were
-    called so, and f1 = 2 right / (support + predicted); 0 if there is nothing to divide by, as in scikit-learn
-    with zero_division=0.
+    A ratio is 0 if there is nothing to divide by, as in scikit-learn with zero_division=0.
     """
-    right, support, predicted = (np.zeros(len(class_names), dtype=np.int64) for _ in range(3))
-    for true, label, count in confusion:
-        support[true] += count
-        predicted[label] += count
-        right[true] += count if true == label else 0
-    ratios = (_divide(right, predicted), _divide(right, support), _divide(2 * right, support + predicted))
-    columns = (class_names, support.tolist(), predicted.tolist(), *(ratio.tolist() for ratio in ratios))
-    names = ("name", "support", "predicted", "precision", "recall", "f1")
-    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    names = ("support", "predicted", "precision", "recall", "f1")
+    columns = (class_names, *(getattr(counts, name).tolist() for name in names))
+    return [dict(zip(("name", *names), row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def calibration_bins(details: SampleScores) -> list[dict[str, Any]]:
@@ -163,8 +159,3 @@ def _average(classes: Sequence[dict[str, Any]], weights: Sequence[int]) -> dict[
     return {
         key: float(np.average([one[key] for one in classes], weights=weights)) for key in ("precision", "recall", "f1")
     }
-
-
-def _divide(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
-    """Divide counts elementwise, giving 0 if the denominator is 0."""
-    return np.divide(numerator, denominator, out=np.zeros(len(numerator)), where=denominator > 0)

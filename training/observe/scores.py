@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from models.ensemble import log_mean_probability
 from training.data.transfer import to_device
+from training.observe.class_areas import Areas, find_areas
 from training.world.collectives import gather_rows, sum_over_ranks
 from training.world.world import World
 
@@ -55,13 +56,14 @@ class SampleScores:
 
 @dataclass(frozen=True)
 class Scores:
-    """Averages over the samples with weight, and each sample's scores if they are known."""
+    """Averages over the samples with weight, and each sample's scores and the classes' areas if they are known."""
 
     loss: float
     top1: float
     top5: float
     samples: int
     details: SampleScores | None = None
+    areas: Areas | None = None
 
 
 class ScoreSums:
@@ -116,10 +118,16 @@ class ScoreSums:
 
 
 class SampleRecorder:
-    """Keeps the scores of an evaluation, sample by sample, on the device; nothing is read back before `gather`."""
+    """Keeps the scores of an evaluation, sample by sample, on the device; nothing is read back before `gather`.
 
-    def __init__(self, num_classes: int) -> None:
+    Args:
+        num_classes: C.
+        keeps_probabilities: whether to keep those of all classes, 4 bytes each, for the areas under curves.
+    """
+
+    def __init__(self, num_classes: int, *, keeps_probabilities: bool = False) -> None:
         self._batches: list[torch.Tensor] = []
+        self._probabilities: list[torch.Tensor] | None = [] if keeps_probabilities else None
         self._top_k = min(TOP_K, num_classes)
 
     def add(
@@ -132,11 +140,14 @@ class SampleRecorder:
     ) -> None:
         """Add one batch: as `ScoreSums.add`, with the positions of the samples in the data set, int64 [B]."""
         best = logits.topk(self._top_k, dim=1).indices
-        confidences = logits.float().softmax(dim=1).gather(1, best[:, :1])[:, 0]
+        probabilities = logits.float().softmax(dim=1)
+        confidences, true = (probabilities.gather(1, one[:, None])[:, 0] for one in (best[:, 0], labels))
         in_top5 = (best == labels[:, None]).any(dim=1)
-        columns = (weights, to_device(indices, logits.device), labels, best[:, 0], in_top5, losses, confidences)
+        columns = (weights, to_device(indices, logits.device), labels, best[:, 0], in_top5, losses, confidences, true)
         # float64 holds every position below 2**53 exactly.
         self._batches.append(torch.stack([column.double() for column in columns], dim=1))
+        if self._probabilities is not None:
+            self._probabilities.append(probabilities.masked_fill(weights[:, None] == 0, -1.0))  # below all others
 
     def gather(self, world: World) -> Scores:
         """Return the averages and every sample's scores, the same on every rank; a collective, and a sync.
@@ -147,11 +158,13 @@ class SampleRecorder:
         rows = gather_rows(own.reshape(-1), world).view(-1, own.shape[1]).cpu()
         rows = rows[rows[:, 0] > 0]
         rows = rows[rows[:, 1].argsort()]
-        _, indices, labels, predictions, in_top5, losses, confidences = (column.contiguous() for column in rows.T)
+        _, indices, labels, predictions, in_top5, losses, confidences, true = (one.contiguous() for one in rows.T)
         details = SampleScores(indices.long(), labels.long(), predictions.long(), in_top5.bool(), losses, confidences)
         divisor = max(len(details), 1)
         top1, top5 = (int(hits.sum()) / divisor for hits in (details.is_right, details.in_top5))
-        return Scores(float(losses.sum()) / divisor, top1, top5, len(details), details)
+        kept = self._probabilities
+        areas = find_areas(kept, details.labels.numpy(), true.float().numpy(), world) if kept else None
+        return Scores(float(losses.sum()) / divisor, top1, top5, len(details), details, areas)
 
 
 def sample_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -109,7 +109,10 @@ class RecipeSettings(RunSettings):
         0, "Scale --learning-rate by global batch / this (linear scaling rule); 0 leaves it alone.", low=0
     )
     early_stopping_patience: int = option(
-        0, "Epochs without a better validation top-1 before stopping; 0: never.", low=0
+        0, "Epochs without a better validation score, see --best-by, before stopping; 0: never.", low=0
+    )
+    best_by: Literal["top1", "top5", "loss", "macro_f1", "balanced_accuracy", "auroc", "map"] = option(
+        "top1", "Validation score that chooses the epoch whose weights are kept."
     )
 
     @property

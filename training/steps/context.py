@@ -28,6 +28,7 @@ class TrainContext:
         plan: which samples are in which batch.
         schedule: learning rate by step.
         num_classes: classes C of the data set.
+        keeps_probabilities: whether an evaluation does, as `SampleRecorder`.
         image_shape: channels, height and width of the images.
         seed: of sample order, augmentation and dropout.
         step: how the micro-batches of a step are trained on.
@@ -62,6 +63,7 @@ class TrainContext:
     averages: WeightAverages | None = None
     neighbours: Neighbours | None = None
     log_hashes: int = 0
+    keeps_probabilities: bool = False
 
     @property
     def total_steps(self) -> int:

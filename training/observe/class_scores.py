@@ -1,0 +1,110 @@
+"""Scores of an evaluation class by class, and the one by which a run chooses its best epoch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from training.base.errors import UserError
+from training.base.units import format_bytes
+from training.data.datasets import DatasetPair
+from training.data.sampler import EvaluationPlan
+from training.observe.scores import SampleScores, Scores
+
+AREAS = ("auroc", "map")  # scores of all samples' probabilities of all classes
+MOST_PROBABILITY_BYTES = 4 * 2**30  # of one rank
+
+
+class ClassCounts(NamedTuple):
+    """Samples of each class: int64 [C] each.
+
+    Attributes:
+        right: of the class, and predicted so.
+        support: of the class.
+        predicted: predicted so.
+    """
+
+    right: np.ndarray
+    support: np.ndarray
+    predicted: np.ndarray
+
+    @property
+    def precision(self) -> np.ndarray:
+        """The share of the samples predicted so that are so, float64 [C]; 0 of none."""
+        return _divide(self.right, self.predicted)
+
+    @property
+    def recall(self) -> np.ndarray:
+        """The share of the samples of the class that are predicted so, float64 [C]; 0 of none."""
+        return _divide(self.right, self.support)
+
+    @property
+    def f1(self) -> np.ndarray:
+        """2 right / (support + predicted), float64 [C]; 0 if there is nothing to divide by."""
+        return _divide(2 * self.right, self.support + self.predicted)
+
+    @property
+    def balanced_accuracy(self) -> float:
+        """The mean recall of the classes that have samples."""
+        return float(self.recall[self.support > 0].mean()) if self.support.any() else 0.0
+
+    @property
+    def lowest_recall(self) -> tuple[int, float]:
+        """The first class with the lowest recall of those that have samples, and its recall."""
+        number = int(np.where(self.support > 0, self.recall, np.inf).argmin())
+        return number, float(self.recall[number])
+
+
+def count_classes(details: SampleScores, num_classes: int) -> ClassCounts:
+    """Count the samples of each class."""
+    columns = (details.labels[details.is_right], details.labels, details.predictions)
+    return ClassCounts(*(np.bincount(column.numpy(), minlength=num_classes) for column in columns))
+
+
+def score_of(scores: Scores, name: str, num_classes: int) -> float:
+    """Return one of `training.base.points.SCORE_NAMES` of an evaluation, which has details and, for `AREAS`, areas."""
+    if name in AREAS:
+        return getattr(scores.areas, name)
+    if name in ("macro_f1", "balanced_accuracy"):
+        assert scores.details is not None
+        counts = count_classes(scores.details, num_classes)
+        return counts.balanced_accuracy if name == "balanced_accuracy" else float(counts.f1.mean())
+    return getattr(scores, name)
+
+
+def keeps_probabilities(score: str, samples: int, num_classes: int, batch_size: int, ranks: int) -> bool:
+    """Return whether an evaluation needs all probabilities for a score, and a rank may keep so many."""
+    return score in AREAS and _probability_bytes(samples, num_classes, batch_size, ranks) <= MOST_PROBABILITY_BYTES
+
+
+def check_best_by(score: str, data: DatasetPair, batch_size: int, ranks: int) -> bool:
+    """Return whether the evaluations of a run keep all probabilities.
+
+    Raises:
+        UserError: if these are more than a rank may keep, or the validation images are too few for the score.
+    """
+    if score == "auroc" and sum(count > 0 for count in data.val_counts) < 2:
+        raise UserError(
+            "--best-by auroc tells a class from the others, and all validation images are of one class: give "
+            "--best-by top1, or validation images of several classes."
+        )
+    samples, num_classes = max(map(len, (data.val, data.test or ()))), len(data.class_names)
+    keeps = keeps_probabilities(score, samples, num_classes, batch_size, ranks)
+    if score in AREAS and not keeps:
+        needed = _probability_bytes(samples, num_classes, batch_size, ranks)
+        raise UserError(
+            f"--best-by {score} keeps the probability of every class for every image: {samples} images x "
+            f"{num_classes} classes take {format_bytes(needed)} of each of {ranks} rank(s), more than "
+            f"{format_bytes(MOST_PROBABILITY_BYTES)}: give more ranks, or --best-by macro_f1 or balanced_accuracy."
+        )
+    return keeps
+
+
+def _probability_bytes(samples: int, num_classes: int, batch_size: int, ranks: int) -> int:
+    return 4 * num_classes * batch_size * EvaluationPlan(samples, batch_size, ranks).batches_per_rank
+
+
+def _divide(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    """Divide counts elementwise, giving 0 if the denominator is 0."""
+    return np.divide(numerator, denominator, out=np.zeros(len(numerator)), where=denominator > 0)
