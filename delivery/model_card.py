@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 
 from delivery.export.output_folder import VALUES
+from delivery.intervals import interval_of
 from delivery.report.run_files import count_global_batch, read_run
 from delivery.trained_model import read_run_config
 from models.timm_models import has_fixed_size
@@ -82,13 +83,14 @@ def write_model_card(run: Path) -> Path | None:
     ranks = environment["ranks"]
     epochs = [line for _, line in sorted(files.history.epochs.items())]
     jinja = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
-    jinja.filters |= {"plain": _plain, "code": _code}
+    jinja.filters |= {"plain": _plain, "code": _code, "interval": _interval}
     text = jinja.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=run.name,
         mark=MARK,
         front_matter=_front_matter(run.name, config, metadata["description"], [scores, test_scores]),
         config=config,
         chosen_for=SCORE_NAMES[config.best_by],
+        best_by=config.best_by,
         environment=environment,
         scores=scores,
         test_scores=test_scores,
@@ -155,6 +157,12 @@ def _front_matter(
         eval_results=results or None,
     )
     return data.to_yaml()
+
+
+def _interval(scores: Mapping[str, Any], name: str) -> str:
+    """Return a space and the interval of a score in brackets, nothing if it has none."""
+    found = interval_of(scores, name)
+    return "" if found is None else f" [{found[0]:.4f}, {found[1]:.4f}]"
 
 
 def _plain(text: str) -> str:

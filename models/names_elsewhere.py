@@ -160,6 +160,13 @@ VALUES: dict[str, dict[str, str]] = {
         "int8": "quint8 uint8 i8 ptq",
         "Not there yet: bf16 stores 16 bits too.": "fp16 float16 half 16",
     },
+    "best_by": {
+        "top1": "accuracy acc acc1 val-acc eval-accuracy",
+        "loss": "val-loss eval-loss",
+        "macro_f1": "f1 f1-macro eval-f1",
+        "auroc": "auc roc-auc",
+        "map": "ap average-precision",
+    },
     "offload": {"optimizer": "cpu optim true", "all": "param params parameters full"},
     "engine": {"torch": "pytorch fsdp fsdp2 ddp", "deepspeed": "ds zero"},
     "compile": {"on": "inductor default reduce-overhead max-autotune"},

@@ -16,12 +16,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from training.base.errors import printable
 from training.base.run_folder import REPORT
 from training.config.command_line import OneLineParser, run_script
 
 
 def report(given: argparse.Namespace) -> int:
     """Write the page, and with --watch keep it up to date."""
+    from delivery.report.comparison import compare
     from delivery.report.page import watch, write_report
     from delivery.trained_model import find_run
 
@@ -32,6 +34,8 @@ def report(given: argparse.Namespace) -> int:
         watch(folders, output, print)
     else:
         write_report(folders, output)
+    for sentence in compare(folders):
+        print(printable(sentence))
     print(f"report       {output}")
     return 0
 

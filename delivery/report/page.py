@@ -14,9 +14,10 @@ import jinja2
 from markupsafe import Markup
 
 from delivery.report import formatting, run_facts
+from delivery.report.comparison import compare
 from delivery.report.incidents import find_incidents
 from delivery.report.per_class import MOST_IMAGES, calibration_chart, class_table, confusion, misclassified_images
-from delivery.report.run_files import read_run
+from delivery.report.run_files import names_of, read_run
 from delivery.report.training_curves import STYLES, overlaid_charts, rate_search_chart, single_run_charts
 from training.base.atomic_write import replacing
 from training.base.errors import UserError
@@ -50,14 +51,12 @@ def write_report(folders: Sequence[Path], output: Path, *, is_watched: bool = Fa
     """
     if len(folders) > MOST_RUNS:
         raise UserError(f"{len(folders)} runs: a page shows at most {MOST_RUNS}. Give fewer.")
-    names = [folder.name for folder in folders]
-    names = [str(folder) if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)]
     runs = [
         _page_run(place, name, folder, len(folders))
-        for place, (name, folder) in enumerate(zip(names, folders, strict=True))
+        for place, (name, folder) in enumerate(zip(names_of(folders), folders, strict=True))
     ]
     is_running = any(run["status"].is_running for run in runs)
-    page = _render(runs, is_live=is_watched and is_running).encode("utf-8", errors="replace")
+    page = _render(runs, compare(folders), is_live=is_watched and is_running).encode("utf-8", errors="replace")
     try:
         if output.is_dir():
             raise UserError(f"'{output}' is a folder: give a file, such as {output / 'report.html'}.")
@@ -157,7 +156,7 @@ def _damage_named(path: Path) -> Iterator[None]:
         raise UserError(f"'{path}' is damaged ({error!r}). Restore it, or remove it.") from None
 
 
-def _render(runs: Sequence[dict[str, Any]], *, is_live: bool) -> str:
+def _render(runs: Sequence[dict[str, Any]], comparisons: Sequence[str], *, is_live: bool) -> str:
     """Return the page as HTML; a live one reloads itself every few seconds."""
     histories, names = [run["history"] for run in runs], [run["name"] for run in runs]
     is_single = len(runs) == 1
@@ -179,6 +178,7 @@ def _render(runs: Sequence[dict[str, Any]], *, is_live: bool) -> str:
         is_single=is_single,
         title=names[0] if is_single else f"{len(runs)} runs compared",
         charts=charts,
+        comparisons=comparisons,
         figures=run_facts.side_by_side([run["figures"] for run in runs]),
         times=run_facts.side_by_side([run["time"].rows if run["time"] else [] for run in runs]),
         setting_differences=run_facts.differences([run["settings"] for run in runs]),

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from delivery.report.formatting import clip, count, date_and_time, number, percent, plural
+from delivery.intervals import Interval, interval_of, wilson
+from delivery.report.formatting import THIN, clip, count, date_and_time, number, percent, plural
 from delivery.report.run_files import History, RunFiles, best_score
-from training.base.points import SCORE_NAMES
+from training.base.points import IN_EVERY_LINE, SCORE_NAMES
 from training.base.run_folder import PREDICTION
 from training.base.units import format_bytes, format_duration
 from training.config import FIELDS, FLAG_OF, TrainConfig
@@ -257,6 +258,7 @@ def _scores(run: RunFiles) -> list[Fact]:
     if scores is not None:
         correct = sum(samples for label, prediction, samples in scores["confusion"] if label == prediction)
         images, epoch = f"{count(correct)} of {plural(scores['samples'], 'image')}", scores.get("epoch", "?")
+        images = f"{_interval(scores, 'top1')}; {images}"
         top1, top5, loss = (scores[name] for name in ("top1", "top5", "loss"))
     elif best is not None:
         images, epoch = plural(int(best.get("val_samples", 0)), "image"), best["epoch"]
@@ -265,9 +267,11 @@ def _scores(run: RunFiles) -> list[Fact]:
         return []
     return [
         Fact("top-1 accuracy", percent(top1, 2), f"{images}, epoch {epoch} of {run.config.get('epochs', '?')}"),
-        Fact("top-5 accuracy", percent(top5, 2)),
-        Fact("validation loss", number(loss), "cross-entropy in nats"),
+        Fact("top-5 accuracy", percent(top5, 2), _interval(scores, "top5")),
+        Fact("validation loss", number(loss), "; ".join(filter(None, (_interval(scores, "loss"), "nats")))),
         *([Fact("calibration error", percent(scores["ece"], 2), "ECE, 15 bins")] if scores else []),
+        *_chosen_score(run),
+        *_lowest_recall(scores),
         *_test_scores(run),
     ]
 
@@ -275,8 +279,39 @@ def _scores(run: RunFiles) -> list[Fact]:
 def _test_scores(run: RunFiles) -> list[Fact]:
     if run.test_scores is None:
         return []
-    remark = f"{plural(run.test_scores['samples'], 'image')}, judged once, epoch {run.test_scores.get('epoch', '?')}"
+    judged = f"{plural(run.test_scores['samples'], 'image')}, judged once, epoch {run.test_scores.get('epoch', '?')}"
+    remark = f"{_interval(run.test_scores, 'top1')}; {judged}"
     return [Fact("test top-1 accuracy", percent(run.test_scores["top1"], 2), remark)]
+
+
+def _chosen_score(run: RunFiles) -> list[Fact]:
+    """Return the score that the best epoch was chosen by, unless it stands there anyway."""
+    name, best = run.config.get("best_by", "top1"), run.history.best_epoch
+    if best is None or name in IN_EVERY_LINE:
+        return []
+    return [Fact(SCORE_NAMES.get(name, name), percent(best_score(best)[1], 2), _interval(run.scores, name))]
+
+
+def _lowest_recall(scores: Mapping[str, Any] | None) -> list[Fact]:
+    classes = [one for one in scores["classes"] if one["support"]] if scores else []
+    if not classes:
+        return []
+    lowest = min(classes, key=lambda one: one["recall"])
+    interval = wilson(round(lowest["recall"] * lowest["support"]), lowest["support"])
+    remark = f"{_brackets(interval)}; class {clip(str(lowest['name']), 40)}, {plural(lowest['support'], 'image')}"
+    return [Fact("lowest recall", percent(lowest["recall"], 2), remark)]
+
+
+def _interval(scores: Mapping[str, Any] | None, name: str) -> str:
+    """Return the interval of a score in brackets, empty if it has none."""
+    return _brackets(interval_of(scores, name), is_share=name != "loss") if scores else ""
+
+
+def _brackets(interval: Interval | None, *, is_share: bool = True) -> str:
+    if interval is None:
+        return ""
+    low, high = (f"{100 * end:.2f}" if is_share else number(end) for end in interval)
+    return f"95{THIN}% interval [{low}, {high}]"
 
 
 def _images_per_second(history: History) -> float | None:

@@ -7,7 +7,7 @@ import json
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -261,6 +261,12 @@ class RunFiles:
     notes: list[str]
     batch_search: dict[str, Any] | None = None
     test_scores: dict[str, Any] | None = None
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Return the name of each run; of several of one name, the folders."""
+    names = [folder.name for folder in folders]
+    return [str(folder) if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)]
 
 
 def read_run(folder: Path) -> RunFiles:

@@ -89,7 +89,8 @@ def test_the_hubs_library_reads_the_front_matter(run: Path):
         one.metric_name: (one.metric_value, one.dataset_name, one.dataset_split) for one in card.data.eval_results
     }
     assert results["top-1"] == (pytest.approx(2 / 3), "my photos", "val")
-    assert "| top-1 | 0.6667 |" in card.text
+    assert "| top-1 | 0.6667 [0.2077, 0.9385] |" in card.text
+    assert "which was chosen for its top-1 on these" in card.text
     assert "310 images/s" in card.text
     assert "Global batch 128" in card.text
     assert "`a|b'<script>`" in card.text, "shown as code, which nobody runs"

@@ -213,7 +213,7 @@ def test_key_figures_and_settings(tmp_path):
     run = read_run(make_run(tmp_path / "run", learning_rate=0.5))
     figures = {figure.name: figure for figure in key_figures(run)}
     assert figures["top-1 accuracy"].value == "66.67\u202f%"
-    assert figures["top-1 accuracy"].remark == "6 of 9 images, epoch 2 of 2"
+    assert figures["top-1 accuracy"].remark == "95\u202f% interval [35.42, 87.94]; 6 of 9 images, epoch 2 of 2"
     assert figures["training time"].value == "6.75 s"  # 4 + 0.25 before the kill, 2.5 after it
     assert figures["images per second"].value == "267"  # 50 steps of 32 images in 6 s
     assert figures["peak memory"].value == "3 kB"

@@ -284,7 +284,7 @@ def training_parser() -> OneLineParser:
 
 def wrong_value(label: str, value: object, allowed: str, names: Sequence[str]) -> UserError:
     """Build the error for a value that a flag or a key of a file does not take."""
-    kind = plain(label.rpartition(" ")[2])
+    kind = plain(label.rpartition(" ")[2]).replace("-", "_")
     word = value if isinstance(value, str) else shown(value)  # shown: Python formats no number of 5000 digits
     hint = ours(word, names, kind) or (nearest(value, names) if isinstance(value, str) else "")
     return UserError(f"{label} {shown(value)}: expected {allowed}.{hint}")

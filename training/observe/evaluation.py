@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,10 +31,10 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
         name_of: from a sample's position to its path, or its position as text.
 
     Returns:
-        samples, loss (nats), top1, top5, balanced_accuracy, ece, and auroc and map if they are known; `macro` and
-        `weighted`, each with precision, recall and f1; `classes`, see `class_scores`; `calibration`, see
-        `calibration_bins`; `confusion`, a list of [true class, predicted class, samples] without zeros; `worst`, see
-        `worst_samples`. Shares are in 0..1.
+        samples, loss (nats) and loss_standard_error, top1, top5, balanced_accuracy, ece, and auroc and map if they are
+        known; `macro` and `weighted`, each with precision, recall and f1; `classes`, see `class_scores`;
+        `calibration`, see `calibration_bins`; `confusion`, a list of [true class, predicted class, samples] without
+        zeros; `worst`, see `worst_samples`; `judged`, see `judged_images`. Shares are in 0..1.
     """
     details = scores.details
     if details is None:
@@ -43,6 +45,7 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
     return {
         "samples": scores.samples,
         "loss": scores.loss,
+        "loss_standard_error": float(details.losses.numpy().std()) / scores.samples**0.5 if scores.samples else 0.0,
         "top1": scores.top1,
         "top5": scores.top5,
         "balanced_accuracy": counts.balanced_accuracy,
@@ -54,6 +57,7 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
         "calibration": bins,
         "confusion": confusion_cells(details, len(class_names)),
         "worst": worst_samples(details, name_of),
+        "judged": judged_images(details, name_of),
     }
 
 
@@ -153,6 +157,20 @@ def worst_samples(details: SampleScores, name_of: Callable[[int], str]) -> list[
         }
         for place in order.tolist()
     ]
+
+
+def judged_images(details: SampleScores, name_of: Callable[[int], str]) -> dict[str, str]:
+    """Return what two evaluations are compared by, image by image.
+
+    Returns:
+        `images`, equal for the same names below the folder of all and the same classes; `right`, a 1 for each image in
+        the order of their positions whose predicted class is the true one, else a 0.
+    """
+    names = [name_of(index) for index in details.indices.tolist()]
+    start = len(os.path.commonpath(names)) if names else 0
+    lines = (f"{label}\0{name[start:]}\n" for label, name in zip(details.labels.tolist(), names, strict=True))
+    digest = hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape"))
+    return {"images": digest.hexdigest()[:16], "right": "".join(map(str, details.is_right.int().tolist()))}
 
 
 def _average(classes: Sequence[dict[str, Any]], weights: Sequence[int]) -> dict[str, float]:
