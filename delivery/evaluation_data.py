@@ -17,9 +17,8 @@ from delivery.trained_model import TrainedModel, read_json
 from training.base.errors import UserError, unknown_name
 from training.base.run_folder import ENVIRONMENT, IMAGES
 from training.config import TrainConfig
-from training.data import DATASETS, DataOptions, find_dataset, load_data
+from training.data import DataOptions, find_dataset, layout_of, load_data, load_whole
 from training.data.datasets import DatasetPair, ImageDataset
-from training.data.folder import layout_of, load_whole
 from training.data.image_list import ListedImage, TrainedImages, describe_change, read_image_list
 from training.data.values import values_of
 
@@ -131,7 +130,7 @@ def load_evaluation_data(
     notes = []
     if is_changed:
         notes.append(f"'{data}' has changed since the training: {describe_change(known.images, divided())}")
-    name = trained_on if is_own else str(Path(os.path.expanduser(data)).resolve()) if _is_folder(data) else data
+    name = trained_on if is_own else str(Path(os.path.expanduser(data)).resolve()) if _is_path(data) else data
     wanted, found = (values_of(each) for each in (metadata["preprocessing"], datasets.preprocessing))
     if wanted != found:
         raise UserError(f"the model was trained on {wanted} values, '{data}' has {found}: convert it.")
@@ -144,13 +143,13 @@ def load_evaluation_data(
     return EvaluationData(judged, name, split, label_map, is_own, trained, tuple(notes))
 
 
-def _is_folder(data: str) -> bool:
-    return find_dataset(data) is DATASETS["folder"]
+def _is_path(data: str) -> bool:
+    return find_dataset(data).has_parts
 
 
 def _no_data(data: str, known: RunData, divided: Callable[[], DatasetPair]) -> str:
     """Return why the data of the run is not known, or not the one that is here."""
-    if not os.path.isdir(os.path.expanduser(data)):
+    if not os.path.exists(os.path.expanduser(data)):
         return f"'{data}', which the run was trained on, is not here: give --data, with its full path."
     place = f"'{known.folder}'" if known.folder else "the folder of that name which the run was trained on"
     difference = describe_change(known.images, divided())
@@ -159,7 +158,7 @@ def _no_data(data: str, known: RunData, divided: Callable[[], DatasetPair]) -> s
 
 def _is_own(data: str, trained_on: str, known: RunData, divided: Callable[[], DatasetPair]) -> bool:
     """Return whether data is the run's, by its name; a folder by its path, or by its files if that is relative."""
-    if not trained_on or not _is_folder(data):
+    if not trained_on or not _is_path(data):
         return data == trained_on
     path, own = (Path(os.path.expanduser(name)) for name in (data, known.folder or trained_on))
     if path.resolve() == own.resolve() and (own.is_absolute() or not known.fingerprint) and path.is_dir():
@@ -178,10 +177,10 @@ def _resolve_split(split: str, options: DataOptions, *, is_own: bool) -> str:
     Raises:
         UserError: if the data has no such part.
     """
-    layout = layout_of(options) if _is_folder(options.data) else None
+    layout = layout_of(options)
     is_undivided = layout is not None and not layout.is_divided
     if split == "all" and not is_undivided:
-        raise UserError(f"--split all is for one folder of classes; '{options.data}' has parts: give val or train.")
+        raise UserError(f"--split all is for data without parts; '{options.data}' has some: give val or train.")
     if split == "test" and not (layout and layout.test):
         raise UserError(f"--split test: '{options.data}' has no test part: give val or train.")
     if split != "auto" or is_own or layout is None:
@@ -200,6 +199,8 @@ def _data_options(
         split_seed=config.split_seed,
         val_part=config.val_part,
         links=config.links,
+        path_column=config.path_column,
+        label_column=config.label_column,
         image_size=preprocessing["image_size"],
         image_channels=len(preprocessing["mean"]),
         augmentation="none",

@@ -10,8 +10,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torchvision.transforms.v2.functional import to_pil_image
 
-from delivery.csv_cells import csv_line
 from training.base.atomic_write import replacing_folder, write_json
+from training.base.csv_cells import csv_line
 from training.base.errors import printable
 from training.base.run_folder import SCORES, WORST
 from training.data.augment import viewable

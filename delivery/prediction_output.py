@@ -12,9 +12,9 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from delivery.csv_cells import csv_line
 from delivery.predict import Prediction
 from training.base.atomic_write import replacing
+from training.base.csv_cells import csv_line
 from training.base.errors import UserError, printable
 
 LONGEST_NAME = 100  # letters of an image's name in that of its picture

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from models.build import BuiltModel
-from training.base.errors import AgreedError
+from training.base.errors import AgreedError, UserError
 from training.base.heartbeat import SLOW_PHASE
 from training.base.progress import Progress
 from training.base.run_folder import RunFolder
@@ -218,7 +218,14 @@ def build(prepared: Prepared) -> Run:
 
 
 def _build_step(config: TrainConfig, data: DatasetPair, world: World) -> Step:
-    """Return how a step trains: on the loss of each image, or on one over all images of a step."""
+    """Return how a step trains: on the loss of each image, or on one over all images of a step.
+
+    Raises:
+        UserError: Images have weights of their own that the loss does not know.
+    """
+    if data.train.source.loss_weights is not None and (config.is_contrastive or config.mixup or config.cutmix):
+        cause = f"--loss {config.loss}" if config.is_contrastive else "--mixup and --cutmix"
+        raise UserError(f"--data {config.data}: {cause} cannot weight single images: leave out the column weight.")
     if config.is_contrastive:
         return GradientCache(world.data, config.temperature, len(data.class_names))
     return Accumulate(build_loss(config, data.class_names, data.train_counts, world.device))

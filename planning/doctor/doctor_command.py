@@ -17,7 +17,8 @@ from launch.slurm.scontrol import host_names
 from training.base.errors import UserError
 from training.config import REPO_ROOT, TrainConfig
 from training.config.command_line import OneLineParser, parse_args
-from training.data import DATASETS, data_options
+from training.data import DATASETS, data_options, find_dataset
+from training.data.settings import DATA_ROOT
 
 if TYPE_CHECKING:
     from planning.doctor.examination import Request
@@ -132,4 +133,7 @@ def request_of(given: argparse.Namespace) -> Request:
 def data_fields(config: TrainConfig) -> dict[str, Any]:
     """Return the fields of the data set's `DataOptions`, with an absolute path: probes run in another folder."""
     options, folder = dataclasses.asdict(data_options(config)), Path(os.path.expanduser(config.data))
-    return options | ({"data": str(folder.absolute())} if os.path.isdir(folder) or "/" in config.data else {})
+    if not find_dataset(config.data).has_parts or not (folder.exists() or "/" in config.data):
+        return options
+    root = config.data_root if config.data_root == DATA_ROOT else os.path.abspath(os.path.expanduser(config.data_root))
+    return options | {"data": str(folder.absolute()), "data_root": root}

@@ -29,7 +29,8 @@ CHANGEABLE_ON_RESUME = frozenset(
         *("batch_size", "global_batch", "gradient_accumulation_steps", "gradient_cache"),
         *("pretrained", "weights", "early_stopping_patience", "epochs"),
         "raw_accuracy",
-        *("data", "data_root", "download", "workers", "cache", "cache_gb", "bad_images", "links"),
+        *("data", "data_root", "path_column", "label_column", "links", "download"),
+        *("workers", "cache", "cache_gb", "bad_images"),
         *("preset", "run_name", "log_dir", "log_every_steps", "progress", "tensorboard", "report", "profile"),
         *("resume", "save_every_steps", "save_every_minutes", "keep_last", "max_bad_steps", "on_oom", "hang_timeout"),
     }

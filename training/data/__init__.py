@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -18,7 +19,11 @@ from training.data.settings import BAD_IMAGES_USAGE, DATASETS, DataFields, Datas
 if TYPE_CHECKING:
     from training.config import TrainConfig
     from training.data.datasets import DatasetPair
+    from training.data.folder_parts import Layout
 
+TABLE_EXTENSIONS = (".csv", ".tsv")
+ARCHIVES = {".tar": "tar", ".parquet": "parquet"}  # the name in `DATASETS` by the suffix of the files
+FOLDERS_OF_ARCHIVES = ("train", "val", "valid", "validation", "test", "data")
 DEFAULT_BAD_IMAGE_SHARE = Fraction(1, 1000)
 
 
@@ -67,8 +72,26 @@ def load_data(options: DataOptions) -> DatasetPair:
         UserError: An option or the data is invalid; see the module of the data set.
     """
     _check_options(options)
+    return importlib.import_module(find_dataset(options.data).module).load(options)
+
+
+def load_whole(options: DataOptions) -> DatasetPair:
+    """Load data of `DatasetEntry.has_parts` without dividing it: both sets of the pair are all images, uncached.
+
+    Raises:
+        UserError: As `load_data`.
+    """
+    return importlib.import_module(find_dataset(options.data).module).load_whole(options)
+
+
+def layout_of(options: DataOptions) -> Layout | None:
+    """Return the parts of data of `DatasetEntry.has_parts`, None for any other.
+
+    Raises:
+        UserError: As `load_data`.
+    """
     entry = find_dataset(options.data)
-    return importlib.import_module(entry.module).load(options)
+    return importlib.import_module(entry.module).layout_of(options) if entry.has_parts else None
 
 
 def bad_image_share(value: str) -> Fraction:
@@ -89,10 +112,34 @@ def bad_image_share(value: str) -> Fraction:
 
 
 def find_dataset(data: str) -> DatasetEntry:
-    """Return the entry of a `--data` value: a name from the table, else a folder."""
+    """Return the entry of a `--data` value: a name from the table, else what the path leads to."""
     name, colon, _ = data.partition(":")
     entry = DATASETS.get(name)
-    return entry if entry and entry.takes_name == bool(colon) else DATASETS["folder"]
+    if entry and not entry.has_parts and entry.takes_name == bool(colon):
+        return entry
+    path = os.path.expanduser(data)
+    if os.path.isdir(path):
+        suffix = next(
+            filter(None, map(_suffix_of_all, [path, *(f"{path}/{name}" for name in FOLDERS_OF_ARCHIVES)])), ""
+        )
+        return DATASETS[ARCHIVES.get(suffix, "folder")]
+    if data.lower().endswith(TABLE_EXTENSIONS):
+        return DATASETS["table"]
+    return DATASETS[ARCHIVES.get(os.path.splitext(data)[1], "folder")]
+
+
+def _suffix_of_all(folder: str) -> str:
+    """Return the suffix of the archives in a folder, '' if it has none, or folders: they are classes or parts."""
+    found = ""
+    with contextlib.suppress(OSError), os.scandir(folder) as scan:
+        for entry in scan:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                return ""
+            suffix = os.path.splitext(entry.name)[1]
+            found = suffix if suffix in ARCHIVES else found
+    return found
 
 
 def _check_options(options: DataOptions) -> None:

@@ -25,7 +25,7 @@ from training.data.image_sizes import SizeRamp, size_ramp
 from training.data.mixing import Mixing
 from training.data.policies import build_policy
 from training.data.randomness import COPY, FIRST_CROP_DRAW, seed_generators, uniform_draws
-from training.data.reading.sources import ArraySource, ImageFile, Source, open_files
+from training.data.reading.sources import Archive, ArraySource, ImageFile, Source, open_files
 from training.data.values import BYTES, statistics
 from training.world.preserved_process import preserved_generators
 
@@ -333,16 +333,22 @@ def make_file_datasets(
     options: DataOptions,
     notes: Iterable[str],
     test: list[ImageFile] | None = None,
+    archive: Archive | None = None,
 ) -> DatasetPair:
-    """As `make_dataset_pair`, of training and validation files below `root`; one list of files is used as both."""
+    """As `make_dataset_pair`, of training and validation files below `root`; one list of files is used as both.
+
+    The fingerprint is that of the images' names, sizes and labels, whether they are files or in an archive.
+    """
     largest = max(options.image_size or PHOTOGRAPHS.image_size, options.eval_image_size)
-    sources, cache_notes = open_files(root, parts, largest, options)
-    tested = open_files(root, [test], largest, replace(options, cache="off"))[0][0] if test else None  # read once
+    sources, cache_notes = open_files(root, parts, largest, options, archive)
+    read_once = replace(options, cache="off")
+    tested = open_files(root, [test], largest, read_once, archive)[0][0] if test else None
     digest = hashlib.sha256("\0".join(class_names).encode("utf-8", "surrogateescape"))
     for part in parts:
         digest.update(b"\n\n")
         for file in sorted(part):
-            digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.label}\n"))
+            more = f"\0{file.box}\0{file.weight}" if file.box or file.weight != 1 else ""
+            digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.label}{more}\n"))
     all_notes, defaults = [*notes, *cache_notes], RGBA_PHOTOGRAPHS if sources[0].channels == 4 else PHOTOGRAPHS
     return make_dataset_pair(
         sources[0], sources[-1], class_names, defaults, options, digest.hexdigest(), all_notes, tested

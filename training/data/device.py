@@ -55,14 +55,16 @@ def _transformed(batch: Batch, dataset: ImageDataset, device: torch.device) -> B
         images = dataset.batch_transforms(images, batch.epoch, batch.draw_keys)
     if dataset.mixing is not None:
         images, targets = dataset.mixing(images, labels, batch.weights.numpy(), batch.epoch, batch.leaf)
-    return dataclasses.replace(batch, images=images, labels=labels, weights=weights, targets=targets)
+    own = None if batch.loss_weights is None else to_device(batch.loss_weights, device)
+    return dataclasses.replace(batch, images=images, labels=labels, weights=weights, targets=targets, loss_weights=own)
 
 
 def _ready(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
     current = torch.cuda.current_stream(device)
     current.wait_event(copied)
-    for tensor in (batch.images, batch.labels, batch.weights, *([] if batch.targets is None else [batch.targets])):
-        tensor.record_stream(current)  # its memory must not be reused by the other stream while this one reads it
+    for tensor in (batch.images, batch.labels, batch.weights, batch.targets, batch.loss_weights):
+        if tensor is not None:
+            tensor.record_stream(current)  # its memory must not be reused by the other stream while this one reads it
     return batch
 
 

@@ -36,6 +36,7 @@ class Batch:
         targets: float32 [B, classes], if they are not just the labels, see `mixing`; each row adds up to 1.
         is_transformed: Whether `images` are normalised already.
         digests: int64 [B], of the images' files, see `reading.sources.digest_of`; empty unless the key wants them.
+        loss_weights: float32 [B], of the losses in training; None if all are 1.
     """
 
     images: torch.Tensor
@@ -50,6 +51,7 @@ class Batch:
     targets: torch.Tensor | None = None
     is_transformed: bool = False
     digests: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    loss_weights: torch.Tensor | None = None
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory, from which copies to a GPU are asynchronous."""
@@ -95,6 +97,7 @@ def _read(dataset: ImageDataset, key: BatchKey) -> Batch:
         draw_keys=key.draw_keys,
         leaf=key.leaf,
         digests=np.array(digests, dtype=np.int64),
+        loss_weights=None if source.loss_weights is None else source.loss_weights[indices],
     )
 
 

@@ -16,6 +16,7 @@ from training.data.augmentations import AUGMENTATION_NAMES, CROP_RATIO, CROP_SCA
 from training.data.image_sizes import USAGE as SIZE_USAGE
 
 BAD_IMAGES_USAGE = "error, skip, skip:SHARE"
+DATA_ROOT = "~/.cache/zerovision"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +28,15 @@ class DatasetEntry:
         summary: One sentence for `--help`.
         module: The module whose `load(options)` returns the `DatasetPair`.
         takes_name: Whether a colon and a name follow.
+        has_parts: Whether it is a path, whose images may be divided into parts: the module then has
+            `load_whole(options)` and `layout_of(options)`, too.
     """
 
     usage: str
     summary: str
     module: str
     takes_name: bool = False
+    has_parts: bool = False
 
 
 DATASETS: dict[str, DatasetEntry] = {
@@ -60,6 +64,25 @@ DATASETS: dict[str, DatasetEntry] = {
         "DIR",
         "a folder with train/, val/ and test/, or one folder that is split; below each, one folder of images per class",
         "training.data.folder",
+        has_parts=True,
+    ),
+    "tar": DatasetEntry(
+        "DIR/*.tar",
+        "a folder of tar files in WebDataset's layout, train-000000.tar, val-000000.tar, ...: 01.jpg, 01.cls or .json",
+        "training.data.tar_shards",
+        has_parts=True,
+    ),
+    "parquet": DatasetEntry(
+        "DIR/*.parquet",
+        "a folder of Parquet files as Hugging Face's data sets have them, with images inside; or one, also of paths",
+        "training.data.parquet",
+        has_parts=True,
+    ),
+    "table": DatasetEntry(
+        "LIST.csv",
+        "a table of images, also .tsv: columns path and label, if wanted also split, weight, group, x0, y0, x1, y1",
+        "training.data.table",
+        has_parts=True,
     ),
 }
 
@@ -75,21 +98,25 @@ class DataFields:
 
     data: str = option(
         "digits",
-        f"Data set: {', '.join(entry.usage for entry in DATASETS.values())} (classes, or train/ and val/).",
+        f"Data set: {', '.join(entry.usage for entry in DATASETS.values())} (DIR: classes, or train/ and val/).",
     )
-    data_root: str = option("~/.cache/zerovision", "Folder that torchvision data sets are read from and downloaded to.")
+    data_root: str = option(
+        DATA_ROOT, "Folder of torchvision's data sets and of caches; another one also of the paths of a table."
+    )
+    path_column: str = option("", "Column of a table with the images' paths; none: path, or image as predict has it.")
+    label_column: str = option("label", "Column of a table with the names of the classes.")
     download: bool = option(False, "Allow torchvision data sets to be downloaded.")
     val_fraction: float = option(
-        0.2, "Share of a folder without train/ and val/ held out for validation.", above=0, high=0.9
+        0.2, "Share held out for validation where the data has no part for it.", above=0, high=0.9
     )
     split_seed: int = option(0, "Another one holds out other images.", low=0, high=2**31)
     val_part: str = option(
         "",
-        "Folder of DIR to validate on, such as Testing; train/, val/ and test/ are known by many names; none: the "
-        "folders are classes whatever their names.",
+        "Folder of DIR, or split of a table, to validate on, such as Testing; train, val and test are known by many "
+        "names; none: the folders are classes whatever their names.",
     )
     links: Literal["follow", "refuse"] = option(
-        "follow", "Symbolic links that lead out of DIR; links inside are always followed."
+        "follow", "Symbolic links, and paths of a table, that lead out of DIR; those inside are always followed."
     )
     image_size: int = option(
         0, "Side of the square images, in pixels; 0: the data set's own.", low=0, high=LARGEST_IMAGE_SIZE

@@ -33,7 +33,12 @@ def build_loss(config: RecipeSettings, class_names: Sequence[str], counts: Seque
     _check_threshold(config, len(class_names))
     weights = class_weights(config.class_weights, class_names, counts)
     loss = LOSSES[config.loss](config, None if weights is None else torch.tensor(weights, device=device))
-    return lambda logits, batch: mean_over_members(lambda member: loss(member, batch), logits)
+
+    def losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        own = mean_over_members(lambda member: loss(member, batch), logits)
+        return own if batch.loss_weights is None else own * batch.loss_weights
+
+    return losses
 
 
 def _check_threshold(config: RecipeSettings, classes: int) -> None:

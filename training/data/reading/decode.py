@@ -104,13 +104,13 @@ def decode_shrunk(
     return _as_channels(crop(pixels, choose), channels)
 
 
-def header_size(path: str) -> tuple[int, int]:
-    """Return height and width of an image in pixels, by the file's header.
+def header_size(path: str, data: bytes | None = None) -> tuple[int, int]:
+    """Return height and width of an image in pixels, by the file's header; `data` is its content, if it was read.
 
     Raises:
         ImageError: There is no header.
     """
-    data = without_metadata(read_file(path))
+    data = without_metadata(read_file(path) if data is None else data)
     try:
         with noting(path), Image.open(io.BytesIO(data), formats=pillow_formats()) as image:
             return image.height, image.width

@@ -1,4 +1,4 @@
-"""Sources of raw images: arrays in memory, or files."""
+"""Sources of raw images: arrays in memory, or encoded images, which are files or lie in archives."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -15,9 +16,10 @@ import torch
 from training.base.errors import UserError
 from training.data import DataOptions
 from training.data.augment import BoxChooser
+from training.data.reading.boxes import Edges, decode_box
 from training.data.reading.cache import ImageCache, open_cache
 from training.data.reading.decode import Decoder, crop, header_size, make_decoder, shrunk_bytes
-from training.data.reading.images import ImageError, read_file
+from training.data.reading.images import MAX_FILE_BYTES, ImageError, read_file
 from training.data.values import BYTES
 
 CACHE_FORMAT = 2  # increased when the same file gives other pixels, or the files of a cache change their format
@@ -39,6 +41,7 @@ class Source(Protocol):
         in_memory: Whether reading needs no decoding.
         cache_folder: Where decoded images are kept; None if they are not.
         digests: Of the files that are read from now on, by position, see `digest_of`; None to collect none.
+        loss_weights: float32 [N], of the samples' losses in training; None if all are 1.
     """
 
     channels: int
@@ -47,6 +50,7 @@ class Source(Protocol):
     in_memory: bool
     cache_folder: Path | None
     digests: dict[int, int] | None
+    loss_weights: torch.Tensor | None
 
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
         """Return the image, or the part that `choose` takes of it: uint8 or float32 [C, h, w].
@@ -68,6 +72,7 @@ class ArraySource:
     in_memory = True
     cache_folder: Path | None = None
     digests: dict[int, int] | None = None  # arrays have none
+    loss_weights: torch.Tensor | None = None
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, channels: int = 0, values: str = BYTES) -> None:
         self.images, self.labels, self.values = images, labels, values
@@ -114,27 +119,63 @@ def grey(images: torch.Tensor) -> torch.Tensor:
 
 
 class ImageFile(NamedTuple):
-    """Path of an image file relative to the root of the data, size in bytes, label, time of the last change in ns."""
+    """An encoded image.
+
+    Attributes:
+        path: Relative to the root of the data; of an image in an archive what it is called there.
+        size: In bytes.
+        label: Number of its class.
+        changed_ns: Time of the last change.
+        box: The part of the image that is the sample, see `reading.boxes`; empty for all of it.
+        weight: Of its loss in training.
+        archive: Number of the file of the `Archive` that it is in.
+        place: Where it is in that file.
+    """
 
     path: str
     size: int
     label: int
     changed_ns: int = 0
+    box: Edges = ()
+    weight: float = 1.0
+    archive: int = 0
+    place: int = 0
+
+
+class Archive(Protocol):
+    """Files that contain encoded images; can be sent to worker processes."""
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """Their paths."""
+
+    def read(self, archive: int, place: int, size: int) -> bytes:
+        """Return an image of so many bytes by where it is, see `ImageFile`.
+
+        Raises:
+            UserError: The file is not the one any more that was listed.
+            FileServerError: It cannot be read now, see `patiently`.
+        """
 
 
 class FileSource:
-    """Images in files below `root`.
+    """Encoded images: files below `root`, or in archives.
 
     Folders and names are bytes in arrays, because a list of a million strings would take ten times the memory, and be
     copied to every worker process.
 
     Args:
         root: Folder that the paths are relative to.
-        files: The files; all but the time of their last change is kept.
-        decoder: Decodes a file.
+        files: The images; all but the time of their last change is kept.
+        decoder: Decodes an image.
         cache: Keeps decoded images.
-        first_in_cache: Position of the first file in the cache.
+        first_in_cache: Position of the first image in the cache.
         channels: C of what the decoder gives.
+        archive: What the images are in; None if each is a file of its own.
+        reduced_to: Size of the model's images, in pixels, to which a box may be reduced, see `decode_box`; 0: not.
+
+    Attributes:
+        loss_weights: float32 [N], of the samples' losses in training; None if all are 1.
     """
 
     in_memory, values = False, BYTES
@@ -148,8 +189,10 @@ class FileSource:
         cache: ImageCache | None = None,
         first_in_cache: int = 0,
         channels: int = 3,
+        archive: Archive | None = None,
+        reduced_to: int = 0,
     ) -> None:
-        self.channels = channels
+        self.channels, self._archive, self._reduced_to = channels, archive, reduced_to
         self.root, self._decode, self._cache, self._first_in_cache = root, decoder, cache, first_in_cache
         self.cache_folder = cache.folder if cache else None
         self.labels = torch.tensor([file.label for file in files])
@@ -161,6 +204,26 @@ class FileSource:
         names = [os.fsencode(name) for _, name in parts]
         self._names = torch.from_numpy(np.frombuffer(bytearray(b"".join(names)), dtype=np.uint8))
         self._ends = torch.tensor([len(name) for name in names]).cumsum(0)
+        self._places = torch.tensor([(file.archive, file.place) for file in files]) if archive else None
+        has_boxes = any(file.box for file in files)
+        boxes = torch.tensor([file.box or (0.0,) * 4 for file in files], dtype=torch.float64) if has_boxes else None
+        self._boxes = boxes
+        weights = torch.tensor([file.weight for file in files], dtype=torch.float32)
+        self.loss_weights = None if bool((weights == 1).all()) else weights
+
+    def content(self, index: int) -> bytes:
+        """Return the bytes of the image, undecoded; raise ImageError if they cannot be had."""
+        if self._archive is None or self._places is None:
+            return read_file(self.name(index))
+        (archive, place), size = self._places[index].tolist(), int(self.sizes[index])
+        if size > MAX_FILE_BYTES:
+            raise ImageError(self.name(index), f"{size / 1e6:.0f} MB, more than {MAX_FILE_BYTES / 1e6:g} MB")
+        return self._archive.read(archive, place, size)
+
+    def box(self, index: int) -> Edges:
+        """Return the part of the image that is the sample, empty if it is all of it."""
+        found: Edges = () if self._boxes is None else tuple(self._boxes[index].tolist())
+        return found if any(found) else ()
 
     def read(self, index: int, choose: BoxChooser | None = None) -> torch.Tensor:
         """Return the image, or the part that `choose` takes of it: uint8 [C, h, w]; raise ImageError if it is bad."""
@@ -169,21 +232,19 @@ class FileSource:
         if cache is not None and cached is not None:
             self._note_digest(index, cache.digest(position))
             pixels = crop(cached, choose)
-        elif cache is None or cache.is_full:
-            name = self.name(index)
-            content = read_file(name)
-            if self.digests is not None:
-                self._note_digest(index, digest_of(content))
-            pixels = self._decode(name, choose, content)  # of a JPEG no more than that part
         else:
-            name = self.name(index)
-            content = read_file(name)
-            digest = digest_of(content)
+            name, box, content = self.name(index), self.box(index), self.content(index)
+            decode = self._decode if not box else partial(decode_box, self._decode, box, self._reduced_to)
+            is_kept = cache is not None and not cache.is_full
+            digest = digest_of(content, box) if is_kept or self.digests is not None else UNKNOWN
             self._note_digest(index, digest)
-            whole = self._decode(name, data=content)
-            cache.put_digest(position, digest)
-            cache.put(position, whole)
-            pixels = crop(whole, choose)
+            if cache is None or not is_kept:
+                pixels = decode(name, choose, content)  # of a JPEG no more than that part
+            else:
+                whole = decode(name, data=content)
+                cache.put_digest(position, digest)
+                cache.put(position, whole)
+                pixels = crop(whole, choose)
         return torch.from_numpy(pixels).permute(2, 0, 1)  # the memory keeps its order
 
     def _note_digest(self, index: int, digest: int) -> None:
@@ -191,30 +252,41 @@ class FileSource:
             self.digests[index] = digest
 
     def name(self, index: int) -> str:
-        """Return the path of the image."""
-        return str(self.root / self.path(index))
+        """Return the path of the image, of one in an archive that of the archive and its name there."""
+        if self._archive is None or self._places is None:
+            return str(self.root / self.path(index))
+        return f"{self._archive.files[int(self._places[index, 0])]}/{self.path(index)}"
 
     def path(self, index: int) -> str:
-        """Return the path of the image, relative to `root`."""
+        """Return the path of the image, as in `ImageFile`."""
         start, end = int(self._ends[index - 1]) if index else 0, int(self._ends[index])
         name = os.fsdecode(self._names[start:end].numpy().tobytes())
         return os.path.join(self._folders[int(self._folder_of[index])], name)
 
 
-def digest_of(content: bytes) -> int:
-    """Return 63 bits of a file's sha256, never `UNKNOWN`: equal ones mean the same file, byte for byte."""
-    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1 or 1
+def digest_of(content: bytes, box: Edges = ()) -> int:
+    """Return 63 bits of a file's sha256, never `UNKNOWN`: equal ones mean the same file, byte for byte, and box."""
+    digest = hashlib.sha256(content)
+    if box:
+        digest.update(repr(box).encode())
+    return int.from_bytes(digest.digest()[:8], "little") >> 1 or 1
 
 
 def open_files(
-    root: Path, parts: Sequence[list[ImageFile]], image_size: int, options: DataOptions
+    root: Path,
+    parts: Sequence[list[ImageFile]],
+    image_size: int,
+    options: DataOptions,
+    archive: Archive | None = None,
 ) -> tuple[list[FileSource], list[str]]:
-    """Return the source of each list of files, with the decoder and the cache that the options name, and notes."""
+    """Return the source of each list of images, with the decoder and the cache that the options name, and notes."""
     files = [file for part in parts for file in part]
     cache, note, channels = None, "", options.image_channels or 3
     decoder = make_decoder(options.decode, image_size, channels)
+    reduced_to = image_size if options.decode == "cpu" else 0
     if options.decode == "cpu" and options.cache != "off":
-        sides = _sides_of_some(root, files)
+        few = [files[number] for number in np.linspace(0, len(files) - 1, min(len(files), HEADERS_READ)).astype(int)]
+        sides = _sides(FileSource(root, few, decoder, archive=archive))
         key = _cache_key(root, files, image_size, channels)
         cache, note = open_cache(
             options,
@@ -224,7 +296,7 @@ def open_files(
         )
     sources, first = [], 0
     for part in parts:
-        sources.append(FileSource(root, part, decoder, cache, first, channels=channels))
+        sources.append(FileSource(root, part, decoder, cache, first, channels, archive, reduced_to))
         first += len(part)
     return sources, [note] if note else []
 
@@ -234,16 +306,19 @@ def _cache_key(root: Path, files: Sequence[ImageFile], image_size: int, channels
     pixels = f"{image_size}" if channels == 3 else f"{image_size}x{channels}"
     digest = hashlib.sha256(f"{CACHE_FORMAT}\0{pixels}\0{os.fspath(root)}\0".encode("utf-8", "surrogateescape"))
     for file in files:
-        digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.changed_ns}\n"))
+        box = f"\0{file.box}" if file.box else ""
+        digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.changed_ns}{box}\n"))
     return digest.hexdigest()
 
 
-def _sides_of_some(root: Path, files: Sequence[ImageFile]) -> list[tuple[int, int]]:
-    """Return height and width of a few images, evenly spread, from their headers."""
+def _sides(source: FileSource) -> list[tuple[int, int]]:
+    """Return height and width of the images, of those with a box the box's."""
     sides = []
-    for position in np.linspace(0, len(files) - 1, min(len(files), HEADERS_READ)).astype(int):
+    for index in range(len(source.labels)):
         with suppress(ImageError):
-            sides.append(header_size(str(root / files[position].path)))
+            left, top, right, bottom = source.box(index) or (0, 0, 0, 0)
+            whole = source.name(index), source.content(index)
+            sides.append((int(bottom - top), int(right - left)) if right else header_size(*whole))
     return sides
 
 

@@ -26,3 +26,8 @@ def csv_line(row: Iterable[Any]) -> str:
 def inert(row: Iterable[Any]) -> list[Any]:
     """Return a row whose texts begin no formula: one that would has a single quote before it; numbers stay."""
     return [f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA_STARTS) else cell for cell in row]
+
+
+def as_given(cell: str) -> str:
+    """Return the text that `inert` was given."""
+    return cell[1:] if cell.startswith("'") and cell[1:].startswith(FORMULA_STARTS) else cell

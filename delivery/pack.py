@@ -1,0 +1,127 @@
+"""Packs any data set into tar files that WebDataset reads, each with its index, and checks what was written."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.progress import track
+from torchvision.transforms.v2.functional import to_pil_image
+
+from training.base.atomic_write import replacing_folder
+from training.base.errors import UserError
+from training.data import DataOptions, archives, load_data
+from training.data.archives import CLASS_NAMES, Entry, index_of, write_index
+from training.data.datasets import ImageDataset
+from training.data.reading.formats import IMAGE_EXTENSIONS
+from training.data.reading.sources import FileSource, Source, digest_of
+from training.data.tar_shards import FACTS, LABEL, TAR, scan
+from training.data.values import BYTES
+from training.observe.console import open_console
+
+PNG_CHANNELS = (1, 3)
+
+
+class Packed(NamedTuple):
+    """What was written: images, tar files and their bytes."""
+
+    images: int
+    shards: int
+    bytes: int
+
+
+def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
+    """Write the images of all parts, as they are, into tar files of about `shard_bytes` in a new folder.
+
+    A part keeps its order, and files their bytes; images in memory become PNG files. Every tar file is read again and
+    compared with what was packed; the folder appears under its name when all of it is right.
+
+    Raises:
+        UserError: The folder exists and is not empty; the images are no files of 8 bits; an image cannot be read.
+    """
+    if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
+        raise UserError(f"OUT '{output}' exists and is not an empty folder: give a new one.")
+    data = load_data(options)
+    done = Packed(0, 0, 0)
+    try:
+        with replacing_folder(output) as folder:
+            names = "".join(f"{name}\n" for name in data.class_names)
+            if names.count("\n") != len(data.class_names) or names.splitlines() != data.class_names:
+                raise UserError(f"a class of '{options.data}' has a line break in its name: rename it.")
+            (folder / CLASS_NAMES).write_text(names, encoding="utf-8", errors="surrogateescape")
+            for part, dataset in data.parts.items():
+                for file, count in _write_part(folder, part, dataset, shard_bytes):
+                    done = Packed(done.images + count, done.shards + 1, done.bytes + file.stat().st_size)
+            repeated = archives.read(TAR, DataOptions(data=str(folder)))
+            if len(repeated.records) != done.images:
+                raise UserError(
+                    f"{len(repeated.records)} of {done.images} images are in the tar files: pack them again."
+                )
+    except OSError as error:
+        raise UserError(f"cannot write to OUT '{output}': {error.strerror or error}.") from None
+    return done
+
+
+def _write_part(folder: Path, part: str, dataset: ImageDataset, shard_bytes: int) -> Iterator[tuple[Path, int]]:
+    """Write the tar files of a part, and yield each with the number of its images once it was checked."""
+    source = dataset.source
+    console, every = open_console(stderr=True), range(len(dataset))
+    bar = track(every, f"packing {part}", console=console, transient=True, disable=not console.is_terminal)
+    indices = iter(bar)
+    for number in itertools.count():
+        index = next(indices, None)
+        if index is None:
+            return
+        file, digests = folder / f"{part}-{number:06}.tar", []
+        with tarfile.open(file, "w", format=tarfile.PAX_FORMAT) as tar:
+            while index is not None:
+                entry, suffix, content = _sample(source, index)
+                facts = {"path": entry.path, "box": entry.box, "weight": entry.weight}
+                for kind, data in (
+                    (LABEL, entry.label.encode()),
+                    (suffix, content),
+                    (FACTS, json.dumps(facts).encode()),
+                ):
+                    member = tarfile.TarInfo(f"{index:09}{kind}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+                digests.append(digest_of(content))
+                index = next(indices, None) if tar.offset < shard_bytes else None
+        _check(file, digests)
+        yield file, len(digests)
+
+
+def _sample(source: Source, index: int) -> tuple[Entry, str, bytes]:
+    """Return an image of a set as an entry, with the suffix of its format and its bytes."""
+    label = str(int(source.labels[index]))
+    if isinstance(source, FileSource):
+        content, path = source.content(index), source.path(index)
+        weight = 1.0 if source.loss_weights is None else float(source.loss_weights[index])
+        suffix = os.path.splitext(path)[1].lower()
+        entry = Entry(path, label, 0, len(content), source.box(index), weight)
+        return entry, suffix if suffix in IMAGE_EXTENSIONS else ".jpg", content  # a format is told by the content
+    image = source.read(index)
+    if source.values != BYTES or image.shape[0] not in PNG_CHANNELS:
+        raise UserError(f"images of {image.shape[0]} channel(s) of {source.values} cannot be packed: keep the arrays.")
+    stream = io.BytesIO()
+    to_pil_image(image).save(stream, "PNG")
+    content = stream.getvalue()
+    return Entry(f"{index:09}.png", label, 0, len(content)), ".png", content
+
+
+def _check(file: Path, digests: list[int]) -> None:
+    """Read a tar file and compare its images with the digests of what was packed; write its index."""
+    index = scan(file)
+    status = file.stat()
+    index = index._replace(state=(status.st_size, status.st_mtime_ns))
+    reader = TAR.open([file], [index.state])
+    found = [digest_of(reader.read(0, entry.place, entry.size)) for entry in index.entries]
+    if found != digests:
+        raise UserError(f"'{file}' does not contain what was written to it: the disk may be failing; pack it again.")
+    write_index(index, index_of(file))

@@ -1,0 +1,55 @@
+"""The same bytes of the model from a folder and from all that lists or packs the same images, on 1 and 2 ranks."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests.unit.made_data import KINDS, SPLIT, make_photos
+
+TRAIN = "tests.training.out_of_memory_ranks:run"
+CASE = {"image_size": 16, "batch_size": 4, "epochs": 2, "save_every_steps": 1, "keep_last": 99, "augmentation": "auto"}
+
+
+@pytest.fixture(scope="module")
+def train(run_on_ranks, tmp_path_factory):
+    """Train on a data set with so many ranks; return the run's folder."""
+
+    def train_on(data: Path, root: Path, ranks: int, **changes: object) -> Path:
+        logs = tmp_path_factory.mktemp("logs")
+        case = CASE | SPLIT | {"data": str(data), "data_root": str(root), "log_dir": str(logs), "name": "run"} | changes
+        results = run_on_ranks(TRAIN, ranks, [case | {"gradient_accumulation_steps": 2 // ranks}])
+        assert all(result["code"] == 0 for (result,) in results)
+        return logs / "runs" / "run"
+
+    return train_on
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return make_photos(tmp_path_factory.mktemp("data") / "photos")
+
+
+@pytest.fixture(scope="module")
+def from_folder(train, photos):
+    """The run that nothing disturbed, on one rank."""
+    return train(photos, photos, 1)
+
+
+QUICK = [("table", 1), ("tar", 2), ("parquet", 1)]
+ROWS = [row if row in QUICK else pytest.param(*row, marks=pytest.mark.slow) for row in product(KINDS, (1, 2))]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), ROWS)
+def test_the_model_has_the_bytes_of_that_from_the_folder(train, photos, from_folder, tmp_path, kind, ranks):
+    data = KINDS[kind](photos, tmp_path / "data")
+    whole = train(data, photos, ranks)
+    assert (whole / "model.safetensors").read_bytes() == (from_folder / "model.safetensors").read_bytes()
+    killed = from_folder / "checkpoints" / f"step-00000-{3:07}"
+    resumed = train(data, photos, ranks, resume=str(killed))
+    assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    killed = whole / "checkpoints" / f"step-00001-{2:07}"
+    back = train(photos, photos, 3 - ranks, resume=str(killed))
+    assert (back / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()

@@ -1,0 +1,275 @@
+"""Tar files of images, and their packing: foreign ones, their indexes, and crafted ones."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import pickle
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from delivery.pack import pack
+from tests.unit.made_data import make_photos
+from training.base.errors import UserError
+from training.data import DataOptions, archives, load_data, load_whole
+from training.data.archives import index_of
+from training.data.tar_shards import TAR, scan
+
+
+def png(colour: str = "red", size: tuple[int, int] = (8, 8)) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", size, colour).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def write_tar(file: Path, members: dict[str, bytes], **options) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(file, "w", **options) as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return file
+
+
+def load(data: Path, **values):
+    return load_data(DataOptions(data=str(data), data_root=str(data.parent / "root"), image_size=16, **values))
+
+
+def named(dataset) -> dict[str, int]:
+    return {dataset.source.path(index): int(dataset.source.labels[index]) for index in range(len(dataset))}
+
+
+def test_foreign_shards_of_parts_numbers_and_names_of_classes(tmp_path):
+    """As WebDataset, CLIP's data sets and img2dataset write them."""
+    for part, shard in (("train", 0), ("train", 1), ("val", 0)):
+        members = {"./readme.txt": b"", "lone.json": b"{}"}
+        for number in range(4):
+            key = f"./{part}{shard}/{number:06}.a"
+            members |= {f"{key}.seg.png": png("blue"), f"{key[:-2]}.cls": f"{number % 3}\n".encode()}
+            members |= {f"{key[:-2]}.JPG": png(), f"{key[:-2]}.txt": b"a caption"}
+        write_tar(tmp_path / "set" / f"{part}-{shard:05}-of-00002.tar", members, format=tarfile.GNU_FORMAT)
+    pair = load(tmp_path / "set")
+    assert pair.class_names == ["0", "1", "2"]
+    assert named(pair.val) == {f"./val0/{number:06}.JPG": number % 3 for number in range(4)}
+    assert len(pair.train) == 8
+    assert pair.notes == ["passed over 6 samples without an image or label"]
+    assert pair.train.source.name(0) == f"{tmp_path}/set/train-00000-of-00002.tar/./train0/000000.JPG"
+    torch.testing.assert_close(pair.train.source.read(0)[:, 0, 0], torch.tensor([255, 0, 0], dtype=torch.uint8))
+    (tmp_path / "set" / "classnames.txt").write_text("cat\ndog\nfish\n")
+    assert load(tmp_path / "set").class_names == ["cat", "dog", "fish"]
+    (tmp_path / "set" / "classnames.txt").write_text("cat\ndog\n")
+    with pytest.raises(UserError, match="has the label '2'; expected a number below 2"):
+        load(tmp_path / "set")
+
+
+@pytest.mark.parametrize("place", ["set/train/0.tar set/val/0.tar", "set/data/train-0.tar set/data/val-0.tar"])
+def test_folders_of_parts_are_looked_into(tmp_path, place):
+    for file, count in zip(place.split(), (3, 2), strict=True):
+        facts = {f"{n}.json": json.dumps({"label": f"c{n % 2}"}).encode() for n in range(count)}
+        write_tar(tmp_path / file, dict(sorted((facts | {f"{n}.png": png() for n in range(count)}).items())))
+    pair = load(tmp_path / "set")
+    assert (len(pair.train), len(pair.val), pair.class_names) == (3, 2, ["c0", "c1"])
+
+
+def test_one_file_is_divided_and_a_folder_with_classes_beside_a_tar_file_stays_a_folder(tmp_path):
+    members = {}
+    for number in range(20):
+        members |= {f"{number:02}.png": png(), f"{number:02}.cls": b"%d" % (number % 2)}
+    file = write_tar(tmp_path / "all.tar", members)
+    pair = load(file)
+    assert (len(pair.train) + len(pair.val), sum(pair.val_counts) in range(2, 7)) == (20, True)
+    assert len(load_whole(DataOptions(data=str(file))).val) == 20
+    photos = make_photos(tmp_path / "photos", 4)
+    file.rename(photos / "all.tar")
+    assert load(photos).class_names == ["ant", "bee", "cat"]
+
+
+def test_an_index_is_beside_its_tar_file_or_below_the_root_and_made_anew_when_that_has_changed(tmp_path, monkeypatch):
+    file = write_tar(tmp_path / "all.tar", {"1.cls": b"a", "1.png": png(), "2.cls": b"b", "2.png": png()})
+    scans, plain = [], TAR
+    kind = plain._replace(scan=lambda path: scans.append(path) or plain.scan(path))
+    cache = tmp_path / "cache"
+    indexes = [archives.open_index(kind, file, cache) for _ in range(2)]
+    assert indexes[0] == indexes[1]
+    assert (len(scans), index_of(file).is_file(), cache.exists()) == (1, True, False)
+    for damage in ("", "{}", "[]", index_of(file).read_text().replace('"1.png"', "7"), "[" * 100_000):
+        index_of(file).write_text(damage)
+        assert archives.open_index(kind, file, cache) == indexes[0]
+    assert len(scans) == 6
+    write_tar(file, {"1.cls": b"c", "1.png": png(), "2.cls": b"b", "2.png": png()})
+    os.utime(file, ns=(0, 1))
+    index_of(file).unlink()
+    index_of(file).mkdir()  # nothing can be written there, not even by root
+    assert archives.open_index(kind, file, cache).entries[0].label == "c"
+    assert archives.open_index(kind, file, cache).state[1] == 1
+    assert (len(scans), len([*cache.iterdir()])) == (7, 1)
+    source = load_whole(DataOptions(data=str(file), data_root=str(tmp_path / "root"))).train.source
+    os.utime(file, ns=(0, 2))
+    with pytest.raises(UserError, match=r"all.tar' has changed since the run began"):
+        source.read(0)
+    file.unlink()
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        source.read(0)
+
+
+def header(name: str, size: int, kind: bytes = tarfile.REGTYPE, pax: dict[str, str] | None = None) -> bytes:
+    member = tarfile.TarInfo(name)
+    member.size, member.type = max(size, 0), kind
+    member.pax_headers = pax or {}
+    block = member.tobuf(tarfile.PAX_FORMAT)
+    if size < 0:  # in the base-256 form
+        block = block[:124] + b"\xff" * 4 + size.to_bytes(8, "big", signed=True) + block[136:]
+        total = tarfile.calc_chksums(block)[0]
+        block = block[:148] + b"%06o\0 " % total + block[156:]
+    return block
+
+
+def block(content: bytes) -> bytes:
+    return content + bytes(-len(content) % 512)
+
+
+END = bytes(1024)
+IMAGE = header("1.png", len(png())) + block(png())
+SOUND = header("1.cls", 1) + block(b"a") + IMAGE
+CRAFTED = {
+    "empty": (b"", "is no uncompressed tar file"),
+    "no tar": (b"PK" + bytes(2000), "is no uncompressed tar file"),
+    "gzip": (b"\x1f\x8b" + bytes(2000), "is no uncompressed tar file"),
+    "cut off": (SOUND[:-100], "is no uncompressed tar file"),
+    "without an end": (SOUND, "cut off, or damaged at"),
+    "damaged header": (SOUND + b"x" * 512 + SOUND + END, "cut off, or damaged at"),
+    "huge": (SOUND + header("2.png", 10**15) + END, "is no uncompressed tar file"),
+    "negative": (SOUND + header("2.png", -2048) + END, "is no uncompressed tar file"),
+    "negative in pax": (SOUND + header("2.png", 0, pax={"size": "-1024"}) + END, "is no uncompressed tar file"),
+    "long label": (header("1.cls", 2**21) + block(bytes(2**21)) + IMAGE + END, "is no label"),
+    "no label": (IMAGE + END, "the sample '1' has no label"),
+    "deep label": (header("1.json", 99999) + block(b"[" * 99999) + IMAGE + END, "no label"),
+    "label of a list": (header("1.json", 13) + block(b'{"label":[1]}') + IMAGE + END, "no label"),
+    "nothing": (END, "there is no image in 1 .tar file"),
+    "links": (header("1.png", 0, tarfile.SYMTYPE) + header("1.cls", 0, tarfile.LNKTYPE) + END, "there is no image"),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", CRAFTED)
+def test_a_crafted_tar_file_gets_one_line_and_writes_nothing_but_its_index(tmp_path, name):
+    content, words = CRAFTED[name]
+    file = tmp_path / "all.tar"
+    file.write_bytes(content)
+    with pytest.raises(UserError) as problem:
+        load(file)
+    assert words in str(problem.value)
+    assert {path.name for path in tmp_path.rglob("*")} <= {"all.tar", "all.tar.index.json"}
+
+
+def test_names_that_lead_out_are_names_alone(tmp_path):
+    """They are shown, and never opened."""
+    members = {"../../1.cls": b"x", "../../1.png": png(), "/etc/2.cls": b"y", "/etc/2.png": png("lime")}
+    index = scan(write_tar(tmp_path / "all.tar", members))
+    assert [entry.path for entry in index.entries] == ["../../1.png", "/etc/2.png"]
+    whole = load_whole(DataOptions(data=str(tmp_path / "all.tar"), image_size=16)).train.source
+    assert [whole.read(index)[:, 0, 0].tolist() for index in range(2)] == [[255, 0, 0], [0, 255, 0]]
+
+
+def test_packing_refuses_what_it_cannot_keep_and_leaves_nothing(tmp_path, monkeypatch):
+    photos, output = make_photos(tmp_path / "photos", 4), tmp_path / "packed"
+    (output / "mine").mkdir(parents=True)
+    with pytest.raises(UserError, match="exists and is not an empty folder"):
+        pack(DataOptions(data=str(photos)), output, 10**6)
+    numbers = itertools.count()
+    monkeypatch.setattr("delivery.pack.digest_of", lambda content: next(numbers))
+    with pytest.raises(UserError, match="does not contain what was written to it"):
+        pack(DataOptions(data=str(photos)), tmp_path / "other", 10**6)
+    assert {path.name for path in tmp_path.iterdir()} == {"photos", "packed"}
+
+
+def test_arrays_are_packed_as_png(tmp_path):
+    done = pack(DataOptions(data="digits", image_size=16), tmp_path / "digits", 10**9)
+    assert (done.images, done.shards) == (1797, 2)
+    packed, digits = (
+        load(tmp_path / "digits", image_channels=1),
+        load_data(DataOptions(image_size=16, image_channels=1)),
+    )
+    order = torch.argsort(digits.val.source.labels, stable=True)
+    assert torch.equal(packed.val.source.labels, digits.val.source.labels[order])
+    for index in (0, 100, 359):
+        assert torch.equal(packed.val.source.read(index), digits.val.source.read(int(order[index])))
+
+
+@pytest.fixture
+def write_parquet():
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def write(file: Path, columns: dict[str, list], names: list[str] | None = None) -> Path:
+        features = {"label": {"names": names, "_type": "ClassLabel"}}
+        table = pyarrow.table(columns)
+        if names:
+            table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+        parquet.write_table(table, file, row_group_size=4)
+        return file
+
+    return write
+
+
+def test_parquet_with_bytes_of_any_column_and_without_paths_and_labels(tmp_path, write_parquet):
+    images = [{"bytes": png(), "path": None}] * 9 + [{"bytes": None, "path": "elsewhere.png"}]
+    file = write_parquet(tmp_path / "a.parquet", {"img": images, "fine": [*"xyxyxyxy", None, "x"]})
+    pair = load(file, label_column="fine")
+    assert (len(pair.train) + len(pair.val), pair.class_names) == (8, ["x", "y"])
+    assert pair.notes[0] == "passed over 2 samples without an image or label"
+    assert {*named(pair.train), *named(pair.val)} == {f"a-{number:09}" for number in range(8)}
+    with pytest.raises(UserError, match="has the columns img, fine: give --label-column NAME"):
+        load(file)
+    plain = write_parquet(tmp_path / "b.parquet", {"jpg": [png()] * 8, "fine": [*"xyxyxyxy"], "label": [0, 1] * 4})
+    assert load(plain).class_names == ["0", "1"]
+    assert load(plain, label_column="fine").class_names == ["x", "y"], "not what the index has of the other column"
+
+
+def test_a_parquet_table_of_paths_is_read_as_a_csv_table(tmp_path, write_parquet):
+    photos = make_photos(tmp_path / "photos")
+    paths = sorted(photos.rglob("*.*"))
+    columns = {"path": [str(path) for path in paths], "label": [path.parent.name for path in paths]}
+    listed = load_data(DataOptions(data=str(write_parquet(tmp_path / "a.parquet", columns)), data_root=str(photos)))
+    assert listed.fingerprint == load_data(DataOptions(data=str(photos))).fingerprint
+
+
+def test_row_groups_are_kept_within_a_bound(tmp_path, write_parquet, monkeypatch):
+    images = [{"bytes": png(size=(number + 1, 1)), "path": f"{number:02}.png"} for number in range(40)]
+    file = write_parquet(tmp_path / "a.parquet", {"image": images, "label": [0, 1] * 20}, ["no", "yes"])
+    monkeypatch.setattr("training.data.parquet.CACHE_BYTES", 3 * 4 * len(png()))
+    source = load_whole(DataOptions(data=str(file))).train.source
+    assert [source.read(index).shape[2] for index in range(40)] == [*range(1, 41, 2), *range(2, 41, 2)]
+    assert 1 <= len(source._archive._groups) <= 3
+    copy = pickle.loads(pickle.dumps(source))
+    assert (len(copy._archive._groups), copy.read(3).shape) == (0, source.read(3).shape)
+    os.utime(file, ns=(0, 1))
+    with pytest.raises(UserError, match="has changed since the run began"):
+        copy.read(20)
+
+
+def test_a_crafted_parquet_file_gets_one_line(tmp_path, write_parquet):
+    file = write_parquet(tmp_path / "a.parquet", {"image": [png()] * 8, "label": [0, 1] * 4})
+    content = file.read_bytes()
+    for damaged in (b"", b"PAR1", content[:-50], content[:100] + bytes(60) + content[160:]):
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"is no readable Parquet file|is damaged in row group"):
+            load(file)
+    with pytest.raises(UserError, match="column label has numbers with a fraction"):
+        load(write_parquet(file, {"image": [png()] * 2, "label": [0.5, 1.0]}))
+    with pytest.raises(UserError, match="has the label '7'; expected a number below 2"):
+        load(write_parquet(file, {"image": [png()] * 2, "label": [0, 7]}, ["no", "yes"]))
+
+
+def test_parquet_without_pyarrow_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").touch()
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(UserError, match="Parquet files are read by pyarrow: pip install pyarrow"):
+        load(tmp_path / "a.parquet")

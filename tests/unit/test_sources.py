@@ -1,0 +1,276 @@
+"""Tables of images: the same training as from a folder of them; boxes, weights, groups, and crafted ones."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from delivery.evaluate import evaluate
+from delivery.predict import Prediction
+from delivery.prediction_output import write_predictions
+from models.build import build_model
+from planning.data_check import check_data
+from tests.unit.exports import IMAGE_SIZE, save_run
+from tests.unit.made_data import KINDS, SPLIT, make_photos, write_csv
+from training.base.csv_cells import as_given, inert
+from training.base.errors import UserError
+from training.data import DataOptions, layout_of, load_data, load_whole
+from training.data.loader import Loader
+from training.data.reading.boxes import decode_box
+from training.data.reading.decode import decode_exact, make_decoder
+from training.data.sampler import BatchPlan
+from training.recipe.loss import build_loss
+from training.recipe.settings import RecipeSettings
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return make_photos(tmp_path_factory.mktemp("data") / "photos")
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data") / "divided"
+    for part, count in (("train", 9), ("val", 5), ("test", 3)):
+        make_photos(root / part, count)
+    return root
+
+
+def load(data: Path, **values):
+    return load_data(DataOptions(data=str(data), image_size=16, **values))
+
+
+def seen(dataset):
+    """All that a training sees of a set: of each image path, label, size, digest, and pixels; in order."""
+    source = dataset.source
+    source.digests = {}
+    pixels = [source.read(index) for index in range(len(dataset))]
+    paths = [source.path(index) for index in range(len(dataset))]
+    return list(zip(paths, source.labels.tolist(), source.sizes.tolist(), source.digests.values(), strict=True)), pixels
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["photos", "divided"])
+def test_a_folder_and_what_lists_its_images_are_the_same_data(request, tmp_path, layout, kind):
+    root = request.getfixturevalue(layout)
+    data = KINDS[kind](root, tmp_path / "data")
+    folder, other = load(root, **SPLIT), load(data, **SPLIT, data_root=str(root))
+    assert (other.class_names, other.fingerprint) == (folder.class_names, folder.fingerprint)
+    assert folder.parts.keys() == other.parts.keys()
+    for part in folder.parts:
+        (facts, pixels), (others, other_pixels) = seen(folder.parts[part]), seen(other.parts[part])
+        assert others == facts
+        assert all(map(torch.equal, pixels, other_pixels))
+    options = DataOptions(data=str(data), data_root=str(root))
+    assert layout_of(options).is_divided is (layout == "divided" or kind == "tar")
+    assert len(load_whole(options).val) == sum(map(len, folder.parts.values()))
+
+
+def test_paths_are_those_of_the_table_absolute_or_of_the_data_root(photos, tmp_path):
+    folder = load(photos)
+    rows = [{"image": str(path), "label": path.parent.name} for path in photos.rglob("*.*")]
+    absolute = tmp_path / "list.csv"
+    predictions = (Prediction(row["image"], [row["label"], "other"], [0.9, 0.1]) for row in rows)
+    assert write_predictions(predictions, "csv", str(absolute), 2) == 0
+    assert load(absolute, data_root=str(photos)).fingerprint == folder.fingerprint
+    pair = load(absolute)
+    assert pair.notes[0] == f"36 of 36 images lie outside of '{tmp_path}', such as '{rows[0]['image']}'"
+    with pytest.raises(UserError, match="which --links refuse forbids"):
+        load(absolute, links="refuse")
+    relative = [{"image": os.path.relpath(row["image"], photos), "label": row["label"]} for row in rows]
+    beside = write_csv(photos.parent / "list.csv", [row | {"image": f"photos/./{row['image']}"} for row in relative])
+    assert load(beside).val.source.name(0) == folder.val.source.name(0)
+
+
+@pytest.fixture(scope="module")
+def run(photos, tmp_path_factory):
+    torch.manual_seed(0)
+    built = build_model("basic_cnn", num_classes=3, image_size=IMAGE_SIZE)
+    return save_run(tmp_path_factory.mktemp("runs") / "run", built, load(photos, **SPLIT), **SPLIT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_and_the_check_of_data_take_every_kind(run, photos, tmp_path, kind):
+    data = KINDS[kind](photos, tmp_path / "data")
+    values = {"split": "val", "data_root": str(photos), "verbose": False}
+    evaluated = [
+        evaluate(run, data=str(path), output=tmp_path / f"{path.name}-scores", **values) for path in (photos, data)
+    ]
+    for scores in evaluated:
+        assert Path(scores.pop("data")) in (photos, data)
+        assert [str(one.pop("name")).rpartition("/")[2] for one in scores["worst"]]
+    assert evaluated[0] == evaluated[1]
+    report = check_data(DataOptions(data=str(data), data_root=str(photos)))
+    assert (report.images, report.unreadable, len(report.sizes)) == (36, [], 2)
+
+
+@pytest.mark.parametrize("cell", ["=1+1.jpg", "'quoted", "plain", "-5"])
+def test_what_a_list_of_predictions_guards_is_read_as_it_was(cell):
+    assert as_given(inert([cell])[0]) == cell
+
+
+def test_groups_are_in_one_part_and_each_class_has_its_share(photos, tmp_path):
+    paths = sorted(photos.rglob("*.*"))
+    rows = [
+        {"path": str(path), "label": path.parent.name, "group": f"{path.parent.name}-{number % 6}"}
+        for number, path in enumerate(paths)
+    ]
+    group_of = {row["path"]: row["group"] for row in rows}
+    pair = load(write_csv(tmp_path / "list.csv", rows), val_fraction=0.34)
+    groups = [{group_of[part.source.name(index)] for index in range(len(part))} for part in (pair.train, pair.val)]
+    assert not groups[0] & groups[1]
+    assert groups[0] | groups[1] == {row["group"] for row in rows}
+    assert all(2 <= count <= 6 for count in pair.val_counts)
+    halves = [row | {"split": "val" if number % 2 else "train"} for number, row in enumerate(rows)]
+    halves[1]["group"] = halves[0]["group"]
+    with pytest.raises(UserError, match=r"the group '\w+-\d' is in (train and in val|val and in train)"):
+        load(write_csv(tmp_path / "list.csv", halves))
+
+
+def test_folds_are_chosen_and_other_separators_are_read(photos, tmp_path):
+    paths = sorted(photos.rglob("*.*"))
+    lines = [f"{path};{path.parent.name};fold{number % 3}" for number, path in enumerate(paths)]
+    table = tmp_path / "list.CSV"
+    table.write_bytes("\r\n".join(["\ufeffpath;label;split", *lines]).encode())  # as Excel saves it in Europe
+    values = {"data_root": str(photos)}
+    pair = load(table, val_part="fold1", **values)
+    names = {pair.val.source.name(index) for index in range(len(pair.val))}
+    assert names == {str(path) for number, path in enumerate(paths) if number % 3 == 1}
+    assert 5 <= len(load(table, val_part="none", **values).val) <= 9, "a fifth of each class"
+    table.with_suffix(".tsv").write_text("\n".join(["path;label;split", *lines]).replace(";", "\t"))
+    assert load(table.with_suffix(".tsv"), val_part="fold1", **values).fingerprint == pair.fingerprint
+
+
+@pytest.mark.parametrize("decode", ["exact", "cpu"])
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_box_is_the_image_cut_out_and_saved(tmp_path, decode, suffix, channels):
+    colours = np.random.Generator(np.random.PCG64(0)).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    path, alone = tmp_path / f"photo.{suffix}", tmp_path / "box.png"
+    Image.fromarray(colours).resize((640, 480), Image.Resampling.BICUBIC).save(path)
+    edges = (16.2, -5.0, 639.5, 200.0)
+    Image.open(path).crop((16, 0, 640, 200)).save(alone)
+    decoder = make_decoder(decode, 32, channels)
+    oracle = decoder(str(alone))
+    found = decode_box(decoder, edges, 32 if decode == "cpu" else 0, str(path))
+    assert found.shape == oracle.shape == ((200, 624, channels) if decode == "exact" else (100, 312, channels))
+    # libjpeg-turbo's upsampling differs from Pillow's at the edge of what is decoded
+    np.testing.assert_allclose(found.astype(int), oracle.astype(int), atol=0 if suffix == "png" else 2)
+
+
+def test_boxes_of_one_image_are_samples_of_their_own_on_one_side(tmp_path):
+    rows = []
+    for number in range(12):
+        Image.new("RGB", (64, 48)).save(tmp_path / f"{number}.png")
+        for box in range(3):
+            edges = dict(zip(("x0", "y0", "x1", "y1"), (10 * box, 0, 10 * box + 10, 20), strict=True))
+            rows.append({"path": f"{number}.png", "label": f"c{box % 2}", **edges})
+    table = write_csv(tmp_path / "list.csv", rows)
+    pair = load(table)
+    sides = [{part.source.name(index) for index in range(len(part))} for part in (pair.train, pair.val)]
+    assert not sides[0] & sides[1]
+    assert len(pair.train) + len(pair.val) == 36
+    facts, pixels = seen(pair.train)
+    assert {image.shape for image in pixels} == {(3, 20, 10)}
+    assert len({digest for *_, digest in facts}) == 3, "one for each box of the black images"
+    rows[0] |= {"x0": 100, "x1": 120}
+    moved = load(write_csv(table, rows))
+    assert moved.fingerprint != pair.fingerprint
+    whole = load_whole(DataOptions(data=str(table))).val
+    with pytest.raises(UserError, match="its box 100, 0, 120, 20 lies outside of its 64x48 pixels"):
+        [whole.source.read(index) for index in range(len(whole))]
+
+
+def test_a_cache_keeps_the_box(photos, tmp_path):
+    path = next(photos.rglob("*.jpg"))
+    rows = [
+        {"path": str(path), "label": f"c{n % 2}", "split": part, "x0": n, "y0": 0, "x1": 50, "y1": 40}
+        for n, part in enumerate(("train", "train", "val", "val"))
+    ]
+    data, root = write_csv(tmp_path / "list.csv", rows), str(path.parents[1])
+    cached, plain = (load(data, data_root=root, cache=cache, cache_gb=1) for cache in ("ram", "off"))
+    for _ in range(2):
+        assert all(map(torch.equal, seen(cached.train)[1], seen(plain.train)[1]))
+    assert cached.train.source.cache_folder
+
+
+def test_weights_multiply_the_losses_and_are_1_on_average(photos, tmp_path):
+    paths = sorted(photos.rglob("*.*"))
+    rows = [
+        {"path": str(path), "label": path.parent.name, "split": ("train", "val")[number % 2], "weight": number % 4}
+        for number, path in enumerate(paths)
+    ]
+    given = {row["path"]: row["weight"] for row in rows}
+    pair = load(write_csv(tmp_path / "list.csv", rows))
+    loader = Loader(pair.train, BatchPlan(len(pair.train), 6, 1, 1, 0), 0)
+    batches = [*loader]
+    weights = torch.cat([batch.loss_weights for batch in batches])
+    own = [given[pair.train.source.name(index)] for batch in batches for index in batch.indices.tolist()]
+    torch.testing.assert_close(weights, torch.tensor(own) / np.mean(own), check_dtype=False)
+    loss = build_loss(RecipeSettings(label_smoothing=0), pair.class_names, pair.train_counts, torch.device("cpu"))
+    logits = torch.randn(6, 3)
+    expected = torch.nn.functional.cross_entropy(logits, batches[0].labels, reduction="none") * batches[0].loss_weights
+    torch.testing.assert_close(loss(logits, batches[0]), expected)
+
+
+CRAFTED = {
+    "": "the table is empty",
+    "path,label": "there is no line below the header",
+    "path,class\na.png,x": "there is no column label. It has path, class: give --label-column NAME",
+    "file,label\na.png,x": "there is no column path",
+    "path,label,path\na.png,x,b": "the column path is there twice",
+    "path,label,x0,y0\na.png,x,1,1": "a box needs the columns x0, y0, x1, y1; it has x0, y0",
+    "path,label\na.png,\n": "line 2: the cell of label is empty",
+    "path,label\na.png,x,y\n": "line 2: 3 cells, the header has 2",
+    'path,label\n"a\n.png",x\n': "1 of 1 images are missing below",
+    "path,label\na.png,x\n../../../../../../nowhere.png,y\n": "1 of 2 images are missing below",
+    "path,label\na.png,x\n\0,y\n": "1 of 2 images are missing below",
+    "path,label\na.png,0.5\nb.png,1.5\n": "column label has numbers such as 0.5; expected names of classes",
+    "path,label,weight\na.png,x,heavy\n": "line 2: weight is 'heavy'; expected a number",
+    "path,label,weight\na.png,x,-1\n": "line 2: weight is -1; expected 0 or more",
+    "path,label,weight,split\na.png,x,0,train\nb.png,y,0,val\n": "all training images have weight 0",
+    "path,label,split\na.png,x,train\nb.png,y,later\n": "the split 'later' is none of train, val and test",
+    "path,label,split\na.png,x,val\nb.png,y,val\n": "has no training image",
+    "path,label\na.png,x\nb.png,x\n": "has one class only ('x')",
+    "path,label\na.png,x\nb.png,y\n": "each class has one image or group",
+    "path,label,x0,y0,x1,y1\na.png,x,5,0,2,9\n": "line 2: the box 5, 0, 2, 9 is empty",
+    "path,label,x0,y0,x1,y1\na.png,x,5,,2,9\n": "line 2: y0 is ''; expected a number",
+    'path,label\n"a.png,x\nb.png,y\n': "unexpected end of data",
+    "path,label\na.png," + "x" * 200_000: "line 2: field larger than field limit (131072)",
+    "path,label\na.png,\udcff": "the table is not encoded as UTF-8",
+}
+
+
+@pytest.mark.parametrize(("text", "words"), CRAFTED.items(), ids=[repr(text)[:50] for text in CRAFTED])
+def test_a_crafted_table_gets_one_line(tmp_path, text, words):
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    table = tmp_path / "list.csv"
+    table.write_bytes(text.encode("utf-8", "surrogateescape"))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with pytest.raises(UserError) as problem:
+        load(table)
+    assert words in str(problem.value)
+    assert len(str(problem.value)) < 600
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_quoted_cells_and_classes_of_two_unicode_forms(tmp_path):
+    names = ["a,b.png", 'c"d.png', "e\nf.png", "=g.png"]
+    for name in names:
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    classes = ["caf\u00e9", "cafe\u0301", "tea", "tea"]
+    rows = [{"path": name, "label": label} for name, label in zip(names, classes, strict=True)]
+    pair = load(write_csv(tmp_path / "list.csv", rows))
+    counts = defaultdict(int)
+    for part in (pair.train, pair.val):
+        for label in part.source.labels.tolist():
+            counts[pair.class_names[label]] += 1
+    assert sorted(counts.values()) == [2, 2]
+    assert not np.any(decode_exact(str(tmp_path / names[0])))

@@ -1,0 +1,242 @@
+"""Folders of archives, files that contain encoded images: which ones there are, and an index of each beside it.
+
+An index says where every image is, and its label. It is made when an archive is first read, or was changed: beside it,
+or below `--data-root` if nothing can be written there. It is JSON, and nothing in it is a path that is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from training.base.atomic_write import replacing
+from training.base.errors import UserError, shown
+from training.data import DataOptions
+from training.data.datasets import DatasetPair
+from training.data.folder_parts import Layout, part_kind
+from training.data.reading.boxes import Edges
+from training.data.reading.retry import entries_of, is_folder, patiently
+from training.data.reading.sources import Archive
+from training.data.records import Listing, Record, layout_of_listed, load_listed, load_listed_whole
+
+FORMAT = 1
+SUFFIX = ".index.json"
+CACHE = "indexes"  # below --data-root
+CLASS_NAMES = "classnames.txt"  # the name of each label of a whole number, one a line, as CLIP's data sets have it
+MOST_CLASSES = 1_000_000
+_NUMBERING = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?([-_][0-9a-f]{8,})?$")  # of "train-00000-of-00002-a1b2c3d4e5f60718"
+
+
+class Entry(NamedTuple):
+    """An image of an archive: a line of its index.
+
+    Attributes:
+        path: Its name, see `ImageFile`.
+        label: Name or number of its class.
+        place: See `ImageFile`.
+        size: In bytes.
+        box: See `ImageFile`.
+        weight: Of its loss.
+        group: See `Record`.
+    """
+
+    path: str
+    label: str
+    place: int
+    size: int
+    box: Edges = ()
+    weight: float = 1.0
+    group: str = ""
+
+
+class Index(NamedTuple):
+    """What an archive contains.
+
+    Attributes:
+        entries: The images.
+        class_names: Of the labels, if the archive says them.
+        left_out: Samples without an image, or without a label where files may have such.
+        columns: As of `Kind`.
+        state: Size of the archive in bytes, and time of its last change in ns.
+    """
+
+    entries: Sequence[Entry]
+    class_names: Sequence[str] = ()
+    left_out: int = 0
+    columns: Sequence[str] = ()
+    state: tuple[int, int] = (0, 0)
+
+
+class Kind(NamedTuple):
+    """A kind of archive.
+
+    Attributes:
+        suffix: Of the files' names.
+        scan: Reads an archive's index from its content; raises UserError.
+        open: Returns what reads images of files with these states.
+        columns: What decides an index besides the file.
+    """
+
+    suffix: str
+    scan: Callable[[Path], Index]
+    open: Callable[[Sequence[Path], Sequence[tuple[int, int]]], Archive]
+    columns: Sequence[str] = ()
+
+
+def load(kind: Kind, options: DataOptions) -> DatasetPair:
+    """Load the images of archives, in a folder, in its folders of parts, or of one file; the part is in the name.
+
+    Raises:
+        UserError: There is none, or one that cannot be read, or that has an image without a label; see `load_listed`.
+    """
+    return load_listed(read(kind, options), options)
+
+
+def load_whole(kind: Kind, options: DataOptions) -> DatasetPair:
+    """Load the images of archives without dividing them."""
+    return load_listed_whole(read(kind, options), options)
+
+
+def layout_of(kind: Kind, options: DataOptions) -> Layout:
+    """Return the parts of archives."""
+    return layout_of_listed(read(kind, options), options)
+
+
+def read(kind: Kind, options: DataOptions) -> Listing:
+    """Return what the archives contain."""
+    root = Path(os.path.expanduser(options.data)).resolve()
+    files = _find(root, kind.suffix)
+    if not files:
+        raise UserError(f"--data {options.data}: there is no {kind.suffix} file.")
+    root = root if is_folder(root) else root.parent
+    parts = [_part_of(file, root) for file in files]
+    if not (options.val_part or any(part_kind(part)[0] for part in parts)):
+        parts = [""] * len(parts)
+    indexes = [open_index(kind, file, options.root / CACHE) for file in files]
+    class_names = _class_names(root, indexes)
+    records = [
+        Record(
+            entry.path,
+            _named(entry.label, class_names, files[number]),
+            part,
+            entry.group,
+            size=entry.size,
+            changed_ns=index.state[1],
+            box=entry.box,
+            weight=entry.weight,
+            archive=number,
+            place=entry.place,
+        )
+        for number, (part, index) in enumerate(zip(parts, indexes, strict=True))
+        for entry in index.entries
+    ]
+    if not records:
+        raise UserError(f"--data {options.data}: there is no image in {len(files)} {kind.suffix} file(s).")
+    left_out = sum(index.left_out for index in indexes)
+    notes = [f"passed over {left_out} samples without an image or label"] if left_out else []
+    return Listing(root, records, class_names, kind.open(files, [index.state for index in indexes]), notes)
+
+
+def _find(root: Path, suffix: str) -> list[Path]:
+    if not is_folder(root):
+        return [root] if root.exists() else []
+    with contextlib.suppress(OSError):
+        own = entries_of(root)
+        folders = [entry for entry in own if entry.is_dir() and not entry.name.startswith(".")]
+        files = [*own, *(entry for folder in folders for entry in entries_of(folder.path))]
+        return [Path(entry.path) for entry in files if entry.name.endswith(suffix) and entry.is_file()]
+    raise UserError(f"the folder '{root}' cannot be listed.")
+
+
+def _part_of(file: Path, root: Path) -> str:
+    """Return the name of the part that an archive is of: its own without number, or that of its folder."""
+    own = _NUMBERING.sub("", file.stem)
+    return own if file.parent == root or part_kind(own)[0] else file.parent.name
+
+
+def _class_names(root: Path, indexes: Sequence[Index]) -> list[str]:
+    """Return the names of labels that are numbers, in their order; none if labels are names."""
+    if names := {tuple(index.class_names) for index in indexes} - {()}:
+        if len(names) > 1:
+            raise UserError(f"the files in '{root}' have different names of classes: make them alike.")
+        return list(names.pop())
+    labels = {entry.label for index in indexes for entry in index.entries}
+    if not all(label.isascii() and label.isdigit() and int(label[:8]) < MOST_CLASSES for label in labels):
+        return []
+    with contextlib.suppress(OSError):
+        return (root / CLASS_NAMES).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    return [str(number) for number in range(max(map(int, labels), default=-1) + 1)]
+
+
+def _named(label: str, class_names: Sequence[str], file: Path) -> str:
+    if not class_names:
+        return label
+    if not (label.isascii() and label.isdigit() and int(label[:8]) < len(class_names)):
+        raise UserError(f"'{file}' has the label {shown(label)}; expected a number below {len(class_names)}.")
+    return class_names[int(label)]
+
+
+def open_index(kind: Kind, file: Path, cache: Path) -> Index:
+    """Return the index of an archive; make it if there is none, or the archive has changed."""
+    status = patiently(partial(os.stat, file), file)
+    state = status.st_size, status.st_mtime_ns
+    elsewhere = cache / f"{hashlib.sha256(os.fsencode(file)).hexdigest()[:32]}{SUFFIX}"
+    for place in (index_of(file), elsewhere):
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
+            index = _parsed(json.loads(place.read_text(encoding="utf-8", errors="surrogateescape")))
+            if (index.state, index.columns) == (state, kind.columns):
+                return index
+    index = kind.scan(file)._replace(state=state, columns=kind.columns)
+    for place in (index_of(file), elsewhere):
+        with contextlib.suppress(OSError):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_index(index, place)
+            break
+    return index
+
+
+def index_of(file: Path) -> Path:
+    """Return the place of an archive's index beside it."""
+    return file.with_name(file.name + SUFFIX)
+
+
+def write_index(index: Index, place: Path) -> None:
+    """Write an index; raise OSError if that fails."""
+    content = {"format": FORMAT} | index._asdict()
+    with replacing(place) as temporary:
+        temporary.write_text(json.dumps(content), encoding="utf-8", errors="surrogateescape")
+
+
+def _parsed(content: Any) -> Index:
+    """Return an index from its JSON; raise one of several errors if it is none."""
+    if content["format"] != FORMAT:
+        raise ValueError
+    size, changed_ns = content["state"]
+
+    def entries() -> Iterator[Entry]:
+        for path, label, place, length, box, weight, group in content["entries"]:
+            if not (type(place) is type(length) is int and 0 <= place < 2**62 and 0 <= length < 2**62):
+                raise ValueError
+            yield checked(Entry(path, label, place, length, tuple(box), weight, group))
+
+    names = content["class_names"]
+    if not all(type(name) is str for name in names):
+        raise ValueError
+    columns = tuple(content["columns"])
+    return Index([*entries()], tuple(names), int(content["left_out"]), columns, (size, changed_ns))
+
+
+def checked(entry: Entry) -> Entry:
+    """Return an entry with numbers as floats; raise ValueError or TypeError if a value is none that it may have."""
+    box, weight = tuple(float(value) for value in entry.box), float(entry.weight)
+    is_sound = (not box or (len(box) == 4 and box[0] < box[2] and box[1] < box[3])) and 0 <= weight < float("inf")
+    if not is_sound or not all(type(text) is str for text in (entry.path, entry.label, entry.group)):
+        raise ValueError
+    return entry._replace(box=box, weight=weight)

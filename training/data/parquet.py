@@ -1,0 +1,213 @@
+"""Parquet files: with images in them, in the layout of Hugging Face's data sets, or tables of paths as of `table`.
+
+A column is a struct of bytes and path, and `label` a name, or a number whose name stands in the schema's metadata:
+https://huggingface.co/docs/datasets/image_dataset. They are read by pyarrow, which nothing else
+needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from training.base.errors import FileServerError, UserError, one_line
+from training.data import DataOptions, archives
+from training.data.archives import Entry, Index, Kind
+from training.data.datasets import DatasetPair
+from training.data.folder_parts import Layout
+from training.data.reading.retry import patiently
+from training.data.records import Listing, layout_of_listed, load_listed, load_listed_whole
+from training.data.table import Row, listing_of
+
+SUFFIX = ".parquet"
+IMAGE_COLUMN = "image"
+METADATA = b"huggingface"
+CACHE_BYTES = 256 * 2**20  # of row groups that a process keeps
+MOST_GROUP_BYTES = 2 * 10**9  # of a row group, which is read as a whole
+ROW_BITS = 32  # of a place, beside the number of the row group
+
+
+def load(options: DataOptions) -> DatasetPair:
+    """Load the images of Parquet files; see `archives.load`, and `table.load` for files without images."""
+    return load_listed(_read(options), options)
+
+
+def load_whole(options: DataOptions) -> DatasetPair:
+    """Load the images of Parquet files without dividing them."""
+    return load_listed_whole(_read(options), options)
+
+
+def layout_of(options: DataOptions) -> Layout:
+    """Return the parts of Parquet files."""
+    return layout_of_listed(_read(options), options)
+
+
+def _read(options: DataOptions) -> Listing:
+    path = Path(os.path.expanduser(options.data))
+    if path.is_file() and not _image_columns(schema := _opened(path).schema_arrow):
+        return listing_of(schema.names, _rows(path), options)
+    columns = options.path_column or IMAGE_COLUMN, options.label_column
+    kind = Kind(SUFFIX, partial(scan, *columns), partial(ParquetArchive, columns[0]), columns)
+    return archives.read(kind, options)
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a table of paths."""
+    number = 0
+    for batch in _opened(path).iter_batches():
+        for row in batch.to_pylist():
+            number += 1
+            yield number, {name: "" if cell is None else str(cell) for name, cell in row.items()}
+
+
+def _opened(path: Path) -> Any:
+    """Return pyarrow's `ParquetFile`.
+
+    Raises:
+        UserError: pyarrow is not installed, or this is no Parquet file.
+    """
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise UserError(f"'{path}': Parquet files are read by pyarrow: pip install pyarrow.") from None
+    try:
+        return patiently(lambda: parquet.ParquetFile(path), path)
+    except FileServerError:
+        raise
+    except Exception as error:  # a damaged file may end in anything
+        raise UserError(f"'{path}' is no readable Parquet file ({one_line(error)}).") from None
+
+
+def _image_columns(schema: Any) -> list[str]:
+    """Return the columns of encoded images: structs with bytes, or bytes."""
+    from pyarrow import types
+
+    def is_bytes(kind: Any) -> bool:
+        return types.is_binary(kind) or types.is_large_binary(kind)
+
+    def has_bytes(kind: Any) -> bool:
+        return types.is_struct(kind) and any(field.name == "bytes" and is_bytes(field.type) for field in kind)
+
+    return [field.name for field in schema if has_bytes(field.type) or is_bytes(field.type)]
+
+
+def _chosen(schema: Any, wanted: str) -> str:
+    """Return the column of images that is wanted, or else the only one; '' if there is none, or several."""
+    found = _image_columns(schema)
+    return wanted if wanted in found else found[0] if len(found) == 1 else ""
+
+
+def _group(file: Path, opened: Any, group: int, columns: Sequence[str]) -> list[Any]:
+    """Return columns of a row group, as arrays of Arrow; raise UserError if it is damaged."""
+    try:
+        table = opened.read_row_group(group, columns=[*columns], use_threads=False)
+        return [table.column(column).combine_chunks() for column in columns]
+    except Exception as error:  # a damaged file may end in anything
+        raise UserError(f"'{file}' is damaged in row group {group} ({one_line(error)}).") from None
+
+
+def _field(images: Any, name: str) -> Any:
+    """Return a field of structs, nulls if they have none of that name; of bytes without structs, these."""
+    import pyarrow
+    from pyarrow import compute, types
+
+    if not types.is_struct(images.type):
+        return images if name == "bytes" else pyarrow.nulls(len(images))
+    has_field = any(field.name == name for field in images.type)
+    return compute.struct_field(images, name) if has_field else pyarrow.nulls(len(images))
+
+
+def scan(image_column: str, label_column: str, file: Path) -> Index:
+    """Return what a Parquet file contains; reads all of it once.
+
+    Raises:
+        UserError: It cannot be read, or has no such columns, or an image has no label.
+    """
+    opened = _opened(file)
+    schema = opened.schema_arrow
+    column = _chosen(schema, image_column)
+    if not column or label_column not in schema.names:
+        raise UserError(
+            f"'{file}' has the columns {one_line(', '.join(schema.names))}: give --label-column NAME, and as "
+            "--path-column the one with the images."
+        )
+    if str(schema.field(label_column).type) in ("halffloat", "float", "double"):
+        raise UserError(f"'{file}': column {label_column} has numbers with a fraction: give --label-column NAME.")
+    names, entries, left_out, first = _label_names(schema, label_column), [], 0, 0
+    for group in range(opened.num_row_groups):
+        size = opened.metadata.row_group(group).total_byte_size
+        if size > MOST_GROUP_BYTES:
+            raise UserError(
+                f"'{file}' has a row group of {size / 1e9:.1f} GB, which is read as a whole: write it in smaller ones."
+            )
+        images, labels = _group(file, opened, group, (column, label_column))
+        columns = _lengths(_field(images, "bytes")), _field(images, "path").to_pylist(), labels.to_pylist()
+        for row, (length, path, label) in enumerate(zip(*columns, strict=True)):
+            if length is None or label is None or label == "" or (type(label) is int and label < 0):
+                left_out += 1  # -1 is how test parts without labels are given
+                continue
+            name = str(path) if path else f"{file.stem}-{first + row:09}"
+            entries.append(Entry(name, str(label), group << ROW_BITS | row, length))
+        first += opened.metadata.row_group(group).num_rows
+    return Index(entries, names, left_out)
+
+
+def _lengths(contents: Any) -> list[int | None]:
+    from pyarrow import compute
+
+    return compute.binary_length(contents).to_pylist()
+
+
+def _label_names(schema: Any, column: str) -> list[str]:
+    """Return the names of a ClassLabel, none if the column is none."""
+    with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        names = json.loads((schema.metadata or {})[METADATA])["info"]["features"][column]["names"]
+        return [name for name in names if type(name) is str]
+    return []
+
+
+class ParquetArchive:
+    """Reads images of Parquet files, and keeps the row groups that were read last.
+
+    Args:
+        column: Of the images, as it is wanted.
+        files: The files.
+        states: Of each, its size in bytes and the time of its last change in ns.
+    """
+
+    def __init__(self, column: str, files: Sequence[Path], states: Sequence[tuple[int, int]]) -> None:
+        self.files, self._column, self._states = files, column, states
+        self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
+
+    def read(self, archive: int, place: int, size: int) -> bytes:
+        """See `Archive`."""
+        key, row = (archive, place >> ROW_BITS), place & ((1 << ROW_BITS) - 1)
+        if key in self._groups:
+            self._groups.move_to_end(key)
+        else:
+            self._groups[key] = self._group(*key)
+            while len(self._groups) > 1 and sum(group.nbytes for group in self._groups.values()) > CACHE_BYTES:
+                self._groups.popitem(last=False)
+        group = self._groups[key]
+        content = group[row].as_py() if row < len(group) else None
+        if content is None or len(content) != size:
+            raise UserError(f"'{self.files[archive]}' has changed since the run began: start again.")
+        return content
+
+    def _group(self, archive: int, group: int) -> Any:
+        file = self.files[archive]
+        opened = _opened(file)
+        status = os.stat(file)
+        if (status.st_size, status.st_mtime_ns) != self._states[archive]:
+            raise UserError(f"'{file}' has changed since the run began: start again.")
+        (images,) = _group(file, opened, group, [_chosen(opened.schema_arrow, self._column)])
+        return _field(images, "bytes")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_groups": OrderedDict()}

@@ -1,0 +1,193 @@
+"""Images that a list names one by one, a table or the index of archives: their classes, and the parts they are in."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from training.base.errors import UserError, nearest, shown
+from training.data import DataOptions
+from training.data.datasets import DatasetPair, make_file_datasets
+from training.data.folder import split_class
+from training.data.folder_parts import NO_PARTS, TEST, TRAIN, VAL, Layout, part_kind
+from training.data.reading.boxes import Edges
+from training.data.reading.sources import Archive, ImageFile
+
+NAMED = 5
+
+
+class Record(NamedTuple):
+    """An image of a list; all but its label and part as in `ImageFile`.
+
+    Attributes:
+        path: Relative to the root of the data, or the name in an archive.
+        label: Name of the class.
+        part: As it is given, '' if it is not.
+        group: Images of one group are never divided among parts; '' for an image of its own.
+    """
+
+    path: str
+    label: str
+    part: str = ""
+    group: str = ""
+    size: int = 0
+    changed_ns: int = 0
+    box: Edges = ()
+    weight: float = 1.0
+    archive: int = 0
+    place: int = 0
+
+
+class Listing(NamedTuple):
+    """All that a list says.
+
+    Attributes:
+        root: Folder that the paths are relative to.
+        records: The images.
+        class_names: In the order of their numbers; empty for those of the records, sorted.
+        archive: What the images are in; None for files.
+        notes: Lines for the user.
+    """
+
+    root: Path
+    records: Sequence[Record]
+    class_names: Sequence[str] = ()
+    archive: Archive | None = None
+    notes: Sequence[str] = ()
+
+
+def load_listed(listing: Listing, options: DataOptions) -> DatasetPair:
+    """Return the training, validation and test set of a list; the order of its lines decides nothing.
+
+    As of a folder, the images of a part are in the order of their classes, then of their paths, and without a
+    validation part a share of each class is held out by the hash of the paths. So the same images give the same
+    training, whatever lists them.
+
+    Raises:
+        UserError: A part is unknown, empty, or divides a group; see also `make_dataset_pair`.
+    """
+    parts = _parts(listing.records, options)
+    if not parts[TRAIN]:
+        raise UserError(f"--data {options.data} has no training image: give some the split train.")
+    groups: dict[str, str] = {}
+    for name, records in parts.items():
+        for record in records:
+            if record.group and groups.setdefault(record.group, name) != name:
+                both = f"{groups[record.group]} and in {name}"
+                raise UserError(
+                    f"--data {options.data}: the group {shown(record.group)} is in {both}: put all of it into one, "
+                    "or leave out the column split."
+                )
+    if not parts[VAL]:
+        parts[TRAIN], parts[VAL] = _held_out(parts[TRAIN], options)
+    if not parts[VAL]:
+        raise UserError(
+            f"--data {options.data}: each class has one image or group, so none is left for validation: add images."
+        )
+    return _datasets(listing, [parts[TRAIN], parts[VAL]], parts[TEST], options)
+
+
+def load_listed_whole(listing: Listing, options: DataOptions) -> DatasetPair:
+    """Return all images of a list as both sets of a pair, uncached, as `folder.load_whole`."""
+    return _datasets(listing, [listing.records], [], replace(options, cache="off"))
+
+
+def layout_of_listed(listing: Listing, options: DataOptions) -> Layout:
+    """Return which parts a list has; raise UserError as `load_listed`."""
+    parts, root = _parts(listing.records, options), str(listing.root)
+    val, test = (root if parts[name] else None for name in (VAL, TEST))
+    return Layout([root], val, test, is_divided=bool(val or test))
+
+
+def _parts(records: Sequence[Record], options: DataOptions) -> dict[str, list[Record]]:
+    parts: dict[str, list[Record]] = {TRAIN: [], VAL: [], TEST: []}
+    kinds = _kinds({record.part for record in records}, options)
+    for record in records:
+        parts[kinds[record.part]].append(record)
+    return parts
+
+
+def _kinds(given: set[str], options: DataOptions) -> Mapping[str, str]:
+    """Return `TRAIN`, `VAL` or `TEST` for each name of a part."""
+    chosen = options.val_part
+    if given == {""} or chosen == NO_PARTS:
+        return dict.fromkeys(given, TRAIN)
+    found = {name: part_kind(name)[0] for name in given}
+    names = sorted(map(shown, given))
+    listed = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+    if chosen and chosen not in given:
+        raise UserError(
+            f"--val-part {chosen}: --data {options.data} has no such split.{nearest(chosen, given)} It has {listed}."
+        )
+    if chosen:
+        others = {name: TEST if kind == TEST else TRAIN for name, kind in found.items()}
+        return others | {chosen: VAL}
+    if unknown := sorted(name for name, kind in found.items() if not kind):
+        raise UserError(
+            f"--data {options.data}: the split {shown(unknown[0])} is none of train, val and test: rename it, or give "
+            f"--val-part NAME to validate on one of {listed}, or --val-part {NO_PARTS} to pass over all of them."
+        )
+    return found
+
+
+def _held_out(records: Sequence[Record], options: DataOptions) -> tuple[list[Record], list[Record]]:
+    """Return what is trained and what is validated on: a share of each class's groups, see `folder.split_class`.
+
+    An image without a group is one with all other lines of its path. A group of several classes counts for that of
+    most of its images.
+    """
+    units: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        units[record.group or record.path].append(record)
+    by_class: dict[str, list[str]] = defaultdict(list)
+    for unit, members in units.items():
+        counts = Counter(member.label for member in members)
+        by_class[min(counts, key=lambda label: (-counts[label], label))].append(unit)
+    sides: tuple[list[Record], list[Record]] = ([], [])
+    for of_class in by_class.values():
+        split = split_class([(unit, 0, 0) for unit in of_class], options.val_fraction, options.split_seed)
+        for side, chosen in zip(sides, split, strict=True):
+            side += [record for unit, *_ in chosen for record in units[unit]]
+    return sides
+
+
+def _datasets(
+    listing: Listing, parts: Sequence[Sequence[Record]], test: Sequence[Record], options: DataOptions
+) -> DatasetPair:
+    names: dict[str, str] = {}  # by the form NFC, in which equal ones have the same bytes
+    for name in listing.class_names or sorted({record.label for record in listing.records}):
+        names.setdefault(unicodedata.normalize("NFC", name), name)
+    numbers = {name: number for number, name in enumerate(names)}
+    mean = sum(record.weight for record in parts[0]) / len(parts[0])
+    if not mean:
+        raise UserError(f"--data {options.data}: all training images have weight 0.")
+
+    def files(records: Iterable[Record]) -> list[ImageFile]:
+        found = [
+            ImageFile(
+                record.path,
+                record.size,
+                numbers[unicodedata.normalize("NFC", record.label)],
+                record.changed_ns,
+                record.box,
+                record.weight / mean,  # 1 on average, as the weights of classes
+                record.archive,
+                record.place,
+            )
+            for record in records
+        ]
+        return sorted(found, key=lambda file: (file.label, file))
+
+    return make_file_datasets(
+        listing.root,
+        [files(part) for part in parts],
+        list(names.values()),
+        options,
+        listing.notes,
+        test=files(test) or None,
+        archive=listing.archive,
+    )
