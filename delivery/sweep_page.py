@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ import jinja2
 
 from delivery.csv_cells import csv_line
 from training.base.atomic_write import replacing
+from training.base.points import SCORE_NAMES, merit
 
 PAGE = Path(__file__).with_name("sweep_page.html.j2")
 SEED = "seed"
 WIDTH, HEIGHT, MARGIN = 900, 340, 50  # of the picture, pixels
-TOP1 = "top-1"
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class TrialResult:
         run_name: of its run.
         values: by flag.
         epochs: trained.
-        top1: the best validation accuracy, None before the first epoch.
+        score: of the best epoch, None before the first.
         state: in words.
         seconds: of its trainings.
     """
@@ -35,7 +36,7 @@ class TrialResult:
     run_name: str
     values: Mapping[str, str]
     epochs: int
-    top1: float | None
+    score: float | None
     state: str
     seconds: float
 
@@ -46,7 +47,7 @@ class Combination:
 
     Attributes:
         values: by flag, without the seed.
-        scores: the top-1 of each.
+        scores: of each.
         epochs: that all of them were trained for.
         states: in words, each once.
     """
@@ -56,16 +57,16 @@ class Combination:
     epochs: int
     states: str
 
-    @property
-    def score(self) -> str:
-        """Mean ± standard deviation (n - 1) in percent; of a single one itself."""
+    def score(self, best_by: str) -> str:
+        """Return mean ± standard deviation (n - 1), of shares in percent; of a single one itself."""
         if not self.scores:
             return "-"
-        mean = f"{100 * statistics.mean(self.scores):.2f}"
-        return mean if len(self.scores) < 2 else f"{mean} ± {100 * statistics.stdev(self.scores):.2f}"
+        unit = 1 if best_by == "loss" else 100
+        mean = f"{unit * statistics.mean(self.scores):.2f}"
+        return mean if len(self.scores) < 2 else f"{mean} ± {unit * statistics.stdev(self.scores):.2f}"
 
 
-def rows_of(results: Sequence[TrialResult]) -> list[Combination]:
+def rows_of(results: Sequence[TrialResult], best_by: str) -> list[Combination]:
     """Return a row for each combination of values but the seed, those trained furthest first, then the best mean."""
     groups: dict[tuple[tuple[str, str], ...], list[TrialResult]] = {}
     for one in results:
@@ -74,38 +75,45 @@ def rows_of(results: Sequence[TrialResult]) -> list[Combination]:
     rows = [
         Combination(
             dict(key),
-            [one.top1 for one in group if one.top1 is not None],
+            [one.score for one in group if one.score is not None],
             min(one.epochs for one in group),
             ", ".join(dict.fromkeys(one.state for one in group)),
         )
         for key, group in groups.items()
     ]
-    return sorted(rows, key=lambda row: (-row.epochs, -statistics.mean(row.scores) if row.scores else 1.0))
+    return sorted(
+        rows,
+        key=lambda row: (row.epochs, merit(best_by, statistics.mean(row.scores)) if row.scores else -math.inf),
+        reverse=True,
+    )
 
 
-def write_sweep(folder: Path, name: str, results: Sequence[TrialResult], command: str) -> Path:
+def write_sweep(folder: Path, name: str, results: Sequence[TrialResult], best_by: str, command: str) -> Path:
     """Write sweep.csv, a line for each trial, and sweep.html into the sweep's folder; return the page.
 
     Args:
         folder: of the sweep.
         name: of the sweep.
         results: of all trials.
+        best_by: the score, a key of `SCORE_NAMES`.
         command: that trains the best trial alone; empty if none has a score.
     """
     flags = list(results[0].values)
     with replacing(folder / "sweep.csv") as temporary, temporary.open("w", encoding="utf-8", newline="") as stream:
-        stream.write(csv_line(["run", *flags, "epochs", "top1", "state", "seconds"]))
+        stream.write(csv_line(["run", *flags, "epochs", best_by, "state", "seconds"]))
         for one in results:
-            numbers = [one.epochs, "" if one.top1 is None else one.top1, one.state, round(one.seconds, 1)]
+            numbers = [one.epochs, "" if one.score is None else one.score, one.state, round(one.seconds, 1)]
             stream.write(csv_line([one.run_name, *one.values.values(), *numbers]))
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     page = environment.from_string(PAGE.read_text(encoding="utf-8")).render(
         name=name,
-        rows=rows_of(results),
+        rows=rows_of(results, best_by),
+        best_by=best_by,
+        score_name=SCORE_NAMES[best_by] + ("" if best_by == "loss" else ", %"),
         flags=[flag for flag in flags if flag != SEED],
         results=results,
-        axes=_axes(flags, results),
-        lines=_lines(flags, results),
+        axes=_axes(flags, results, best_by),
+        lines=_lines(flags, results, best_by),
         size=(WIDTH, HEIGHT, MARGIN),
         command=command,
     )
@@ -123,9 +131,9 @@ def _places(values: Sequence[str]) -> dict[str, float]:
     return {value: place / max(len(ordered) - 1, 1) for place, value in enumerate(ordered)}
 
 
-def _axes(flags: Sequence[str], results: Sequence[TrialResult]) -> list[dict[str, Any]]:
+def _axes(flags: Sequence[str], results: Sequence[TrialResult], best_by: str) -> list[dict[str, Any]]:
     """Return name, x, and the labelled ticks of each axis."""
-    scores = [one.top1 for one in results if one.top1 is not None]
+    scores = [merit(best_by, one.score) for one in results if one.score is not None]
     axes: list[dict[str, Any]] = []
     for number, flag in enumerate(flags):
         places = _places([one.values[flag] for one in results])
@@ -133,22 +141,27 @@ def _axes(flags: Sequence[str], results: Sequence[TrialResult]) -> list[dict[str
         if len(shown) > 8:
             shown = [shown[0], shown[-1]]
         axes.append({"name": flag, "x": _x(number, len(flags)), "ticks": [(_y(at), text) for text, at in shown]})
-    ends = [(_y(0), f"{100 * min(scores):.1f} %"), (_y(1), f"{100 * max(scores):.1f} %")] if scores else []
-    return [*axes, {"name": TOP1, "x": _x(len(flags), len(flags)), "ticks": ends}]
+    bounds = [merit(best_by, bound) for bound in (min(scores), max(scores))] if scores else []
+    texts = [f"{bound:.3f}" if best_by == "loss" else f"{100 * bound:.1f} %" for bound in bounds]
+    ends = [(_y(place), text) for place, text in enumerate(texts)]
+    return [*axes, {"name": SCORE_NAMES[best_by], "x": _x(len(flags), len(flags)), "ticks": ends}]
 
 
-def _lines(flags: Sequence[str], results: Sequence[TrialResult]) -> list[dict[str, Any]]:
+def _lines(flags: Sequence[str], results: Sequence[TrialResult], best_by: str) -> list[dict[str, Any]]:
     """Return the points and the name of each trial with a score, the best last, so that it lies on top."""
-    scored = sorted((one for one in results if one.top1 is not None), key=lambda one: (one.epochs, one.top1))
+    merits = {one.run_name: merit(best_by, one.score) for one in results if one.score is not None}
+    scored = sorted(
+        (one for one in results if one.run_name in merits), key=lambda one: (one.epochs, merits[one.run_name])
+    )
     if not scored:
         return []
-    scores = [one.top1 or 0.0 for one in scored]
+    scores = list(merits.values())
     low, spread = min(scores), (max(scores) - min(scores)) or 1.0
     places = [_places([one.values[flag] for one in results]) for flag in flags]
     lines = []
     for one in scored:
         at = [places[number][one.values[flag]] for number, flag in enumerate(flags)]
-        at.append(((one.top1 or 0.0) - low) / spread)
+        at.append((merits[one.run_name] - low) / spread)
         points = " ".join(f"{_x(number, len(flags)):.1f},{_y(place):.1f}" for number, place in enumerate(at))
         lines.append({"points": points, "name": one.run_name, "is_best": one is scored[-1]})
     return lines

@@ -29,6 +29,7 @@ from launch.arguments import check_training, read_arguments
 from training.base.atomic_write import replacing, write_json
 from training.base.control_groups import usable_cores
 from training.base.errors import DIVERGED_EXIT_CODE, UserError, one_line, shown
+from training.base.points import merit
 from training.base.run_folder import METRICS, shown_path
 from training.config import REPO_ROOT
 from training.observe.new_run import run_folder
@@ -77,7 +78,7 @@ class SweepTrial:
         run_name: of its run.
         folder: of its run.
         epochs: trained so far.
-        top1: the best of them on the validation images, None before the first.
+        score: of the best of them, by the `--best-by` of the line, None before the first.
         state: "waiting", "paused", "finished", "diverged", or why it failed.
         seconds: that its starts took here.
     """
@@ -87,7 +88,7 @@ class SweepTrial:
     run_name: str
     folder: Path
     epochs: int = 0
-    top1: float | None = None
+    score: float | None = None
     state: str = "waiting"
     seconds: float = 0.0
 
@@ -106,12 +107,14 @@ class RunningSweep:
         trials: all of them.
         folder: where the sweep keeps its line, the trials' states and their output.
         epochs: of a whole training.
+        best_by: the score by which trials are chosen, a key of `SCORE_NAMES`.
     """
 
     sweep: Sweep
     trials: list[SweepTrial]
     folder: Path
     epochs: int
+    best_by: str
     _processes: set[subprocess.Popen] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_stopped: bool = False
@@ -130,7 +133,7 @@ class RunningSweep:
             if self._is_stopped:
                 return
             sound = [trial for trial in going if trial.state in ("paused", "finished", "diverged")]
-            sound.sort(key=lambda trial: -(trial.top1 or 0.0))
+            sound.sort(key=self.merit, reverse=True)
             going = sound[: math.ceil(len(going) / self.sweep.halving)] if self.sweep.halving else sound
 
     def rungs(self) -> list[int]:
@@ -140,6 +143,15 @@ class RunningSweep:
             return [self.epochs]
         most = int(math.log(len(self.trials), share) + 1e-9)
         return sorted({max(1, math.ceil(self.epochs / share**rung)) for rung in range(most + 1)})
+
+    def merit(self, trial: SweepTrial) -> float:
+        """Return a trial's score as a number of which more is better, the least for none."""
+        return -math.inf if trial.score is None else merit(self.best_by, trial.score)
+
+    def winner(self) -> SweepTrial | None:
+        """Return the trial with the best score among those that were trained furthest, None if there is none."""
+        scored = [trial for trial in self.trials if trial.score is not None]
+        return max(scored, key=lambda trial: (trial.epochs, self.merit(trial)), default=None)
 
     def stop(self) -> None:
         """Let the trials that run save and leave; no other begins."""
@@ -183,7 +195,7 @@ class RunningSweep:
         with self._lock:
             self._processes.discard(process)
         trial.seconds += time.monotonic() - start
-        trial.epochs, trial.top1 = _progress(trial.folder)
+        trial.epochs, trial.score = _progress(trial.folder)
         if process.returncode == DIVERGED_EXIT_CODE:
             trial.state = "diverged"
         elif process.returncode == 0:
@@ -233,17 +245,11 @@ def prepare(sweep: Sweep) -> RunningSweep:
             )
         if (folder / STATE).exists():
             for trial, saved in zip(trials, json.loads((folder / STATE).read_text()), strict=True):
-                trial.epochs, trial.top1, trial.seconds = saved["epochs"], saved["top1"], saved["seconds"]
+                trial.epochs, trial.score, trial.seconds = saved["epochs"], saved["score"], saved["seconds"]
                 trial.state = saved["state"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"sweep {sweep.name}: {folder} cannot be used ({one_line(error)}).") from None
-    return RunningSweep(sweep, trials, folder, config.epochs)
-
-
-def winner(trials: Sequence[SweepTrial]) -> SweepTrial | None:
-    """Return the trial with the best score among those that were trained furthest, None if there is none."""
-    scored = [trial for trial in trials if trial.top1 is not None]
-    return max(scored, key=lambda trial: (trial.epochs, trial.top1), default=None)
+    return RunningSweep(sweep, trials, folder, config.epochs, config.best_by)
 
 
 def _combinations(sweep: Sweep) -> Iterator[dict[str, str]]:
@@ -316,13 +322,14 @@ def _places(sweep: Sweep, jobs: int) -> SimpleQueue[dict[str, str]]:
 
 
 def _progress(folder: Path) -> tuple[int, float | None]:
-    """Return how many epochs a run has trained and evaluated, and the best top-1 of them."""
+    """Return how many epochs a run has trained and evaluated, and the score of the best of them."""
     try:
         lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines() if '"epoch"' in line]
     except (OSError, ValueError):  # not there yet, or being written
         return 0, None
     epochs = [line for line in lines if line.get("kind") == "epoch"]
-    return max((line["epoch"] for line in epochs), default=0), max((line["val_top1"] for line in epochs), default=None)
+    best = max(epochs, key=lambda line: merit(line["best_by"], line["score"]), default={"score": None})
+    return max((line["epoch"] for line in epochs), default=0), best["score"]
 
 
 def _last_error(output: Path) -> str:
@@ -332,6 +339,6 @@ def _last_error(output: Path) -> str:
 
 
 def _save(folder: Path, trials: Sequence[SweepTrial]) -> None:
-    kept = ("values", "run_name", "epochs", "top1", "state", "seconds")
+    kept = ("values", "run_name", "epochs", "score", "state", "seconds")
     with replacing(folder / STATE) as temporary:
         write_json(temporary, [{name: getattr(trial, name) for name in kept} for trial in trials])

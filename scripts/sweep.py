@@ -27,7 +27,7 @@ LAUNCHED = "--"
 def sweep(given: argparse.Namespace) -> int:
     """Train the trials, print each as it comes to a rung, and write table and page."""
     from delivery.sweep_page import TrialResult, rows_of, write_sweep
-    from launch.sweep import SCRIPT, Sweep, prepare, winner
+    from launch.sweep import SCRIPT, Sweep, prepare
     from training.world.signals import handling_stop_signals
 
     asked = Sweep(given.name, tuple(given.words), tuple(given.vary), given.trials, given.halving, given.seed)
@@ -39,16 +39,16 @@ def sweep(given: argparse.Namespace) -> int:
 
     with handling_stop_signals(stop):
         for trial in running.run(given.jobs):
-            score = "no epoch" if trial.top1 is None else f"{trial.top1:.2%} after {trial.epochs} epoch(s)"
+            score = "no epoch" if trial.score is None else f"{trial.score:.4f} after {trial.epochs} epoch(s)"
             print(f"{trial.run_name}  {' '.join(trial.flags)}  {score}, {trial.state}", flush=True)
-    best = winner(running.trials)
+    best, by = running.winner(), running.best_by
     command = shlex.join(["bash", f"scripts/{SCRIPT}", *asked.words, *best.flags]) if best else ""
     results = [
-        TrialResult(one.run_name, one.values, one.epochs, one.top1, one.state, one.seconds) for one in running.trials
+        TrialResult(one.run_name, one.values, one.epochs, one.score, one.state, one.seconds) for one in running.trials
     ]
-    page = write_sweep(running.folder, asked.name, results, command)
-    for row in rows_of(results):
-        print(f"{row.score:>14} %  {' '.join(f'--{flag}={value}' for flag, value in row.values.items())}")
+    page = write_sweep(running.folder, asked.name, results, by, command)
+    for row in rows_of(results, by):
+        print(f"{row.score(by):>14}  {' '.join(f'--{flag}={value}' for flag, value in row.values.items())}")
     print(f"best         {command}\npage         {shown_path(page)}")
     if received:
         return 128 + received[0]

@@ -12,7 +12,7 @@ import pytest
 
 from delivery.sweep_page import TrialResult, rows_of, write_sweep
 from launch import sweep as sweeps
-from launch.sweep import Sweep, prepare, winner
+from launch.sweep import Sweep, prepare
 from scripts.sweep import parse
 from training.base.errors import UserError
 
@@ -37,7 +37,7 @@ for epoch in range(done + 1, 10):
         sys.exit(143)
     with metrics.open("a") as lines:
         top1 = float(words["learning-rate"]) * epoch
-        print(json.dumps({"kind": "epoch", "epoch": epoch, "val_top1": top1}), file=lines)
+        print(json.dumps({"kind": "epoch", "epoch": epoch, "best_by": "top1", "score": top1}), file=lines)
     while str(epoch) in os.environ.get("RUNGS", "") and not stopped:  # however slow the machine is
         time.sleep(0.02)
 """
@@ -100,7 +100,7 @@ def test_the_better_third_goes_on_and_a_failure_is_a_row(actor, jobs, monkeypatc
     assert [trial.epochs for trial in running.trials] == [*(1 if t not in (6, 7) else 3 for t in range(1, 8)), 0, 9]
     assert running.trials[7].state == "exit code 1: error: no such luck"
     assert [running.trials[index].state for index in (0, 8)] == ["paused", "finished"]
-    assert winner(running.trials) is running.trials[8]
+    assert running.winner() is running.trials[8]
     starts = (actor / "runs" / "rates-9" / "starts").read_text().split()
     assert starts == ["0", "1", "3"]  # each rung goes on where the last one ended
     again = prepare(asked)  # nothing but the failure is left to do
@@ -172,15 +172,16 @@ def test_seeds_are_a_mean_and_a_deviation(tmp_path):
         TrialResult(f"r-{number}", {"learning-rate": rate, "seed": seed}, 9 if score else 0, score, "finished", 1.0)
         for number, ((rate, seed), score) in enumerate(scores.items())
     ]
-    rows = rows_of(results)
-    assert [(row.values, row.score) for row in rows] == [
+    rows = rows_of(results, "top1")
+    assert [(row.values, row.score("top1")) for row in rows] == [
         ({"learning-rate": "0.1"}, "85.00 ± 7.07"),
         ({"learning-rate": "<b>"}, "95.00"),
     ]
-    page = write_sweep(tmp_path, "rates", results, "bash it").read_text()
+    page = write_sweep(tmp_path, "rates", results, "top1", "bash it").read_text()
     assert "85.00 ± 7.07" in page
     assert "<b>" not in page
     assert page.count("<polyline") == 3
+    assert [row.values["learning-rate"] for row in rows_of(results[:3], "loss")] == ["0.1", "<b>"]  # the lower one
     lines = (tmp_path / "sweep.csv").read_text().splitlines()
     assert lines[0] == "run,learning-rate,seed,epochs,top1,state,seconds"
     assert len(lines) == 5
@@ -203,7 +204,7 @@ def test_the_best_trial_is_the_run_that_its_command_trains(tmp_path):
     running = prepare(Sweep("rates", words, ("learning-rate=0.001,0.01",), halving=2))
     assert running.rungs() == [2, 3]
     list(running.run(1))
-    best = winner(running.trials)
+    best = running.winner()
     assert [trial.epochs for trial in running.trials] == [3, 2]
     command = ["bash", "scripts/launch_distributed.sh", *words, *best.flags, "--run-name=alone"]
     subprocess.run(command, cwd=sweeps.REPO_ROOT, check=True)
