@@ -128,5 +128,6 @@ def test_images_are_known_by_their_names_below_the_folder_of_all():
     )
     assert here == moved
     assert (here["right"], here["images"] == other["images"]) == ("101", False)
+    assert judged_images(details, [*names[:2], "/elsewhere/z.png"].__getitem__)["images"] != here["images"]
     details.labels = torch.tensor([0, 1, 0])
     assert judged_images(details, names.__getitem__)["images"] != here["images"]

@@ -167,7 +167,8 @@ def judged_images(details: SampleScores, name_of: Callable[[int], str]) -> dict[
         the order of their positions whose predicted class is the true one, else a 0.
     """
     names = [name_of(index) for index in details.indices.tolist()]
-    start = len(os.path.commonpath(names)) if names else 0
+    # Cut to a folder; `commonpath` would raise for relative paths beside absolute ones.
+    start = os.path.commonprefix(names).rfind(os.sep) + 1  # noqa: RUF071
     lines = (f"{label}\0{name[start:]}\n" for label, name in zip(details.labels.tolist(), names, strict=True))
     digest = hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape"))
     return {"images": digest.hexdigest()[:16], "right": "".join(map(str, details.is_right.int().tolist()))}
