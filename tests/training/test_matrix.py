@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from commands import ENTRY, launch, read_metrics, run_command
+from commands import ENTRY, read_metrics, run_command
 from PIL import Image
 from ranks import free_port
 from safetensors.torch import load_file
@@ -22,8 +22,8 @@ from training.engines.strategies import STRATEGIES
 pytestmark = pytest.mark.timeout(900)
 
 TRAIN_IMAGES, VAL_IMAGES, BATCH_SIZE = 64, 8, 8
-EPOCHS = 4
-SLOW = ("vgg", "ensemble", "airbench", "airbench_small", "efficientnet")  # two minutes
+EPOCHS = {"quick": 2, "slow": 4}
+SLOW = ("vgg", "ensemble", "airbench", "airbench_small", "efficientnet", "mobilenet")  # two minutes
 QUICK = tuple(name for name in MODELS if name not in SLOW)
 EVERY_MODEL = pytest.mark.parametrize("model", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 
@@ -79,7 +79,7 @@ def run_folder(tmp_path_factory, two_classes, pretrained):
 
     @functools.cache
     def train(models):
-        flags = ["--epochs", str(EPOCHS), "--weights", str(pretrained)]
+        flags = ["--epochs", str(EPOCHS["slow" if models == SLOW else "quick"]), "--weights", str(pretrained)]
         flags += ["--head-epochs", "0", "--backbone-learning-rate-scale", "1"]
         entry, members = "tests/training/matrix_entry.py", "mobilenet,basic_cnn"
         return train_two_ranks(entry, members, two_classes, tmp_path_factory.mktemp("logs"), *flags, ",".join(models))
@@ -125,6 +125,7 @@ def test_head_of_the_local_file_was_replaced(run_folder, pretrained):
     assert model.classifier.out_features == 2
 
 
+@pytest.mark.slow  # `--local_rank`, which deepspeed adds: tests/unit/test_config.py
 def test_the_guides_direct_command(two_classes, tmp_path):
     result = run_command(
         "deepspeed",
@@ -154,13 +155,3 @@ def test_accelerate_which_starts_torchrun(tmp_path):
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     losses = [entry["loss"] for entry in read_metrics(tmp_path / "runs" / "r", "step")]
     assert losses[-1] < losses[0]
-
-
-def test_launcher_from_its_own_folder(tmp_path):
-    command = (
-        "cd scripts && bash launch_distributed.sh basic_cnn fsdp_stage3 2 50 1 --data fake --image-size 16 --log-dir"
-    )
-    result = run_command("bash", "-c", f'{command} "$1"', "-", str(tmp_path))
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    assert "top-1" in result.stdout
-    assert launch("--help").returncode == 0

@@ -20,15 +20,14 @@ from training.base.run_lock import LOCK, Origin, lock_run
 MODEL = "basic_cnn"  # BatchNorm and dropout
 WORDS = (MODEL, "fsdp_stage2", "2", "16", "2")
 FLAGS = ("--image-size", "16", "--log-every-steps", "2", "--tensorboard", "false", "--workers", "0")
-WITH_WORKER = (*FLAGS[:-1], "1")
 STEPS_PER_EPOCH = 45  # 1,437 digits, 32 at a time
 
 
-def start(logs, name, flags=FLAGS, **changes):
+def start(logs, name, *flags):
     return subprocess.Popen(
-        ["bash", "scripts/launch_distributed.sh", *WORDS, *flags, "--run-name", name, "--log-dir", str(logs)],
+        ["bash", "scripts/launch_distributed.sh", *WORDS, *FLAGS, *flags, "--run-name", name, "--log-dir", str(logs)],
         cwd=ROOT,
-        env=environment() | changes,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -66,12 +65,18 @@ def rank_0_of(run_name):
     return next(process for process in ranks_of(run_name) if process.environ()["RANK"] == "0")
 
 
+def train_on_one_rank(logs, name, *flags):
+    """The same training in this process: two accumulation steps in the place of two ranks."""
+    words = ["--model-type", MODEL, "--strategy", WORDS[1], "--batch-size", WORDS[3], "--epochs", WORDS[4]]
+    words += ["--gradient-accumulation-steps", "2", *FLAGS, "--run-name", name, "--log-dir", str(logs)]
+    result = train_here(*words, *flags)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout, (logs / "runs" / name / "model.safetensors").read_bytes()
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    logs = tmp_path_factory.mktemp("whole")
-    result = launch(*WORDS, *FLAGS, "--run-name", "whole", "--log-dir", str(logs))
-    assert result.returncode == 0, result.stdout + result.stderr
-    return (logs / "runs" / "whole" / "model.safetensors").read_bytes()
+    return train_on_one_rank(tmp_path_factory.mktemp("whole"), "whole")[1]
 
 
 def assert_stopped(process, number, name):
@@ -88,24 +93,38 @@ def assert_left_a_report(output, folder):
     assert "It can be resumed." in (folder / "report.html").read_text(encoding="utf-8")
 
 
-def assert_goes_on_to(uninterrupted, logs, name):
-    again = launch(*WORDS, *FLAGS, "--run-name", name, "--log-dir", str(logs), "--resume", "auto")
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert (logs / "runs" / name / "model.safetensors").read_bytes() == uninterrupted
-    return again.stdout
+def test_a_run_that_is_stopped_three_times_ends_with_the_bytes_of_one_that_never_was(tmp_path, uninterrupted):
+    """By SIGTERM to one rank before the first step and to the launcher, and by SIGUSR1 to one rank in the evaluation.
 
+    Slurm sends SIGUSR1 ahead of a preemption; the evaluation is broken off and made anew after the resume.
+    """
+    folder = tmp_path / "runs" / "stopped"
+    process = start(tmp_path, "stopped")
+    wait_until(folder.exists, process)
+    ranks_of("stopped")[0].send_signal(signal.SIGTERM)
+    output = assert_stopped(process, signal.SIGTERM, "stopped")
+    assert "could not be written" not in output
 
-def test_sigterm_to_the_launcher_saves_and_the_run_goes_on_bit_for_bit(tmp_path, uninterrupted):
-    folder = tmp_path / "runs" / "terminated"
-    process = start(tmp_path, "terminated", WITH_WORKER)
+    process = start(tmp_path, "stopped", "--resume", "auto", "--workers", "1")
     wait_until(lambda: has_reached(folder, 4), process)
     process.send_signal(signal.SIGTERM)
-    output = assert_stopped(process, signal.SIGTERM, "terminated")
+    output = assert_stopped(process, signal.SIGTERM, "stopped")
     assert_left_a_report(output, folder)
     assert not (folder / "README.md").exists()
     assert (folder / "checkpoints" / "last").read_text().startswith("step-00000-")
-    assert "resuming from" in assert_goes_on_to(uninterrupted, tmp_path, "terminated")
-    assert len(read_metrics(folder, "resume")) == 1
+
+    process = start(tmp_path, "stopped", "--resume", "auto")
+    wait_until(lambda: len(ranks_of("stopped")) == 2, process)
+    rank = ranks_of("stopped")[-1]  # found before, because the evaluation is short
+    wait_until(lambda: has_reached(folder, STEPS_PER_EPOCH), process)
+    rank.send_signal(signal.SIGUSR1)
+    assert_left_a_report(assert_stopped(process, signal.SIGUSR1, "stopped"), folder)
+
+    resumes = len(read_metrics(folder, "resume"))
+    output, weights = train_on_one_rank(tmp_path, "stopped", "--resume", "auto")
+    assert "resuming from" in output
+    assert weights == uninterrupted
+    assert len(read_metrics(folder, "resume")) == resumes + 1
 
 
 @pytest.mark.slow  # of the standard output itself: tests/unit/test_lasting_output.py
@@ -119,26 +138,6 @@ def test_a_run_whose_output_nobody_reads_any_more_goes_on(tmp_path, uninterrupte
     assert ranks_of("unread") == []
     assert (tmp_path / "runs" / "unread" / "model.safetensors").read_bytes() == uninterrupted
     assert "unread report " in (tmp_path / "training.log").read_text()
-
-
-def test_sigusr1_to_one_rank_in_the_evaluation(tmp_path, uninterrupted):
-    """As Slurm sends it ahead of a preemption; the evaluation is broken off and made anew after the resume."""
-    folder = tmp_path / "runs" / "preempted"
-    process = start(tmp_path, "preempted")
-    wait_until(lambda: has_reached(folder, 2), process)
-    rank = ranks_of("preempted")[-1]  # found before, because the evaluation is short
-    wait_until(lambda: has_reached(folder, STEPS_PER_EPOCH), process)
-    rank.send_signal(signal.SIGUSR1)
-    assert_left_a_report(assert_stopped(process, signal.SIGUSR1, "preempted"), folder)
-    assert_goes_on_to(uninterrupted, tmp_path, "preempted")
-
-
-def test_sigterm_to_one_rank_before_the_first_step(tmp_path):
-    process = start(tmp_path, "early")
-    wait_until(lambda: (tmp_path / "runs" / "early").exists(), process)
-    ranks_of("early")[0].send_signal(signal.SIGTERM)
-    output = assert_stopped(process, signal.SIGTERM, "early")
-    assert "could not be written" not in output
 
 
 @pytest.mark.slow  # SIGTERM takes the same way, and any number of ranks and strategy is test_resume.py's
@@ -163,7 +162,8 @@ def test_ctrl_c_and_on_with_one_rank_under_another_strategy(tmp_path):
 
 def test_a_run_that_gives_up_says_why_in_its_report(tmp_path):
     diverges = ("--optimizer", "sgd", "--learning-rate", "100", "--gradient-clipping", "0", "--max-bad-steps", "2")
-    result = launch(MODEL, "ddp", *WORDS[2:], *FLAGS, *diverges, "--run-name", "diverged", "--log-dir", str(tmp_path))
+    words = ("--model-type", MODEL, "--batch-size", "32", "--epochs", "2", *FLAGS, *diverges)
+    result = train_here(*words, "--run-name", "diverged", "--log-dir", str(tmp_path))
     folder = tmp_path / "runs" / "diverged"
     assert result.returncode == TOO_MANY_BAD_STEPS_EXIT_CODE, result.stdout + result.stderr
     (why,) = [line for line in result.stderr.splitlines() if line.startswith("error: 2 steps in a row were skipped")]
@@ -177,7 +177,7 @@ def test_a_run_that_gives_up_says_why_in_its_report(tmp_path):
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     flags = ["--data", "fake", "--run-name", "first", "--log-dir", str(tmp_path)]
-    flags += ["--epochs", "1", "--batch-size", "100", "--image-size", "16"]
+    flags += ["--epochs", "1", "--batch-size", "100", "--image-size", "8", "--report", "false"]
     assert train_here(*flags, "--model-type", "basic_cnn").returncode == 0
     other = train_here(*flags, "--model-type", "mobilenet", "--resume", "auto")
     assert_user_error(other, "was made with --model-type 'basic_cnn', this run has 'mobilenet'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.gpu.pretended.garbage import NameIsGoneError, does, replace
 from tests.gpu.pretended.library import CannotBuildError
 
 MOST_KERNELS = 1.10  # of timm's loop, a bare step
+SLOW = re.compile(r"averaged|deepspeed fp16|workers|fsdp_stage3 torch 2 GPUs")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,9 @@ def expected():
     return json.loads(EXPECTED.read_text())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if SLOW.search(case) else []) for case in CASES]
+)
 def test_a_training_waits_and_launches_as_the_table_says(case, gpus, expected):
     assert problems(gpus.train(case), expected[case]) == []
 
