@@ -103,7 +103,7 @@ def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
     states = [value for state in optimizer.state.values() for value in state.values()]
     kept = sum(value.numel() for value in states if isinstance(value, torch.Tensor) and value.ndim > 0)
     sizes = sizes_of(network)
-    values = kept / sizes.trained + bool(config.ema) + bool(config.lookahead)
+    values = kept / sizes.trained + bool(config.ema) + bool(config.lookahead) + 2 * config.has_islands
     flops = training_flops(without_data(network), image_size, channels)
     if flops is None:
         raise UserError(f"model '{config.model_type}' computes with the values of its images: it cannot be planned.")

@@ -45,7 +45,8 @@ def train_one_epoch(state: TrainState, batches: Iterable[Batch], context: TrainC
         position = observer.before_step()
         context.schedule.set_learning_rates(engine.optimizer.param_groups, position)
         own_batches, seed_leaf = islice(waiting, plan.accumulation_steps), partial(seed_own_leaf, context, position)
-        result = context.step(engine, own_batches, seed_leaf, plan.loss_scale_for(step), observer.note)
+        scale = plan.loss_scale_for(step, context.world.data.rank)
+        result = context.step(engine, own_batches, seed_leaf, scale, observer.note)
         if observer.after_step(result, failure=waiting.failure):
             break
     waiting.raise_error()

@@ -88,6 +88,7 @@ class Prepared:
         """Return on what the memory that a rank needs depends, under an engine or 'auto'."""
         world, device = self.world, self.world.device
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        ranks = world.size // (self.config.islands if self.config.has_islands else 1)  # that share one training state
         return RunFacts(
             folder=str(self.folder.path),
             config=dataclasses.asdict(self.config) | {"image_channels": self.data.image_channels},
@@ -95,8 +96,8 @@ class Prepared:
             image_size=self.data.train.sizes[-1],
             engine=engine,
             precision=self.precision,
-            ranks=world.size,
-            ranks_per_machine=world.local_size,
+            ranks=ranks,
+            ranks_per_machine=min(world.local_size, ranks),
             gpu_name=gpu,
             process_bytes=0 if gpu else resident_bytes(),
         )

@@ -21,7 +21,7 @@ from training.data.datasets import DatasetPair
 from training.data.image_list import describe_change, read_image_list
 from training.data.values import SMALLEST_BYTE_STD
 from training.other_epochs import before_decay
-from training.world.collectives import agreed, broadcast_object
+from training.world.collectives import agreed, broadcast_object, ranks_per_machine
 from training.world.exchange import whole_number
 from training.world.world import World
 
@@ -64,6 +64,7 @@ def resolve(config: TrainConfig, folder: RunFolder, data: DatasetPair, world: Wo
     if found is None:
         agreed(lambda: check_starting_weights(config, FLAG_OF), world)
     divided = agreed(lambda: keep_global_batch(config, found, world), world)
+    divided = keep_islands(divided, found, world)
     kept, thread_notes = keep_threads(divided, found, world)
     notes = [*notes, *decay_notes, *thread_notes, *note_other_leaves(kept, found)]
     return Resolved(keep_starting_weights(kept, found), data, found, notes)
@@ -161,6 +162,30 @@ def keep_normalization(config: TrainConfig, data: DatasetPair, found: FoundCheck
 def normalization_of(data: DatasetPair) -> dict[str, list[float]]:
     """Return the means and standard deviations, per channel of pixels in 0..1, as `Manifest.identity` has them."""
     return {name: list(data.preprocessing[name]) for name in ("mean", "std")}
+
+
+def keep_islands(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> TrainConfig:
+    """Return the configuration with the number of islands: the checkpoint's, else one per machine; a collective.
+
+    Raises:
+        UserError: on all ranks, if the ranks cannot be divided into them.
+    """
+    if not config.has_islands:
+        return config
+    flag, size = f"--local-steps {config.local_steps}", world.data.size
+    islands = config.islands or (found.manifest.config.get("islands") if found else 0)
+    islands = islands or size // ranks_per_machine(world, flag)
+    if type(islands) is not int or islands < 2:
+        raise AgreedError(
+            f"{flag} needs 2 islands or more, here would be {shown(islands)}: give --islands N and a multiple of N "
+            f"ranks ({size} here), or leave {flag} out."
+        )
+    if size % islands:
+        raise AgreedError(
+            f"--islands {islands}: {size} rank(s) cannot be divided into {islands} equal groups, start a multiple of "
+            f"{islands} ranks."
+        )
+    return dataclasses.replace(config, islands=islands)
 
 
 def keep_threads(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> tuple[TrainConfig, list[str]]:

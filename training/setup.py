@@ -27,6 +27,7 @@ from training.engines.compilation import auto_compiles, load_compiled_code, reso
 from training.engines.deepspeed_config import deepspeed_config
 from training.engines.engine import EngineSetup
 from training.engines.flops import TrainingFlops
+from training.engines.islands import form_islands
 from training.engines.model import build_training_model
 from training.engines.parameter_shards import frozen_parameters
 from training.engines.strategies import plan_of
@@ -55,6 +56,7 @@ from training.steps.accumulate import Accumulate, Step
 from training.steps.context import TrainContext
 from training.steps.gradient_cache import GradientCache
 from training.steps.nonfinite_steps import NonFiniteGuard
+from training.steps.outer_step import OuterSteps
 from training.steps.weight_average import WeightAverages
 from training.world.collectives import agreed, ranks_per_machine
 from training.world.signals import StopRequest
@@ -79,7 +81,7 @@ class Run:
         schedule: learning rate by step.
         head_epochs: epochs in which only the head is trained.
         state: model, optimizer and position.
-        averages: of the weights over the steps.
+        averages: of the weights, over the steps or over islands.
         freezer: freezes what does not learn in an epoch.
         adapters: of the model, to be merged into its weights.
         frozen: the file of weights that are not trained; None if all are.
@@ -108,7 +110,7 @@ class Run:
     schedule: Schedule
     head_epochs: int
     state: TrainState
-    averages: WeightAverages
+    averages: WeightAverages | OuterSteps
     freezer: BackboneFreezer
     adapters: Adapters
     frozen: FrozenWeights | None
@@ -152,7 +154,8 @@ def build(prepared: Prepared) -> Run:
     config, world, precision, data = prepared.config, prepared.world, prepared.precision, prepared.data
     folder, found, strategy_json = prepared.folder, prepared.found, prepared.strategy_json
     head_epochs = head_epochs_of(config)
-    plan = build_plan(config, data.train.source.labels, world.data.size, VIEWS if config.is_contrastive else 1)
+    islands, views = config.islands if config.has_islands else 1, VIEWS if config.is_contrastive else 1
+    plan = build_plan(config, data.train.source.labels, world.data.size, views, islands)
     step = agreed(lambda: _build_step(config, data, world), world)
     keeps = agreed(lambda: check_best_by(config.best_by, data, config.micro_batch, world.data.size), world)
     # Worker processes take seconds to start: they do so while the model and the engine are built.
@@ -184,7 +187,14 @@ def build(prepared: Prepared) -> Run:
         recipe = (built.description, config.micro_batch, precision, config.strategy, engine_name)
         compiled_code = load_compiled_code(recipe)
     setup = dataclasses.replace(setup, must_compile=config.compile == "on", image_shape=data.image_shape)
-    engine = build_engine(setup, engine_name)
+    groups = form_islands(world, islands) if config.has_islands else None
+    engine = build_engine(setup, engine_name, groups)
+    averages: WeightAverages | OuterSteps
+    if groups is None:
+        averages = WeightAverages(engine, config.ema, config.lookahead, plan.steps_per_epoch)
+    else:
+        averages = OuterSteps(engine, groups, world, config, config.epochs * plan.steps_per_epoch, loggers)
+        notes.append(averages.describe())
     notes += setup.notes
     return Run(
         config=dataclasses.replace(config, compile="on" if compiles else "off"),
@@ -200,7 +210,7 @@ def build(prepared: Prepared) -> Run:
         schedule=build_schedule(config, plan.steps_per_epoch, plan.global_batch, head_epochs),
         head_epochs=head_epochs,
         state=TrainState(engine, ScoreSums(len(data.class_names), world.device), Progress()),
-        averages=WeightAverages(engine, config.ema, config.lookahead, plan.steps_per_epoch),
+        averages=averages,
         freezer=freezer,
         adapters=adapters,
         frozen=frozen,
@@ -261,9 +271,10 @@ def set_up_engine(
         lambda: resolve_engine(config.engine, parallel, strategy_json, built.module),
         world,
     )
-    if config.is_contrastive and name != "torch":
+    if (config.is_contrastive or config.has_islands) and name != "torch":
+        setting = f"--loss {config.loss}" if config.is_contrastive else f"--local-steps {config.local_steps}"
         raise AgreedError(
-            f"--loss {config.loss} is for --engine torch, these settings take {name}: leave out --offload."
+            f"{setting} is for --engine torch, these settings take {name}: leave out --offload and --deepspeed-config."
         )
     discriminative = has_slow_backbone(config)
     resolved = dataclasses.replace(config, precision=precision)  # type: ignore[arg-type]  # one of its values
@@ -322,6 +333,7 @@ def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainCont
         context.data.train.source.name,
         skipped=state.progress.skipped_steps,
         consecutive=state.progress.bad_steps_in_row,
+        by_island=config.has_islands,
     )
     return TrainContext(
         world=world,
@@ -342,6 +354,7 @@ def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainCont
         neighbours=context.neighbours,
         log_hashes=config.log_hashes,
         keeps_probabilities=context.keeps_probabilities,
+        local_steps=config.local_steps,
         timing=start_timing(world, context.flops, config.profile, context.folder.path / "profile", loggers),
     )
 

@@ -119,7 +119,14 @@ def train_shortly(
         epochs=len(epochs),
         loggers=loggers,
         stop=StopRequest(),  # a signal waits for the end of the trial
-        guard=NonFiniteGuard(state.engine, world.data, Loggers([]), MOST_BAD_STEPS, context.data.train.source.name),
+        guard=NonFiniteGuard(
+            state.engine,
+            world.data,
+            Loggers([]),
+            MOST_BAD_STEPS,
+            context.data.train.source.name,
+            by_island=context.config.has_islands,
+        ),
         heartbeat=heartbeat,
         timing=Timing(),
         averages=context.averages,

@@ -28,6 +28,7 @@ from training.engines.batchnorm import synchronize_batchnorm
 from training.engines.build_engine import build_engine, resolve_engine
 from training.engines.deepspeed_config import deepspeed_config, read_strategy_json
 from training.engines.engine import Engine, EngineSetup
+from training.engines.islands import Islands
 from training.engines.model_buffers import ModelBuffers
 from training.engines.strategies import plan_of
 from training.loop import train_one_epoch
@@ -99,7 +100,12 @@ def make_batch(step: int, part: int, size: int = BATCH_SIZE) -> tuple[torch.Tens
 
 
 def make_engine(
-    world: World, module: nn.Module, config: TrainConfig, precision: str = "fp32", discriminative: bool = False
+    world: World,
+    module: nn.Module,
+    config: TrainConfig,
+    precision: str = "fp32",
+    discriminative: bool = False,
+    islands: Islands | None = None,
 ) -> Engine:
     optimizer = build_optimizer(module, config, HEAD, discriminative=discriminative)
     shards = 2 if config.replicate_across == "nodes" else world.size  # as on machines with two ranks each
@@ -126,7 +132,7 @@ def make_engine(
         sharding,
         compiles=config.compile == "on",
     )
-    return build_engine(setup, resolve_engine(config.engine, plan, strategy_json, module))
+    return build_engine(setup, resolve_engine(config.engine, plan, strategy_json, module), islands)
 
 
 def configuration(**changes: Any) -> TrainConfig:

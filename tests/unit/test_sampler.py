@@ -57,6 +57,23 @@ def test_loss_scale_makes_the_average_over_ranks_the_mean_over_samples(samples, 
         assert np.mean(parts) == pytest.approx(losses[chosen].mean())
 
 
+@pytest.mark.parametrize(("accumulation", "world"), [(6, 2), (1, 12)])
+@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize("islands", [1, 2])
+def test_an_island_takes_the_mean_over_its_own_samples(accumulation, world, repeats, islands):
+    """The last step has 13 of 48 samples: of islands that get neighbouring ones, the second gets none."""
+    plan, losses = BatchPlan(109, 4, accumulation, world, 0, repeats=repeats, islands=islands), np.arange(109.0)
+    ranks = np.arange(world).reshape(islands, -1)
+    for step, island in itertools.product(range(plan.steps_per_epoch), ranks.tolist()):
+        leaves = [plan.micro_batch(0, step, leaf, rank) for rank in island for leaf in range(accumulation)]
+        weights, own = (np.concatenate(parts) for parts in ([k.weights for k in leaves], [k.indices for k in leaves]))
+        parts = [plan.loss_scale_for(step, island[-1]) * (key.weights * losses[key.indices]).sum() for key in leaves]
+        real = own[weights > 0]
+        assert plan.real_samples(step, island[0]) == len(real)
+        assert np.mean(parts) == pytest.approx(losses[real].mean() if len(real) else 0.0)
+    assert (len(real) == 0) == (islands == 2 and repeats == 1)
+
+
 # 101 samples of classes 0, 2 and 3; the padding of an epoch repeats samples, so counts are taken without it
 SKEWED = np.repeat([0, 2, 3], [90, 8, 3])[np.random.Generator(np.random.PCG64(1)).permutation(101)]
 

@@ -35,7 +35,11 @@ CASES = {  # a value, and what gives it an effect
     "mixup_switch_probability": (0.3, PAIRS | {"mixup": 1.0, "cutmix": 1.0}),
     "random_erasing_mode": ("const", {"random_erasing": 0.5}),
     "shift_padding": ("reflect", {"shift_pixels": 2}),
+    "eval_crop": (0.9, {"fit": "crop"}),
     "temperature": (0.2, {"loss": "supcon"}),
+    "islands": (2, {"local_steps": 10}),
+    "outer_learning_rate": (0.5, {"local_steps": 10}),
+    "outer_momentum": (0.5, {"local_steps": 10}),
 }
 
 
@@ -46,7 +50,7 @@ def test_every_flag_of_the_table_has_a_case():
 @pytest.mark.parametrize("name", CASES)
 def test_a_flag_without_what_it_belongs_to_is_named(name):
     value, others = CASES[name]
-    base = {"shift_pixels": 0, "augmentation": "none", "schedule": "constant", "batch_size": 1}
+    base = {"shift_pixels": 0, "augmentation": "none", "schedule": "constant", "batch_size": 1, "fit": "pad"}
     config = TrainConfig(**{**base, name: value})
     assert note_unused_flags(config) == [f"without effect in this run: --{name.replace('_', '-')}"]
     assert note_unused_flags(dataclasses.replace(config, **others)) == []

@@ -30,6 +30,15 @@ OF_CLASSIFIERS: dict[str, tuple[object, ...]] = {
     "engine": ("torch", "auto", "native"),
     "compile": ("off", "auto"),
 }
+# The same with islands, which each have an engine, an optimizer and statistics of their own.
+OF_ISLANDS: dict[str, tuple[object, ...]] = {
+    "strategy": ("ddp",),
+    "engine": ("torch", "auto", "native"),
+    "precision": ("fp32", "auto", "bf16"),  # fp16 has a loss scale, which would be another on each
+    "loss": ("cross_entropy", "bce"),
+    "sync_batchnorm": (False,),
+    **dict.fromkeys(("ema", "lookahead"), (0,)),  # the outer weights are such an average
+}
 OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces by another
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
@@ -108,6 +117,8 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     _check_rules(config, label_of)
     _check_schedule(config, label_of)
     _check_contrast(config, label_of)
+    if config.has_islands:
+        _check_values(config, label_of, f"{label_of['local_steps']} {config.local_steps}", OF_ISLANDS)
     if config.learning_rate == "auto" and config.base_batch_size:
         raise UserError(
             f"{label_of['base_batch_size']}: leave it out, {label_of['learning_rate']} auto tries those of this batch."
@@ -186,14 +197,20 @@ def _check_contrast(config: TrainConfig, label_of: Mapping[str, str]) -> None:
         raise UserError(
             f"{loss} does not go with {label_of['learning_rate']} auto, which knows other losses: give one."
         )
-    for name, allowed in OF_CLASSIFIERS.items():
-        if getattr(config, name) not in allowed:
-            raise UserError(
-                f"{loss} does not go with {label_of[name]} {shown(getattr(config, name))}: give "
-                f"{label_of[name]} {allowed[0]}."
-            )
+    _check_values(config, label_of, loss, OF_CLASSIFIERS)
     if model_spec(config.model_type).takes_members:
         raise UserError(f"{loss}: the members of an ensemble have no features in common: train each by itself.")
+
+
+def _check_values(
+    config: TrainConfig, label_of: Mapping[str, str], setting: str, allowed_values_of: Mapping[str, tuple[object, ...]]
+) -> None:
+    """Raise UserError for the first value that does not go with a setting, given in words."""
+    for name, allowed in allowed_values_of.items():
+        value = getattr(config, name)
+        if value not in allowed:
+            cure = f"leave {label_of[name]} out" if value is True else f"give {label_of[name]} {allowed[0]}"
+            raise UserError(f"{setting} does not go with {label_of[name]} {shown(value)}: {cure}.")
 
 
 def _check_schedule(config: TrainConfig, label_of: Mapping[str, str]) -> None:

@@ -65,6 +65,7 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
     "random_erasing_mode": lambda config: config.random_erasing > 0,
     "shift_padding": _shifts,
     "temperature": lambda config: config.is_contrastive,
+    **dict.fromkeys(("islands", "outer_learning_rate", "outer_momentum"), lambda config: config.has_islands),
 }
 
 

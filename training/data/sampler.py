@@ -60,6 +60,7 @@ class BatchPlan:
         seed: Decides the order.
         labels: Bytes of the int64 labels [N]: an epoch has equally many samples of each class; empty: each sample once.
         repeats: How often each sample of an epoch occurs in it, in a row.
+        islands: Equal groups of ranks of which each takes the mean over its own samples.
     """
 
     num_samples: int
@@ -69,6 +70,7 @@ class BatchPlan:
     seed: int
     labels: bytes = b""
     repeats: int = 1
+    islands: int = 1
 
     @property
     def global_batch(self) -> int:
@@ -100,12 +102,16 @@ class BatchPlan:
         every position k*G + l + i*R*A.
         """
         leaves, leaf = self.world_size * self.accumulation_steps, rank * self.accumulation_steps + micro_step
-        places = np.arange(self.batch_size_per_rank)
-        places = leaf * self.batch_size_per_rank + places if self.repeats == 1 else leaf + leaves * places
-        positions = step * self.global_batch + places
+        positions = self._positions(step, leaf)
         weights = (positions < self.num_samples).astype(np.float32)
         draw_keys = self.draw_keys(epoch)[positions % self.num_samples]
         return BatchKey(epoch, draw_keys % COPY, weights, draw_keys, step * leaves + leaf)
+
+    def _positions(self, step: int, leaf: int) -> np.ndarray:
+        """Return the positions of a leaf's samples in the order of the epoch, from N on those of padding: int64 [B]."""
+        leaves, places = self.world_size * self.accumulation_steps, np.arange(self.batch_size_per_rank)
+        places = leaf * self.batch_size_per_rank + places if self.repeats == 1 else leaf + leaves * places
+        return step * self.global_batch + places
 
     @property
     def batches_per_rank(self) -> int:
@@ -117,17 +123,32 @@ class BatchPlan:
         for step, micro_step in product(range(first_step, self.steps_per_epoch), range(self.accumulation_steps)):
             yield self.micro_batch(epoch, step, micro_step, rank)
 
-    def real_samples(self, step: int) -> int:
-        """Return the samples of optimizer step `step` without padding, over all ranks and micro-steps."""
-        return min(self.global_batch, self.num_samples - step * self.global_batch)
+    def real_samples(self, step: int, rank: int = 0) -> int:
+        """Return the samples of optimizer step `step` without padding, over the ranks and micro-steps of an island.
 
-    def loss_scale_for(self, step: int) -> float:
-        """Return the factor s that makes averages exact: R x A / `real_samples(step)`.
+        Args:
+            step: Of the epoch.
+            rank: Of the island.
+        """
+        if self.islands == 1:
+            return min(self.global_batch, self.num_samples - step * self.global_batch)
+        leaves = self.leaves_of_island(rank)
+        return sum(int((self._positions(step, leaf) < self.num_samples).sum()) for leaf in leaves)
+
+    def leaves_of_island(self, rank: int) -> range:
+        """Return the leaves of a step that the island of a rank computes: all if there is one."""
+        length = self.world_size // self.islands * self.accumulation_steps
+        first = rank * self.accumulation_steps // length * length
+        return range(first, first + length)
+
+    def loss_scale_for(self, step: int, rank: int = 0) -> float:
+        """Return the factor s that makes averages exact: leaves of the island / `real_samples(step, rank)`.
 
         With `s * sum(weights * losses)` as the loss of a micro-batch, the average over ranks and micro-steps that
-        data-parallel training computes is the mean loss over the real samples of the step.
+        data-parallel training computes is the mean loss over the real samples of the step. An island without any, in
+        the last step of an epoch, has a loss of 0.
         """
-        return self.world_size * self.accumulation_steps / self.real_samples(step)
+        return len(self.leaves_of_island(rank)) / max(self.real_samples(step, rank), 1)
 
 
 @dataclass(frozen=True)
@@ -163,7 +184,9 @@ class EvaluationPlan:
             yield BatchKey(0, indices, (positions < self.num_samples).astype(np.float32), indices)
 
 
-def build_plan(config: DataSettings, labels: torch.Tensor, world_size: int, views: int = 1) -> BatchPlan:
+def build_plan(
+    config: DataSettings, labels: torch.Tensor, world_size: int, views: int = 1, islands: int = 1
+) -> BatchPlan:
     """Build the plan of a run over a training set with these labels, int64 [N], with at least so many views of each."""
     return BatchPlan(
         len(labels),
@@ -173,6 +196,7 @@ def build_plan(config: DataSettings, labels: torch.Tensor, world_size: int, view
         config.seed,
         labels.numpy().tobytes() if config.sampling == "balanced" else b"",
         max(config.repeated_augmentation, views),
+        islands=islands,
     )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from training.base.errors import UserError
 from training.engines.deepspeed_config import keys_of_deepspeed_alone
 from training.engines.engine import Engine, EngineSetup
+from training.engines.islands import IslandEngine, Islands
 from training.engines.parameter_shards import frozen_parameters
 from training.engines.strategies import ParallelPlan
 from training.world.collectives import copy_from_main
@@ -89,14 +90,17 @@ def _check_torch(plan: ParallelPlan, module: nn.Module) -> None:
         )
 
 
-def build_engine(setup: EngineSetup, engine: str) -> Engine:
+def build_engine(setup: EngineSetup, engine: str, islands: Islands | None = None) -> Engine:
     """Distribute a model and its optimizer; a collective.
 
     Args:
         setup: model, optimizer and how they are distributed.
         engine: a key of `ENGINES`.
+        islands: of which each has an engine of its own, PyTorch's; None for none.
     """
     copy_from_main([*frozen_parameters(setup.module).values()], setup.world)
+    if islands is not None:
+        return IslandEngine(setup, islands)
     # Imported here: DeepSpeed takes seconds to import, and other engines do not need it.
     module_name, class_name = ENGINES[engine]
     return getattr(importlib.import_module(module_name), class_name)(setup)

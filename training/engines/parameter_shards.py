@@ -160,8 +160,10 @@ def fill_shards(shards: Sequence[ParameterShard], tensors: Mapping[str, Mapping[
 def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
     """Return the fp32 weights and buffers of the state dict in CPU memory on rank 0, {} on the others; a collective."""
     state, weights = engine.state(), {}
-    shards = _by_name(state.shards)
+    shards, parameters = _by_name(state.shards), dict(engine.module.named_parameters())
     for name, shape in state.shapes.items():
+        if name not in parameters:  # the same one on another island
+            continue
         whole = torch.zeros(shape, device=world.device)
         for shard in shards.get(name, []):
             whole[shard.box] = shard.tensors[WEIGHTS]

@@ -26,6 +26,18 @@ class EngineSettings(DataSettings):
     replicate_across: Literal["none", "nodes"] = option(
         "none", "nodes: shard inside each machine and replicate over machines (stages 2, 3; not --engine deepspeed)."
     )
+    local_steps: int = option(
+        1,
+        "Steps that each island of ranks trains by itself before all take an outer step together (DiLoCo, for slow "
+        "links between them); 1: none do, gradients are summed over all ranks in every step. --strategy ddp.",
+        low=1,
+        high=100_000,
+    )
+    islands: int = option(
+        0, "--local-steps: equal groups that the ranks are divided into; 0: one per machine.", low=0, high=100_000
+    )
+    outer_learning_rate: float = option(0.7, "--local-steps: learning rate of the outer step.", above=0, high=10)
+    outer_momentum: float = option(0.9, "--local-steps: Nesterov momentum of the outer step.", low=0, high=0.9999)
     compile: Literal["auto", "on", "off"] = option(
         "auto",
         "Run the model through torch.compile (a minute or two at the first start); auto: in long runs of models that "
@@ -39,3 +51,8 @@ class EngineSettings(DataSettings):
     )
     deepspeed_config: str = option("", "Use this DeepSpeed JSON in place of the strategy's own.")
     deterministic: bool = option(False, "Use PyTorch's deterministic algorithms, so that a GPU run can be repeated.")
+
+    @property
+    def has_islands(self) -> bool:
+        """Whether groups of ranks train by themselves between outer steps."""
+        return self.local_steps > 1

@@ -42,7 +42,7 @@ class RunFacts:
         image_size: of the training images, pixels.
         engine: a key of `ENGINES`.
         precision: 'fp32', 'bf16' or 'fp16'.
-        ranks: of the run.
+        ranks: that share one training state: all, or those of an island.
         ranks_per_machine: of these.
         gpu_name: as PyTorch names it; empty on a CPU.
         process_bytes: resident in rank 0's process on a CPU, with the model, before engine and optimizer.

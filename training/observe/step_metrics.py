@@ -147,7 +147,8 @@ class StepMetrics:
         """Return whether there is a logging point after a step of the epoch, from 1; the same on all ranks."""
         every, fewest = self._context.log_every_steps, 0
         if every == "auto":
-            every, fewest = STEPS_BETWEEN_POINTS, self._timing.pace.fewest_steps
+            local_steps = self._context.local_steps
+            every, fewest = local_steps if local_steps > 1 else STEPS_BETWEEN_POINTS, self._timing.pace.fewest_steps
         is_due = step_of_epoch % every == 0 and self._steps >= fewest
         return is_due or step_of_epoch == self._context.plan.steps_per_epoch
 

@@ -14,6 +14,7 @@ from training.observe.step_metrics import Timing
 from training.recipe.schedule import Schedule
 from training.steps.accumulate import Step
 from training.steps.nonfinite_steps import NonFiniteGuard
+from training.steps.outer_step import OuterSteps
 from training.steps.weight_average import WeightAverages
 from training.world.signals import StopRequest
 from training.world.world import World
@@ -40,9 +41,10 @@ class TrainContext:
         heartbeat: signs of life for the launcher.
         timing: what measures time.
         saver: writes checkpoints; None if nothing is saved.
-        averages: of the weights over the steps; None for none.
+        averages: of the weights, over the steps or over islands; None for none.
         neighbours: tells classes in an evaluation; None if the model does.
         log_hashes: optimizer steps between two lines of hashes; 0 for none.
+        local_steps: between two outer steps of islands, which exchange nothing else in most steps; 1 for no islands.
     """
 
     world: World
@@ -60,10 +62,11 @@ class TrainContext:
     heartbeat: HeartbeatWriter
     timing: Timing
     saver: Saver | None = None
-    averages: WeightAverages | None = None
+    averages: WeightAverages | OuterSteps | None = None
     neighbours: Neighbours | None = None
     log_hashes: int = 0
     keeps_probabilities: bool = False
+    local_steps: int = 1
 
     @property
     def total_steps(self) -> int:

@@ -16,6 +16,9 @@ from training.steps.accumulate import TimedEngine
 from training.steps.context import TrainContext
 from training.world.collectives import gather_objects
 from training.world.exchange import flag
+from training.world.signals import StopDecision
+
+STEPS_BETWEEN_POLLS = 10  # of islands, whose link may take longer than a step: nothing waits for a poll until the next
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,10 @@ class EpochObserver:
             context.heartbeat.beat("step", position + 1)
         if self._profiler is not None:
             self._profiler.after_step()
-        is_due = context.saver is not None and context.saver.is_due_by_time()
-        verdict = context.stop.poll(context.world, failure=failure, save_due=is_due)
+        verdict = StopDecision(0, False)
+        if position % min(context.local_steps, STEPS_BETWEEN_POLLS) == 0:
+            is_due = context.saver is not None and context.saver.is_due_by_time()
+            verdict = context.stop.poll(context.world, failure=failure, save_due=is_due)
         self._stop_signal = verdict.stop_signal
         if not (self._stop_signal or state.progress.step == context.plan.steps_per_epoch):
             self._save_if_due(position + 1, failure, is_due_by_time=verdict.save_due)

@@ -16,7 +16,7 @@ from training.base.run_logger import Loggers
 from training.data.reader import Batch
 from training.engines.engine import Engine, StepResult
 from training.engines.precision import DynamicLossScale
-from training.world.collectives import gather_objects
+from training.world.collectives import gather_objects, largest_over_ranks
 from training.world.exchange import flag, list_of, row_of, text
 from training.world.world import World
 
@@ -64,6 +64,7 @@ class NonFiniteGuard:
         name_of: returns the path of a sample by its index in the training set.
         skipped: steps skipped before a resume.
         consecutive: how many of them were the latest steps.
+        by_island: whether each island of ranks decides by itself, and they hear of each other in `settle`.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class NonFiniteGuard:
         name_of: Callable[[int], str],
         skipped: int = 0,
         consecutive: int = 0,
+        *,
+        by_island: bool = False,
     ) -> None:
-        self._engine, self._world, self._loggers = engine, world, loggers
+        self._engine, self._world, self._loggers, self._by_island = engine, world, loggers, by_island
         self._most_consecutive, self._name_of = most_consecutive, name_of
         self._buffers = engine.buffers
         self._kept: list[torch.Tensor] = []
@@ -118,18 +121,25 @@ class NonFiniteGuard:
         return False
 
     def settle(self) -> None:
-        """Read the outcomes that are still on the device: a sync; a collective if a step was skipped.
+        """Read the outcomes that are still on the device: a sync; a collective if a step was skipped, or with islands.
+
+        A step counts as skipped if any island has skipped it.
 
         Raises:
             RunEnded: as `after_step`.
         """
         pending, self._pending = self._pending, []
-        outcomes = torch.stack([one.applied for one in pending]).tolist() if pending else []
-        for (step, _, evidence), applied in zip(pending, outcomes, strict=True):
-            if applied:
-                self.consecutive = 0
+        if not pending:
+            return
+        skipped = ~torch.stack([one.applied for one in pending])
+        skipped_anywhere = largest_over_ranks(skipped.int(), self._world) if self._by_island else skipped
+        for (step, _, evidence), is_own, is_skipped in zip(
+            pending, skipped.tolist(), skipped_anywhere.tolist(), strict=True
+        ):
+            if is_skipped:
+                self._count_skipped(step, evidence if is_own else [])
             else:
-                self._count_skipped(step, evidence)
+                self.consecutive = 0
 
     def _count_skipped(self, step: int, evidence: list[_Evidence]) -> None:
         """Count and log a skipped step, and end the run after too many; a collective."""
@@ -142,10 +152,11 @@ class NonFiniteGuard:
             return  # fp16's loss scale was merely too large
         self.consecutive += 1
         rank, worst = min(enumerate(causes), key=lambda item: (item[1].losses_finite, not item[1].names))
+        skipped = f"skipped on the island of rank {rank} (" if self._by_island else "skipped on all ranks ("
         shown = ", ".join(worst.names[:NAMES_IN_MESSAGE])
         more = f" and {len(worst.names) - NAMES_IN_MESSAGE} more" if len(worst.names) > NAMES_IN_MESSAGE else ""
         self._loggers.message(
-            f"step {step} skipped on all ranks ({self.consecutive} in a row): {worst.culprit} is not finite "
+            f"step {step} {skipped}{self.consecutive} in a row): {worst.culprit} is not finite "
             f"on rank {rank}, samples {shown}{more}"
         )
         names = [name for cause in causes if cause.losses_finite == worst.losses_finite for name in cause.names]

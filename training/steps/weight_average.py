@@ -64,10 +64,11 @@ class WeightAverages:
         if not self._decay:
             yield
             return
-        self._engine.change_weights(_exchange_with_ema)
+        with_ema = partial(exchange_with, kind=EMA)
+        self._engine.change_weights(with_ema)
         with self._engine.buffers.averages_in_use():
             yield
-        self._engine.change_weights(_exchange_with_ema)
+        self._engine.change_weights(with_ema)
 
     @torch.no_grad()
     def _update_ema(self, applied: bool | torch.Tensor, step: int) -> None:
@@ -104,10 +105,11 @@ def ema_decay_at(step: int, decay: float) -> float:
     return min(1 - (1 + (step - 1) / WARM_UP_GAMMA) ** -WARM_UP_POWER, decay)
 
 
-def _exchange_with_ema(weights: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+def exchange_with(weights: torch.Tensor, state: dict[str, torch.Tensor], *, kind: str) -> None:
+    """Exchange weights with what the optimizer's state has of a kind; see `Engine.change_weights`."""
     kept = weights.clone()
-    weights.copy_(state[EMA])
-    state[EMA].copy_(kept)
+    weights.copy_(state[kind])
+    state[kind].copy_(kept)
 
 
 def _pull_slow_weights(

@@ -52,6 +52,26 @@ def gather_rows(values: torch.Tensor, world: World) -> torch.Tensor:
     return rows
 
 
+def mean_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Return the elementwise mean of a tensor [n] over all ranks; a collective.
+
+    They are added in the order of the ranks, whatever n is: an all-reduce would add some elements in another order.
+    """
+    if world.size == 1:
+        return values
+    part = -(-len(values) // world.size)
+    padded = torch.nn.functional.pad(values, (0, part * world.size - len(values)))
+    rows, result = values.new_empty(world.size, part), torch.empty_like(padded)
+    with communication():
+        dist.all_to_all_single(rows.view(-1), padded, group=world.group)
+    mean = rows[0]
+    for row in rows[1:]:
+        mean += row
+    with communication():
+        dist.all_gather_into_tensor(result, mean.div_(world.size), group=world.group)
+    return result[: len(values)]
+
+
 def copy_from_main(tensors: list[torch.Tensor], world: World) -> None:
     """Replace tensors of one dtype by rank 0's, in place, by one broadcast; a collective."""
     if world.size == 1 or not tensors:
@@ -67,8 +87,8 @@ def _split_into(tensors: list[torch.Tensor], flat: torch.Tensor) -> None:
         tensor.detach().copy_(part.view_as(tensor))
 
 
-def ranks_per_machine(world: World) -> int:
-    """Return how many ranks every machine has; a collective.
+def ranks_per_machine(world: World, flag: str = "--replicate-across nodes") -> int:
+    """Return how many ranks every machine has, which a flag needs to be the same number; a collective.
 
     Raises:
         UserError: on all ranks, if machines have different numbers of them.
@@ -76,8 +96,7 @@ def ranks_per_machine(world: World) -> int:
     sizes = {*gather_objects(world.local_size, whole_number, world)}
     if len(sizes) > 1:
         raise AgreedError(
-            f"--replicate-across nodes: the machines have {' and '.join(map(str, sorted(sizes)))} ranks: "
-            "start the same number on each."
+            f"{flag}: the machines have {' and '.join(map(str, sorted(sizes)))} ranks: start the same number on each."
         )
     return world.local_size
 

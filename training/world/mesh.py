@@ -32,7 +32,7 @@ def form_mesh(world: World, tensor: int, pipeline: int = 1) -> World:
         return world
     agreed(lambda: _check_divisible(world, tensor, pipeline), world)
     numbers = torch.arange(world.size).view(-1, pipeline, tensor)
-    return dataclasses.replace(world, mesh=Mesh(*(_along(dimension, numbers, world) for dimension in range(3))))
+    return dataclasses.replace(world, mesh=Mesh(*(along(dimension, numbers, world) for dimension in range(3))))
 
 
 def _check_divisible(world: World, tensor: int, pipeline: int) -> None:
@@ -55,7 +55,7 @@ def _check_divisible(world: World, tensor: int, pipeline: int) -> None:
         )
 
 
-def _along(dimension: int, numbers: torch.Tensor, world: World) -> World:
+def along(dimension: int, numbers: torch.Tensor, world: World) -> World:
     """Return this rank's group along a dimension of the ranks' numbers [data, pipeline, tensor]; a collective."""
     rows = numbers.movedim(dimension, -1).reshape(-1, numbers.shape[dimension]).tolist()
     own = next(row for row in rows if world.rank in row)

@@ -1,0 +1,182 @@
+"""What the tests of islands run on each rank, and the oracle: all islands in one process, in plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from benchmarks.step_choices import without_shared_memory
+from tests.recording import Recorder
+from tests.training.engine_ranks import (
+    BATCH_SIZE,
+    CLASSES,
+    EPOCH_SAMPLES,
+    HEAD,
+    configuration,
+    loop_context,
+    make_batch,
+    make_engine,
+    make_model,
+    make_small_data,
+    whole_tensors,
+)
+from training.base.progress import Progress
+from training.base.run_logger import Loggers
+from training.checkpoint.state import TrainState
+from training.data.loader import Loader
+from training.data.reader import Batch
+from training.data.sampler import BatchPlan
+from training.engines.islands import APPLIED_STEPS, OUTER_WEIGHTS, form_islands
+from training.engines.parameter_shards import gather_weights
+from training.loop import train_one_epoch
+from training.observe.scores import ScoreSums, sample_losses
+from training.recipe.optimizer import OPTIONS, build_optimizer
+from training.steps.nonfinite_steps import NonFiniteGuard
+from training.steps.outer_step import OuterSteps
+from training.world.collectives import gather_rows
+from training.world.world import World
+
+LEAVES, EPOCHS, LOCAL_STEPS = 4, 3, 4  # two steps an epoch: rounds of 4 and 2, one epoch ends in mid-round
+OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
+
+
+def island_configuration(world: World, islands: int, **changes: Any):
+    """Return settings without clipping, whose norm is added up in an order that plain PyTorch does not have."""
+    settings = {"gradient_clipping": 0.0, "engine": "torch", "local_steps": LOCAL_STEPS, "islands": islands}
+    return configuration(**settings | {"gradient_accumulation_steps": LEAVES // world.size} | changes)
+
+
+def unfused():
+    """Let AdamW round the last elements of a tensor as the others: the fused one does so in whole vectors alone."""
+    return mock.patch.dict(OPTIONS, {"adamw": {}})
+
+
+def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+        for name, tensor in sorted(tensors.items())
+    }
+
+
+def train(world: World, islands: int, over_collectives: bool = False) -> dict[str, Any]:
+    """Train in the run's own loop; return the digests of what each epoch exports, and of all islands' weights."""
+    config, groups = island_configuration(world, islands), form_islands(world, islands)
+    with unfused(), without_shared_memory() if over_collectives else nullcontext():
+        engine = make_engine(world, make_model(True), config, islands=groups)
+    plan = BatchPlan(EPOCH_SAMPLES, BATCH_SIZE, LEAVES // world.size, world.size, 0, islands=islands)
+    log = Recorder()
+    outer = OuterSteps(engine, groups, world, config, EPOCHS * plan.steps_per_epoch, Loggers([log]))
+    guard = NonFiniteGuard(engine, world, Loggers([]), 0, str, by_island=True)
+    context = loop_context(world, engine, plan, averages=outer, guard=guard)
+    state = TrainState(engine, ScoreSums(CLASSES, world.device), Progress())
+    loader = Loader(make_small_data().train, plan, world.rank)
+    found: dict[str, Any] = {}
+    for epoch in range(EPOCHS):
+        state.progress = Progress(epoch=epoch)
+        train_one_epoch(state, loader.epoch(epoch), context)
+        engine.buffers.average(world)
+        found[f"islands after {epoch}"] = digests(whole_tensors(engine)["weights"])
+        with outer.in_use():
+            found[f"exported after {epoch}"] = digests(gather_weights(engine, world))
+    context.stop.close()
+    ours = torch.cat([state[OUTER_WEIGHTS].reshape(-1) for state in engine.optimizer.state.values()])
+    every = gather_rows(ours, groups.peers)
+    rounds = [[values["step"], values["round"], values["local_steps"]] for _, values in log.events]
+    engine.close()
+    return {"found": found, "rounds": rounds, "are_equal": bool((every == every[0]).all())}
+
+
+def simulate(islands: int) -> dict[str, Any]:
+    """Return what `train` finds, by PyTorch alone: a model and an AdamW per island, SGD for the outer step."""
+    plan, config = BatchPlan(EPOCH_SAMPLES, BATCH_SIZE, LEAVES, 1, 0), configuration(gradient_clipping=0.0)
+    outer = make_model(True).to(memory_format=torch.channels_last)
+    models = [copy.deepcopy(outer) for _ in range(islands)]
+    with unfused():
+        rules = [build_optimizer(model, config, HEAD, discriminative=False) for model in models]
+    rule = torch.optim.SGD(outer.parameters(), OUTER_RATE, OUTER_MOMENTUM, nesterov=True)
+    buffers = [{name: buffer.clone() for name, buffer in outer.named_buffers()} for _ in range(LEAVES)]
+    found: dict[str, Any] = {}
+    for epoch in range(EPOCHS):
+        leaves = [*Loader(make_small_data().train, plan, 0).epoch(epoch)]
+        for step in range(plan.steps_per_epoch):
+            for model, inner, number in zip(models, rules, range(islands), strict=True):
+                own = range(number * LEAVES // islands, (number + 1) * LEAVES // islands)
+                take_step(model, inner, [leaves[step * LEAVES + leaf] for leaf in own], [buffers[leaf] for leaf in own])
+            position = epoch * plan.steps_per_epoch + step + 1
+            if position % LOCAL_STEPS == 0 or position == EPOCHS * plan.steps_per_epoch:
+                for parameter, *others in zip(outer.parameters(), *(m.parameters() for m in models), strict=True):
+                    parameter.grad = sum(parameter.detach() - other.detach() for other in others) / islands
+                rule.step()
+                average(buffers)
+                for model in models:
+                    model.load_state_dict(dict(outer.named_parameters()), strict=False)
+        average(buffers)
+        found[f"islands after {epoch}"] = digests(
+            {
+                f"island {number}/{name}" if number else name: parameter
+                for number, model in enumerate(models)
+                for name, parameter in model.named_parameters()
+            }
+        )
+        found[f"exported after {epoch}"] = digests(dict(outer.named_parameters()) | buffers[0])
+    return found
+
+
+def take_step(
+    model: nn.Module, rule: torch.optim.Optimizer, leaves: list[Batch], buffers: list[dict[str, torch.Tensor]]
+) -> None:
+    """Take a step on the mean loss over an island's leaves, of which each has buffers of its own."""
+    samples = max(sum(int(leaf.weights.sum()) for leaf in leaves), 1)
+    rule.zero_grad()
+    for leaf, own in zip(leaves, buffers, strict=True):
+        model.load_state_dict(own, strict=False)
+        losses = nn.functional.cross_entropy(model(leaf.images), leaf.labels, reduction="none")
+        ((losses * leaf.weights).sum() / samples).backward()
+        own.update({name: buffer.clone() for name, buffer in model.named_buffers()})
+    rule.step()
+
+
+def average(buffers: list[dict[str, torch.Tensor]]) -> None:
+    """Replace the statistics of all leaves by their mean."""
+    for name in buffers[0]:
+        if buffers[0][name].is_floating_point():
+            mean = sum(own[name] for own in buffers) / len(buffers)
+            for own in buffers:
+                own[name] = mean.clone()
+
+
+def skip_on_one(world: World) -> dict[str, Any]:
+    """Train three steps, of which the second has a NaN on the last island."""
+    config, groups = island_configuration(world, world.size), form_islands(world, world.size)
+    engine = make_engine(world, make_model(True), config, islands=groups)
+    log = Recorder()
+    guard = NonFiniteGuard(engine, world, Loggers([log]), 0, "photo-{}".format, by_island=True)
+    before: dict[int, dict[str, str]] = {}
+    for step in range(3):
+        guard.before_step()
+        for micro_step in range(LEAVES // world.size):
+            images, labels = make_batch(step, world.rank * LEAVES + micro_step)
+            if step == 1 and world.rank == world.size - 1:
+                images[0] = torch.nan
+            losses = sample_losses(engine.forward(images), labels)
+            engine.backward(losses.mean())
+            result = engine.step()
+            guard.note(Batch(images, labels, torch.ones(BATCH_SIZE), torch.arange(BATCH_SIZE)), losses)
+        guard.after_step(result, step + 1)
+        before[step] = digests(dict(engine.module.named_parameters()) | dict(engine.module.named_buffers()))
+    guard.settle()
+    applied = engine.state().buffers[APPLIED_STEPS].tolist()
+    engine.close()
+    return {
+        "counts": [guard.skipped, guard.consecutive],
+        "messages": log.messages,
+        "applied": applied,
+        "changed": [before[step] != before[step - 1] for step in (1, 2)],
+    }
