@@ -13,12 +13,12 @@ from tests.chaos.compare import WEIGHTS, differences
 from tests.chaos.records import Draw, TrialResult
 from tests.chaos.trial import Trial
 
-KINDS = ["kill_rank", "flip_bits", "sigterm_rank"]
+KINDS = ["kill_rank", "flip_bits", "sigterm_launcher"]
 
 
 @pytest.mark.timeout(280)
 def test_a_training_survives_faults_bit_for_bit(tmp_path: Path):
-    case = Case("fsdp_stage2", micro_batches=4, workers=0, image_size=20)
+    case = Case("fsdp_stage2", micro_batches=4, workers=0, image_size=12)
     oracle = run_oracle(case.oracle, tmp_path / "oracle")
     result = TrialResult(0, case, tmp_path / "training")
     draws = [Draw(kind, at_start_up=False, delay_s=0.3, rng=Random(0)) for kind in KINDS]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from commands import ENTRY, assert_user_error, launch, run_command, train_alone, train_here
 from PIL import Image
+from ranks import run_ranks
 
 from training.data import DataOptions, load_data
 from training.data.sampler import BatchPlan
@@ -46,6 +47,7 @@ def taken_port():
         yield str(taken.getsockname()[1])
 
 
+@pytest.mark.slow  # of the store: tests/unit/test_secure_store.py
 def test_occupied_port(taken_port):
     """Rank 0 of two, started as a launcher does: `deepspeed` ends rank 1, which waits for it, after 30 s only."""
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -77,7 +79,7 @@ def test_unreadable_image_in_the_middle_of_an_epoch_ends_all_ranks(tmp_path):
 
 @pytest.fixture
 def one_bad_image_of_each_of_two_ranks(tmp_path):
-    """(words of a launch but the last, the paths, how many images there are)."""
+    """(folder, the paths, how many images there are)."""
     root = make_folder(tmp_path / "images", count=40)
     pair = load_data(DataOptions(str(root), image_size=32))
     plan = BatchPlan(len(pair.train), 2, 1, 2, seed=0)
@@ -85,20 +87,23 @@ def one_bad_image_of_each_of_two_ranks(tmp_path):
     paths = [pair.train.source.name(index) for index in firsts]
     for path in paths:
         truncate(Path(path))
-    flags = ["--data", str(root), "--image-size", "32", "--log-dir", str(tmp_path / "logs"), "--bad-images"]
-    return ["basic_cnn", "fsdp_stage3", "2", "2", "1", *flags], paths, len(pair.train)
+    return root, paths, len(pair.train)
 
 
-def test_the_share_of_skipped_images_holds_for_all_ranks_together(one_bad_image_of_each_of_two_ranks):
+def test_the_share_of_skipped_images_holds_for_all_ranks_together(one_bad_image_of_each_of_two_ranks, tmp_path):
     """One in all is allowed: no rank alone has too many."""
-    words, _, images = one_bad_image_of_each_of_two_ranks
-    assert_user_error(launch(*words, "skip"), f"more than 1 of {images} images", "--bad-images skip:0.05")
+    root, _, images = one_bad_image_of_each_of_two_ranks
+    case = {"data": str(root), "image_size": 32, "strategy": "fsdp_stage3", "batch_size": 2, "bad_images": "skip"}
+    case |= {"log_dir": str(tmp_path / "logs"), "name": "run"}
+    with pytest.raises(AssertionError, match=rf"more than 1 of {images} images.*--bad-images skip:0\.05"):
+        run_ranks("tests.training.out_of_memory_ranks:run", 2, tmp_path, [case])
 
 
 @pytest.mark.slow
-def test_images_that_may_be_skipped_are_named(one_bad_image_of_each_of_two_ranks):
-    words, paths, _ = one_bad_image_of_each_of_two_ranks
-    allowed = launch(*words, "skip:0.05")
+def test_images_that_may_be_skipped_are_named(one_bad_image_of_each_of_two_ranks, tmp_path):
+    root, paths, _ = one_bad_image_of_each_of_two_ranks
+    flags = ["--data", str(root), "--image-size", "32", "--log-dir", str(tmp_path / "logs")]
+    allowed = launch("basic_cnn", "fsdp_stage3", "2", "2", "1", *flags, "--bad-images", "skip:0.05")
     assert allowed.returncode == 0, allowed.stdout + allowed.stderr
     assert "2 unreadable image(s) skipped" in allowed.stdout
     assert all(path in allowed.stdout for path in paths)
