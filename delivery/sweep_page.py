@@ -11,8 +11,8 @@ from typing import Any
 
 import jinja2
 
-from delivery.csv_cells import csv_line
 from training.base.atomic_write import replacing
+from training.base.csv_cells import csv_line
 from training.base.points import SCORE_NAMES, merit
 
 PAGE = Path(__file__).with_name("sweep_page.html.j2")

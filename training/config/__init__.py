@@ -31,7 +31,17 @@ CHANGEABLE_ON_RESUME = frozenset(
         "raw_accuracy",
         *("data", "data_root", "path_column", "label_column", "links", "download"),
         *("workers", "cache", "cache_gb", "bad_images"),
-        *("preset", "run_name", "log_dir", "log_every_steps", "progress", "tensorboard", "report", "profile"),
+        *(
+            "preset",
+            "run_name",
+            "log_dir",
+            "log_every_steps",
+            "log_hashes",
+            "progress",
+            "tensorboard",
+            "report",
+            "profile",
+        ),
         *("resume", "save_every_steps", "save_every_minutes", "keep_last", "max_bad_steps", "on_oom", "hang_timeout"),
     }
 )
