@@ -62,6 +62,11 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     parser.epilog = "All flags of scripts/train_distributed.py are known too, such as --model-type and --batch-size."
     given, others = parser.parse_known(words)
     config, _ = parse_args([f"--strategy={given.strategy}", *others])
+    if config.tensor_parallel > 1:
+        raise UserError(
+            f"--tensor-parallel {config.tensor_parallel}: the time of its exchange cannot be estimated, leave it out. "
+            "A run with it predicts its memory when it starts."
+        )
     if given.gpu_memory:
         if given.gpu:
             raise UserError("--gpu and --gpu-memory exclude each other: give one.")

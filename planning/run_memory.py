@@ -80,9 +80,13 @@ def _process_bytes(facts: RunFacts, engine: str, memory: MemoryPlan, workload: W
     whole = FLOAT32_BYTES * sizes.parameters
     is_whole = STRATEGIES[facts.config["strategy"]].zero_stage == 1
     loaded = LOADED_LATER_BYTES[engine] + (FSDP2_BYTES if engine == "torch" and not is_whole else 0)
-    shared = 2 * whole * (1 - 1 / facts.ranks) if engine == "torch" and is_whole else 0
+    shared = 2 * whole * (1 - 1 / _data_ranks(facts)) if engine == "torch" and is_whole else 0
     slack = ALLOCATOR_SLACK * memory.activations
     return round(facts.process_bytes - whole - sizes.buffer_bytes + loaded + slack + shared)
+
+
+def _data_ranks(facts: RunFacts) -> int:
+    return facts.ranks // facts.config["tensor_parallel"]
 
 
 def _saving_bytes(facts: RunFacts, memory: MemoryPlan, workload: Workload) -> int:
@@ -93,7 +97,7 @@ def _saving_bytes(facts: RunFacts, memory: MemoryPlan, workload: Workload) -> in
     weights find room there, the copy of the state has pages of its own.
     """
     sizes, epochs, every = workload.sizes, facts.config["epochs"], facts.config["save_every_steps"]
-    state = FLOAT32_BYTES * sizes.trained * (1 + workload.optimizer_values) / facts.ranks + sizes.buffer_bytes
+    state = FLOAT32_BYTES * sizes.trained * (1 + workload.optimizer_values) / _data_ranks(facts) + sizes.buffer_bytes
     weights = FLOAT32_BYTES * sizes.parameters + sizes.buffer_bytes
     if epochs > 1:
         return round(state + weights)

@@ -12,13 +12,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from models.activations import Activations, activations
 from models.dry_run import training_flops, without_data
+from models.tensor_plan import tensor_plan
 from planning.memory import ModelSizes
 from training.base.errors import UserError
 from training.config import TrainConfig
 from training.engines.activation_checkpointing import enable_activation_checkpointing, repeated_blocks
 from training.engines.model import new_model
+from training.engines.tensor_parallel import split_model
 from training.recipe.optimizer import build_optimizer, create_state
 from training.recipe.tuning import tune
+from training.world.world import World
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def optimizer_of(network: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
 
 def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
-    """Count a run's network.
+    """Count a run's network, or the part of it that a rank of a tensor group has.
 
     Args:
         config: with model, channels of the images, optimizer, averages.
@@ -98,6 +101,9 @@ def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
     channels = config.image_channels or 3
     with torch.device("meta"):
         network = build_network(config, classes, image_size)
+    if (ranks := config.tensor_parallel) > 1:  # the last one has most, if they have not the same
+        last = World(ranks - 1, ranks - 1, ranks, ranks, torch.device("cpu"))
+        split_model(network, tensor_plan(network, config.model_type, ranks), last)
     optimizer = optimizer_of(network, config)
     create_state(optimizer, [parameter for parameter in network.parameters() if parameter.requires_grad])
     states = [value for state in optimizer.state.values() for value in state.values()]

@@ -32,6 +32,7 @@ from training.engines.strategies import STRATEGIES, ParallelPlan, plan_of
 from training.observe.memory_limit import FILL
 from training.out_of_memory import Rung, next_rung
 from training.recipe.rules import check_optimizer
+from training.world.mesh_sizes import data_ranks
 
 FIRST_PROBE, MOST_PROBES = 4, 5  # times the images of the option; sizes that are tried
 SMALLEST_IMAGE = 32  # pixels, of a size that is suggested
@@ -125,7 +126,8 @@ def memory_of(job: PlannedJob, config: TrainConfig) -> tuple[str, ParallelPlan, 
         FLAG_OF["optimizer"], config.optimizer, config.strategy, config.engine, shards_parameters=shards_parameters
     )
     shards = min(job.machine.ranks, job.ranks) if config.replicate_across == "nodes" else 0
-    plan = plan_of(config.strategy, job.ranks, config.offload, shards)
+    ranks = data_ranks(job.ranks, config.tensor_parallel)
+    plan = plan_of(config.strategy, ranks, config.offload, shards, config.tensor_parallel)
     json = read_strategy_json(config.strategy, config.deepspeed_config)
     device, network = torch.device("cuda" if job.has_gpus else "cpu"), job.workload.network
     name = resolve_engine(config.engine, plan, json, network)

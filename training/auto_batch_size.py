@@ -37,7 +37,7 @@ TRIAL_FOLDER = "batch-size-trial"
 # What memory depends on beside the recipe.
 OF_MEMORY = (
     *("strategy", "precision", "offload", "engine", "replicate_across", "deepspeed_config"),
-    *("activation_checkpointing", "compile"),
+    *("activation_checkpointing", "compile", "tensor_parallel"),
 )
 
 
@@ -92,8 +92,8 @@ def choose_batch_size(prepared: Prepared, start: RunStart) -> Prepared:
         global_batch = config.global_batch or usual_global_batch(world.data.size)
         size, how = _search(prepared, global_batch, start)
     config = divided(config, size, global_batch, world.data.size)
-    unit = "GPU" if world.device.type == "cuda" else "CPU rank"
-    product = f"x {world.data.size} {unit}s x {config.gradient_accumulation_steps} accumulation step(s)"
+    unit, units = world.units()
+    product = f"x {world.data.size} {units} x {config.gradient_accumulation_steps} accumulation step(s)"
     note = f"--batch-size auto is {size} per {unit} ({how}), {product} = global batch {global_batch}"
     return dataclasses.replace(prepared, config=config).decide(note)
 

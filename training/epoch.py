@@ -81,7 +81,7 @@ def _end_epoch(
 ) -> Callable[[], None] | None:
     """Log an epoch and count it; if it is the best so far, return what writes its weights. A collective."""
     state, world, clock = context.state, context.world, loop.timing.clock
-    train_scores = state.sums.reduce(world.data)
+    train_scores = state.sums.reduce(world)
     state.sums.reset()
     train_loss = train_scores.loss if train_scores.samples else 0.0  # of no step that was applied
     # A loss that compares images guesses among those of a step.

@@ -85,7 +85,7 @@ def evaluate(engine: Engine, batches: Loader, context: TrainContext, *, is_inter
         neighbours.gather()
     stop_signal = stop_signal or forward(batches, record)
     engine.module.train()
-    return stop_signal or recorder.gather(context.world.data)
+    return stop_signal or recorder.gather(context.world)
 
 
 def _forward_all(

@@ -38,9 +38,9 @@ def announce_start(context: Run) -> None:
     """Log what is trained, on what, and what the user may not expect."""
     config, world, plan, log = context.config, context.world, context.plan, context.loggers.message
     log(f"run {context.folder.name}: {config.model_type}, {config.strategy}, {context.precision}, {world.describe()}")
-    unit = "GPU" if world.device.type == "cuda" else "CPU rank"
+    unit, units = world.units()
     log(
-        f"global batch {plan.global_batch} = {config.batch_size} per {unit} x {world.data.size} {unit}s x "
+        f"global batch {plan.global_batch} = {config.batch_size} per {unit} x {world.data.size} {units} x "
         f"{config.gradient_accumulation_steps} accumulation step(s); {plan.steps_per_epoch} steps per epoch; "
         f"peak learning rate {context.schedule.peak:.3g}"
     )

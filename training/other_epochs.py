@@ -17,7 +17,7 @@ from training.world.exchange import exactly
 from training.world.world import World
 
 # May change on a resume, and change the bytes.
-ROUNDING = ("precision", "batch_size", "threads_per_rank", "engine", "strategy", "offload")
+ROUNDING = ("precision", "batch_size", "threads_per_rank", "engine", "strategy", "offload", "tensor_parallel")
 SHARDING = ("replicate_across", "deepspeed_config")  # the same, but not under PyTorch's engine
 
 

@@ -38,6 +38,7 @@ from training.out_of_memory import describe_failure, is_out_of_memory
 from training.prepare import FIRST_START, RunStart, prepare
 from training.setup import Run, build, train_context
 from training.world.collectives import agreed
+from training.world.mesh import form_mesh
 from training.world.preserved_process import preserved_process
 from training.world.signals import StopRequest
 from training.world.world import World, start_world, stop_world
@@ -116,7 +117,7 @@ def set_up(config: TrainConfig, world: World, start: RunStart = FIRST_START) -> 
     Raises:
         UserError: on all ranks, for a mistake that any of them found.
     """
-    prepared = choose_batch_size(prepare(config, world, start), start)
+    prepared = choose_batch_size(prepare(config, form_mesh(world, config.tensor_parallel), start), start)
     return build(choose_learning_rate(prepared, start))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from models.build import BuiltModel
+from models.tensor_plan import tensor_plan
 from training.base.errors import AgreedError, UserError
 from training.base.heartbeat import SLOW_PHASE
 from training.base.progress import Progress
@@ -31,6 +32,8 @@ from training.engines.islands import form_islands
 from training.engines.model import build_training_model
 from training.engines.parameter_shards import frozen_parameters
 from training.engines.strategies import plan_of
+from training.engines.tensor_parallel import split_model
+from training.engines.tensor_split import WHOLE
 from training.observe.class_scores import check_best_by
 from training.observe.environment import RunFacts, describe_run
 from training.observe.loggers import open_loggers
@@ -58,7 +61,7 @@ from training.steps.gradient_cache import GradientCache
 from training.steps.nonfinite_steps import NonFiniteGuard
 from training.steps.outer_step import OuterSteps
 from training.steps.weight_average import WeightAverages
-from training.world.collectives import agreed, ranks_per_machine
+from training.world.collectives import agreed, copy_from_main, ranks_per_machine
 from training.world.signals import StopRequest
 from training.world.world import World
 
@@ -166,8 +169,10 @@ def build(prepared: Prepared) -> Run:
         agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch, data), world)
     pixels = config.epochs * len(data.train) * data.train.preprocessing["image_size"] ** 2
     # Not a loss that compares images: its first pass would be another network, with other dropout.
-    compiles = not config.is_contrastive and resolve_compile(
-        config, found.manifest.config.get("compile") if found else None, pixels, world
+    compiles = (
+        not config.is_contrastive
+        and world.tensor.size == 1
+        and resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, world)
     )
     is_choice = config.compile != "auto" or compiles == auto_compiles(config, pixels, world)
     same_code = "" if is_choice else "on" if compiles else "off"
@@ -266,7 +271,7 @@ def set_up_engine(
 ) -> tuple[EngineSetup, str]:
     """Return what the engine is built from, with a new optimizer, and the engine's name; a collective."""
     shards = ranks_per_machine(world.data) if config.replicate_across == "nodes" else world.data.size
-    parallel = plan_of(config.strategy, world.data.size, config.offload, shards)
+    parallel = plan_of(config.strategy, world.data.size, config.offload, shards, world.tensor.size)
     name = agreed(
         lambda: resolve_engine(config.engine, parallel, strategy_json, built.module),
         world,
@@ -276,6 +281,12 @@ def set_up_engine(
         raise AgreedError(
             f"{setting} is for --engine torch, these settings take {name}: leave out --offload and --deepspeed-config."
         )
+    split = WHOLE
+    if world.tensor.size > 1:
+        divided = agreed(lambda: tensor_plan(built.module, config.model_type, world.tensor.size), world)
+        for parameter in built.module.parameters():  # one by one: not all twice
+            copy_from_main([parameter], world)
+        split = split_model(built.module, divided, world.tensor)
     discriminative = has_slow_backbone(config)
     resolved = dataclasses.replace(config, precision=precision)  # type: ignore[arg-type]  # one of its values
     heads = built.head_parameter_names
@@ -297,6 +308,7 @@ def set_up_engine(
             offload=config.offload,
         ),
         compiles=compiles,
+        split=split,
     )
     return setup, name
 

@@ -32,7 +32,7 @@ def test_the_groups_of_a_mesh_are_rows_of_the_ranks(run_on_ranks):
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "message"),
     [
-        (3, 1, "--tensor-parallel 3: 4 rank(s) cannot be divided into groups of 3, use 3 or 6 ranks."),
+        (3, 1, "--tensor-parallel 3: 4 rank(s) cannot be divided into groups of 3, use 3 or 6."),
         (4, 2, "--tensor-parallel 4 x --pipeline-parallel 2: 4 rank(s) cannot be divided into groups of 8, use 8"),
     ],
 )

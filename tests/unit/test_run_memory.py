@@ -48,6 +48,18 @@ def test_a_run_predicts_what_the_planner_does(words, engine, device, tmp_path):
         assert prediction["memory_bytes"]["peak"] == option.memory.tensors < option.memory.peak
 
 
+def test_ranks_that_compute_layers_together_divide_weights_gradients_moments_and_activations(facts):
+    """Of 4 x 2 ranks under ddp: half of weights and gradients, moments of half of them on each of 4 ranks."""
+    wide = {"model_type": "timm:vit_base_patch16_224", "ema": 0.9}
+    one, two = (
+        predict_run(dataclasses.replace(facts, config=facts.config | wide | {"tensor_parallel": size}))["memory_bytes"]
+        for size in (1, 2)
+    )
+    assert two["weights"] / one["weights"] == pytest.approx(1 / 2, rel=0.02)
+    assert two["optimizer"] / one["optimizer"] == pytest.approx(1, rel=0.02)
+    assert 1 / 2 < two["activations"] / one["activations"] < 0.8
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_cpu_ranks_memory_is_that_of_its_process(facts, ranks):
     """The model is in the process already; the kernel counts shared weights and gradients in every rank."""

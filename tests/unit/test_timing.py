@@ -162,7 +162,7 @@ CALLS = {
     "gather values": (lambda world: gather_objects("a", text, world), 2),
     "broadcast a value": (lambda world: broadcast_object("a", text, world), 2),
     "stop": (lambda world: StopRequest().poll_now(world), 3),
-    "statistics": (lambda world: _SumOverRanks.apply(torch.ones(2)), 1),
+    "statistics": (lambda world: _SumOverRanks.apply(torch.ones(2), world.group), 1),
     "DeepSpeed's": (lambda world: deepspeed_backend().all_reduce(torch.ones(2)), 1),
     "DeepSpeed's handle": (lambda world: deepspeed_backend().all_reduce(torch.ones(2), async_op=True).wait(), 2),
 }

@@ -301,7 +301,10 @@ class CheckpointReader:
     @cached_property
     def _with_sums(self) -> list[Any]:
         """The files of ranks that save images' sums and buffers, one for each that reads different images."""
-        return [file for file in self._files[: self._ranks] if EPOCH_SUMS in file.keys()]  # noqa: SIM118
+        files = [(file, EPOCH_SUMS in file.keys()) for file in self._files[: self._ranks]]  # noqa: SIM118 - no mapping
+        if any(not has_sums and self._buffers_of(file) for file, has_sums in files):
+            raise DamagedCheckpoint("a rank has buffers and no sums of the epoch")
+        return [file for file, has_sums in files if has_sums]
 
     def _buffers_of(self, file: Any) -> dict[str, torch.Tensor]:
         names = [name for name in file.keys() if name.startswith(BUFFER_PREFIX)]  # noqa: SIM118 - no mapping

@@ -24,6 +24,7 @@ class TrainConfig(ObserveSettings):
 CHANGEABLE_ON_RESUME = frozenset(
     {
         *("strategy", "precision", "offload", "engine", "replicate_across", "compile", "threads_per_rank"),
+        "tensor_parallel",
         "deepspeed_config",
         *("activation_checkpointing", "deterministic"),
         *("batch_size", "global_batch", "gradient_accumulation_steps", "gradient_cache"),

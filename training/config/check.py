@@ -39,6 +39,16 @@ OF_ISLANDS: dict[str, tuple[object, ...]] = {
     "sync_batchnorm": (False,),
     **dict.fromkeys(("ema", "lookahead"), (0,)),  # the outer weights are such an average
 }
+# The values that settings may have if several ranks compute every layer, the usual one first.
+OF_TENSOR_PARALLEL: dict[str, tuple[object, ...]] = {
+    "engine": ("torch", "auto", "native"),
+    "compile": ("off", "auto"),
+    "offload": ("none",),
+    "tune": ("full",),
+    "replicate_across": ("none",),
+    "local_steps": (1,),
+    "optimizer": ELEMENT_WISE,
+}
 OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces by another
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
@@ -119,6 +129,9 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     _check_contrast(config, label_of)
     if config.has_islands:
         _check_values(config, label_of, f"{label_of['local_steps']} {config.local_steps}", OF_ISLANDS)
+    if config.tensor_parallel > 1:
+        setting = f"{label_of['tensor_parallel']} {config.tensor_parallel}"
+        _check_values(config, label_of, setting, OF_TENSOR_PARALLEL)
     if config.learning_rate == "auto" and config.base_batch_size:
         raise UserError(
             f"{label_of['base_batch_size']}: leave it out, {label_of['learning_rate']} auto tries those of this batch."

@@ -10,6 +10,7 @@ import dataclasses
 from training.base.errors import UserError, one_line
 from training.base.settings import FEWEST_IMAGES
 from training.config import FIELDS, TrainConfig
+from training.world.mesh_sizes import data_ranks
 
 # The global batch of `--batch-size auto` without `--global-batch`: the same on any hardware, so that a learning rate
 # keeps its meaning, and about what the default rate is for.
@@ -89,7 +90,8 @@ def in_chunks(config: TrainConfig) -> TrainConfig:
 
 
 def check_division(config: TrainConfig, ranks: int) -> None:
-    """Raise a UserError if this many ranks cannot share the global batch of a new run."""
+    """Raise a UserError if this many ranks cannot form the mesh of a new run, or share its global batch."""
+    ranks = data_ranks(ranks, config.tensor_parallel)
     if config.batch_size == "auto":
         micro_batches(config.global_batch or usual_global_batch(ranks), ranks)
     else:

@@ -23,6 +23,7 @@ from training.engines.parameter_shards import (
     from_channels_last,
 )
 from training.engines.summation_tree import StepTree
+from training.engines.tensor_split import TensorSplit
 from training.recipe.optimizer import moments_of
 from training.world.world import World
 
@@ -217,7 +218,7 @@ class BackwardOrder:
 
 
 def make_buckets(
-    module: nn.Module, optimizer: torch.optim.Optimizer, world: World, tree: StepTree
+    module: nn.Module, optimizer: torch.optim.Optimizer, world: World, tree: StepTree, split: TensorSplit
 ) -> tuple[list[Bucket], torch.Tensor]:
     """Move the optimizer's parameters into buckets, of which it updates this rank's parts; a collective.
 
@@ -226,6 +227,7 @@ def make_buckets(
         optimizer: over them.
         world: the ranks.
         tree: of the step.
+        split: what the module has of parameters that several ranks divide; they share no bucket with others.
 
     Returns:
         The buckets, and the gradients of their parts, one after another in one tensor.
@@ -238,7 +240,10 @@ def make_buckets(
         if group.get("whole_parameters"):  # all in one bucket, so that each rank gets as much
             members.append((group, parameters, deal_whole(parameters, world.size, by_products="use_muon" in group)))
         else:
-            members += [(group, cut, cut_anywhere(cut, world.size)) for cut in _cut(parameters, fewest)]
+            divided = {name: parameter for name, parameter in parameters.items() if name in split.cuts}
+            others = {name: parameter for name, parameter in parameters.items() if name not in split.cuts}
+            cuts = [*_cut(divided, fewest), *_cut(others, fewest)]
+            members += [(group, cut, cut_anywhere(cut, world.size)) for cut in cuts]
         group["params"] = []
     lengths = [layout.part for _, _, layout in members]
     gradients = torch.zeros(sum(lengths), device=world.device)

@@ -39,7 +39,7 @@ def resolve_engine(engine: str, plan: ParallelPlan, strategy_json: Mapping[str, 
         UserError: if an engine is asked for something that it does not do.
     """
     engine = FORMER_NAMES.get(engine, engine)
-    if engine == "auto" and plan.replicas == 1:
+    if engine == "auto" and plan.replicas == plan.tensor_parallel == 1:
         return "deepspeed" if reasons_for_deepspeed(plan, strategy_json, module) else "torch"
     if engine in ("auto", "torch"):
         unknown = keys_of_deepspeed_alone(strategy_json)

@@ -33,7 +33,7 @@ class Distribution(Protocol):
         """Give the optimizer's parameters the sum of the gradients over all ranks' leaves; a collective.
 
         Returns:
-            The sum of its squares, float64 [].
+            The sum of its squares, float64 []; of parameters that a tensor group has whole, on its first rank alone.
         """
 
     def scale_gradients(self, factor: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from training.engines.model_buffers import ModelBuffers
 from training.engines.parameter_shards import EngineState
 from training.engines.precision import DynamicLossScale
 from training.engines.strategies import ParallelPlan
+from training.engines.tensor_split import WHOLE, TensorSplit
 from training.world.world import World
 
 
@@ -106,7 +107,7 @@ class EngineSetup:
         optimizer: the optimizer over the module's parameters; the engine may replace them by its own.
         plan: how the state is distributed.
         precision: 'bf16', 'fp16' or 'fp32'.
-        world: the ranks.
+        world: the ranks that read different images.
         batch_size: images of a micro-batch.
         accumulation_steps: micro-batches of each rank in one optimizer step.
         gradient_clipping: largest global L2 norm of the gradient; 0 for none.
@@ -115,6 +116,7 @@ class EngineSetup:
         must_compile: whether it is an error if that fails.
         image_shape: [C, H, W] of the images that it is tried with; None for no trial.
         notes: lines for the log, to which the engine adds.
+        split: what the module has of parameters that several ranks divide.
     """
 
     module: nn.Module
@@ -130,6 +132,7 @@ class EngineSetup:
     must_compile: bool = False
     image_shape: tuple[int, int, int] | None = None
     notes: list[str] = field(default_factory=list)
+    split: TensorSplit = WHOLE
 
 
 class Engine(Protocol):

@@ -25,6 +25,7 @@ from training.engines.norms import SumOfSquares, pieces_per_row
 from training.engines.parameter_shards import WEIGHTS, ParameterShard
 from training.engines.precision import under_autocast
 from training.engines.summation_tree import LeafSums, StepTree
+from training.engines.tensor_split import TensorSplit
 from training.engines.tree_reduce_scatter import TreeReduceScatter
 from training.recipe.optimizer import moments_of
 from training.world.collectives import copy_from_main
@@ -67,8 +68,9 @@ class Fsdp2(Distribution):
         }
         for group, members in zip(self._optimizer.param_groups, grouped, strict=True):
             group["params"] = [self._parts[name].trained for name in members if name in self._parts]
+        self._split = setup.split
         self._own_sums = None if world.size > 1 else _OwnSums(self._parts, tree)
-        self._sum_of_squares = SumOfSquares(*self._places(trained), world)
+        self._sum_of_squares = SumOfSquares(*self._places(trained, setup.split), world)
 
     def _shard(self, setup: EngineSetup, tree: StepTree) -> None:
         """Shard the modules; a collective."""
@@ -97,8 +99,8 @@ class Fsdp2(Distribution):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
-    def _places(self, trained: set[str]) -> tuple[torch.Tensor, int]:
-        """Return where the squares of every parameter's rows are among the ranks', and the most that a rank has."""
+    def _places(self, trained: set[str], split: TensorSplit) -> tuple[torch.Tensor, int]:
+        """Return where the squares of rows that count are among the ranks', and the most that a rank has."""
         lengths, places = [0] * self._shards, []
         for name, parameter in self._parameters.items():
             if name not in trained:
@@ -107,7 +109,8 @@ class Fsdp2(Distribution):
             pieces = pieces_per_row(parameter.numel() // rows) if parameter.ndim > 1 else 1
             for shard in range(self._shards):
                 own = (_first_row(rows, shard + 1, self._shards) - _first_row(rows, shard, self._shards)) * pieces
-                places.append((shard, lengths[shard], own))
+                if split.counts(name):
+                    places.append((shard, lengths[shard], own))
                 lengths[shard] += own
         longest = max(lengths)
         return torch.cat([torch.arange(own) + shard * longest + start for shard, start, own in places]), longest
@@ -133,6 +136,8 @@ class Fsdp2(Distribution):
         for part in self._parts.values():
             part.take_weights()
         norms = [part.take_gradient() for part in self._parts.values()]
+        whole = (part.trained for name, part in self._parts.items() if name not in self._split.cuts)
+        self._split.share_gradients(whole)
         # More ranks than rows leave some without any.
         return self._sum_of_squares(torch.cat(norms).double().square() if norms else torch.zeros(0).double())
 

@@ -23,6 +23,13 @@ class EngineSettings(DataSettings):
         "What shards the training state; auto: torch, whose bytes do not depend on the number of ranks, or deepspeed "
         "for what it alone does. native: an older name of torch.",
     )
+    tensor_parallel: int = option(
+        1,
+        "Ranks that compute every layer together, each with a part of its weights (engine torch; vision transformers, "
+        "ConvNeXt, MLP-Mixer, VGG); neighbours on one machine.",
+        low=1,
+        high=1024,
+    )
     replicate_across: Literal["none", "nodes"] = option(
         "none", "nodes: shard inside each machine and replicate over machines (stages 2, 3; not --engine deepspeed)."
     )

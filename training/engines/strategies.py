@@ -19,7 +19,7 @@ class ParallelPlan:
         replicas: copies of it.
         offload: what is kept in CPU memory: 'none', 'optimizer' (its state) or 'all' (the weights too).
         bucket_elements: most gradient elements of one message.
-        tensor_parallel: ranks that share the arithmetic of every layer; always 1 for now.
+        tensor_parallel: ranks that share the arithmetic of every layer.
         pipeline_parallel: ranks that have consecutive layers; always 1 for now.
     """
 
@@ -49,14 +49,23 @@ STRATEGIES: dict[str, ParallelPlan] = {
 }
 
 
-def plan_of(strategy: str, ranks: int, offload: str = "none", shards: int = 0) -> ParallelPlan:
+def plan_of(
+    strategy: str, ranks: int, offload: str = "none", shards: int = 0, tensor_parallel: int = 1
+) -> ParallelPlan:
     """Return the plan of a strategy, a key of `STRATEGIES`.
 
     Args:
         strategy: its name.
-        ranks: on all machines.
+        ranks: on all machines, those that read different images.
         offload: as in `ParallelPlan`.
         shards: ranks over which one copy of the training state is divided, a divisor of `ranks`; 0 for all of them.
+        tensor_parallel: as in `ParallelPlan`.
     """
     shards = shards or ranks
-    return dataclasses.replace(STRATEGIES[strategy], shards=shards, replicas=ranks // shards, offload=offload)
+    return dataclasses.replace(
+        STRATEGIES[strategy],
+        shards=shards,
+        replicas=ranks // shards,
+        offload=offload,
+        tensor_parallel=tensor_parallel,
+    )

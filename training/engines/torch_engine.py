@@ -30,7 +30,7 @@ class TorchEngine(Engine):
         device = self._world.device if setup.plan.offload == "none" else torch.device("cpu")
         self.updates = Updates(self.optimizer, setup.precision, setup.gradient_clipping, device)
         self.loss_scale = self.updates.loss_scale
-        self._accumulation_steps, self._micro_steps = setup.accumulation_steps, 0
+        self._accumulation_steps, self._micro_steps, self._split = setup.accumulation_steps, 0, setup.split
         self.buffers = ModelBuffers(self.module, versions=self._accumulation_steps)
         self._distribution: Distribution = (Zero1 if setup.plan.zero_stage == 1 else Fsdp2)(setup)
         create_state(self.optimizer, self._trained())
@@ -58,7 +58,7 @@ class TorchEngine(Engine):
         self._micro_steps += 1
         if self._leaf:
             return None
-        norm = self._distribution.sum_gradients().sqrt() / self.updates.scale
+        norm = self._split.sum(self._distribution.sum_gradients()).sqrt() / self.updates.scale
         result = self.updates.apply(norm, lambda: self._update(norm))
         for parameter in self._trained():
             parameter.grad = None
@@ -83,8 +83,9 @@ class TorchEngine(Engine):
         self._distribution.share_weights()
 
     def state(self) -> EngineState:
-        shapes, kinds = parameter_shapes(self.module), moment_kinds(self.optimizer)
-        shards = self._distribution.shards() if self._distribution.reports else []
+        shapes, kinds = self._split.shapes(parameter_shapes(self.module)), moment_kinds(self.optimizer)
+        own = self._distribution.shards() if self._distribution.reports else []
+        shards = self._split.of_whole(shard for shard in own if self._split.counts(shard.name))
         return EngineState(shapes, kinds, shards, self.buffers.by_name(), int(self.updates.applied))
 
     @torch.no_grad()
@@ -99,7 +100,7 @@ class TorchEngine(Engine):
         for name, parameter in frozen_parameters(self.module).items():
             if not isinstance(parameter, DTensor):  # whole on every rank, and a shard of one
                 parameter.copy_(tensors[WEIGHTS][name])
-        fill_shards(self._distribution.shards(), tensors)
+        fill_shards(self._split.of_whole(self._distribution.shards()), tensors)
         self.buffers.write(buffers)
         self._distribution.settle()
         self._distribution.share_weights()

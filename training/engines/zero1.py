@@ -25,6 +25,7 @@ from training.engines.parameter_shards import (
 )
 from training.engines.precision import under_autocast
 from training.engines.summation_tree import StepTree
+from training.engines.tensor_split import TensorSplit
 from training.world.collectives import barrier
 
 
@@ -42,19 +43,23 @@ class Zero1(Distribution):
             if parameter.ndim == CONVOLUTION_DIMENSIONS:
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         tree = StepTree(self._world.size, setup.accumulation_steps)
-        self._buckets, self._gradients = make_buckets(self._module, self._optimizer, self._world, tree)
+        self._buckets, self._gradients = make_buckets(self._module, self._optimizer, self._world, tree, setup.split)
+        self._split = setup.split
+        self._whole = [bucket for bucket in self._buckets if bucket.parameters.keys().isdisjoint(self._split.cuts)]
         self._order = BackwardOrder(self._module, self._buckets)
-        self._sum_of_squares = SumOfSquares(self._places(), len(self._gradients) // BLOCK, self._world)
+        self._sum_of_squares = SumOfSquares(self._places(setup.split), len(self._gradients) // BLOCK, self._world)
         if setup.compiles:
             compile_network(self._network, setup)
 
-    def _places(self) -> torch.Tensor:
-        """Return where every block with elements is among the ranks' rows of blocks; see `SumOfSquares`."""
+    def _places(self, split: TensorSplit) -> torch.Tensor:
+        """Return where every block with elements that count is among the ranks' rows of blocks; see `SumOfSquares`."""
         row, first, places = len(self._gradients) // BLOCK, 0, []
-        for layout in (bucket.layout for bucket in self._buckets):
+        for bucket in self._buckets:
+            layout = bucket.layout
             blocks_of_part = layout.part // BLOCK
             ranks = layout.blocks.div(blocks_of_part, rounding_mode="floor")
-            places.append(ranks * row + first + layout.blocks % blocks_of_part)
+            if all(map(split.counts, bucket.parameters)):
+                places.append(ranks * row + first + layout.blocks % blocks_of_part)
             first += blocks_of_part
         return torch.cat(places)
 
@@ -70,6 +75,7 @@ class Zero1(Distribution):
     def sum_gradients(self) -> torch.Tensor:
         for bucket in self._buckets:
             bucket.sum_gradients()
+        self._split.share_gradients(parameter for bucket in self._whole for parameter in bucket.trained)
         # All ranks have read the gradients when this returns: they may be written again.
         return self._sum_of_squares(squares_of_rows(self._gradients.view(-1, BLOCK)))
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from training.world.collectives import sum_over_ranks
+from training.world.collectives import copy_from_main, sum_over_ranks
 from training.world.world import World
 
 SORTED_AT_ONCE = 2**22  # probabilities
@@ -59,7 +59,9 @@ def find_areas(own: Sequence[torch.Tensor], labels: np.ndarray, true: np.ndarray
         columns = torch.cat([batch[:, first : first + at_once] for batch in own]).T.contiguous()
         for row, place in zip(columns.sort(dim=1).values, samples[first : first + at_once], strict=True):
             counts[:, place] = _count(row, thresholds[place])
-    at_least, above = sum_over_ranks(counts, world).cpu().numpy()
+    counts = sum_over_ranks(counts, world.data)
+    copy_from_main([counts], world.tensor)  # all decide by the same bits
+    at_least, above = counts.cpu().numpy()
     found = [_class_areas(true[place], at_least[place], above[place], len(true)) for place in samples]
     return Areas(*(_mean([area for area in column if area is not None]) for column in zip(*found, strict=True)))
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from models.ensemble import log_mean_probability
 from training.data.transfer import to_device
 from training.observe.class_areas import Areas, find_areas
-from training.world.collectives import gather_rows, sum_over_ranks
+from training.world.collectives import copy_from_main, gather_rows, sum_over_ranks
 from training.world.world import World
 
 TOP_K = 5
@@ -112,7 +112,9 @@ class ScoreSums:
 
     def reduce(self, world: World) -> Scores:
         """Return the averages over all ranks' samples, NaN of none; a collective, and a sync with the device."""
-        loss, top1, top5, count = sum_over_ranks(self._sums, world).tolist()
+        sums = sum_over_ranks(self._sums, world.data)
+        copy_from_main([sums], world.tensor)  # all decide by the same bits
+        loss, top1, top5, count = sums.tolist()
         divisor = count or math.nan
         return Scores(loss / divisor, top1 / divisor, top5 / divisor, int(count))
 
@@ -155,7 +157,9 @@ class SampleRecorder:
         The samples are summed in the order of their indices, so that the number of ranks changes no digit.
         """
         own = torch.cat(self._batches)
-        rows = gather_rows(own.reshape(-1), world).view(-1, own.shape[1]).cpu()
+        rows = gather_rows(own.reshape(-1), world.data).view(-1, own.shape[1])
+        copy_from_main([rows], world.tensor)  # all decide by the same bits
+        rows = rows.cpu()
         rows = rows[rows[:, 0] > 0]
         rows = rows[rows[:, 1].argsort()]
         _, indices, labels, predictions, in_top5, losses, confidences, true = (one.contiguous() for one in rows.T)

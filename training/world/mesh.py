@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from training.base.errors import UserError
 from training.world.collectives import agreed
+from training.world.mesh_sizes import data_ranks
 from training.world.world import COLLECTIVE_TIMEOUT, Mesh, World
 
 
@@ -30,24 +31,13 @@ def form_mesh(world: World, tensor: int, pipeline: int = 1) -> World:
     """
     if tensor * pipeline == 1:
         return world
-    agreed(lambda: _check_divisible(world, tensor, pipeline), world)
+    agreed(lambda: _check(world, tensor, pipeline), world)
     numbers = torch.arange(world.size).view(-1, pipeline, tensor)
     return dataclasses.replace(world, mesh=Mesh(*(along(dimension, numbers, world) for dimension in range(3))))
 
 
-def _check_divisible(world: World, tensor: int, pipeline: int) -> None:
-    flags = " x ".join(
-        f"{flag} {size}"
-        for flag, size in (("--tensor-parallel", tensor), ("--pipeline-parallel", pipeline))
-        if size > 1
-    )
-    whole = tensor * pipeline
-    if world.size % whole:
-        below = world.size // whole * whole
-        raise UserError(
-            f"{flags}: {world.size} rank(s) cannot be divided into groups of {whole}, "
-            f"use {f'{below} or ' if below else ''}{below + whole} ranks."
-        )
+def _check(world: World, tensor: int, pipeline: int) -> None:
+    data_ranks(world.size, tensor, pipeline)
     if world.local_size % tensor:
         raise UserError(
             f"--tensor-parallel {tensor}: its ranks exchange activations in every layer and must be on one machine, "

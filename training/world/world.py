@@ -77,6 +77,12 @@ class World:
         """Return a world of this rank only."""
         return World(0, 0, 1, 1, self.device)
 
+    def units(self) -> tuple[str, str]:
+        """Return what reads images of its own, in words: one, and several."""
+        unit = "GPU" if self.device.type == "cuda" else "CPU rank"
+        ranks = self.size // self.data.size
+        return (unit, f"{unit}s") if ranks == 1 else (f"group of {ranks} {unit}s", "groups")
+
     def describe(self) -> str:
         """Return a short description of the ranks' hardware, of their network interface if needed, and of a mesh."""
         is_gpu = self.device.type == "cuda"

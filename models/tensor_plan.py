@@ -1,0 +1,121 @@
+"""Which layers of which networks several ranks can compute together, each a part of every layer (tensor parallelism).
+
+A region is a part of a network that begins with matrices whose outputs are divided over the ranks, and ends with one
+whose inputs are: in between each rank has some heads or hidden features, and the ranks' results are added once
+(Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from models.errors import UserError
+
+
+@dataclass(frozen=True)
+class Region:
+    """How a kind of layer is divided.
+
+    Attributes:
+        first: names of the parameters, or of modules with all of theirs, whose outputs are divided, and of how many
+            blocks of outputs a rank has its part of each: 3 where queries, keys and values are one matrix.
+        last: the module whose inputs are divided.
+        heads: the attribute with the number of heads, which stay whole; '' if any feature can be a rank's.
+        counts: further attributes that are to be a rank's share.
+        dropout: a dropout between them.
+    """
+
+    first: Mapping[str, int]
+    last: str
+    heads: str = ""
+    counts: tuple[str, ...] = ()
+    dropout: str = ""
+
+
+_OF_HEADS = {"qkv": 3, **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_bias", "v_bias", "gate"), 1)}
+_ATTENTION = Region(_OF_HEADS, "proj", heads="num_heads", counts=("num_kv_heads", "attn_dim", "kv_dim"))
+_MLP = Region({"fc1": 1}, "fc2", dropout="drop1")
+# By the name of a network's class in timm, by the name of a layer's class in it.
+TENSOR_PLANS: dict[str, dict[str, Region]] = {
+    "VisionTransformer": {  # DeiT too
+        "Attention": _ATTENTION,
+        "Mlp": _MLP,
+        "GluMlp": Region({"fc1": 2}, "fc2", dropout="drop1"),
+        "SwiGLU": Region({"fc1_g": 1, "fc1_x": 1}, "fc2", dropout="drop1"),
+    },
+    "ConvNeXt": {"Mlp": _MLP},
+    "MlpMixer": {"Mlp": _MLP},
+    "VGG": {"ConvMlp": Region({"fc1": 1}, "fc2", dropout="drop")},
+}
+TENSOR_PLANS["Eva"] = TENSOR_PLANS["VisionTransformer"] | {"EvaAttention": _ATTENTION, "AttentionRope": _ATTENTION}
+WIDE_HEAD = 2**20  # weights of a classifier from which the exchange of its outputs is worth it
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What of a network is divided.
+
+    Attributes:
+        regions: by the name of their module, how each is divided and how many heads or features it has.
+        head: the name of the classifier if its outputs are divided, and gathered at once; '' if it stays whole.
+    """
+
+    regions: dict[str, tuple[Region, int]] = field(default_factory=dict)
+    head: str = ""
+
+
+def tensor_plan(module: nn.Module, model_type: str, ranks: int) -> TensorPlan:
+    """Return what of a network `ranks` ranks can divide.
+
+    A region with anything else that has weights, such as a norm over all heads, stays whole.
+
+    Args:
+        module: the network.
+        model_type: its name, for messages.
+        ranks: that divide it.
+
+    Raises:
+        UserError: if the network has nothing that can be divided, or fewer heads than ranks.
+    """
+    kinds = next((TENSOR_PLANS[name.__name__] for name in type(module).__mro__ if name.__name__ in TENSOR_PLANS), {})
+    regions = {}
+    for name, layer in module.named_modules():
+        region = kinds.get(type(layer).__name__)
+        if region is not None and _is_divisible(layer, region):
+            units = getattr(layer, region.heads) if region.heads else layer.get_submodule(region.last).weight.shape[1]
+            regions[name] = region, units
+    if not regions:
+        raise UserError(
+            f"--tensor-parallel {ranks}: {model_type} has no layers that it can divide. Networks of timm's classes "
+            f"{', '.join(sorted(TENSOR_PLANS))} have; leave it out and use --strategy fsdp_stage3 for this one."
+        )
+    fewest = min(units for _, units in regions.values())
+    if fewest < ranks:
+        raise UserError(
+            f"--tensor-parallel {ranks}: {model_type} has layers of {fewest} heads, which cannot be split: "
+            f"use --tensor-parallel {fewest} or less."
+        )
+    return TensorPlan(regions, _wide_head(module, ranks))
+
+
+def _is_divisible(layer: nn.Module, region: Region) -> bool:
+    """Return whether a layer has nothing but what is divided: no norm of its features, no dropout in its heads."""
+    divided, last = (*region.first, region.last), layer.get_submodule(region.last)
+    is_matrix = isinstance(last, nn.Linear) or (isinstance(last, nn.Conv2d) and last.kernel_size == (1, 1))
+    has_others = any(name.partition(".")[0] not in divided for name, _ in layer.named_parameters())
+    has_norm = not isinstance(getattr(layer, "norm", nn.Identity()), nn.Identity)
+    shares_keys = getattr(layer, "num_kv_groups", 1) > 1
+    drops_keys = getattr(getattr(layer, "attn_drop", None), "p", 0) > 0
+    return is_matrix and not (has_others or has_norm or shares_keys or drops_keys)
+
+
+def _wide_head(module: nn.Module, ranks: int) -> str:
+    name = getattr(module, "default_cfg", {}).get("classifier")
+    if not isinstance(name, str):
+        return ""
+    head = module.get_submodule(name)
+    is_wide = isinstance(head, nn.Linear) and head.weight.numel() >= WIDE_HEAD and head.out_features % ranks == 0
+    return name if is_wide else ""

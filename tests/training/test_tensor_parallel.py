@@ -1,0 +1,114 @@
+"""Tensor parallelism against one rank: the same losses, gradients and weights, and checkpoints of any mesh."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from models.tensor_plan import TENSOR_PLANS, tensor_plan
+from tests.training.tensor_ranks import CLASSES, NETWORKS, make_network
+from training.base.errors import UserError
+from training.base.run_folder import RunFolder
+from training.engines.tensor_parallel import split_model
+from training.world.world import World
+
+STEPS = "tests.training.tensor_ranks:divided_steps"
+RUN = "tests.training.out_of_memory_ranks:run"
+LARGE = ("vit_tiny", "vit_small")
+
+
+def assert_trains_like_one_rank(reports: list) -> None:
+    """Weights after steps of SGD are gradients: the rate and the clipping are the oracle's."""
+    expected = reports[0]["expected"]
+    assert min(expected["norms"]) > 0.1, "the run must mean something"
+    assert reports[0]["difference"] < 1e-6
+    for report in reports:
+        for key in ("losses", "norms", "logits"):
+            np.testing.assert_allclose(report[key], expected[key], rtol=1e-5, atol=1e-5, err_msg=key)
+
+
+def test_every_family_trains_like_one_rank(run_on_ranks):
+    cases = [{"name": name, "tensor": 2, "strategy": "ddp"} for name in NETWORKS if name not in LARGE]
+    found = run_on_ranks(STEPS, 2, cases)
+    for number in range(len(cases)):
+        assert_trains_like_one_rank([reports[number] for reports in found])
+
+
+def test_variants_of_one_network(run_on_ranks):
+    variants = [
+        {"strategy": "ddp", "optimizer": "adamw"},
+        {"strategy": "ddp", "optimizer": "adamw"},
+        {"strategy": "fsdp_stage3"},
+        {"strategy": "ddp", "recomputes": True},
+        {"strategy": "ddp", "wide_head": 1},
+        {"strategy": "ddp", "precision": "bf16"},
+    ]
+    found = run_on_ranks(STEPS, 2, [{"name": "vit", "tensor": 2} | variant for variant in variants])
+    for number in (2, 3, 4):
+        assert_trains_like_one_rank([reports[number] for reports in found])
+    for adamw, again, *_, half in found:
+        assert adamw["sha256"] == again["sha256"], "the same mesh gives the same bytes"
+        assert adamw["moments"] == pytest.approx(2 * adamw["elements"], abs=2**15)  # the rest fills blocks up
+        np.testing.assert_allclose(half["losses"], found[0][2]["expected"]["losses"], atol=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp_stage2", "fsdp_stage3"])
+@pytest.mark.parametrize("name", LARGE)
+def test_four_ranks_train_like_one(name, strategy, run_on_ranks):
+    case = {"name": name, "tensor": 2, "strategy": strategy}
+    found = run_on_ranks(STEPS, 4, [case, case])
+    assert_trains_like_one_rank([reports[0] for reports in found])
+    assert {report["sha256"] for reports in found for report in reports} == {found[0][0]["sha256"]}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_parts_of_a_giant_are_one_over_the_ranks(ranks):
+    """Counted: what every rank has whole is norms, biases, patches and positions."""
+    import timm
+
+    with torch.device("meta"):
+        network = timm.create_model("vit_giant_patch14_224", num_classes=1000)
+    whole = sum(parameter.numel() for parameter in network.parameters())
+    group = World(ranks - 1, ranks - 1, ranks, ranks, torch.device("cpu"))
+    split = split_model(network, tensor_plan(network, "timm:vit_giant_patch14_224", ranks), group)
+    own = sum(parameter.numel() for parameter in network.parameters())
+    assert whole > 1.01e9
+    assert own / whole == pytest.approx(1 / ranks, rel=0.01)
+    assert len(split.cuts) == 40 * 6 + 2
+    logits = network(torch.empty(2, 3, 224, 224, device="meta"))
+    assert logits.shape == (2, 1000)
+
+
+def test_networks_that_cannot_be_divided_are_refused_in_one_line():
+    network, _ = make_network("vit")
+    with pytest.raises(
+        UserError, match=r"--tensor-parallel 4: vit has layers of 3 heads.* --tensor-parallel 3 or less"
+    ):
+        tensor_plan(network, "vit", 4)
+    with pytest.raises(UserError, match="resnet has no layers that it can divide"):
+        tensor_plan(torch.nn.Linear(8, CLASSES), "resnet", 2)
+    assert {"Eva", "VGG"} < TENSOR_PLANS.keys()
+
+
+def test_a_checkpoint_of_a_mesh_goes_on_on_any_other(run_on_ranks, tmp_path):
+    case = {"log_dir": str(tmp_path), "model_type": "timm:test_vit", "image_size": 32, "epochs": 2, "batch_size": 100}
+    case |= {"ema": 0.9, "keep_last": 9, "save_every_steps": 5, "optimizer": "momentum", "learning_rate": 0.02}
+
+    def run(name: str, tensor: int, resume: str = "never") -> dict[str, torch.Tensor]:
+        changes = {"name": name, "tensor_parallel": tensor, "resume": resume}
+        reports = [ranks[0] for ranks in run_on_ranks(RUN, tensor, [case | changes])]
+        assert {report["code"] for report in reports} == {0}
+        return load_file(RunFolder(tmp_path, name).weights)
+
+    def checkpoint(name: str) -> str:
+        return str(RunFolder(tmp_path, name).checkpoints / "step-00000-0000005")
+
+    whole = {1: run("whole-1", 1), 2: run("whole-2", 2)}
+    for saved, resumed in ((2, 2), (2, 1), (1, 2)):
+        found = run(f"from-{saved}-to-{resumed}", resumed, checkpoint(f"whole-{saved}"))
+        for key, tensor in whole[saved].items():
+            exact = {"rtol": 0, "atol": 0} if saved == resumed else {"rtol": 0, "atol": 1e-5}
+            torch.testing.assert_close(found[key], tensor, **exact, msg=f"{saved} to {resumed}: {key}")
