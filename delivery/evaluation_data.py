@@ -24,6 +24,7 @@ from training.data.values import values_of
 
 SPLITS = ("auto", "val", "test", "train", "all")
 NAMES_IN_MESSAGE = 5
+LOOKED_AT_PIXELS = 64  # of files that are audited: larger ones are decoded at about that size
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,13 @@ def _data_options(
         std=tuple(preprocessing["std"]),
         decode=config.decode,
     )
+
+
+def audit_options(config: TrainConfig, choice: EvaluationChoice, data: str) -> DataOptions:
+    """Return the options of data that is looked at as a whole, divided as a run divides it."""
+    zeros, ones = ([value] * config.image_channels for value in (0.0, 1.0))
+    seen_as = {"image_size": LOOKED_AT_PIXELS, "mean": zeros, "std": ones, "interpolation": "bilinear"}
+    return _data_options(seen_as, config, choice, data)
 
 
 def _label_map(data_classes: list[str], model_classes: list[str], allow_missing: bool) -> torch.Tensor:

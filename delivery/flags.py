@@ -1,4 +1,4 @@
-"""The flags of evaluate.py, predict.py and export.py; they are the arguments of the functions behind them."""
+"""The flags of evaluate, predict, export and audit_data.py; they are the arguments of the functions behind them."""
 
 from __future__ import annotations
 
@@ -82,6 +82,17 @@ def export_parser(description: str | None) -> OneLineParser:
     )
     parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images of one run, at most.")
     parser.add_number("--threads", 1, MOST_THREADS, default=1, help="Threads of onnxruntime.")
+    return parser
+
+
+def audit_data_parser(description: str | None) -> OneLineParser:
+    """Return the parser of audit_data.py."""
+    parser = OneLineParser("audit_data", description)
+    parser.add_argument("data", metavar="DATA", help="As --data of a training.")
+    parser.add_argument("--run", default="", help="A run's name or folder: the data is divided as in its training.")
+    parser.add_argument("--data-root", default="", help="Folder of torchvision data sets; default: the run's own.")
+    parser.add_argument("--fixes", default="", help="A fixes.csv, changed or not: write the table of it, and no more.")
+    parser.add_argument("--output", default="", help="Folder of the files; default: logs/audits/DATA.")
     return parser
 
 

@@ -27,7 +27,7 @@ from launch import single_node
 from launch.cluster import multi_node
 from launch.slurm import job
 from models.build import build_model
-from scripts import doctor, evaluate, export, plan, predict, report
+from scripts import audit_data, doctor, evaluate, export, plan, predict, report
 from scripts.train_distributed import train
 from tests.unit.exports import IMAGE_SIZE, save_run
 from tests.unit.launching import environment
@@ -43,7 +43,7 @@ LAUNCHERS = {
 }
 ASSIGNMENT = re.compile(r"([\w.]+)=(.*)", re.DOTALL)
 NOTES = ("no GPU found", "No CUDA runtime is found")  # ours, and one of PyTorch's, on machines without a GPU
-DELIVERIES = {script.__name__.rpartition(".")[2]: script for script in (evaluate, predict, export, report)}
+DELIVERIES = {script.__name__.rpartition(".")[2]: script for script in (evaluate, predict, export, report, audit_data)}
 
 
 def make_folder(folder: Path) -> None:

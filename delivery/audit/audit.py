@@ -1,0 +1,104 @@
+"""Audits a data set: reads every image once, looks for mistakes, and writes what was found into a folder."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from delivery.audit.catalogue import Catalogue
+from delivery.audit.copies import find_copies
+from delivery.audit.findings import KINDS, Finding, Fix, copy_findings, copy_fixes, equal_files, small_classes
+from delivery.audit.output import FIXED, FIXES, PAGE, check_replaceable, read_fixes, write_audit, write_fixed
+from delivery.evaluation_data import EvaluationChoice, audit_options
+from delivery.trained_model import find_model, slug
+from training.base.atomic_write import replacing
+from training.base.errors import UserError, printable
+from training.base.run_folder import shown_path
+from training.config import REPO_ROOT, TrainConfig
+from training.data import load_data
+
+SMALL_CLASS = 10  # training images
+
+
+def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", output: str = "") -> dict[str, Any]:
+    """Audit a data set, write the files, print a summary; return what audit.json contains beside the findings.
+
+    Args:
+        data: as `--data` of a training.
+        run: a run's name or folder, which says how the data is divided; empty: as by default.
+        data_root: folder of torchvision's data sets; default: the run's own.
+        fixes: a list of fixes to make instead of looking for some; empty without.
+        output: the folder; default: logs/audits/DATA.
+
+    Raises:
+        UserError: for a mistake in the arguments, data that cannot be loaded, and files that cannot be written.
+    """
+    place = os.path.basename(os.path.abspath(os.path.expanduser(data)))
+    default = REPO_ROOT / "logs" / "audits" / (slug(place) or "data")
+    folder = Path(os.path.expanduser(output)) if output else default
+    check_replaceable(folder)
+    model = find_model(run) if run else None
+    config = (model.config() if model else None) or TrainConfig()
+    choice = EvaluationChoice(data, data_root=data_root)
+    datasets = load_data(audit_options(config, choice, data))
+    catalogue = Catalogue(datasets)
+    if fixes and not catalogue.are_files:
+        raise UserError("--fixes: these images are no files, so no table can name them: change the arrays instead.")
+    if fixes:
+        return _fix(folder, read_fixes(Path(os.path.expanduser(fixes)), catalogue), catalogue)
+    pictures, _, digests = catalogue.pictures()
+    same = equal_files(digests)
+    known = {copy[:2] for copy in same}
+    copies = same + [copy for copy in find_copies(pictures) if copy[:2] not in known]
+    unreadable = [Finding("unreadable", number, reason, 1.0) for number, reason in catalogue.unreadable.items()]
+    findings = [*copy_findings(catalogue, copies), *unreadable]
+    found_fixes = copy_fixes(catalogue, copies, {})
+    order = list(KINDS)
+    findings.sort(key=lambda one: (order.index(one.kind), -one.confidence, one.image))
+    facts = {
+        "data": data,
+        "run": run,
+        "notes": [printable(note) for note in datasets.notes],
+        "small_classes": small_classes(catalogue, SMALL_CLASS),
+    }
+    write_audit(folder, facts, findings, found_fixes, catalogue)
+    _show(folder, facts, findings, found_fixes, catalogue)
+    return facts
+
+
+def _fix(folder: Path, fixes: Sequence[tuple[int, Fix]], catalogue: Catalogue) -> dict[str, Any]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(folder / FIXED) as new:
+            kept = write_fixed(new, catalogue, fixes)
+    except OSError as error:
+        raise UserError(f"cannot write into '{folder}': {error.strerror or error}.") from None
+    print(f"{len(fixes)} fixes made, {kept} of {len(catalogue)} images kept: {shown_path(folder / FIXED)}")
+    return {"images": kept, "fixes": len(fixes)}
+
+
+def _show(
+    folder: Path,
+    facts: dict[str, Any],
+    findings: Sequence[Finding],
+    fixes: Sequence[tuple[int, Fix]],
+    catalogue: Catalogue,
+) -> None:
+    counts = Counter(one.kind for one in findings)
+    print(f"{len(catalogue)} images of {len(catalogue.class_names)} classes")
+    for kind, title in KINDS.items():
+        if counts[kind]:
+            example = next(one for one in findings if one.kind == kind)
+            pair = [number for number in (example.image, example.other) if number >= 0]
+            names = " = ".join(printable(catalogue.name(number)) for number in pair)
+            print(f"{counts[kind]:6} {title[0].lower()}{title[1:]}, such as {names}")
+    if few := facts["small_classes"]:
+        print(f"{len(few):6} classes of fewer than {SMALL_CLASS} training images, such as {printable(few[0][0])}")
+    actions = Counter(fix.action for _, fix in fixes)
+    print("fixes  " + (", ".join(f"{count} {action}" for action, count in actions.items()) or "none"))
+    print(f"page   {shown_path(folder / PAGE)}")
+    if fixes and catalogue.are_files:
+        print(f"to train on the data with {FIXES}: --data {shown_path(folder / FIXED)}")

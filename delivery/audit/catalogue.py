@@ -1,0 +1,120 @@
+"""All images of a data set under one number each, whatever part they are in, as small grey pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from delivery.audit.copies import SIDE
+from training.data.augment import viewable
+from training.data.datasets import DatasetPair, ImageDataset
+from training.data.loader import Loader, most_workers
+from training.data.reader import Batch
+from training.data.reading.sources import UNKNOWN, FileSource, grey
+from training.data.sampler import EvaluationPlan
+from training.data.values import stretched
+
+IMAGES_AT_ONCE = 64
+IMAGES_WORTH_WORKERS = 1000  # fewer are read before a process has started
+
+
+class Catalogue:
+    """The images of all parts, numbered in the order of the parts.
+
+    Args:
+        datasets: the data.
+
+    Attributes:
+        class_names: name of each label.
+        parts: name of each image's part, [N].
+        labels: int64 [N].
+        unreadable: reason by number, of the images that `read` could not read.
+    """
+
+    def __init__(self, datasets: DatasetPair) -> None:
+        self._sets = datasets.parts
+        self._starts = np.cumsum([0, *map(len, self._sets.values())])
+        self.class_names = datasets.class_names
+        self.parts = np.repeat(list(self._sets), [len(set_) for set_ in self._sets.values()])
+        self.labels = np.concatenate([set_.source.labels.numpy() for set_ in self._sets.values()])
+        self.unreadable: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def are_files(self) -> bool:
+        """Whether the images have paths."""
+        return all(isinstance(set_.source, FileSource) for set_ in self._sets.values())
+
+    def name(self, number: int) -> str:
+        """Return the full path of an image; of one in memory its part and position."""
+        part, position = self._place(number)
+        name = self._sets[part].source.name(position)
+        return name if isinstance(self._sets[part].source, FileSource) else f"{part} {name}"
+
+    def image(self, number: int) -> torch.Tensor:
+        """Return an image, uint8 or float32 [C, H, W]; raise ImageError if it cannot be read."""
+        part, position = self._place(number)
+        return self._sets[part].source.read(position)
+
+    def read(self, preprocessing: dict | None = None) -> Iterator[tuple[np.ndarray, Batch, np.ndarray]]:
+        """Yield the numbers of the images of each batch, the batch, and which of them could be read, bool [B].
+
+        Args:
+            preprocessing: as `DatasetPair.preprocessing`; by default the whole images in `SIDE` x `SIDE` pixels.
+        """
+        for start, set_ in zip(self._starts, self._sets.values(), strict=False):
+            source = set_.source
+            seen_as = preprocessing or _whole(set_)
+            dataset = ImageDataset(source, seen_as, most_bad=len(set_))
+            is_worth_it = len(set_) >= IMAGES_WORTH_WORKERS and not source.in_memory
+            plan = EvaluationPlan(len(set_), IMAGES_AT_ONCE, 1)
+            loader = Loader(dataset, plan, 0, workers=most_workers() if is_worth_it else 0)
+            loader.watch()
+            try:
+                for batch in loader:
+                    numbers = int(start) + batch.indices.numpy()
+                    is_read = batch.weights.numpy() > 0
+                    for number in numbers[~is_read].tolist():
+                        reason = loader.bad_images.get(self.name(number))
+                        self.unreadable |= {number: reason} if reason else {}
+                    yield numbers, batch, is_read
+            finally:
+                loader.close()
+
+    def pictures(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Read all images once.
+
+        Returns:
+            Grey pictures, uint8 [N, SIDE, SIDE], 0 where an image cannot be read; mean colours, float32 [N, 3]; digests
+            of the files, int64 [N], `UNKNOWN` of images in memory.
+        """
+        pictures = np.zeros((len(self), SIDE, SIDE), dtype=np.uint8)
+        colours, digests = np.zeros((len(self), 3), dtype=np.float32), np.full(len(self), UNKNOWN)
+        for numbers, batch, is_read in self.read():
+            shown = viewable(batch.images)
+            if any(set_.source.values != "uint8" for set_ in self._sets.values()):
+                shown = torch.stack([stretched(image) for image in shown])
+            levels = (255 * shown).round().clamp(0, 255).to(torch.uint8)
+            levels = levels if levels.shape[1] == 1 else grey(levels)
+            pictures[numbers[is_read]] = levels[:, 0].numpy()[is_read]
+            colours[numbers[is_read]] = shown.mean((2, 3)).expand(-1, 3).numpy()[is_read]
+            if len(batch.digests):
+                digests[numbers[is_read]] = batch.digests[is_read]
+        return pictures, colours, digests
+
+    def _place(self, number: int) -> tuple[str, int]:
+        part = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return list(self._sets)[part], number - int(self._starts[part])
+
+
+def _whole(set_: ImageDataset) -> dict:
+    """Return the preprocessing of whole images, neither cropped nor normalised."""
+    channels = set_.source.channels
+    return set_.preprocessing | {
+        **{"image_size": SIDE, "resize_size": None, "interpolation": "bilinear"},
+        **{"mean": [0.0] * channels, "std": [1.0] * channels},
+    }

@@ -1,0 +1,245 @@
+"""Finds images that are copies of one another: encoded again, resized, brightened, mirrored or cropped.
+
+Every image is described by the lowest frequencies of its cosine transform, as a perceptual hash describes it
+(Zauner 2010, http://phash.org/docs/pubs/thesis_zauner.pdf, section 3.2), but the numbers are kept, not their signs
+alone. The descriptions of its windows, and of its mirror image, lead to the images that may be copies of it; then the
+pictures are laid on one another, and what still differs is compared with how much an image differs from its like.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+SIDE = 32  # of the pictures that are compared, in pixels
+FREQUENCIES = 6  # in each direction; one of them is the mean, which brightness changes
+SCALES, PLACES = (0.87, 0.74), (0.0, 0.5, 1.0)  # of the windows, in each direction
+SMALLEST_WINDOW = 0.6
+NEAREST = 4  # images that each window leads to
+MOST_CANDIDATES = 8  # of an image, and as many of its mirror image
+TYPICAL_RANK = 8  # how much an image differs from its like is how much it does from its 8th nearest
+FLAT_LEVELS = 2.0  # standard deviation of an image in which nothing is to be seen
+CANDIDATE_SHARE, LAID_ROUGHLY_SHARE, COPY_SHARE = 0.7, 0.5, 0.09  # of what is typical
+MOST_DIFFERENCE = 0.1
+ROUGH_STEPS, FINE_STEPS, STEP = 8, 32, 0.02
+COMPARED_AT_ONCE = 2**24  # numbers
+CELL_IMAGES, CELLS_SEARCHED = 10_000, 3  # beyond two cells' images, each is compared with those of a few cells
+
+
+class Copy(NamedTuple):
+    """Two images that show the same.
+
+    Attributes:
+        one: position of the first.
+        other: position of the second, larger than `one`.
+        is_mirrored: whether one is the mirror image of the other.
+        difference: 1 - their correlation, once they lie on one another.
+        limit: what it would have to exceed for two images that are no copies.
+    """
+
+    one: int
+    other: int
+    is_mirrored: bool
+    difference: float
+    limit: float
+
+    @property
+    def confidence(self) -> float:
+        """1 for identical pictures, 0.5 at the limit."""
+        return 1 - 0.5 * self.difference / self.limit
+
+
+def find_copies(pictures: np.ndarray) -> list[Copy]:
+    """Return the pairs of images that show the same; flat ones are passed over.
+
+    Args:
+        pictures: uint8 [N, SIDE, SIDE], the whole images in grey.
+    """
+    images = torch.from_numpy(pictures)
+    seen = torch.cat([part.float().flatten(1).std(1) >= FLAT_LEVELS for part in images.split(4096)])
+    numbers = seen.nonzero()[:, 0]
+    images = images[seen]
+    if len(images) < 2:
+        return []
+    bank = _Bank(_describe(images, 0))
+    rank = min(TYPICAL_RANK, len(images) - 1)
+    cosines, likes = bank.nearest(bank.features, rank + 1)  # itself included
+    typical = 1 - cosines[:, -1]
+    differences = torch.cat(
+        [_differences(images, one, like) for one, like in zip(*_rows(likes, rank + 1), strict=True)]
+    )
+    typical_pictures = differences.view(-1, rank + 1).max(1).values
+    pairs = _candidates(images, bank, typical)
+    limits = (COPY_SHARE * torch.minimum(typical_pictures[pairs.one], typical_pictures[pairs.other])).clamp(
+        max=MOST_DIFFERENCE
+    )
+    found = {}
+    for place, difference in _laid_on(images, pairs, limits):
+        one, other = sorted((int(pairs.one[place]), int(pairs.other[place])))
+        copy = Copy(
+            int(numbers[one]), int(numbers[other]), bool(pairs.mirrored[place]), difference, float(limits[place])
+        )
+        if (one, other) not in found or difference < found[one, other].difference:
+            found[one, other] = copy
+    return [found[key] for key in sorted(found)]
+
+
+class _Pairs(NamedTuple):
+    """Candidates: that window of picture `one`, mirrored or not, may be the whole of picture `other`; all [P]."""
+
+    one: torch.Tensor
+    other: torch.Tensor
+    mirrored: torch.Tensor
+    window: torch.Tensor
+
+
+WINDOWS = [(1.0, 0.0, 0.0), *((scale, *place) for scale in SCALES for place in product(PLACES, repeat=2))]
+
+
+def _basis(scale: float, place: float) -> torch.Tensor:
+    """Return the cosines over a window of a side, float32 [FREQUENCIES, SIDE]."""
+    length = scale * SIDE
+    start = place * (SIDE - length)
+    edges = torch.arange(SIDE + 1, dtype=torch.float64).clamp(start, start + length)
+    centres = (edges[1:] + edges[:-1]) / 2 - start
+    waves = torch.cos(math.pi / length * torch.arange(FREQUENCIES)[:, None] * centres)
+    return ((edges[1:] - edges[:-1]) * waves).float()
+
+
+def _describe(images: torch.Tensor, window: int, *, mirrored: bool = False) -> torch.Tensor:
+    """Return unit vectors, float32 [N, FREQUENCIES^2 - 1], of a window of each image."""
+    scale, down, across = WINDOWS[window]
+    rows, columns = _basis(scale, down), _basis(scale, across)
+    signs = torch.ones(FREQUENCIES)
+    if mirrored:  # what the waves are in the mirror
+        signs[1::2] = -1
+    parts = [
+        (rows @ part.float() @ columns.T * signs).flatten(1)[:, 1:] for part in images.split(COMPARED_AT_ONCE // 2**12)
+    ]
+    return F.normalize(torch.cat(parts))
+
+
+class _Bank:
+    """Descriptions that others are compared with: all with all, or if there are many, those in the nearest cells."""
+
+    def __init__(self, features: torch.Tensor) -> None:
+        self.features = features
+        cells = len(features) // CELL_IMAGES if len(features) > 2 * CELL_IMAGES else 1
+        every = np.random.Generator(np.random.PCG64(0)).permutation(len(features))[:cells]
+        self._centres = features[torch.from_numpy(np.sort(every))]
+        owner = torch.cat([(part @ self._centres.T).argmax(1) for part in features.split(65536)])
+        self._members = [(owner == cell).nonzero()[:, 0] for cell in range(cells)]
+
+    def nearest(self, queries: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cosines and the positions of the nearest ones, [Q, count], the nearest first."""
+        cosines = torch.full((len(queries), count), -1.0)
+        indices = torch.zeros((len(queries), count), dtype=torch.long)
+        searched = min(CELLS_SEARCHED, len(self._members))
+        cells = torch.cat([(part @ self._centres.T).topk(searched).indices for part in queries.split(65536)])
+        for cell, members in enumerate(self._members):
+            bank = self.features[members].T.contiguous()
+            asking = (cells == cell).any(1).nonzero()[:, 0]
+            for rows in asking.split(max(1, COMPARED_AT_ONCE // max(1, len(members)))):
+                best = (queries[rows] @ bank).topk(min(count, len(members)))
+                both = torch.cat([cosines[rows], best.values], 1).topk(count)
+                cosines[rows] = both.values
+                indices[rows] = torch.cat([indices[rows], members[best.indices]], 1).gather(1, both.indices)
+        return cosines, indices
+
+
+def _rows(likes: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Return pairs (position, like), flat, in parts that fit into memory."""
+    ones = torch.arange(len(likes)).repeat_interleave(count)
+    size = COMPARED_AT_ONCE // SIDE**2
+    return ones.split(size), likes.flatten().split(size)
+
+
+def _unit(images: torch.Tensor) -> torch.Tensor:
+    """Return [P, SIDE, SIDE] as vectors of mean 0 and length 1."""
+    flat = images.float().flatten(1)
+    return F.normalize(flat - flat.mean(1, keepdim=True))
+
+
+def _differences(images: torch.Tensor, ones: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    return 1 - (_unit(images[ones]) * _unit(images[others])).sum(1)
+
+
+def _candidates(images: torch.Tensor, bank: _Bank, typical: torch.Tensor) -> _Pairs:
+    """Return the pairs whose descriptions are nearer than is typical, the nearest of each image."""
+    found: list[torch.Tensor] = []
+    ones = torch.arange(len(images))[:, None].expand(-1, NEAREST + 1)
+    for mirrored, window in product((False, True), range(len(WINDOWS))):
+        cosines, others = bank.nearest(_describe(images, window, mirrored=mirrored), NEAREST + 1)
+        share = (1 - cosines) / torch.minimum(typical[ones], typical[others]).clamp(min=1e-6)
+        is_one = (share <= CANDIDATE_SHARE) & (ones != others)
+        kind = torch.full_like(ones, len(WINDOWS) * mirrored + window)
+        columns = (ones, others, kind, (share * 2**20).long())
+        found.append(torch.stack([column[is_one] for column in columns], 1))
+    rows = torch.cat(found)
+    # Of each pair and orientation the best window, and of each image and orientation the best few pairs.
+    owners = rows[:, 0] * 2 + rows[:, 2] // len(WINDOWS)
+    order = np.lexsort((rows[:, 3], owners))
+    rows, owners = rows[order], owners[order]
+    first = np.sort(np.unique((owners * len(images) + rows[:, 1]).numpy(), return_index=True)[1])
+    rows, owners = rows[first], owners[first]
+    rows = rows[torch.arange(len(rows)) - torch.searchsorted(owners, owners) < MOST_CANDIDATES]
+    kind = rows[:, 2]
+    return _Pairs(rows[:, 0], rows[:, 1], kind >= len(WINDOWS), kind % len(WINDOWS))
+
+
+def _laid_on(images: torch.Tensor, pairs: _Pairs, limits: torch.Tensor) -> Iterator[tuple[int, float]]:
+    """Yield the place of each pair that differs by no more than its limit, and by how much."""
+    for places in torch.arange(len(pairs.one)).split(COMPARED_AT_ONCE // SIDE**2 // 8):
+        boxes = torch.tensor(WINDOWS)[pairs.window[places]]
+        scales = boxes[:, :1].expand(-1, 2).clone()
+        boxes = torch.cat([scales, (1 - scales) * (2 * boxes[:, [2, 1]] - 1)], 1)  # width, height, centre x, y
+        roughly = LAID_ROUGHLY_SHARE / COPY_SHARE
+        for steps, share in ((ROUGH_STEPS, roughly), (FINE_STEPS, 1.0)):
+            boxes, differences = _fit(images, pairs, places, boxes, steps)
+            kept = differences <= share * limits[places]
+            places, boxes, differences = places[kept], boxes[kept], differences[kept]
+        yield from zip(places.tolist(), differences.tolist(), strict=True)
+
+
+def _fit(
+    images: torch.Tensor, pairs: _Pairs, places: torch.Tensor, boxes: torch.Tensor, steps: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move the windows to where the pictures differ least, by Adam; return them and the smallest differences.
+
+    Args:
+        images: uint8 [N, SIDE, SIDE].
+        pairs: the candidates.
+        places: int64 [P], of those to look at.
+        boxes: float32 [P, 4], width and height of each window, 1 is the whole, and its centre, -1 to 1.
+        steps: of Adam.
+    """
+    whole = images[pairs.one[places]].float()
+    whole = torch.where(pairs.mirrored[places][:, None, None], whole.flip(2), whole)[:, None]
+    wanted = _unit(images[pairs.other[places]])
+    boxes = boxes.clone().requires_grad_()
+    best, least = boxes.detach().clone(), torch.full((len(places),), math.inf)
+    optimizer = torch.optim.Adam([boxes], lr=STEP)
+    for _ in range(steps):
+        theta = torch.zeros(len(places), 2, 3)
+        theta[:, [0, 1], [0, 1]], theta[:, :, 2] = boxes[:, :2], boxes[:, 2:]
+        grid = F.affine_grid(theta, [len(places), 1, SIDE, SIDE], align_corners=False)
+        laid = F.grid_sample(whole, grid, padding_mode="border", align_corners=False)[:, 0]
+        differences = 1 - (_unit(laid) * wanted).sum(1)
+        with torch.no_grad():
+            is_better = differences < least
+            least = torch.where(is_better, differences, least)
+            best = torch.where(is_better[:, None], boxes, best)
+        optimizer.zero_grad()
+        differences.sum().backward()
+        optimizer.step()
+        with torch.no_grad():  # no window reaches out of its image
+            boxes[:, :2].clamp_(SMALLEST_WINDOW, 1)
+            room = 1 - boxes[:, :2]
+            boxes[:, 2:] = torch.minimum(torch.maximum(boxes[:, 2:], -room), room)
+    return best, least

@@ -1,0 +1,186 @@
+"""The files of an audit: a page, all findings, the fixes, and the data with the fixes as a table for --data."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from delivery.audit.catalogue import Catalogue
+from delivery.audit.findings import DROP, KINDS, MOVE, RELABEL, Finding, Fix
+from delivery.csv_cells import FORMULA_STARTS, csv_line
+from delivery.evaluation_files import thumbnail
+from delivery.report import formatting
+from delivery.report.page import TEMPLATE as REPORT_TEMPLATE
+from training.base.atomic_write import replacing_folder, write_json
+from training.base.errors import UserError, printable, shown
+from training.data.reading.images import ImageError
+
+FACTS, PAGE, FIXES, FIXED = "audit.json", "audit.html", "fixes.csv", "fixed.csv"
+COLUMNS = ("path", "action", "new", "confidence", "reason")
+SHOWN_OF_A_KIND = 60
+THUMBNAIL_PIXELS, JPEG_QUALITY = 96, 80
+
+Fixes = Sequence[tuple[int, Fix]]
+
+
+def check_replaceable(folder: Path) -> None:
+    """Refuse a folder that contains something else than an audit.
+
+    Raises:
+        UserError: for such a folder, and for a file.
+    """
+    if folder.exists() and not (folder / FACTS).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"'{folder}' exists and holds no audit: move it away, or give --output another folder.")
+
+
+def write_audit(
+    folder: Path, facts: dict[str, Any], findings: Sequence[Finding], fixes: Fixes, catalogue: Catalogue
+) -> None:
+    """Write all files; a failure leaves the folder as it was.
+
+    Args:
+        folder: where they go; what an earlier audit left there is replaced.
+        facts: what the page says of the data: `data`, `run`, `small_classes`, `notes`.
+        findings: the most certain ones of each kind first.
+        fixes: what to do.
+        catalogue: the images.
+
+    Raises:
+        UserError: the folder contains something else, or cannot be written.
+    """
+    check_replaceable(folder)
+    listed = [
+        {"kind": one.kind, "image": catalogue.name(one.image), "part": str(catalogue.parts[one.image])}
+        | {"label": catalogue.class_names[catalogue.labels[one.image]], "confidence": round(one.confidence, 4)}
+        | {"reason": one.reason, "copy_of": catalogue.name(one.other) if one.other >= 0 else None}
+        for one in findings
+    ]
+    try:
+        with replacing_folder(folder) as new:
+            write_json(new / FACTS, facts | {"images": len(catalogue), "findings": listed})
+            _write(new / FIXES, COLUMNS, (_row(catalogue, number, fix) for number, fix in fixes))
+            if catalogue.are_files:
+                write_fixed(new / FIXED, catalogue, fixes)
+            page = _page(facts, findings, dict(fixes), catalogue)
+            (new / PAGE).write_text(page, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"cannot write into '{folder}': {error.strerror or error}.") from None
+
+
+def write_fixed(path: Path, catalogue: Catalogue, fixes: Fixes) -> int:
+    """Write the table of all images with the fixes; return how many there are."""
+    labels, parts = [catalogue.class_names[label] for label in catalogue.labels], catalogue.parts.tolist()
+    dropped = {number for number, fix in fixes if fix.action == DROP}
+    for number, fix in fixes:
+        if fix.action == RELABEL:
+            labels[number] = fix.new
+        if fix.action == MOVE:
+            parts[number] = fix.new
+    kept = [number for number in range(len(catalogue)) if number not in dropped]
+    _write(path, ("path", "label", "split"), ((catalogue.name(one), labels[one], parts[one]) for one in kept))
+    return len(kept)
+
+
+def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
+    """Return the fixes of a file, which may have been changed since it was written.
+
+    Raises:
+        UserError: it cannot be read, or has a line that fits neither the data nor `write_audit`.
+    """
+    numbers = {catalogue.name(number): number for number in range(len(catalogue))}
+    allowed = {DROP: [""], RELABEL: catalogue.class_names, MOVE: ["train", "val", "test"]}
+    fixes = []
+    try:
+        with path.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
+            reader = csv.DictReader(stream, strict=True)
+            if missing := {*COLUMNS[:3]} - {*(reader.fieldnames or ())}:
+                raise UserError(f"--fixes {path}: there is no column {min(missing)}; it has path, action and new.")
+            for row in reader:
+                name, action, new = (_as_given(row[column] or "") for column in COLUMNS[:3])
+                place = f"--fixes {path}, line {reader.line_num}"
+                if name not in numbers:
+                    raise UserError(f"{place}: {shown(name)} is no image of the data.")
+                if new not in allowed.get(action, ()):
+                    listed = ", ".join([DROP, f"{RELABEL} with a class", f"{MOVE} with train, val or test"])
+                    raise UserError(f"{place}: {shown(action)} {shown(new)}; expected {listed}.")
+                fixes.append((numbers[name], Fix(action, new, 1.0, "given")))
+    except (OSError, csv.Error) as error:
+        raise UserError(f"--fixes {path}: cannot be read ({printable(str(error))}).") from None
+    return fixes
+
+
+def _as_given(cell: str) -> str:
+    """Return what `csv_line` was given: it puts a quote before what a spreadsheet would compute."""
+    return cell[1:] if cell[:1] == "'" and cell[1:].startswith(FORMULA_STARTS) else cell
+
+
+def _row(catalogue: Catalogue, number: int, fix: Fix) -> tuple[Any, ...]:
+    return catalogue.name(number), fix.action, fix.new, f"{fix.confidence:.3f}", fix.reason
+
+
+def _write(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
+        stream.writelines(map(csv_line, (header, *rows)))
+
+
+def _page(facts: dict[str, Any], findings: Sequence[Finding], fixes: dict[int, Fix], catalogue: Catalogue) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).resolve().parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"clip": formatting.clip, "count": formatting.count, "percent": formatting.percent}
+    sections = []
+    for kind, title in KINDS.items():
+        of_kind = [one for one in findings if one.kind == kind]
+        cards = [_card(one, fixes.get(one.image), catalogue) for one in of_kind[:SHOWN_OF_A_KIND]]
+        sections.append({"kind": kind, "title": title, "count": len(of_kind), "cards": cards})
+    return environment.get_template("page.html").render(
+        **facts,
+        images=len(catalogue),
+        sections=sections,
+        fixes=len(fixes),
+        has_table=catalogue.are_files,
+        style=Markup((REPORT_TEMPLATE / "style.css").read_text(encoding="utf-8")),
+        written=formatting.date_and_time(time.time()),
+    )
+
+
+def _card(finding: Finding, fix: Fix | None, catalogue: Catalogue) -> dict[str, Any]:
+    numbers = [finding.image] + ([finding.other] if finding.other >= 0 else [])
+    return {
+        "pictures": [
+            {
+                "name": os.path.basename(catalogue.name(number)),
+                "title": printable(catalogue.name(number)),
+                "label": catalogue.class_names[catalogue.labels[number]],
+                "part": str(catalogue.parts[number]),
+                "data_uri": _data_uri(catalogue, number),
+            }
+            for number in numbers
+        ],
+        "reason": printable(finding.reason),
+        "confidence": finding.confidence,
+        "fix": f"{fix.action} {fix.new}".strip() if fix else "",
+    }
+
+
+def _data_uri(catalogue: Catalogue, number: int) -> str:
+    """Return a small picture as a data URI; empty if the image cannot be read."""
+    try:
+        picture, jpeg = thumbnail(catalogue.image(number), THUMBNAIL_PIXELS), io.BytesIO()
+    except ImageError:
+        return ""
+    picture.convert("RGB").save(jpeg, "JPEG", quality=JPEG_QUALITY)
+    return f"data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode()}"

@@ -1,0 +1,158 @@
+"""Audits of data against mistakes that were put in."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image, ImageEnhance, ImageOps
+
+from delivery.audit.audit import audit
+from delivery.audit.catalogue import Catalogue
+from delivery.audit.copies import SIDE, Copy, find_copies
+from delivery.audit.findings import Fix, copy_fixes, groups_of
+from training.base.errors import UserError
+from training.data import DataOptions, load_data
+
+CHANGES = {
+    "encoded again": lambda image: image,  # as JPEG of low quality
+    "mirrored": ImageOps.mirror,
+    "half": lambda image: image.resize((image.width // 2, image.height // 2)),
+    "brighter": lambda image: ImageEnhance.Brightness(image).enhance(1.3),
+    "cropped": lambda image: image.crop((3, 9, 3 + round(0.85 * image.width), 9 + round(0.8 * image.height))),
+    "mirrored and cropped": lambda image: ImageOps.mirror(image).crop((0, 0, 70, 72)),
+}
+
+
+def scenes(count: int, seed: int = 0, side: int = 80) -> list[Image.Image]:
+    """Return images whose waves fall off with their frequency as those of photographs do, no two alike."""
+    generator = np.random.Generator(np.random.PCG64(seed))
+    rows, columns = np.meshgrid(np.fft.fftfreq(side), np.fft.fftfreq(side), indexing="ij")
+    radius = np.hypot(rows, columns)
+    radius[0, 0] = np.inf
+    images = []
+    for _ in range(count):
+        waves = np.exp(2j * np.pi * generator.random((side, side))) / radius ** generator.uniform(1, 1.6)
+        levels = np.fft.ifft2(waves).real
+        levels = 45 * levels / levels.std() + generator.uniform(90, 160)
+        images.append(Image.fromarray(levels.clip(0, 255).astype(np.uint8)).convert("RGB"))
+    return images
+
+
+def grey(image: Image.Image) -> np.ndarray:
+    return np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BILINEAR))
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Two classes in train/ and val/, with one mistake of each kind."""
+    images = scenes(28)
+    root = tmp_path / "photos"
+    for number, image in enumerate(images):
+        part = "val" if number % 4 == 3 else "train"
+        folder = root / part / ("ant", "bee")[number % 2 if part == "train" else number // 4 % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        image.save(folder / f"{number:02}.png")
+    CHANGES["cropped"](images[0]).save(root / "val" / "ant" / "leak.jpg", quality=60)  # 00 is train/ant
+    images[1].save(root / "train" / "ant" / "conflict.png")  # 01 is train/bee
+    shutil.copy(root / "train" / "ant" / "02.png", root / "train" / "ant" / "=again.png")
+    (root / "train" / "bee" / "torn.jpg").write_bytes(b"\xff\xd8 no image")
+    return root
+
+
+def test_copies_are_found_whatever_was_done_to_them_and_nothing_else(tmp_path):
+    images = scenes(40)
+    changed = []
+    for number, change in enumerate(CHANGES.values()):
+        path = tmp_path / "copy.jpg"
+        change(images[number]).save(path, quality=40)
+        changed.append(Image.open(path).convert("RGB"))
+    found = find_copies(np.stack([grey(image) for image in [*images, *changed]]))
+    assert {copy[:2] for copy in found} == {(number, 40 + number) for number in range(len(changed))}
+    assert [copy.is_mirrored for copy in found] == [name.startswith("mirrored") for name in CHANGES]
+    assert all(0.5 <= copy.confidence <= 1 for copy in found)
+    assert find_copies(np.zeros((5, SIDE, SIDE), np.uint8)) == []  # flat: nothing is to be seen
+
+
+def test_a_folder_with_one_mistake_of_each_kind(photos, tmp_path, capsys):
+    output = tmp_path / "audit"
+    audit(str(photos), output=str(output))
+    facts = json.loads((output / "audit.json").read_text())
+    found = {(one["kind"], one["image"].rpartition("/")[2]) for one in facts["findings"]}
+    assert {kind for kind, _ in found} == {"leak", "conflict", "repeat", "unreadable"}
+    assert {("leak", "leak.jpg"), ("unreadable", "torn.jpg")} < found
+    assert facts["small_classes"] == [["bee", 8]]
+    page = (output / "audit.html").read_text()
+    assert "data:image/jpeg" in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert "--data" in capsys.readouterr().out
+    rows = list(csv.DictReader((output / "fixed.csv").open(newline="")))
+    kept = {row["path"].rpartition("/")[2]: (row["label"], row["split"]) for row in rows}
+    assert kept["leak.jpg"] == ("ant", "val")
+    assert not {"00.png", "01.png", "conflict.png"} & kept.keys()  # in training, and contradictions
+
+
+def test_fixes_that_were_changed_by_hand_are_made(photos, tmp_path, capsys):
+    output = tmp_path / "audit"
+    audit(str(photos), output=str(output))
+    fixes = tmp_path / "fixes.csv"
+    fixes.write_text(f"path,action,new\n{photos}/train/bee/05.png,relabel,ant\n{photos}/val/ant/03.png,move,train\n")
+    audit(str(photos), fixes=str(fixes), output=str(output))
+    rows = {row["path"]: row for row in csv.DictReader((output / "fixed.csv").open(newline=""))}
+    assert rows[f"{photos}/train/bee/05.png"]["label"] == "ant"
+    assert rows[f"{photos}/val/ant/03.png"]["split"] == "train"
+    for line, said in (
+        (f"{photos}/train/bee/05.png,relabel,dog", "'relabel' 'dog'; expected"),
+        ("/etc/passwd,drop,", "'/etc/passwd' is no image of the data"),
+    ):
+        fixes.write_text(f"path,action,new\n{line}\n")
+        with pytest.raises(UserError, match=said):
+            audit(str(photos), fixes=str(fixes), output=str(output))
+
+
+def test_a_folder_of_something_else_is_not_replaced(photos, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    with pytest.raises(UserError, match="holds no audit"):
+        audit(str(photos), output=str(tmp_path / "full"))
+    assert (tmp_path / "full" / "thesis.tex").exists()
+
+
+class Numbered:
+    """The part of a catalogue that fixes need."""
+
+    class_names = ("ant", "bee")
+
+    def __init__(self, *images):
+        self.parts, self.labels = np.array([part for part, _ in images]), np.array([label for _, label in images])
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "expected"),
+    [
+        ([("train", 0), ("val", 0)], {}, {0: ("drop", "")}),
+        ([("train", 0), ("train", 0), ("val", 0)], {}, {2: ("move", "train")}),
+        ([("train", 0), ("val", 0), ("test", 0)], {}, {0: ("drop", ""), 1: ("drop", "")}),
+        ([("train", 0), ("train", 0)], {}, {}),
+        ([("train", 0), ("train", 1)], {}, {0: ("drop", ""), 1: ("drop", "")}),
+        ([("train", 0), ("train", 1), ("train", 1)], {}, {0: ("relabel", "bee")}),
+        ([("train", 0), ("train", 1)], {0: Fix("relabel", "bee", 0.9, "")}, {}),
+        ([("train", 0), ("test", 1)], {}, {0: ("drop", "")}),
+    ],
+)
+def test_a_group_of_copies_ends_with_one_label_in_one_part(images, labels, expected):
+    copies = [Copy(number, number + 1, is_mirrored=False, difference=0, limit=1) for number in range(len(images) - 1)]
+    assert groups_of(copies) == [list(range(len(images)))]
+    fixes = copy_fixes(Numbered(*images), copies, labels)
+    assert {number: fix[:2] for number, fix in fixes} == expected
+
+
+def test_images_in_memory_have_no_table(tmp_path):
+    data = load_data(DataOptions(data="fake"))
+    assert not Catalogue(data).are_files
+    (tmp_path / "fixes.csv").write_text("path,action,new\n")
+    with pytest.raises(UserError, match="no files"):
+        audit("fake", fixes=str(tmp_path / "fixes.csv"), output=str(tmp_path / "audit"))
