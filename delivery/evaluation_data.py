@@ -215,11 +215,18 @@ def _data_options(
     )
 
 
-def audit_options(config: TrainConfig, choice: EvaluationChoice, data: str) -> DataOptions:
-    """Return the options of data that is looked at as a whole, divided as a run divides it."""
-    zeros, ones = ([value] * config.image_channels for value in (0.0, 1.0))
-    seen_as = {"image_size": LOOKED_AT_PIXELS, "mean": zeros, "std": ones, "interpolation": "bilinear"}
-    return _data_options(seen_as, config, choice, data)
+def audit_options(config: TrainConfig, choice: EvaluationChoice, seen_as: dict[str, Any] | None) -> DataOptions:
+    """Return the options of data that is looked at as a whole, divided as a run divides it.
+
+    Args:
+        config: of the run, or the default.
+        choice: of the data.
+        seen_as: the preprocessing of a model that will look at it, if one will.
+    """
+    if seen_as is None:
+        zeros, ones = ([value] * config.image_channels for value in (0.0, 1.0))
+        seen_as = {"image_size": LOOKED_AT_PIXELS, "mean": zeros, "std": ones, "interpolation": "bilinear"}
+    return _data_options(seen_as, config, choice, choice.data)
 
 
 def _label_map(data_classes: list[str], model_classes: list[str], allow_missing: bool) -> torch.Tensor:

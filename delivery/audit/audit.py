@@ -8,19 +8,37 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from torch import nn
+
 from delivery.audit.catalogue import Catalogue
 from delivery.audit.copies import find_copies
-from delivery.audit.findings import KINDS, Finding, Fix, copy_findings, copy_fixes, equal_files, small_classes
+from delivery.audit.embeddings import embeddings, picture_features
+from delivery.audit.findings import (
+    KINDS,
+    Finding,
+    Fix,
+    copy_findings,
+    copy_fixes,
+    equal_files,
+    label_findings,
+    small_classes,
+)
+from delivery.audit.labels import doubt_labels, outliers
 from delivery.audit.output import FIXED, FIXES, PAGE, check_replaceable, read_fixes, write_audit, write_fixed
 from delivery.evaluation_data import EvaluationChoice, audit_options
 from delivery.trained_model import find_model, slug
 from training.base.atomic_write import replacing
 from training.base.errors import UserError, printable
 from training.base.run_folder import shown_path
+from training.checkpoint.weights import load_model
 from training.config import REPO_ROOT, TrainConfig
 from training.data import load_data
+from training.data.values import values_of
 
 SMALL_CLASS = 10  # training images
+MOST_JUDGED = 100_000  # images, whose neighbours are looked for among all
+LEAST_ACCURACY = 0.8  # of a classifier that may doubt labels
 
 
 def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", output: str = "") -> dict[str, Any]:
@@ -28,7 +46,8 @@ def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", out
 
     Args:
         data: as `--data` of a training.
-        run: a run's name or folder, which says how the data is divided; empty: as by default.
+        run: a run's name or folder, which says how the data is divided, and whose model judges; empty: as by default,
+            and by the pictures alone.
         data_root: folder of torchvision's data sets; default: the run's own.
         fixes: a list of fixes to make instead of looking for some; empty without.
         output: the folder; default: logs/audits/DATA.
@@ -42,31 +61,62 @@ def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", out
     check_replaceable(folder)
     model = find_model(run) if run else None
     config = (model.config() if model else None) or TrainConfig()
-    choice = EvaluationChoice(data, data_root=data_root)
-    datasets = load_data(audit_options(config, choice, data))
+    trained = load_model(model.weights) if model else None
+    seen_as = trained[1]["preprocessing"] if trained else None
+    datasets = load_data(audit_options(config, EvaluationChoice(data, data_root=data_root), seen_as))
+    wanted, values = (values_of(each or {}) for each in (seen_as, datasets.preprocessing))
+    if trained and wanted != values:
+        raise UserError(f"the model was trained on {wanted} values, '{data}' has {values}: convert it.")
     catalogue = Catalogue(datasets)
     if fixes and not catalogue.are_files:
         raise UserError("--fixes: these images are no files, so no table can name them: change the arrays instead.")
     if fixes:
         return _fix(folder, read_fixes(Path(os.path.expanduser(fixes)), catalogue), catalogue)
-    pictures, _, digests = catalogue.pictures()
-    same = equal_files(digests)
-    known = {copy[:2] for copy in same}
-    copies = same + [copy for copy in find_copies(pictures) if copy[:2] not in known]
-    unreadable = [Finding("unreadable", number, reason, 1.0) for number, reason in catalogue.unreadable.items()]
-    findings = [*copy_findings(catalogue, copies), *unreadable]
-    found_fixes = copy_fixes(catalogue, copies, {})
+    findings, found_fixes, notes = _examine(catalogue, trained)
     order = list(KINDS)
     findings.sort(key=lambda one: (order.index(one.kind), -one.confidence, one.image))
     facts = {
         "data": data,
         "run": run,
-        "notes": [printable(note) for note in datasets.notes],
+        "notes": [printable(note) for note in [*datasets.notes, *notes]],
         "small_classes": small_classes(catalogue, SMALL_CLASS),
     }
     write_audit(folder, facts, findings, found_fixes, catalogue)
     _show(folder, facts, findings, found_fixes, catalogue)
     return facts
+
+
+def _examine(
+    catalogue: Catalogue, trained: tuple[nn.Module, dict[str, Any]] | None
+) -> tuple[list[Finding], list[tuple[int, Fix]], list[str]]:
+    """Return what is found in the images, what to do about it, and notes for the user."""
+    pictures, colours, digests = catalogue.pictures()
+    same = equal_files(digests)
+    known = {copy[:2] for copy in same}
+    copies = same + [copy for copy in find_copies(pictures) if copy[:2] not in known]
+    findings = [Finding("unreadable", number, reason, 1.0) for number, reason in catalogue.unreadable.items()]
+    findings += copy_findings(catalogue, copies)
+    features = embeddings(*trained, catalogue) if trained else picture_features(pictures, colours)
+    numbers = np.setdiff1d(np.arange(len(catalogue)), [*catalogue.unreadable])
+    label_fixes: dict[int, Fix] = {}
+    note = f"labels are not judged: there are more than {MOST_JUDGED} images"
+    if len(numbers) <= MOST_JUDGED:
+        far, times = outliers(features[numbers])
+        findings += [
+            Finding("outlier", int(numbers[place]), "far from all others", float(1 - 0.5 / time))
+            for place, time in zip(far, times, strict=True)
+        ]
+        doubts = doubt_labels(features[numbers], catalogue.labels[numbers], len(catalogue.class_names))
+        accuracy = doubts.accuracy if doubts else 0.0
+        by = "what the model sees" if trained else "the pictures alone"
+        note = f"a classifier by {by} predicts {accuracy:.1%} of the labels of images that it was not trained on"
+        if doubts and accuracy >= LEAST_ACCURACY:
+            suspected, label_fixes = label_findings(catalogue, doubts, numbers)
+            findings += suspected
+        else:
+            note += ", so labels are not judged" + ("" if trained else ": give the --run of a trained model")
+    fixes = [*label_fixes.items(), *copy_fixes(catalogue, copies, label_fixes)]
+    return findings, fixes, [note]
 
 
 def _fix(folder: Path, fixes: Sequence[tuple[int, Fix]], catalogue: Catalogue) -> dict[str, Any]:
@@ -87,6 +137,8 @@ def _show(
     fixes: Sequence[tuple[int, Fix]],
     catalogue: Catalogue,
 ) -> None:
+    for note in facts["notes"]:
+        print(f"note: {note}")
     counts = Counter(one.kind for one in findings)
     print(f"{len(catalogue)} images of {len(catalogue.class_names)} classes")
     for kind, title in KINDS.items():

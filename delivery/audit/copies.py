@@ -26,7 +26,7 @@ MOST_CANDIDATES = 8  # of an image, and as many of its mirror image
 TYPICAL_RANK = 8  # how much an image differs from its like is how much it does from its 8th nearest
 FLAT_LEVELS = 2.0  # standard deviation of an image in which nothing is to be seen
 CANDIDATE_SHARE, LAID_ROUGHLY_SHARE, COPY_SHARE = 0.7, 0.5, 0.09  # of what is typical
-MOST_DIFFERENCE = 0.1
+LEAST_LIMIT, MOST_LIMIT = 0.001, 0.1
 ROUGH_STEPS, FINE_STEPS, STEP = 8, 32, 0.02
 COMPARED_AT_ONCE = 2**24  # numbers
 CELL_IMAGES, CELLS_SEARCHED = 10_000, 3  # beyond two cells' images, each is compared with those of a few cells
@@ -76,9 +76,8 @@ def find_copies(pictures: np.ndarray) -> list[Copy]:
     )
     typical_pictures = differences.view(-1, rank + 1).max(1).values
     pairs = _candidates(images, bank, typical)
-    limits = (COPY_SHARE * torch.minimum(typical_pictures[pairs.one], typical_pictures[pairs.other])).clamp(
-        max=MOST_DIFFERENCE
-    )
+    limits = COPY_SHARE * torch.minimum(typical_pictures[pairs.one], typical_pictures[pairs.other])
+    limits = limits.clamp(LEAST_LIMIT, MOST_LIMIT)
     found = {}
     for place, difference in _laid_on(images, pairs, limits):
         one, other = sorted((int(pairs.one[place]), int(pairs.other[place])))

@@ -10,6 +10,7 @@ import numpy as np
 
 from delivery.audit.catalogue import Catalogue
 from delivery.audit.copies import Copy
+from delivery.audit.labels import SUSPECTED, LabelDoubts
 from training.data.reading.sources import UNKNOWN
 
 KINDS = {
@@ -129,8 +130,9 @@ def copy_fixes(catalogue: Catalogue, copies: Sequence[Copy], labels: Mapping[int
         for number in copy[:2]:
             sure[number] = max(sure.get(number, 0.0), copy.confidence)
     fixes: list[tuple[int, Fix]] = []
-    for group in groups_of(copies):
-        kept = list(group)
+    gone = {number for number, fix in labels.items() if fix.action == DROP}
+    for whole in groups_of(copies):
+        kept = group = [number for number in whole if number not in gone]
         named = {
             number: labels[number].new if number in labels else catalogue.class_names[catalogue.labels[number]]
             for number in group
@@ -164,6 +166,31 @@ def _into_one_part(catalogue: Catalogue, group: Sequence[int], sure: Mapping[int
     kept = "test" if counts["test"] else "val"
     dropped = [number for number in group if catalogue.parts[number] != kept]
     return [(number, Fix(DROP, "", sure[number], f"a copy of it is in {kept}")) for number in dropped]
+
+
+def label_findings(
+    catalogue: Catalogue, doubts: LabelDoubts, numbers: np.ndarray
+) -> tuple[list[Finding], dict[int, Fix]]:
+    """Return the labels that are probably wrong and what to do about them; those of the test part stay.
+
+    An image gets the other label if that is probable enough, and is dropped if it is not known which is right.
+
+    Args:
+        catalogue: the images.
+        doubts: of some of them.
+        numbers: int64 [N], of these.
+    """
+    findings, fixes = [], {}
+    for place in np.flatnonzero(doubts.probability >= SUSPECTED).tolist():
+        number = int(numbers[place])
+        label, new = (catalogue.class_names[each] for each in (catalogue.labels[number], doubts.suggested[place]))
+        confidence = float(doubts.probability[place])
+        reason = f"labelled {label!r}, looks like {new!r}"
+        findings.append(Finding("label", number, reason, confidence))
+        if catalogue.parts[number] != "test":
+            what = (RELABEL, new) if doubts.certainty[place] >= SUSPECTED else (DROP, "")
+            fixes[number] = Fix(*what, confidence, reason)
+    return findings, fixes
 
 
 def small_classes(catalogue: Catalogue, smallest: int) -> list[tuple[str, int]]:

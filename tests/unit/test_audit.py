@@ -9,13 +9,14 @@ import shutil
 import numpy as np
 import pytest
 from PIL import Image, ImageEnhance, ImageOps
+from sklearn.datasets import load_digits
 
 from delivery.audit.audit import audit
-from delivery.audit.catalogue import Catalogue
 from delivery.audit.copies import SIDE, Copy, find_copies
 from delivery.audit.findings import Fix, copy_fixes, groups_of
+from delivery.audit.labels import doubt_labels, outliers, wrong_label_probabilities
 from training.base.errors import UserError
-from training.data import DataOptions, load_data
+from training.data import fake
 
 CHANGES = {
     "encoded again": lambda image: image,  # as JPEG of low quality
@@ -150,9 +151,49 @@ def test_a_group_of_copies_ends_with_one_label_in_one_part(images, labels, expec
     assert {number: fix[:2] for number, fix in fixes} == expected
 
 
-def test_images_in_memory_have_no_table(tmp_path):
-    data = load_data(DataOptions(data="fake"))
-    assert not Catalogue(data).are_files
+def test_clean_generated_images_raise_no_alarm_and_have_no_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(fake, "TRAIN_IMAGES", 160)
+    output = tmp_path / "audit"
+    facts = audit("fake", output=str(output))
+    assert json.loads((output / "audit.json").read_text())["findings"] == []
+    assert "predicts" in facts["notes"][-1]
+    assert not (output / "fixed.csv").exists()
     (tmp_path / "fixes.csv").write_text("path,action,new\n")
     with pytest.raises(UserError, match="no files"):
-        audit("fake", fixes=str(tmp_path / "fixes.csv"), output=str(tmp_path / "audit"))
+        audit("fake", fixes=str(tmp_path / "fixes.csv"), output=str(output))
+
+
+@pytest.mark.parametrize(("rate", "least"), [(0.0, 0.0), (0.05, 0.8)])
+def test_flipped_labels_are_found(rate, least):
+    digits = load_digits()
+    features, truth = digits.images.reshape(len(digits.target), -1)[:700], digits.target[:700]
+    generator = np.random.Generator(np.random.PCG64(0))
+    labels = np.where(generator.random(len(truth)) < rate, (truth + generator.integers(1, 10, len(truth))) % 10, truth)
+    doubts = doubt_labels(features, labels, 10)
+    suspected, is_wrong = doubts.probability >= 0.5, labels != truth
+    assert suspected[is_wrong].sum() >= least * is_wrong.sum()
+    assert (suspected & ~is_wrong).sum() <= 4
+    found = suspected & is_wrong
+    assert (doubts.suggested[found] == truth[found]).mean() >= 0.9 if found.any() else rate == 0
+    assert doubt_labels(features[:3], labels[:3], 10) is None  # too few of each class
+
+
+def test_doubts_follow_bayes_when_classes_are_confused_one_way(monkeypatch):
+    """With many images the estimated rates are those of the labels, and the doubt is the closed form."""
+    monkeypatch.setattr("delivery.audit.labels.TEMPERATURES", (1.0,))  # these probabilities are right as they are
+    generator = np.random.Generator(np.random.PCG64(0))
+    first = np.where(generator.random(20_000) < 0.5, 0.9, 0.1)  # P(class 0 | image)
+    truth = (generator.random(len(first)) > first).astype(int)
+    labels = np.where((truth == 0) & (generator.random(len(truth)) < 0.2), 1, truth)  # a fifth of 0 is called 1
+    wrong, other, _ = wrong_label_probabilities(np.stack([first, 1 - first], 1), labels)
+    assert wrong[(first == 0.9) & (labels == 1)] == pytest.approx(0.9 * 0.2 / (0.9 * 0.2 + 0.1), abs=0.05)
+    assert wrong[labels == 0].max() < 0.1  # nothing is called 0 by mistake
+    assert (other == 1 - labels).all()
+
+
+def test_an_image_unlike_all_others_is_found():
+    features = np.random.Generator(np.random.PCG64(0)).normal(size=(300, 8))
+    features[7] = 40
+    far, times = outliers(features)
+    assert far.tolist() == [7]
+    assert times[0] > 1

@@ -1,0 +1,150 @@
+"""Suspected wrong labels and images unlike all others, by what is known of each image: its embedding or its picture."""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+from sklearn.decomposition import PCA
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedKFold
+from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
+from sklearn.preprocessing import StandardScaler
+
+FOLDS, NEIGHBOURS, MOST_FEATURES = 5, 10, 96
+ITERATIONS = 30  # of the estimate of how labels are wrong
+UNSURE = 0.005  # no classifier is surer
+TEMPERATURES = (1.0, 0.8, 0.6)  # a mean of two classifiers that were trained on wrong labels too is not sure enough
+CLEAN_PRIOR = 5.0  # right labels of each class, seen before the first image
+SUSPECTED = 0.5  # from which probability on a label is suspected
+OUTLIER_RANK, OUTLIER_TIMES = 5, 2.5  # how many times as far as 99 of 100 images are from their 5th nearest
+
+
+class LabelDoubts(NamedTuple):
+    """What a classifier says of labels that it was not trained on.
+
+    Attributes:
+        probability: float64 [N], that the given label is wrong; 0 for an image that was left out.
+        suggested: int64 [N], the most probable other label.
+        certainty: float64 [N], the probability of that one.
+        accuracy: share of the given labels that the classifier predicts.
+    """
+
+    probability: np.ndarray
+    suggested: np.ndarray
+    certainty: np.ndarray
+    accuracy: float
+
+
+def doubt_labels(features: np.ndarray, labels: np.ndarray, num_classes: int) -> LabelDoubts | None:
+    """Return how probable it is that each label is wrong; None if no class has as many images as there are folds.
+
+    Images of classes with fewer images are left out.
+
+    Args:
+        features: float32 [N, F].
+        labels: int64 [N], as given.
+        num_classes: of the data.
+    """
+    counts = np.bincount(labels, minlength=num_classes)
+    used = np.flatnonzero(counts[labels] >= FOLDS)
+    classes = np.unique(labels[used])
+    if len(classes) < 2:
+        return None
+    numbers = np.searchsorted(classes, labels[used])
+    out_of_sample = out_of_sample_probabilities(features[used], numbers)
+    wrong, best, certainty = wrong_label_probabilities(out_of_sample, numbers)
+    doubts = LabelDoubts(
+        np.zeros(len(labels)),
+        labels.copy(),
+        np.zeros(len(labels)),
+        float((out_of_sample.argmax(1) == numbers).mean()),
+    )
+    doubts.probability[used], doubts.suggested[used], doubts.certainty[used] = wrong, classes[best], certainty
+    return doubts
+
+
+def out_of_sample_probabilities(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return float64 [N, K]: what two classifiers that did not see an image say of it, on average.
+
+    A linear one (logistic regression) and one by the nearest neighbours, each trained on four fifths of the images.
+
+    Args:
+        features: float32 [N, F].
+        labels: int64 [N], 0 to K - 1, of each at least `FOLDS`.
+    """
+    features = StandardScaler().fit_transform(features)
+    if min(features.shape) > MOST_FEATURES:
+        features = PCA(MOST_FEATURES, random_state=0).fit_transform(features)
+    probabilities = np.zeros((len(labels), int(labels.max()) + 1))
+    for seen, unseen in StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(features, labels):
+        linear = LogisticRegression(C=0.1, max_iter=100)
+        near = KNeighborsClassifier(min(NEIGHBOURS, len(seen)), weights="distance")
+        with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):
+            for classifier in (linear, near):
+                classifier.fit(features[seen], labels[seen])
+                probabilities[unseen] += classifier.predict_proba(features[unseen]) / 2
+    return probabilities
+
+
+def wrong_label_probabilities(
+    probabilities: np.ndarray, labels: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return how probable it is that each label is wrong, the most probable other one, and how probable that is; [N].
+
+    The given label g of an image of the true class k is drawn from row k of a matrix Q, which is estimated with the
+    true classes by expectation and maximization (Dawid & Skene 1979, https://doi.org/10.2307/2346806, with
+    one observer): P(k | image, g) is proportional to P(k | image) Q[k, g]. A class of which labels are seldom wrong
+    needs more doubt than one that is often given in place of another. Of `TEMPERATURES` that is taken by which the
+    given labels are most likely.
+
+    Args:
+        probabilities: float64 [N, K], P(k | image), of a classifier that did not see the image.
+        labels: int64 [N], the given ones.
+    """
+    count, classes = probabilities.shape
+    given = np.eye(classes)[labels]
+    prior = CLEAN_PRIOR * np.eye(classes) + 1 / classes
+    most_likely, posterior = -np.inf, given
+    for temperature in TEMPERATURES:
+        sharp = probabilities ** (1 / temperature)
+        sharp = (1 - UNSURE) * sharp / sharp.sum(1, keepdims=True) + UNSURE / classes
+        likelihood, found = _true_classes(sharp, given, labels, prior)
+        if likelihood > most_likely:
+            most_likely, posterior = likelihood, found
+    others = np.where(given > 0, -1.0, posterior)
+    return 1 - posterior[np.arange(count), labels], others.argmax(1), others.max(1)
+
+
+def _true_classes(
+    probabilities: np.ndarray, given: np.ndarray, labels: np.ndarray, prior: np.ndarray
+) -> tuple[float, np.ndarray]:
+    """Return the logarithm of the likelihood of the given labels, and P(k | image, g), float64 [N, K]."""
+    posterior = given
+    for _ in range(ITERATIONS):
+        rates = posterior.T @ given + prior
+        rates /= rates.sum(1, keepdims=True)
+        joint = probabilities * rates[:, labels].T
+        evidence = joint.sum(1, keepdims=True)
+        posterior = joint / evidence
+    return float(np.log(evidence).sum()), posterior
+
+
+def outliers(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions of images that are far from all others, and how many times too far, the farthest first.
+
+    Args:
+        features: float32 [N, F].
+    """
+    if len(features) <= OUTLIER_RANK:
+        return np.empty(0, dtype=np.int64), np.empty(0)
+    features = StandardScaler().fit_transform(features)
+    if min(features.shape) > MOST_FEATURES:
+        features = PCA(MOST_FEATURES, random_state=0).fit_transform(features)
+    distances = NearestNeighbors(n_neighbors=OUTLIER_RANK + 1).fit(features).kneighbors()[0][:, -1]
+    usual = max(float(np.quantile(distances, 0.99)), 1e-9)
+    far = np.flatnonzero(distances > OUTLIER_TIMES * usual)
+    order = far[np.argsort(-distances[far])]
+    return order, distances[order] / usual / OUTLIER_TIMES
