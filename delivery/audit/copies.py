@@ -78,7 +78,7 @@ def find_copies(pictures: np.ndarray) -> list[Copy]:
     pairs = _candidates(images, bank, typical)
     limits = COPY_SHARE * torch.minimum(typical_pictures[pairs.one], typical_pictures[pairs.other])
     limits = limits.clamp(LEAST_LIMIT, MOST_LIMIT)
-    found = {}
+    found: dict[tuple[int, int], Copy] = {}
     for place, difference in _laid_on(images, pairs, limits):
         one, other = sorted((int(pairs.one[place]), int(pairs.other[place])))
         copy = Copy(

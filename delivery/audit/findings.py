@@ -188,8 +188,8 @@ def label_findings(
         reason = f"labelled {label!r}, looks like {new!r}"
         findings.append(Finding("label", number, reason, confidence))
         if catalogue.parts[number] != "test":
-            what = (RELABEL, new) if doubts.certainty[place] >= SUSPECTED else (DROP, "")
-            fixes[number] = Fix(*what, confidence, reason)
+            is_known = doubts.certainty[place] >= SUSPECTED
+            fixes[number] = Fix(RELABEL if is_known else DROP, new if is_known else "", confidence, reason)
     return findings, fixes
 
 

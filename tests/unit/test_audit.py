@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
+from exports import save_run
 from PIL import Image, ImageEnhance, ImageOps
 from sklearn.datasets import load_digits
 
@@ -161,6 +163,17 @@ def test_clean_generated_images_raise_no_alarm_and_have_no_table(tmp_path, monke
     (tmp_path / "fixes.csv").write_text("path,action,new\n")
     with pytest.raises(UserError, match="no files"):
         audit("fake", fixes=str(tmp_path / "fixes.csv"), output=str(output))
+
+
+def test_the_model_of_a_run_judges_labels_by_what_its_classifier_reads(tmp_path, trained, monkeypatch):
+    built, data = trained
+    run = save_run(tmp_path / "run", built, data)
+    monkeypatch.setattr("delivery.audit.audit.find_copies", lambda pictures: [])  # slow, and not asked here
+    facts = audit("digits", run=str(run), output=str(tmp_path / "audit"))
+    accuracy = float(re.search(r"what the model sees predicts ([\d.]+)%", facts["notes"][-1])[1])
+    assert accuracy > 95
+    with pytest.raises(UserError, match="is neither a file"):
+        audit("digits", run=str(tmp_path / "none"), output=str(tmp_path / "audit"))
 
 
 @pytest.mark.parametrize(("rate", "least"), [(0.0, 0.0), (0.05, 0.8)])
