@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,6 +15,7 @@ from training.data.loader import Loader, most_workers
 from training.data.reader import Batch
 from training.data.reading.sources import UNKNOWN, FileSource, grey
 from training.data.sampler import EvaluationPlan
+from training.data.table import EDGES
 from training.data.values import stretched
 
 IMAGES_AT_ONCE = 64
@@ -46,8 +48,22 @@ class Catalogue:
 
     @property
     def are_files(self) -> bool:
-        """Whether the images have paths."""
-        return all(isinstance(set_.source, FileSource) for set_ in self._sets.values())
+        """Whether the images are files of their own, not arrays or parts of archives."""
+        return all(isinstance(set_.source, FileSource) for set_ in self._sets.values()) and any(
+            os.path.isfile(self.name(number)) for number in range(len(self))
+        )
+
+    def other_columns(self) -> dict[str, list[float | str]]:
+        """Return what else a table says of each image, by column: its weight and its box, if some have any."""
+        columns: dict[str, list[float | str]] = {}
+        sources = [set_.source for set_ in self._sets.values() if isinstance(set_.source, FileSource)]
+        weights = [torch.ones(len(one.labels)) if one.loss_weights is None else one.loss_weights for one in sources]
+        if any(source.loss_weights is not None for source in sources):
+            columns["weight"] = torch.cat(weights).tolist()
+        boxes = [source.box(index) for source in sources for index in range(len(source.labels))]
+        if any(boxes):
+            columns |= {name: [box[place] if box else "" for box in boxes] for place, name in enumerate(EDGES)}
+        return columns
 
     def name(self, number: int) -> str:
         """Return the full path of an image; of one in memory its part and position."""

@@ -138,7 +138,7 @@ def outliers(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Args:
         features: float32 [N, F].
     """
-    if len(features) <= OUTLIER_RANK:
+    if len(features) <= OUTLIER_RANK + 1:
         return np.empty(0, dtype=np.int64), np.empty(0)
     features = StandardScaler().fit_transform(features)
     if min(features.shape) > MOST_FEATURES:

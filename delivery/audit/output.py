@@ -16,11 +16,11 @@ from markupsafe import Markup
 
 from delivery.audit.catalogue import Catalogue
 from delivery.audit.findings import DROP, KINDS, MOVE, RELABEL, Finding, Fix
-from delivery.csv_cells import FORMULA_STARTS, csv_line
 from delivery.evaluation_files import thumbnail
 from delivery.report import formatting
 from delivery.report.page import TEMPLATE as REPORT_TEMPLATE
 from training.base.atomic_write import replacing_folder, write_json
+from training.base.csv_cells import as_given, csv_line
 from training.base.errors import UserError, printable, shown
 from training.data.reading.images import ImageError
 
@@ -86,7 +86,9 @@ def write_fixed(path: Path, catalogue: Catalogue, fixes: Fixes) -> int:
         if fix.action == MOVE:
             parts[number] = fix.new
     kept = [number for number in range(len(catalogue)) if number not in dropped]
-    _write(path, ("path", "label", "split"), ((catalogue.name(one), labels[one], parts[one]) for one in kept))
+    others = catalogue.other_columns()
+    rows = ((catalogue.name(one), labels[one], parts[one], *(cells[one] for cells in others.values())) for one in kept)
+    _write(path, ("path", "label", "split", *others), rows)
     return len(kept)
 
 
@@ -97,6 +99,8 @@ def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
         UserError: it cannot be read, or has a line that fits neither the data nor `write_audit`.
     """
     numbers = {catalogue.name(number): number for number in range(len(catalogue))}
+    if len(numbers) < len(catalogue):
+        raise UserError(f"--fixes {path}: several images are boxes of one file: change the lines of {FIXED} itself.")
     allowed = {DROP: [""], RELABEL: catalogue.class_names, MOVE: ["train", "val", "test"]}
     fixes = []
     try:
@@ -105,7 +109,7 @@ def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
             if missing := {*COLUMNS[:3]} - {*(reader.fieldnames or ())}:
                 raise UserError(f"--fixes {path}: there is no column {min(missing)}; it has path, action and new.")
             for row in reader:
-                name, action, new = (_as_given(row[column] or "") for column in COLUMNS[:3])
+                name, action, new = (as_given(row[column] or "") for column in COLUMNS[:3])
                 place = f"--fixes {path}, line {reader.line_num}"
                 if name not in numbers:
                     raise UserError(f"{place}: {shown(name)} is no image of the data.")
@@ -116,11 +120,6 @@ def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
     except (OSError, csv.Error) as error:
         raise UserError(f"--fixes {path}: cannot be read ({printable(str(error))}).") from None
     return fixes
-
-
-def _as_given(cell: str) -> str:
-    """Return what `csv_line` was given: it puts a quote before what a spreadsheet would compute."""
-    return cell[1:] if cell[:1] == "'" and cell[1:].startswith(FORMULA_STARTS) else cell
 
 
 def _row(catalogue: Catalogue, number: int, fix: Fix) -> tuple[Any, ...]:

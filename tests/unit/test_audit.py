@@ -18,7 +18,7 @@ from delivery.audit.copies import SIDE, Copy, find_copies
 from delivery.audit.findings import Fix, copy_fixes, groups_of
 from delivery.audit.labels import doubt_labels, outliers, wrong_label_probabilities
 from training.base.errors import UserError
-from training.data import fake
+from training.data import DataOptions, fake, load_data
 
 CHANGES = {
     "encoded again": lambda image: image,  # as JPEG of low quality
@@ -93,6 +93,8 @@ def test_a_folder_with_one_mistake_of_each_kind(photos, tmp_path, capsys):
     assert "http" not in page.replace("http-equiv", "")
     assert "--data" in capsys.readouterr().out
     rows = list(csv.DictReader((output / "fixed.csv").open(newline="")))
+    again = load_data(DataOptions(data=str(output / "fixed.csv")))  # --data takes it
+    assert [len(part) for part in again.parts.values()] == [21, 8]  # 24 less 3
     kept = {row["path"].rpartition("/")[2]: (row["label"], row["split"]) for row in rows}
     assert kept["leak.jpg"] == ("ant", "val")
     assert not {"00.png", "01.png", "conflict.png"} & kept.keys()  # in training, and contradictions
@@ -114,6 +116,29 @@ def test_fixes_that_were_changed_by_hand_are_made(photos, tmp_path, capsys):
         fixes.write_text(f"path,action,new\n{line}\n")
         with pytest.raises(UserError, match=said):
             audit(str(photos), fixes=str(fixes), output=str(output))
+
+
+def test_boxes_and_weights_of_a_table_stay(photos, tmp_path):
+    table = tmp_path / "list.csv"
+    rows = [
+        f"{photos}/train/{name},{label},{weight},{box}"
+        for name, label, weight, box in (
+            ("ant/00.png", "ant", 2, "0,0,40,40"),
+            ("ant/00.png", "ant", 1, "40,40,80,80"),
+            ("ant/02.png", "ant", 1, ",,,"),
+            *((f"bee/{number:02}.png", "bee", 1, ",,,") for number in (1, 5, 9)),
+        )
+    ]
+    table.write_text("\n".join(["path,label,weight,x0,y0,x1,y1", *rows]))
+    audit(str(table), output=str(tmp_path / "audit"))
+    before, after = (load_data(DataOptions(data=str(file))) for file in (table, tmp_path / "audit" / "fixed.csv"))
+    for one, other in zip(before.parts.values(), after.parts.values(), strict=True):
+        assert [one.source.box(n) for n in range(len(one))] == [other.source.box(n) for n in range(len(other))]
+        assert one.source.name(0) == other.source.name(0)
+    assert before.train.source.loss_weights.tolist() == pytest.approx(after.train.source.loss_weights.tolist())
+    (tmp_path / "fixes.csv").write_text("path,action,new\n")
+    with pytest.raises(UserError, match="boxes of one file"):
+        audit(str(table), fixes=str(tmp_path / "fixes.csv"), output=str(tmp_path / "audit"))
 
 
 def test_a_folder_of_something_else_is_not_replaced(photos, tmp_path):
