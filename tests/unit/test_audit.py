@@ -121,15 +121,12 @@ def test_fixes_that_were_changed_by_hand_are_made(photos, tmp_path, capsys):
 def test_boxes_and_weights_of_a_table_stay(photos, tmp_path):
     table = tmp_path / "list.csv"
     rows = [
-        f"{photos}/train/{name},{label},{weight},{box}"
-        for name, label, weight, box in (
-            ("ant/00.png", "ant", 2, "0,0,40,40"),
-            ("ant/00.png", "ant", 1, "40,40,80,80"),
-            ("ant/02.png", "ant", 1, ",,,"),
-            *((f"bee/{number:02}.png", "bee", 1, ",,,") for number in (1, 5, 9)),
-        )
+        f"{photos}/train/ant/00.png,ant,train,2,0,0,40,40",
+        f"{photos}/train/ant/00.png,ant,train,1,40,40,80,80",
+        f"{photos}/train/bee/01.png,bee,train,1,,,,",
+        *(f"{photos}/train/bee/{number:02}.png,bee,val,1,,,," for number in (5, 9, 13)),
     ]
-    table.write_text("\n".join(["path,label,weight,x0,y0,x1,y1", *rows]))
+    table.write_text("\n".join(["path,label,split,weight,x0,y0,x1,y1", *rows]))
     audit(str(table), output=str(tmp_path / "audit"))
     before, after = (load_data(DataOptions(data=str(file))) for file in (table, tmp_path / "audit" / "fixed.csv"))
     for one, other in zip(before.parts.values(), after.parts.values(), strict=True):
