@@ -67,6 +67,11 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
             f"--tensor-parallel {config.tensor_parallel}: the time of its exchange cannot be estimated, leave it out. "
             "A run with it predicts its memory when it starts."
         )
+    if config.pipeline_parallel > 1:
+        raise UserError(
+            f"--pipeline-parallel {config.pipeline_parallel}: the planner knows whole models alone: leave it out, here "
+            "and beside the strategy auto."
+        )
     if given.gpu_memory:
         if given.gpu:
             raise UserError("--gpu and --gpu-memory exclude each other: give one.")

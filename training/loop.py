@@ -98,8 +98,8 @@ def _forward_all(
 ) -> int:
     """Give `record` every batch with the model's outputs; return the stop signal that ended it, 0 for none."""
     waiting, stop_signal = SafeBatches(batches, len(batches), context), 0
-    for batch in waiting:
-        record(batch, engine.forward(batch.images))
+    for batch, outputs in engine.outputs(waiting):
+        record(batch, outputs)
         if is_interruptible:
             context.heartbeat.beat("evaluate")
             stop_signal = context.stop.poll(context.world, failure=waiting.failure).stop_signal

@@ -117,7 +117,8 @@ def set_up(config: TrainConfig, world: World, start: RunStart = FIRST_START) -> 
     Raises:
         UserError: on all ranks, for a mistake that any of them found.
     """
-    prepared = choose_batch_size(prepare(config, form_mesh(world, config.tensor_parallel), start), start)
+    world = form_mesh(world, config.tensor_parallel, config.pipeline_parallel)
+    prepared = choose_batch_size(prepare(config, world, start), start)
     return build(choose_learning_rate(prepared, start))
 
 
@@ -186,7 +187,7 @@ def _give_up(context: Run, error: RunEnded, start: RunStart, deliver: Deliver | 
 def _deliver(context: Run, start: RunStart, deliver: Deliver | None, *, has_finished: bool) -> None:
     if deliver is None:
         return
-    if start.predict is not None:
+    if start.predict is not None and context.config.pipeline_parallel == 1:
         start.predict(context.facts)
     # A run without a sound epoch has none; one that went back before its decay may have those of the longer run before.
     with_card = has_finished and epoch_of(context.folder.weights) == context.state.progress.best_epoch

@@ -26,12 +26,12 @@ from training.data.sampler import BatchPlan, EvaluationPlan, build_plan
 from training.engines.build_engine import build_engine, note_engine, resolve_engine
 from training.engines.compilation import auto_compiles, load_compiled_code, resolve_compile
 from training.engines.deepspeed_config import deepspeed_config
-from training.engines.engine import EngineSetup
+from training.engines.engine import EngineSetup, PipelineSetup
 from training.engines.flops import TrainingFlops
 from training.engines.islands import form_islands
 from training.engines.model import build_training_model
 from training.engines.parameter_shards import frozen_parameters
-from training.engines.strategies import plan_of
+from training.engines.strategies import check_micro_batches, plan_of
 from training.engines.tensor_parallel import split_model
 from training.engines.tensor_split import WHOLE
 from training.observe.class_scores import check_best_by
@@ -60,6 +60,7 @@ from training.steps.context import TrainContext
 from training.steps.gradient_cache import GradientCache
 from training.steps.nonfinite_steps import NonFiniteGuard
 from training.steps.outer_step import OuterSteps
+from training.steps.pipelined import Pipelined
 from training.steps.weight_average import WeightAverages
 from training.world.collectives import agreed, copy_from_main, ranks_per_machine
 from training.world.signals import StopRequest
@@ -169,9 +170,10 @@ def build(prepared: Prepared) -> Run:
         agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch, data), world)
     pixels = config.epochs * len(data.train) * data.train.preprocessing["image_size"] ** 2
     # Not a loss that compares images: its first pass would be another network, with other dropout.
+    # Nor a network in stages, which ends in the midst of a forward, or whose layers other ranks compute, too.
     compiles = (
         not config.is_contrastive
-        and world.tensor.size == 1
+        and world.tensor.size == config.pipeline_parallel == 1
         and resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, world)
     )
     is_choice = config.compile != "auto" or compiles == auto_compiles(config, pixels, world)
@@ -243,7 +245,8 @@ def _build_step(config: TrainConfig, data: DatasetPair, world: World) -> Step:
         raise UserError(f"--data {config.data}: {cause} cannot weight single images: leave out the column weight.")
     if config.is_contrastive:
         return GradientCache(world.data, config.temperature, len(data.class_names))
-    return Accumulate(build_loss(config, data.class_names, data.train_counts, world.device))
+    loss = build_loss(config, data.class_names, data.train_counts, world.device)
+    return Accumulate(loss) if config.pipeline_parallel == 1 else Pipelined(loss)
 
 
 def _build_readers(
@@ -276,8 +279,13 @@ def set_up_engine(
         lambda: resolve_engine(config.engine, parallel, strategy_json, built.module),
         world,
     )
-    if (config.is_contrastive or config.has_islands) and name != "torch":
-        setting = f"--loss {config.loss}" if config.is_contrastive else f"--local-steps {config.local_steps}"
+    needing = {
+        f"--loss {config.loss}": config.is_contrastive,
+        f"--local-steps {config.local_steps}": config.has_islands,
+        f"--pipeline-parallel {config.pipeline_parallel}": config.pipeline_parallel > 1,
+    }
+    setting = next((setting for setting, is_given in needing.items() if is_given), None)
+    if setting is not None and name != "torch":
         raise AgreedError(
             f"{setting} is for --engine torch, these settings take {name}: leave out --offload and --deepspeed-config."
         )
@@ -291,6 +299,11 @@ def set_up_engine(
     resolved = dataclasses.replace(config, precision=precision)  # type: ignore[arg-type]  # one of its values
     heads = built.head_parameter_names
     optimizer = agreed(lambda: build_optimizer(built.module, resolved, heads, discriminative=discriminative), world)
+    pipeline = None
+    if config.pipeline_parallel > 1:
+        schedule, steps = config.pipeline_schedule, config.gradient_accumulation_steps
+        agreed(lambda: check_micro_batches(schedule, config.pipeline_parallel, steps), world)
+        pipeline = PipelineSetup(world, schedule, config.pipeline_split)
     setup = EngineSetup(
         built.module,
         optimizer,
@@ -309,6 +322,7 @@ def set_up_engine(
         ),
         compiles=compiles,
         split=split,
+        pipeline=pipeline,
     )
     return setup, name
 

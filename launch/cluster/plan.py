@@ -67,7 +67,7 @@ class Plan:
     def _micro_steps(self, config: TrainConfig) -> int:
         """Return the micro-steps of an update that all nodes share."""
         if config.global_batch:
-            return config.global_batch // (self.given.ranks_per_node * config.micro_batch)
+            return config.global_batch * config.ranks_per_replica // (self.given.ranks_per_node * config.micro_batch)
         return len(self.hosts) * config.gradient_accumulation_steps
 
     def batch_flags(self, nodes: int, resuming: Sequence[str] = ()) -> list[str]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from models.build import BuiltModel
 from tests.recording import Recorder
-from tests.training.engine_ranks import CLASSES, configuration, make_engine, weights_of, whole_tensors
+from tests.training.engine_ranks import CLASSES, configuration, make_engine, of_all_stages, weights_of, whole_tensors
 from training.base.errors import RunEnded
 from training.base.heartbeat import HeartbeatWriter
 from training.base.progress import Progress
@@ -48,9 +48,11 @@ from training.steps.accumulate import Accumulate
 from training.steps.context import TrainContext
 from training.steps.gradient_cache import GradientCache
 from training.steps.nonfinite_steps import NonFiniteGuard
+from training.steps.pipelined import Pipelined
 from training.steps.weight_average import EMA, SLOW_WEIGHTS, WeightAverages
 from training.world.collectives import barrier, broadcast_object
 from training.world.exchange import text
+from training.world.mesh import form_mesh
 from training.world.signals import StopRequest
 from training.world.world import World
 
@@ -143,8 +145,11 @@ class Job:
         image_channels: int = 3,
         optimizer: str = "adamw",
         is_contrastive: bool = False,
+        stages: int = 1,
     ) -> None:
-        accumulation = GLOBAL_BATCH // (MICRO_BATCH * world.size)
+        world = mesh_of(world, stages)
+        data = world.data
+        accumulation = GLOBAL_BATCH // (MICRO_BATCH * data.size)
         config = configuration(
             strategy=strategy,
             gradient_accumulation_steps=accumulation,
@@ -153,6 +158,8 @@ class Job:
             engine=engine,
             optimizer=optimizer,
             replicate_across=replicate_across,
+            pipeline_parallel=stages,
+            pipeline_schedule="gpipe",
             save_every_steps=every_steps,
             save_every_minutes=0.0,
             keep_last=100,
@@ -179,10 +186,10 @@ class Job:
             barrier(world)
         self.freezer = BackboneFreezer(self.module, HEAD)
         self.engine = make_engine(world, self.module, config, precision)
-        plan = BatchPlan(SAMPLES, MICRO_BATCH, accumulation, world.size, seed=3, repeats=2 if is_contrastive else 1)
+        plan = BatchPlan(SAMPLES, MICRO_BATCH, accumulation, data.size, seed=3, repeats=2 if is_contrastive else 1)
         schedule = Schedule(RATE, total_steps=EPOCHS * plan.steps_per_epoch, warmup_steps=1, final_scale=0.1)
         self.data = make_data(broken_sample, image_channels)
-        self.loader = Loader(self.data.train, plan, world.rank)
+        self.loader = Loader(self.data.train, plan, data.rank)
         self.stop = StopRequest()
         self.state = TrainState(self.engine, ScoreSums(CLASSES, world.device), Progress())
         self.averages = WeightAverages(self.engine, 0.6, 2, plan.steps_per_epoch) if is_averaged else None
@@ -194,9 +201,11 @@ class Job:
         identity = {"global batch": plan.global_batch}
         run = (identity, config, plan, self.state, world, loggers, report)
         self.saver = Saver(self.folder, *run, 60.0, clock, frozen=frozen)
-        guard = NonFiniteGuard(self.engine, world, loggers, most_bad_steps, name_of=lambda index: f"sample-{index}")
+        guard = NonFiniteGuard(self.engine, data, loggers, most_bad_steps, name_of=lambda index: f"sample-{index}")
         loss = build_loss(config, self.data.class_names, self.data.train_counts, world.device)
         step = GradientCache(world, 0.1, CLASSES) if is_contrastive else Accumulate(loss)
+        if stages > 1:
+            step = Pipelined(loss)
         self.context = TrainContext(
             world,
             plan,
@@ -222,8 +231,8 @@ class Job:
         for epoch in range(state.progress.epoch, EPOCHS):
             self.freezer.start_epoch(only_head=False)
             train_one_epoch(state, self.loader.epoch(epoch, state.progress.step), self.context)
-            self.engine.buffers.average(self.world)
-            self.epoch_scores = state.sums.reduce(self.world)
+            self.engine.buffers.average(self.world.data)
+            self.epoch_scores = state.sums.reduce(self.world.data)
             state.sums.reset()
             state.progress = dataclasses.replace(state.progress, epoch=epoch + 1, step=0)
             self.saver.save()
@@ -246,14 +255,19 @@ class Job:
             return {}
         whole = whole_tensors(self.engine)
         tensors = {f"{kind} {name}": tensor for kind in (EMA, SLOW_WEIGHTS) for name, tensor in whole[kind].items()}
-        tensors |= {
-            name: leaves[0] for name, leaves in self.engine.buffers.by_name().items() if name.startswith(AVERAGE)
-        }
-        return {name: tensor.double().tolist() for name, tensor in tensors.items()}
+        buffers = self.engine.buffers.by_name().items()
+        averages = {name: leaves[0].double().tolist() for name, leaves in buffers if name.startswith(AVERAGE)}
+        return {name: tensor.double().tolist() for name, tensor in tensors.items()} | of_all_stages(averages)
 
     def close(self) -> None:
         self.stop.close()
         self.engine.close()
+
+
+@cache
+def mesh_of(world: World, stages: int) -> World:
+    """Return the world with pipelines of so many stages, formed once for all jobs; a collective."""
+    return form_mesh(world, 1, stages)
 
 
 @cache

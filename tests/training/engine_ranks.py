@@ -27,7 +27,7 @@ from training.engines.activation_checkpointing import enable_activation_checkpoi
 from training.engines.batchnorm import synchronize_batchnorm
 from training.engines.build_engine import build_engine, resolve_engine
 from training.engines.deepspeed_config import deepspeed_config, read_strategy_json
-from training.engines.engine import Engine, EngineSetup
+from training.engines.engine import Engine, EngineSetup, PipelineSetup
 from training.engines.islands import Islands
 from training.engines.model_buffers import ModelBuffers
 from training.engines.strategies import plan_of
@@ -107,12 +107,9 @@ def make_engine(
     discriminative: bool = False,
     islands: Islands | None = None,
 ) -> Engine:
-    optimizer = build_optimizer(module, config, HEAD, discriminative=discriminative)
-    shards = 2 if config.replicate_across == "nodes" else world.size  # as on machines with two ranks each
-    plan, strategy_json = (
-        plan_of(config.strategy, world.size, config.offload, shards),
-        read_strategy_json(config.strategy),
-    )
+    optimizer, ranks = build_optimizer(module, config, HEAD, discriminative=discriminative), world.data.size
+    shards = 2 if config.replicate_across == "nodes" else ranks  # as on machines with two ranks each
+    plan, strategy_json = plan_of(config.strategy, ranks, config.offload, shards), read_strategy_json(config.strategy)
     sharding = deepspeed_config(
         strategy_json,
         batch_size_per_rank=BATCH_SIZE,
@@ -125,13 +122,17 @@ def make_engine(
         optimizer,
         plan,
         precision,
-        world,
+        world.data,
         BATCH_SIZE,
         config.gradient_accumulation_steps,
         config.gradient_clipping,
         sharding,
         compiles=config.compile == "on",
     )
+    if config.pipeline_parallel > 1:
+        pipeline = PipelineSetup(world, config.pipeline_schedule, config.pipeline_split)
+        channels = next(parameter.shape[1] for parameter in module.parameters() if parameter.ndim == 4)
+        setup = dataclasses.replace(setup, pipeline=pipeline, image_shape=(channels, 8, 8))
     return build_engine(setup, resolve_engine(config.engine, plan, strategy_json, module), islands)
 
 
@@ -180,8 +181,17 @@ def whole_tensors(engine: Engine) -> dict[str, dict[str, torch.Tensor]]:
 
 def weights_of(engine: Engine) -> dict[str, list]:
     """Return all weights and this rank's buffers; a collective."""
-    tensors = whole_tensors(engine)["weights"] | dict(engine.module.named_buffers())
-    return {name: tensors[name].double().tolist() for name in sorted(tensors)}
+    buffers = {name: buffer.tolist() for name, buffer in engine.module.named_buffers() if not buffer.is_meta}
+    weights = {name: tensor.double().tolist() for name, tensor in whole_tensors(engine)["weights"].items()}
+    return dict(sorted((weights | of_all_stages(buffers)).items()))
+
+
+def of_all_stages(own: dict[str, Any]) -> dict[str, Any]:
+    """Return by name what this rank has, and other ranks have beside it; a collective."""
+    parts: list[Any] = [own] * torch.distributed.get_world_size()
+    if len(parts) > 1:
+        torch.distributed.all_gather_object(parts, own)
+    return {name: value for part in parts for name, value in part.items()} | own
 
 
 def train_with_engine(

@@ -40,6 +40,7 @@ class Place(NamedTuple):
     engine: str
     strategy: str
     ranks: int
+    stages: int = 1
 
 
 class Row(NamedTuple):
@@ -91,6 +92,9 @@ def table() -> Iterator[Row]:
             yield Row("averages of muon", Place("torch", strategy, 2), step, Place("torch", strategy, ranks))
     for strategy, size, ranks in (("ddp", 2, 1), ("ddp", 2, 4), ("fsdp_stage3", 4, 2)):
         yield Row("contrastive", Place("torch", strategy, size), 2, Place("torch", strategy, ranks))
+    # Pipelines, kept in mid-epoch, that go on whole and on other meshes.
+    for variant, (saved, resumed) in product(("batchnorm", "averages"), (((2, 2), (1, 1)), ((2, 1), (4, 2)))):
+        yield Row(variant, Place("torch", "ddp", *saved), 2, Place("torch", "ddp", *resumed))
     for step in (1, 2):
         yield Row("averages", *[Place("deepspeed", "fsdp_stage3", 2), step, Place("deepspeed", "fsdp_stage3", 2)])
 
@@ -101,6 +105,11 @@ SLOW = [
     row
     for (saved, resumed), size, other in product(CHANGES, WORLDS, WORLDS)
     if (row := Row("plain", Place("torch", saved, size), 2, Place("torch", resumed, other))) not in QUICK
+]
+SLOW += [
+    Row(variant, Place("torch", "ddp", *saved), 2, Place("torch", "ddp", *resumed))
+    for variant in ("frozen", "adapters", "averages of muon")
+    for saved, resumed in product(((2, 2), (3, 3), (4, 2)), ((2, 1), (4, 2)))
 ]
 TABLE = pytest.mark.parametrize("row", [*QUICK, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW)], ids=str)
 
@@ -133,6 +142,8 @@ class Runs:
     def _run(self, function: str, variant: str, place: Place, **given: str) -> tuple[list[dict[str, Any]], Path]:
         folder = self._new_folder()
         case = VARIANTS[variant] | {"engine": place.engine, "strategy": place.strategy, "folder": str(folder)} | given
+        if place.stages > 1:
+            case["stages"] = place.stages
         if place.ranks == 1:
             case.pop("replicate_across", None)
         return [reports[0] for reports in self._run_on_ranks(f"{RANKS}:{function}", place.ranks, [case])], folder

@@ -103,7 +103,8 @@ from types import SimpleNamespace
 
 def parse_args(words):
     folder = os.environ.get("STUB_FOLDER", "")
-    given = dict(engine="auto", gradient_accumulation_steps=1, log_dir=folder, run_name="", resume="never")
+    given = dict(tensor_parallel=1, pipeline_parallel=1, ranks_per_replica=1)
+    given |= dict(engine="auto", gradient_accumulation_steps=1, log_dir=folder, run_name="", resume="never")
     return SimpleNamespace(strategy="ddp", deepspeed_config="", batch_size=16, global_batch=0, **given), False
 """
 

@@ -13,6 +13,7 @@ from training.checkpoint.manifest import DamagedCheckpoint, Manifest
 from training.checkpoint.shards import CheckpointReader
 from training.checkpoint.state import TrainState
 from training.checkpoint.store import FoundCheckpoint
+from training.engines.model_buffers import AVERAGE, buffers_elsewhere
 from training.engines.parameter_shards import EngineState, frozen_parameters
 from training.world.world import World
 
@@ -31,6 +32,9 @@ def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:
         reader, own = CheckpointReader(found.path, manifest), engine.state()
         versions = max((len(buffer) for buffer in own.buffers.values()), default=1)
         buffers = reader.buffers(world.data.rank, world.data.size, versions)
+        for name in buffers_elsewhere(engine.module):
+            buffers.pop(name, None)
+            buffers.pop(AVERAGE + name, None)
         epoch_sums = reader.epoch_sums(world.data.rank, world.data.size)
         _check_content(own, manifest, reader, buffers)
         if reader.moment_kinds and reader.frozen != frozen_parameters(engine.module).keys():

@@ -137,8 +137,11 @@ class Saver:
             "parameters": {name: list(shape) for name, shape in state.shapes.items()},
             "frozen": self._frozen.facts if self._frozen else None,
         }
-        sums = self._state.sums.state() if self._world.tensor.is_main else None
-        self._snapshot.take(state, sums, self._frozen.names if self._frozen else ())
+        # Of ranks with the same images one saves their sums, of ranks with the same layers one their buffers.
+        is_first = self._world.tensor.is_main
+        sums = self._state.sums.state() if is_first and self._world.pipeline.is_main else None
+        saved = state if is_first else dataclasses.replace(state, buffers={})
+        self._snapshot.take(saved, sums, self._frozen.names if self._frozen else ())
         save = self._running = _Save(
             checkpoint_name(progress),
             position=self._plan.position(progress),

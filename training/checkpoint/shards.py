@@ -57,16 +57,16 @@ class Snapshot:
 
         Args:
             state: of the engine.
-            epoch_sums: what `ScoreSums.state` returned, float64 [4]; None on a rank whose images and buffers are also
-                those of another rank, which saves them.
+            epoch_sums: what `ScoreSums.state` returned, float64 [4]; None on a rank whose images are also those of
+                another rank, which saves them.
             left_out: names of the parameters that are in the file of frozen weights.
         """
         shards = [shard for shard in state.shards if shard.name not in left_out]
         sources = {
             f"{kind}.{number}": tensor for number, shard in enumerate(shards) for kind, tensor in shard.tensors.items()
         }
+        sources |= {BUFFER_PREFIX + name: buffer for name, buffer in state.buffers.items()}
         if epoch_sums is not None:
-            sources |= {BUFFER_PREFIX + name: buffer for name, buffer in state.buffers.items()}
             sources[EPOCH_SUMS] = epoch_sums
         kinds = {name: (source.device.type, source.dtype, source.shape) for name, source in sources.items()}
         if kinds != self._kinds:
@@ -279,9 +279,18 @@ class CheckpointReader:
         return result
 
     def all_buffers(self) -> dict[str, torch.Tensor]:
-        """Return all versions of the buffers, in the order of the ranks: name -> [n, ...]."""
-        every = [self._buffers_of(file) for file in self._with_sums]
-        return {name: torch.cat([buffers[name] for buffers in every]) for name in every[0]}
+        """Return all versions of the buffers, in the order of the ranks: name -> [n, ...].
+
+        Raises:
+            DamagedCheckpoint: if there are not as many of each as all ranks with other images have.
+        """
+        every = [self._buffers_of(file) for file in self._files[: self._ranks]]
+        parts: dict[str, list[torch.Tensor]] = {}
+        for name, buffer in (item for buffers in every for item in buffers.items()):
+            parts.setdefault(name, []).append(buffer)
+        if any(len(buffers) != len(self._with_sums) for buffers in parts.values()):
+            raise DamagedCheckpoint("buffers or sums of a rank are missing")
+        return {name: torch.cat(buffers) for name, buffers in parts.items()}
 
     def epoch_sums(self, rank: int, world_size: int) -> torch.Tensor:
         """Return a rank's share of the epoch's sums so far: its own, or all on rank 0; arguments as of `buffers`."""
@@ -300,11 +309,8 @@ class CheckpointReader:
 
     @cached_property
     def _with_sums(self) -> list[Any]:
-        """The files of ranks that save images' sums and buffers, one for each that reads different images."""
-        files = [(file, EPOCH_SUMS in file.keys()) for file in self._files[: self._ranks]]  # noqa: SIM118 - no mapping
-        if any(not has_sums and self._buffers_of(file) for file, has_sums in files):
-            raise DamagedCheckpoint("a rank has buffers and no sums of the epoch")
-        return [file for file, has_sums in files if has_sums]
+        """The files of the ranks that save sums: one of those that read the same images."""
+        return [file for file in self._files[: self._ranks] if EPOCH_SUMS in file.keys()]  # noqa: SIM118
 
     def _buffers_of(self, file: Any) -> dict[str, torch.Tensor]:
         names = [name for name in file.keys() if name.startswith(BUFFER_PREFIX)]  # noqa: SIM118 - no mapping

@@ -14,7 +14,7 @@ from training.config.values import allowed_values, is_allowed
 from training.data import bad_image_share
 from training.data.augmentations import augmentation_of
 from training.data.image_sizes import size_ramp
-from training.engines.strategies import STRATEGIES
+from training.engines.strategies import STRATEGIES, check_micro_batches
 from training.observe.new_run import run_folder
 from training.recipe import read_tune
 from training.recipe.class_weights import given_weights
@@ -48,6 +48,16 @@ OF_TENSOR_PARALLEL: dict[str, tuple[object, ...]] = {
     "replicate_across": ("none",),
     "local_steps": (1,),
     "optimizer": ELEMENT_WISE,
+}
+# The same with a model that is cut into stages.
+OF_PIPELINES: dict[str, tuple[object, ...]] = {
+    "strategy": ("ddp",),
+    "engine": ("torch", "auto", "native"),
+    "loss": ("cross_entropy", "bce"),
+    "compile": ("off", "auto"),
+    "sync_batchnorm": (False,),
+    "local_steps": (1,),
+    "tensor_parallel": (1,),
 }
 OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces by another
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
@@ -132,6 +142,8 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     if config.tensor_parallel > 1:
         setting = f"{label_of['tensor_parallel']} {config.tensor_parallel}"
         _check_values(config, label_of, setting, OF_TENSOR_PARALLEL)
+    if config.pipeline_parallel > 1:
+        _check_pipeline(config, label_of)
     if config.learning_rate == "auto" and config.base_batch_size:
         raise UserError(
             f"{label_of['base_batch_size']}: leave it out, {label_of['learning_rate']} auto tries those of this batch."
@@ -224,6 +236,18 @@ def _check_values(
         if value not in allowed:
             cure = f"leave {label_of[name]} out" if value is True else f"give {label_of[name]} {allowed[0]}"
             raise UserError(f"{setting} does not go with {label_of[name]} {shown(value)}: {cure}.")
+
+
+def _check_pipeline(config: TrainConfig, label_of: Mapping[str, str]) -> None:
+    """Check what a model in stages does not go with; raise UserError."""
+    flag = f"{label_of['pipeline_parallel']} {config.pipeline_parallel}"
+    _check_values(config, label_of, flag, OF_PIPELINES)
+    for name in ("batch_size", "learning_rate"):
+        if getattr(config, name) == "auto":
+            raise UserError(f"{flag} does not go with {label_of[name]} auto: give {label_of[name]} a number.")
+    if not config.global_batch:
+        steps = config.gradient_accumulation_steps
+        check_micro_batches(config.pipeline_schedule, config.pipeline_parallel, steps)
 
 
 def _check_schedule(config: TrainConfig, label_of: Mapping[str, str]) -> None:

@@ -64,6 +64,7 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
     "mixup_switch_probability": lambda config: _mixes(config) and bool(config.mixup and config.cutmix),
     "random_erasing_mode": lambda config: config.random_erasing > 0,
     "shift_padding": _shifts,
+    **dict.fromkeys(("pipeline_schedule", "pipeline_split"), lambda config: config.pipeline_parallel > 1),
     "temperature": lambda config: config.is_contrastive,
     **dict.fromkeys(("islands", "outer_learning_rate", "outer_momentum"), lambda config: config.has_islands),
 }

@@ -57,6 +57,12 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     return [block for container in containers for block in container.children() if any(True for _ in block.children())]
 
 
+def is_recomputed(module: nn.Module) -> bool:
+    """Return whether a module, or every layer in it, is recomputed in backward."""
+    forward = module.forward
+    return isinstance(forward, functools.partial) and forward.func in (_recomputed, _run_stages)
+
+
 def _is_flat_stack(module: nn.Module) -> bool:
     layers = list(module.children())
     return isinstance(module, nn.Sequential) and bool(layers) and not any(list(layer.children()) for layer in layers)

@@ -1,13 +1,16 @@
 """Buckets: the flat buffers that parameters lie in, and when backward has finished with each.
 
 Which parameters share a bucket does not depend on the ranks. Each rank updates an equal part of a bucket: any piece of
-it, or for rules that compute with whole parameters, those that have been dealt to the rank.
+it, or for rules that compute with whole parameters, those that have been dealt to the rank. Of a model that is cut into
+stages, every stage has its own of each bucket's parameters, at the same places within blocks as in the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -42,47 +45,64 @@ class BucketLayout:
         part: elements of a rank's part, a whole number of blocks.
         blocks: int64 [blocks], those that have elements, in the order of their parameters.
         owners: by name the rank whose part has all of a parameter; none if parts may begin in the middle of one.
+        numbers: int64 [blocks], their numbers among those of all stages.
     """
 
     starts: dict[str, int]
     part: int
     blocks: torch.Tensor
     owners: dict[str, int]
+    numbers: torch.Tensor
 
 
-def cut_anywhere(parameters: Mapping[str, nn.Parameter], ranks: int) -> BucketLayout:
-    """Lay parameters out one after another, whatever rank's part they are in."""
-    starts, elements = dict[str, int](), 0
+def cut_anywhere(parameters: Mapping[str, nn.Parameter], stage: Collection[str], ranks: int) -> BucketLayout:
+    """Lay parameters out one after another, whatever rank's part they are in; of the blocks keep those of a stage."""
+    places, elements = dict[str, int](), 0
     for name, parameter in parameters.items():
-        starts[name] = elements
+        if name in stage:
+            places[name] = elements
         elements += _round_up(parameter.numel(), ALIGNMENT)
-    part = _round_up(elements, BLOCK * ranks) // ranks
-    return BucketLayout(starts, part, torch.arange(-(-elements // BLOCK)), {})
+    spans = [
+        torch.arange(place // BLOCK, (place + parameters[name].numel() - 1) // BLOCK + 1)
+        for name, place in places.items()
+    ]
+    numbers = torch.cat([torch.arange(0), *spans]).unique()
+    kept = torch.searchsorted(numbers, torch.tensor([place // BLOCK for place in places.values()])).tolist()
+    starts = {name: BLOCK * block + place % BLOCK for block, (name, place) in zip(kept, places.items(), strict=True)}
+    part = BLOCK * -(-len(numbers) // ranks)
+    return BucketLayout(starts, part, torch.arange(len(numbers)), {}, numbers)
 
 
-def deal_whole(parameters: Mapping[str, nn.Parameter], ranks: int, *, by_products: bool) -> BucketLayout:
-    """Deal whole parameters out to the ranks' parts, the largest first, each to the rank that has least.
+def deal_whole(
+    parameters: Mapping[str, nn.Parameter], stage: Collection[str], ranks: int, *, by_products: bool
+) -> BucketLayout:
+    """Deal whole parameters of a stage out to the ranks' parts, the largest first, each to the rank that has least.
 
     Every parameter begins a block.
 
     Args:
-        parameters: by name.
-        ranks: of the run.
+        parameters: of all stages, by name.
+        stage: names of those of this one.
+        ranks: that share it.
         by_products: whether the work of a parameter is that of multiplying it by its transpose.
     """
     cost = _products if by_products else torch.Tensor.numel
-    costs = {name: cost(parameter) for name, parameter in parameters.items()}
+    lengths = {name: -(-parameter.numel() // BLOCK) for name, parameter in parameters.items()}
+    firsts = dict(zip(lengths, accumulate(lengths.values(), initial=0), strict=False))
+    costs = {name: cost(parameter) for name, parameter in parameters.items() if name in stage}
     loads, owners = [0] * ranks, dict[str, int]()
     for name in sorted(costs, key=lambda name: (-costs[name], name)):
         owners[name] = min(range(ranks), key=loads.__getitem__)
         loads[owners[name]] += costs[name]
     ends, offsets = [0] * ranks, dict[str, int]()
-    for name, parameter in parameters.items():
+    for name in costs:
         offsets[name] = ends[owners[name]]
-        ends[owners[name]] += _round_up(parameter.numel(), BLOCK)
+        ends[owners[name]] += BLOCK * lengths[name]
     starts = {name: owners[name] * max(ends) + offset for name, offset in offsets.items()}
-    blocks = [torch.arange(-(-parameters[name].numel() // BLOCK)) + start // BLOCK for name, start in starts.items()]
-    return BucketLayout(starts, max(ends), torch.cat(blocks), owners)
+    blocks = [torch.arange(lengths[name]) + start // BLOCK for name, start in starts.items()]
+    numbers = [torch.arange(lengths[name]) + firsts[name] for name in starts]
+    none = torch.arange(0)
+    return BucketLayout(starts, max(ends), torch.cat([none, *blocks]), owners, torch.cat([none, *numbers]))
 
 
 class Bucket:
@@ -217,39 +237,98 @@ class BackwardOrder:
             bucket.buffers.start_sum()
 
 
-def make_buckets(
-    module: nn.Module, optimizer: torch.optim.Optimizer, world: World, tree: StepTree, split: TensorSplit
-) -> tuple[list[Bucket], torch.Tensor]:
-    """Move the optimizer's parameters into buckets, of which it updates this rank's parts; a collective.
+@dataclass(frozen=True)
+class Shared:
+    """Parameters of one group of the optimizer that are in one bucket; in one of each stage if there are several.
+
+    Attributes:
+        group: of the optimizer.
+        parameters: by name, of all stages.
+    """
+
+    group: dict[str, Any]
+    parameters: dict[str, nn.Parameter]
+
+    def layout(self, stage: Collection[str], ranks: int) -> BucketLayout:
+        """Return where those of a stage lie, given their names and the ranks that share it."""
+        if self.group.get("whole_parameters"):
+            return deal_whole(self.parameters, stage, ranks, by_products="use_muon" in self.group)
+        return cut_anywhere(self.parameters, stage, ranks)
+
+
+class Placed(NamedTuple):
+    """A bucket of a rank: which of those of the whole model, which of the rank's stages, and its layout."""
+
+    number: int
+    stage: int
+    layout: BucketLayout
+
+
+def share_out(
+    module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, split: TensorSplit
+) -> list[Shared]:
+    """Return which of the optimizer's parameters share a bucket, whatever the ranks and stages are.
 
     Args:
         module: whose parameters they are.
         optimizer: over them.
-        world: the ranks.
-        tree: of the step.
+        device: of the rank.
         split: what the module has of parameters that several ranks divide; they share no bucket with others.
-
-    Returns:
-        The buckets, and the gradients of their parts, one after another in one tensor.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    fewest = FEWEST_ELEMENTS_ON_GPU if world.device.type == "cuda" else FEWEST_ELEMENTS
-    members = []
+    fewest = FEWEST_ELEMENTS_ON_GPU if device.type == "cuda" else FEWEST_ELEMENTS
+    shared = []
     for group in optimizer.param_groups:
         parameters = {names[id(parameter)]: parameter for parameter in group["params"]}
         if group.get("whole_parameters"):  # all in one bucket, so that each rank gets as much
-            members.append((group, parameters, deal_whole(parameters, world.size, by_products="use_muon" in group)))
+            cuts = [parameters]
         else:
             divided = {name: parameter for name, parameter in parameters.items() if name in split.cuts}
             others = {name: parameter for name, parameter in parameters.items() if name not in split.cuts}
             cuts = [*_cut(divided, fewest), *_cut(others, fewest)]
-            members += [(group, cut, cut_anywhere(cut, world.size)) for cut in cuts]
-        group["params"] = []
-    lengths = [layout.part for _, _, layout in members]
+        shared += [Shared(group, cut) for cut in cuts]
+    return shared
+
+
+def place(shared: Sequence[Shared], stages: Sequence[Collection[str]], ranks: int) -> list[Placed]:
+    """Return the buckets of a rank, in their order.
+
+    Args:
+        shared: of the whole model.
+        stages: the names of the parameters of each of the rank's stages.
+        ranks: that share the stages.
+    """
+    every = [
+        Placed(number, stage, one.layout(names, ranks))
+        for number, one in enumerate(shared)
+        for stage, names in enumerate(stages)
+    ]
+    return [placed for placed in every if placed.layout.starts]
+
+
+def make_buckets(
+    shared: Sequence[Shared], placed: Sequence[Placed], world: World, tree: StepTree
+) -> tuple[list[Bucket], torch.Tensor]:
+    """Move the optimizer's parameters into buckets, of which it updates this rank's parts; a collective.
+
+    Args:
+        shared: of the whole model.
+        placed: this rank's.
+        world: the ranks that share its stages.
+        tree: of the step.
+
+    Returns:
+        The buckets, and the gradients of their parts, one after another in one tensor.
+    """
+    for one in shared:
+        one.group["params"] = []
+    lengths = [layout.part for _, _, layout in placed]
     gradients = torch.zeros(sum(lengths), device=world.device)
     buckets: list[Bucket] = []
-    for (group, cut, layout), part in zip(members, gradients.split(lengths), strict=True):
-        buckets.append(Bucket(cut, layout, world, tree, part, is_first=not buckets))
+    for (number, _, layout), part in zip(placed, gradients.split(lengths) if lengths else [], strict=True):
+        group, parameters = shared[number].group, shared[number].parameters
+        own = {name: parameters[name] for name in layout.starts}
+        buckets.append(Bucket(own, layout, world, tree, part, is_first=not buckets))
         group["params"] += buckets[-1].trained
     return buckets, gradients
 

@@ -21,6 +21,7 @@ ENGINES = {
     "deepspeed": ("training.engines.deepspeed_engine", "DeepSpeedEngine"),
     "torch": ("training.engines.torch_engine", "TorchEngine"),
 }
+PIPELINED = ("training.engines.pipeline.engine", "PipelineEngine")  # the torch engine, if the model is cut
 FORMER_NAMES = {"native": "torch"}
 
 
@@ -102,5 +103,5 @@ def build_engine(setup: EngineSetup, engine: str, islands: Islands | None = None
     if islands is not None:
         return IslandEngine(setup, islands)
     # Imported here: DeepSpeed takes seconds to import, and other engines do not need it.
-    module_name, class_name = ENGINES[engine]
+    module_name, class_name = ENGINES[engine] if setup.pipeline is None else PIPELINED
     return getattr(importlib.import_module(module_name), class_name)(setup)

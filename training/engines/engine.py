@@ -5,13 +5,14 @@ An engine is a model with its optimizer, distributed over the ranks. Only the en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from training.data.reader import Batch
 from training.engines.model_buffers import ModelBuffers
 from training.engines.parameter_shards import EngineState
 from training.engines.precision import DynamicLossScale
@@ -99,6 +100,31 @@ class Updates:
 
 
 @dataclass(frozen=True)
+class PipelineSetup:
+    """How a model is cut into stages.
+
+    Attributes:
+        world: all ranks, of whose mesh the pipelines are one dimension.
+        schedule: 'gpipe', '1f1b' or 'interleaved'.
+        split: 'auto', or the names of the modules with which the stages but the first begin, with commas between them.
+    """
+
+    world: World
+    schedule: str
+    split: str
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages of each rank: an interleaved schedule goes round twice."""
+        return 2 if self.schedule == "interleaved" else 1
+
+    def bubble(self, micro_batches: int) -> float:
+        """Return the share of a step in which a rank waits, if all stages take equally long (Narayanan et al. 2021)."""
+        waits = self.world.pipeline.size - 1
+        return waits / (micro_batches * self.stages_per_rank + waits)
+
+
+@dataclass(frozen=True)
 class EngineSetup:
     """What every engine is built from.
 
@@ -117,6 +143,7 @@ class EngineSetup:
         image_shape: [C, H, W] of the images that it is tried with; None for no trial.
         notes: lines for the log, to which the engine adds.
         split: what the module has of parameters that several ranks divide.
+        pipeline: how the model is cut into stages; None if it is not.
     """
 
     module: nn.Module
@@ -133,6 +160,7 @@ class EngineSetup:
     image_shape: tuple[int, int, int] | None = None
     notes: list[str] = field(default_factory=list)
     split: TensorSplit = WHOLE
+    pipeline: PipelineSetup | None = None
 
 
 class Engine(Protocol):
@@ -152,6 +180,11 @@ class Engine(Protocol):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return what the module returns for images [B, C, H, W], in float32; a collective at ZeRO 3."""
+
+    def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """Yield each batch with what `forward` returns for its images, in evaluation; a collective as that is."""
+        for batch in batches:
+            yield batch, self.forward(batch.images)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradient of a scalar loss; a collective, because an engine may reduce it here."""

@@ -19,6 +19,11 @@ from training.world.world import World
 AVERAGE = "average/"  # prefix of a running average's name
 
 
+def buffers_elsewhere(module: nn.Module) -> list[str]:
+    """Return the names of the buffers of a pipeline's stages that other ranks have: they are here without data."""
+    return [name for name, buffer in module.named_buffers() if buffer.is_meta]
+
+
 class ModelBuffers:
     """All buffers of a model (BatchNorm's statistics), in one version or several.
 
@@ -41,6 +46,8 @@ class ModelBuffers:
         self._places: list[dict[str, tuple[int, torch.Size]]] = []  # start and shape of each dtype's buffers
         by_kind: dict[tuple[torch.dtype, torch.device], dict[str, torch.Tensor]] = {}
         for name, buffer in module.named_buffers():
+            if buffer.is_meta:  # of a stage that other ranks have
+                continue
             by_kind.setdefault((buffer.dtype, buffer.device), {})[name] = buffer
         for (dtype, device), buffers in by_kind.items():
             places, size = dict[str, tuple[int, torch.Size]](), 0

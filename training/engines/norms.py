@@ -35,13 +35,23 @@ class SumOfSquares:
     Args:
         places: int64 [pieces], of every piece in the order of the sum its place in the ranks' rows, one after another.
         row_length: of a rank's row: the most pieces of any rank.
-        world: the ranks.
+        world: the ranks that share a stage, or the whole model.
+        pipeline: the ranks that have its stages; None for a whole model.
     """
 
-    def __init__(self, places: torch.Tensor, row_length: int, world: World) -> None:
+    def __init__(self, places: torch.Tensor, row_length: int, world: World, pipeline: World | None = None) -> None:
         self._places, self._row_length, self._world = places.to(world.device), row_length, world
+        self._pipeline = pipeline
 
-    def __call__(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the sum, float64 [], over this rank's pieces' squares, float64 [n], and the others'; a collective."""
+    def __call__(self, own: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the sum, float64 [], over this rank's pieces' squares, float64 [n], and the others'; a collective.
+
+        Args:
+            own: this rank's.
+            more: float64 [k] that every rank has, whose places come after the ranks' rows.
+        """
         row = torch.nn.functional.pad(own.to(self._world.device), (0, self._row_length - len(own)))
-        return gather_rows(row, self._world).view(-1)[self._places].sum()
+        rows = gather_rows(row, self._world).view(-1)
+        if self._pipeline is not None:
+            rows = gather_rows(rows, self._pipeline).view(-1)
+        return (rows if more is None else torch.cat([rows, more]))[self._places].sum()

@@ -145,6 +145,7 @@ def frozen_shards(module: nn.Module, world: World) -> list[ParameterShard]:
     return [
         ParameterShard(name, (0,) * parameter.ndim, {WEIGHTS: parameter.detach()})
         for name, parameter in frozen_parameters(module).items()
+        if not parameter.is_meta  # another rank's
     ]
 
 
@@ -172,14 +173,26 @@ def gather_weights(engine: Engine, world: World) -> dict[str, torch.Tensor]:
                 dist.reduce(whole.view(torch.int32), 0)
         if world.is_main:
             weights[name] = whole.cpu()
+    buffers = {name: _gather_buffer(buffer, world) for name, buffer in engine.module.named_buffers()}
     if not world.is_main:
         return {}
     module = engine.module
-    weights |= {name: buffer.detach().to("cpu", copy=True) for name, buffer in module.named_buffers()}
+    weights |= buffers
     # Fewer keys, without the buffers that are not persistent, and more: a module may have several names.
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     first_names = {key: names[id(tensor)] for key, tensor in module.state_dict(keep_vars=True).items()}
     return {key: weights[name] if key == name else weights[name].clone() for key, name in first_names.items()}
+
+
+def _gather_buffer(buffer: torch.Tensor, world: World) -> torch.Tensor:
+    """Return a buffer, or a stage's own of the first rank that has it, in CPU memory on rank 0; a collective."""
+    if world.pipeline.size == 1:
+        return buffer.detach().to("cpu", copy=True)
+    has_none = buffer.is_meta or world.data.rank or world.tensor.rank
+    own = torch.zeros(buffer.shape, dtype=buffer.dtype, device=world.device) if has_none else buffer.detach().clone()
+    with communication():  # as above
+        dist.reduce(own.view(-1).view(torch.uint8), 0)
+    return own.cpu()
 
 
 def _by_name(shards: Sequence[ParameterShard]) -> dict[str, list[ParameterShard]]:

@@ -45,6 +45,23 @@ class EngineSettings(DataSettings):
     )
     outer_learning_rate: float = option(0.7, "--local-steps: learning rate of the outer step.", above=0, high=10)
     outer_momentum: float = option(0.9, "--local-steps: Nesterov momentum of the outer step.", low=0, high=0.9999)
+    pipeline_parallel: int = option(
+        1,
+        "Cut the model into so many stages of consecutive layers, each on ranks of its own; micro-batches go through "
+        "them (ddp, not --engine deepspeed).",
+        low=1,
+        high=1024,
+    )
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved"] = option(
+        "1f1b",
+        "When a stage computes which micro-batch; 1f1b: keeps as many as there are stages, gpipe: all of a step, "
+        "interleaved: two stages on each rank, which waits half as long.",
+    )
+    pipeline_split: str = option(
+        "auto",
+        "Where stages begin: names of blocks with commas between them, such as blocks.3,blocks.6; auto: where all take "
+        "as long.",
+    )
     compile: Literal["auto", "on", "off"] = option(
         "auto",
         "Run the model through torch.compile (a minute or two at the first start); auto: in long runs of models that "
@@ -63,3 +80,8 @@ class EngineSettings(DataSettings):
     def has_islands(self) -> bool:
         """Whether groups of ranks train by themselves between outer steps."""
         return self.local_steps > 1
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that share one copy of the model's layers, and so the same images."""
+        return self.pipeline_parallel * self.tensor_parallel

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from training.base.errors import UserError
+
 
 @dataclass(frozen=True)
 class ParallelPlan:
@@ -69,3 +71,28 @@ def plan_of(
         offload=offload,
         tensor_parallel=tensor_parallel,
     )
+
+
+def check_micro_batches(schedule: str, stages: int, micro_batches: int) -> None:
+    """Check that a schedule can pass a step's micro-batches through a pipeline.
+
+    Args:
+        schedule: of `EngineSettings.pipeline_schedule`.
+        stages: ranks of the pipeline.
+        micro_batches: of each of its steps.
+
+    Raises:
+        UserError: with what to type.
+    """
+    flag = f"--pipeline-schedule {schedule}"
+    if schedule != "gpipe" and micro_batches < stages:
+        raise UserError(
+            f"{flag}: {stages} ranks need {stages} micro-batches or more in a step, which has {micro_batches}: use "
+            f"--gradient-accumulation-steps {stages}, or more, with a smaller batch size."
+        )
+    rounds = micro_batches // stages
+    if schedule == "interleaved" and micro_batches % rounds:
+        raise UserError(
+            f"{flag}: {micro_batches} micro-batches do not fill whole rounds of {stages} ranks: use "
+            f"--gradient-accumulation-steps {rounds * stages} or {(rounds + 1) * stages}, or 1f1b."
+        )

@@ -32,8 +32,16 @@ class TorchEngine(Engine):
         self.loss_scale = self.updates.loss_scale
         self._accumulation_steps, self._micro_steps, self._split = setup.accumulation_steps, 0, setup.split
         self.buffers = ModelBuffers(self.module, versions=self._accumulation_steps)
-        self._distribution: Distribution = (Zero1 if setup.plan.zero_stage == 1 else Fsdp2)(setup)
+        self._distribution = self._distribute(setup)
         create_state(self.optimizer, self._trained())
+
+    def _distribute(self, setup: EngineSetup) -> Distribution:
+        return (Zero1 if setup.plan.zero_stage == 1 else Fsdp2)(setup)
+
+    @property
+    def _factor(self) -> float:
+        """On the loss of a leaf: that of fp16, and the mean over the leaves."""
+        return self.updates.scale / (self._world.size * self._accumulation_steps)
 
     @property
     def _leaf(self) -> int:
@@ -48,16 +56,17 @@ class TorchEngine(Engine):
         return self._distribution.forward(images)
 
     def backward(self, loss: torch.Tensor) -> None:
-        scale = self.updates.scale / (self._world.size * self._accumulation_steps)
         self._distribution.begin_backward(self._leaf)
-        (loss * scale).backward()
+        (loss * self._factor).backward()
         self._distribution.end_backward()
 
     @torch.no_grad()
     def step(self) -> StepResult | None:
         self._micro_steps += 1
-        if self._leaf:
-            return None
+        return None if self._leaf else self._update_weights()
+
+    @torch.no_grad()
+    def _update_weights(self) -> StepResult:
         norm = self._split.sum(self._distribution.sum_gradients()).sqrt() / self.updates.scale
         result = self.updates.apply(norm, lambda: self._update(norm))
         for parameter in self._trained():
@@ -98,7 +107,8 @@ class TorchEngine(Engine):
         self.updates.applied = applied_steps
         set_applied_steps(self.optimizer, applied_steps)
         for name, parameter in frozen_parameters(self.module).items():
-            if not isinstance(parameter, DTensor):  # whole on every rank, and a shard of one
+            # Whole on every rank, and a shard of one; without data on a rank that does not compute with it.
+            if not isinstance(parameter, DTensor) and not parameter.is_meta:
                 parameter.copy_(tensors[WEIGHTS][name])
         fill_shards(self._split.of_whole(self._distribution.shards()), tensors)
         self.buffers.write(buffers)

@@ -10,9 +10,12 @@ kernels would otherwise convert them in every step. Everything else sees the usu
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
 import torch
 
-from training.engines.buckets import BackwardOrder, make_buckets
+from training.engines.buckets import BackwardOrder, Placed, Shared, make_buckets, place, share_out
 from training.engines.compilation import compile_network
 from training.engines.distribution import Distribution
 from training.engines.engine import EngineSetup
@@ -26,7 +29,25 @@ from training.engines.parameter_shards import (
 from training.engines.precision import under_autocast
 from training.engines.summation_tree import StepTree
 from training.engines.tensor_split import TensorSplit
-from training.world.collectives import barrier
+from training.world.collectives import barrier, sum_over_ranks
+from training.world.world import World
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages that a model is cut into.
+
+    Attributes:
+        names: of each stage's parameters.
+        pipeline: the ranks that have them, one after another and round again.
+    """
+
+    names: Sequence[Collection[str]]
+    pipeline: World
+
+    def of_rank(self, rank: int) -> Sequence[Collection[str]]:
+        """Return the stages of a rank of the pipeline."""
+        return self.names[rank :: self.pipeline.size]
 
 
 class Zero1(Distribution):
@@ -34,8 +55,13 @@ class Zero1(Distribution):
 
     reports = True
 
-    def __init__(self, setup: EngineSetup) -> None:
-        """Take over the parameters; a collective."""
+    def __init__(self, setup: EngineSetup, stages: Stages | None = None) -> None:
+        """Take over the parameters; a collective.
+
+        Args:
+            setup: the model with its optimizer; `world` are the ranks that have this rank's stages.
+            stages: of the model; None for a whole one.
+        """
         self._module, self._optimizer, self._world = setup.module, setup.optimizer, setup.world
         self._network = under_autocast(setup.module, setup.precision, setup.world.device)
         self._accumulation_steps = setup.accumulation_steps
@@ -43,41 +69,38 @@ class Zero1(Distribution):
             if parameter.ndim == CONVOLUTION_DIMENSIONS:
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         tree = StepTree(self._world.size, setup.accumulation_steps)
-        self._buckets, self._gradients = make_buckets(self._module, self._optimizer, self._world, tree, setup.split)
+        shared = share_out(self._module, self._optimizer, self._world.device, setup.split)
+        if stages is None:
+            stages = Stages([{name for one in shared for name in one.parameters}], self._world.alone())
+        pipeline, ranks = stages.pipeline, range(stages.pipeline.size)
+        placed = [place(shared, stages.of_rank(rank), self._world.size) for rank in ranks]
+        own = placed[pipeline.rank]
+        self._buckets, self._gradients = make_buckets(shared, own, self._world, tree)
         self._split = setup.split
         self._whole = [bucket for bucket in self._buckets if bucket.parameters.keys().isdisjoint(self._split.cuts)]
-        self._order = BackwardOrder(self._module, self._buckets)
-        self._sum_of_squares = SumOfSquares(self._places(setup.split), len(self._gradients) // BLOCK, self._world)
+        self._orders = [
+            BackwardOrder(self._module, [b for b, one in zip(self._buckets, own, strict=True) if one.stage == stage])
+            for stage in range(len(stages.of_rank(pipeline.rank)))
+        ]
+        self._blocks = _Blocks(shared, placed, self._world, pipeline, setup.split)
         if setup.compiles:
             compile_network(self._network, setup)
-
-    def _places(self, split: TensorSplit) -> torch.Tensor:
-        """Return where every block with elements that count is among the ranks' rows of blocks; see `SumOfSquares`."""
-        row, first, places = len(self._gradients) // BLOCK, 0, []
-        for bucket in self._buckets:
-            layout = bucket.layout
-            blocks_of_part = layout.part // BLOCK
-            ranks = layout.blocks.div(blocks_of_part, rounding_mode="floor")
-            if all(map(split.counts, bucket.parameters)):
-                places.append(ranks * row + first + layout.blocks % blocks_of_part)
-            first += blocks_of_part
-        return torch.cat(places)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self._network(images)
 
-    def begin_backward(self, leaf: int) -> None:
-        self._order.begin(sums_over_ranks=leaf == self._accumulation_steps - 1)
+    def begin_backward(self, leaf: int, stage: int = 0) -> None:
+        self._orders[stage].begin(sums_over_ranks=leaf == self._accumulation_steps - 1)
 
-    def end_backward(self) -> None:
-        self._order.end()
+    def end_backward(self, stage: int = 0) -> None:
+        self._orders[stage].end()
 
     def sum_gradients(self) -> torch.Tensor:
         for bucket in self._buckets:
             bucket.sum_gradients()
         self._split.share_gradients(parameter for bucket in self._whole for parameter in bucket.trained)
         # All ranks have read the gradients when this returns: they may be written again.
-        return self._sum_of_squares(squares_of_rows(self._gradients.view(-1, BLOCK)))
+        return self._blocks.sum_of_squares(self._gradients.view(-1, BLOCK))
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
         self._gradients.mul_(factor)
@@ -95,3 +118,65 @@ class Zero1(Distribution):
     def shards(self) -> list[ParameterShard]:
         shards = frozen_shards(self._module, self._world)
         return shards + [shard for bucket in self._buckets for shard in bucket.shards(self._optimizer)]
+
+
+class _Blocks:
+    """The blocks of the whole model's buckets, wherever they are.
+
+    Args:
+        shared: the parameters of each bucket.
+        placed: the buckets of each rank of the pipeline.
+        world: the ranks that have this rank's stages.
+        pipeline: the ranks that have the stages.
+        tensor_split: decides which blocks count on this rank of a tensor group.
+    """
+
+    def __init__(
+        self,
+        shared: Sequence[Shared],
+        placed: Sequence[Sequence[Placed]],
+        world: World,
+        pipeline: World,
+        tensor_split: TensorSplit,
+    ) -> None:
+        self._world, self._pipeline = world, pipeline
+        first, firsts = 0, []  # number of each bucket's first block
+        counted = [torch.ones(0, dtype=torch.bool)]  # of each block, whether it counts
+        for one in shared:
+            firsts.append(first)
+            length = len(one.layout([*one.parameters], 1).numbers)
+            first += length
+            counted.append(torch.full((length,), all(map(tensor_split.counts, one.parameters))))
+        row = max(sum(one.layout.part for one in of_rank) for of_rank in placed) // BLOCK
+        none = torch.arange(0)
+        found = [(none, none)]  # numbers of blocks, and their places in the ranks' rows, one after another
+        for rank, of_rank in enumerate(placed):
+            start = rank * world.size * row
+            for number, _, layout in of_rank:
+                blocks_of_part = layout.part // BLOCK
+                owners = layout.blocks.div(blocks_of_part, rounding_mode="floor")
+                found.append((firsts[number] + layout.numbers, start + owners * row + layout.blocks % blocks_of_part))
+                start += blocks_of_part
+        numbers, places = (torch.cat(parts) for parts in zip(*found, strict=True))
+        is_split = torch.bincount(numbers, minlength=first) > 1  # over several stages
+        split = is_split.nonzero().view(-1)
+        place_of = torch.empty(first, dtype=torch.int64).scatter_(0, numbers, places)
+        place_of[split] = pipeline.size * world.size * row + torch.arange(len(split))
+        is_own = is_split[numbers] & (places.div(max(row, 1), rounding_mode="floor") == _row_of(world, pipeline))
+        self._own = (places[is_own] % max(row, 1)).to(world.device)
+        self._own_split = torch.searchsorted(split, numbers[is_own]).to(world.device)
+        self._split = len(split)
+        self._sum = SumOfSquares(place_of[torch.cat(counted)], row, world, pipeline if pipeline.size > 1 else None)
+
+    def sum_of_squares(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the squares of all blocks, float64 [], given this rank's [n, BLOCK]; a collective."""
+        if not self._split:
+            return self._sum(squares_of_rows(rows))
+        whole = rows.new_zeros(self._split, BLOCK).index_add_(0, self._own_split, rows[self._own])
+        for ranks in (self._world, self._pipeline):  # every element is one rank's, and 0 on the others
+            whole = sum_over_ranks(whole, ranks)
+        return self._sum(squares_of_rows(rows), squares_of_rows(whole))
+
+
+def _row_of(world: World, pipeline: World) -> int:
+    return pipeline.rank * world.size + world.rank

@@ -14,26 +14,26 @@ from training.recipe.loss import Loss
 
 
 class TimedEngine:
-    """The three calls of a step on an engine, each a span of the clock."""
+    """The three calls of a step on an engine, each a span of the clock; a step of other calls has both."""
 
     def __init__(self, engine: Engine, clock: SpanClock) -> None:
-        self._engine, self._clock = engine, clock
+        self.engine, self.clock = engine, clock
         self.optimizer, self.buffers = engine.optimizer, engine.buffers
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """See `Engine.forward`."""
-        with self._clock.forward:
-            return self._engine.forward(images)
+        with self.clock.forward:
+            return self.engine.forward(images)
 
     def backward(self, loss: torch.Tensor) -> None:
         """See `Engine.backward`."""
-        with self._clock.backward:
-            self._engine.backward(loss)
+        with self.clock.backward:
+            self.engine.backward(loss)
 
     def step(self) -> StepResult | None:
         """See `Engine.step`."""
-        with self._clock.optimizer:
-            return self._engine.step()
+        with self.clock.optimizer:
+            return self.engine.step()
 
 
 Note = Callable[..., None]

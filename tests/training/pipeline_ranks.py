@@ -1,0 +1,170 @@
+"""What the tests of pipelines run on each rank: a network in stages, and the same network whole."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from models.basic_cnn import BasicCNN
+from models.cnn_lstm import CNNLSTM
+from models.ensemble import Ensemble
+from tests.training.checkpoint_ranks import mesh_of
+from tests.training.engine_ranks import CLASSES, configuration, whole_tensors
+from training.base.errors import UserError
+from training.base.timing import SpanClock
+from training.data.reader import Batch
+from training.engines.activation_checkpointing import enable_activation_checkpointing
+from training.engines.build_engine import build_engine
+from training.engines.engine import Engine, EngineSetup, PipelineSetup
+from training.engines.strategies import plan_of
+from training.loop import seed_dropout
+from training.recipe.loss import build_loss
+from training.recipe.optimizer import build_optimizer
+from training.steps.accumulate import Accumulate, TimedEngine
+from training.steps.pipelined import Pipelined
+from training.world.collectives import gather_objects
+from training.world.exchange import list_of, text
+from training.world.world import World
+
+SIZE = 16  # pixels
+LARGER = {"lstm": 32}
+
+
+class Residual(nn.Module):
+    """Blocks with a path around them, which allow no cut inside, and a parameter between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.scale = nn.Parameter(torch.ones(16, 1, 1))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)) for _ in "ab")
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        features = self.stem(images) * self.scale
+        for block in self.blocks:
+            features = features + block(features)
+        return self.head(features.mean((2, 3)))
+
+
+def make_network(name: str) -> nn.Module:
+    from timm.models.resnet import BasicBlock, ResNet
+    from timm.models.vision_transformer import VisionTransformer
+
+    torch.manual_seed(0)
+    vit = partial(VisionTransformer, SIZE, 4, num_classes=CLASSES, embed_dim=32, depth=4, num_heads=2)
+    networks = {
+        "cnn": lambda: BasicCNN(CLASSES, 3, dropout=0.2),
+        "lstm": lambda: CNNLSTM(CLASSES, 3, dropout=0.2),
+        "vit": lambda: vit(drop_path_rate=0.2, proj_drop_rate=0.1),
+        "resnet": lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=CLASSES, drop_path_rate=0.2),
+        "residual": Residual,
+        "ensemble": lambda: Ensemble([Residual(), Residual()]),
+    }
+    return networks[name]()
+
+
+def make_engine(
+    world: World, module: nn.Module, leaves: int, size: int, *, pipeline: int, schedule: str, split: str, **changes: Any
+) -> Engine:
+    accumulation = leaves // world.data.size
+    config = configuration(gradient_accumulation_steps=accumulation, **changes)
+    heads = {"head.weight", "head.bias", "fc.weight", "fc.bias"}
+    setup = EngineSetup(
+        module,
+        build_optimizer(module, config, heads, discriminative=False),
+        plan_of("ddp", world.data.size),
+        "fp32" if config.precision == "auto" else config.precision,
+        world.data,
+        8,
+        accumulation,
+        config.gradient_clipping,
+        image_shape=(3, size, size),
+        pipeline=PipelineSetup(world, schedule, split) if pipeline > 1 else None,
+    )
+    return build_engine(setup, "torch")
+
+
+def make_batches(step: int, first: int, count: int, size: int) -> list[Batch]:
+    batches = []
+    for leaf in range(first, first + count):
+        generator = torch.Generator().manual_seed(1000 * step + leaf)
+        images = torch.randn(8, 3, size, size, generator=generator).contiguous(memory_format=torch.channels_last)
+        labels = torch.randint(CLASSES, (8,), generator=generator)
+        batches.append(Batch(images, labels, torch.ones(8), torch.arange(8)))
+    return batches
+
+
+def train(
+    world: World,
+    network: str,
+    leaves: int,
+    pipeline: int = 1,
+    schedule: str = "1f1b",
+    split: str = "auto",
+    recomputes: bool = False,
+    frozen: Sequence[str] = (),
+    **changes: Any,
+) -> dict[str, str]:
+    """Train three steps and evaluate three batches; return a sha256 of all that came out, by name, on all ranks."""
+    world, module = mesh_of(world, pipeline), make_network(network)
+    size = LARGER.get(network, SIZE)
+    if recomputes:
+        enable_activation_checkpointing(module)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(not (frozen and name.startswith(tuple(frozen))))
+    engine = make_engine(world, module, leaves, size, pipeline=pipeline, schedule=schedule, split=split, **changes)
+    loss = build_loss(configuration(label_smoothing=0.1), [], [], world.device)
+    step = Pipelined(loss) if pipeline > 1 else Accumulate(loss)
+    own, seen, norms = leaves // world.data.size, list[torch.Tensor](), list[str]()
+    module.train()
+    for number in range(3):
+        batches = make_batches(number, world.data.rank * own, own, size)
+
+        def seed(leaf: int, number: int = number) -> None:
+            seed_dropout(0, number, world.data.rank * own + leaf, world.device)
+
+        def note(_batch: Batch, losses: torch.Tensor, logits: torch.Tensor) -> None:
+            seen.append(torch.cat([losses.detach()[:, None], logits.detach()], dim=1))
+
+        result = step(TimedEngine(engine, SpanClock()), batches, seed, 1.0, note)
+        norms.append(float(result.gradient_norm).hex())
+    found: dict[str, str] = {}
+    for kind, tensors in whole_tensors(engine).items():
+        found |= {f"{kind} {name}": digest(tensor) for name, tensor in tensors.items()}
+    for name, buffer in engine.buffers.by_name().items():
+        for leaf, values in enumerate(buffer, world.data.rank * own):
+            found[f"buffer {name} {leaf}"] = digest(values)
+    for number, rows in enumerate(seen):
+        found[f"outputs {number // own} {world.data.rank * own + number % own}"] = digest(rows)
+    engine.buffers.average(world.data)
+    engine.module.eval()
+    with torch.no_grad():
+        for number, (_, logits) in enumerate(engine.outputs(make_batches(7, 0, 3, size))):
+            found[f"evaluation {number}"] = digest(logits)
+    found["norms"] = " ".join(norms)
+    everywhere = gather_objects([*map(list, found.items())], list_of(list_of(text)), world)
+    engine.close()
+    merged: dict[str, str] = {}
+    for rank in everywhere:
+        for name, value in rank:
+            assert merged.setdefault(name, value) == value, f"{name} differs between ranks"
+    return merged
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+
+
+def refusal(world: World, network: str, **settings: Any) -> str:
+    """Return what a network, or a split, is refused with."""
+    try:
+        train(world, network, **settings)
+    except UserError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,68 @@
+"""Stages of a network on ranks of their own against the whole network on one: every byte."""
+
+from __future__ import annotations
+
+import pytest
+
+RANKS = "tests.training.pipeline_ranks"
+# Network, leaves of a step, ranks, stages, and what else is asked for.
+QUICK = [
+    ("cnn", 4, 2, 2, {}),
+    ("vit", 3, 2, 2, {"schedule": "gpipe", "split": "blocks.1"}),
+    ("resnet", 4, 2, 2, {"schedule": "interleaved", "recomputes": True}),
+]
+SLOW = [
+    ("lstm", 3, 3, 3, {}),
+    ("resnet", 5, 3, 3, {"optimizer": "muon"}),
+    ("vit", 6, 4, 4, {}),
+    ("vit", 4, 4, 4, {"schedule": "gpipe", "precision": "bf16"}),
+    ("resnet", 4, 4, 4, {"split": "layer1,layer2,global_pool"}),
+    ("cnn", 8, 4, 2, {}),
+    ("resnet", 6, 4, 2, {"schedule": "gpipe", "optimizer": "lamb"}),
+    ("vit", 8, 4, 2, {"schedule": "interleaved", "gradient_clipping": 0.0}),
+    ("vit", 4, 2, 2, {"frozen": ("cls_token", "pos_embed", "patch_embed", "blocks")}),
+    ("residual", 4, 2, 2, {"split": "head"}),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(run_on_ranks):
+    """The network on one rank, trained once for each recipe."""
+    found = {}
+
+    def train(network: str, leaves: int, options: dict) -> dict[str, str]:
+        recipe = {name: value for name, value in options.items() if name not in ("schedule", "split")}
+        key = str((network, leaves, recipe))
+        if key not in found:
+            found[key] = run_on_ranks(f"{RANKS}:train", 1, [{"network": network, "leaves": leaves} | recipe])[0][0]
+        return found[key]
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("network", "leaves", "ranks", "stages", "options"),
+    [*QUICK, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_stages_train_and_evaluate_the_bytes_of_the_whole(network, leaves, ranks, stages, options, run_on_ranks, whole):
+    case = {"network": network, "leaves": leaves, "pipeline": stages} | options
+    found, expected = run_on_ranks(f"{RANKS}:train", ranks, [case])[0][0], whole(network, leaves, options)
+    assert sorted(name for name in expected if found.get(name) != expected[name]) == []
+    assert found.keys() == expected.keys()
+    assert len({found[f"outputs {step} 0"] for step in range(3)}) == 3, "the weights must have moved"
+
+
+REFUSED = {
+    "several paths": ({"network": "ensemble"}, "more than one tensor goes from layer to layer"),
+    "unknown": ({"network": "vit", "split": "blocks.9"}, "--pipeline-split blocks.9: this model can be cut before"),
+    "inside a block": ({"network": "vit", "split": "blocks.1.attn"}, "can be cut before blocks, blocks.1"),
+    "too many": ({"network": "vit", "split": "blocks.1,blocks.2"}, "1 for 2 stages"),
+}
+
+
+@pytest.mark.parametrize(("settings", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_cut_is_refused_on_all_ranks(settings, words, run_on_ranks):
+    for (said,) in run_on_ranks(f"{RANKS}:refusal", 2, [{"leaves": 2, "pipeline": 2} | settings]):
+        assert words in said
+        assert "\n" not in said

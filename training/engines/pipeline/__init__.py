@@ -1,0 +1,1 @@
+"""Pipeline parallelism: consecutive layers on neighbouring ranks, through which micro-batches pass."""
