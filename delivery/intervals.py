@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import binomtest
 
-from training.observe.class_scores import ClassCounts
+from training.observe.class_counts import ClassCounts
 
 CONFIDENCE = 0.95
 RESAMPLES = 1000

@@ -22,7 +22,7 @@ BUDGET = {
     "training/recipe": 1556,
     "training/engines": 4981,
     "training/checkpoint": 1522,
-    "training/observe": 2008,
+    "training/observe": 1963,
     "training/steps": 823,
     "training/config": 1101,
     "planning": 2933,

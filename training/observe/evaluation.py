@@ -15,7 +15,8 @@ import torch
 from training.base.atomic_write import replacing_folder, write_json
 from training.base.errors import UserError
 from training.base.run_folder import SCORES
-from training.observe.class_scores import ClassCounts, count_classes
+from training.observe.class_counts import ClassCounts
+from training.observe.class_scores import count_classes
 from training.observe.scores import SampleScores, Scores
 
 CALIBRATION_BINS = 15

@@ -1,0 +1,52 @@
+"""Samples of each class by what they were predicted as, and the scores that follow; imports no torch, for pages."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class ClassCounts(NamedTuple):
+    """Samples of each class: int64 [C] each.
+
+    Attributes:
+        right: of the class, and predicted so.
+        support: of the class.
+        predicted: predicted so.
+    """
+
+    right: np.ndarray
+    support: np.ndarray
+    predicted: np.ndarray
+
+    @property
+    def precision(self) -> np.ndarray:
+        """The share of the samples predicted so that are so, float64 [C]; 0 of none."""
+        return _divide(self.right, self.predicted)
+
+    @property
+    def recall(self) -> np.ndarray:
+        """The share of the samples of the class that are predicted so, float64 [C]; 0 of none."""
+        return _divide(self.right, self.support)
+
+    @property
+    def f1(self) -> np.ndarray:
+        """2 right / (support + predicted), float64 [C]; 0 if there is nothing to divide by."""
+        return _divide(2 * self.right, self.support + self.predicted)
+
+    @property
+    def balanced_accuracy(self) -> float:
+        """The mean recall of the classes that have samples."""
+        return float(self.recall[self.support > 0].mean()) if self.support.any() else 0.0
+
+    @property
+    def lowest_recall(self) -> tuple[int, float]:
+        """The first class with the lowest recall of those that have samples, and its recall."""
+        number = int(np.where(self.support > 0, self.recall, np.inf).argmin())
+        return number, float(self.recall[number])
+
+
+def _divide(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    """Divide counts elementwise, giving 0 if the denominator is 0."""
+    return np.divide(numerator, denominator, out=np.zeros(len(numerator)), where=denominator > 0)
