@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from training.checkpoint.weights import load_model
 from training.data.image_contents import digests_over_ranks
 from training.data.image_list import TrainedImages, read_image_list
 from training.data.loader import Loader
+from training.data.reader import Batch
 from training.data.reading.sources import FileSource
 from training.data.sampler import EvaluationPlan
 from training.engines.engine import Engine
@@ -38,9 +40,10 @@ class _WholeModel:
 
     module: nn.Module
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
-        return self.module(images)
+    def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """See `Engine.outputs`."""
+        for batch in batches:
+            yield batch, self.module(batch.images)
 
 
 def judge_test(context: Run, loop: TrainContext) -> None:

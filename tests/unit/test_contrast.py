@@ -104,7 +104,7 @@ class NoUpdate(TimedEngine):
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
         """Of the last step: of the flat buffers, in the names of the network."""
-        buckets = self._engine._distribution._buckets
+        buckets = self.engine._distribution._buckets
         return {
             name: place.clone()
             for bucket in buckets
