@@ -12,6 +12,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import time
@@ -97,10 +98,11 @@ def run_ranks(function: str, world_size: int, folder: Path, cases: list[dict[str
 
 
 def free_port() -> int:
-    """Return a port on which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port on which nothing listens, below those that Linux gives to whoever connects in the meantime."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(15_000, 32_000)))
+            return probe.getsockname()[1]
 
 
 def be_rank(jobs: Connection, place: dict[str, Any], log: Path) -> None:

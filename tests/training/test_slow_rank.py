@@ -39,7 +39,8 @@ def test_the_rank_that_sleeps_is_named_once(slow_rank, span, reduces, reports):
         message,
     )
     assert found, message
-    assert float(found[1]) >= 1000 * SLEEP_SECONDS > float(found[2])
+    assert float(found[1]) >= 1000 * SLEEP_SECONDS
+    assert float(found[1]) > float(found[2])  # whose work may take as long as the sleep on a busy machine
     ((kind, values),) = first["events"]
     assert (kind, values["rank"]) == ("slow_rank", slow_rank)
 
