@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from scipy.stats import binomtest
 
 from training.observe.class_counts import ClassCounts
 
@@ -46,8 +46,11 @@ def wilson(hits: int, samples: int) -> Interval | None:
     """
     if not samples:
         return None
-    found = binomtest(hits, samples).proportion_ci(CONFIDENCE, method="wilson")
-    return float(found.low), float(found.high)
+    share, reach = hits / samples, NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    middle = share + reach**2 / (2 * samples)
+    radius = reach * math.sqrt(share * (1 - share) / samples + (reach / (2 * samples)) ** 2)
+    scale = 1 + reach**2 / samples
+    return max((middle - radius) / scale, 0.0), min((middle + radius) / scale, 1.0)
 
 
 def bootstrap(scores: Mapping[str, Any]) -> dict[str, Interval | None]:

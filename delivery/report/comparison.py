@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import binomtest
 
 from delivery.report.formatting import clip, number, plural
 from delivery.report.run_files import names_of
@@ -48,6 +47,8 @@ def mcnemar(right: np.ndarray, other: np.ndarray) -> tuple[int, int, float]:
         right: bool [N], whether the first one is right.
         other: the same of the second one.
     """
+    from scipy.stats import binomtest  # seconds, which a page of one run does not take
+
     alone, other_alone = int((right & ~other).sum()), int((other & ~right).sum())
     either = alone + other_alone
     return alone, other_alone, float(binomtest(alone, either).pvalue) if either else 1.0

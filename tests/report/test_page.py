@@ -52,13 +52,13 @@ def spoken(page) -> str:
     return page.locator("#spoken").text_content()
 
 
-# Each of the three both ways, all together in `make test-slow`.
-PAIRS = [("single", 360, "dark"), ("several", 1280, "light")]
-OTHERS = sorted({*product(("single", "several"), (360, 1280), ("light", "dark"))} - {*PAIRS})
+# The one with the most in the least room; all others in `make test-slow`.
+QUICK = ("several", 360, "dark")
+OTHERS = sorted({*product(("single", "several"), (360, 1280), ("light", "dark"))} - {QUICK})
 
 
 @pytest.mark.parametrize(
-    ("name", "width", "theme"), [*PAIRS, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)]
+    ("name", "width", "theme"), [QUICK, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)]
 )
 def test_legible_everywhere(browser, pages, name, theme, width):
     with opened(browser, pages[name], width=width, color_scheme=theme) as page:
@@ -214,7 +214,7 @@ def test_copies_the_command(browser, pages):
         )
 
 
-@pytest.mark.parametrize("name", ["single", "several"])
+@pytest.mark.parametrize("name", ["single", pytest.param("several", marks=pytest.mark.slow)])
 def test_everything_is_reached_with_the_keyboard(browser, pages, name):
     with opened(browser, pages[name]) as page:
         # The page takes areas that need no scrolling out of the order once they are laid out, which is before a frame.
@@ -240,17 +240,17 @@ def test_everything_is_reached_with_the_keyboard(browser, pages, name):
         assert sorted(set(reached)) == wanted
 
 
-def test_without_javascript(browser, pages):
-    for name in ("single", "several"):
-        with opened(browser, pages[name], java_script_enabled=False, width=360) as page:
-            assert page.locator("button").evaluate_all("them => them.filter((one) => one.offsetParent).length") == 0
-            for line in page.locator("#chart-loss .canvas path.line").all():
-                box = line.bounding_box()
-                assert box["width"] > 100
-                assert box["height"] > 20
-            page.locator("summary").first.click()
-            assert page.locator("#curves details table").first.is_visible()
-            assert page.evaluate("document.documentElement.scrollWidth") == 360
+@pytest.mark.parametrize("name", [pytest.param("single", marks=pytest.mark.slow), "several"])
+def test_without_javascript(browser, pages, name):
+    with opened(browser, pages[name], java_script_enabled=False, width=360) as page:
+        assert page.locator("button").evaluate_all("them => them.filter((one) => one.offsetParent).length") == 0
+        for line in page.locator("#chart-loss .canvas path.line").all():
+            box = line.bounding_box()
+            assert box["width"] > 100
+            assert box["height"] > 20
+        page.locator("summary").first.click()
+        assert page.locator("#curves details table").first.is_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
 
 
 def test_printed_and_without_motion(browser, pages):

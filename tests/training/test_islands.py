@@ -41,10 +41,10 @@ def test_an_island_skips_a_step_alone_and_all_ranks_count_it(run_on_ranks):
 
 @pytest.fixture(scope="module")
 def train(run_on_ranks):
-    """Train with dropout on so many ranks, each step on 4 leaves of 16 images; return the folder of the run."""
+    """Train with dropout on so many ranks, each step on 4 leaves of 48 images; return the folder of the run."""
 
     def train_on_ranks(ranks: int, log_dir: Path, **changes: object) -> Path:
-        case = {"log_dir": str(log_dir), "name": "run", "epochs": 2, "dropout": 0.2, "batch_size": 16}
+        case = {"log_dir": str(log_dir), "name": "run", "epochs": 2, "dropout": 0.2, "batch_size": 48}
         case |= {"gradient_accumulation_steps": LEAVES // ranks, "keep_last": 99, "local_steps": 5, "islands": 2}
         assert all(result["code"] == 0 for (result,) in run_on_ranks(RUN, ranks, [case | changes]))
         return log_dir / "runs" / "run"

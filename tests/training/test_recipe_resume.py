@@ -85,14 +85,22 @@ def test_one_rank_goes_on_from_any_step_of_two_and_ends_with_the_same_bytes(whol
 def test_all_ranks_take_the_rate_of_one_search(train, tmp_path):
     automatic = {
         "model_type": "basic_cnn",
+        "strategy": "fsdp_stage3",
+        "batch_size": 16,
+        "image_size": 8,
+        "progressive_size": "",
+        "eval_image_size": 0,
         "repeated_augmentation": 1,
         "learning_rate": "auto",
         "epochs": 1,
         "save_every_steps": 0,
+        "whitened_stem": False,
+        "rate_trial_steps": 20,
+        "mixup": 0.0,
+        "cutmix": 0.0,
     }
-    automatic |= {"whitened_stem": False, "rate_trial_steps": 20, "mixup": 0.0, "cutmix": 0.0}
     one = train(1, tmp_path / "one", gradient_accumulation_steps=2, **automatic)
-    two = train(2, tmp_path / "two", strategy="fsdp_stage3", **automatic)
+    two = train(2, tmp_path / "two", **automatic)
     rates = [json.loads((folder / LEARNING_RATE).read_text()) for folder in (one, two)]
     assert rates[0]["tried"] == rates[1]["tried"]
     assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()

@@ -70,22 +70,47 @@ def alike(strategy: str) -> str:
     return "ddp" if strategy == "ddp" else "fsdp_stage2"
 
 
-def table() -> Iterator[Row]:
-    """Yield the rows of `make test`."""
+def quick() -> Iterator[Row]:
+    """Yield the rows of `make test`: each variant, each strategy, to fewer, as many and more ranks."""
+    for strategy, (saved, resumed) in product(STRATEGIES, MOVES):
+        yield Row("batchnorm", Place("torch", strategy, saved), 2, Place("torch", strategy, resumed))
+    for saved, resumed in CHANGES:
+        yield Row("plain", Place("torch", saved, 1), 2, Place("torch", resumed, 2))
+    yield Row("replicated", Place("torch", "fsdp_stage3", 4), 2, Place("torch", "fsdp_stage3", 4))
+    for place in PLACES:
+        if place.strategy != "fsdp_stage2":
+            yield Row("frozen", place, 2, place)
+    for strategy in ("ddp", "fsdp_stage3"):
+        yield Row("adapters", Place("torch", strategy, 2), 2, Place("torch", strategy, 1))
+    yield Row("adapters", Place("deepspeed", "ddp", 2), 2, Place("torch", "ddp", 1))
+    # From the step of a pull to the slow weights, which are every second, and from those beside it.
+    for variant, strategy, ranks, step in (
+        ("averages", "ddp", 1, 1),
+        ("averages", "ddp", 2, 2),
+        ("averages", "fsdp_stage2", 1, 4),
+        ("averages of muon", "ddp", 1, 1),
+    ):
+        yield Row(variant, Place("torch", strategy, 2), step, Place("torch", strategy, ranks))
+    yield Row("contrastive", Place("torch", "ddp", 2), 2, Place("torch", "ddp", 1))
+    # A pipeline, kept in mid-epoch, that goes on whole.
+    yield Row("batchnorm", Place("torch", "ddp", 2, 2), 2, Place("torch", "ddp", 1, 1))
+    yield Row("averages", Place("deepspeed", "fsdp_stage3", 2), 1, Place("deepspeed", "fsdp_stage3", 2))
+
+
+def slow() -> Iterator[Row]:
+    """Yield all rows, also those of `make test`."""
     for strategy, saved, resumed in product(STRATEGIES, WORLDS, WORLDS):
         yield Row("batchnorm", Place("torch", strategy, saved), 2, Place("torch", strategy, resumed))
-    for (saved, resumed), (size, other) in product(CHANGES, ((1, 2), (2, 4), (4, 1))):
+    for (saved, resumed), size, other in product(CHANGES, WORLDS, WORLDS):
         yield Row("plain", Place("torch", saved, size), 2, Place("torch", resumed, other))
     for strategy, ranks in product(("fsdp_stage2", "fsdp_stage3"), (4, 1)):
         yield Row("replicated", Place("torch", strategy, 4), 2, Place("torch", strategy, ranks))
-    places = [Place(engine, strategy, 2) for strategy, engine in product(STRATEGIES, ENGINES)]
-    for number, place in enumerate(places):
+    for number, place in enumerate(PLACES):
         yield Row("frozen", place, 2, place)
-        yield Row("frozen", places[number - 1], 2, place._replace(ranks=1))
+        yield Row("frozen", PLACES[number - 1], 2, place._replace(ranks=1))
         if place.strategy != "fsdp_stage2":
             yield Row("adapters", place, 2, place)
             yield Row("adapters", place, 2, Place("torch", place.strategy, 1))
-    # From the step of a pull to the slow weights, which are every second, and from those beside it.
     for strategy, (ranks, step) in product(("ddp", "fsdp_stage2"), ((1, 1), (2, 1), (2, 2), (4, 2), (1, 4))):
         yield Row("averages", Place("torch", strategy, 2), step, Place("torch", strategy, ranks))
         if strategy == "ddp":
@@ -95,22 +120,19 @@ def table() -> Iterator[Row]:
     # Pipelines, kept in mid-epoch, that go on whole and on other meshes.
     for variant, (saved, resumed) in product(("batchnorm", "averages"), (((2, 2), (1, 1)), ((2, 1), (4, 2)))):
         yield Row(variant, Place("torch", "ddp", *saved), 2, Place("torch", "ddp", *resumed))
+    for variant, saved, resumed in product(
+        ("frozen", "adapters", "averages of muon"), ((2, 2), (3, 3), (4, 2)), ((2, 1), (4, 2))
+    ):
+        yield Row(variant, Place("torch", "ddp", *saved), 2, Place("torch", "ddp", *resumed))
     for step in (1, 2):
         yield Row("averages", *[Place("deepspeed", "fsdp_stage3", 2), step, Place("deepspeed", "fsdp_stage3", 2)])
 
 
+MOVES = ((1, 2), (2, 1), (2, 4), (4, 1))
 CHANGES = [pair for pair in product(STRATEGIES, STRATEGIES) if pair[0] != pair[1]]
-QUICK = [*table()]
-SLOW = [
-    row
-    for (saved, resumed), size, other in product(CHANGES, WORLDS, WORLDS)
-    if (row := Row("plain", Place("torch", saved, size), 2, Place("torch", resumed, other))) not in QUICK
-]
-SLOW += [
-    Row(variant, Place("torch", "ddp", *saved), 2, Place("torch", "ddp", *resumed))
-    for variant in ("frozen", "adapters", "averages of muon")
-    for saved, resumed in product(((2, 2), (3, 3), (4, 2)), ((2, 1), (4, 2)))
-]
+PLACES = [Place(engine, strategy, 2) for strategy, engine in product(STRATEGIES, ENGINES)]
+QUICK = [*quick()]
+SLOW = [row for row in dict.fromkeys(slow()) if row not in QUICK]
 TABLE = pytest.mark.parametrize("row", [*QUICK, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW)], ids=str)
 
 
@@ -220,20 +242,17 @@ def test_the_content_of_a_checkpoint_does_not_depend_on_the_ranks(strategy, rank
         torch.testing.assert_close(second[key], first[key], atol=0, rtol=0, msg=str(key))
 
 
-@pytest.mark.parametrize(("strategy", "saved", "ranks"), [*product(STRATEGIES, WORLDS, WORLDS)])
+@pytest.mark.parametrize(
+    ("strategy", "saved", "ranks"), [(strategy, *move) for strategy, move in product(STRATEGIES, MOVES)]
+)
 def test_every_leaf_goes_on_with_its_own_statistics(strategy, saved, ranks, runs):
     place = Place("torch", strategy, saved)
-    own, resumed = (
-        [
-            leaf
-            for report in runs.resumed(Row("batchnorm", place, 2, place._replace(ranks=size)))
-            for leaf in report["resumed_buffers"]["norm.running_mean"]
-        ]
-        for size in (saved, ranks)
-    )
-    assert len(own) == LEAVES
-    assert own == resumed
-    assert len({str(leaf) for leaf in own}) == LEAVES, "each leaf saw other samples"
+    row = Row("batchnorm", place, 2, place._replace(ranks=ranks))
+    reader = CheckpointReader(folder := runs.checkpoint("batchnorm", place, 2), read_manifest(folder))
+    saved_means = [reader.buffers(leaf, LEAVES, 1)["norm.running_mean"][0].tolist() for leaf in range(LEAVES)]
+    resumed = [leaf for report in runs.resumed(row) for leaf in report["resumed_buffers"]["norm.running_mean"]]
+    assert resumed == saved_means
+    assert len({str(leaf) for leaf in resumed}) == LEAVES, "each leaf saw other samples"
 
 
 @pytest.mark.parametrize("row", [row for row in QUICK if row.variant in ("frozen", "adapters")], ids=str)

@@ -14,9 +14,8 @@ OURS = [
     (1, "forward", "torch ddp"),
     (0, "data", "torch ddp"),
     (1, "forward", "deepspeed fsdp_stage2"),
-    (0, "data", "deepspeed fsdp_stage3"),
 ]
-DDP = [(1, "forward", "ddp"), (0, "data", "ddp"), (0, "logging", "ddp")]
+DDP = [(1, "forward", "ddp"), (0, "logging", "ddp")]
 CASES = OURS + DDP
 
 

@@ -24,6 +24,7 @@ from training.data import DataOptions, load_data
 from training.data.augment import evaluation_transform
 from training.data.augmentations import AUGMENTATION_NAMES, AUGMENTATIONS
 from training.data.datasets import ImageDataset
+from training.data.digits import split
 from training.data.reading.sources import ArraySource
 from training.data.torchvision_sets import TORCHVISION_SETS
 
@@ -33,9 +34,9 @@ GENERATOR = np.random.Generator(np.random.PCG64(0))
 def test_digits_are_the_stratified_split_of_seed_0():
     pair = load_data(DataOptions(seed=9))
     digits = load_digits()
-    train, val, train_labels, val_labels = train_test_split(
-        digits.images, digits.target, test_size=360, stratify=digits.target, random_state=0
-    )
+    parts = train_test_split(np.arange(1797), test_size=360, stratify=digits.target, random_state=0)
+    assert [part.tolist() for part in split(digits.target)] == [part.tolist() for part in parts]
+    (train, val), (train_labels, val_labels) = ([of[part] for part in parts] for of in (digits.images, digits.target))
     assert (len(pair.train), len(pair.val)) == (len(train), len(val)) == (1437, 360)
     assert pair.train_counts == np.bincount(train_labels).tolist()
     np.testing.assert_array_equal(pair.val.source.labels, val_labels)

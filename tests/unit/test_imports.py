@@ -28,6 +28,7 @@ NOT_IMPORTED = {
     "import training.data, training.data.augmentations": ("torch",),
     "import delivery.report.page, delivery.trained_model": ("torch",),
     EXPORTS_HELP: ("torch", "onnx", "onnxruntime"),
+    "import training.run, delivery.end_of_run, training.data.digits": ("scipy", "sklearn", "deepspeed"),
     LOAD: ("deepspeed", "tensorboard"),
 }
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
@@ -20,17 +21,49 @@ MAX_VALUE = 16  # the 8x8 cells count ink from 0 to 16
 
 def load(options: DataOptions) -> DatasetPair:
     """Load 1,437 training and 360 validation digits; the split is stratified and the same for every seed."""
-    digits = load_digits()
-    parts = train_test_split(
-        np.arange(len(digits.target)), test_size=VAL_IMAGES, stratify=digits.target, random_state=0
-    )
+    ink, targets = read_digits()
+    parts = split(targets)
     size = options.image_size or IMAGE_SIZE
     sides = (size, options.eval_image_size or size)
-    raw = torch.from_numpy(np.rint(digits.images * (255 / MAX_VALUE)).astype(np.uint8)).unsqueeze(1)
+    raw = torch.from_numpy(np.rint(ink * (255 / MAX_VALUE)).astype(np.uint8)).unsqueeze(1)
     # resized once here: 1,797 grey images take 2 MB at 32 pixels
-    labels, filter_mode = torch.from_numpy(digits.target).long(), InterpolationMode(options.interpolation)
+    labels, filter_mode = torch.from_numpy(targets), InterpolationMode(options.interpolation)
     train, val = (
         ArraySource(functional.resize(raw[indices], [side, side], filter_mode, antialias=True), labels[indices])
         for indices, side in zip(parts, sides, strict=True)
     )
-    return make_array_datasets(train, val, [str(name) for name in digits.target_names], options, image_size=IMAGE_SIZE)
+    return make_array_datasets(train, val, [str(digit) for digit in range(10)], options, image_size=IMAGE_SIZE)
+
+
+def read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Return float64 [1797, 8, 8] and int64 [1797] from scikit-learn's file; its own reader takes seconds to import."""
+    (folder,) = find_spec("sklearn").submodule_search_locations
+    rows = np.loadtxt(Path(folder) / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
+
+
+def split(targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices that `sklearn.model_selection.train_test_split` gives with `random_state=0`, stratified."""
+    random = np.random.RandomState(0)
+    counts = np.bincount(targets)
+    train_counts = _shares(counts, len(targets) - VAL_IMAGES, random)
+    val_counts = _shares(counts - train_counts, VAL_IMAGES, random)
+    train, val = [], []
+    for digit, (for_train, for_val) in enumerate(zip(train_counts, val_counts, strict=True)):
+        shuffled = np.flatnonzero(targets == digit)[random.permutation(counts[digit])]
+        train.append(shuffled[:for_train])
+        val.append(shuffled[for_train : for_train + for_val])
+    return random.permutation(np.concatenate(train)), random.permutation(np.concatenate(val))
+
+
+def _shares(counts: np.ndarray, total: int, random: np.random.RandomState) -> np.ndarray:
+    """Divide `total` in proportion to the counts: rounded down, then one more where the rest is largest."""
+    exact = counts / counts.sum() * total
+    shares = np.floor(exact).astype(np.int64)
+    for rest in np.unique(exact - shares)[::-1]:
+        equal = np.flatnonzero(exact - np.floor(exact) == rest)
+        missing = total - shares.sum()
+        if not missing:
+            break
+        shares[random.choice(equal, size=min(len(equal), missing), replace=False)] += 1
+    return shares
