@@ -15,13 +15,20 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
+from delivery.calibration import (
+    CalibratedRecorder,
+    describe_rejection,
+    finish_calibration,
+    read_reject,
+    start_calibration,
+)
 from delivery.evaluation_data import EvaluationChoice, EvaluationData, load_evaluation_data, run_data
 from delivery.evaluation_files import write_evaluation
 from delivery.flags import evaluate_parser
 from delivery.trained_model import TrainedModel, find_model, slug
 from delivery.views import PLAIN, Views, checked_views, mean_log_probabilities
 from training.base.errors import UserError, printable
-from training.base.run_folder import EVALUATION, TEST_EVALUATION
+from training.base.run_folder import CARD, EVALUATION, TEST_EVALUATION
 from training.checkpoint.weights import load_model
 from training.config import TrainConfig
 from training.data.bad_images import bad_image_lines, check_bad_images
@@ -54,6 +61,9 @@ def evaluate(
     allow_missing_classes: bool = False,
     flip: bool = False,
     shift_pixels: int = 0,
+    reject: str = "",
+    path_column: str = "",
+    label_column: str = "",
     batch_size: int = 64,
     precision: str = "auto",
     output: str | Path | None = "",
@@ -73,6 +83,10 @@ def evaluate(
         allow_missing_classes: whether the data may lack some of the model's classes.
         flip: whether to score the mean probabilities of each image and its mirror image, too.
         shift_pixels: how far to shift each image for more views of it, whose mean probabilities are scored, too.
+        reject: an accuracy, such as "0.95", or a threshold, such as "below:0.7": calibrates the model for `predict`,
+            see `delivery.calibration`, on images that it was not trained on.
+        path_column: as in training; default: the run's own.
+        label_column: as `path_column`.
         batch_size: images per rank and forward pass.
         precision: "auto", "bf16", "fp16" or "fp32", as in training.
         output: folder of the files; default: in the run's folder; None: no files are written.
@@ -80,13 +94,16 @@ def evaluate(
 
     Returns:
         The keys of `training.observe.evaluation.describe_scores`, and epoch, data, split and precision; with `flip`
-        or `shift_pixels` also "views": both, and top1, top5 and loss of the mean probabilities.
+        or `shift_pixels` also "views": both, and top1, top5 and loss of the mean probabilities; of a calibrated model
+        also "rejection", see `delivery.calibration.rejection_scores`.
 
     Raises:
         UserError: for a mistake in the arguments, and for files that cannot be used; on all ranks.
     """
     evaluate_parser(None).check(shift_pixels=shift_pixels, batch_size=batch_size, precision=precision)
-    choice = EvaluationChoice(str(data), split, data_root, bad_images, allow_missing_classes)
+    choice = EvaluationChoice(str(data), split, data_root, bad_images, allow_missing_classes, path_column, label_column)
+    if reject:
+        read_reject(reject)
     found = find_model(model)
     module, metadata = load_model(found.weights)
     views = checked_views(flip, shift_pixels, metadata)
@@ -106,8 +123,17 @@ def evaluate(
             num_classes = len(metadata["class_names"])
             best_by, images = config.best_by if config else "top1", len(evaluated.datasets.val)
             keeps = keeps_probabilities(best_by, images, num_classes, batch_size, world.size)
+            calibrated = agreed(lambda: start_calibration(found.weights, reject, views, num_classes), world)
             result = score(
-                network, evaluated, world, num_classes, batch_size, views, keeps_probabilities=keeps, verbose=verbose
+                network,
+                evaluated,
+                world,
+                num_classes,
+                batch_size,
+                views,
+                calibrated=calibrated,
+                keeps_probabilities=keeps,
+                verbose=verbose,
             )
             scores = {"epoch": metadata["extra"].get("epoch"), "data": evaluated.data, "split": evaluated.split}
             scores |= {"precision": used_precision}
@@ -116,10 +142,17 @@ def evaluate(
                 scores["views"] = views._asdict() | {key: getattr(result.views, key) for key in SCORES_SHOWN}
             if result.trained_on is not None:
                 scores["trained_on"] = {key: getattr(result.trained_on, key) for key in ("samples", *SCORES_SHOWN)}
+            if calibrated is not None:
+                before = result.views or result.plain
+                scores["rejection"] = finish_calibration(calibrated, before, evaluated.data, evaluated.split, world)
             if folder is not None:
                 agreed(lambda: _write(folder, scores, evaluated) if world.is_main else None, world)
         finally:
             stop_world()
+    if world.is_main and reject and found.run is not None and (found.run / CARD).exists():
+        from delivery.model_card import write_model_card  # imported late: it imports the hub's library
+
+        write_model_card(found.run)
     if verbose and world.is_main:
         _show(scores, folder, evaluated.notes)
     return scores
@@ -147,6 +180,7 @@ def score(
     batch_size: int,
     views: Views = PLAIN,
     *,
+    calibrated: CalibratedRecorder | None = None,
     keeps_probabilities: bool = False,
     verbose: bool = False,
 ) -> Result:
@@ -159,6 +193,7 @@ def score(
         num_classes: classes of the model.
         batch_size: images of one forward pass of one rank.
         views: what to average of each image, too.
+        calibrated: gets the logits of the images that the model was not trained on; None for none.
         keeps_probabilities: as `SampleRecorder`.
         verbose: whether to show a progress bar on a terminal.
 
@@ -184,9 +219,12 @@ def score(
                 losses, fresh = sample_losses(logits, labels), batch.weights * ~known
                 plain.add(losses, logits, labels, fresh, batch.indices)
                 trained_on.add(losses, logits, labels, batch.weights * known, batch.indices)
+                mean = logits
                 if views.are_several:
                     mean = mean_log_probabilities(network, batch.images, logits, views)
                     of_views.add(sample_losses(mean, labels), mean, labels, fresh, batch.indices)
+                if calibrated is not None:
+                    calibrated.add(mean, labels, fresh, batch.indices)
 
     try:
         agreed(all_batches, world)
@@ -274,6 +312,8 @@ def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> 
             f"{'which are all of them' if are_all else 'which are not among the ones above'}",
             soft_wrap=True,
         )
+    if found := scores.get("rejection"):
+        console.print(f"calibrated  {describe_rejection(found)}")
     classes, title = scores["classes"], None
     if len(classes) > CLASSES_SHOWN:
         title = f"the {CLASSES_SHOWN} classes with the lowest F1, of {len(classes)}"

@@ -60,6 +60,7 @@ class EvaluationChoice:
         data_root: as `DataOptions.data_root`.
         bad_images: as `DataOptions.bad_images`.
         allow_missing_classes: whether the data may lack classes that the model knows.
+        path_column, label_column: as of `DataOptions`.
     """
 
     data: str = ""
@@ -67,6 +68,8 @@ class EvaluationChoice:
     data_root: str = ""
     bad_images: str = ""
     allow_missing_classes: bool = False
+    path_column: str = ""
+    label_column: str = ""
 
 
 @dataclass(frozen=True)
@@ -200,8 +203,8 @@ def _data_options(
         split_seed=config.split_seed,
         val_part=config.val_part,
         links=config.links,
-        path_column=config.path_column,
-        label_column=config.label_column,
+        path_column=choice.path_column or config.path_column,
+        label_column=choice.label_column or config.label_column,
         image_size=preprocessing["image_size"],
         image_channels=len(preprocessing["mean"]),
         augmentation="none",

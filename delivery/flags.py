@@ -26,6 +26,13 @@ def evaluate_parser(description: str | None) -> OneLineParser:
         help="Part of the data; auto: what the run held out, or all of a folder that it was not trained on.",
     )
     _add_view_flags(parser, "Score beside the plain images the mean probabilities of")
+    parser.add_argument(
+        "--reject",
+        default="",
+        metavar="ACCURACY",
+        help="Calibrate the model on these images, so that predict.py says 'none of these' below the lowest threshold "
+        "above which so many are right, such as 0.95; below:0.7 gives the threshold itself.",
+    )
     parser.add_number("--batch-size", 1, LARGEST_BATCH, default=64, help="Images per rank and forward pass.")
     parser.add_choice("--precision", ("auto", "bf16", "fp16", "fp32"), default="auto", help="As in training.")
     parser.add_argument("--output", default="", help="Folder of the files; default: in the run's folder.")
@@ -118,6 +125,8 @@ def _add_image_flags(parser: argparse.ArgumentParser, verb: str) -> None:
     usages = ", ".join(entry.usage for entry in DATASETS.values())
     parser.add_argument("--data", default="", help=f"Images to {verb} it on: {usages}; default: the run's own.")
     parser.add_argument("--data-root", default="", help="Folder of torchvision data sets; default: the run's own.")
+    parser.add_argument("--path-column", default="", help="Column of a table with the paths; default: the run's.")
+    parser.add_argument("--label-column", default="", help="Column of a table with the classes; default: the run's.")
     parser.add_argument(
         "--bad-images", default="", metavar="MODE", help=f"{BAD_IMAGES_USAGE}, as in training; default: the run's."
     )

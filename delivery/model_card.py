@@ -92,6 +92,7 @@ def write_model_card(run: Path) -> Path | None:
         chosen_for=SCORE_NAMES[config.best_by],
         best_by=config.best_by,
         environment=environment,
+        calibration=files.calibration,
         scores=scores,
         test_scores=test_scores,
         description=metadata["description"],

@@ -19,6 +19,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import nn
 
 from delivery.activation_map import activation_maps, picture_of
+from delivery.calibration import NONE_OF_THESE, Calibration, calibration_file, read_calibration
 from delivery.flags import predict_parser
 from delivery.image_numbers import ARRAY_EXTENSION, read_numbers
 from delivery.trained_model import find_model
@@ -53,10 +54,11 @@ class Prediction:
     Attributes:
         image: the path as it was given.
         labels: names of classes, the most probable one first; empty for an image that cannot be read.
-        probabilities: theirs, in 0..1.
+        probabilities: theirs, in 0..1; calibrated, if the model is.
         note: what is odd about the image, in one line; usually empty.
         error: why the image cannot be read, in one line; empty if it can.
         picture: the image as the network saw it, darker where it spoke less for the first label; if asked for.
+        is_rejected: whether the highest probability is below the model's threshold; None if it has none.
     """
 
     image: str
@@ -65,6 +67,12 @@ class Prediction:
     note: str = ""
     error: str = ""
     picture: Image.Image | None = None
+    is_rejected: bool | None = None
+
+    @property
+    def label(self) -> str:
+        """The most probable class, or that it is none of them."""
+        return NONE_OF_THESE if self.is_rejected else self.labels[0]
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,7 @@ class Predictor:
         batch_size: images of one forward pass.
         decode: as in training.
         explain: whether predictions have a picture.
+        calibration: what turns logits into probabilities, and rejects images; None for softmax alone.
     """
 
     module: nn.Module
@@ -88,6 +97,7 @@ class Predictor:
     batch_size: int
     decode: str
     explain: bool
+    calibration: Calibration | None = None
 
     @property
     def is_of_arrays(self) -> bool:
@@ -165,7 +175,19 @@ def load_predictor(
     module, metadata = load_model(trained.weights)
     module.to(device or ("cuda" if has_gpu else "cpu"))
     views = checked_views(flip, shift_pixels, metadata)
-    predictor = Predictor(module, metadata, top_k, views, batch_size, decode, explain)
+    calibration = read_calibration(trained.weights)
+    if calibration is None and calibration_file(trained.weights).exists():
+        print(
+            f"note: '{calibration_file(trained.weights)}' is of other weights than these and not used: calibrate them "
+            "with scripts/evaluate.py --reject",
+            file=sys.stderr,
+        )
+    if calibration is not None and calibration.views != views:
+        raise UserError(
+            f"the model is calibrated for {calibration.views}, not for {views}: give the same, or calibrate it so with "
+            "scripts/evaluate.py --reject."
+        )
+    predictor = Predictor(module, metadata, top_k, views, batch_size, decode, explain, calibration)
     if explain and predictor.is_of_arrays:
         raise UserError("--explain: the model was trained on arrays, which have no picture: leave it out.")
     return predictor
@@ -203,7 +225,9 @@ def predictions_of(predictor: Predictor, entries: Iterator[Entry]) -> Iterator[P
                 else:
                     probabilities, classes, picture = next(best)
                     labels = [class_names[number] for number in classes]
-                    yield Prediction(path, labels, probabilities, image[1], picture=picture)
+                    known = predictor.calibration
+                    is_rejected = None if known is None else probabilities[0] < known.threshold
+                    yield Prediction(path, labels, probabilities, image[1], picture=picture, is_rejected=is_rejected)
 
 
 @torch.no_grad()
@@ -215,7 +239,10 @@ def _top_classes(predictor: Predictor, images: torch.Tensor) -> list[tuple[list[
     with _SETTINGS, preserved_torch_settings():
         limit_threads()
         use_exact_fp32()
-        probabilities = mean_log_probabilities(module, images, module(images), predictor.views).exp()
+        logarithms = mean_log_probabilities(module, images, module(images), predictor.views)
+        if predictor.calibration is not None:
+            logarithms = (logarithms / predictor.calibration.temperature).log_softmax(1)
+        probabilities = logarithms.exp()
         best = probabilities.topk(min(predictor.top_k, probabilities.shape[1]), dim=1)
         if predictor.explain:
             maps = activation_maps(module, images, best.indices[:, 0])

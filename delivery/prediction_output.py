@@ -98,7 +98,7 @@ def _write_json(predictions: Iterator[Prediction], stream: TextIO, top_k: int) -
     for one in predictions:
         pairs = zip(one.labels, one.probabilities, strict=True)
         top: list[dict[str, Any]] = [{"label": label, "probability": share} for label, share in pairs]
-        print(json.dumps({"image": one.image, **top[0], "top": top}), file=stream)
+        print(json.dumps({"image": one.image, **top[0], "label": one.label, "top": top}), file=stream)
 
 
 def _write_csv(predictions: Iterator[Prediction], stream: TextIO, top_k: int) -> None:
@@ -106,10 +106,12 @@ def _write_csv(predictions: Iterator[Prediction], stream: TextIO, top_k: int) ->
     header: list[str] = []
     for one in predictions:
         if not header:
-            header = _csv_header(len(one.labels))
+            header = _csv_header(len(one.labels)) + ([] if one.is_rejected is None else ["nearest"])
             stream.write(csv_line(header))
         pairs = zip(one.labels, one.probabilities, strict=True)
         row = [one.image, *(value for pair in pairs for value in pair)]
+        if one.is_rejected is not None:
+            row[1:2], row[len(row) :] = [one.label], [one.labels[0]]
         stream.write(csv_line([printable(str(cell)) for cell in row] if is_terminal else row))
     if not header:
         stream.write(csv_line(_csv_header(top_k)))
@@ -127,8 +129,9 @@ def _write_table(predictions: Iterator[Prediction], stream: TextIO, top_k: int) 
         table.add_column("then")
     for one in predictions:
         shown = [f"{printable(label)} {share:.1%}" for label, share in zip(one.labels, one.probabilities, strict=True)]
-        first = (printable(one.image), printable(one.labels[0]), f"{one.probabilities[0]:.1%}")
-        table.add_row(*first, *([", ".join(shown[1:])] if len(shown) > 1 else []))
+        first = (printable(one.image), printable(one.label), f"{one.probabilities[0]:.1%}")
+        then = shown if one.is_rejected else shown[1:]
+        table.add_row(*first, *([", ".join(then)] if top_k > 1 else []))
     if table.row_count:
         Console(file=stream, highlight=False, markup=False, emoji=False).print(table)
 

@@ -71,7 +71,7 @@ class Server(ThreadingHTTPServer):
             return {"error": found.error}
         pairs = zip(found.labels, found.probabilities, strict=True)
         top = [{"label": label, "probability": share} for label, share in pairs]
-        return {"top": top, "note": found.note, "picture": _data_url(found.picture)}
+        return {"label": found.label, "top": top, "note": found.note, "picture": _data_url(found.picture)}
 
 
 class Handler(BaseHTTPRequestHandler):

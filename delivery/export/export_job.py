@@ -32,8 +32,8 @@ class ExportSettings:
         format: a name of `FORMATS`.
         precision: a name of `PRECISIONS`.
         output: folder of the files, empty for the default.
-        data, data_root, bad_images, allow_missing_classes: the images that the file is compared on, see
-            `delivery.evaluation_data.EvaluationChoice`; calibration takes those of the training split.
+        data, data_root, path_column, label_column, bad_images, allow_missing_classes: the images that the file is
+            compared on, see `delivery.evaluation_data.EvaluationChoice`; calibration takes those of the training split.
         check_images: at most so many, 0 for as many as fit into memory.
         calibration_images: of the training split, for int8.
         batch_size: images of one forward pass.
@@ -47,6 +47,8 @@ class ExportSettings:
     output: str = ""
     data: str = ""
     data_root: str = ""
+    path_column: str = ""
+    label_column: str = ""
     bad_images: str = ""
     allow_missing_classes: bool = False
     check_images: int = 0

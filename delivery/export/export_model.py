@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.metadata
 import os
@@ -13,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from delivery.calibration import digest_of, read_calibration
 from delivery.evaluation_data import EvaluationChoice, load_evaluation_data, run_data
 from delivery.export import check_choice
 from delivery.export.comparison import Agreement, check_agreement, compare, milliseconds_per_image
@@ -62,7 +62,7 @@ def export_model(settings: ExportSettings) -> Exported:
         remove_leftovers_of_run(model.run)
     default = model.run / EXPORT if model.run else model.weights.parent
     output = Path(os.path.expanduser(settings.output)) if settings.output else default
-    about = files_about(job.metadata)
+    about = files_about(job.metadata, read_calibration(model.weights))
     check_output(output, about)
     writer = importlib.import_module(chosen.module)
     with unfinished_files(output) as (folder, publish):
@@ -120,7 +120,13 @@ def _show_against_fp32(exported: Exported, settings: ExportSettings) -> None:
 def _prepare(settings: ExportSettings, model: TrainedModel) -> ExportJob:
     module, metadata = load_model(model.weights)
     choice = EvaluationChoice(
-        settings.data, "val", settings.data_root, settings.bad_images, settings.allow_missing_classes
+        settings.data,
+        "val",
+        settings.data_root,
+        settings.bad_images,
+        settings.allow_missing_classes,
+        settings.path_column,
+        settings.label_column,
     )
     data = load_evaluation_data(metadata, model.config(), choice, run_data(model))
     check = load_check_images(data, module, settings)
@@ -132,13 +138,11 @@ def _prepare(settings: ExportSettings, model: TrainedModel) -> ExportJob:
 def _describe_origin(model: TrainedModel, metadata: dict[str, Any], precision: str) -> dict[str, Any]:
     """Return where an exported file comes from, without paths of this machine."""
     extra = metadata["extra"]
-    with model.weights.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return {
         "model": metadata["description"]["model_type"],
         "run": model.run.resolve().name if model.run else None,
         "weights": model.weights.name,
-        "weights_sha256": digest,
+        "weights_sha256": digest_of(model.weights),
         "precision": precision,
         "epoch": extra.get("epoch"),
         "top1": extra.get("top1"),

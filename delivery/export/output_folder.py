@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from delivery.calibration import Calibration
 from training.base.atomic_write import remove_leftovers, sync_to_disk, unfinished
 from training.base.errors import UserError
 from training.checkpoint.class_map import CLASS_MAP, class_map
@@ -71,11 +72,12 @@ def unfinished_files(output: Path) -> Iterator[tuple[Path, Publish]]:
                 parent.rmdir()
 
 
-def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
+def describe_use(metadata: dict[str, Any], calibration: Calibration | None = None) -> dict[str, Any]:
     """Return the content of preprocessing.json.
 
     Args:
         metadata: what `training.checkpoint.weights.read_metadata` returned.
+        calibration: of the weights, None without.
     """
     preprocessing = metadata["preprocessing"]
     size, resize_size = preprocessing["image_size"], preprocessing["resize_size"]
@@ -116,6 +118,7 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
             "shape": ["batch", len(metadata["class_names"])],
             "meaning": "softmax over the classes gives probabilities; their order is that of class_names",
         },
+        **({} if calibration is None else {"calibration": _describe_calibration(calibration)}),
         "steps": [
             *before,
             *geometry,
@@ -123,6 +126,14 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
             "put the channels first, and images of one size into one batch",
         ],
     }
+
+
+def _describe_calibration(calibration: Calibration) -> dict[str, Any]:
+    meaning = "divide the logits by temperature before the softmax; below threshold the image is of none of the classes"
+    if calibration.views.are_several:
+        meaning += f"; of the mean of the probabilities of {calibration.views}"
+    facts = {name: getattr(calibration, name) for name in ("temperature", "threshold", "weights_sha256")}
+    return facts | {"meaning": meaning}
 
 
 def check_output(output: Path, facts: Mapping[str, bytes]) -> None:
@@ -139,7 +150,7 @@ def check_output(output: Path, facts: Mapping[str, bytes]) -> None:
         raise UserError(f"--output '{output}' is a file: give a folder.")
     for path, content in ((output / name, content) for name, content in facts.items()):
         try:
-            is_other = path.is_file() and path.read_bytes() != content
+            is_other = path.is_file() and _comparable(path.read_bytes()) != _comparable(content)
         except OSError as error:
             raise UserError(f"'{path}' cannot be read: {error}.") from None
         if is_other:
@@ -148,9 +159,18 @@ def check_output(output: Path, facts: Mapping[str, bytes]) -> None:
             )
 
 
-def files_about(metadata: dict[str, Any]) -> dict[str, bytes]:
+def _comparable(content: bytes) -> Any:
+    """Return what files about models are compared by: all but the calibration, which may be new."""
+    try:
+        facts = json.loads(content)
+        return {key: value for key, value in facts.items() if key != "calibration"}
+    except (ValueError, AttributeError):  # not preprocessing.json
+        return content
+
+
+def files_about(metadata: dict[str, Any], calibration: Calibration | None = None) -> dict[str, bytes]:
     """Return the content of preprocessing.json, and of class_map.txt if there can be one, by their names."""
-    text = json.dumps(describe_use(metadata), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(describe_use(metadata, calibration), indent=1, ensure_ascii=False) + "\n"
     # Names of folders may contain bytes that are no text.
     files = {PREPROCESSING: text.encode("utf-8", "backslashreplace")}
     names = class_map(metadata["class_names"])

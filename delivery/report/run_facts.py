@@ -270,10 +270,24 @@ def _scores(run: RunFiles) -> list[Fact]:
         Fact("top-5 accuracy", percent(top5, 2), _interval(scores, "top5")),
         Fact("validation loss", number(loss), "; ".join(filter(None, (_interval(scores, "loss"), "nats")))),
         *([Fact("calibration error", percent(scores["ece"], 2), "ECE, 15 bins")] if scores else []),
+        *_calibration(run),
         *_chosen_score(run),
         *_lowest_recall(scores),
         *_test_scores(run),
     ]
+
+
+def _calibration(run: RunFiles) -> list[Fact]:
+    found = run.calibration
+    if found is None:
+        return []
+    value = f"{percent(found.ece_before, 2)} → {percent(found.ece, 2)}"
+    accuracy = "" if found.accuracy is None else f", {percent(found.accuracy, 2)} of the others right"
+    kept = f"below {number(found.threshold)} none of these: {percent(1 - found.coverage, 2)} rejected{accuracy}"
+    where = (
+        f"temperature {number(found.temperature)}; {kept}; fitted on {plural(found.samples, 'image')}, {found.split}"
+    )
+    return [Fact("calibration error, calibrated", value, where)]
 
 
 def _test_scores(run: RunFiles) -> list[Fact]:

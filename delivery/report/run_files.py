@@ -14,6 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from delivery.calibration import Calibration, read_calibration
 from delivery.trained_model import read_json
 from training.base.errors import UserError
 from training.base.points import merit
@@ -245,6 +246,7 @@ class RunFiles:
         history: of metrics.jsonl.
         scores: evaluation/scores.json, None if it is missing.
         test_scores: of the test part, None without.
+        calibration: of the weights, None without.
         rate_search: learning_rate.json, None if none was searched for.
         parameters: the count of numbers in the weights file, BatchNorm buffers included; None if it is missing.
         notes: a sentence for each missing file.
@@ -261,6 +263,7 @@ class RunFiles:
     notes: list[str]
     batch_search: dict[str, Any] | None = None
     test_scores: dict[str, Any] | None = None
+    calibration: Calibration | None = None
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -296,7 +299,9 @@ def read_run(folder: Path) -> RunFiles:
     rate_search, parameters = _read_if_there(folder / LEARNING_RATE), _count_parameters(folder / WEIGHTS)
     search = _read_if_there(folder / BATCH_SIZE)
     test = _read_if_there(folder / TEST_EVALUATION / SCORES)
-    return RunFiles(folder, config, environment or {}, history, scores, rate_search, parameters, notes, search, test)
+    calibration = read_calibration(folder / WEIGHTS) if parameters is not None else None
+    found = (rate_search, parameters, notes, search, test, calibration)
+    return RunFiles(folder, config, environment or {}, history, scores, *found)
 
 
 def count_global_batch(config: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:

@@ -143,10 +143,15 @@ def test_an_evaluation_computes_in_channels_last(call, run, tmp_path):
 
 
 def test_several_ranks_give_the_same_bytes(call, run, tmp_path):
-    assert call(evaluate, run, "--output", tmp_path / "one")[0] == 0
+    assert call(evaluate, run, "--output", tmp_path / "one", "--reject", "0.3")[0] == 0
+    calibration = run / "model.calibration.json"
+    fitted = calibration.read_bytes()
     command = local_ranks_command("auto", has_gpus=False)
     command += ["--nproc_per_node=3", f"--master_port={free_port()}", "scripts/evaluate.py", str(run)]
-    subprocess.run([*command, "--output", str(tmp_path / "three")], cwd=ROOT, check=True, capture_output=True)
+    command += ["--output", str(tmp_path / "three"), "--reject", "0.3"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert calibration.read_bytes() == fitted
+    calibration.unlink()
     names = {path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file()}
     assert len(names) == 6 + 24
     for name in names:

@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import ModelCard
 from made_runs import end, epoch
 
+from delivery.calibration import Calibration, digest_of, write_calibration
 from delivery.model_card import write_model_card
 from models.build import build_model
 from training.base.atomic_write import write_json
@@ -94,6 +95,16 @@ def test_the_hubs_library_reads_the_front_matter(run: Path):
     assert "310 images/s" in card.text
     assert "Global batch 128" in card.text
     assert "`a|b'<script>`" in card.text, "shown as code, which nobody runs"
+
+
+def test_a_calibration_is_in_the_card(run: Path):
+    weights = run / "model.safetensors"
+    shares = (0.1, 0.02, 0.9, 0.75)
+    for digest, is_told in (("of other weights", False), (digest_of(weights), True)):
+        write_calibration(weights, Calibration(digest, 1.5, 0.625, "0.7", False, 0, "digits", "val", 3, *shares))
+        text = write_model_card(run).read_text(encoding="utf-8")
+        assert ("divide the logits by 1.5000" in text) == is_told
+        assert ("0.9000 of those images are not rejected, and 0.7500 of them are right." in text) == is_told
 
 
 def test_the_code_for_timm_runs_and_gives_our_logits(run: Path, monkeypatch):

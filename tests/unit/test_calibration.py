@@ -1,0 +1,161 @@
+"""Calibration: the temperature against scipy's on plain PyTorch's loss, the threshold, and what knows them."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from scipy.optimize import minimize_scalar
+from test_evaluate_predict import call, data, digit_folder, logits, run
+
+from delivery.calibration import (
+    HIGHEST_TEMPERATURE,
+    Calibration,
+    _fit_temperature,
+    calibration_file,
+    read_calibration,
+    read_reject,
+    threshold_of,
+)
+from delivery.export.output_folder import check_output, files_about
+from delivery.report.run_facts import key_figures
+from delivery.report.run_files import read_run
+from scripts import evaluate, predict
+from training.base.errors import UserError
+from training.checkpoint.weights import read_metadata
+from training.observe.scores import SampleScores
+from training.world.world import World
+
+__all__ = ["call", "data", "digit_folder", "logits", "run"]  # fixtures
+
+
+@pytest.fixture
+def own_run(run, tmp_path, monkeypatch) -> Path:
+    """A copy of the run, that a test may calibrate."""
+    folder = tmp_path / "digits"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((run / name).read_bytes())
+    return folder
+
+
+def details(confidences: list[float], is_right: list[int]) -> SampleScores:
+    labels = 1 - torch.tensor(is_right)
+    zeros = torch.zeros_like(labels)
+    return SampleScores(zeros, labels, zeros, zeros.bool(), zeros.double(), torch.tensor(confidences).double())
+
+
+@pytest.mark.parametrize(
+    ("reject", "confidences", "is_right", "expected"),
+    [
+        ("0.75", [0.9, 0.8, 0.7, 0.6], [1, 1, 0, 0], (0.8 + 0.7) / 2),
+        ("0.5", [0.6, 0.9, 0.7, 0.8], [0, 1, 0, 1], 0.0),  # all have it: none is rejected
+        ("0.6", [0.9, 0.8, 0.8, 0.7], [1, 0, 1, 0], (0.8 + 0.7) / 2),  # a tie goes together
+        ("0.9", [0.9, 0.8, 0.7, 0.6], [0, 1, 1, 1], None),  # the surest is wrong
+        ("below:0.7", [0.9], [0], 0.7),
+    ],
+)
+def test_the_threshold_is_the_lowest_with_the_accuracy(reject, confidences, is_right, expected):
+    if expected is None:
+        with pytest.raises(UserError, match="at most 0\\.7500"):
+            threshold_of(details(confidences, is_right), reject)
+    else:
+        assert threshold_of(details(confidences, is_right), reject) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("given", ["1", "0", "0.0", "95%", "below:", "below:1.5", "-0.5", "nan"])
+def test_what_is_no_accuracy_is_refused(given):
+    with pytest.raises(UserError, match="--reject"):
+        read_reject(given)
+
+
+def test_the_temperature_is_scipys_and_predictions_are_calibrated(call, own_run, data, logits, digit_folder):
+    labels = data.val.source.labels
+    code, out, err = call(evaluate, own_run, "--reject", "0.3")
+    assert (code, err) == (0, "")
+    scores = json.loads((own_run / "evaluation" / "scores.json").read_text())
+    found = read_calibration(own_run / "model.safetensors")
+
+    def loss(inverse: float) -> float:
+        return float(torch.nn.functional.cross_entropy(logits.double() * inverse, labels))
+
+    best = minimize_scalar(loss, bounds=(0.05, 20), method="bounded", options={"xatol": 1e-9})
+    assert found.temperature == pytest.approx(1 / best.x, rel=1e-4)
+    facts = scores["rejection"]
+    assert facts["loss"] == pytest.approx(best.fun, rel=1e-6)
+    assert facts["loss"] < scores["loss"]
+    assert (facts["ece_before"], facts["ece"]) == (scores["ece"], found.ece)
+    probabilities, predictions = (logits / found.temperature).softmax(1).max(1)
+    kept = probabilities >= found.threshold
+    assert 0 < facts["kept"] == int(kept.sum()) < len(labels)
+    assert facts["accuracy"] == float((predictions == labels)[kept].double().mean()) >= 0.3
+    assert f"threshold {found.threshold:.4f}" in out
+
+    code, out, _ = call(predict, own_run, digit_folder, "--format", "csv", "--top-k", 2)
+    assert code == 0
+    rows = list(csv.DictReader(io.StringIO(out)))
+    for row in rows:
+        index = int(Path(row["image"]).stem)
+        assert float(row["probability"]) == pytest.approx(float(probabilities[index]), rel=1e-4)
+        assert row["nearest"] == str(int(predictions[index]))
+        assert row["label"] == (row["nearest"] if kept[index] else "none of these")
+    assert {row["label"] == "none of these" for row in rows} == {True, False}
+    lines = [json.loads(line) for line in call(predict, own_run, digit_folder, "--format", "json")[1].splitlines()]
+    assert [line["label"] for line in lines] == [row["label"] for row in rows]
+    assert "none of these" in call(predict, own_run, digit_folder)[1]
+
+
+def test_a_calibration_belongs_to_its_weights_and_views(call, own_run, digit_folder):
+    assert call(evaluate, own_run, "--reject", "below:0.5")[0] == 0
+    weights = own_run / "model.safetensors"
+    fitted = json.loads((own_run / "evaluation" / "scores.json").read_text())
+    assert call(evaluate, own_run)[0] == 0, "a plain evaluation uses it"
+    used = json.loads((own_run / "evaluation" / "scores.json").read_text())["rejection"]
+    assert used == {name: value for name, value in fitted["rejection"].items() if name != "ece_before"}
+    code, _, err = call(predict, own_run, digit_folder, "--flip")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "calibrated for plain, not for plain and mirrored images" in err
+    known = read_calibration(weights)
+    metadata = read_metadata(weights)
+    for calibration in (known, None):
+        about = files_about(metadata, calibration)
+        check_output(own_run / "export", about)
+        (own_run / "export").mkdir(exist_ok=True)
+        for name, content in about.items():
+            (own_run / "export" / name).write_bytes(content)
+        told = json.loads(about["preprocessing.json"]).get("calibration")
+        assert (calibration and calibration.threshold) == (told and told["threshold"])
+    assert any(fact.name == "calibration error, calibrated" for fact in key_figures(read_run(own_run)))
+    file = calibration_file(weights)
+    file.write_text(json.dumps(dataclasses.asdict(known) | {"temperature": 0}))
+    assert call(predict, own_run, digit_folder)[0] == 2
+    file.write_text(json.dumps(dataclasses.asdict(known) | {"weights_sha256": "0"}))
+    code, out, err = call(predict, own_run, digit_folder)
+    assert code == 0
+    assert "of other weights" in err
+    assert "none of these" not in out
+    assert read_run(own_run).calibration is None
+    assert [field.name for field in dataclasses.fields(Calibration)] == list(json.loads(file.read_text()))
+
+
+def test_a_table_names_its_columns(call, run, digit_folder, tmp_path):
+    files = sorted(digit_folder.rglob("*.png"))
+    table = tmp_path / "list.csv"
+    table.write_text("picture,digit\n" + "".join(f"{path},{path.parent.name}\n" for path in files))
+    words = (evaluate, run, "--data", table, "--output", tmp_path / "e")
+    assert "there is no column" in call(*words)[2]
+    assert call(*words, "--path-column", "picture", "--label-column", "digit")[0] == 0
+    assert json.loads((tmp_path / "e" / "scores.json").read_text())["samples"] == len(files)
+
+
+def test_near_certain_models_are_not_made_more_so():
+    labels = torch.arange(4)
+    batch = (10 * torch.eye(4), labels, torch.ones(4), labels)
+    alone = World(0, 0, 1, 1, torch.device("cpu"))
+    assert _fit_temperature([batch], alone) == 1.0
+    assert _fit_temperature([(-batch[0], *batch[1:])], alone) == HIGHEST_TEMPERATURE
