@@ -46,11 +46,13 @@ def wilson(hits: int, samples: int) -> Interval | None:
     """
     if not samples:
         return None
-    share, reach = hits / samples, NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    middle = share + reach**2 / (2 * samples)
-    radius = reach * math.sqrt(share * (1 - share) / samples + (reach / (2 * samples)) ** 2)
-    scale = 1 + reach**2 / samples
-    return max((middle - radius) / scale, 0.0), min((middle + radius) / scale, 1.0)
+    return _lowest(hits, samples), 1 - _lowest(samples - hits, samples)
+
+
+def _lowest(hits: int, samples: int) -> float:
+    reach = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    radius = reach * math.sqrt(reach**2 + 4 * hits * (1 - hits / samples))
+    return max((2 * hits + reach**2 - radius) / (2 * (samples + reach**2)), 0.0)
 
 
 def bootstrap(scores: Mapping[str, Any]) -> dict[str, Interval | None]:
