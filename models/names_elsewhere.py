@@ -13,7 +13,7 @@ _GPUS = (
     "The number of GPUs is the launcher's: bash scripts/launch_distributed.sh <model> <strategy> <num_gpus> "
     "<batch_size> <epochs>, or torchrun --nproc_per_node."
 )
-_CURVES = "Not there yet: the curves are in TensorBoard's files and metrics.jsonl."
+_CURVES = "Not there yet: --loggers takes tensorboard, wandb, mlflow, trackio."
 
 FLAGS = {
     "--config": "cfg c config-file",
@@ -93,7 +93,7 @@ FLAGS = {
     "--log-dir": "output-dir output out project save-dir default-root-dir logging-dir checkpoint-dir logdir",
     "--log-every-steps": "log-interval logging-steps print-freq log-every-n-steps log-freq",
     "--progress": "verbose quiet disable-tqdm enable-progress-bar v q",
-    "--tensorboard": "report-to logger tb",
+    "--loggers": "report-to logger tracker trackers tb wandb log-wandb use-wandb mlflow trackio",
     "--tensorboard false": "no-tensorboard",
     "--profile": "profiler",
     "--resume": "resume-from-checkpoint resume-from ckpt-path resume-path auto-resume load-checkpoint",
@@ -122,10 +122,11 @@ FLAGS = {
     "That is always so: leave it out.": "channels-last pin-mem pin-memory persistent-workers cudnn-benchmark benchmark",
     "A run counts in epochs: --epochs.": "max-steps steps iterations max-iters num-steps train-iters",
     "For a trained model: scripts/evaluate.py RUN.": "eval evaluate validate test test-only do-eval do-train eval-only",
-    _CURVES: "wandb wandb-project log-wandb mlflow comet neptune clearml use-wandb",
+    _CURVES: "comet neptune clearml",
     "Not there yet: one part is held out; --val-part or --split-seed choose which.": (
         "kfold k-fold kfolds k-folds folds fold cv n-splits"
     ),
+    "WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME in the environment names it.": "wandb-project",
     "Not there yet.": (
         "teacher distill distillation kd kd-model focal focal-loss multilabel multi-label limit-train-batches mosaic"
         " limit-val-batches overfit-batches bn-momentum grayscale vflip flipud degrees rotation perspective mean std"

@@ -52,7 +52,7 @@ def announce_start(context: Run) -> None:
     )
     for note in [*data.notes, *context.built.notes, *_warnings(context)]:
         log(f"note: {note}")
-    if world.is_main and config.tensorboard and context.state.progress == Progress():
+    if world.is_main and "tensorboard" in config.destinations and context.state.progress == Progress():
         images = _augmented_sample(context)
         if len(images):
             context.loggers.images(images)
@@ -120,7 +120,7 @@ def announce_end(context: Run, stop_signal: int, point: RunPoint) -> None:
     if point.images_per_second:
         context.loggers.end(point)
     log(f"run folder   {shown_path(context.folder.path)}")
-    if context.config.tensorboard:
+    if "tensorboard" in context.config.destinations:
         log(f"TensorBoard  tensorboard --logdir {shown_path(context.folder.tensorboard.parent)}")
     log(f"log          {shown_path(context.folder.text_log)}")
     cache = context.data.train.source.cache_folder

@@ -194,3 +194,4 @@ def _deliver(context: Run, start: RunStart, deliver: Deliver | None, *, has_fini
     sources = {name: part.source for name, part in context.data.parts.items()}
     for line in deliver(context.folder, sources, with_card=with_card, with_report=context.config.report):
         context.loggers.message(line)
+    context.loggers.delivered()

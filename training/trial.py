@@ -56,7 +56,7 @@ def trial(prepared: Prepared, name: str) -> Iterator[Run]:
         name: of the trial's folder inside the run's, which is removed.
     """
     world, folder = prepared.world, RunFolder(prepared.folder.path / name, "trial")
-    quiet = dataclasses.replace(prepared.config, compile="off", progress="off", tensorboard=False, profile=0)
+    quiet = dataclasses.replace(prepared.config, compile="off", progress="off", loggers="none", profile=0)
     if world.is_main:
         shutil.rmtree(folder.log_dir, ignore_errors=True)  # of a trial that did not end
     agreed(lambda: make_folders(folder) if world.is_main else None, world)

@@ -17,6 +17,7 @@ WEIGHTS = "model.safetensors"
 EVALUATION, TEST_EVALUATION = "evaluation", "evaluation-test"
 EXPORT = "export"
 CHECKPOINTS = "checkpoints"
+TRACKERS = "trackers"  # folder: of each tracker, the run's name there and what its library says
 REPORT = "report.html"
 CARD = "README.md"
 # In its folder of checkpoints.

@@ -34,6 +34,9 @@ class RunLogger:
     def end(self, point: RunPoint) -> None:
         """Log the end of the run."""
 
+    def delivered(self) -> None:
+        """Take what the run's folder contains now: report, evaluation and weights are written, nothing comes after."""
+
     def close(self) -> None:
         """Flush and release files."""
 
@@ -66,6 +69,9 @@ class Loggers(RunLogger):
 
     def end(self, point: RunPoint) -> None:
         self._each("end", point)
+
+    def delivered(self) -> None:
+        self._each("delivered")
 
     def close(self) -> None:
         self._each("close")

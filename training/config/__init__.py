@@ -39,6 +39,7 @@ CHANGEABLE_ON_RESUME = frozenset(
             "log_every_steps",
             "log_hashes",
             "progress",
+            "loggers",
             "tensorboard",
             "report",
             "profile",

@@ -16,6 +16,7 @@ from training.data.augmentations import augmentation_of
 from training.data.image_sizes import size_ramp
 from training.engines.strategies import STRATEGIES, check_micro_batches
 from training.observe.new_run import run_folder
+from training.observe.settings import TRACKERS
 from training.recipe import read_tune
 from training.recipe.class_weights import given_weights
 from training.recipe.rules import ELEMENT_WISE, MATRIX_RULES, SHIFTED_RATE, SQUARED_DECAY, check_optimizer, read_options
@@ -60,6 +61,7 @@ OF_PIPELINES: dict[str, tuple[object, ...]] = {
     "tensor_parallel": (1,),
 }
 OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces by another
+DESTINATIONS = ("tensorboard", *TRACKERS)
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
@@ -121,6 +123,9 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
             f"{label_of['run_name']} {config.run_name!r}: use letters, digits, '.', '_' and '-', at most 120, "
             "beginning with a letter or digit."
         )
+    for name in config.destinations:
+        if name not in DESTINATIONS:
+            raise unknown_name("logger", name, DESTINATIONS)
     offloadable = STRATEGIES[config.strategy].offloadable
     if config.offload not in offloadable:
         raise UserError(

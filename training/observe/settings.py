@@ -9,6 +9,8 @@ from training.base.option import option
 from training.checkpoint.settings import CheckpointSettings
 from training.engines.settings import EngineSettings
 
+TRACKERS = ("wandb", "mlflow", "trackio")  # packages
+
 
 @dataclasses.dataclass(frozen=True)
 class ObserveSettings(CheckpointSettings, EngineSettings):
@@ -25,7 +27,10 @@ class ObserveSettings(CheckpointSettings, EngineSettings):
     progress: Literal["auto", "bar", "lines", "off"] = option(
         "auto", "Console progress; auto: a bar on a terminal; off: only start, result and problems."
     )
-    tensorboard: bool = option(True, "Write TensorBoard event files.")
+    loggers: str = option(
+        "tensorboard", "Where curves go: some of tensorboard, wandb, mlflow, trackio, with commas between; or none."
+    )
+    tensorboard: bool = option(True, "Write TensorBoard event files; false: not even if --loggers names them.")
     report: bool = option(True, "Write report.html, the whole run on one page, into the run's folder when it ends.")
     profile: int = option(
         0,
@@ -33,3 +38,9 @@ class ObserveSettings(CheckpointSettings, EngineSettings):
         low=0,
         high=10_000,
     )
+
+    @property
+    def destinations(self) -> list[str]:
+        """What `loggers` names, without what is turned off."""
+        names = [name.strip() for name in self.loggers.split(",")]
+        return [name for name in names if name != "none" and (name != "tensorboard" or self.tensorboard)]

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: console, text log, JSON lines and TensorBoard, behind one small interface.
+"""Where a run's numbers go: console, text log, JSON lines, TensorBoard and trackers, behind one small interface.
 
 A new logger is one subclass of `RunLogger` and one line in `open_loggers`. Only rank 0 builds any.
 """
@@ -6,12 +6,13 @@ A new logger is one subclass of `RunLogger` and one line in `open_loggers`. Only
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from typing import Any
 
 from training.base.atomic_write import write_json
 from training.base.run_folder import CONFIG, ENVIRONMENT, RunFolder
 from training.base.run_logger import Loggers, RunLogger, warn_cannot_write
-from training.observe.settings import ObserveSettings
+from training.observe.settings import TRACKERS, ObserveSettings
 
 
 def open_loggers(
@@ -29,14 +30,27 @@ def open_loggers(
     from training.observe.loggers.text import ConsoleLogger, JsonLinesLogger, TextLogger
 
     destinations: list[RunLogger] = [TextLogger(folder), JsonLinesLogger(folder), ConsoleLogger(settings.progress)]
-    if settings.tensorboard:
+    if "tensorboard" in settings.destinations:
         from training.observe.loggers.tensorboard import TensorBoardLogger
 
         try:
             destinations.append(TensorBoardLogger(folder, dataclasses.asdict(settings), facts, first_step))
         except OSError as error:
             warn_cannot_write("TensorBoardLogger", error)
+    missing = []
+    for name in TRACKERS:
+        if name in settings.destinations and importlib.util.find_spec(name) is None:
+            missing.append(name)
+        elif name in settings.destinations:
+            from training.observe.loggers.tracker import TrackerLogger
+
+            try:
+                destinations.append(TrackerLogger(name, folder, dataclasses.asdict(settings), first_step))
+            except OSError as error:
+                warn_cannot_write(name, error)
     loggers = Loggers(destinations)
+    for name in missing:
+        loggers.message(f"note: --loggers {name}: it is not installed, the run goes on without it: pip install {name}")
     try:
         write_json(folder.path / CONFIG, dataclasses.asdict(settings))
         write_json(folder.path / ENVIRONMENT, facts)

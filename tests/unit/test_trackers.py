@@ -1,0 +1,215 @@
+"""What a tracker is given, and that none can hold up or end a run; with a `wandb` that writes all calls to a file."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from test_loggers import EPOCH, RUN, STEP
+
+from training.base.errors import UserError
+from training.base.run_folder import EVALUATION, REPORT, WEIGHTS, RunFolder
+from training.config import FLAG_OF, TrainConfig
+from training.config.check import check_config
+from training.observe import loggers
+from training.observe.loggers import tracker
+from training.observe.loggers.tracker import TrackerLogger
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE = """
+import json, os, time, types
+
+class Error(Exception):
+    pass
+
+def say(*words):
+    with open(os.environ["CALLS"], "a") as file:
+        file.write(json.dumps(words, default=vars) + "\\n")
+
+def does(what):
+    return os.environ.get("DOES") == what
+
+class Run:
+    def log(self, values, step=None):
+        if does("block"):
+            time.sleep(600)
+        if does("raise"):
+            raise RuntimeError("no such\\nproject")
+        say("log", step, values)
+    def alert(self, title, text, level):
+        say("alert", title, text)
+    def log_artifact(self, path, name, type):
+        say("artifact", os.path.basename(path), name, type)
+    def finish(self, exit_code):
+        say("finish", exit_code)
+
+def init(**how):
+    if does("refuse") or does("append") and "resume_from" in how:
+        raise Error("no")
+    say("init", how)
+    return Run()
+
+Settings = types.SimpleNamespace
+Image = Html = str
+AlertLevel = types.SimpleNamespace(ERROR="error")
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Put a package `wandb` in the way of the real one; return a function that reads the calls that it got."""
+    package = tmp_path / "packages"
+    package.mkdir()
+    (package / "wandb.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(package))
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    return lambda: [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+
+
+def run_folder(path):
+    folder = RunFolder(path / "logs", "digits")
+    (folder.path / EVALUATION).mkdir(parents=True, exist_ok=True)
+    (folder.path / REPORT).write_text("<p>report</p>")
+    (folder.path / WEIGHTS).write_bytes(bytes(100))
+    Image.new("RGB", (8, 8)).save(folder.path / EVALUATION / "worst.png")
+    return folder
+
+
+def test_a_tracker_gets_numbers_events_and_files(fake, tmp_path):
+    folder = run_folder(tmp_path)
+    logger = TrackerLogger("wandb", folder, {"epochs": 3, "weights": None}, 0)
+    logger.steps(STEP)
+    logger.event("checkpoint", {"step": 13, "name": "step-1", "stall_seconds": 0.5})
+    logger.event("checkpoint_failed", {"step": 13, "error": "full"})
+    logger.epoch(EPOCH)
+    logger.end(RUN)
+    logger.delivered()
+    logger.close()
+    (_, how), step, checkpoint, alert, epoch, end, *files, finish = fake()
+    known_as = json.loads((folder.path / "trackers/wandb.json").read_text())
+    assert (how["id"], how["name"], how["config"]) == (known_as, "digits", {"epochs": 3, "weights": None})
+    assert (how["project"], how["dir"]) == ("zerovision", str(folder.log_dir))
+    assert step[:2] == ["log", 13]
+    assert (step[2]["train/loss"], step[2]["epoch"]) == (0.5, 2)
+    assert "speed/mfu" not in step[2], "what is not known is left out"
+    assert checkpoint == ["log", 13, {"checkpoint/stall_seconds": 0.5}]
+    assert alert == ["alert", "checkpoint_failed", '{"step": 13, "error": "full"}']
+    assert (epoch[1], epoch[2]["epoch/val_top1"]) == (20, 0.9)
+    assert (end[1], end[2]["run/speed/images_per_second"]) == (50, 310.0)
+    assert files == [
+        ["log", 50, {"worst images": str(folder.path / EVALUATION / "worst.png")}],
+        ["artifact", "evaluation", "digits-evaluation", "evaluation"],
+        ["artifact", "report.html", "digits-report", "report"],
+        ["log", None, {"report": str(folder.path / REPORT)}],
+        ["artifact", "model.safetensors", "digits-model", "model"],
+    ]
+    assert finish == ["finish", 0]
+
+
+@pytest.mark.parametrize("rewinds", [True, False])
+def test_a_resumed_run_goes_back_in_the_same_run(fake, tmp_path, monkeypatch, rewinds):
+    monkeypatch.setenv("DOES", "" if rewinds else "append")
+    for first_step in (0, 7):
+        TrackerLogger("wandb", run_folder(tmp_path), {}, first_step).close()
+    first, second = (call[1] for call in fake() if call[0] == "init")
+    assert first["id"] == second["id"]
+    assert not {"resume_from", "resume"} & first.keys()
+    assert second.get("resume_from") == (f"{first['id']}?_step=7" if rewinds else None)
+    assert second.get("resume") == (None if rewinds else "allow")
+
+
+def test_a_tracker_that_waits_for_ever_holds_up_no_step(fake, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("DOES", "block")
+    monkeypatch.setattr(tracker, "MOST_WAITING", 100)
+    monkeypatch.setattr(tracker, "ENDING_SECONDS", 1.0)
+    logger = TrackerLogger("wandb", run_folder(tmp_path), {}, 0)
+    start = time.monotonic()
+    for _ in range(1000):
+        logger.steps(STEP)
+    logged = time.monotonic()
+    logger.delivered()
+    assert logged - start < 5
+    assert time.monotonic() - logged < 10
+    assert logger._process.wait(5) != 0
+    told = capfd.readouterr().err.splitlines()
+    assert told[0] == "note: wandb: 100 lines wait for it: it takes no more for now, training goes on"
+    assert told[1] == "note: wandb: not all sent in 1 s: the run's folder has it"
+    assert told[2].endswith("lines were dropped: metrics.jsonl has them")
+    assert len(told) == 3
+
+
+@pytest.mark.parametrize(
+    ("does", "line"),
+    [
+        ("raise", "RuntimeError: no such project: some of it is missing there, training goes on"),
+        ("refuse", "Error: no: the run is not there, training goes on"),
+    ],
+)
+def test_what_a_tracker_raises_is_one_line(fake, tmp_path, monkeypatch, capfd, does, line):
+    monkeypatch.setenv("DOES", does)
+    logger = TrackerLogger("wandb", run_folder(tmp_path), {}, 0)
+    for _ in range(3):
+        logger.steps(STEP)
+    logger.event("gave_up", {"step": 13, "reason": "nan"})
+    logger.close()
+    assert capfd.readouterr().err == f"note: wandb: {line}\n"
+    if does == "raise":
+        assert fake()[-1] == ["finish", 1], "a run that gave up has failed"
+
+
+def test_a_killed_trainer_leaves_a_killed_run_and_no_process(fake, tmp_path):
+    folder = run_folder(tmp_path)
+    program = (
+        "import os, sys, time; from pathlib import Path; from training.base.run_folder import RunFolder\n"
+        "from training.observe.loggers.tracker import TrackerLogger\n"
+        f"logger = TrackerLogger('wandb', RunFolder(Path({str(folder.log_dir)!r}), 'digits'), {{}}, 0)\n"
+        "logger.event('resume', {'step': 4, 'restarts': 1})\n"
+        f"while not os.path.exists({str(tmp_path / 'calls')!r}): time.sleep(0.01)\n"
+        "print(logger._process.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-9, "")
+    end = time.monotonic() + 20
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < end and Path(f"/proc/{int(done.stdout)}").exists():
+            time.sleep(0.05)
+    assert not Path(f"/proc/{int(done.stdout)}").exists()
+    assert [call[0] for call in fake()] == ["init", "log", "finish"]
+    assert fake()[-1] == ["finish", 1]
+
+
+def test_a_missing_package_is_one_line_with_the_cure(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = TrainConfig(loggers="mlflow", progress="off")
+    loggers.open_loggers(config, run_folder(tmp_path), {}, {}, 0).close()
+    assert capsys.readouterr().out == (
+        "note: --loggers mlflow: it is not installed, the run goes on without it: pip install mlflow\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("loggers", "tensorboard", "expected"),
+    [
+        ("tensorboard", True, ["tensorboard"]),
+        ("wandb, tensorboard,mlflow", True, ["wandb", "tensorboard", "mlflow"]),
+        ("tensorboard,trackio", False, ["trackio"]),
+        ("none", True, []),
+        ("wandb,comet", True, None),
+        ("", True, None),
+    ],
+)
+def test_what_loggers_names(loggers, tensorboard, expected):
+    config = TrainConfig(loggers=loggers, tensorboard=tensorboard)
+    if expected is None:
+        with pytest.raises(UserError, match="Allowed: tensorboard, wandb, mlflow, trackio"):
+            check_config(config, FLAG_OF)
+    else:
+        assert check_config(config, FLAG_OF).destinations == expected
