@@ -79,7 +79,7 @@ def evaluate(engine: Engine, batches: Loader, context: TrainContext, *, is_inter
         logits = outputs if neighbours is None else neighbours.log_probabilities(outputs)
         recorder.add(sample_losses(logits, batch.labels), logits, batch.labels, batch.weights, batch.indices)
 
-    forward = partial(_forward_all, engine, context=context, is_interruptible=is_interruptible)
+    forward = partial(forward_all, engine, context=context, is_interruptible=is_interruptible)
     if neighbours is not None:
         stop_signal = forward(neighbours.loader, neighbours.add)
         neighbours.gather()
@@ -88,7 +88,7 @@ def evaluate(engine: Engine, batches: Loader, context: TrainContext, *, is_inter
     return stop_signal or recorder.gather(context.world)
 
 
-def _forward_all(
+def forward_all(
     engine: Engine,
     batches: Loader,
     record: Callable[[Batch, torch.Tensor], None],
@@ -96,7 +96,7 @@ def _forward_all(
     context: TrainContext,
     is_interruptible: bool,
 ) -> int:
-    """Give `record` every batch with the model's outputs; return the stop signal that ended it, 0 for none."""
+    """Give `record` every batch with the model's outputs; return the stop signal that ended it, 0; a collective."""
     waiting, stop_signal = SafeBatches(batches, len(batches), context), 0
     for batch, outputs in engine.outputs(waiting):
         record(batch, outputs)

@@ -25,6 +25,7 @@ from training.base.errors import (
 from training.base.heartbeat import SLOW_PHASE
 from training.base.points import SCORE_NAMES
 from training.base.timing import measured_communication
+from training.cached_features import cache_features
 from training.checkpoint.restore import restore
 from training.config import FLAG_OF, TrainConfig
 from training.config.check import check_config
@@ -135,6 +136,8 @@ def train(context: Run, stop: StopRequest, start: RunStart = FIRST_START, delive
     assert loop.saver is not None
     start.heartbeat.beat("first step", context.position, allowed_s=SLOW_PHASE * config.hang_timeout)
     stop_signal = stop.poll_now(world)
+    if config.features == "cached" and not stop_signal:
+        stop_signal = cache_features(context, loop)
     first_position = context.position
     with measured_communication(loop.timing.clock):
         while state.progress.epoch < config.epochs and not stop_signal:

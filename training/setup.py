@@ -173,6 +173,7 @@ def build(prepared: Prepared) -> Run:
     # Nor a network in stages, which ends in the midst of a forward, or whose layers other ranks compute, too.
     compiles = (
         not config.is_contrastive
+        and config.features == "computed"  # else nothing is left to compile
         and world.tensor.size == config.pipeline_parallel == 1
         and resolve_compile(config, found.manifest.config.get("compile") if found else None, pixels, world)
     )
@@ -221,7 +222,7 @@ def build(prepared: Prepared) -> Run:
         freezer=freezer,
         adapters=adapters,
         frozen=frozen,
-        flops=flops,
+        flops=flops if config.features == "computed" else None,
         loggers=loggers,
         found=found,
         notes=notes,
@@ -281,6 +282,7 @@ def set_up_engine(
     )
     needing = {
         f"--loss {config.loss}": config.is_contrastive,
+        f"--features {config.features}": config.features == "cached",
         f"--local-steps {config.local_steps}": config.has_islands,
         f"--pipeline-parallel {config.pipeline_parallel}": config.pipeline_parallel > 1,
     }

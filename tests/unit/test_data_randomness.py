@@ -117,8 +117,8 @@ def test_a_set_too_large_for_the_memory_is_read_image_by_image(monkeypatch):
     in_memory = train_loader(pair, 16)
     monkeypatch.setattr("training.data.device.MAX_BYTES", 1000 * 3 * 38 * 38 - 1)
     too_large = train_loader(pair, 16)
-    assert in_memory._images_on_device is not None
-    assert too_large._images_on_device is None
+    assert in_memory._from_memory is not None
+    assert too_large._from_memory is None
     for first, second in zip(in_memory.epoch(0), too_large.epoch(0), strict=True):
         assert torch.equal(first.images, second.images)
         assert torch.equal(first.labels, second.labels)

@@ -56,6 +56,11 @@ class RunSettings:
         f"What is trained of a model with trained weights: {TUNE_USAGE} (the last N layers; adapters of rank R). "
         "The head always is; all else keeps its weights.",
     )
+    features: Literal["computed", "cached"] = option(
+        "computed",
+        "--tune head: what the head reads of an image; cached: computed once, before the first epoch: the same weights "
+        "sooner, with --augmentation none.",
+    )
     ensemble_members: str = option(
         "mobilenet,efficientnet,vgg", f"Members of --model-type ensemble, comma-separated; at most {MOST_MEMBERS}."
     )

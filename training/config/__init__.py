@@ -26,7 +26,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         *("strategy", "precision", "offload", "engine", "replicate_across", "compile", "threads_per_rank"),
         "tensor_parallel",
         *("deepspeed_config", "pipeline_parallel", "pipeline_schedule", "pipeline_split"),
-        *("activation_checkpointing", "deterministic"),
+        *("activation_checkpointing", "deterministic", "features"),
         *("batch_size", "global_batch", "gradient_accumulation_steps", "gradient_cache"),
         *("pretrained", "weights", "early_stopping_patience", "epochs"),
         "raw_accuracy",

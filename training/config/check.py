@@ -60,6 +60,19 @@ OF_PIPELINES: dict[str, tuple[object, ...]] = {
     "local_steps": (1,),
     "tensor_parallel": (1,),
 }
+# The same if the head reads what was computed of each image once.
+OF_CACHED_FEATURES: dict[str, tuple[object, ...]] = {
+    "tune": ("head",),
+    "augmentation": ("none",),
+    "mirror": ("off", "auto"),
+    "shift_pixels": (0, "auto"),
+    **dict.fromkeys(("color_jitter", "random_erasing", "mixup", "cutmix"), (0,)),
+    "progressive_size": ("",),
+    "engine": ("torch", "auto", "native"),
+    "loss": ("cross_entropy", "bce"),
+    "compile": ("off", "auto"),
+    "pipeline_parallel": (1,),
+}
 OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces by another
 DESTINATIONS = ("tensorboard", *TRACKERS)
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
@@ -142,6 +155,8 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     _check_rules(config, label_of)
     _check_schedule(config, label_of)
     _check_contrast(config, label_of)
+    if config.features == "cached":
+        _check_values(config, label_of, f"{label_of['features']} cached", OF_CACHED_FEATURES)
     if config.has_islands:
         _check_values(config, label_of, f"{label_of['local_steps']} {config.local_steps}", OF_ISLANDS)
     if config.tensor_parallel > 1:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -57,7 +58,8 @@ class Loader:
         self.bad_images: dict[str, str] = {}
         self.notes: dict[str, str] = {}
         self.digests: np.ndarray | None = None
-        self._images_on_device = images_on_device(dataset, device) if self.pool is None else None
+        in_memory = images_on_device(dataset, device) if self.pool is None else None
+        self._from_memory: Callable[[BatchKey], Batch] | None = None if in_memory is None else in_memory.batch
 
     def __len__(self) -> int:
         return self._plan.batches_per_rank
@@ -74,8 +76,18 @@ class Loader:
         keys = self._plan.epoch_keys(epoch, self._rank, first_step)
         if self.digests is not None:
             keys = (key._replace(wants_digests=True) for key in keys)
-        read = self._read(keys) if self._images_on_device is None else map(self._images_on_device.batch, keys)
+        read = self._read(keys) if self._from_memory is None else map(self._from_memory, keys)
         return batches_on_device(read, self.dataset, self._device)
+
+    def each_once(self) -> Loader:
+        """Return a loader of each sample once; what it finds out about the images is found out by this one, too."""
+        plan, other = self._plan, copy.copy(self)
+        other._plan = EvaluationPlan(len(self.dataset), plan.batch_size_per_rank, plan.world_size)
+        return other
+
+    def read_from(self, batch_of: Callable[[BatchKey], Batch]) -> None:
+        """From now on, take the batches from a function of their keys, with images on the device, transformed."""
+        self._from_memory = batch_of
 
     def close(self) -> None:
         """End the worker processes."""

@@ -94,7 +94,9 @@ class NonFiniteGuard:
 
     def note(self, batch: Batch, losses: torch.Tensor) -> None:
         """Keep the losses [B] of a micro-batch and one number per image until the outcome is read; no sync."""
-        self._evidence.append(_Evidence(batch.indices, batch.images.sum((1, 2, 3)), losses.detach()))
+        self._evidence.append(
+            _Evidence(batch.indices, batch.images.sum(tuple(range(1, batch.images.ndim))), losses.detach())
+        )
 
     def after_step(self, result: StepResult | None, step: int) -> bool | torch.Tensor:
         """Undo the step if it was skipped, and return whether it was applied; a collective if it was not.

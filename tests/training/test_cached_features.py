@@ -1,0 +1,144 @@
+"""`--features cached` as a user trains with it: the bytes of the run that computes them in every epoch."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from commands import assert_user_error, launch, read_metrics, train_here
+from torch import nn
+
+from models.build import BuiltModel
+from training import setup
+from training.base.run_folder import WEIGHTS
+
+DATA = (
+    "--data",
+    "digits",
+    "--image-size",
+    "8",
+    "--augmentation",
+    "none",
+    "--report",
+    "false",
+    "--tensorboard",
+    "false",
+)
+HEAD = (*DATA, "--tune", "head", "--epochs", "2", "--save-every-steps", "15", "--keep-last", "99")
+CACHED = ("--features", "cached")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A folder of runs with one whose weights the others begin with, and one that computes features in every epoch."""
+    folder = tmp_path_factory.mktemp("logs")
+    logs = ("--log-dir", str(folder))
+    model = ("--model-type", "basic_cnn", "--batch-size", "32")
+    done = train_here(*model, *DATA, *logs, "--epochs", "1", "--run-name", "source")
+    assert done.returncode == 0, done.stderr
+    weights = ("--weights", str(folder / "runs" / "source" / WEIGHTS))
+    done = train_here(*model, *HEAD, *logs, *weights, "--sampling", "balanced", "--run-name", "computed")
+    assert done.returncode == 0, done.stderr
+    return folder, (*logs, *weights, "--sampling", "balanced")
+
+
+def scores(run):
+    return [
+        {key: epoch[key] for key in epoch if key.startswith(("val_", "train_"))} for epoch in read_metrics(run, "epoch")
+    ]
+
+
+def test_a_cached_run_and_one_that_goes_on_have_the_same_bytes(source):
+    """basic_cnn has BatchNorm, and dropout before its head; the last batches of its digits are padded."""
+    folder, flags = source
+    model = ("--model-type", "basic_cnn", "--batch-size", "32")
+    done = train_here(*model, *HEAD, *flags, *CACHED, "--run-name", "cached")
+    assert done.returncode == 0, done.stderr
+    assert "1797 images went through the network once" in done.stdout
+    assert "note: here the last bits" not in done.stdout
+    computed, cached = (folder / "runs" / name for name in ("computed", "cached"))
+    assert (
+        (cached / WEIGHTS).read_bytes()
+        == (computed / WEIGHTS).read_bytes()
+        != (folder / "runs" / "source" / WEIGHTS).read_bytes()
+    )
+    assert scores(cached) == scores(computed)
+    # From the midst of the second epoch of either run, in the other way.
+    for name, features in (("computed", CACHED), ("cached", ())):
+        checkpoint = ("--resume", str(folder / "runs" / name / "checkpoints" / "step-00001-0000015"))
+        done = train_here(*model, *HEAD, *flags, *features, *checkpoint, "--run-name", f"{name}-resumed")
+        assert done.returncode == 0, done.stderr
+        assert (folder / "runs" / f"{name}-resumed" / WEIGHTS).read_bytes() == (computed / WEIGHTS).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp_stage2", "fsdp_stage3"])
+def test_two_ranks_of_a_cached_run_leave_the_same_bytes(source, strategy):
+    folder, flags = source
+    words = ("basic_cnn", strategy, "2", "16", "2", *HEAD, *flags, "--threads-per-rank", "1")
+    runs = {}
+    for name, features in ((f"{strategy}-2", ()), (f"{strategy}-2-cached", CACHED)):
+        done = launch(*words, *features, "--run-name", name)
+        assert done.returncode == 0, done.stdout + done.stderr
+        runs[name] = folder / "runs" / name
+    computed, cached = runs.values()
+    assert (cached / WEIGHTS).read_bytes() == (computed / WEIGHTS).read_bytes()
+    assert scores(cached) == scores(computed)
+    shutil.rmtree(cached)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--tune", "layers:1"), ("does not go with --tune 'layers:1'", "give --tune head")),
+        (
+            ("--tune", "head", "--augmentation", "shift"),
+            ("does not go with --augmentation 'shift'", "give --augmentation none"),
+        ),
+        (("--tune", "head", "--mixup", "0.2"), ("does not go with --mixup 0.2", "give --mixup 0")),
+    ],
+)
+def test_what_changes_features_is_refused(source, flags, words):
+    given = ("--model-type", "basic_cnn", *DATA, *source[1], *CACHED, *flags)
+    assert_user_error(train_here(*given, "--run-name", "refused"), "--features cached", *words)
+    assert not (source[0] / "runs" / "refused").exists()
+
+
+class Noisy(nn.Module):
+    """A network whose features, in training, are `noise` of those in evaluation."""
+
+    def __init__(self, noise, head):
+        super().__init__()
+        self.noise, self.flatten, self.head = noise, nn.Flatten(), head
+
+    def forward(self, images):
+        return self.head(self.noise(self.flatten(images)))
+
+
+@pytest.mark.parametrize(
+    ("module", "heads", "line"),
+    [
+        (Noisy(nn.Sequential(nn.Dropout(0.1), nn.LayerNorm(192)), nn.Linear(192, 10)), ["head"], "give --drop-path 0"),
+        (Noisy(nn.BatchNorm1d(192), nn.Linear(192, 10)), ["head"], "not compute the same in training"),
+        (
+            Noisy(nn.Unflatten(1, (3, 8, 8)), nn.Sequential(nn.Conv2d(3, 10, 8), nn.Flatten())),
+            ["head.0"],
+            "reads 3 x 8 x 8 numbers",
+        ),
+        (nn.Sequential(nn.Flatten(), nn.Linear(192, 10), nn.Linear(10, 10)), ["1", "2"], "several heads"),
+    ],
+)
+def test_a_network_that_computes_other_features_in_training_is_refused(source, module, heads, line, monkeypatch):
+    def build(_config, data, _world, **_options):
+        names = frozenset(f"{head}.{kind}" for head in heads for kind in ("weight", "bias"))
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in names or "noise" in name)
+        description = {"model_type": "basic_cnn", "image_size": 8, "num_classes": 10, "members": []}
+        return BuiltModel(module, description, head_parameter_names=names), None
+
+    monkeypatch.setattr(setup, "build_training_model", build)
+    torch.manual_seed(0)
+    done = train_here("--model-type", "basic_cnn", *HEAD, *source[1], *CACHED, "--run-name", "other")
+    shutil.rmtree(source[0] / "runs" / "other", ignore_errors=True)
+    assert_user_error(done, "--features cached", line)
