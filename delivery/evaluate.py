@@ -15,15 +15,15 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
-from delivery.calibration import (
+from delivery.evaluation_data import EvaluationChoice, EvaluationData, load_evaluation_data, run_data
+from delivery.evaluation_files import write_evaluation
+from delivery.fit_calibration import (
     CalibratedRecorder,
     describe_rejection,
     finish_calibration,
     read_reject,
     start_calibration,
 )
-from delivery.evaluation_data import EvaluationChoice, EvaluationData, load_evaluation_data, run_data
-from delivery.evaluation_files import write_evaluation
 from delivery.flags import evaluate_parser
 from delivery.trained_model import TrainedModel, find_model, slug
 from delivery.views import PLAIN, Views, checked_views, mean_log_probabilities
@@ -84,7 +84,7 @@ def evaluate(
         flip: whether to score the mean probabilities of each image and its mirror image, too.
         shift_pixels: how far to shift each image for more views of it, whose mean probabilities are scored, too.
         reject: an accuracy, such as "0.95", or a threshold, such as "below:0.7": calibrates the model for `predict`,
-            see `delivery.calibration`, on images that it was not trained on.
+            see `delivery.fit_calibration`, on images that it was not trained on.
         path_column: as in training; default: the run's own.
         label_column: as `path_column`.
         batch_size: images per rank and forward pass.
@@ -95,7 +95,7 @@ def evaluate(
     Returns:
         The keys of `training.observe.evaluation.describe_scores`, and epoch, data, split and precision; with `flip`
         or `shift_pixels` also "views": both, and top1, top5 and loss of the mean probabilities; of a calibrated model
-        also "rejection", see `delivery.calibration.rejection_scores`.
+        also "rejection", see `delivery.fit_calibration.rejection_scores`.
 
     Raises:
         UserError: for a mistake in the arguments, and for files that cannot be used; on all ranks.

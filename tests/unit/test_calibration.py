@@ -13,16 +13,9 @@ import torch
 from scipy.optimize import minimize_scalar
 from test_evaluate_predict import call, data, digit_folder, logits, run
 
-from delivery.calibration import (
-    HIGHEST_TEMPERATURE,
-    Calibration,
-    _fit_temperature,
-    calibration_file,
-    read_calibration,
-    read_reject,
-    threshold_of,
-)
+from delivery.calibration import HIGHEST_TEMPERATURE, Calibration, calibration_file, read_calibration
 from delivery.export.output_folder import check_output, files_about
+from delivery.fit_calibration import _fit_temperature, read_reject, threshold_of
 from delivery.report.run_facts import key_figures
 from delivery.report.run_files import read_run
 from scripts import evaluate, predict
