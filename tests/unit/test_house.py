@@ -19,7 +19,7 @@ OWNERS = {
     "deepspeed": {"training/engines/deepspeed_engine.py"},
     "peft": {"training/recipe/tuning.py"},
     "torch.utils.tensorboard": {"training/observe/loggers/tensorboard.py"},
-    **{name: {f"training/observe/loggers/{name}_tracker.py"} for name in ("wandb", "mlflow", "trackio")},
+    **{name: {"training/observe/loggers/tracker_runs.py"} for name in ("wandb", "mlflow", "trackio")},
     "onnx": {f"delivery/export/{name}.py" for name in ("int8", "onnx_format")},
     "onnxruntime": {f"delivery/export/{name}.py" for name in ("int8", "onnx_format")},
     "onnxscript": {"delivery/export/onnx_format.py"},
@@ -171,8 +171,7 @@ def test_the_environment_is_read_where_it_belongs():
             "planning/doctor/doctor_command.py",
             "planning/doctor/network.py",
         ),  # Slurm's and ssh's
-        "training/observe/loggers/tracker.py",  # handed on
-        *(f"training/observe/loggers/{name}_tracker.py" for name in ("wandb", "mlflow", "trackio")),  # theirs
+        *(f"training/observe/loggers/{name}.py" for name in ("tracker", "tracker_runs")),  # the trackers' own
         "training/base/helper_processes.py",  # TMPDIR, and what other Python processes get
     }
     readers = {str(path.relative_to(ROOT)) for path in python_files() if "os.environ" in path.read_text()}

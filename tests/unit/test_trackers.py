@@ -98,18 +98,18 @@ def test_a_tracker_gets_numbers_events_and_files(fake, tmp_path):
     assert (how["id"], how["name"], how["config"]) == (known_as, "digits", {"epochs": 3, "weights": None})
     assert (how["project"], how["dir"]) == ("zerovision", str(folder.log_dir))
     assert step[:2] == ["log", 13]
-    assert (step[2]["train/loss"], step[2]["epoch"]) == (0.5, 2)
-    assert "speed/mfu" not in step[2], "what is not known is left out"
+    assert (step[2]["train/loss"], step[2]["train/epoch"], step[2]["train/time_shares/data"]) == (0.5, 2, 0.01)
+    assert "train/mfu" not in step[2], "what is not known is left out"
     assert checkpoint == ["log", 13, {"checkpoint/stall_seconds": 0.5}]
-    assert alert == ["alert", "checkpoint_failed", '{"step": 13, "error": "full"}']
+    assert alert == ["alert", "checkpoint_failed", '{"error": "full"}']
     assert (epoch[1], epoch[2]["epoch/val_top1"]) == (20, 0.9)
-    assert (end[1], end[2]["run/speed/images_per_second"]) == (50, 310.0)
+    assert (end[1], end[2]["run/images_per_second"]) == (50, 310.0)
     assert files == [
         ["log", 50, {"worst images": str(folder.path / EVALUATION / "worst.png")}],
-        ["artifact", "evaluation", "digits-evaluation", "evaluation"],
-        ["artifact", "report.html", "digits-report", "report"],
+        ["artifact", "evaluation", f"{known_as}-evaluation", "evaluation"],
+        ["artifact", "report.html", f"{known_as}-report", "report"],
         ["log", None, {"report": str(folder.path / REPORT)}],
-        ["artifact", "model.safetensors", "digits-model", "model"],
+        ["artifact", "model.safetensors", f"{known_as}-model", "model"],
     ]
     assert finish == ["finish", 0]
 

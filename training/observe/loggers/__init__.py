@@ -37,17 +37,15 @@ def open_loggers(
             destinations.append(TensorBoardLogger(folder, dataclasses.asdict(settings), facts, first_step))
         except OSError as error:
             warn_cannot_write("TensorBoardLogger", error)
-    missing = []
-    for name in TRACKERS:
-        if name in settings.destinations and importlib.util.find_spec(name) is None:
-            missing.append(name)
-        elif name in settings.destinations:
-            from training.observe.loggers.tracker import TrackerLogger
+    trackers = [name for name in TRACKERS if name in settings.destinations]
+    missing = [name for name in trackers if importlib.util.find_spec(name) is None]
+    for name in set(trackers).difference(missing):
+        from training.observe.loggers.tracker import TrackerLogger
 
-            try:
-                destinations.append(TrackerLogger(name, folder, dataclasses.asdict(settings), first_step))
-            except OSError as error:
-                warn_cannot_write(name, error)
+        try:
+            destinations.append(TrackerLogger(name, folder, dataclasses.asdict(settings), first_step))
+        except OSError as error:
+            warn_cannot_write(name, error)
     loggers = Loggers(destinations)
     for name in missing:
         loggers.message(f"note: --loggers {name}: it is not installed, the run goes on without it: pip install {name}")

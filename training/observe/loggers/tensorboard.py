@@ -15,7 +15,6 @@ from training.base.points import EpochPoint, RunPoint, StepPoint
 from training.base.run_folder import RunFolder
 from training.base.run_logger import RunLogger
 from training.observe.loggers.confusion import confusion_picture
-from training.observe.loggers.scalars import epoch_scalars, run_scalars, step_scalars
 
 LARGEST_PICTURE = 200  # classes
 SECONDS_BETWEEN_PICTURES = 30.0  # drawing one takes as long as a step
@@ -36,11 +35,32 @@ class TensorBoardLogger(RunLogger):
         self._writer.add_images("augmented training images", images, global_step=0)
 
     def steps(self, point: StepPoint) -> None:
-        self._write_scalars(step_scalars(point), point.step)
+        scalars = {
+            "train/loss": point.loss,
+            "train/learning_rate": point.learning_rate,
+            "train/gradient_norm": point.gradient_norm,
+            "speed/images_per_second": point.images_per_second,
+            "speed/data_wait_share": point.data_wait_share,
+            "memory/bytes_per_rank": point.device.memory_bytes,
+            "memory/allocated_bytes_per_rank": point.device.memory_allocated_bytes,
+            "memory/reserved_bytes_per_rank": point.device.memory_reserved_bytes,
+        }
+        self._write_scalars(scalars | _time_and_speed(point), point.step)
 
     def epoch(self, point: EpochPoint) -> None:
         """Write the scalars of an epoch, and the confusion matrix of the first, the last, and some between."""
-        self._write_scalars(epoch_scalars(point), point.epoch)
+        scalars = {
+            "epoch/train_loss": point.train_loss,
+            "epoch/train_top1": point.train_top1,
+            "epoch/val_loss": point.validation.loss,
+            "epoch/val_top1": point.validation.top1,
+            "epoch/val_top5": point.validation.top5,
+            "epoch/val_lowest_recall": point.lowest_recall,
+            f"epoch/val_{point.best_by}": point.score,
+            "epoch/raw_loss": point.raw.loss if point.raw else None,
+            "epoch/raw_top1": point.raw.top1 if point.raw else None,
+        }
+        self._write_scalars(scalars, point.epoch)
         details, classes = point.validation.details, len(point.class_names)
         is_due = point.epoch == point.epochs or time.monotonic() >= self._next_picture
         if is_due and details is not None and classes <= LARGEST_PICTURE:
@@ -50,7 +70,8 @@ class TensorBoardLogger(RunLogger):
 
     def end(self, point: RunPoint) -> None:
         """Write the whole run's numbers, one point each."""
-        self._write_scalars(run_scalars(point), point.step)
+        scalars = {"speed/images_per_second": point.images_per_second} | _time_and_speed(point)
+        self._write_scalars({f"run/{tag}": value for tag, value in scalars.items()}, point.step)
 
     def close(self) -> None:
         self._writer.close()
@@ -59,6 +80,14 @@ class TensorBoardLogger(RunLogger):
         """Write all in one record: one for each costs as much time for every scalar."""
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items() if value is not None]
         self._writer._get_file_writer().add_summary(Summary(value=values), step)
+
+
+def _time_and_speed(point: StepPoint | RunPoint) -> dict[str, float | None]:
+    return {f"time/{name}": share for name, share in point.time_shares.items()} | {
+        "speed/tflops_per_second": point.device.tflops_per_second,
+        "speed/mfu": point.device.mfu,
+        "speed/gpu_utilization": point.device.gpu_utilization,
+    }
 
 
 def _as_code(values: dict[str, Any]) -> str:

@@ -111,18 +111,8 @@ class TextLogger(RunLogger):
         self._file.close()
 
 
-class JsonLinesLogger(RunLogger):
-    """Writes metrics.jsonl: one JSON object per logging point ('kind': 'step'), epoch ('epoch'), event and run ('end').
-
-    After a resume steps appear again: the later line of a step is valid.
-    """
-
-    def __init__(self, folder: RunFolder) -> None:
-        _cut_unfinished_line(folder.metrics)
-        self._file = folder.metrics.open("a", encoding="utf-8", buffering=1)
-
-    def event(self, kind: str, values: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")
+class EventLogger(RunLogger):
+    """Makes an event of everything: logging points ('step'), epochs ('epoch') and the run's end ('end') too."""
 
     def steps(self, point: StepPoint) -> None:
         self.event("step", flatten(point))
@@ -137,6 +127,20 @@ class JsonLinesLogger(RunLogger):
 
     def end(self, point: RunPoint) -> None:
         self.event("end", flatten(point))
+
+
+class JsonLinesLogger(EventLogger):
+    """Writes metrics.jsonl: one JSON object per event, with its 'kind'.
+
+    After a resume steps appear again: the later line of a step is valid.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        _cut_unfinished_line(folder.metrics)
+        self._file = folder.metrics.open("a", encoding="utf-8", buffering=1)
+
+    def event(self, kind: str, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")
 
     def close(self) -> None:
         self._file.close()

@@ -1,165 +1,99 @@
-"""The process that feeds one tracker: it reads a run's lines from its standard input, and prints notes.
+"""The process that feeds one tracker with the events that it reads from its standard input.
 
-It outlives Ctrl-C and a killed trainer, whose run it marks as killed. What the tracker's library raises is one note.
+It outlives Ctrl-C and a killed trainer, whose run it marks as killed. The first thing that the tracker's library raises
+is one line on standard output; what else it says goes to a log.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from training.base import run_folder as names
 from training.base.errors import one_line
-from training.base.run_folder import (
-    CARD,
-    CONFIG,
-    ENVIRONMENT,
-    EVALUATION,
-    METRICS,
-    REPORT,
-    TEST_EVALUATION,
-    TRACKERS,
-    WEIGHTS,
-    WORST,
-    RunFolder,
-)
+from training.observe.loggers.tracker_runs import TRACKER_RUNS
 
-PROJECT = "zerovision"  # unless the tracker's own variable names another
 SECONDS_AFTER_TRAINER = 60.0  # that it has to end in if the trainer is gone
-# What a tracker is given of the run's folder, by the kind that it shows.
-FILES = {
-    "config": CONFIG,
-    "environment": ENVIRONMENT,
-    "metrics": METRICS,
-    "evaluation": EVALUATION,
-    "evaluation-test": TEST_EVALUATION,
-    "card": CARD,
-    "report": REPORT,
-    "model": WEIGHTS,
-}
-PICTURES = {"confusion matrix": "confusion.png", "worst images": f"{WORST}.png"}
+PREFIXES = {"step": "train", "end": "run"}  # of an event's numbers; else its kind
+ALERTS = ("checkpoint_failed", "diverged", "gave_up")  # what a person should know at once
+FILES = (
+    *(names.CONFIG, names.ENVIRONMENT, names.METRICS, names.EVALUATION, names.TEST_EVALUATION),
+    *(names.CARD, names.REPORT, names.WEIGHTS),
+)
+PICTURES = {"confusion matrix": "confusion.png", "worst images": f"{names.WORST}.png"}
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """A run as a tracker gets to know it.
+class Feeder:
+    """Passes a run's events on to a tracker."""
 
-    Attributes:
-        name: of the run.
-        log_dir: folder of all logs, in which a tracker that needs a place on the disk has one, if the user named none.
-        config: the run's settings.
-        known_as: what the tracker called the run when it was started before; None for a new one.
-        first_step: of a run that was started before: later steps are logged again.
-    """
-
-    name: str
-    log_dir: Path
-    config: Mapping[str, Any]
-    known_as: str | None
-    first_step: int
-
-
-class Tracker(Protocol):
-    """A run in a tracker, made of a `TrackedRun`; any method may raise any exception.
-
-    Attributes:
-        known_as: by which the tracker finds the run again.
-    """
-
-    known_as: str
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Log numbers."""
-
-    def alert(self, title: str, text: str) -> None:
-        """Report something that a person should know."""
-
-    def picture(self, name: str, path: Path, step: int) -> None:
-        """Show a picture."""
-
-    def file(self, path: Path, kind: str) -> None:
-        """Keep a file or folder; `kind` is a key of `FILES`."""
-
-    def close(self, status: str) -> None:
-        """End with 'finished', 'failed' or 'killed'."""
-
-
-class Notes:
-    """Tells the first thing that goes wrong, on what was this process's standard output; the library says much more."""
-
-    def __init__(self) -> None:
-        self._out = os.fdopen(os.dup(1), "w", buffering=1)
-        self._is_told = False
+    def __init__(self, name: str, folder: names.RunFolder) -> None:
+        self._has_failed, self._folder, self._out = False, folder, os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
+        self._run = self._attempt(self._open, name, means="the run is not there")
+        if self._has_failed:
+            os._exit(1)  # without waiting for whatever the library has begun
 
-    def attempt(self, action: Callable[..., object], *values: Any) -> None:
-        """Do what may raise anything."""
-        try:
-            action(*values)
-        except Exception as error:
-            self.tell(error, "some of it is missing there")
-
-    def tell(self, error: Exception, means: str) -> None:
-        """Print one line about the first error."""
-        if not self._is_told:
-            self._is_told = True
-            self._out.write(f"{type(error).__name__}: {one_line(error, 300)}: {means}, training goes on\n")
-
-
-def main(name: str) -> None:
-    """Feed a tracker until the trainer says that it has ended, or is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    notes = Notes()
-    threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
-    first = json.loads(sys.stdin.readline())
-    folder = RunFolder(Path(first["log_dir"]), first["run"])
-    memory = folder.path / TRACKERS / f"{name}.json"
-    try:
+    def _open(self, name: str) -> Any:
+        """Open a run in a tracker, the same one as before if the run was started before."""
+        first = json.loads(sys.stdin.readline())
+        memory = self._folder.path / names.TRACKERS / f"{name}.json"
         known_as = json.loads(memory.read_text()) if memory.exists() else None
-        module = importlib.import_module(f"training.observe.loggers.{name}_tracker")
-        tracker: Tracker = module.open_run(
-            TrackedRun(folder.name, folder.log_dir, first["config"], known_as, first["first_step"])
-        )
-    except Exception as error:
-        notes.tell(error, "the run is not there")
-        os._exit(1)  # without waiting for whatever the library has begun
-    notes.attempt(memory.write_text, json.dumps(tracker.known_as))
-    last_step, status = first["first_step"], "killed"
-    for text in sys.stdin:
+        run = TRACKER_RUNS[name](self._folder, first["config"], known_as, first["first_step"])
+        memory.write_text(json.dumps(run.known_as))
+        return run
+
+    def feed(self) -> None:
+        """Pass on what comes until the trainer says that the run has ended, or is gone."""
+        step, status = 0, "killed"
+        for text in sys.stdin:
+            if not text.endswith("\n"):  # of a trainer that was killed
+                break
+            event = json.loads(text)
+            kind = event.pop("kind")
+            if kind == "close":
+                status = "failed" if status == "failed" else "finished"
+                self._hand_over(step)
+                break
+            step = event.pop("step", step)
+            if numbers := dict(_numbers(event, PREFIXES.get(kind, kind))):
+                self._attempt(self._run.scalars, numbers, step)
+            if kind in ALERTS:
+                self._attempt(self._run.alert, kind, json.dumps(event))
+            status = "failed" if kind == "gave_up" else status
+        self._attempt(self._run.close, status)
+
+    def _hand_over(self, step: int) -> None:
+        """Give the tracker what the run has left."""
+        for name, file in PICTURES.items():
+            if (path := self._folder.path / names.EVALUATION / file).exists():
+                self._attempt(self._run.picture, name, path, step)
+        for file in FILES:
+            if (path := self._folder.path / file).exists():
+                self._attempt(self._run.file, path)
+
+    def _attempt(self, action: Any, *values: Any, means: str = "some of it is missing there") -> Any:
+        """Do what may raise anything, and return its result."""
         try:
-            line = json.loads(text)
-        except ValueError:  # of a trainer that was killed
-            break
-        if line["kind"] == "scalars":
-            last_step = line["step"]
-            notes.attempt(tracker.scalars, line["values"], last_step)
-        elif line["kind"] == "alert":
-            notes.attempt(tracker.alert, line["title"], line["text"])
-        else:
-            status = line["status"]
-            _hand_over(tracker, folder, last_step, notes)
-    notes.attempt(tracker.close, status)
+            return action(*values)
+        except Exception as error:
+            if not self._has_failed:
+                self._out.write(f"{type(error).__name__}: {one_line(error, 300)}: {means}, training goes on\n")
+            self._has_failed = True
 
 
-def _hand_over(tracker: Tracker, folder: RunFolder, step: int, notes: Notes) -> None:
-    """Give a tracker what a run has left."""
-    for name, file in PICTURES.items():
-        path = folder.path / EVALUATION / file
-        if path.exists():
-            notes.attempt(tracker.picture, name, path, step)
-    for kind, name in FILES.items():
-        path = folder.path / name
-        if path.exists():
-            notes.attempt(tracker.file, path, kind)
+def _numbers(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}/{key}")
+        elif type(value) in (int, float):
+            yield f"{prefix}/{key}", value
 
 
 def _end_after(trainer: int) -> None:
@@ -170,5 +104,13 @@ def _end_after(trainer: int) -> None:
     os._exit(1)
 
 
+def main(name: str, log_dir: str, run: str) -> None:
+    """Feed a tracker with a run of that name."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
+    Feeder(name, names.RunFolder(Path(log_dir), run)).feed()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
