@@ -148,7 +148,7 @@ def load_evaluation_data(
 
 
 def _is_path(data: str) -> bool:
-    return find_dataset(data).has_parts
+    return find_dataset(data).is_path
 
 
 def _no_data(data: str, known: RunData, divided: Callable[[], DatasetPair]) -> str:

@@ -56,6 +56,7 @@ NOT_RECIPE = frozenset(
         "decode",
         "cache",
         "cache_gb",
+        "remote_cache_gb",
         "workers",
         "bad_images",
     }

@@ -20,6 +20,7 @@ from training.data import DataOptions, archives, load_data
 from training.data.archives import CLASS_NAMES, Entry, index_of, write_index
 from training.data.datasets import ImageDataset
 from training.data.reading.formats import IMAGE_EXTENSIONS
+from training.data.reading.remote_files import page_checksums
 from training.data.reading.sources import FileSource, Source, digest_of
 from training.data.tar_shards import FACTS, LABEL, TAR, scan
 from training.data.values import BYTES
@@ -119,7 +120,7 @@ def _check(file: Path, digests: list[int]) -> None:
     """Read a tar file and compare its images with the digests of what was packed; write its index."""
     index = scan(file)
     status = file.stat()
-    index = index._replace(state=(status.st_size, status.st_mtime_ns))
+    index = index._replace(state=(status.st_size, status.st_mtime_ns), checksums=page_checksums(file))
     reader = TAR.open([file], [index.state])
     found = [digest_of(reader.read(0, entry.place, entry.size)) for entry in index.entries]
     if found != digests:

@@ -133,7 +133,7 @@ def request_of(given: argparse.Namespace) -> Request:
 def data_fields(config: TrainConfig) -> dict[str, Any]:
     """Return the fields of the data set's `DataOptions`, with an absolute path: probes run in another folder."""
     options, folder = dataclasses.asdict(data_options(config)), Path(os.path.expanduser(config.data))
-    if not find_dataset(config.data).has_parts or not (os.path.exists(folder) or "/" in config.data):
+    if not find_dataset(config.data).is_path or not (os.path.exists(folder) or "/" in config.data):
         return options
     root = config.data_root if config.data_root == DATA_ROOT else os.path.abspath(os.path.expanduser(config.data_root))
     return options | {"data": str(folder.absolute()), "data_root": root}

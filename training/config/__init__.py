@@ -31,7 +31,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         *("pretrained", "weights", "early_stopping_patience", "epochs"),
         "raw_accuracy",
         *("data", "data_root", "path_column", "label_column", "links", "download"),
-        *("workers", "cache", "cache_gb", "bad_images"),
+        *("workers", "cache", "cache_gb", "remote_cache_gb", "bad_images"),
         *(
             "preset",
             "run_name",

@@ -11,7 +11,7 @@ from training.base.errors import UserError, shown, unknown_name
 from training.config import FIELDS, TrainConfig
 from training.config.global_batch import in_chunks
 from training.config.values import allowed_values, is_allowed
-from training.data import bad_image_share
+from training.data import bad_image_share, find_dataset
 from training.data.augmentations import augmentation_of
 from training.data.image_sizes import size_ramp
 from training.engines.strategies import STRATEGIES, check_micro_batches
@@ -110,6 +110,9 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     if config.strategy not in STRATEGIES:
         raise unknown_name("strategy", config.strategy, STRATEGIES)
     augmentation_of(config, default="crop_flip")
+    find_dataset(config.data)
+    if "://" in config.log_dir:
+        raise UserError(f"{label_of['log_dir']} is a URL: give a folder, and copy the run afterwards.")
     bad_image_share(config.bad_images)
     given_weights(config.class_weights)
     size_ramp(config.progressive_size)

@@ -9,12 +9,13 @@ import re
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from models import LARGEST_IMAGE_SIZE
 from training.base.errors import UserError, unknown_name
 from training.data.image_sizes import MIN_IMAGE_SIZE
-from training.data.settings import BAD_IMAGES_USAGE, DATASETS, DataFields, DatasetEntry
+from training.data.reading.remote import check_url
+from training.data.settings import BAD_IMAGES_USAGE, DATASETS, URL, DataFields, DatasetEntry
 
 if TYPE_CHECKING:
     from training.config import TrainConfig
@@ -72,7 +73,7 @@ def load_data(options: DataOptions) -> DatasetPair:
         UserError: An option or the data is invalid; see the module of the data set.
     """
     _check_options(options)
-    return importlib.import_module(find_dataset(options.data).module).load(options)
+    return _function("load", options)
 
 
 def load_whole(options: DataOptions) -> DatasetPair:
@@ -81,7 +82,7 @@ def load_whole(options: DataOptions) -> DatasetPair:
     Raises:
         UserError: As `load_data`.
     """
-    return importlib.import_module(find_dataset(options.data).module).load_whole(options)
+    return _function("load_whole", options)
 
 
 def layout_of(options: DataOptions) -> Layout | None:
@@ -90,8 +91,15 @@ def layout_of(options: DataOptions) -> Layout | None:
     Raises:
         UserError: As `load_data`.
     """
-    entry = find_dataset(options.data)
-    return importlib.import_module(entry.module).layout_of(options) if entry.has_parts else None
+    return _function("layout_of", options) if find_dataset(options.data).has_parts else None
+
+
+def _function(name: str, options: DataOptions) -> Any:
+    """Return what a function of a data set's module gives; of `records` for one that makes a `Listing`."""
+    module = importlib.import_module(find_dataset(options.data).module)
+    if hasattr(module, "listing"):
+        return getattr(importlib.import_module("training.data.records"), name)(module.listing(options), options)
+    return getattr(module, name)(options)
 
 
 def bad_image_share(value: str) -> Fraction:
@@ -113,9 +121,11 @@ def bad_image_share(value: str) -> Fraction:
 
 def find_dataset(data: str) -> DatasetEntry:
     """Return the entry of a `--data` value: a name from the table, else what the path leads to."""
+    if check_url(data):
+        return DATASETS[URL]
     name, colon, _ = data.partition(":")
     entry = DATASETS.get(name)
-    if entry and not entry.has_parts and entry.takes_name == bool(colon):
+    if entry and not entry.is_path and entry.takes_name == bool(colon):
         return entry
     path = os.path.expanduser(data)
     if os.path.isdir(path):

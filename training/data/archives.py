@@ -11,27 +11,32 @@ import hashlib
 import json
 import os
 import re
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple, TypeVar
 
 from training.base.atomic_write import replacing
 from training.base.errors import UserError, shown
 from training.data import DataOptions
-from training.data.datasets import DatasetPair
-from training.data.folder_parts import Layout, part_kind
+from training.data.folder_parts import part_kind
 from training.data.reading.boxes import Edges
+from training.data.reading.remote_files import RemoteFiles
 from training.data.reading.retry import entries_of, is_folder, patiently
 from training.data.reading.sources import Archive
-from training.data.records import Listing, Record, layout_of_listed, load_listed, load_listed_whole
+from training.data.records import Listing, Record
 
 FORMAT = 1
 SUFFIX = ".index.json"
 CACHE = "indexes"  # below --data-root
 CLASS_NAMES = "classnames.txt"  # the name of each label of a whole number, one a line, as CLIP's data sets have it
 MOST_CLASSES = 1_000_000
+NO_CHECKSUMS = array("I")
 _NUMBERING = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?([-_][0-9a-f]{8,})?$")  # of "train-00000-of-00002-a1b2c3d4e5f60718"
+
+
+AnyPath = TypeVar("AnyPath", bound=PurePath)
 
 
 class Entry(NamedTuple):
@@ -65,6 +70,7 @@ class Index(NamedTuple):
         left_out: Samples without an image, or without a label where files may have such.
         columns: As of `Kind`.
         state: Size of the archive in bytes, and time of its last change in ns.
+        checksums: See `RemoteFiles`.
     """
 
     entries: Sequence[Entry]
@@ -72,6 +78,7 @@ class Index(NamedTuple):
     left_out: int = 0
     columns: Sequence[str] = ()
     state: tuple[int, int] = (0, 0)
+    checksums: array[int] = NO_CHECKSUMS
 
 
 class Kind(NamedTuple):
@@ -82,45 +89,57 @@ class Kind(NamedTuple):
         scan: Reads an archive's index from its content; raises UserError.
         open: Returns what reads images of files with these states.
         columns: What decides an index besides the file.
+        over: Returns what reads images of files behind URLs.
     """
 
     suffix: str
     scan: Callable[[Path], Index]
     open: Callable[[Sequence[Path], Sequence[tuple[int, int]]], Archive]
     columns: Sequence[str] = ()
-
-
-def load(kind: Kind, options: DataOptions) -> DatasetPair:
-    """Load the images of archives, in a folder, in its folders of parts, or of one file; the part is in the name.
-
-    Raises:
-        UserError: There is none, or one that cannot be read, or that has an image without a label; see `load_listed`.
-    """
-    return load_listed(read(kind, options), options)
-
-
-def load_whole(kind: Kind, options: DataOptions) -> DatasetPair:
-    """Load the images of archives without dividing them."""
-    return load_listed_whole(read(kind, options), options)
-
-
-def layout_of(kind: Kind, options: DataOptions) -> Layout:
-    """Return the parts of archives."""
-    return layout_of_listed(read(kind, options), options)
+    over: Callable[[RemoteFiles], Archive] = lambda remote: remote
 
 
 def read(kind: Kind, options: DataOptions) -> Listing:
-    """Return what the archives contain."""
+    """Return the images of archives, in a folder, in its folders of parts, or of one file; the part is in the name.
+
+    Raises:
+        UserError: There is none, or one that cannot be read, or that has an image without a label.
+    """
     root = Path(os.path.expanduser(options.data)).resolve()
     files = _find(root, kind.suffix)
     if not files:
         raise UserError(f"--data {options.data}: there is no {kind.suffix} file.")
     root = root if is_folder(root) else root.parent
+    indexes = [open_index(kind, file, options.root / CACHE) for file in files]
+    archive = kind.open(files, [index.state for index in indexes])
+    return listing_of(root, files, indexes, archive, options, (root / CLASS_NAMES).read_bytes)
+
+
+def listing_of(
+    root: PurePath,
+    files: Sequence[PurePath],
+    indexes: Sequence[Index],
+    archive: Archive,
+    options: DataOptions,
+    read_names: Callable[[], bytes],
+) -> Listing:
+    """Return what archives contain by their indexes.
+
+    Args:
+        root: Folder of the archives.
+        files: The archives.
+        indexes: Of each.
+        archive: What reads them.
+        options: Of the data.
+        read_names: Returns the content of `CLASS_NAMES`, or raises OSError.
+
+    Raises:
+        UserError: There is no image, or a label without a name.
+    """
     parts = [_part_of(file, root) for file in files]
     if not (options.val_part or any(part_kind(part)[0] for part in parts)):
         parts = [""] * len(parts)
-    indexes = [open_index(kind, file, options.root / CACHE) for file in files]
-    class_names = _class_names(root, indexes)
+    class_names = _class_names(root, indexes, read_names)
     records = [
         Record(
             entry.path,
@@ -138,10 +157,10 @@ def read(kind: Kind, options: DataOptions) -> Listing:
         for entry in index.entries
     ]
     if not records:
-        raise UserError(f"--data {options.data}: there is no image in {len(files)} {kind.suffix} file(s).")
+        raise UserError(f"--data {options.data}: there is no image in {len(files)} {files[0].suffix} file(s).")
     left_out = sum(index.left_out for index in indexes)
     notes = [f"passed over {left_out} samples without an image or label"] if left_out else []
-    return Listing(root, records, class_names, kind.open(files, [index.state for index in indexes]), notes)
+    return Listing(root, records, class_names, archive, notes)
 
 
 def _find(root: Path, suffix: str) -> list[Path]:
@@ -155,13 +174,13 @@ def _find(root: Path, suffix: str) -> list[Path]:
     raise UserError(f"the folder '{root}' cannot be listed.")
 
 
-def _part_of(file: Path, root: Path) -> str:
+def _part_of(file: PurePath, root: PurePath) -> str:
     """Return the name of the part that an archive is of: its own without number, or that of its folder."""
     own = _NUMBERING.sub("", file.stem)
     return own if file.parent == root or part_kind(own)[0] else file.parent.name
 
 
-def _class_names(root: Path, indexes: Sequence[Index]) -> list[str]:
+def _class_names(root: PurePath, indexes: Sequence[Index], read_names: Callable[[], bytes]) -> list[str]:
     """Return the names of labels that are numbers, in their order; none if labels are names."""
     if names := {tuple(index.class_names) for index in indexes} - {()}:
         if len(names) > 1:
@@ -171,11 +190,11 @@ def _class_names(root: Path, indexes: Sequence[Index]) -> list[str]:
     if not all(label.isascii() and label.isdigit() and int(label[:8]) < MOST_CLASSES for label in labels):
         return []
     with contextlib.suppress(OSError):
-        return (root / CLASS_NAMES).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        return read_names().decode("utf-8", "surrogateescape").splitlines()
     return [str(number) for number in range(max(map(int, labels), default=-1) + 1)]
 
 
-def _named(label: str, class_names: Sequence[str], file: Path) -> str:
+def _named(label: str, class_names: Sequence[str], file: PurePath) -> str:
     if not class_names:
         return label
     if not (label.isascii() and label.isdigit() and int(label[:8]) < len(class_names)):
@@ -187,14 +206,13 @@ def open_index(kind: Kind, file: Path, cache: Path) -> Index:
     """Return the index of an archive; make it if there is none, or the archive has changed."""
     status = patiently(partial(os.stat, file), file)
     state = status.st_size, status.st_mtime_ns
-    elsewhere = cache / f"{hashlib.sha256(os.fsencode(file)).hexdigest()[:32]}{SUFFIX}"
-    for place in (index_of(file), elsewhere):
-        with contextlib.suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
-            index = _parsed(json.loads(place.read_text(encoding="utf-8", errors="surrogateescape")))
-            if (index.state, index.columns) == (state, kind.columns):
-                return index
+    places = index_of(file), kept_index_of(file, cache)
+    for place in places:
+        index = index_from(place.read_bytes)
+        if index and (index.state, index.columns) == (state, kind.columns):
+            return index
     index = kind.scan(file)._replace(state=state, columns=kind.columns)
-    for place in (index_of(file), elsewhere):
+    for place in places[file.is_symlink() :]:  # beside what a link leads to it would be another's
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
             write_index(index, place)
@@ -202,14 +220,26 @@ def open_index(kind: Kind, file: Path, cache: Path) -> Index:
     return index
 
 
-def index_of(file: Path) -> Path:
+def index_of(file: AnyPath) -> AnyPath:
     """Return the place of an archive's index beside it."""
     return file.with_name(file.name + SUFFIX)
 
 
+def kept_index_of(file: PurePath, cache: Path) -> Path:
+    """Return the place of an archive's index where nothing can be written beside it."""
+    return cache / f"{hashlib.sha256(os.fsencode(file)).hexdigest()[:32]}{SUFFIX}"
+
+
+def index_from(read: Callable[[], bytes]) -> Index | None:
+    """Return the index that a file has; None if it cannot be read, or is none."""
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError, RecursionError, OverflowError):
+        return _parsed(json.loads(read()))
+    return None
+
+
 def write_index(index: Index, place: Path) -> None:
     """Write an index; raise OSError if that fails."""
-    content = {"format": FORMAT} | index._asdict()
+    content = {"format": FORMAT} | index._asdict() | {"checksums": index.checksums.tolist()}
     with replacing(place) as temporary:
         temporary.write_text(json.dumps(content), encoding="utf-8", errors="surrogateescape")
 
@@ -230,7 +260,8 @@ def _parsed(content: Any) -> Index:
     if not all(type(name) is str for name in names):
         raise ValueError
     columns = tuple(content["columns"])
-    return Index([*entries()], tuple(names), int(content["left_out"]), columns, (size, changed_ns))
+    checksums = array("I", content.get("checksums", ()))
+    return Index([*entries()], tuple(names), int(content["left_out"]), columns, (size, changed_ns), checksums)
 
 
 def checked(entry: Entry) -> Entry:

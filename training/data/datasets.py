@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -327,7 +327,7 @@ def make_array_datasets(
 
 
 def make_file_datasets(
-    root: Path,
+    root: PurePath,
     parts: Sequence[list[ImageFile]],
     class_names: list[str],
     options: DataOptions,

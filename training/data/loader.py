@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
@@ -14,7 +15,7 @@ from training.data.bad_images import check_budget
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.device import batches_on_device, images_on_device
 from training.data.reader import Batch, read_batch
-from training.data.reading.sources import UNKNOWN
+from training.data.reading.sources import UNKNOWN, FileSource, Source
 from training.data.sampler import BatchKey, BatchPlan, EvaluationPlan
 from training.data.settings import DataSettings
 from training.data.workers import WorkerPool, fit_workers_into_memory
@@ -102,7 +103,7 @@ class Loader:
     def _read(self, keys: Iterable[BatchKey]) -> Iterator[Batch]:
         pool = self.pool
         here = partial(read_batch, self.dataset)
-        for batch in map(here, keys) if pool is None else pool.read(self.dataset, keys):
+        for batch in map(here, _ahead(self.dataset.source, keys)) if pool is None else pool.read(self.dataset, keys):
             if isinstance(batch, Exception):
                 raise batch
             self.notes |= batch.notes
@@ -112,6 +113,15 @@ class Loader:
                 self.bad_images |= batch.bad_images
                 check_budget(self.bad_images, self.dataset)
             yield batch
+
+
+def _ahead(source: Source, keys: Iterable[BatchKey]) -> Iterator[BatchKey]:
+    """Yield the keys, each when the images of the next are being fetched, if they are far away."""
+    first, second = itertools.tee(keys)
+    for key, following in itertools.zip_longest(first, itertools.islice(second, 1, None)):
+        if following is not None and isinstance(source, FileSource):
+            source.expect(following.indices.tolist())
+        yield key
 
 
 def build_loaders(

@@ -13,16 +13,15 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from training.base.errors import FileServerError, UserError, one_line
 from training.data import DataOptions, archives
 from training.data.archives import Entry, Index, Kind
-from training.data.datasets import DatasetPair
-from training.data.folder_parts import Layout
+from training.data.reading.remote_files import RemoteFiles
 from training.data.reading.retry import patiently
-from training.data.records import Listing, layout_of_listed, load_listed, load_listed_whole
+from training.data.records import Listing
 from training.data.table import Row, listing_of
 
 SUFFIX = ".parquet"
@@ -33,28 +32,19 @@ MOST_GROUP_BYTES = 2 * 10**9  # of a row group, which is read as a whole
 ROW_BITS = 32  # of a place, beside the number of the row group
 
 
-def load(options: DataOptions) -> DatasetPair:
-    """Load the images of Parquet files; see `archives.load`, and `table.load` for files without images."""
-    return load_listed(_read(options), options)
-
-
-def load_whole(options: DataOptions) -> DatasetPair:
-    """Load the images of Parquet files without dividing them."""
-    return load_listed_whole(_read(options), options)
-
-
-def layout_of(options: DataOptions) -> Layout:
-    """Return the parts of Parquet files."""
-    return layout_of_listed(_read(options), options)
-
-
-def _read(options: DataOptions) -> Listing:
+def listing(options: DataOptions) -> Listing:
+    """Return the images of Parquet files; see `archives.read`, and `table.listing` for files without images."""
     path = Path(os.path.expanduser(options.data))
     if path.is_file() and not _image_columns(schema := _opened(path).schema_arrow):
         return listing_of(schema.names, _rows(path), options)
+    return archives.read(kind_of(options), options)
+
+
+def kind_of(options: DataOptions) -> Kind:
+    """Return the kind of Parquet files whose columns are those of the options."""
     columns = options.path_column or IMAGE_COLUMN, options.label_column
-    kind = Kind(SUFFIX, partial(scan, *columns), partial(ParquetArchive, columns[0]), columns)
-    return archives.read(kind, options)
+    over = partial(RemoteParquet, columns[0])
+    return Kind(SUFFIX, partial(scan, *columns), partial(ParquetArchive, columns[0]), columns, over)
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -66,8 +56,8 @@ def _rows(path: Path) -> Iterator[Row]:
             yield number, {name: "" if cell is None else str(cell) for name, cell in row.items()}
 
 
-def _opened(path: Path) -> Any:
-    """Return pyarrow's `ParquetFile`.
+def _opened(path: PurePath, stream: Any = None) -> Any:
+    """Return pyarrow's `ParquetFile` of a path, or of a stream.
 
     Raises:
         UserError: pyarrow is not installed, or this is no Parquet file.
@@ -77,8 +67,8 @@ def _opened(path: Path) -> Any:
     except ImportError:
         raise UserError(f"'{path}': Parquet files are read by pyarrow: pip install pyarrow.") from None
     try:
-        return patiently(lambda: parquet.ParquetFile(path), path)
-    except FileServerError:
+        return patiently(lambda: parquet.ParquetFile(stream or path), path)
+    except (FileServerError, UserError):
         raise
     except Exception as error:  # a damaged file may end in anything
         raise UserError(f"'{path}' is no readable Parquet file ({one_line(error)}).") from None
@@ -103,11 +93,13 @@ def _chosen(schema: Any, wanted: str) -> str:
     return wanted if wanted in found else found[0] if len(found) == 1 else ""
 
 
-def _group(file: Path, opened: Any, group: int, columns: Sequence[str]) -> list[Any]:
+def _group(file: PurePath, opened: Any, group: int, columns: Sequence[str]) -> list[Any]:
     """Return columns of a row group, as arrays of Arrow; raise UserError if it is damaged."""
     try:
         table = opened.read_row_group(group, columns=[*columns], use_threads=False)
         return [table.column(column).combine_chunks() for column in columns]
+    except (FileServerError, UserError):
+        raise
     except Exception as error:  # a damaged file may end in anything
         raise UserError(f"'{file}' is damaged in row group {group} ({one_line(error)}).") from None
 
@@ -181,7 +173,7 @@ class ParquetArchive:
         states: Of each, its size in bytes and the time of its last change in ns.
     """
 
-    def __init__(self, column: str, files: Sequence[Path], states: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, column: str, files: Sequence[PurePath], states: Sequence[tuple[int, int]]) -> None:
         self.files, self._column, self._states = files, column, states
         self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
 
@@ -201,13 +193,28 @@ class ParquetArchive:
         return content
 
     def _group(self, archive: int, group: int) -> Any:
+        file, opened = self.files[archive], self._open(archive)
+        (images,) = _group(file, opened, group, [_chosen(opened.schema_arrow, self._column)])
+        return _field(images, "bytes")
+
+    def _open(self, archive: int) -> Any:
         file = self.files[archive]
         opened = _opened(file)
         status = os.stat(file)
         if (status.st_size, status.st_mtime_ns) != self._states[archive]:
             raise UserError(f"'{file}' has changed since the run began: start again.")
-        (images,) = _group(file, opened, group, [_chosen(opened.schema_arrow, self._column)])
-        return _field(images, "bytes")
+        return opened
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_groups": OrderedDict()}
+
+
+class RemoteParquet(ParquetArchive):
+    """The same of files behind URLs."""
+
+    def __init__(self, column: str, remote: RemoteFiles) -> None:
+        super().__init__(column, remote.files, ())
+        self._remote = remote
+
+    def _open(self, archive: int) -> Any:
+        return _opened(self.files[archive], self._remote.stream(archive))

@@ -14,7 +14,7 @@ from training.base.errors import FileServerError, UserError
 from training.data.bad_images import read_or_replace
 from training.data.datasets import ImageDataset
 from training.data.reading.image_notes import collected_notes
-from training.data.reading.sources import UNKNOWN
+from training.data.reading.sources import UNKNOWN, FileSource
 from training.data.sampler import BatchKey
 from training.world.preserved_process import preserved_generators
 
@@ -73,6 +73,8 @@ def read_batch(dataset: ImageDataset, key: BatchKey) -> Batch | UserError | File
 def _read(dataset: ImageDataset, key: BatchKey) -> Batch:
     source, weights = dataset.source, torch.from_numpy(key.weights)
     source.digests = {} if key.wants_digests else None
+    if isinstance(source, FileSource):
+        source.expect(key.indices.tolist())
     draws, offsets = dataset.draws(key.epoch, key.draw_keys), (key.draw_keys - key.indices).tolist()
     bad_images: dict[str, str] = {}
     images: list[torch.Tensor] = []

@@ -6,7 +6,7 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import PurePath
 from typing import NamedTuple
 
 from training.base.errors import UserError, nearest, shown
@@ -53,14 +53,14 @@ class Listing(NamedTuple):
         notes: Lines for the user.
     """
 
-    root: Path
+    root: PurePath
     records: Sequence[Record]
     class_names: Sequence[str] = ()
     archive: Archive | None = None
     notes: Sequence[str] = ()
 
 
-def load_listed(listing: Listing, options: DataOptions) -> DatasetPair:
+def load(listing: Listing, options: DataOptions) -> DatasetPair:
     """Return the training, validation and test set of a list; the order of its lines decides nothing.
 
     As of a folder, the images of a part are in the order of their classes, then of their paths, and without a
@@ -91,13 +91,13 @@ def load_listed(listing: Listing, options: DataOptions) -> DatasetPair:
     return _datasets(listing, [parts[TRAIN], parts[VAL]], parts[TEST], options)
 
 
-def load_listed_whole(listing: Listing, options: DataOptions) -> DatasetPair:
+def load_whole(listing: Listing, options: DataOptions) -> DatasetPair:
     """Return all images of a list as both sets of a pair, uncached, as `folder.load_whole`."""
     return _datasets(listing, [listing.records], [], replace(options, cache="off"))
 
 
-def layout_of_listed(listing: Listing, options: DataOptions) -> Layout:
-    """Return which parts a list has; raise UserError as `load_listed`."""
+def layout_of(listing: Listing, options: DataOptions) -> Layout:
+    """Return which parts a list has; raise UserError as `load`."""
     parts, root = _parts(listing.records, options), str(listing.root)
     val, test = (root if parts[name] else None for name in (VAL, TEST))
     return Layout([root], val, test, is_divided=bool(val or test))

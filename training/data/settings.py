@@ -1,7 +1,8 @@
 """The flags of the data: data set, sizes, augmentation, reading; and the tables of data sets and decoders.
 
 Importing this module imports neither torch nor Pillow, so that `--help` prints the tables at once; the module of a data
-set is imported on demand. A new data set is one module with `load(options)` and one line in `DATASETS`.
+set is imported on demand. A new data set is one module with `load(options)` or `listing(options)`, and one line in
+`DATASETS`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from training.data.image_sizes import USAGE as SIZE_USAGE
 
 BAD_IMAGES_USAGE = "error, skip, skip:SHARE"
 DATA_ROOT = "~/.cache/zerovision"
+URL = "://"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +28,10 @@ class DatasetEntry:
     Attributes:
         usage: The value of `--data`.
         summary: One sentence for `--help`.
-        module: The module whose `load(options)` returns the `DatasetPair`.
+        module: The module whose `load(options)` returns the `DatasetPair`, or `listing(options)` a `Listing`.
         takes_name: Whether a colon and a name follow.
-        has_parts: Whether it is a path, whose images may be divided into parts: the module then has
-            `load_whole(options)` and `layout_of(options)`, too.
+        has_parts: Whether its images may be divided into parts, as those of all paths: a module without
+            `listing` then has `load_whole(options)` and `layout_of(options)`, too.
     """
 
     usage: str
@@ -37,6 +39,11 @@ class DatasetEntry:
     module: str
     takes_name: bool = False
     has_parts: bool = False
+
+    @property
+    def is_path(self) -> bool:
+        """Whether it is a path on this machine."""
+        return self.has_parts and not self.takes_name
 
 
 DATASETS: dict[str, DatasetEntry] = {
@@ -84,6 +91,20 @@ DATASETS: dict[str, DatasetEntry] = {
         "training.data.table",
         has_parts=True,
     ),
+    "hf": DatasetEntry(
+        "hf:ORG/NAME[:SPLIT]",
+        "a data set of Hugging Face's hub with Parquet files, in the hub's cache (--download fetches it)",
+        "training.data.hub",
+        takes_name=True,
+        has_parts=True,
+    ),
+    URL: DatasetEntry(
+        "URL",
+        "tar files, Parquet files or a table behind http://, https://, s3://, gs:// or hf://, kept on disk as read",
+        "training.data.urls",
+        takes_name=True,
+        has_parts=True,
+    ),
 }
 
 DECODERS: dict[str, str] = {
@@ -105,7 +126,10 @@ class DataFields:
     )
     path_column: str = option("", "Column of a table with the images' paths; none: path, or image as predict has it.")
     label_column: str = option("label", "Column of a table with the names of the classes.")
-    download: bool = option(False, "Allow torchvision data sets to be downloaded.")
+    download: bool = option(False, "Allow data sets of torchvision and of the hub to be downloaded.")
+    remote_cache_gb: float = option(
+        20.0, "Most gigabytes of data behind URLs that are kept in remote/ below --data-root.", low=0.1, high=10**6
+    )
     val_fraction: float = option(
         0.2, "Share held out for validation where the data has no part for it.", above=0, high=0.9
     )

@@ -14,12 +14,10 @@ from pathlib import Path
 from training.base.csv_cells import as_given
 from training.base.errors import UserError, nearest, one_line, shown
 from training.data import DataOptions
-from training.data.datasets import DatasetPair
-from training.data.folder_parts import Layout
 from training.data.reading.boxes import Edges
 from training.data.reading.images import ImageError, read_file
 from training.data.reading.retry import patiently
-from training.data.records import Listing, Record, layout_of_listed, load_listed, load_listed_whole
+from training.data.records import Listing, Record
 from training.data.settings import DATA_ROOT
 
 PATH_COLUMNS = ("path", "image")  # the second is that of a list of predictions
@@ -32,34 +30,25 @@ Row = tuple[int, dict[str, str]]  # number of its last line, cells by column
 _WITH_FRACTION = re.compile(r"[+-]?(\d+\.\d*|\.\d+)(e[+-]?\d+)?|nan|inf", re.IGNORECASE)
 
 
-def load(options: DataOptions) -> DatasetPair:
-    """Load the images of a table.
+def listing(options: DataOptions) -> Listing:
+    """Return the images of a table.
 
     Raises:
         UserError: The table cannot be read, lacks a column, or has a cell that means nothing; a file is missing.
     """
-    return load_listed(_read(options), options)
-
-
-def load_whole(options: DataOptions) -> DatasetPair:
-    """Load the images of a table without dividing them."""
-    return load_listed_whole(_read(options), options)
-
-
-def layout_of(options: DataOptions) -> Layout:
-    """Return the parts of a table."""
-    return layout_of_listed(_read(options), options)
-
-
-def _read(options: DataOptions) -> Listing:
-    header, rows = _csv_rows(Path(os.path.expanduser(options.data)), options)
+    header, rows = csv_rows(Path(os.path.expanduser(options.data)), options)
     return listing_of(header, rows, options)
 
 
 def listing_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -> Listing:
-    """Return the images of a table; the errors are those of `load`."""
+    """Return the images of a table; the errors are those of `listing`."""
     beside = Path(os.path.expanduser(options.data)).parent
     root = (options.root if options.data_root != DATA_ROOT else beside).resolve()
+    return _with_files(root, records_of(header, rows, options), options)
+
+
+def records_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -> list[Record]:
+    """Return the lines of a table, whose files may be missing; the errors are those of `listing`."""
     records = list(_records(header, rows, options))
     if not records:
         raise UserError(f"--data {options.data}: there is no line below the header.")
@@ -68,7 +57,7 @@ def listing_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions)
             f"--data {options.data}: column {options.label_column} has numbers such as {records[0].label}; expected "
             "names of classes, or whole numbers: give --label-column NAME."
         )
-    return _with_files(root, records, options)
+    return records
 
 
 def _records(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -> Iterator[Record]:
@@ -122,7 +111,7 @@ def _box(row: dict[str, str], place: str) -> Edges:
     return left, top, right, bottom
 
 
-def _csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]]:
+def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]]:
     """Return the header and the other rows of a text file, whose separator is the one that its header has."""
     try:
         text = read_file(file, MAX_BYTES).decode("utf-8-sig", "strict")

@@ -19,29 +19,18 @@ from typing import Any
 from training.base.errors import UserError, one_line, shown
 from training.data import DataOptions, archives
 from training.data.archives import Entry, Index, Kind, checked
-from training.data.datasets import DatasetPair
-from training.data.folder_parts import Layout
 from training.data.reading.formats import IMAGE_EXTENSIONS
 from training.data.reading.retry import patiently
+from training.data.records import Listing
 
 LABEL, FACTS = ".cls", ".json"
 LABEL_KEYS = ("label", "cls", "class")  # of the JSON, if there is no .cls
 MOST_LABEL_BYTES = 2**20
 
 
-def load(options: DataOptions) -> DatasetPair:
-    """Load the images of tar files; see `archives.load`."""
-    return archives.load(TAR, options)
-
-
-def load_whole(options: DataOptions) -> DatasetPair:
-    """Load the images of tar files without dividing them."""
-    return archives.load_whole(TAR, options)
-
-
-def layout_of(options: DataOptions) -> Layout:
-    """Return the parts of tar files."""
-    return archives.layout_of(TAR, options)
+def listing(options: DataOptions) -> Listing:
+    """Return the images of tar files; see `archives.read`."""
+    return archives.read(TAR, options)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -146,7 +146,7 @@ class Archive(Protocol):
     """Files that contain encoded images; can be sent to worker processes."""
 
     @property
-    def files(self) -> Sequence[Path]:
+    def files(self) -> Sequence[PurePath]:
         """Their paths."""
 
     def read(self, archive: int, place: int, size: int) -> bytes:
@@ -156,6 +156,8 @@ class Archive(Protocol):
             UserError: The file is not the one any more that was listed.
             FileServerError: It cannot be read now, see `patiently`.
         """
+
+    # One whose files are far away also has `expect`, see `RemoteFiles`.
 
 
 class FileSource:
@@ -183,7 +185,7 @@ class FileSource:
 
     def __init__(
         self,
-        root: Path,
+        root: PurePath,
         files: Sequence[ImageFile],
         decoder: Decoder,
         cache: ImageCache | None = None,
@@ -219,6 +221,15 @@ class FileSource:
         if size > MAX_FILE_BYTES:
             raise ImageError(self.name(index), f"{size / 1e6:.0f} MB, more than {MAX_FILE_BYTES / 1e6:g} MB")
         return self._archive.read(archive, place, size)
+
+    def expect(self, indices: Iterable[int]) -> None:
+        """Begin to fetch images that will be read, if they are far away and not in the cache."""
+        expect = getattr(self._archive, "expect", None)
+        if expect is None or self._places is None:
+            return
+        cache, first = self._cache, self._first_in_cache
+        far = [index for index in indices if cache is None or not cache.digest(first + index)]
+        expect((*self._places[index].tolist(), int(self.sizes[index])) for index in far)
 
     def box(self, index: int) -> Edges:
         """Return the part of the image that is the sample, empty if it is all of it."""
@@ -273,7 +284,7 @@ def digest_of(content: bytes, box: Edges = ()) -> int:
 
 
 def open_files(
-    root: Path,
+    root: PurePath,
     parts: Sequence[list[ImageFile]],
     image_size: int,
     options: DataOptions,
@@ -301,7 +312,7 @@ def open_files(
     return sources, [note] if note else []
 
 
-def _cache_key(root: Path, files: Sequence[ImageFile], image_size: int, channels: int) -> str:
+def _cache_key(root: PurePath, files: Sequence[ImageFile], image_size: int, channels: int) -> str:
     """Return a name that changes with everything that decides the pixels of shrunk images, and their order."""
     pixels = f"{image_size}" if channels == 3 else f"{image_size}x{channels}"
     digest = hashlib.sha256(f"{CACHE_FORMAT}\0{pixels}\0{os.fspath(root)}\0".encode("utf-8", "surrogateescape"))
@@ -314,6 +325,7 @@ def _cache_key(root: Path, files: Sequence[ImageFile], image_size: int, channels
 def _sides(source: FileSource) -> list[tuple[int, int]]:
     """Return height and width of the images, of those with a box the box's."""
     sides = []
+    source.expect(range(len(source.labels)))
     for index in range(len(source.labels)):
         with suppress(ImageError):
             left, top, right, bottom = source.box(index) or (0, 0, 0, 0)

@@ -1,0 +1,309 @@
+"""Data behind URLs: the same bytes of the model, whatever the server does; or one line. The hub's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import shutil
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from made_data import KINDS, SPLIT, make_photos
+from range_server import RangeServer
+
+from delivery.end_of_run import leave_files
+from scripts.train_distributed import train as run_command
+from training.base.errors import FileServerError, UserError
+from training.config import TrainConfig
+from training.data import DataOptions, load_data
+from training.data.reading import remote
+from training.data.reading.remote_files import PieceCache
+from training.run import run
+
+OVER_HTTP = ("tar", "parquet", "photos/table.csv")
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory):
+    """A folder of photographs, and what else has them, in one folder."""
+    root = tmp_path_factory.mktemp("kinds")
+    make_photos(root / "photos")
+    for name, kind in KINDS.items():
+        kind(root / "photos", root / name)
+    shutil.move(root / "table.csv", root / "photos" / "table.csv")
+    return root
+
+
+@pytest.fixture
+def server(kinds):
+    pytest.importorskip("aiohttp", reason="http:// is read by aiohttp")
+    server = RangeServer(kinds)
+    yield server
+    server.change, server.delay_s, server.status = bytes, 0.0, 0
+    server.stop()
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Tries follow each other at once, and end after a second."""
+    monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.2)))
+    monkeypatch.setattr(remote, "REQUEST_SECONDS", 1.0)
+
+
+def options(data: str | Path, root: Path, **values) -> DataOptions:
+    return DataOptions(data=str(data), image_size=16, data_root=str(root), **SPLIT, **values)
+
+
+def seen(dataset) -> list[tuple]:
+    source = dataset.source
+    source.expect(range(len(dataset)))
+    return [
+        (source.path(n), int(source.sizes[n]), int(source.labels[n]), source.content(n)) for n in range(len(dataset))
+    ]
+
+
+def trained(data: str | Path, root: Path, **values) -> str:
+    """Train two epochs and return the sha256 of the weights."""
+    config = {"model_type": "basic_cnn", "image_size": 16, "batch_size": 8, "epochs": 2, "cache": "off", **SPLIT}
+    config |= {"data": str(data), "data_root": str(root / "cache"), "log_dir": str(root), "run_name": "r"}
+    assert run(TrainConfig(**(config | {"progress": "off", "tensorboard": False} | values)), deliver=leave_files) == 0
+    return hashlib.sha256((root / "runs/r/model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def expected(kinds, tmp_path_factory):
+    """The sha256 of the weights of the undisturbed training from the folder."""
+    return trained(kinds / "photos", tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet", *(f"http://{kind}" for kind in OVER_HTTP)])
+def test_the_same_images_train_the_same_bytes_wherever_they_are(kinds, request, expected, kind, tmp_path):
+    data = kinds / kind
+    if kind.startswith("http"):
+        data = request.getfixturevalue("server").url(kind.removeprefix("http://"))
+    assert trained(data, tmp_path) == expected
+
+
+@pytest.mark.parametrize(("kind", "fits"), [("tar", True), ("tar", False), ("parquet", True)])
+def test_a_server_that_is_killed_and_corrupt_in_mid_run_changes_nothing(
+    server, expected, kind, fits, tmp_path, monkeypatch, impatient
+):
+    """Every range comes wrong, then cut off, then right; and once the server is gone for a moment."""
+    if not fits:
+        monkeypatch.setattr("training.data.reading.remote_files.KEPT_SHARE", 0)
+    of_range: Counter[bytes] = Counter()
+
+    def restart() -> None:
+        server.stop()
+        time.sleep(0.1)
+        server.start()
+
+    def change(body: bytes) -> bytes:
+        of_range[body] += 1
+        if of_range[body] == 1:
+            return bytes(len(body))
+        if of_range[body] == 2 and len(of_range) == 1:
+            threading.Thread(target=restart).start()
+        return body[: len(body) // 2] if of_range[body] == 2 else body
+
+    monkeypatch.setattr("training.data.reading.remote_files.BLOCK_BYTES", 2**16)
+    load_data(options(server.url(kind), tmp_path / "cache"))  # makes the index of what has none
+    shutil.rmtree(tmp_path / "cache/remote")
+    server.change = change
+    assert trained(server.url(kind), tmp_path) == expected
+    assert min(of_range.values()) > 2
+
+
+def cut(body: bytes) -> bytes:
+    return body[: len(body) // 2]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        ({"change": lambda body: bytes(len(body))}, UserError, "from byte 0 on: these are other bytes than its index"),
+        ({"change": cut}, FileServerError, "cannot be read: "),
+        ({"status": 503}, FileServerError, "cannot be read: HTTP 503, also after 7 s"),
+        ({"status": 403}, UserError, "cannot be read from byte 0 on: HTTP 403. Restore it and start again."),
+        (
+            {"status": 404},
+            UserError,
+            "cannot be read from byte 0 on: there is no such file. Restore it",
+        ),
+        ({"delay_s": 1.3}, FileServerError, "cannot be read: no answer within 1 s"),
+        ({"other": True}, UserError, "from byte 0 on: it has changed since the run began. Restore it"),
+        ({"has_ranges": False}, UserError, "its server gives whole files, no byte ranges: copy it to this machine"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_stays_broken_ends_with_one_line_that_names_the_shard(
+    server, kinds, tmp_path, impatient, fault, error, words, monkeypatch
+):
+    monkeypatch.setattr("training.data.reading.remote_files.BLOCK_BYTES", 2**14)
+    monkeypatch.setattr("training.data.reading.remote_files.PAGE_BYTES", 2**14)
+    server.root = Path(shutil.copytree(kinds / "tar", tmp_path / "tar"))
+    for index in server.root.glob("*.json"):
+        index.unlink()
+    pair = pickle.loads(pickle.dumps(load_data(options(server.url(), tmp_path / "cache"))))
+    shutil.rmtree(tmp_path / "cache/remote")
+    if fault.pop("other", False):
+        shutil.copyfile(kinds / "tar/train-000001.tar", server.root / "train-000000.tar")
+    for name, value in fault.items():
+        setattr(server, name, value)
+    with pytest.raises(error, match=r"^'http://127.0.0.1:\d+/train-000000.tar' ?:?") as problem:
+        pair.train.source.read(0)
+    assert words in str(problem.value)
+    assert "\n" not in str(problem.value)
+    assert pair.train.source._archive._pool is None, "nothing is waited for"
+
+
+def test_an_index_beside_saves_reading_all_and_tells_damage_from_the_first_byte(server, kinds, tmp_path, impatient):
+    pair = load_data(options(server.url("tar"), tmp_path))
+    assert not any(bounds for _, bounds in server.requests)
+    assert pair.fingerprint == load_data(options(kinds / "photos", tmp_path)).fingerprint
+    server.change = lambda body: body[:-1] + b"x"
+    with pytest.raises(UserError, match="other bytes than its index"):
+        pair.train.source.read(0)
+
+
+def test_a_first_reading_that_fails_is_not_kept(server, tmp_path, impatient):
+    server.change = lambda body: bytes(len(body))
+    with pytest.raises(UserError, match=r"'http://[\d.:]+/parquet/all-00000-of-00001.parquet' is no readable Parquet"):
+        load_data(options(server.url("parquet"), tmp_path))
+    server.change = bytes
+    assert len(load_data(options(server.url("parquet"), tmp_path)).train)
+
+
+def test_the_cache_is_bounded_and_what_was_not_used_for_longest_goes_first(tmp_path):
+    cache = PieceCache(tmp_path, 100)
+    for number in range(12):
+        cache.put(f"k/{number}", bytes(10))
+        os.utime(tmp_path / f"k/{number}", ns=(0, number))
+        assert cache.get("k/0", 2, 3) == bytes(3)
+    kept = {int(path.name) for path in (tmp_path / "k").iterdir()}
+    assert (0 in kept, 11 in kept, 1 in kept, len(kept) <= 10) == (True, True, False, True)
+    cache.put("k/full/x", b"")  # `k/full` cannot be made below a file
+    assert cache.get("k/none", 0, 1) == b""
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("https://me:hunter2@host/x", "--data https://***host/x: a user, password or query would stand in logs"),
+        ("s3://bucket/x?X-Amz-Signature=hunter2", "--data s3://bucket/x***: a user, password or query"),
+        ("https://host/x.tar#hunter2", "--data https://host/x.tar***: a user, password or query"),
+        (
+            "ftp://me:hunter2@host/x",
+            "--data ftp://***host/x: expected a path, or a URL that begins with http://",
+        ),
+        ("gs://", "--data gs://: expected a path, or a URL"),
+    ],
+)
+def test_a_url_with_a_secret_is_refused_and_shown_nowhere(tmp_path, capsys, data, words):
+    config = {"data": data, "log_dir": str(tmp_path), "run_name": "r"}
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in config.items()]
+    for refuse in (lambda: run_command(arguments), lambda: load_data(DataOptions(data=data))):
+        with pytest.raises(UserError) as problem:
+            refuse()
+        assert words in str(problem.value)
+        assert "hunter2" not in "".join(capsys.readouterr()) + str(problem.value)
+    assert not any(tmp_path.iterdir())
+
+
+def test_logs_behind_a_url_are_refused_in_one_line():
+    with pytest.raises(UserError, match=r"^--log-dir is a URL: give a folder, and copy the run afterwards\.$"):
+        run_command(["--log-dir", "s3://me:hunter2@bucket/logs"])
+
+
+def test_a_missing_package_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(UserError, match=r"^gs:// is read by fsspec with gcsfs: pip install fsspec gcsfs\.$"):
+        load_data(options("gs://bucket/set", tmp_path))
+
+
+def test_a_table_behind_a_url_names_images_below_its_folder(server, kinds, tmp_path):
+    server.root = tmp_path / "set"
+    server.root.mkdir()
+    for row, words in {
+        "../secret.png,a": "1 of 2 images lie outside of 'http://",
+        "x.png?y,a": "1 of 2 images lie outside of",
+        "/x.png,a": "1 of 2 images lie outside of",
+        "none.png,a": "2 of 2 images are missing below 'http://",
+    }.items():
+        (server.root / "list.csv").write_text(f"path,label\nb.png,b\n{row}\n")
+        with pytest.raises(UserError) as problem:
+            load_data(options(server.url("list.csv"), tmp_path))
+        assert words in str(problem.value)
+    for name, words in {
+        "": "no tar or Parquet file is listed there",
+        "/none": "there is no such file",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            load_data(options(server.url() + name, tmp_path))
+
+
+@pytest.fixture
+def hub(kinds, tmp_path, monkeypatch):
+    """The hub's cache with a data set of two splits, as huggingface_hub lays it out."""
+    pytest.importorskip("pyarrow")
+    folder = tmp_path / "hub/datasets--org--name"
+    inside = folder / "snapshots/0123456789abcdef0123456789abcdef01234567/data"
+    inside.mkdir(parents=True)
+    (folder / "blobs").mkdir()
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text(inside.parent.name)
+    for number, part in enumerate(("train", "test")):
+        shutil.copyfile(kinds / "parquet/all-00000-of-00001.parquet", folder / f"blobs/{number}")
+        (inside / f"{part}-00000-of-00001.parquet").symlink_to(f"../../../blobs/{number}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return inside
+
+
+def test_a_data_set_of_the_hub_is_read_from_its_cache(hub, kinds, expected, tmp_path):
+    before = sorted((tmp_path / "hub").rglob("*"))
+    pair = load_data(options("hf:org/name", tmp_path))
+    assert (len(pair.train) + len(pair.val), len(pair.test)) == (36, 36)
+    assert trained("hf:org/name:train", tmp_path) == expected
+    with pytest.raises(UserError, match="hf:org/name has no split dev; it has test, train"):
+        load_data(options("hf:org/name:dev", tmp_path))
+    with pytest.raises(UserError, match=r"hf:org/other is not in .*/hub: add --download, or give ORG/NAME"):
+        load_data(options("hf:org/other", tmp_path))
+    assert sorted((tmp_path / "hub").rglob("*")) == before, "nothing is written there"
+    shutil.copytree(hub, hub.parent / "more", symlinks=True)
+    with pytest.raises(UserError, match=r"hf:org/name has data, more: give hf:org/name/data\."):
+        load_data(options("hf:org/name", tmp_path))
+    assert len(load_data(options("hf:org/name/more", tmp_path)).test) == 36
+
+
+@pytest.mark.slow
+def test_a_bucket_of_s3_trains_the_same_bytes(kinds, expected, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("s3fs", reason="s3:// is read by s3fs")
+    server = pytest.importorskip("moto.server", reason="an S3 of the tests' own").ThreadedMotoServer(port=0)
+    import boto3
+
+    for name, value in {
+        "ACCESS_KEY_ID": "hunter2",
+        "SECRET_ACCESS_KEY": "hunter3",
+        "DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    server.start()
+    try:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="bucket")
+        for path in (path for path in kinds.rglob("*.*") if path.is_file()):
+            client.upload_file(str(path), "bucket", f"sets/{path.relative_to(kinds)}")
+        for kind in OVER_HTTP:
+            assert trained(f"s3://bucket/sets/{kind}", tmp_path / kind) == expected
+        with pytest.raises(UserError, match=r"--data s3://bucket/none: no tar|cannot be read: there is no such file"):
+            load_data(options("s3://bucket/none", tmp_path))
+    finally:
+        server.stop()
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"hunter" not in written + "".join(capsys.readouterr()).encode()

@@ -1,0 +1,147 @@
+"""Data behind URLs: tar and Parquet files, with their indexes beside them, and tables of images below their folder."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from filelock import FileLock
+
+from training.base.errors import UserError, shown
+from training.data import ARCHIVES, TABLE_EXTENSIONS, DataOptions, archives, parquet, table
+from training.data.archives import CACHE, CLASS_NAMES, Index, Kind, index_from, index_of, kept_index_of, write_index
+from training.data.reading.remote import RemotePath, State, ask, files_below, state_of
+from training.data.reading.remote_files import (
+    BLOCK_BYTES,
+    CONNECTIONS,
+    PieceCache,
+    RemoteFiles,
+    RemoteImages,
+    page_checksums,
+)
+from training.data.records import Listing, Record
+from training.data.tar_shards import TAR
+
+PIECES = "remote"  # below --data-root
+
+
+def listing(options: DataOptions) -> Listing:
+    """Return the images behind a URL.
+
+    Raises:
+        UserError: There is nothing that can be read, or it is damaged, or a package is missing.
+        FileServerError: The server does not answer now.
+    """
+    root, cache = RemotePath(options.data), PieceCache(options.root / PIECES, int(options.remote_cache_gb * 1e9))
+    try:
+        cache.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"'{cache.folder}' cannot be made ({error.strerror}): give --data-root DIR.") from None
+    if root.suffix.lower() in TABLE_EXTENSIONS:
+        with _copied(root, _state(root), cache) as copy:
+            records = table.records_of(*table.csv_rows(copy, options), options)
+        return _images(root.parent, records, options, cache)
+    try:
+        files = [root] if root.suffix in ARCHIVES else files_below(root)
+    except OSError as error:
+        raise UserError(f"'{root}' cannot be read: {error.strerror}.") from None
+    suffix = next((file.suffix for file in files if file.suffix in ARCHIVES), "")
+    if not suffix:
+        raise UserError(
+            f"--data {options.data}: no tar or Parquet file is listed there; of folders of images make tar files: "
+            "python scripts/pack.py DIR OUT."
+        )
+    kind, files = TAR if suffix == TAR.suffix else parquet.kind_of(options), [f for f in files if f.suffix == suffix]
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        indexes = [*pool.map(partial(_index, kind, options.root / CACHE, cache), files)]
+    remote = RemoteFiles(files, [index.state for index in indexes], [index.checksums for index in indexes], cache)
+    root = root.parent if root.suffix in ARCHIVES else root
+    found = archives.listing_of(
+        root, files, indexes, kind.over(remote), options, partial(ask, root / CLASS_NAMES, "cat_file")
+    )
+    return found._replace(notes=[*found.notes, _note(remote, cache)])
+
+
+def _note(remote: RemoteFiles, cache: PieceCache) -> str:
+    how = f"kept in {cache.folder} as they are read"
+    if not remote.fits:
+        how = f"more than --remote-cache-gb {cache.max_bytes / 1e9:g} keeps: images are fetched again in each epoch"
+    return f"{remote.bytes / 1e9:.2f} GB behind the URL, {how}"
+
+
+def _index(kind: Kind, kept_in: Path, cache: PieceCache, file: RemotePath) -> Index:
+    """Return the index of an archive: the one kept here, or that beside it, or a new one, for which all is fetched."""
+    state, kept = _state(file), kept_index_of(file, kept_in)
+    kept_in.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{kept}.lock"):  # the ranks of a machine
+        if (index := index_from(kept.read_bytes)) and (index.state, index.columns) == (state, kind.columns):
+            return index
+        index = index_from(partial(ask, index_of(file), "cat_file"))
+        if index is None or (index.state[0], index.columns) != (state[0], kind.columns) or not index.checksums:
+            with _copied(file, state, cache) as copy:
+                index = kind.scan(copy)._replace(columns=kind.columns, checksums=page_checksums(copy))
+        index = index._replace(state=state)
+        with suppress(OSError):
+            write_index(index, kept)
+    return index
+
+
+@contextmanager
+def _copied(file: RemotePath, state: State, cache: PieceCache) -> Iterator[Path]:
+    """Yield a copy of a file, which is removed afterwards; what it consists of stays in the cache."""
+    remote, step = RemoteFiles([file], [state], [archives.NO_CHECKSUMS], cache), CONNECTIONS * BLOCK_BYTES
+    with tempfile.TemporaryDirectory(dir=cache.folder) as folder:
+        copy = Path(folder) / file.name
+        with copy.open("wb") as stream:
+            for start in range(0, state[0], step):
+                stream.write(remote.read(0, start, min(step, state[0] - start)))
+        try:
+            yield copy
+        except UserError as error:
+            remote.forget()
+            raise UserError(str(error).replace(str(copy), str(file))) from None
+
+
+def _images(root: RemotePath, records: Sequence[Record], options: DataOptions, cache: PieceCache) -> Listing:
+    """Return the lines of a table with the sizes of their files, which are below its folder."""
+    paths = [os.path.normpath(record.path.removeprefix(f"{root}/")) for record in records]
+    if outside := [path for path in paths if path.startswith(("/", "..")) or "?" in path]:
+        raise UserError(
+            f"--data {options.data}: {len(outside)} of {len(records)} images lie outside of '{root}', such as "
+            f"{shown(outside[0])}: a table behind a URL names images below its folder."
+        )
+    files = {path: root / path for path in dict.fromkeys(paths)}
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        states = dict(zip(files, pool.map(_state_if_there, files.values()), strict=True))
+    if missing := [path for path in paths if not states[path]]:
+        raise UserError(
+            f"--data {options.data}: {len(missing)} of {len(records)} images are missing below '{root}', such as "
+            f"{shown(missing[0])}: paths are relative to the table."
+        )
+    known, numbers = [state for state in states.values() if state], {path: number for number, path in enumerate(files)}
+    found = [
+        record._replace(
+            path=path, size=known[numbers[path]][0], changed_ns=known[numbers[path]][1], place=numbers[path]
+        )
+        for record, path in zip(records, paths, strict=True)
+    ]
+    remote = RemoteFiles([*files.values()], known, [archives.NO_CHECKSUMS] * len(files), cache)
+    return Listing(root, found, archive=RemoteImages(root, remote), notes=[_note(remote, cache)])
+
+
+def _state_if_there(file: RemotePath) -> State | None:
+    with suppress(OSError):
+        return state_of(file)
+    return None
+
+
+def _state(file: RemotePath) -> State:
+    try:
+        return state_of(file)
+    except OSError as error:
+        raise UserError(f"'{file}' cannot be read: {error.strerror}.") from None
