@@ -128,6 +128,8 @@ def load_evaluation_data(
     is_own = _is_own(data, trained_on, known, divided)
     if not choice.data and not is_own:
         raise UserError(_no_data(data, known, divided))
+    if not is_own:  # which may have parts, that are not divided
+        options = dataclasses.replace(options, folds=0)
     split = _resolve_split(choice.split, options, is_own=is_own)
     datasets = load_whole(options) if split == "all" else divided()
     is_changed = is_own and known.fingerprint not in ("", divided().fingerprint)
@@ -201,6 +203,8 @@ def _data_options(
         data=data,
         val_fraction=config.val_fraction,
         split_seed=config.split_seed,
+        folds=config.folds,
+        fold=config.fold,
         val_part=config.val_part,
         links=config.links,
         path_column=choice.path_column or config.path_column,

@@ -16,7 +16,7 @@ from training.base.csv_cells import csv_line
 from training.base.points import SCORE_NAMES, merit
 
 PAGE = Path(__file__).with_name("sweep_page.html.j2")
-SEED = "seed"
+REPEATS = ("seed", "split-seed", "fold")  # flags whose values are no choices: their trials have a mean
 WIDTH, HEIGHT, MARGIN = 900, 340, 50  # of the picture, pixels
 
 
@@ -43,10 +43,10 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class Combination:
-    """All trials that differ in nothing but their seed.
+    """All trials that differ in nothing but `REPEATS`.
 
     Attributes:
-        values: by flag, without the seed.
+        values: by flag, without `REPEATS`.
         scores: of each.
         epochs: that all of them were trained for.
         states: in words, each once.
@@ -67,10 +67,10 @@ class Combination:
 
 
 def rows_of(results: Sequence[TrialResult], best_by: str) -> list[Combination]:
-    """Return a row for each combination of values but the seed, those trained furthest first, then the best mean."""
+    """Return a row for each combination of values but `REPEATS`, those trained furthest first, then the best mean."""
     groups: dict[tuple[tuple[str, str], ...], list[TrialResult]] = {}
     for one in results:
-        key = tuple((flag, value) for flag, value in one.values.items() if flag != SEED)
+        key = tuple((flag, value) for flag, value in one.values.items() if flag not in REPEATS)
         groups.setdefault(key, []).append(one)
     rows = [
         Combination(
@@ -110,7 +110,7 @@ def write_sweep(folder: Path, name: str, results: Sequence[TrialResult], best_by
         rows=rows_of(results, best_by),
         best_by=best_by,
         score_name=SCORE_NAMES[best_by] + ("" if best_by == "loss" else ", %"),
-        flags=[flag for flag in flags if flag != SEED],
+        flags=[flag for flag in flags if flag not in REPEATS],
         results=results,
         axes=_axes(flags, results, best_by),
         lines=_lines(flags, results, best_by),

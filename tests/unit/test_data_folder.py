@@ -157,6 +157,34 @@ def test_eleven_images_are_split_as_the_fraction_says_whatever_their_names():
     assert held_out == {1, 2, 3}
 
 
+def test_each_image_is_held_out_in_one_fold_and_each_class_in_all_alike(tmp_path):
+    make_images(tmp_path, {"a": 23, "b": 11}, size=(1, 1))
+    everything = set(files_of(load(tmp_path).train)) | set(files_of(load(tmp_path).val))
+    pairs = [load(tmp_path, folds=4, fold=fold) for fold in (1, 2, 3, 4)]
+    assert sorted(file for pair in pairs for file in files_of(pair.val)) == sorted(everything)
+    for pair in pairs:
+        assert {*files_of(pair.train)} == everything - {*files_of(pair.val)}
+        assert pair.val_counts[0] in (5, 6)
+        assert pair.val_counts[1] in (2, 3)
+    others = [set(files_of(load(tmp_path, folds=4, fold=1, split_seed=seed).val)) for seed in (0, 1)]
+    assert set(files_of(pairs[0].val)) == others[0] != others[1]
+
+
+@pytest.mark.parametrize(
+    ("fold", "parts", "line"),
+    [
+        ({"folds": 3, "fold": 4}, [""], "--fold 4 of --folds 3"),
+        ({"folds": 1}, [""], "--fold 1 of --folds 1"),
+        ({"folds": 3}, ["train/", "val/"], "has a validation part of its own"),
+        ({"folds": 3, "data": "digits"}, [""], "--data digits has a validation part of its own"),
+    ],
+)
+def test_folds_that_do_not_exist_are_refused(fold, parts, line, tmp_path):
+    make_images(tmp_path, {f"{part}{name}": 5 for part in parts for name in "ab"}, size=(1, 1))
+    with pytest.raises(UserError, match=line):
+        load_data(DataOptions(**{"data": str(tmp_path)} | fold))
+
+
 def test_split_seed_holds_out_other_images_and_zero_is_the_hash_of_the_path(tmp_path):
     make_images(tmp_path, {"a": 60, "b": 60}, size=(1, 1))
     splits = [set(files_of(load(tmp_path, split_seed=seed).val)) for seed in (0, 0, 1)]

@@ -128,6 +128,9 @@ def test_groups_are_in_one_part_and_each_class_has_its_share(photos, tmp_path):
     assert not groups[0] & groups[1]
     assert groups[0] | groups[1] == {row["group"] for row in rows}
     assert all(2 <= count <= 6 for count in pair.val_counts)
+    folds = [load(tmp_path / "list.csv", folds=3, fold=fold).val for fold in (1, 2, 3)]
+    held_out = [{group_of[part.source.name(index)] for index in range(len(part))} for part in folds]
+    assert sorted(group for part in held_out for group in part) == sorted({row["group"] for row in rows})
     halves = [row | {"split": "val" if number % 2 else "train"} for number, row in enumerate(rows)]
     halves[1]["group"] = halves[0]["group"]
     with pytest.raises(UserError, match=r"the group '\w+-\d' is in (train and in val|val and in train)"):

@@ -187,6 +187,14 @@ def test_seeds_are_a_mean_and_a_deviation(tmp_path):
     assert len(lines) == 5
 
 
+def test_folds_are_a_mean_and_a_deviation():
+    results = [
+        TrialResult(f"r-{fold}", {"fold": str(fold), "seed": "0"}, 9, score, "finished", 1.0)
+        for fold, score in ((1, 0.9), (2, 0.8))
+    ]
+    assert [(row.values, row.score("top1")) for row in rows_of(results, "top1")] == [({}, "85.00 ± 7.07")]
+
+
 def test_the_state_survives_what_is_no_state(actor):
     asked = made(actor, "learning-rate=0.01")
     list(prepare(asked).run(1))

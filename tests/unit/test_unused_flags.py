@@ -35,6 +35,7 @@ CASES = {  # a value, and what gives it an effect
     "mixup_switch_probability": (0.3, PAIRS | {"mixup": 1.0, "cutmix": 1.0}),
     "random_erasing_mode": ("const", {"random_erasing": 0.5}),
     "shift_padding": ("reflect", {"shift_pixels": 2}),
+    "fold": (2, {"folds": 5}),
     "eval_crop": (0.9, {"fit": "crop"}),
     "temperature": (0.2, {"loss": "supcon"}),
     "islands": (2, {"local_steps": 10}),
@@ -46,7 +47,7 @@ CASES = {  # a value, and what gives it an effect
 
 
 def test_every_flag_of_the_table_has_a_case():
-    assert CASES.keys() == USED.keys()
+    assert CASES.keys() | {"val_fraction"} == USED.keys()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -61,6 +62,7 @@ def test_a_flag_without_what_it_belongs_to_is_named(name):
 @pytest.mark.parametrize(
     ("flag", "given"),
     [
+        ("val-fraction", {"folds": 5, "val_fraction": 0.3}),
         ("decay-epochs", {"schedule": "step", "milestones": "1,2", "decay_epochs": 2.0}),
         ("fallback-schedule, --milestones", {"fallback_schedule": "step", "milestones": "1,2"}),
         ("momentum", {"optimizer": "sgd", "optimizer_options": "momentum=0.9", "momentum": 0.5}),

@@ -49,6 +49,8 @@ def _has_momentum(config: TrainConfig) -> bool:
 
 # When each flag has an effect.
 USED: dict[str, Callable[[TrainConfig], bool]] = {
+    "fold": lambda config: config.folds > 0,
+    "val_fraction": lambda config: not config.folds,
     "eval_crop": lambda config: config.fit in ("auto", "crop"),
     "momentum": _has_momentum,
     **dict.fromkeys(("milestones", "decay_rate"), _has_schedule("step")),

@@ -73,6 +73,12 @@ def load_data(options: DataOptions) -> DatasetPair:
         UserError: An option or the data is invalid; see the module of the data set.
     """
     _check_options(options)
+    layout = layout_of(options) if options.folds else None
+    if options.folds and (layout is None or layout.val):
+        raise UserError(
+            f"--folds {options.folds}: --data {options.data} has a validation part of its own: leave --folds out, or "
+            "give a folder, table, tar or Parquet files without one."
+        )
     return _function("load", options)
 
 
@@ -161,6 +167,8 @@ def _check_options(options: DataOptions) -> None:
             raise unknown_name(name.replace("_", " "), given, allowed)
     if not 0 < options.val_fraction < 1:
         raise UserError(f"the validation fraction is {options.val_fraction}: give a number above 0 and below 1.")
+    if options.folds and not options.fold <= options.folds != 1:
+        raise UserError(f"--fold {options.fold} of --folds {options.folds}: give 2 folds or more, and one of them.")
     if options.image_size and not MIN_IMAGE_SIZE <= options.image_size <= LARGEST_IMAGE_SIZE:
         raise UserError(
             f"the image size is {options.image_size}: give {MIN_IMAGE_SIZE} to {LARGEST_IMAGE_SIZE} pixels, "

@@ -38,15 +38,14 @@ def load(options: DataOptions) -> DatasetPair:
         listing.count_loose(listing.entries(str(listing.root)))
     train = _merged(_read_classes(listing, folder, names) for folder in layout.train)
     if layout.val is None:
-        split = {name: split_class(files, options.val_fraction, options.split_seed) for name, files in train.items()}
+        split = {name: hold_out(files, options) for name, files in train.items()}
         train, val = ({name: parts[side] for name, parts in split.items()} for side in (0, 1))
     else:
         val = _read_classes(listing, layout.val, names)
         _compare_classes(train, val, "validation part")
     if not any(val.values()):
-        raise UserError(
-            f"'{listing.root}' has one image per class, so none is left for validation: add images or val/."
-        )
+        few = "fewer images per class than --folds" if options.folds else "one image per class"
+        raise UserError(f"'{listing.root}' has {few}, so none is left for validation: add images or val/.")
     test = _read_classes(listing, layout.test, names, may_lack=True) if layout.test else None
     if test is not None:
         _compare_classes(train, train | test, "test part")  # which may lack some
@@ -183,6 +182,20 @@ def _compare_classes(train: Classes, other: Classes, what: str) -> None:
         sides = (("the training part", only_train), (f"the {what}", only_other))
         found = [f"only in {part}: {first_names(names)}" for part, names in sides if names]
         raise UserError(f"the training part and the {what} must have the same classes; {'; '.join(found)}.")
+
+
+def hold_out(files: Sequence[FoundFile], options: DataOptions) -> tuple[list[FoundFile], list[FoundFile]]:
+    """Return the training and the validation files of one class, by `split_class` or in equal folds.
+
+    Fold k of K has the files from (k - 1) / K to k / K of the order of their hashes: each file is in one fold, and when
+    images are added only those at a fold's ends move to another.
+    """
+    folds, fold, seed = options.folds, options.fold, options.split_seed
+    if not folds:
+        return split_class(files, options.val_fraction, seed)
+    ranked = [file for _, file in sorted((_unit_hash(file[0], seed), file) for file in files)]
+    first, last = (len(files) * end // folds for end in (fold - 1, fold))
+    return ranked[:first] + ranked[last:], ranked[first:last]
 
 
 def split_class(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from training.base.errors import UserError, nearest, shown
 from training.data import DataOptions
 from training.data.datasets import DatasetPair, make_file_datasets
-from training.data.folder import split_class
+from training.data.folder import hold_out
 from training.data.folder_parts import NO_PARTS, TEST, TRAIN, VAL, Layout, part_kind
 from training.data.reading.boxes import Edges
 from training.data.reading.sources import Archive, ImageFile
@@ -85,9 +85,8 @@ def load(listing: Listing, options: DataOptions) -> DatasetPair:
     if not parts[VAL]:
         parts[TRAIN], parts[VAL] = _held_out(parts[TRAIN], options)
     if not parts[VAL]:
-        raise UserError(
-            f"--data {options.data}: each class has one image or group, so none is left for validation: add images."
-        )
+        few = "fewer images or groups than --folds" if options.folds else "one image or group"
+        raise UserError(f"--data {options.data}: each class has {few}, so none is left for validation: add images.")
     return _datasets(listing, [parts[TRAIN], parts[VAL]], parts[TEST], options)
 
 
@@ -135,7 +134,7 @@ def _kinds(given: set[str], options: DataOptions) -> Mapping[str, str]:
 
 
 def _held_out(records: Sequence[Record], options: DataOptions) -> tuple[list[Record], list[Record]]:
-    """Return what is trained and what is validated on: a share of each class's groups, see `folder.split_class`.
+    """Return what is trained and what is validated on: a share of each class's groups, see `folder.hold_out`.
 
     An image without a group is one with all other lines of its path. A group of several classes counts for that of
     most of its images.
@@ -149,7 +148,7 @@ def _held_out(records: Sequence[Record], options: DataOptions) -> tuple[list[Rec
         by_class[min(counts, key=lambda label: (-counts[label], label))].append(unit)
     sides: tuple[list[Record], list[Record]] = ([], [])
     for of_class in by_class.values():
-        split = split_class([(unit, 0, 0) for unit in of_class], options.val_fraction, options.split_seed)
+        split = hold_out([(unit, 0, 0) for unit in of_class], options)
         for side, chosen in zip(sides, split, strict=True):
             side += [record for unit, *_ in chosen for record in units[unit]]
     return sides

@@ -134,6 +134,13 @@ class DataFields:
         0.2, "Share held out for validation where the data has no part for it.", above=0, high=0.9
     )
     split_seed: int = option(0, "Another one holds out other images.", low=0, high=2**31)
+    folds: int = option(
+        0,
+        "K-fold cross-validation in place of --val-fraction: each image is held out in one of K runs.",
+        low=0,
+        high=1000,
+    )
+    fold: int = option(1, "--folds K: which one is held out, 1 to K.", low=1, high=1000)
     val_part: str = option(
         "",
         "Folder of DIR, or split of a table, to validate on, such as Testing; train, val and test are known by many "
