@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from test_loggers import EPOCH, RUN, STEP
+from test_loggers import EPOCH, RUN, STEP, full
 
 from training.base.errors import UserError
 from training.base.run_folder import EVALUATION, REPORT, WEIGHTS, RunFolder
@@ -184,6 +184,18 @@ def test_a_killed_trainer_leaves_a_killed_run_and_no_process(fake, tmp_path):
     assert not Path(f"/proc/{int(done.stdout)}").exists()
     assert [call[0] for call in fake()] == ["init", "log", "finish"]
     assert fake()[-1] == ["finish", 1]
+
+
+def test_a_full_disk_ends_no_run(fake, small_disk, monkeypatch, capfd):
+    folder = run_folder(small_disk)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with full(small_disk):
+        opened = loggers.open_loggers(TrainConfig(loggers="wandb", progress="off"), folder, {}, {}, 0)
+        opened.steps(STEP)
+        opened.close()
+    lines = [line for line in capfd.readouterr().err.splitlines() if "wandb" in line]
+    assert len(lines) == 1
+    assert "No space left on device" in lines[0]
 
 
 def test_a_missing_package_is_one_line_with_the_cure(tmp_path, monkeypatch, capsys):
