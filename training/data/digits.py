@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from pathlib import Path
+from importlib.metadata import distribution
 
 import numpy as np
 import torch
@@ -37,8 +36,8 @@ def load(options: DataOptions) -> DatasetPair:
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
     """Return float64 [1797, 8, 8] and int64 [1797] from scikit-learn's file; its own reader takes seconds to import."""
-    (folder,) = find_spec("sklearn").submodule_search_locations
-    rows = np.loadtxt(Path(folder) / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    rows = np.loadtxt(str(file), delimiter=",")
     return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
 
 
