@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -71,14 +70,16 @@ class _Handler(BaseHTTPRequestHandler):
             page = "".join(f'<a href="{name}">{name}</a>' for name in ["../", *names, "https://elsewhere/x.tar"])
             self._send(200, page.encode(), {"Content-Type": "text/html"}, with_body=with_body)
             return
-        content = path.read_bytes()
-        headers = {"ETag": hashlib.sha256(content).hexdigest(), "Content-Type": "application/octet-stream"}
+        status = path.stat()
+        headers = {"ETag": f'"{status.st_size}-{status.st_mtime_ns}"', "Content-Type": "application/octet-stream"}
         if bounds and self._of.has_ranges:
             start, end = (int(number) for number in bounds.removeprefix("bytes=").split("-"))
-            headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
-            self._send(206, content[start : end + 1], headers, with_body=with_body)
+            headers["Content-Range"] = f"bytes {start}-{end}/{status.st_size}"
+            with path.open("rb") as stream:
+                stream.seek(start)
+                self._send(206, stream.read(end + 1 - start), headers, with_body=with_body)
         else:
-            self._send(200, content, headers, with_body=with_body)
+            self._send(200, path.read_bytes(), headers, with_body=with_body)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str], *, with_body: bool) -> None:
         self.send_response(status)

@@ -71,7 +71,7 @@ def _note(remote: RemoteFiles, cache: PieceCache) -> str:
     how = f"kept in {cache.folder} as they are read"
     if not remote.fits:
         how = f"more than --remote-cache-gb {cache.max_bytes / 1e9:g} keeps: images are fetched again in each epoch"
-    return f"{remote.bytes / 1e9:.2f} GB behind the URL, {how}"
+    return f"{remote.bytes / 1e9:.3g} GB behind the URL, {how}"
 
 
 def _index(kind: Kind, kept_in: Path, cache: PieceCache, file: RemotePath) -> Index:
