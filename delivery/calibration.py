@@ -1,59 +1,35 @@
-"""The calibration of a trained model: a file beside its weights, which `delivery.fit_calibration` makes."""
+"""The file of a calibration beside the weights that it is of; imports no torch, for pages."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 from delivery.trained_model import read_json
-from training.base.atomic_write import write_json
 from training.base.errors import UserError
-
-if TYPE_CHECKING:
-    from delivery.views import Views
 
 NONE_OF_THESE = "none of these"
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.05, 20.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """How a model's logits become probabilities, and from which one on they count; a JSON file beside its weights.
+class Calibration(NamedTuple):
+    """How a model's logits become probabilities, and from which one on they count.
 
     Attributes:
-        weights_sha256: of the weights' file.
         temperature: by which logits are divided.
-        threshold: images whose highest probability is below it are of none of the classes; 0 to 1.
-        reject: what the user asked for.
-        flip, shift_pixels: the views that were averaged.
-        data, split, samples: what it was fitted on.
-        ece_before, ece: expected calibration error on these images, 0 to 1.
-        coverage: share of these images that are not rejected.
-        accuracy: share of the right ones among them; None of none.
+        threshold: images whose highest probability is below it are of none of the classes.
+        flip: as `shift_pixels`.
+        shift_pixels: of the views whose probabilities were averaged, see `delivery.views`.
+        facts: all that the file says: what it is of, and what `rejection_scores` found there.
     """
 
-    weights_sha256: str
     temperature: float
     threshold: float
-    reject: str
     flip: bool
     shift_pixels: int
-    data: str
-    split: str
-    samples: int
-    ece_before: float
-    ece: float
-    coverage: float
-    accuracy: float | None
-
-    @property
-    def views(self) -> Views:
-        """The views that were averaged."""
-        from delivery.views import Views  # imported late: a page needs no torch
-
-        return Views(self.flip, self.shift_pixels)
+    facts: dict[str, Any]
 
 
 def calibration_file(weights: Path) -> Path:
@@ -68,7 +44,7 @@ def digest_of(weights: Path) -> str:
 
 
 def read_calibration(weights: Path) -> Calibration | None:
-    """Return the calibration of a weights' file, None if it has none; one of weights that were there before is none.
+    """Return the calibration of a weights' file, None if it has none; that of weights before these is none.
 
     Raises:
         UserError: if the file is damaged.
@@ -76,20 +52,13 @@ def read_calibration(weights: Path) -> Calibration | None:
     file = calibration_file(weights)
     if not file.is_file():
         return None
-    content = read_json(file)
+    facts = read_json(file)
     try:
-        found = Calibration(**{field.name: content[field.name] for field in dataclasses.fields(Calibration)})
-        is_sound = LOWEST_TEMPERATURE <= found.temperature <= HIGHEST_TEMPERATURE and 0 <= found.threshold <= 1
-    except (KeyError, TypeError):
-        is_sound = False
-    if not is_sound:
+        temperature, threshold = float(facts["temperature"]), float(facts["threshold"])
+        flip, shift_pixels, digest = (facts[name] for name in ("flip", "shift_pixels", "weights_sha256"))
+    except (KeyError, TypeError, ValueError):
+        temperature = threshold = math.nan
+    if not (LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE and 0 <= threshold <= 1):
         raise UserError(f"'{file}' is damaged: write it again with scripts/evaluate.py --reject, or remove it.")
-    return found if found.weights_sha256 == digest_of(weights) else None
-
-
-def write_calibration(weights: Path, calibration: Calibration) -> None:
-    """Write the calibration beside the weights."""
-    try:
-        write_json(calibration_file(weights), dataclasses.asdict(calibration))
-    except OSError as error:
-        raise UserError(f"'{calibration_file(weights)}' cannot be written: {error.strerror or error}.") from None
+    found = Calibration(temperature, threshold, flip, shift_pixels, facts)
+    return found if digest == digest_of(weights) else None

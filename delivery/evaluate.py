@@ -6,24 +6,21 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from rich.progress import track
 from rich.table import Table
 from torch import nn
 
+from delivery.calibration import read_calibration
 from delivery.evaluation_data import EvaluationChoice, EvaluationData, load_evaluation_data, run_data
 from delivery.evaluation_files import write_evaluation
-from delivery.fit_calibration import (
-    CalibratedRecorder,
-    describe_rejection,
-    finish_calibration,
-    read_reject,
-    start_calibration,
-)
+from delivery.fit_calibration import Calibrator, read_reject
 from delivery.flags import evaluate_parser
 from delivery.trained_model import TrainedModel, find_model, slug
 from delivery.views import PLAIN, Views, checked_views, mean_log_probabilities
@@ -40,6 +37,7 @@ from training.engines.precision import resolve_precision, under_autocast
 from training.observe.class_scores import keeps_probabilities
 from training.observe.console import open_console
 from training.observe.evaluation import check_replaceable, describe_scores, read_scores
+from training.observe.multilabel import thresholds_of
 from training.observe.new_run import remove_leftovers_of_run
 from training.observe.scores import SampleRecorder, Scores, sample_losses
 from training.world.collectives import agreed
@@ -123,7 +121,15 @@ def evaluate(
             num_classes = len(metadata["class_names"])
             best_by, images = config.best_by if config else "top1", len(evaluated.datasets.val)
             keeps = keeps_probabilities(best_by, images, num_classes, batch_size, world.size)
-            calibrated = agreed(lambda: start_calibration(found.weights, reject, views, num_classes), world)
+            thresholds = thresholds_of(metadata)
+            if reject and thresholds is not None:
+                raise UserError("--reject is for one label: the model has a threshold for each of its classes.")
+            known_calibration = None if reject else agreed(lambda: read_calibration(found.weights), world)
+            calibrator = None
+            if reject or (
+                known_calibration is not None and Views(known_calibration.flip, known_calibration.shift_pixels) == views
+            ):
+                calibrator = Calibrator(found.weights, reject, views, known_calibration)
             result = score(
                 network,
                 evaluated,
@@ -131,7 +137,8 @@ def evaluate(
                 num_classes,
                 batch_size,
                 views,
-                calibrated=calibrated,
+                calibrator=calibrator,
+                thresholds=thresholds,
                 keeps_probabilities=keeps,
                 verbose=verbose,
             )
@@ -142,9 +149,9 @@ def evaluate(
                 scores["views"] = views._asdict() | {key: getattr(result.views, key) for key in SCORES_SHOWN}
             if result.trained_on is not None:
                 scores["trained_on"] = {key: getattr(result.trained_on, key) for key in ("samples", *SCORES_SHOWN)}
-            if calibrated is not None:
-                before = result.views or result.plain
-                scores["rejection"] = finish_calibration(calibrated, before, evaluated.data, evaluated.split, world)
+            if calibrator is not None:
+                before, told = result.views or result.plain, (evaluated.data, evaluated.split)
+                scores["rejection"] = calibrator.finish(before, *told, num_classes, world)
             if folder is not None:
                 agreed(lambda: _write(folder, scores, evaluated) if world.is_main else None, world)
         finally:
@@ -180,7 +187,8 @@ def score(
     batch_size: int,
     views: Views = PLAIN,
     *,
-    calibrated: CalibratedRecorder | None = None,
+    calibrator: Calibrator | None = None,
+    thresholds: np.ndarray | None = None,
     keeps_probabilities: bool = False,
     verbose: bool = False,
 ) -> Result:
@@ -193,7 +201,8 @@ def score(
         num_classes: classes of the model.
         batch_size: images of one forward pass of one rank.
         views: what to average of each image, too.
-        calibrated: gets the logits of the images that the model was not trained on; None for none.
+        calibrator: gets the logits of the images that the model was not trained on; None for none.
+        thresholds: as `SampleRecorder`.
         keeps_probabilities: as `SampleRecorder`.
         verbose: whether to show a progress bar on a terminal.
 
@@ -206,8 +215,9 @@ def score(
     loader = Loader(dataset, plan, world.rank, workers=workers, device=world.device)
     loader.watch(is_on=data.trained_images is not None)
     label_map = data.label_map.to(world.device)
-    plain = SampleRecorder(num_classes, keeps_probabilities=keeps_probabilities)
-    of_views, trained_on = SampleRecorder(num_classes), SampleRecorder(num_classes)
+    label_sets = None if data.label_sets is None else data.label_sets.to(world.device)
+    recorder = partial(SampleRecorder, num_classes, label_sets=label_sets, thresholds=thresholds)
+    plain, of_views, trained_on = recorder(keeps_probabilities=keeps_probabilities), recorder(), recorder()
     console = open_console(stderr=True)
     is_silent = not (verbose and world.is_main and console.is_terminal)
 
@@ -216,15 +226,15 @@ def score(
             for batch in track(loader, "evaluating", len(loader), console=console, transient=True, disable=is_silent):
                 logits, labels = network(batch.images), label_map[batch.labels]
                 known = _trained_on(data, batch).to(world.device)
-                losses, fresh = sample_losses(logits, labels), batch.weights * ~known
+                losses, fresh = sample_losses(logits, labels, label_sets), batch.weights * ~known
                 plain.add(losses, logits, labels, fresh, batch.indices)
                 trained_on.add(losses, logits, labels, batch.weights * known, batch.indices)
                 mean = logits
                 if views.are_several:
                     mean = mean_log_probabilities(network, batch.images, logits, views)
                     of_views.add(sample_losses(mean, labels), mean, labels, fresh, batch.indices)
-                if calibrated is not None:
-                    calibrated.add(mean, labels, fresh, batch.indices)
+                if calibrator is not None:
+                    calibrator.add(mean, labels, fresh, batch.indices)
 
     try:
         agreed(all_batches, world)
@@ -296,10 +306,11 @@ def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> 
     console = open_console()
     for note in notes:
         console.print(f"note: {printable(note)}", soft_wrap=True)
+    average_precision = f"  mAP {scores['map']:.4f}" if "map" in scores else ""
     console.print(
         f"top-1 {scores['top1']:.4f}  top-5 {scores['top5']:.4f}  loss {scores['loss']:.4f}  ECE {scores['ece']:.4f}  "
-        f"macro F1 {scores['macro']['f1']:.4f}  on {scores['samples']} images ({printable(scores['data'])}, "
-        f"{scores['split']})",
+        f"macro F1 {scores['macro']['f1']:.4f}{average_precision}  on {scores['samples']} images "
+        f"({printable(scores['data'])}, {scores['split']})",
         soft_wrap=True,
     )
     if "views" in scores:
@@ -313,7 +324,12 @@ def _show(scores: dict[str, Any], folder: Path | None, notes: Sequence[str]) -> 
             soft_wrap=True,
         )
     if found := scores.get("rejection"):
-        console.print(f"calibrated  {describe_rejection(found)}")
+        accuracy = "" if found["accuracy"] is None else f", {found['accuracy']:.4f} of them right"
+        console.print(
+            f"calibrated: temperature {found['temperature']:.4g}  ECE {found['ece_before']:.4f} -> {found['ece']:.4f}  "
+            f"threshold {found['threshold']:.4f}: {found['coverage']:.4f} of the images are not rejected{accuracy}",
+            soft_wrap=True,
+        )
     classes, title = scores["classes"], None
     if len(classes) > CLASSES_SHOWN:
         title = f"the {CLASSES_SHOWN} classes with the lowest F1, of {len(classes)}"

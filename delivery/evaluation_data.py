@@ -20,7 +20,9 @@ from training.config import TrainConfig
 from training.data import DataOptions, find_dataset, layout_of, load_data, load_whole
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.image_list import ListedImage, TrainedImages, describe_change, read_image_list
+from training.data.settings import MULTILABEL
 from training.data.values import values_of
+from training.observe.multilabel import thresholds_of
 
 SPLITS = ("auto", "val", "test", "train", "all")
 NAMES_IN_MESSAGE = 5
@@ -35,7 +37,8 @@ class EvaluationData:
         datasets: the images to evaluate are its `val`.
         data: what was asked for, such as "digits", or the full path of a folder; of the run's own what it was given.
         split: "val", "test", "train" or "all".
-        label_map: int64 [classes of the data], the model's number of each class.
+        label_map: int64 [labels of the data], the model's number of each class; of several labels, of each set.
+        label_sets: float32 [sets, classes of the model]; None if each image has one label.
         is_own: whether the run was trained on it.
         trained_images: what the run was trained on, if some of the images may be among it.
         notes: lines for the user.
@@ -48,6 +51,7 @@ class EvaluationData:
     is_own: bool
     trained_images: TrainedImages | None = None
     notes: tuple[str, ...] = ()
+    label_sets: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,8 @@ def load_evaluation_data(
     trained_on = config.data if config else ""
     data = choice.data or trained_on
     options = _data_options(metadata["preprocessing"], config or TrainConfig(), choice, data)
+    if thresholds_of(metadata) is not None:
+        options = dataclasses.replace(options, task=MULTILABEL)
     divided = cache(lambda: load_data(options))  # once, also where its files tell whether it is the run's
     is_own = _is_own(data, trained_on, known, divided)
     if not choice.data and not is_own:
@@ -143,10 +149,15 @@ def load_evaluation_data(
     part = datasets.parts.get(split, datasets.val)
     seen_as = ImageDataset(part.source, metadata["preprocessing"], most_bad=part.most_bad)
     label_map = _label_map(datasets.class_names, metadata["class_names"], choice.allow_missing_classes)
+    label_sets = None
+    if datasets.label_sets is not None:
+        targets = datasets.label_sets.targets
+        label_sets = torch.zeros(len(targets), len(metadata["class_names"])).index_copy_(1, label_map, targets)
+        label_map = torch.arange(len(targets))
     may_be_trained_on = known.images and (is_changed or not is_own or split == "train")
     trained = TrainedImages(known.images) if may_be_trained_on else None
     judged = dataclasses.replace(datasets, val=seen_as)
-    return EvaluationData(judged, name, split, label_map, is_own, trained, tuple(notes))
+    return EvaluationData(judged, name, split, label_map, is_own, trained, tuple(notes), label_sets)
 
 
 def _is_path(data: str) -> bool:

@@ -39,8 +39,9 @@ def write_evaluation(folder: Path, facts: dict[str, Any], read_image: Callable[[
     with replacing_folder(folder) as new:
         write_json(new / SCORES, facts)
         _write_csv(new / "per_class.csv", list(facts["classes"][0]), (one.values() for one in facts["classes"]))
-        _write_confusion(new, facts["confusion"], class_names)
-        _write_worst(new, facts["worst"], class_names, read_image)
+        if "task" not in facts:  # several labels are not confused with each other
+            _write_confusion(new, facts["confusion"], class_names)
+            _write_worst(new, facts["worst"], class_names, read_image)
 
 
 def thumbnail(image: torch.Tensor, side: int = THUMBNAIL_PIXELS) -> Image.Image:

@@ -8,33 +8,28 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import brentq
 
 from delivery.calibration import (
     HIGHEST_TEMPERATURE,
     LOWEST_TEMPERATURE,
     Calibration,
+    calibration_file,
     digest_of,
-    read_calibration,
-    write_calibration,
 )
-from delivery.intervals import wilson
 from delivery.views import Views
+from training.base.atomic_write import write_json
 from training.base.errors import UserError, shown
-from training.base.units import format_bytes
 from training.observe.class_scores import MOST_PROBABILITY_BYTES
 from training.observe.evaluation import calibration_bins, expected_calibration_error
 from training.observe.scores import LOSS_UNIT, SampleRecorder, SampleScores, Scores, sample_losses
 from training.world.collectives import agreed, sum_over_ranks
 from training.world.world import World
 
-MEASURED = ("temperature", "threshold", "ece_before", "ece", "coverage", "accuracy")
 TOLERANCE = 1e-6  # of the logarithm of the temperature
 
 
@@ -53,23 +48,20 @@ def read_reject(given: str) -> tuple[float, bool]:
     return float(found[2]), bool(found[1])
 
 
-class CalibratedRecorder:
-    """Records the scores of calibrated probabilities; to fit a temperature it keeps the logits.
+class Calibrator:
+    """Keeps the logits of an evaluation, for a new calibration or by the one that there is.
 
-    Attributes:
-        known: the calibration that is used; None to make one.
-        weights: the file that it is of.
-        digest: of that file.
-        reject: what the user asked for.
+    Args:
+        weights: the file that is evaluated.
+        reject: what the user asked for; empty to use `known`.
         views: what is averaged of each image.
+        known: the calibration that there is.
     """
 
-    def __init__(self, num_classes: int, weights: Path, reject: str, views: Views, known: Calibration | None) -> None:
-        self.weights, self.reject, self.views, self.known = weights, reject, views, known
-        self.digest = known.weights_sha256 if known else digest_of(weights)
-        self._recorder = SampleRecorder(num_classes)
-        self._kept: list[tuple[torch.Tensor, ...]] = []
-        self._bytes = 0
+    def __init__(self, weights: Path, reject: str, views: Views, known: Calibration | None) -> None:
+        self._weights, self._reject, self._views, self._known = weights, reject, views, known
+        self._digest = digest_of(weights)
+        self._batches: list[tuple[torch.Tensor, ...]] = []
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> None:
         """Add one batch: as `SampleRecorder.add`.
@@ -77,69 +69,49 @@ class CalibratedRecorder:
         Raises:
             UserError: if the logits are more than a rank may keep.
         """
-        if self.known is not None:
-            self._record(self.known.temperature, logits, labels, weights, indices)
-            return
-        self._kept.append((logits.float(), labels, weights, indices))
-        self._bytes += 4 * logits.numel()
-        if self._bytes > MOST_PROBABILITY_BYTES:
-            limit = format_bytes(MOST_PROBABILITY_BYTES)
-            raise UserError(f"--reject keeps the logits of all images, more than {limit} on a rank: give more ranks.")
+        self._batches.append((logits.float(), labels, weights, indices))
+        if 4 * logits.numel() * len(self._batches) > MOST_PROBABILITY_BYTES:
+            file = calibration_file(self._weights)
+            raise UserError(f"--reject, and '{file}', keep the logits of all images, too many here: give more ranks.")
 
-    def gather(self, world: World) -> tuple[float, Scores]:
-        """Return the temperature, fitted if it is not known, and the calibrated scores; a collective."""
-        temperature = self.known.temperature if self.known else _fit_temperature(self._kept, world)
-        for batch in self._kept:
-            self._record(temperature, *batch)
-        return temperature, self._recorder.gather(world)
+    def finish(self, before: Scores, data: str, split: str, num_classes: int, world: World) -> dict[str, Any]:
+        """Write a new calibration, and return `rejection_scores` of these images; a collective.
 
-    def _record(self, temperature: float, logits: torch.Tensor, labels: torch.Tensor, *others: torch.Tensor) -> None:
-        scaled = logits.float() / temperature
-        self._recorder.add(sample_losses(scaled, labels), scaled, labels, *others)
+        Args:
+            before: the scores of the probabilities as they are.
+            data: what the images are.
+            split: the part of them.
+            num_classes: C.
+            world: the ranks.
 
+        Raises:
+            UserError: on all ranks, if there are no images, or no threshold gives the accuracy.
+        """
+        known, recorder = self._known, SampleRecorder(num_classes)
+        temperature = known.temperature if known else _fit_temperature(self._batches, world)
+        for logits, labels, *others in self._batches:
+            scaled = logits / temperature
+            recorder.add(sample_losses(scaled, labels), scaled, labels, *others)
+        scores = recorder.gather(world)
 
-def start_calibration(weights: Path, reject: str, views: Views, num_classes: int) -> CalibratedRecorder | None:
-    """Return what records an evaluation for a new calibration, or by the one that there is; None without either."""
-    known = None if reject else read_calibration(weights)
-    if not reject and (known is None or known.views != views):
-        return None
-    return CalibratedRecorder(num_classes, weights, reject, views, known)
+        def conclude() -> dict[str, Any]:
+            assert scores.details is not None
+            assert before.details is not None
+            if known is None and not scores.samples:
+                raise UserError("--reject: the model was trained on all of these images: give others with --data.")
+            threshold = known.threshold if known else threshold_of(scores.details, self._reject)
+            facts = {"ece_before": expected_calibration_error(calibration_bins(before.details))}
+            facts |= rejection_scores(scores, temperature, threshold)
+            if known is None and world.is_main:
+                about = {"data": data, "split": split, "samples": scores.samples} | self._views._asdict()
+                about |= {"weights_sha256": self._digest, "reject": self._reject}
+                try:
+                    write_json(calibration_file(self._weights), about | facts)
+                except OSError as error:
+                    raise UserError(f"the calibration cannot be written: {error}.") from None
+            return facts
 
-
-def finish_calibration(
-    recorder: CalibratedRecorder, before: Scores, data: str, split: str, world: World
-) -> dict[str, Any]:
-    """Write a new calibration, and return what scores.json says of it, see `rejection_scores`; a collective.
-
-    Args:
-        recorder: of all images.
-        before: the scores of the probabilities as they are.
-        data: what the images are.
-        split: the part of them.
-        world: the ranks.
-
-    Raises:
-        UserError: on all ranks, if there are no images, or no threshold gives the accuracy.
-    """
-    temperature, scores = recorder.gather(world)
-
-    def conclude() -> dict[str, Any]:
-        assert scores.details is not None
-        assert before.details is not None
-        if recorder.known is not None:
-            return rejection_scores(scores, temperature, recorder.known.threshold)
-        if not scores.samples:
-            raise UserError("--reject: the model was trained on all of these images: give others with --data.")
-        facts = rejection_scores(scores, temperature, threshold_of(scores.details, recorder.reject))
-        facts["ece_before"] = expected_calibration_error(calibration_bins(before.details))
-        if world.is_main:
-            content = {name: facts[name] for name in MEASURED} | recorder.views._asdict()
-            content |= {"weights_sha256": recorder.digest, "reject": recorder.reject}
-            content |= {"data": data, "split": split, "samples": scores.samples}
-            write_calibration(recorder.weights, Calibration(**content))
-        return facts
-
-    return agreed(conclude, world)
+        return agreed(conclude, world)
 
 
 def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> float:
@@ -158,6 +130,8 @@ def _fit_temperature(batches: list[tuple[torch.Tensor, ...]], world: World) -> f
             gaps = torch.where(weights > 0, expected - exact.gather(1, labels[:, None])[:, 0], 0.0)
             total += ((gaps / LOSS_UNIT).round() * LOSS_UNIT).sum()  # exact in any order
         return float(sum_over_ranks(total, world.data))
+
+    from scipy.optimize import brentq  # imported late: only a new calibration needs it
 
     low, high = math.log(LOWEST_TEMPERATURE), math.log(HIGHEST_TEMPERATURE)
     if slope(low) <= 0:
@@ -187,11 +161,11 @@ def threshold_of(details: SampleScores, reject: str) -> float:
 
 
 def rejection_scores(scores: Scores, temperature: float, threshold: float) -> dict[str, Any]:
-    """Return what scores.json says about calibrated probabilities and a threshold: shares in 0..1, the loss in nats.
+    """Return what is told of calibrated probabilities and a threshold: shares in 0..1, the loss in nats.
 
     Returns:
-        temperature, threshold, loss, ece, coverage (the share of the images that are not rejected), kept (how many),
-        right (how many of them), and accuracy (their share); None of none.
+        temperature, threshold, loss, ece, coverage (the share of the images that are not rejected), and accuracy (that
+        of the right ones among them; None of none).
     """
     assert scores.details is not None
     is_kept = scores.details.confidences >= threshold
@@ -202,18 +176,5 @@ def rejection_scores(scores: Scores, temperature: float, threshold: float) -> di
         "loss": scores.loss,
         "ece": expected_calibration_error(calibration_bins(scores.details)),
         "coverage": kept / max(scores.samples, 1),
-        "kept": kept,
-        "right": right,
         "accuracy": right / kept if kept else None,
     }
-
-
-def describe_rejection(facts: Mapping[str, Any]) -> str:
-    """Return a line on what `rejection_scores` returned."""
-    before = f", {facts['ece_before']:.4f} without" if "ece_before" in facts else ""
-    interval = wilson(facts["right"], facts["kept"])
-    accuracy = f"; {facts['accuracy']:.4f} of them right [{interval[0]:.4f}, {interval[1]:.4f}]" if interval else ""
-    return (
-        f"temperature {facts['temperature']:.4g}  ECE {facts['ece']:.4f}{before}  threshold {facts['threshold']:.4f}: "
-        f"{facts['coverage']:.4f} of the images are not rejected{accuracy}"
-    )

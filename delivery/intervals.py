@@ -30,7 +30,7 @@ def interval_of(scores: Mapping[str, Any], name: str) -> Interval | None:
     samples = scores["samples"]
     if name in ("top1", "top5"):
         return wilson(round(scores[name] * samples), samples)
-    if name in OF_CLASSES:
+    if name in OF_CLASSES and "task" not in scores:  # whose images are cells of the confusion matrix
         return bootstrap(scores)[name]
     if name == "loss" and "loss_standard_error" in scores:
         reach = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * scores["loss_standard_error"]

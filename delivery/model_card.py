@@ -29,6 +29,7 @@ from training.config.values import OF_ONE_RUN, WORDS_OF_LAUNCH, launch_command, 
 from training.data.reading.images import CHANNEL_MODES
 from training.data.settings import DataSettings
 from training.data.values import BYTES, values_of
+from training.observe.multilabel import thresholds_of
 from training.recipe.settings import RecipeSettings
 
 TEMPLATE = Path(__file__).with_name("model_card.md.j2")
@@ -93,7 +94,8 @@ def write_model_card(run: Path) -> Path | None:
         chosen_for=SCORE_NAMES[config.best_by],
         best_by=config.best_by,
         environment=environment,
-        calibration=files.calibration,
+        calibration=files.calibration and files.calibration.facts,
+        thresholds=thresholds_of(metadata),
         scores=scores,
         test_scores=test_scores,
         description=metadata["description"],

@@ -49,6 +49,8 @@ def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
     if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"OUT '{output}' exists and is not an empty folder: give a new one.")
     data = load_data(options)
+    if data.label_sets is not None:
+        raise UserError("--task multilabel: tar files have one label for each image: train on the table itself.")
     done = Packed(0, 0, 0)
     try:
         with replacing_folder(output) as folder:

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import nn
@@ -29,12 +30,14 @@ from training.base.errors import UserError
 from training.checkpoint.weights import load_model
 from training.data.augment import evaluation_transform
 from training.data.folder_listing import SYSTEM_NAMES
+from training.data.label_sets import SEPARATOR
 from training.data.reading.decode import make_decoder
 from training.data.reading.formats import IMAGE_EXTENSIONS
 from training.data.reading.image_notes import collected_notes, noting
 from training.data.reading.images import CHANNEL_MODES, MAX_FILE_BYTES, ImageError
 from training.data.reading.retry import entries_of, is_folder, patiently
 from training.data.values import BYTES, values_of
+from training.observe.multilabel import thresholds_of
 from training.world.preserved_process import preserved_torch_settings
 from training.world.world import use_exact_fp32
 
@@ -59,6 +62,7 @@ class Prediction:
         error: why the image cannot be read, in one line; empty if it can.
         picture: the image as the network saw it, darker where it spoke less for the first label; if asked for.
         is_rejected: whether the highest probability is below the model's threshold; None if it has none.
+        chosen: all classes above their thresholds, of a model of several labels.
     """
 
     image: str
@@ -68,10 +72,13 @@ class Prediction:
     error: str = ""
     picture: Image.Image | None = None
     is_rejected: bool | None = None
+    chosen: list[str] | None = None
 
     @property
     def label(self) -> str:
-        """The most probable class, or that it is none of them."""
+        """The most probable class, or that it is none of them; of several labels all, with semicolons between."""
+        if self.chosen is not None:
+            return SEPARATOR.join(self.chosen)
         return NONE_OF_THESE if self.is_rejected else self.labels[0]
 
 
@@ -182,9 +189,10 @@ def load_predictor(
             "with scripts/evaluate.py --reject",
             file=sys.stderr,
         )
-    if calibration is not None and calibration.views != views:
+    calibrated = views if calibration is None else Views(calibration.flip, calibration.shift_pixels)
+    if calibrated != views:
         raise UserError(
-            f"the model is calibrated for {calibration.views}, not for {views}: give the same, or calibrate it so with "
+            f"the model is calibrated for {calibrated}, not for {views}: give the same, or calibrate it so with "
             "scripts/evaluate.py --reject."
         )
     predictor = Predictor(module, metadata, top_k, views, batch_size, decode, explain, calibration)
@@ -219,36 +227,45 @@ def predictions_of(predictor: Predictor, entries: Iterator[Entry]) -> Iterator[P
             images = list(pool.map(read, batch))
             readable = [image[0] for image in images if not isinstance(image, ImageError)]
             best = iter(_top_classes(predictor, torch.stack(readable)) if readable else [])
+            several = thresholds_of(predictor.metadata)
             for (path, _), image in zip(batch, images, strict=True):
                 if isinstance(image, ImageError):
                     yield Prediction(path, [], [], error=image.reason)
                 else:
-                    probabilities, classes, picture = next(best)
+                    probabilities, classes, picture, every = next(best)
                     labels = [class_names[number] for number in classes]
                     known = predictor.calibration
-                    is_rejected = None if known is None else probabilities[0] < known.threshold
-                    yield Prediction(path, labels, probabilities, image[1], picture=picture, is_rejected=is_rejected)
+                    is_rejected, chosen = None if known is None else probabilities[0] < known.threshold, None
+                    if several is not None:
+                        chosen = [class_names[number] for number in np.flatnonzero(every >= several)]
+                        is_rejected = not chosen
+                    found = (labels, probabilities, image[1], "", picture, is_rejected, chosen)
+                    yield Prediction(path, *found)
 
 
 @torch.no_grad()
-def _top_classes(predictor: Predictor, images: torch.Tensor) -> list[tuple[list[float], list[int], Image.Image | None]]:
-    """Return the highest probabilities of each image, the numbers of their classes, and the picture."""
+def _top_classes(
+    predictor: Predictor, images: torch.Tensor
+) -> list[tuple[list[float], list[int], Image.Image | None, np.ndarray]]:
+    """Return the highest probabilities of each image, the numbers of their classes, the picture, and all of them."""
     module = predictor.module
     images = images.to(next(module.parameters()).device)
     pictures: list[Image.Image | None] = [None] * len(images)
     with _SETTINGS, preserved_torch_settings():
         limit_threads()
         use_exact_fp32()
-        logarithms = mean_log_probabilities(module, images, module(images), predictor.views)
+        logits = module(images)
+        logarithms = mean_log_probabilities(module, images, logits, predictor.views)
         if predictor.calibration is not None:
             logarithms = (logarithms / predictor.calibration.temperature).log_softmax(1)
-        probabilities = logarithms.exp()
+        probabilities = logarithms.exp() if thresholds_of(predictor.metadata) is None else logits.float().sigmoid()
         best = probabilities.topk(min(predictor.top_k, probabilities.shape[1]), dim=1)
         if predictor.explain:
             maps = activation_maps(module, images, best.indices[:, 0])
             preprocessing = predictor.metadata["preprocessing"]
             pictures = [picture_of(image, one, preprocessing) for image, one in zip(images, maps, strict=True)]
-    return list(zip(best.values.tolist(), best.indices.tolist(), pictures, strict=True))
+    every = probabilities.cpu().numpy()
+    return list(zip(best.values.tolist(), best.indices.tolist(), pictures, every, strict=True))
 
 
 def _list_images(given: str | Path | Iterable[str | Path], extensions: Sequence[str]) -> Iterator[Entry]:

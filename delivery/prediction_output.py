@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
+from delivery.calibration import NONE_OF_THESE
 from delivery.predict import Prediction
 from training.base.atomic_write import replacing
 from training.base.csv_cells import csv_line
@@ -98,7 +99,8 @@ def _write_json(predictions: Iterator[Prediction], stream: TextIO, top_k: int) -
     for one in predictions:
         pairs = zip(one.labels, one.probabilities, strict=True)
         top: list[dict[str, Any]] = [{"label": label, "probability": share} for label, share in pairs]
-        print(json.dumps({"image": one.image, **top[0], "label": one.label, "top": top}), file=stream)
+        several = {} if one.chosen is None else {"labels": one.chosen}
+        print(json.dumps({"image": one.image, **top[0], "label": one.label, **several, "top": top}), file=stream)
 
 
 def _write_csv(predictions: Iterator[Prediction], stream: TextIO, top_k: int) -> None:
@@ -129,8 +131,8 @@ def _write_table(predictions: Iterator[Prediction], stream: TextIO, top_k: int) 
         table.add_column("then")
     for one in predictions:
         shown = [f"{printable(label)} {share:.1%}" for label, share in zip(one.labels, one.probabilities, strict=True)]
-        first = (printable(one.image), printable(one.label), f"{one.probabilities[0]:.1%}")
-        then = shown if one.is_rejected else shown[1:]
+        first = (printable(one.image), printable(one.label or NONE_OF_THESE), f"{one.probabilities[0]:.1%}")
+        then = shown if one.is_rejected or one.chosen else shown[1:]
         table.add_row(*first, *([", ".join(then)] if top_k > 1 else []))
     if table.row_count:
         Console(file=stream, highlight=False, markup=False, emoji=False).print(table)

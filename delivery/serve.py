@@ -13,6 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from delivery.calibration import NONE_OF_THESE
 from delivery.predict import Predictor, load_predictor, predictions_of
 from training.base.errors import UserError
 
@@ -71,7 +72,12 @@ class Server(ThreadingHTTPServer):
             return {"error": found.error}
         pairs = zip(found.labels, found.probabilities, strict=True)
         top = [{"label": label, "probability": share} for label, share in pairs]
-        return {"label": found.label, "top": top, "note": found.note, "picture": _data_url(found.picture)}
+        return {
+            "label": found.label or NONE_OF_THESE,
+            "top": top,
+            "note": found.note,
+            "picture": _data_url(found.picture),
+        }
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from training.base.errors import UserError
+from training.observe.multilabel import thresholds_of
 
 
 class Views(NamedTuple):
@@ -46,6 +47,8 @@ def checked_views(flip: bool, shift_pixels: int, metadata: dict[str, Any]) -> Vi
         UserError: if an image cannot be shifted that far.
     """
     size = metadata["preprocessing"]["image_size"]
+    if (flip or shift_pixels) and thresholds_of(metadata) is not None:
+        raise UserError("--flip and --shift-pixels are for one label: the thresholds are of plain images.")
     if not 0 <= shift_pixels < size:
         raise UserError(f"--shift-pixels {shift_pixels}: images of {size} pixels can be shifted by 0 to {size - 1}.")
     return Views(flip, shift_pixels)

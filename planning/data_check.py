@@ -75,7 +75,7 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
 def print_report(data: str, report: DataReport) -> None:
     """Print the report on `data`: counts by class, sizes, and each image that cannot be used."""
     console, datasets = Console(highlight=False, soft_wrap=True), report.datasets
-    parts, names = datasets.parts, datasets.class_names
+    parts, names = datasets.parts, datasets.label_names
     table = Table("class", *(TITLES[name] for name in parts), title=cell(f"{data}: {len(names)} classes"))
     columns = [torch.bincount(part.source.labels, minlength=len(names)).tolist() for part in parts.values()]
     rows = list(zip(names, *columns, strict=True))

@@ -25,6 +25,7 @@ from training.loop import evaluate
 from training.observe.best_weights import epoch_of
 from training.observe.class_scores import score_of
 from training.observe.evaluation import describe_scores, read_scores, write_scores
+from training.observe.multilabel import thresholds_of
 from training.observe.scores import Scores
 from training.steps.context import TrainContext
 from training.world.collectives import agreed, broadcast_object
@@ -56,7 +57,8 @@ def judge_test(context: Run, loop: TrainContext) -> None:
     if test is None or not broadcast_object(best_epoch > 0 and _is_due(context), flag, world):
         return
     try:
-        module, _ = agreed(lambda: load_model(folder.weights), world)
+        module, metadata = agreed(lambda: load_model(folder.weights), world)
+        loop = dataclasses.replace(loop, thresholds=thresholds_of(metadata))
         network = under_autocast(module.to(world.device), context.precision, world.device)
         scores, trained_on = _score(context, loop, network)
     except UserError as error:

@@ -72,12 +72,19 @@ def evaluate(engine: Engine, batches: Loader, context: TrainContext, *, is_inter
         UserError: on all ranks, if an image on any rank cannot be read.
     """
     engine.module.eval()
-    recorder = SampleRecorder(context.num_classes, keeps_probabilities=context.keeps_probabilities)
+    label_sets = context.label_sets
+    recorder = SampleRecorder(
+        context.num_classes,
+        keeps_probabilities=context.keeps_probabilities,
+        label_sets=label_sets,
+        thresholds=context.thresholds,
+    )
     neighbours, stop_signal = context.neighbours, 0
 
     def record(batch: Batch, outputs: torch.Tensor) -> None:
         logits = outputs if neighbours is None else neighbours.log_probabilities(outputs)
-        recorder.add(sample_losses(logits, batch.labels), logits, batch.labels, batch.weights, batch.indices)
+        losses = sample_losses(logits, batch.labels, label_sets)
+        recorder.add(losses, logits, batch.labels, batch.weights, batch.indices)
 
     forward = partial(forward_all, engine, context=context, is_interruptible=is_interruptible)
     if neighbours is not None:

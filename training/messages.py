@@ -74,7 +74,7 @@ def log_epoch(
     epoch, step = context.state.progress.epoch, context.position
     best_by, names = context.config.best_by, context.data.class_names
     assert validation.details is not None
-    lowest, lowest_recall = count_classes(validation.details, len(names)).lowest_recall
+    lowest, lowest_recall = count_classes(validation, len(names)).lowest_recall
     point = EpochPoint(
         epoch=epoch,
         step=step,

@@ -217,7 +217,9 @@ def build(prepared: Prepared) -> Run:
         step=step,
         schedule=build_schedule(config, plan.steps_per_epoch, plan.global_batch, head_epochs),
         head_epochs=head_epochs,
-        state=TrainState(engine, ScoreSums(len(data.class_names), world.device), Progress()),
+        state=TrainState(
+            engine, ScoreSums(len(data.class_names), world.device, data.label_targets(world.device)), Progress()
+        ),
         averages=averages,
         freezer=freezer,
         adapters=adapters,
@@ -246,7 +248,8 @@ def _build_step(config: TrainConfig, data: DatasetPair, world: World) -> Step:
         raise UserError(f"--data {config.data}: {cause} cannot weight single images: leave out the column weight.")
     if config.is_contrastive:
         return GradientCache(world.data, config.temperature, len(data.class_names))
-    loss = build_loss(config, data.class_names, data.train_counts, world.device)
+    is_multilabel = data.label_sets is not None
+    loss = build_loss(config, data.class_names, data.train_counts, world.device, is_multilabel=is_multilabel)
     return Accumulate(loss) if config.pipeline_parallel == 1 else Pipelined(loss)
 
 
@@ -369,6 +372,7 @@ def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainCont
         schedule=context.schedule,
         num_classes=len(context.data.class_names),
         image_shape=context.data.image_shape,
+        label_sets=context.data.label_targets(world.device),
         seed=config.seed,
         step=context.step,
         log_every_steps=config.log_every_steps,

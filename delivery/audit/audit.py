@@ -34,6 +34,7 @@ from training.base.run_folder import shown_path
 from training.checkpoint.weights import load_model
 from training.config import REPO_ROOT, TrainConfig
 from training.data import load_data
+from training.data.settings import MULTILABEL
 from training.data.values import values_of
 
 SMALL_CLASS = 10  # training images
@@ -61,6 +62,8 @@ def audit(data: str, *, run: str = "", data_root: str = "", fixes: str = "", out
     check_replaceable(folder)
     model = find_model(run) if run else None
     config = (model.config() if model else None) or TrainConfig()
+    if config.task == MULTILABEL:
+        raise UserError(f"run '{run}' has several labels for each image, an audit knows one: leave out --run.")
     trained = load_model(model.weights) if model else None
     seen_as = trained[1]["preprocessing"] if trained else None
     datasets = load_data(audit_options(config, EvaluationChoice(data, data_root=data_root), seen_as))

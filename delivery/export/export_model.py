@@ -19,12 +19,14 @@ from delivery.export.comparison import Agreement, check_agreement, compare, mill
 from delivery.export.export_job import ExportJob, ExportSettings, load_calibration_images, load_check_images
 from delivery.export.output_folder import check_output, files_about, unfinished_files
 from delivery.trained_model import TrainedModel, find_model, slug
+from training.base.atomic_write import write_json
 from training.base.control_groups import limit_threads
 from training.base.errors import printable
 from training.base.run_folder import EXPORT
 from training.checkpoint.weights import load_model
 from training.observe.new_run import remove_leftovers_of_run
 
+CALIBRATION = "calibration.json"  # beside the model: the temperature of its logits, and the threshold
 LATENCY_BATCHES = (1, 16)
 
 
@@ -62,7 +64,7 @@ def export_model(settings: ExportSettings) -> Exported:
         remove_leftovers_of_run(model.run)
     default = model.run / EXPORT if model.run else model.weights.parent
     output = Path(os.path.expanduser(settings.output)) if settings.output else default
-    about = files_about(job.metadata, read_calibration(model.weights))
+    about, calibration = files_about(job.metadata), read_calibration(model.weights)
     check_output(output, about)
     writer = importlib.import_module(chosen.module)
     with unfinished_files(output) as (folder, publish):
@@ -83,6 +85,9 @@ def export_model(settings: ExportSettings) -> Exported:
                 for size in LATENCY_BATCHES
             }
         name = f"{slug(job.metadata['description']['model_type'])}-{settings.precision}{chosen.extension}"
+        if calibration is not None:
+            write_json(folder / CALIBRATION, calibration.facts)
+            about |= {CALIBRATION: b""}
         files = publish({folder / fact: fact for fact in about} | {file: name})
     return Exported(files[::-1], agreement, job.check.name, sizes, latencies)
 

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from delivery.calibration import Calibration
 from training.base.atomic_write import remove_leftovers, sync_to_disk, unfinished
 from training.base.errors import UserError
 from training.checkpoint.class_map import CLASS_MAP, class_map
 from training.data.values import BYTES, values_of
+from training.observe.multilabel import THRESHOLDS, thresholds_of
 
 PREPROCESSING = "preprocessing.json"
 INPUT_NAME, OUTPUT_NAME = "images", "logits"
@@ -72,16 +72,19 @@ def unfinished_files(output: Path) -> Iterator[tuple[Path, Publish]]:
                 parent.rmdir()
 
 
-def describe_use(metadata: dict[str, Any], calibration: Calibration | None = None) -> dict[str, Any]:
+def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the content of preprocessing.json.
 
     Args:
         metadata: what `training.checkpoint.weights.read_metadata` returned.
-        calibration: of the weights, None without.
     """
     preprocessing = metadata["preprocessing"]
     size, resize_size = preprocessing["image_size"], preprocessing["resize_size"]
     channels = len(preprocessing["mean"])
+    thresholds = thresholds_of(metadata)
+    function = (
+        "softmax over the classes" if thresholds is None else "sigmoid of each class, above its threshold or not,"
+    )
     names, conversion = CHANNELS.get(channels, OTHER_CHANNELS)
     values = values_of(preprocessing)
     division, value_range = VALUES[values]
@@ -116,9 +119,9 @@ def describe_use(metadata: dict[str, Any], calibration: Calibration | None = Non
             "name": OUTPUT_NAME,
             "dtype": "float32",
             "shape": ["batch", len(metadata["class_names"])],
-            "meaning": "softmax over the classes gives probabilities; their order is that of class_names",
+            "meaning": f"{function} gives probabilities; their order is that of class_names",
+            **({} if thresholds is None else {THRESHOLDS: thresholds.tolist()}),
         },
-        **({} if calibration is None else {"calibration": _describe_calibration(calibration)}),
         "steps": [
             *before,
             *geometry,
@@ -126,14 +129,6 @@ def describe_use(metadata: dict[str, Any], calibration: Calibration | None = Non
             "put the channels first, and images of one size into one batch",
         ],
     }
-
-
-def _describe_calibration(calibration: Calibration) -> dict[str, Any]:
-    meaning = "divide the logits by temperature before the softmax; below threshold the image is of none of the classes"
-    if calibration.views.are_several:
-        meaning += f"; of the mean of the probabilities of {calibration.views}"
-    facts = {name: getattr(calibration, name) for name in ("temperature", "threshold", "weights_sha256")}
-    return facts | {"meaning": meaning}
 
 
 def check_output(output: Path, facts: Mapping[str, bytes]) -> None:
@@ -150,7 +145,7 @@ def check_output(output: Path, facts: Mapping[str, bytes]) -> None:
         raise UserError(f"--output '{output}' is a file: give a folder.")
     for path, content in ((output / name, content) for name, content in facts.items()):
         try:
-            is_other = path.is_file() and _comparable(path.read_bytes()) != _comparable(content)
+            is_other = path.is_file() and path.read_bytes() != content
         except OSError as error:
             raise UserError(f"'{path}' cannot be read: {error}.") from None
         if is_other:
@@ -159,18 +154,9 @@ def check_output(output: Path, facts: Mapping[str, bytes]) -> None:
             )
 
 
-def _comparable(content: bytes) -> Any:
-    """Return what files about models are compared by: all but the calibration, which may be new."""
-    try:
-        facts = json.loads(content)
-        return {key: value for key, value in facts.items() if key != "calibration"}
-    except (ValueError, AttributeError):  # not preprocessing.json
-        return content
-
-
-def files_about(metadata: dict[str, Any], calibration: Calibration | None = None) -> dict[str, bytes]:
+def files_about(metadata: dict[str, Any]) -> dict[str, bytes]:
     """Return the content of preprocessing.json, and of class_map.txt if there can be one, by their names."""
-    text = json.dumps(describe_use(metadata, calibration), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(describe_use(metadata), indent=1, ensure_ascii=False) + "\n"
     # Names of folders may contain bytes that are no text.
     files = {PREPROCESSING: text.encode("utf-8", "backslashreplace")}
     names = class_map(metadata["class_names"])

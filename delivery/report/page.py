@@ -132,7 +132,9 @@ def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, An
             shown["evaluation"] = {
                 "classes": class_table(run.scores),
                 "calibration": calibration_chart(f"calibration-{key}", run.scores),
-                "confusion": confusion(run.scores, with_matrix=runs <= MOST_RUNS_WITH_MATRIX),
+                "confusion": None
+                if "task" in run.scores  # several labels are not confused with each other
+                else confusion(run.scores, with_matrix=runs <= MOST_RUNS_WITH_MATRIX),
                 "images": misclassified_images(run, min(MOST_IMAGES, IMAGES_OF_ALL_RUNS // runs)),
             }
     with _damage_named(folder / METRICS):

@@ -256,7 +256,7 @@ def differences(runs: Sequence[Sequence[Fact]]) -> list[tuple[str, list[str]]]:
 def _scores(run: RunFiles) -> list[Fact]:
     scores, best = run.scores, run.history.best_epoch
     if scores is not None:
-        correct = sum(samples for label, prediction, samples in scores["confusion"] if label == prediction)
+        correct = round(scores["top1"] * scores["samples"])
         images, epoch = f"{count(correct)} of {plural(scores['samples'], 'image')}", scores.get("epoch", "?")
         images = f"{_interval(scores, 'top1')}; {images}"
         top1, top5, loss = (scores[name] for name in ("top1", "top5", "loss"))
@@ -281,12 +281,11 @@ def _calibration(run: RunFiles) -> list[Fact]:
     found = run.calibration
     if found is None:
         return []
-    value = f"{percent(found.ece_before, 2)} → {percent(found.ece, 2)}"
-    accuracy = "" if found.accuracy is None else f", {percent(found.accuracy, 2)} of the others right"
-    kept = f"below {number(found.threshold)} none of these: {percent(1 - found.coverage, 2)} rejected{accuracy}"
-    where = (
-        f"temperature {number(found.temperature)}; {kept}; fitted on {plural(found.samples, 'image')}, {found.split}"
-    )
+    facts = found.facts
+    value = f"{percent(facts['ece_before'], 2)} → {percent(facts['ece'], 2)}"
+    accuracy = "" if facts["accuracy"] is None else f", {percent(facts['accuracy'], 2)} of the others right"
+    kept = f"below {number(found.threshold)} none of these: {percent(1 - facts['coverage'], 2)} rejected{accuracy}"
+    where = f"temperature {number(found.temperature)}; {kept}; on {plural(facts['samples'], 'image')}, {facts['split']}"
     return [Fact("calibration error, calibrated", value, where)]
 
 

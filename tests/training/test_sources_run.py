@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.made_data import KINDS, SPLIT, make_photos
+from tests.unit.made_data import KINDS, SPLIT, make_photos, write_csv
 
 TRAIN = "tests.training.out_of_memory_ranks:run"
 CASE = {"image_size": 16, "batch_size": 4, "epochs": 2, "save_every_steps": 1, "keep_last": 99, "augmentation": "auto"}
@@ -53,3 +53,16 @@ def test_the_model_has_the_bytes_of_that_from_the_folder(train, photos, from_fol
     killed = whole / "checkpoints" / f"step-00001-{2:07}"
     back = train(photos, photos, 3 - ranks, resume=str(killed))
     assert (back / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_several_labels_give_the_same_bytes_and_scores_on_any_number_of_ranks(train, photos, tmp_path):
+    paths = sorted(photos.rglob("*.*"))
+    rows = [{"path": str(path), "labels": f"{path.parent.name};{path.suffix[1:]}"} for path in paths]
+    rows[0]["labels"] = ""
+    table = write_csv(tmp_path / "several.csv", rows)
+    several = {"task": "multilabel", "label_column": "labels", "best_by": "map", "mixup": 0.3, "loss": "bce"}
+    one, two = (train(table, photos, ranks, **several) for ranks in (1, 2))
+    resumed = train(table, photos, 1, resume=str(two / "checkpoints" / f"step-00000-{3:07}"), **several)
+    for file in ("model.safetensors", "evaluation/scores.json"):
+        assert (one / file).read_bytes() == (two / file).read_bytes() == (resumed / file).read_bytes(), file

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import json
 from pathlib import Path
@@ -13,14 +12,14 @@ import torch
 from scipy.optimize import minimize_scalar
 from test_evaluate_predict import call, data, digit_folder, logits, run
 
-from delivery.calibration import HIGHEST_TEMPERATURE, Calibration, calibration_file, read_calibration
-from delivery.export.output_folder import check_output, files_about
+from delivery.calibration import HIGHEST_TEMPERATURE, calibration_file, read_calibration
+from delivery.export.export_job import ExportSettings
+from delivery.export.export_model import export_model
 from delivery.fit_calibration import _fit_temperature, read_reject, threshold_of
 from delivery.report.run_facts import key_figures
 from delivery.report.run_files import read_run
 from scripts import evaluate, predict
 from training.base.errors import UserError
-from training.checkpoint.weights import read_metadata
 from training.observe.scores import SampleScores
 from training.world.world import World
 
@@ -82,10 +81,10 @@ def test_the_temperature_is_scipys_and_predictions_are_calibrated(call, own_run,
     facts = scores["rejection"]
     assert facts["loss"] == pytest.approx(best.fun, rel=1e-6)
     assert facts["loss"] < scores["loss"]
-    assert (facts["ece_before"], facts["ece"]) == (scores["ece"], found.ece)
+    assert (facts["ece_before"], facts["ece"]) == (scores["ece"], found.facts["ece"])
     probabilities, predictions = (logits / found.temperature).softmax(1).max(1)
     kept = probabilities >= found.threshold
-    assert 0 < facts["kept"] == int(kept.sum()) < len(labels)
+    assert 0 < facts["coverage"] == float(kept.double().mean()) < 1
     assert facts["accuracy"] == float((predictions == labels)[kept].double().mean()) >= 0.3
     assert f"threshold {found.threshold:.4f}" in out
 
@@ -109,31 +108,23 @@ def test_a_calibration_belongs_to_its_weights_and_views(call, own_run, digit_fol
     fitted = json.loads((own_run / "evaluation" / "scores.json").read_text())
     assert call(evaluate, own_run)[0] == 0, "a plain evaluation uses it"
     used = json.loads((own_run / "evaluation" / "scores.json").read_text())["rejection"]
-    assert used == {name: value for name, value in fitted["rejection"].items() if name != "ece_before"}
+    assert used == fitted["rejection"]
     code, _, err = call(predict, own_run, digit_folder, "--flip")
     assert (code, err.count("\n")) == (2, 1)
     assert "calibrated for plain, not for plain and mirrored images" in err
     known = read_calibration(weights)
-    metadata = read_metadata(weights)
-    for calibration in (known, None):
-        about = files_about(metadata, calibration)
-        check_output(own_run / "export", about)
-        (own_run / "export").mkdir(exist_ok=True)
-        for name, content in about.items():
-            (own_run / "export" / name).write_bytes(content)
-        told = json.loads(about["preprocessing.json"]).get("calibration")
-        assert (calibration and calibration.threshold) == (told and told["threshold"])
+    export_model(ExportSettings(str(own_run), "safetensors"))
+    assert json.loads((own_run / "export" / "calibration.json").read_text()) == known.facts
     assert any(fact.name == "calibration error, calibrated" for fact in key_figures(read_run(own_run)))
     file = calibration_file(weights)
-    file.write_text(json.dumps(dataclasses.asdict(known) | {"temperature": 0}))
+    file.write_text(json.dumps(known.facts | {"temperature": 0}))
     assert call(predict, own_run, digit_folder)[0] == 2
-    file.write_text(json.dumps(dataclasses.asdict(known) | {"weights_sha256": "0"}))
+    file.write_text(json.dumps(known.facts | {"weights_sha256": "0"}))
     code, out, err = call(predict, own_run, digit_folder)
     assert code == 0
     assert "of other weights" in err
     assert "none of these" not in out
     assert read_run(own_run).calibration is None
-    assert [field.name for field in dataclasses.fields(Calibration)] == list(json.loads(file.read_text()))
 
 
 def test_a_table_names_its_columns(call, run, digit_folder, tmp_path):

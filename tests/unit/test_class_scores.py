@@ -58,7 +58,7 @@ def test_scores_are_scikit_learns(decimals, monkeypatch):
     assert found["auroc"] == pytest.approx(np.mean([roc_auc_score(*column) for column in columns]), abs=1e-12)
     assert found["map"] == pytest.approx(np.mean([average_precision_score(*column) for column in columns]), abs=1e-12)
     recall = {one: float((predictions == one)[labels == one].mean()) for one in labels.unique().tolist()}
-    assert count_classes(scores.details, CLASSES).lowest_recall == min(recall.items(), key=lambda pair: pair[1])
+    assert count_classes(scores, CLASSES).lowest_recall == min(recall.items(), key=lambda pair: pair[1])
     monkeypatch.setattr(class_areas, "SORTED_AT_ONCE", 2 * SAMPLES)  # two classes at a time
     other = recorded(labels, logits, 7, reversed)
     assert {name: score_of(other, name, CLASSES) for name in SCORE_NAMES} == found, "to the last bit"
@@ -82,7 +82,9 @@ def test_of_the_loss_less_is_better():
 
 
 def data_of(val_counts, samples):
-    return SimpleNamespace(val=range(samples), test=None, class_names=val_counts, val_counts=val_counts)
+    return SimpleNamespace(
+        val=range(samples), test=None, class_names=val_counts, val_counts=val_counts, label_sets=None
+    )
 
 
 @pytest.mark.parametrize(

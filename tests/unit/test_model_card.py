@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import ModelCard
 from made_runs import end, epoch
 
-from delivery.calibration import Calibration, digest_of, write_calibration
+from delivery.calibration import calibration_file, digest_of
 from delivery.model_card import write_model_card
 from models.build import build_model
 from training.base.atomic_write import write_json
@@ -99,9 +99,10 @@ def test_the_hubs_library_reads_the_front_matter(run: Path):
 
 def test_a_calibration_is_in_the_card(run: Path):
     weights = run / "model.safetensors"
-    shares = (0.1, 0.02, 0.9, 0.75)
+    facts = {"temperature": 1.5, "threshold": 0.625, "ece_before": 0.1, "ece": 0.02, "coverage": 0.9, "accuracy": 0.75}
+    facts |= {"flip": False, "shift_pixels": 0, "data": "digits", "split": "val", "samples": 3}
     for digest, is_told in (("of other weights", False), (digest_of(weights), True)):
-        write_calibration(weights, Calibration(digest, 1.5, 0.625, "0.7", False, 0, "digits", "val", 3, *shares))
+        write_json(calibration_file(weights), facts | {"weights_sha256": digest})
         text = write_model_card(run).read_text(encoding="utf-8")
         assert ("divide the logits by 1.5000" in text) == is_told
         assert ("0.9000 of those images are not rejected, and 0.7500 of them are right." in text) == is_told

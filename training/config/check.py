@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from training.config.values import allowed_values, is_allowed
 from training.data import bad_image_share, find_dataset
 from training.data.augmentations import augmentation_of
 from training.data.image_sizes import size_ramp
+from training.data.settings import MULTILABEL
 from training.engines.strategies import STRATEGIES, check_micro_batches
 from training.observe.new_run import run_folder
 from training.observe.settings import TRACKERS
@@ -30,6 +32,15 @@ OF_CLASSIFIERS: dict[str, tuple[object, ...]] = {
     "class_weights": ("none",),
     "engine": ("torch", "auto", "native"),
     "compile": ("off", "auto"),
+}
+# The same with several labels.
+OF_MULTILABEL: dict[str, tuple[object, ...]] = {
+    "loss": ("bce",),
+    "bce_target_threshold": (0,),
+    "class_weights": ("none",),
+    "sampling": ("uniform",),
+    "features": ("computed",),
+    "best_by": ("map", "macro_f1", "auroc", "loss"),
 }
 # The same with islands, which each have an engine, an optimizer and statistics of their own.
 OF_ISLANDS: dict[str, tuple[object, ...]] = {
@@ -91,6 +102,10 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     Raises:
         UserError: for the first value that is wrong.
     """
+    if config.task == MULTILABEL:  # what one label has by default, and several do not
+        chosen = {"loss": "bce", "best_by": "map"}
+        usual = {name: value for name, value in chosen.items() if getattr(config, name) == FIELDS[name].default}
+        config = dataclasses.replace(config, **usual)  # type: ignore[arg-type]  # two of their values
     for name, field in FIELDS.items():
         value = getattr(config, name)
         if not is_allowed(value, field):
@@ -160,6 +175,12 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     _check_contrast(config, label_of)
     if config.features == "cached":
         _check_values(config, label_of, f"{label_of['features']} cached", OF_CACHED_FEATURES)
+    if config.task == MULTILABEL:
+        _check_values(config, label_of, f"{label_of['task']} {MULTILABEL}", OF_MULTILABEL)
+        if model_spec(config.model_type).takes_members:
+            raise UserError(
+                f"{label_of['task']} {MULTILABEL}: the members of an ensemble choose one class: give another."
+            )
     if config.has_islands:
         _check_values(config, label_of, f"{label_of['local_steps']} {config.local_steps}", OF_ISLANDS)
     if config.tensor_parallel > 1:

@@ -22,10 +22,12 @@ from training.data.augmentations import AUGMENTATIONS, Augmentation, augmentatio
 from training.data.bad_images import bad_image_budget
 from training.data.batch_transforms import BatchTransforms
 from training.data.image_sizes import SizeRamp, size_ramp
+from training.data.label_sets import LabelSets
 from training.data.mixing import Mixing
 from training.data.policies import build_policy
 from training.data.randomness import COPY, FIRST_CROP_DRAW, seed_generators, uniform_draws
 from training.data.reading.sources import Archive, ArraySource, ImageFile, Source, open_files
+from training.data.settings import MULTILABEL
 from training.data.values import BYTES, statistics
 from training.world.preserved_process import preserved_generators
 
@@ -46,6 +48,7 @@ class ImageDataset(Dataset):
         ramp: Size of the images by epoch; None if it is always `preprocessing`'s.
         batch_transforms: Applied after `read`, on the device and to a whole batch.
         mixing: Applied after that to a whole batch; None if nothing is mixed.
+        label_sets: Which classes each label stands for; None if it is one.
     """
 
     def __init__(
@@ -57,9 +60,10 @@ class ImageDataset(Dataset):
         most_bad: int = 0,
         mixing: Mixing | None = None,
         ramp: SizeRamp | None = None,
+        label_sets: LabelSets | None = None,
     ) -> None:
         self.source, self.preprocessing, self.augmentation, self.seed = source, preprocessing, augmentation, seed
-        self.most_bad, self.mixing, self.ramp = most_bad, mixing, ramp
+        self.most_bad, self.mixing, self.ramp, self.label_sets = most_bad, mixing, ramp, label_sets
         self._smaller: ImageDataset | None = None
         self.batch_transforms = BatchTransforms(preprocessing, augmentation, seed)
         self._geometry = evaluation_geometry(preprocessing)
@@ -93,7 +97,7 @@ class ImageDataset(Dataset):
         if self._smaller is None or self._smaller.preprocessing["image_size"] != size:
             preprocessing, mixing = at_size(self.preprocessing, size), self.mixing and self.mixing.at_size(size)
             self._smaller = ImageDataset(
-                self.source, preprocessing, self.augmentation, self.seed, self.most_bad, mixing
+                self.source, preprocessing, self.augmentation, self.seed, self.most_bad, mixing, None, self.label_sets
             )
         return self._smaller
 
@@ -140,7 +144,7 @@ class DatasetPair:
     Attributes:
         train: Training samples, augmented by (seed, epoch, index).
         val: Validation samples, never augmented; the epoch of their key is ignored.
-        class_names: Name of each label.
+        class_names: Name of each label; of `label_sets`, of each of their columns.
         preprocessing: The evaluation transform as JSON values, see `augment.evaluation_transform`; that of the
             training images, if it is of another size, is `train.preprocessing`.
         augmentation: The augmentation in use, never "auto".
@@ -149,6 +153,7 @@ class DatasetPair:
         fingerprint: sha256 that changes with the classes, the files (path, size, label) or the pixels in memory.
         notes: One-line messages for the user.
         test: Samples that are judged once, after the training; None without. `fingerprint` does not cover them.
+        label_sets: Which classes each label stands for; None if it is one.
     """
 
     train: ImageDataset
@@ -161,6 +166,16 @@ class DatasetPair:
     fingerprint: str
     notes: list[str] = field(default_factory=list)
     test: ImageDataset | None = None
+    label_sets: LabelSets | None = None
+
+    @property
+    def label_names(self) -> list[str]:
+        """Name of each label."""
+        return self.class_names if self.label_sets is None else self.label_sets.names
+
+    def label_targets(self, device: torch.device) -> torch.Tensor | None:
+        """Return the targets of each label of `label_sets`, float32 [S, K]."""
+        return None if self.label_sets is None else self.label_sets.targets.to(device)
 
     @property
     def parts(self) -> dict[str, ImageDataset]:
@@ -228,6 +243,7 @@ def make_dataset_pair(
     fingerprint: str,
     notes: Iterable[str] = (),
     test: Source | None = None,
+    label_sets: LabelSets | None = None,
 ) -> DatasetPair:
     """Put the transforms around two or three sources and check their labels.
 
@@ -235,6 +251,11 @@ def make_dataset_pair(
         UserError: A set is empty, there is only one class, two have one name, or a label is out of range; the
             augmentation does not fit.
     """
+    if options.task == MULTILABEL and label_sets is None:
+        raise UserError(
+            f"--task multilabel reads tables of paths, not --data {options.data}: give LIST.csv, .tsv or .parquet, and "
+            "--label-column NAME of lists such as cat;dog, or --label-column A,B,... of columns of 1 and 0."
+        )
     repeated = [name for name, count in Counter(class_names).items() if count > 1]
     if repeated:
         raise UserError(f"--data {options.data}: {len(repeated)} class names occur twice, first {shown(repeated[0])}.")
@@ -275,15 +296,16 @@ def make_dataset_pair(
         bad_image_budget(share, len(set_.labels) if set_ else 0) for set_ in (train, val, test)
     )
     counts = {
-        what: _count_labels(set_.labels, class_names, what) for what, set_ in (("training", train), ("validation", val))
+        what: _count_labels(set_.labels, class_names, what, label_sets)
+        for what, set_ in (("training", train), ("validation", val))
     }
     empty = {
         what: [name for name, count in zip(class_names, counts[what], strict=True) if not count] for what in counts
     }
     without = [f"no {what} image for {first_names(names)}" for what, names in empty.items() if names]
     return DatasetPair(
-        train=ImageDataset(train, preprocessing, augmentation, options.seed, train_bad, mixing, ramp),
-        val=ImageDataset(val, evaluation, most_bad=val_bad),
+        train=ImageDataset(train, preprocessing, augmentation, options.seed, train_bad, mixing, ramp, label_sets),
+        val=ImageDataset(val, evaluation, most_bad=val_bad, label_sets=label_sets),
         class_names=class_names,
         preprocessing=evaluation,
         augmentation=defaults.augmentation if options.augmentation == "auto" else options.augmentation,
@@ -294,9 +316,10 @@ def make_dataset_pair(
             *notes,
             *_size_notes(size, eval_size, ramp),
             *without,
-            *_balance_notes(counts["training"], class_names, options),
+            *(_balance_notes(counts["training"], class_names, options) if label_sets is None else ()),
         ],
-        test=ImageDataset(test, evaluation, most_bad=test_bad) if test else None,
+        test=ImageDataset(test, evaluation, most_bad=test_bad, label_sets=label_sets) if test else None,
+        label_sets=label_sets,
     )
 
 
@@ -334,6 +357,7 @@ def make_file_datasets(
     notes: Iterable[str],
     test: list[ImageFile] | None = None,
     archive: Archive | None = None,
+    label_sets: LabelSets | None = None,
 ) -> DatasetPair:
     """As `make_dataset_pair`, of training and validation files below `root`; one list of files is used as both.
 
@@ -343,7 +367,8 @@ def make_file_datasets(
     sources, cache_notes = open_files(root, parts, largest, options, archive)
     read_once = replace(options, cache="off")
     tested = open_files(root, [test], largest, read_once, archive)[0][0] if test else None
-    digest = hashlib.sha256("\0".join(class_names).encode("utf-8", "surrogateescape"))
+    known = "\0".join([*class_names, *(label_sets.names if label_sets else ())])
+    digest = hashlib.sha256(known.encode("utf-8", "surrogateescape"))
     for part in parts:
         digest.update(b"\n\n")
         for file in sorted(part):
@@ -351,7 +376,7 @@ def make_file_datasets(
             digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.label}{more}\n"))
     all_notes, defaults = [*notes, *cache_notes], RGBA_PHOTOGRAPHS if sources[0].channels == 4 else PHOTOGRAPHS
     return make_dataset_pair(
-        sources[0], sources[-1], class_names, defaults, options, digest.hexdigest(), all_notes, tested
+        sources[0], sources[-1], class_names, defaults, options, digest.hexdigest(), all_notes, tested, label_sets
     )
 
 
@@ -383,11 +408,13 @@ def _for_channels(values: Sequence[float] | None, channels: int) -> list[float]:
     return [sum(values) / len(values)] if channels == 1 else list(values) * (channels // len(values))
 
 
-def _count_labels(labels: torch.Tensor, class_names: list[str], what: str) -> list[int]:
+def _count_labels(labels: torch.Tensor, class_names: list[str], what: str, label_sets: LabelSets | None) -> list[int]:
     if len(labels) == 0:
         raise UserError(f"the {what} set is empty: at least one image is needed.")
     if len(class_names) < 2:
-        raise UserError(f"the {what} set has one class only ({class_names[0]!r}): at least two are needed.")
+        raise UserError(f"the {what} set has one class only ({''.join(class_names)!r}): at least two are needed.")
+    if label_sets is not None:
+        return label_sets.images_of_each(labels)
     # a label out of range would end in an assertion on the GPU, long after the start
     low, high, last = int(labels.min()), int(labels.max()), len(class_names) - 1
     if low < 0 or high > last:

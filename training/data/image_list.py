@@ -45,13 +45,13 @@ def list_images(data: DatasetPair, digests: Mapping[str, np.ndarray] | None = No
         data: The sets.
         digests: By the name of a part, int64 [N]; `UNKNOWN` for all without.
     """
-    listed = []
+    listed, names = [], data.label_names
     for part, set_ in data.parts.items():
         source = set_.source
         if isinstance(source, FileSource):
             own = (digests or {}).get(part, np.full(len(set_), UNKNOWN))
             listed += [
-                ListedImage(part, data.class_names[label], size, digest, source.path(index))
+                ListedImage(part, names[label], size, digest, source.path(index))
                 for index, (label, size, digest) in enumerate(
                     zip(source.labels.tolist(), source.sizes.tolist(), own.tolist(), strict=True)
                 )

@@ -46,7 +46,13 @@ class Mixing:
         return Mixing(self._options, image_size, self._num_classes)
 
     def __call__(
-        self, images: torch.Tensor, labels: torch.Tensor, weights: np.ndarray, epoch: int, leaf: int
+        self,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+        weights: np.ndarray,
+        epoch: int,
+        leaf: int,
+        targets: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Mix a micro-batch; the images may be changed in place.
 
@@ -59,17 +65,20 @@ class Mixing:
             weights: float32 [B].
             epoch: Decides, with the leaf, how to mix.
             leaf: Number of the micro-batch in its epoch, over all ranks.
+            targets: float32 [B, C]; None for the labels alone.
 
         Returns:
-            The images, and their targets, float32 [B, C], rows of sum 1; None if nothing is mixed.
+            The images, and their targets, float32 [B, C]; as they were if nothing is mixed.
         """
         mix = self.drawn(epoch, leaf)
         if mix is None:
-            return images, None
+            return images, targets
         real, partners = np.flatnonzero(weights), np.arange(len(weights))
         partners[real] = real[::-1]
         partner = to_device(torch.from_numpy(partners), images.device)
-        targets = torch.zeros(len(labels), self._num_classes, device=images.device).scatter_(1, labels[:, None], 1)
+        if targets is None:
+            targets = torch.zeros(len(labels), self._num_classes, device=images.device)
+            targets.scatter_(1, labels[:, None], 1)
         targets = torch.lerp(targets.index_select(0, partner), targets, mix.share)
         pixels = images.permute(0, 2, 3, 1)  # in the order of the memory, which `index_select` does not keep
         if mix.box is None:

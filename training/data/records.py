@@ -14,8 +14,10 @@ from training.data import DataOptions
 from training.data.datasets import DatasetPair, make_file_datasets
 from training.data.folder import hold_out
 from training.data.folder_parts import NO_PARTS, TEST, TRAIN, VAL, Layout, part_kind
+from training.data.label_sets import make_label_sets, rarest_class
 from training.data.reading.boxes import Edges
 from training.data.reading.sources import Archive, ImageFile
+from training.data.settings import MULTILABEL
 
 NAMED = 5
 
@@ -143,8 +145,9 @@ def _held_out(records: Sequence[Record], options: DataOptions) -> tuple[list[Rec
     for record in records:
         units[record.group or record.path].append(record)
     by_class: dict[str, list[str]] = defaultdict(list)
+    strata = rarest_class(record.label for record in records) if options.task == MULTILABEL else {}
     for unit, members in units.items():
-        counts = Counter(member.label for member in members)
+        counts = Counter(strata.get(member.label, member.label) for member in members)
         by_class[min(counts, key=lambda label: (-counts[label], label))].append(unit)
     sides: tuple[list[Record], list[Record]] = ([], [])
     for of_class in by_class.values():
@@ -158,7 +161,9 @@ def _datasets(
     listing: Listing, parts: Sequence[Sequence[Record]], test: Sequence[Record], options: DataOptions
 ) -> DatasetPair:
     names: dict[str, str] = {}  # by the form NFC, in which equal ones have the same bytes
-    for name in listing.class_names or sorted({record.label for record in listing.records}):
+    is_multilabel = options.task == MULTILABEL and listing.archive is None
+    of_records = sorted({record.label for record in listing.records})
+    for name in of_records if is_multilabel else listing.class_names or of_records:
         names.setdefault(unicodedata.normalize("NFC", name), name)
     numbers = {name: number for number, name in enumerate(names)}
     mean = sum(record.weight for record in parts[0]) / len(parts[0])
@@ -181,12 +186,17 @@ def _datasets(
         ]
         return sorted(found, key=lambda file: (file.label, file))
 
+    label_sets, class_names = None, [*names.values()]
+    if is_multilabel:
+        columns = [unicodedata.normalize("NFC", name) for name in listing.class_names]
+        label_sets, class_names = make_label_sets(names, columns)
     return make_file_datasets(
         listing.root,
         [files(part) for part in parts],
-        list(names.values()),
+        class_names,
         options,
         listing.notes,
         test=files(test) or None,
         archive=listing.archive,
+        label_sets=label_sets,
     )

@@ -19,6 +19,7 @@ from training.data.image_sizes import USAGE as SIZE_USAGE
 BAD_IMAGES_USAGE = "error, skip, skip:SHARE"
 DATA_ROOT = "~/.cache/zerovision"
 URL = "://"
+MULTILABEL: Literal["multilabel"] = "multilabel"  # of --task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +126,14 @@ class DataFields:
         DATA_ROOT, "Folder of torchvision's data sets and of caches; another one also of the paths of a table."
     )
     path_column: str = option("", "Column of a table with the images' paths; none: path, or image as predict has it.")
-    label_column: str = option("label", "Column of a table with the names of the classes.")
+    label_column: str = option(
+        "label",
+        "Column of a table with the names of the classes. --task multilabel: with lists of them, such as cat;dog, or "
+        "A,B,...: columns of 1 and 0, one for each class.",
+    )
+    task: Literal["multiclass", "multilabel"] = option(
+        "multiclass", "multilabel: an image of a table has any number of classes, each a yes or no of its own."
+    )
     download: bool = option(False, "Allow data sets of torchvision and of the hub to be downloaded.")
     remote_cache_gb: float = option(
         20.0, "Most gigabytes of data behind URLs that are kept in remote/ below --data-root.", low=0.1, high=10**6

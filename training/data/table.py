@@ -14,11 +14,12 @@ from pathlib import Path
 from training.base.csv_cells import as_given
 from training.base.errors import UserError, nearest, one_line, shown
 from training.data import DataOptions
+from training.data.label_sets import columns_of, set_name
 from training.data.reading.boxes import Edges
 from training.data.reading.images import ImageError, read_file
 from training.data.reading.retry import patiently
 from training.data.records import Listing, Record
-from training.data.settings import DATA_ROOT
+from training.data.settings import DATA_ROOT, MULTILABEL
 
 PATH_COLUMNS = ("path", "image")  # the second is that of a list of predictions
 EDGES = ("x0", "y0", "x1", "y1")
@@ -61,11 +62,13 @@ def records_of(header: Sequence[str], rows: Iterable[Row], options: DataOptions)
 
 
 def _records(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -> Iterator[Record]:
+    is_multilabel = options.task == MULTILABEL
+    label_columns = columns_of(options.label_column) if is_multilabel else [options.label_column]
     wanted = [options.path_column] if options.path_column else [*PATH_COLUMNS]
     path_column = next((name for name in wanted if name in header), None)
     for found, name, flag in (
         (path_column is not None, wanted[0], "--path-column"),
-        (options.label_column in header, options.label_column, "--label-column"),
+        *((name in header, name, "--label-column") for name in label_columns),
     ):
         if not found:
             columns = ", ".join(map(one_line, header[:20]))
@@ -80,10 +83,12 @@ def _records(header: Sequence[str], rows: Iterable[Row], options: DataOptions) -
         )
     for line, row in rows:
         place = f"--data {options.data}, line {line}"
-        path, label = (as_given(row.get(name) or "") for name in (path_column or "", options.label_column))
+        path, label = (as_given(row.get(name) or "") for name in (path_column or "", label_columns[0]))
         for name, cell in ((path_column or "", path), (options.label_column, label)):
-            if not cell:
+            if not cell and (name == path_column or not is_multilabel):
                 raise UserError(f"{place}: the cell of {name} is empty.")
+        if is_multilabel:
+            label = set_name([row.get(name) or "" for name in label_columns], label_columns, place)
         weight = _number(row.get("weight") or "1", "weight", place)
         if weight < 0:
             raise UserError(f"{place}: weight is {weight:g}; expected 0 or more.")
@@ -120,7 +125,7 @@ def csv_rows(file: Path, options: DataOptions) -> tuple[list[str], Iterator[Row]
     except UnicodeDecodeError:
         raise UserError(f"--data {options.data}: the table is not encoded as UTF-8: save it as CSV UTF-8.") from None
     first = text.partition("\n")[0]
-    known = {*PATH_COLUMNS, options.path_column, options.label_column}
+    known = {*PATH_COLUMNS, options.path_column, options.label_column, *columns_of(options.label_column)}
     likeness = {mark: sum(name.strip(' "\r') in known for name in first.split(mark)) for mark in SEPARATORS}
     separator = max(SEPARATORS, key=likeness.__getitem__)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
@@ -183,4 +188,6 @@ def _with_files(root: Path, records: Sequence[Record], options: DataOptions) -> 
         if options.links == "refuse":
             raise UserError(f"--data {options.data}: {line}, which --links refuse forbids.")
         notes.append(line)
-    return Listing(root, found, notes=notes)
+    columns = columns_of(options.label_column)
+    class_names = columns if options.task == MULTILABEL and len(columns) > 1 else ()
+    return Listing(root, found, class_names, notes=notes)

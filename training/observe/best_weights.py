@@ -18,6 +18,7 @@ from training.checkpoint.manifest import Manifest
 from training.checkpoint.weights import read_metadata, save_weights
 from training.data.datasets import DatasetPair
 from training.observe.evaluation import describe_scores, read_scores, write_scores
+from training.observe.multilabel import THRESHOLDS
 from training.observe.scores import Scores
 
 
@@ -50,6 +51,8 @@ def write_best(
         scores: of the validation set.
     """
 
+    thresholds = {} if scores.multilabel is None else {THRESHOLDS: scores.multilabel.thresholds.tolist()}
+
     def write() -> None:
         save_weights(
             folder.weights,
@@ -57,7 +60,7 @@ def write_best(
             description=built.description,
             class_names=data.class_names,
             preprocessing=data.preprocessing,
-            extra={"epoch": epoch, "top1": scores.top1, "top5": scores.top5, "loss": scores.loss},
+            extra={"epoch": epoch, "top1": scores.top1, "top5": scores.top5, "loss": scores.loss, **thresholds},
         )
         write_class_map(folder.path, data.class_names)
         facts = describe_scores(scores, data.class_names, data.val.source.name)

@@ -9,14 +9,18 @@ from training.base.units import format_bytes
 from training.data.datasets import DatasetPair
 from training.data.sampler import EvaluationPlan
 from training.observe.class_counts import ClassCounts
-from training.observe.scores import SampleScores, Scores
+from training.observe.scores import Scores
 
 AREAS = ("auroc", "map")  # scores of all samples' probabilities of all classes
 MOST_PROBABILITY_BYTES = 4 * 2**30  # of one rank
 
 
-def count_classes(details: SampleScores, num_classes: int) -> ClassCounts:
-    """Count the samples of each class."""
+def count_classes(scores: Scores, num_classes: int) -> ClassCounts:
+    """Count the samples of each class, of an evaluation with details."""
+    if scores.multilabel is not None:
+        return scores.multilabel.counts()
+    details = scores.details
+    assert details is not None
     columns = (details.labels[details.is_right], details.labels, details.predictions)
     return ClassCounts(*(np.bincount(column.numpy(), minlength=num_classes) for column in columns))
 
@@ -26,8 +30,7 @@ def score_of(scores: Scores, name: str, num_classes: int) -> float:
     if name in AREAS:
         return getattr(scores.areas, name)
     if name in ("macro_f1", "balanced_accuracy"):
-        assert scores.details is not None
-        counts = count_classes(scores.details, num_classes)
+        counts = count_classes(scores, num_classes)
         return counts.balanced_accuracy if name == "balanced_accuracy" else float(counts.f1.mean())
     return getattr(scores, name)
 
@@ -49,13 +52,16 @@ def check_best_by(score: str, data: DatasetPair, batch_size: int, ranks: int) ->
             "--best-by top1, or validation images of several classes."
         )
     samples, num_classes = max(map(len, (data.val, data.test or ()))), len(data.class_names)
+    if data.label_sets is not None:
+        score, ranks = "map", 1  # every rank gets all probabilities in the end
     keeps = keeps_probabilities(score, samples, num_classes, batch_size, ranks)
     if score in AREAS and not keeps:
+        cure = "validate on fewer" if data.label_sets else "give more ranks, or --best-by macro_f1 or balanced_accuracy"
         needed = _probability_bytes(samples, num_classes, batch_size, ranks)
         raise UserError(
             f"--best-by {score} keeps the probability of every class for every image: {samples} images x "
             f"{num_classes} classes take {format_bytes(needed)} of each of {ranks} rank(s), more than "
-            f"{format_bytes(MOST_PROBABILITY_BYTES)}: give more ranks, or --best-by macro_f1 or balanced_accuracy."
+            f"{format_bytes(MOST_PROBABILITY_BYTES)}: {cure}."
         )
     return keeps
 

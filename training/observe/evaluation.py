@@ -15,6 +15,7 @@ import torch
 from training.base.atomic_write import replacing_folder, write_json
 from training.base.errors import UserError
 from training.base.run_folder import SCORES
+from training.data.settings import MULTILABEL
 from training.observe.class_counts import ClassCounts
 from training.observe.class_scores import count_classes
 from training.observe.scores import SampleScores, Scores
@@ -35,15 +36,21 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
         samples, loss (nats) and loss_standard_error, top1, top5, balanced_accuracy, ece, and auroc and map if they are
         known; `macro` and `weighted`, each with precision, recall and f1; `classes`, see `class_scores`;
         `calibration`, see `calibration_bins`; `confusion`, a list of [true class, predicted class, samples] without
-        zeros; `worst`, see `worst_samples`; `judged`, see `judged_images`. Shares are in 0..1.
+        zeros; `worst`, see `worst_samples`; `judged`, see `judged_images`. Shares are in 0..1. Of several labels,
+        `task` says so, classes have a `threshold` too, and `confusion` and `worst` are empty.
     """
     details = scores.details
     if details is None:
         raise ValueError("these scores have no details: take those of an evaluation")
-    counts = count_classes(details, len(class_names))
-    classes = class_scores(counts, class_names)
+    counts = count_classes(scores, len(class_names))
+    classes, several = class_scores(counts, class_names), scores.multilabel
+    if several is not None:
+        classes = [
+            one | {"threshold": float(threshold)} for one, threshold in zip(classes, several.thresholds, strict=True)
+        ]
     bins = calibration_bins(details)
     return {
+        **({} if several is None else {"task": MULTILABEL}),
         "samples": scores.samples,
         "loss": scores.loss,
         "loss_standard_error": float(details.losses.numpy().std()) / scores.samples**0.5 if scores.samples else 0.0,
@@ -56,8 +63,8 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
         "weighted": _average(classes, [one["support"] for one in classes]),
         "classes": classes,
         "calibration": bins,
-        "confusion": confusion_cells(details, len(class_names)),
-        "worst": worst_samples(details, name_of),
+        "confusion": confusion_cells(details, len(class_names)) if several is None else [],
+        "worst": worst_samples(details, name_of) if several is None else [],
         "judged": judged_images(details, name_of),
     }
 
@@ -177,5 +184,6 @@ def judged_images(details: SampleScores, name_of: Callable[[int], str]) -> dict[
 
 def _average(classes: Sequence[dict[str, Any]], weights: Sequence[int]) -> dict[str, float]:
     return {
-        key: float(np.average([one[key] for one in classes], weights=weights)) for key in ("precision", "recall", "f1")
+        key: float(np.average([one[key] for one in classes], weights=weights if any(weights) else None))
+        for key in ("precision", "recall", "f1")
     }

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from models.ensemble import log_mean_probability
 from training.data.transfer import to_device
 from training.observe.class_areas import Areas, find_areas
+from training.observe.multilabel import MultilabelScores, best_thresholds
+from training.recipe.loss import multilabel_losses
 from training.world.collectives import copy_from_main, gather_rows, sum_over_ranks
 from training.world.world import World
 
@@ -31,6 +34,7 @@ class SampleScores:
         in_top5: bool [N], whether the true class is among the five highest.
         losses: float64 [N], cross entropies in nats.
         confidences: float64 [N], the probabilities of the predicted classes.
+        has_first: bool [N], of several labels, whether the class with the highest logit is among them.
     """
 
     indices: torch.Tensor
@@ -39,14 +43,15 @@ class SampleScores:
     in_top5: torch.Tensor
     losses: torch.Tensor
     confidences: torch.Tensor
+    has_first: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.indices)
 
     @property
     def is_right(self) -> torch.Tensor:
-        """Whether the predicted class is the true one: bool [N]."""
-        return self.predictions == self.labels
+        """Whether the predicted class is the true one, or one of them: bool [N]."""
+        return self.predictions == self.labels if self.has_first is None else self.has_first
 
     def confusion(self, num_classes: int) -> torch.Tensor:
         """Count the samples of each true class (row) by predicted class (column): int64 [classes, classes]."""
@@ -56,7 +61,11 @@ class SampleScores:
 
 @dataclass(frozen=True)
 class Scores:
-    """Averages over the samples with weight, and each sample's scores and the classes' areas if they are known."""
+    """Averages over the samples with weight, and each sample's scores and the classes' areas if they are known.
+
+    Of several labels, top-1 and top-5 are the shares of the samples that have the class, or one of those, with the
+    highest logits, and `multilabel` has the rest.
+    """
 
     loss: float
     top1: float
@@ -64,12 +73,20 @@ class Scores:
     samples: int
     details: SampleScores | None = None
     areas: Areas | None = None
+    multilabel: MultilabelScores | None = None
 
 
 class ScoreSums:
-    """Sums over batches on the device, exact in any order; nothing is read back before `reduce`."""
+    """Sums over batches on the device, exact in any order; nothing is read back before `reduce`.
 
-    def __init__(self, num_classes: int, device: torch.device) -> None:
+    Args:
+        num_classes: C.
+        device: of the batches.
+        label_sets: float32 [S, C] there, the classes of each label; None if it is one.
+    """
+
+    def __init__(self, num_classes: int, device: torch.device, label_sets: torch.Tensor | None = None) -> None:
+        self._label_sets = label_sets
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
         self._top_k = min(TOP_K, num_classes)
 
@@ -87,10 +104,10 @@ class ScoreSums:
                 logits = log_mean_probability(logits)
             counted = weights > 0
             best = logits.topk(self._top_k, dim=1).indices
-            hits = (best == labels[:, None]) & counted[:, None]
+            hits = _hits(best, labels, self._label_sets) & counted[:, None]
             # A padded sample may have an infinite loss: it is masked, since 0 * inf is nan.
             kept = torch.where(counted, (losses.detach().double() / LOSS_UNIT).round() * LOSS_UNIT, 0.0)
-            self._sums += torch.stack([kept.sum(), hits[:, 0].sum(), hits.sum(), counted.sum()])
+            self._sums += torch.stack([kept.sum(), hits[:, 0].sum(), hits.any(1).sum(), counted.sum()])
 
     def state(self) -> torch.Tensor:
         """Return a copy of the sums: loss, top-1, top-5, samples; float64 [4]."""
@@ -125,9 +142,20 @@ class SampleRecorder:
     Args:
         num_classes: C.
         keeps_probabilities: whether to keep those of all classes, 4 bytes each, for the areas under curves.
+        label_sets: as of `ScoreSums`; then all probabilities are kept, and in the end on every rank.
+        thresholds: float64 [C], from which on classes are predicted; None for those of the best F1 on these samples.
     """
 
-    def __init__(self, num_classes: int, *, keeps_probabilities: bool = False) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        keeps_probabilities: bool = False,
+        label_sets: torch.Tensor | None = None,
+        thresholds: np.ndarray | None = None,
+    ) -> None:
+        keeps_probabilities |= label_sets is not None
+        self._label_sets, self._thresholds = label_sets, thresholds
         self._batches: list[torch.Tensor] = []
         self._probabilities: list[torch.Tensor] | None = [] if keeps_probabilities else None
         self._top_k = min(TOP_K, num_classes)
@@ -142,10 +170,15 @@ class SampleRecorder:
     ) -> None:
         """Add one batch: as `ScoreSums.add`, with the positions of the samples in the data set, int64 [B]."""
         best = logits.topk(self._top_k, dim=1).indices
-        probabilities = logits.float().softmax(dim=1)
-        confidences, true = (probabilities.gather(1, one[:, None])[:, 0] for one in (best[:, 0], labels))
-        in_top5 = (best == labels[:, None]).any(dim=1)
-        columns = (weights, to_device(indices, logits.device), labels, best[:, 0], in_top5, losses, confidences, true)
+        hits = _hits(best, labels, self._label_sets)
+        if self._label_sets is None:
+            probabilities = logits.float().softmax(dim=1)
+            true = probabilities.gather(1, labels[:, None])[:, 0]
+        else:
+            probabilities, true = logits.float().sigmoid(), hits[:, 0]
+        confidences = probabilities.gather(1, best[:, :1])[:, 0]
+        own = (labels, best[:, 0], hits.any(dim=1), losses, confidences, true)
+        columns = (weights, to_device(indices, logits.device), *own)
         # float64 holds every position below 2**53 exactly.
         self._batches.append(torch.stack([column.double() for column in columns], dim=1))
         if self._probabilities is not None:
@@ -156,21 +189,48 @@ class SampleRecorder:
 
         The samples are summed in the order of their indices, so that the number of ranks changes no digit.
         """
-        own = torch.cat(self._batches)
-        rows = gather_rows(own.reshape(-1), world.data).view(-1, own.shape[1])
-        copy_from_main([rows], world.tensor)  # all decide by the same bits
-        rows = rows.cpu()
-        rows = rows[rows[:, 0] > 0]
-        rows = rows[rows[:, 1].argsort()]
+        rows = _rows_of_all(self._batches, world)
+        order = rows[:, 1].argsort()
+        order = order[rows[order, 0] > 0]
+        rows = rows[order]
         _, indices, labels, predictions, in_top5, losses, confidences, true = (one.contiguous() for one in rows.T)
         details = SampleScores(indices.long(), labels.long(), predictions.long(), in_top5.bool(), losses, confidences)
         divisor = max(len(details), 1)
         top1, top5 = (int(hits.sum()) / divisor for hits in (details.is_right, details.in_top5))
         kept = self._probabilities
+        if self._label_sets is not None and kept is not None:
+            probabilities = _rows_of_all(kept, world)[order].numpy()
+            several = self._multilabel(probabilities, details.labels)
+            loss, is_right = float(losses.sum()) / divisor, true > 0
+            details = replace(details, has_first=is_right)
+            return Scores(loss, int(is_right.sum()) / divisor, top5, len(details), details, several.areas(), several)
         areas = find_areas(kept, details.labels.numpy(), true.float().numpy(), world) if kept else None
         return Scores(float(losses.sum()) / divisor, top1, top5, len(details), details, areas)
 
+    def _multilabel(self, probabilities: np.ndarray, labels: torch.Tensor) -> MultilabelScores:
+        assert self._label_sets is not None
+        targets = self._label_sets.cpu()[labels].numpy() > 0
+        chosen = self._thresholds
+        return MultilabelScores(
+            targets, probabilities, best_thresholds(targets, probabilities) if chosen is None else chosen
+        )
 
-def sample_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return each sample's cross entropy [B] in float32, whatever the training loss is."""
+
+def _rows_of_all(batches: list[torch.Tensor], world: World) -> torch.Tensor:
+    """Return the rows [B, n] of all ranks' batches, on the CPU of every rank; a collective."""
+    own = torch.cat(batches)
+    rows = gather_rows(own.reshape(-1), world.data).view(-1, own.shape[1])
+    copy_from_main([rows], world.tensor)  # all decide by the same bits
+    return rows.cpu()
+
+
+def _hits(best: torch.Tensor, labels: torch.Tensor, label_sets: torch.Tensor | None) -> torch.Tensor:
+    """Return which of the best classes, int64 [B, k], are a sample's own: bool [B, k]."""
+    return best == labels[:, None] if label_sets is None else label_sets[labels].gather(1, best) > 0
+
+
+def sample_losses(logits: torch.Tensor, labels: torch.Tensor, label_sets: torch.Tensor | None = None) -> torch.Tensor:
+    """Return each sample's cross entropy [B] in float32, whatever the training loss is; of sets the binary one."""
+    if label_sets is not None:
+        return multilabel_losses(logits, label_sets[labels])
     return F.cross_entropy(logits.float(), labels, reduction="none")

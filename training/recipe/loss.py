@@ -18,7 +18,14 @@ Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """From logits [B, C], or [B, C, members] of an ensemble, and their batch to losses, float32 [B]."""
 
 
-def build_loss(config: RecipeSettings, class_names: Sequence[str], counts: Sequence[int], device: torch.device) -> Loss:
+def build_loss(
+    config: RecipeSettings,
+    class_names: Sequence[str],
+    counts: Sequence[int],
+    device: torch.device,
+    *,
+    is_multilabel: bool = False,
+) -> Loss:
     """Build the loss of a run; it is a function of the micro-batch alone, and of an ensemble the mean over its members.
 
     Args:
@@ -26,13 +33,15 @@ def build_loss(config: RecipeSettings, class_names: Sequence[str], counts: Seque
         class_names: the name of each class.
         counts: training samples of each class.
         device: device of the logits.
+        is_multilabel: whether each class is a yes or no of its own.
 
     Raises:
         UserError: for class weights that do not fit the data, and a threshold that all targets are above or below.
     """
     _check_threshold(config, len(class_names))
     weights = class_weights(config.class_weights, class_names, counts)
-    loss = LOSSES[config.loss](config, None if weights is None else torch.tensor(weights, device=device))
+    build = _multilabel_loss if is_multilabel else LOSSES[config.loss]
+    loss = build(config, None if weights is None else torch.tensor(weights, device=device))
 
     def losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         own = mean_over_members(lambda member: loss(member, batch), logits)
@@ -89,6 +98,22 @@ def _binary_cross_entropy(config: RecipeSettings, weights: torch.Tensor | None) 
         return losses if weights is None else losses * _sample_weights(batch, weights)
 
     return loss
+
+
+def _multilabel_loss(config: RecipeSettings, _: torch.Tensor | None) -> Loss:
+    """Build the mean over the classes of each one's binary cross-entropy, smoothed alike both ways, as in Keras."""
+    smoothing = config.label_smoothing
+
+    def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        targets = torch.zeros_like(logits) if batch.targets is None else batch.targets  # none in place of lost images
+        return multilabel_losses(logits, targets * (1 - smoothing) + smoothing / 2)
+
+    return loss
+
+
+def multilabel_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean binary cross-entropy of each image over its classes: float32 [B, K] each, to [B]."""
+    return F.binary_cross_entropy_with_logits(logits.float(), targets.float(), reduction="none").mean(1)
 
 
 def _sample_weights(batch: Batch, weights: torch.Tensor) -> torch.Tensor:

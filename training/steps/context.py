@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import torch
+
 from training.base.heartbeat import HeartbeatWriter
 from training.base.run_logger import Loggers
 from training.checkpoint.saver import Saver
@@ -43,6 +46,8 @@ class TrainContext:
         saver: writes checkpoints; None if nothing is saved.
         averages: of the weights, over the steps or over islands; None for none.
         neighbours: tells classes in an evaluation; None if the model does.
+        label_sets: float32 [S, C] on the device, the classes of each label; None if it is one.
+        thresholds: as of `SampleRecorder`.
         log_hashes: optimizer steps between two lines of hashes; 0 for none.
         local_steps: between two outer steps of islands, which exchange nothing else in most steps; 1 for no islands.
     """
@@ -64,6 +69,8 @@ class TrainContext:
     saver: Saver | None = None
     averages: WeightAverages | OuterSteps | None = None
     neighbours: Neighbours | None = None
+    label_sets: torch.Tensor | None = None
+    thresholds: np.ndarray | None = None
     log_hashes: int = 0
     keeps_probabilities: bool = False
     local_steps: int = 1

@@ -1,0 +1,257 @@
+"""Several labels of an image: the data, the loss, scores against scikit-learn's, a training, and what is made of it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import average_precision_score, f1_score, precision_recall_curve, roc_auc_score
+from test_evaluate_predict import ROOT, call
+
+from delivery.export.export_job import ExportSettings
+from delivery.export.export_model import export_model
+from delivery.model_card import write_model_card
+from delivery.report.page import write_report
+from launch.node_launcher import local_ranks_command
+from scripts import evaluate, predict
+from training.base.errors import UserError
+from training.checkpoint.weights import load_model, read_metadata
+from training.config import FLAG_OF, TrainConfig
+from training.config.check import check_config
+from training.data import DataOptions, load_data
+from training.data.loader import Loader
+from training.data.reader import Batch
+from training.data.sampler import EvaluationPlan
+from training.observe.multilabel import best_thresholds
+from training.observe.scores import SampleRecorder, ScoreSums, sample_losses
+from training.recipe.loss import build_loss
+from training.run import run as train
+from training.world.network_interfaces import free_port
+from training.world.world import World
+
+__all__ = ["call"]  # a fixture
+ALONE = World(0, 0, 1, 1, torch.device("cpu"))
+COLOURS = ["red", "green", "blue"]
+IMAGES = 90
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory) -> dict[str, Path]:
+    """The same images twice: a table with a column for each colour that is in the image, and one with lists."""
+    folder = tmp_path_factory.mktemp("tables")
+    random = np.random.default_rng(0)
+    columns, lists = ["path,red,green,blue\n"], ["path,colours\n"]
+    for number in range(IMAGES):
+        has = random.random(3) < (0.5, 0.3, 0.6)
+        pixels = random.integers(0, 60, (32, 32, 3)) + 150 * has
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number:02}.png")
+        columns.append(f"{number:02}.png,{','.join(str(int(one)) for one in has)}\n")
+        lists.append(f"{number:02}.png,{' ; '.join(np.array(COLOURS)[has][::-1])}\n")
+    (folder / "columns.csv").write_text("".join(columns))
+    (folder / "lists.csv").write_text("".join(lists))
+    return {"red,green,blue": folder / "columns.csv", "colours": folder / "lists.csv"}
+
+
+def options(table: Path, column: str, **others) -> DataOptions:
+    return DataOptions(data=str(table), label_column=column, task="multilabel", image_size=32, **others)
+
+
+def test_columns_and_lists_give_the_same_targets(tables):
+    truth = {row["path"]: row for row in csv.DictReader(tables["red,green,blue"].open())}
+    held_out = []
+    for column, table in tables.items():
+        data = load_data(options(table, column))
+        held_out.append({data.val.source.path(index) for index in range(len(data.val))})
+        counts = np.zeros(3, dtype=int)
+        for part in (data.train, data.val):
+            for batch in Loader(part, EvaluationPlan(len(part), 16, 1), 0):
+                for index, weight, target in zip(batch.indices.tolist(), batch.weights, batch.targets, strict=True):
+                    expected = [float(truth[part.source.path(index)][name]) for name in data.class_names]
+                    assert target.tolist() == expected
+                    counts += int(weight) * np.array(expected, dtype=int)
+        assert [a + b for a, b in zip(data.train_counts, data.val_counts, strict=True)] == counts.tolist()
+        assert min(data.val_counts) > 0
+        assert data.class_names == (COLOURS if "," in column else sorted(COLOURS))
+    assert held_out[0] == held_out[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "message"),
+    [
+        ("path,a,b\n00.png,2,1\n", "a,b", "line 2: 'a' is '2'; expected 1 or 0"),
+        ("path,a\n00.png,1\n", "a,b", "there is no column b"),
+        ("path,a\n00.png,cat\n01.png,\n02.png,\n03.png,cat\n", "a", "one class only"),
+        ("path,a,b\n00.png,0,0\n,0,0\n", "a,b", "line 3: the cell of path is empty"),
+    ],
+)
+def test_a_wrong_table_is_refused(tables, text, column, message):
+    table = tables["colours"].with_name("wrong.csv")
+    table.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_data(options(table, column))
+
+
+def test_data_without_paths_is_refused():
+    with pytest.raises(UserError, match="--task multilabel reads tables of paths, not --data digits"):
+        load_data(DataOptions(task="multilabel"))
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"loss": "supcon"}, "does not go with --loss 'supcon': give --loss bce"),
+        ({"class_weights": "balanced"}, "give --class-weights none"),
+        ({"best_by": "top5"}, "give --best-by map"),
+        ({"model_type": "ensemble"}, "give another"),
+    ],
+)
+def test_what_is_of_one_label_is_refused(given, line):
+    with pytest.raises(UserError, match=line):
+        check_config(TrainConfig(task="multilabel", **given), FLAG_OF)
+
+
+def test_the_usual_loss_and_score_are_replaced():
+    config = check_config(TrainConfig(task="multilabel"), FLAG_OF)
+    assert (config.loss, config.best_by) == ("bce", "map")
+
+
+def test_the_loss_is_pytorchs():
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(5, 4, generator=generator), (torch.rand(5, 4, generator=generator) < 0.4).float()
+    config = check_config(TrainConfig(task="multilabel", label_smoothing=0.2), FLAG_OF)
+    loss = build_loss(config, ["a", "b", "c", "d"], [1] * 4, logits.device, is_multilabel=True)
+    batch = Batch(torch.empty(5), torch.zeros(5).long(), torch.ones(5), torch.arange(5), targets=targets)
+    expected = torch.nn.BCEWithLogitsLoss(reduction="none")(logits, targets * 0.8 + 0.1).mean(1)
+    torch.testing.assert_close(loss(logits, batch), expected)
+
+
+@pytest.fixture(scope="module")
+def judged():
+    """(targets [200, 5], logits, scores); class 3 has no sample, all have class 4; ties, an image without a class."""
+    generator = torch.Generator().manual_seed(1)
+    sets = (torch.rand(16, 5, generator=generator) < 0.4).float()
+    sets[:, 3], sets[:, 4], sets[0, :3] = 0, 1, 0
+    labels = torch.randint(16, (200,), generator=generator)
+    logits = (torch.randn(200, 5, generator=generator) + sets[labels]).mul(4).round().div(4) + torch.arange(5) / 100
+    recorder, sums = SampleRecorder(5, label_sets=sets), ScoreSums(5, labels.device, sets)
+    for part in torch.arange(200).flip(0).split(64):
+        weights = torch.where(part == 7, 0.0, 1.0)
+        batch = (sample_losses(logits[part], labels[part], sets), logits[part], labels[part], weights)
+        recorder.add(*batch, part)
+        sums.add(*batch)
+    kept = torch.arange(200) != 7
+    return sets[labels][kept].numpy(), logits[kept], recorder.gather(ALONE), sums.reduce(ALONE)
+
+
+def test_scores_are_scikit_learns(judged):
+    targets, logits, scores, sums = judged
+    probabilities = logits.sigmoid().numpy()
+    assert scores.areas.map == average_precision_score(targets[:, [0, 1, 2, 4]], probabilities[:, [0, 1, 2, 4]])
+    assert scores.areas.auroc == roc_auc_score(targets[:, :3], probabilities[:, :3])
+    several = scores.multilabel
+    predicted = probabilities >= several.thresholds
+    np.testing.assert_array_equal(several.counts().f1, f1_score(targets, predicted, average=None, zero_division=0))
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(targets))
+    assert scores.loss == pytest.approx(float(expected), rel=1e-6)
+    first = logits.argmax(1)
+    assert scores.top1 == sums.top1 == float(targets[np.arange(len(targets)), first].astype(np.float64).mean())
+    assert (sums.samples, scores.samples, sums.top5) == (199, 199, scores.top5)
+
+
+def test_thresholds_have_the_highest_f1(judged):
+    targets, logits, scores, _ = judged
+    probabilities = logits.sigmoid().numpy()
+    for number in (0, 1, 2, 4):
+        precision, recall, _ = precision_recall_curve(targets[:, number], probabilities[:, number])
+        best = np.nanmax(2 * precision * recall / np.maximum(precision + recall, 1e-9))
+        assert scores.multilabel.counts().f1[number] == pytest.approx(best)
+    assert scores.multilabel.thresholds[3] == 0.5
+    found = best_thresholds(np.array([[True], [True], [False]]), np.array([[0.9], [0.5], [0.25]], dtype=np.float32))
+    assert found.tolist() == [0.375]
+
+
+@pytest.fixture(scope="module")
+def run(tables, tmp_path_factory) -> Path:
+    """A run of two epochs with mixup."""
+    logs = tmp_path_factory.mktemp("logs")
+    config = TrainConfig(
+        model_type="basic_cnn",
+        data=str(tables["red,green,blue"]),
+        label_column="red,green,blue",
+        task="multilabel",
+        image_size=32,
+        epochs=3,
+        batch_size=16,
+        mixup=0.2,
+        log_dir=str(logs),
+        run_name="colours",
+        cache="off",
+    )
+    assert train(config) == 0
+    return logs / "runs" / "colours"
+
+
+def test_a_run_is_judged_and_used(call, run, tables, tmp_path):
+    weights = run / "model.safetensors"
+    module, metadata = load_model(weights)
+    thresholds = metadata["extra"]["thresholds"]
+    scores = json.loads((run / "evaluation" / "scores.json").read_text())
+    assert [one["threshold"] for one in scores["classes"]] == thresholds
+    assert scores["map"] > 0.5
+    data = load_data(options(tables["red,green,blue"], "red,green,blue"))
+    images = torch.stack([data.val[0, index][0] for index in range(len(data.val))])
+    with torch.no_grad():
+        probabilities = module(images).sigmoid().numpy()
+    targets = data.label_sets.targets[data.val.source.labels].numpy()
+    assert scores["map"] == pytest.approx(average_precision_score(targets, probabilities), abs=1e-6)
+    f1 = f1_score(targets, probabilities >= thresholds, average=None)
+    assert [one["f1"] for one in scores["classes"]] == pytest.approx(f1.tolist())
+
+    code, out, err = call(evaluate, run)
+    assert (code, err) == (0, "")
+    assert "mAP" in out
+    again = json.loads((run / "evaluation" / "scores.json").read_text())
+    assert again["classes"] == scores["classes"]
+    words = ["--data", str(tables["colours"]), "--label-column", "colours", "--split", "val", "--output"]
+    assert call(evaluate, weights, *words, tmp_path / "one")[0] == 0
+    one = json.loads((tmp_path / "one" / "scores.json").read_text())
+    assert one["map"] == pytest.approx(scores["map"])
+    command = local_ranks_command("auto", has_gpus=False)
+    command += ["--nproc_per_node=3", f"--master_port={free_port()}", "scripts/evaluate.py", str(weights), *words]
+    subprocess.run([*command, str(tmp_path / "three")], cwd=ROOT, check=True, capture_output=True)
+    for name in ("scores.json", "per_class.csv"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "three" / name).read_bytes()
+    for flag in (["--reject", "0.9"], ["--flip"]):
+        code, _, err = call(evaluate, run, *flag)
+        assert (code, err.count("\n")) == (2, 1)
+
+    paths = [data.val.source.root / data.val.source.path(index) for index in range(len(data.val))]
+    code, out, _ = call(predict, run, *paths, "--format", "csv", "--top-k", 1)
+    rows = list(csv.DictReader(io.StringIO(out)))
+    for row, own in zip(rows, probabilities, strict=True):
+        expected = [name for name, share, least in zip(COLOURS, own, thresholds, strict=True) if share >= least]
+        assert row["label"] == ";".join(expected)
+        assert row["nearest"] == COLOURS[int(own.argmax())]
+    lines = [json.loads(line) for line in call(predict, run, *paths, "--format", "json")[1].splitlines()]
+    assert [";".join(line["labels"]) for line in lines] == [row["label"] for row in rows]
+    call(predict, run, *paths, "--format", "csv", "--output", tmp_path / "given_back.csv")
+    back = load_data(options(tmp_path / "given_back.csv", "label"))
+    assert sorted(back.class_names) == sorted({name for line in lines for name in line["labels"]})
+
+    card = write_model_card(run).read_text()
+    assert f"`red` {thresholds[0]:.4f}" in card
+    write_report([run], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "mAP" in page
+    assert 'id="confusion"' not in page
+    exported = export_model(ExportSettings(str(run), "torch-export", output=str(tmp_path / "export")))
+    assert exported.agreement.model_top1 == pytest.approx(scores["top1"])
+    about = json.loads((tmp_path / "export" / "preprocessing.json").read_text())
+    assert about["output"]["thresholds"] == read_metadata(weights)["extra"]["thresholds"]
