@@ -44,7 +44,8 @@ def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
     best = plan["recommended"]
     chosen = " ".join([best["strategy"], *best["changed_flags"]])
     print(f"strategy auto: {chosen}: {best['reason']}", file=sys.stderr, flush=True)
+    flags, steps = best["changed_flags"], f"--gradient-accumulation-steps={best['gradient_accumulation_steps']}"
     positional = given.positional | {"strategy": best["strategy"]}
     if (positional["batch_size"], best["batch_size"]) != (AUTO, plan["batch_size"]):  # else the ranks find it
-        positional["batch_size"] = str(best["batch_size"])
-    return dataclasses.replace(given, positional=positional, flags=[*given.flags, *best["changed_flags"]], gpu="")
+        positional["batch_size"], flags = str(best["batch_size"]), [*flags, steps]
+    return dataclasses.replace(given, positional=positional, flags=[*given.flags, *flags], gpu="")

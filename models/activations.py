@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -29,6 +30,20 @@ LARGEST_DEPTHWISE_KERNEL = 3 * 3
 LARGEST_KEPT_BYTES = 32 * 2**20
 
 
+class Piece(NamedTuple):
+    """Bytes of what a network computes from one place in it to the next, for one micro-batch.
+
+    Attributes:
+        saved: what forward keeps of it for backward.
+        workspace: the most, in either direction, beside what is kept of it and of all before it.
+        entered: the tensor that comes from the piece before it; 0 of the first.
+    """
+
+    saved: int
+    workspace: int
+    entered: int
+
+
 class Activations(NamedTuple):
     """Bytes of one micro-batch.
 
@@ -38,11 +53,13 @@ class Activations(NamedTuple):
         moments: when most is taken beside that (less is, once backward frees it): these bytes, of gradients of
             activations, of the weights' gradients that are computed just then, on a CPU of oneDNN's copies of these;
             and how many elements of the weights' gradients are complete. A moment with no more of either is left out.
+        pieces: the same by the places that were asked for, one more than there are.
     """
 
     saved: int
     moments: tuple[tuple[int, int], ...]
     heap: int = 0
+    pieces: tuple[Piece, ...] = ()
 
     @property
     def workspace(self) -> int:
@@ -59,6 +76,7 @@ def activations(
     image_channels: int = 3,
     *,
     channels_last: bool = True,
+    places: Sequence[str] = (),
 ) -> Activations:
     """Count by a forward and a backward on tensors without data, in which gradients are added to existing ones.
 
@@ -71,6 +89,7 @@ def activations(
         device: 'cpu' or 'cuda', whose autocast normalizes in fp32.
         image_channels: C.
         channels_last: whether the engine keeps convolutions' weights in the images' order of dimensions.
+        places: names of modules in the order in which they are entered, once each, by which the bytes are also told.
     """
     copies = functools.partial(onednn_copies, channels_last=channels_last) if device == "cpu" else None
     lower = precision != "fp32"  # fake tensors, which know their device, for autocast; else meta ones, twice as fast
@@ -88,14 +107,41 @@ def activations(
                 parameter.grad = torch.empty_like(parameter)
                 gradients.append(parameter.grad)
                 parameter.register_post_accumulate_grad_hook(live.complete)
+        pieces = _Pieces(network, places, live, images.nbytes)
         live.ignore([images, *network.parameters(), *network.buffers(), *gradients])
         with live, warnings.catch_warnings(action="ignore"):
-            with torch.autocast("cpu", dtype=DTYPES.get(precision), enabled=lower):
+            # Autocast's cache keeps copies of weights until forward ends: in a pipeline, that of a stage.
+            with torch.autocast("cpu", dtype=DTYPES.get(precision), enabled=lower, cache_enabled=not places):
                 logits = network(images)
             saved = live.now
             logits.float().sum().backward()
     moments = tuple((most - saved, done) for most, done in live.moments())
-    return Activations(saved + images.nbytes, moments, live.heap)
+    return Activations(saved + images.nbytes, moments, live.heap, pieces.found(saved))
+
+
+class _Pieces:
+    """Notes what is taken while forward and backward are between places of a network."""
+
+    def __init__(self, network: nn.Module, places: Sequence[str], live: LiveBytes, image_bytes: int) -> None:
+        self._live, self._most = live, [0] * (len(places) + 1)
+        self._marks = [(-image_bytes, 0)]  # at the beginning of each piece: bytes, and those that enter it
+        for number, name in enumerate(places):
+            enter = functools.partial(self._enter, number)
+            network.get_submodule(name).register_forward_pre_hook(enter, prepend=True)
+
+    def _enter(self, number: int, _module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        self._leave(number)
+        self._marks.append((self._live.now, inputs[0].nbytes))
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(lambda _: self._leave(number + 1))
+
+    def _leave(self, piece: int) -> None:
+        self._most[piece] = max(self._most[piece], self._live.take_most())
+
+    def found(self, saved: int) -> tuple[Piece, ...]:
+        self._leave(0)
+        both = zip(itertools.pairwise([*self._marks, (saved, 0)]), self._most, strict=True)
+        return tuple(Piece(kept - before, max(most - kept, 0), size) for ((before, size), (kept, _)), most in both)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -109,7 +155,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, copies: Callable[[Any, Any], int] | None = None) -> None:
         """Count also the bytes that `copies` returns for an operation and its arguments, while that runs."""
         super().__init__()
-        self.now = self.heap = self._heap_now = self._complete = 0
+        self.now = self.heap = self._heap_now = self._complete = self._most_now = 0
         self._copies, self._sizes = copies, dict[int, int]()
         self._most: dict[int, int] = {}  # bytes, by the number of complete elements
 
@@ -125,6 +171,11 @@ class LiveBytes(TorchDispatchMode):
                 found.append((self._most[done], done))
         return found
 
+    def take_most(self) -> int:
+        """Return the most bytes since this was last called."""
+        most, self._most_now = self._most_now, self.now
+        return most
+
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave out what exists already; it must outlive the mode."""
         self._sizes.update({tensor.untyped_storage()._cdata: 0 for tensor in tensors})
@@ -136,6 +187,7 @@ class LiveBytes(TorchDispatchMode):
                 self._note(tensor.untyped_storage())
         taken = self.now + (self._copies(operation, args) if self._copies else 0)
         self._most[self._complete] = max(self._most.get(self._complete, 0), taken)
+        self._most_now = max(self._most_now, taken)
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:

@@ -7,6 +7,7 @@ change weights, BatchNorm statistics or the state of random numbers.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -78,6 +79,23 @@ def training_flops(module: nn.Module, image_size: int, image_channels: int = 3) 
     except Exception:  # whatever a user's timm model does with its data: a number less
         return None
     return counter.get_total_flops() or None
+
+
+def forward_flops(module: nn.Module, places: Sequence[str], image_size: int, image_channels: int = 3) -> list[int]:
+    """Return the operations of a forward for one image, before, between and after places; else as `training_flops`.
+
+    Places are names of modules in the order in which they are entered, once each.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    _remove_batchnorm(module)
+    counter, counts = FlopCounterMode(display=False), [0]
+    for name in places:
+        entered = module.get_submodule(name)
+        entered.register_forward_pre_hook(lambda *_: counts.append(counter.get_total_flops()), prepend=True)
+    with torch.no_grad(), counter:
+        module(torch.empty(1, image_channels, image_size, image_size, device="meta"))
+    return [after - before for before, after in itertools.pairwise([*counts, counter.get_total_flops()])]
 
 
 def _forward_on_fake_tensors(module: nn.Module, shape: tuple[int, ...]) -> object:

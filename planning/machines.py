@@ -47,7 +47,7 @@ class Gpu:
     name: str
     memory_bytes: int
     bandwidth_bytes_per_s: float
-    peaks: Mapping[str, float]
+    peaks: Mapping[str, float] = dataclasses.field(hash=False)
     source: str
 
 

@@ -79,6 +79,8 @@ class MemoryPlan:
     """Of what backward takes, bytes that a CPU rank's malloc keeps between the steps."""
     offloaded: int = 0
     """Bytes in CPU memory instead, in none of the fields above."""
+    start: int = 0
+    """What a rank has before the network is divided: whole weights, and what is tried with them."""
     overhead: int = 0
     """Of a GPU: context, libraries' workspaces, and what the allocator cannot use."""
 
@@ -96,7 +98,9 @@ class MemoryPlan:
     def tensors(self) -> int:
         """The same without overhead, as `torch.cuda.max_memory_allocated` counts."""
         state = self.weights + self.optimizer + self.buffers + self.gradients
-        return state + max(self.activations + self.communication + self.workspace - self.later, self.step)
+        return max(
+            state + max(self.activations + self.communication + self.workspace - self.later, self.step), self.start
+        )
 
 
 def plan_memory(
@@ -108,6 +112,7 @@ def plan_memory(
     activations: Activations,
     accumulation_steps: int = 1,
     device: str = "cpu",
+    start: int = 0,
 ) -> MemoryPlan:
     """Predict the bytes of one rank; plain arithmetic.
 
@@ -119,6 +124,7 @@ def plan_memory(
         activations: of one micro-batch.
         accumulation_steps: micro-steps of an update.
         device: 'cpu' or 'cuda'; CPU ranks are those of one machine.
+        start: bytes before the network is divided.
     """
     ranks = plan.shards * plan.replicas
     shares = device == "cpu" or ranks == 1
@@ -157,6 +163,7 @@ def plan_memory(
             stays=round((traffic.buckets + gradients) * rule.gradients_stay),
             later=round(later),
             heap=activations.heap + (0 if rule.gradients_stay else round(gradients)),
+            start=start,
         ),
         engine,
         plan.offload,

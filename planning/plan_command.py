@@ -7,8 +7,9 @@ import re
 from collections.abc import Sequence
 
 from planning.machines import GPUS, SMALLEST_GB, detect_machine, find_machine
+from planning.meshes import recommend
 from planning.plan_output import print_plan, print_scale
-from planning.search import PlannedJob, evaluate, recommend, with_planned_batch
+from planning.search import PlannedJob, evaluate, with_planned_batch
 from planning.step_time import measured_s
 from training.base.errors import UserError, one_line
 from training.config import TrainConfig
@@ -16,6 +17,7 @@ from training.config.command_line import OneLineParser, parse_args
 from training.config.global_batch import nearest_multiples
 from training.data import data_options, load_data
 from training.engines.strategies import STRATEGIES
+from training.world.mesh_sizes import data_ranks
 
 IMAGENET = {"classes": 1000, "image_size": 224, "images": 1_281_167}  # planned for if no --data is given
 GPUS_PER_NODE, MOST_RANKS = 8, 65536
@@ -62,16 +64,6 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
     parser.epilog = "All flags of scripts/train_distributed.py are known too, such as --model-type and --batch-size."
     given, others = parser.parse_known(words)
     config, _ = parse_args([f"--strategy={given.strategy}", *others])
-    if config.tensor_parallel > 1:
-        raise UserError(
-            f"--tensor-parallel {config.tensor_parallel}: the time of its exchange cannot be estimated, leave it out. "
-            "A run with it predicts its memory when it starts."
-        )
-    if config.pipeline_parallel > 1:
-        raise UserError(
-            f"--pipeline-parallel {config.pipeline_parallel}: the planner knows whole models alone: leave it out, here "
-            "and beside the strategy auto."
-        )
     if given.gpu_memory:
         if given.gpu:
             raise UserError("--gpu and --gpu-memory exclude each other: give one.")
@@ -88,7 +80,8 @@ def parse(words: Sequence[str], description: str | None) -> PlanRequest:
             "--gpus-per-node."
         )
     if config.global_batch and config.batch_size != "auto":
-        config = _with_global_batch(config, ranks, config.global_batch)
+        groups = data_ranks(ranks, config.tensor_parallel, config.pipeline_parallel)
+        config = _with_global_batch(config, groups, config.global_batch)
     machine = find_machine(given.gpu, per_node, given.interconnect) if given.gpu else detect_machine(per_node)
     has_data = given.with_data or any(word.partition("=")[0] == "--data" for word in others)
     data, assumed = _data(config, has_data=has_data)
@@ -110,11 +103,11 @@ def run(request: PlanRequest) -> int:
     job = request.job
     if request.measures:
         job = dataclasses.replace(job, compute_scale=measured_scale(job))
-    chosen, rungs = recommend(job)
+    chosen, rungs, meshes = recommend(job)
     if request.scale:
         print_scale(job, chosen, request.scale, as_json=request.as_json)
     else:
-        print_plan(job, chosen, rungs, request.assumed, as_json=request.as_json)
+        print_plan(job, chosen, rungs, meshes, request.assumed, as_json=request.as_json)
     return 0
 
 

@@ -17,7 +17,6 @@ from planning.search import Option, PlannedJob, filling_batch, options, reason, 
 from training.base.units import format_bytes, format_digits, format_duration
 from training.config import TrainConfig
 from training.config.values import changed_flags, launch_command
-from training.engines.strategies import plan_of
 from training.out_of_memory import Rung
 
 WIDTH = 160  # of a table, if it is not printed to a wide terminal
@@ -35,27 +34,32 @@ PARTS = {
 }
 
 
-def print_plan(job: PlannedJob, chosen: Option, rungs: list[Rung], assumed: str, *, as_json: bool) -> None:
+def print_plan(
+    job: PlannedJob, chosen: Option, rungs: list[Rung], meshes: list[Option], assumed: str, *, as_json: bool
+) -> None:
     """Print the chosen option beside the others.
 
     Args:
         job: that is planned.
         chosen: what is recommended.
         rungs: that lead to it.
+        meshes: further options.
         assumed: what was not given, and what was taken instead.
         as_json: instead of text.
     """
-    why, rows, command = reason(job, chosen, rungs), options(job), command_of(job, chosen)
-    filled = filling_batch(job, chosen) if job.has_gpus else None
+    why, rows, command = reason(job, chosen, rungs), [*options(job), *meshes], command_of(job, chosen)
+    filled = filling_batch(job, chosen) if job.has_gpus and chosen.plan.pipeline_parallel == 1 else None
     if as_json:
         print(json.dumps(_as_json(job, chosen, why, rows, command, filled), indent=2))
         return
     console = _console()
     console.print(_table(job, rows if chosen in rows else [*rows, chosen], chosen))
     words = chosen.config
+    per = "per GPU" if words.ranks_per_replica == 1 else f"per {words.ranks_per_replica} GPUs"
     console.print(
-        f"{words.batch_size} images of {job.image_size} pixels per GPU x {words.gradient_accumulation_steps} x "
-        f"{job.ranks}, {job.precision}; {assumed or f'{job.images:,} images, {job.classes:,} classes'}."
+        f"{words.batch_size} images of {job.image_size} pixels {per} x {words.gradient_accumulation_steps} x "
+        f"{chosen.plan.shards * chosen.plan.replicas}, {job.precision}; "
+        f"{assumed or f'{job.images:,} images, {job.classes:,} classes'}."
     )
     hours = chosen.hours(job.images)
     console.print(
@@ -76,10 +80,10 @@ def print_plan(job: PlannedJob, chosen: Option, rungs: list[Rung], assumed: str,
 def print_scale(job: PlannedJob, chosen: Option, counts: Sequence[int], *, as_json: bool) -> None:
     """Print what is estimated of each number of GPUs, each of which keeps its batch."""
     config, rows = chosen.config, list[dict[str, Any]]()
-    alone = step_of(job, config, plan_of(config.strategy, 1))
+    alone = step_of(job, config, job.plan_for(config, config.ranks_per_replica))
     for ranks in counts:
-        step = step_of(job, config, plan_of(config.strategy, ranks))
-        global_batch = ranks * config.micro_batch * config.gradient_accumulation_steps
+        step = step_of(job, config, job.plan_for(config, ranks))
+        global_batch = ranks // config.ranks_per_replica * config.micro_batch * config.gradient_accumulation_steps
         epoch_s = math.ceil(job.images / global_batch) * step.step_s
         rows.append(
             {
@@ -162,7 +166,12 @@ def _table(job: PlannedJob, rows: list[Option], chosen: Option) -> Table:
     for heading in ("strategy, engine", *PARTS, "needs", "fits", "step", "images/s", "exchange", "time"):
         table.add_column(heading, justify="left" if heading.startswith("strategy") else "right", no_wrap=True)
     for option in rows:
-        name = f"{option.config.strategy}, {option.engine}" + (" *" if option == chosen else "")
+        mesh = [
+            f", {kind} {size}"
+            for kind in ("tensor", "pipeline")
+            if (size := getattr(option.config, f"{kind}_parallel")) > 1
+        ]
+        name = "".join([f"{option.config.strategy}, {option.engine}", *mesh, " *" if option == chosen else ""])
         cells = [f"{part / 1e9:.2f}" for part in (*parts(option), option.memory.peak)]
         step = option.step
         share = f"{step.exchange_s / step.step_s:.0%}"
@@ -197,7 +206,8 @@ def _as_json(
     job: PlannedJob, chosen: Option, why: str, rows: list[Option], command: list[str], filled: Option | None
 ) -> dict[str, Any]:
     def described(option: Option) -> dict[str, Any]:
-        settings = ("strategy", "batch_size", "gradient_accumulation_steps", "activation_checkpointing", "offload")
+        sizes = ("batch_size", "gradient_accumulation_steps", "tensor_parallel", "pipeline_parallel")
+        settings = ("strategy", *sizes, "activation_checkpointing", "offload")
         return {
             **{name: getattr(option.config, name) for name in settings},
             "engine": option.engine,

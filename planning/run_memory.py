@@ -86,7 +86,7 @@ def _process_bytes(facts: RunFacts, engine: str, memory: MemoryPlan, workload: W
 
 
 def _data_ranks(facts: RunFacts) -> int:
-    return facts.ranks // facts.config["tensor_parallel"]
+    return facts.ranks // (facts.config["tensor_parallel"] * facts.config["pipeline_parallel"])
 
 
 def _saving_bytes(facts: RunFacts, memory: MemoryPlan, workload: Workload) -> int:

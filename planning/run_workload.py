@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,8 @@ class Workload:
         sizes: of the network.
         optimizer_values: that the update rule and averages keep per trained parameter.
         flops_per_image: operations of forward and backward.
+        whole_bytes: of weights and buffers of the network that a rank has before its part is taken.
+        exchanged: elements for one image of each output that a tensor group adds up; none without one.
     """
 
     network: nn.Module
@@ -43,6 +46,8 @@ class Workload:
     sizes: ModelSizes
     optimizer_values: float
     flops_per_image: int
+    whole_bytes: int
+    exchanged: tuple[int, ...] = ()
 
     @property
     def has_batchnorm(self) -> bool:
@@ -56,14 +61,25 @@ class Workload:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  # as long as the workload, which a command has one of
     def activations(
-        self, batch_size: int, precision: str, device: str, checkpointing: bool, channels_last: bool
+        self,
+        batch_size: int,
+        precision: str,
+        device: str,
+        checkpointing: bool,
+        channels_last: bool,
+        places: tuple[str, ...] = (),
     ) -> Activations:
         """Return the activations of a micro-batch of this rank, see `models.activations.activations`."""
+        network, size = self.without_data(recomputes=checkpointing), self.image_size
+        settings = (batch_size, size, precision, device, self.image_channels)
+        return activations(network, *settings, channels_last=channels_last, places=places)
+
+    def without_data(self, *, recomputes: bool) -> nn.Module:
+        """Return a copy of the network without data, as it is trained with or without activation checkpointing."""
         network = without_data(self.network)
-        if checkpointing:
+        if recomputes:
             enable_activation_checkpointing(network)
-        size, channels = self.image_size, self.image_channels
-        return activations(network, batch_size, size, precision, device, channels, channels_last=channels_last)
+        return network
 
 
 def build_network(config: TrainConfig, classes: int, image_size: int) -> nn.Module:
@@ -101,9 +117,13 @@ def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
     channels = config.image_channels or 3
     with torch.device("meta"):
         network = build_network(config, classes, image_size)
+    whole_bytes = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
+    exchanged: tuple[int, ...] = ()
     if (ranks := config.tensor_parallel) > 1:  # the last one has most, if they have not the same
         last = World(ranks - 1, ranks - 1, ranks, ranks, torch.device("cpu"))
-        split_model(network, tensor_plan(network, config.model_type, ranks), last)
+        divided = tensor_plan(network, config.model_type, ranks)
+        split_model(network, divided, last)
+        exchanged = _output_elements(without_data(network), divided.regions, image_size, channels)
     optimizer = optimizer_of(network, config)
     create_state(optimizer, [parameter for parameter in network.parameters() if parameter.requires_grad])
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -113,19 +133,34 @@ def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
     flops = training_flops(without_data(network), image_size, channels)
     if flops is None:
         raise UserError(f"model '{config.model_type}' computes with the values of its images: it cannot be planned.")
-    return Workload(network, image_size, channels, sizes, values, flops)
+    return Workload(network, image_size, channels, sizes, values, flops, whole_bytes, exchanged)
 
 
-def sizes_of(network: nn.Module) -> ModelSizes:
-    """Return the numbers of a network that memory depends on."""
-    counts = [(parameter.numel(), parameter.requires_grad) for parameter in network.parameters()]
+def _output_elements(network: nn.Module, names: Iterable[str], image_size: int, channels: int) -> tuple[int, ...]:
+    """Return the elements of what each module of a network without data returns for one image."""
+    found: list[int] = []
+    for name in names:
+        network.get_submodule(name).register_forward_hook(lambda _module, _inputs, output: found.append(output.numel()))
+    with torch.no_grad():
+        network(torch.empty(1, channels, image_size, image_size, device="meta"))
+    return tuple(found)
+
+
+def sizes_of(network: nn.Module, names: Collection[str] | None = None) -> ModelSizes:
+    """Return the numbers of a network that memory depends on, or of its parameters and buffers of these names."""
+
+    def is_counted(name: str) -> bool:
+        return names is None or name in names
+
+    parameters = [parameter for name, parameter in network.named_parameters() if is_counted(name)]
+    counts = [(parameter.numel(), parameter.requires_grad) for parameter in parameters]
     blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in repeated_blocks(network)]
     total = sum(count for count, _ in counts)
     return ModelSizes(
         parameters=total,
         trained=sum(count for count, trained in counts if trained),
-        largest_parameter=max(count for count, _ in counts),
+        largest_parameter=max((count for count, _ in counts), default=0),
         largest_block=max(blocks, default=0),
         outside=total - sum(blocks),
-        buffer_bytes=sum(buffer.nbytes for buffer in network.buffers()),
+        buffer_bytes=sum(buffer.nbytes for name, buffer in network.named_buffers() if is_counted(name)),
     )

@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from planning.machines import GPUS, Machine
 from planning.memory import MemoryPlan, plan_memory
 from planning.run_workload import Workload, workload_of
+from planning.stages import pipeline_of
 from planning.state_rules import STATE_RULES
 from planning.step_time import StepTime, estimate_step
 from training.base.errors import UserError
 from training.base.settings import FEWEST_IMAGES
 from training.base.units import format_bytes
 from training.config import FIELDS, FLAG_OF, TrainConfig
+from training.config.check import check_config
 from training.config.global_batch import MOST_IMAGES_ON_CPU, divided, micro_batches, usual_global_batch
 from training.engines.build_engine import ENGINES, resolve_engine
 from training.engines.deepspeed_config import read_strategy_json
@@ -62,8 +62,37 @@ class PlannedJob:
 
     @cached_property
     def workload(self) -> Workload:
-        """The network, counted when first asked for."""
+        """The network, or a tensor group's part of it, counted when first asked for."""
         return workload_of(self.config, self.classes, self.image_size)
+
+    def workload_for(self, config: TrainConfig) -> Workload:
+        """Return what a rank has under another configuration, whose network is the job's."""
+        ranks = config.tensor_parallel
+        if ranks == self.config.tensor_parallel:
+            return self.workload
+        return workload_of(dataclasses.replace(self.config, tensor_parallel=ranks), self.classes, self.image_size)
+
+    def plan_for(self, config: TrainConfig, ranks: int = 0) -> ParallelPlan:
+        """Return how a configuration distributes the state over so many ranks; 0 for the job's.
+
+        Raises:
+            UserError: if they cannot form its mesh.
+        """
+        ranks, tensor = ranks or self.ranks, config.tensor_parallel
+        of_data = data_ranks(ranks, tensor, config.pipeline_parallel)
+        local = min(self.machine.ranks, ranks)
+        if local % tensor:
+            raise UserError(
+                f"--tensor-parallel {tensor}: its ranks must be on one machine, which has {local}: give "
+                f"--gpus-per-node a multiple of {tensor}."
+            )
+        shards = local // tensor if config.replicate_across == "nodes" else 0
+        return plan_of(config.strategy, of_data, config.offload, shards, tensor, config.pipeline_parallel)
+
+    @property
+    def device(self) -> str:
+        """The type of the devices that the ranks compute on, as PyTorch has it."""
+        return "cuda" if self.has_gpus else "cpu"
 
     @property
     def has_gpus(self) -> bool:
@@ -125,28 +154,34 @@ def memory_of(job: PlannedJob, config: TrainConfig) -> tuple[str, ParallelPlan, 
     check_optimizer(
         FLAG_OF["optimizer"], config.optimizer, config.strategy, config.engine, shards_parameters=shards_parameters
     )
-    shards = min(job.machine.ranks, job.ranks) if config.replicate_across == "nodes" else 0
-    ranks = data_ranks(job.ranks, config.tensor_parallel)
-    plan = plan_of(config.strategy, ranks, config.offload, shards, config.tensor_parallel)
+    if config.ranks_per_replica > 1:
+        check_config(config, FLAG_OF)
+    plan, workload = job.plan_for(config), job.workload_for(config)
     json = read_strategy_json(config.strategy, config.deepspeed_config)
-    device, network = torch.device("cuda" if job.has_gpus else "cpu"), job.workload.network
-    name = resolve_engine(config.engine, plan, json, network)
-    memory = plan_memory(
-        sizes=job.workload.sizes,
-        engine=name,
-        plan=plan,
-        optimizer_values=job.workload.optimizer_values,
-        activations=job.workload.activations(
-            config.micro_batch,
-            job.precision,
-            device.type,
-            config.activation_checkpointing,
-            job.has_gpus or STATE_RULES[name, plan.zero_stage].channels_last,
-        ),
-        accumulation_steps=config.gradient_accumulation_steps,
-        device=device.type,
-    )
-    return name, plan, memory
+    name = resolve_engine(config.engine, plan, json, workload.network)
+    if config.pipeline_parallel > 1:
+        if name != "torch":
+            raise UserError(f"--pipeline-parallel is for --engine torch, these settings take {name}.")
+        shares = pipeline_of(workload, job.machine, config, job.precision, job.device)
+        parts = [(share.sizes, share.activations, share.tried_bytes) for share in shares]
+    else:
+        channels_last = job.has_gpus or STATE_RULES[name, plan.zero_stage].channels_last
+        settings = (config.micro_batch, job.precision, job.device, config.activation_checkpointing, channels_last)
+        parts = [(workload.sizes, workload.activations(*settings), 0)]
+    ranks = [
+        plan_memory(
+            sizes=sizes,
+            engine=name,
+            plan=plan,
+            optimizer_values=workload.optimizer_values,
+            activations=activations,
+            accumulation_steps=config.gradient_accumulation_steps,
+            device=job.device,
+            start=workload.whole_bytes + tried,
+        )
+        for sizes, activations, tried in parts
+    ]
+    return name, plan, max(ranks, key=lambda memory: memory.peak)
 
 
 def evaluate(job: PlannedJob, config: TrainConfig) -> Option:
@@ -161,9 +196,10 @@ def evaluate(job: PlannedJob, config: TrainConfig) -> Option:
 
 def step_of(job: PlannedJob, config: TrainConfig, plan: ParallelPlan) -> StepTime:
     """Estimate an update of a configuration, on as many ranks as the plan has."""
-    device = "cuda" if job.has_gpus else "cpu"
-    kept = job.workload.activations(config.micro_batch, job.precision, device, False, True).saved
-    return estimate_step(job.workload, job.machine, plan, config, job.precision, kept, job.compute_scale)
+    workload = job.workload_for(config)
+    kept = workload.activations(config.micro_batch, job.precision, job.device, False, True).saved
+    shares = pipeline_of(workload, job.machine, config, job.precision, job.device) if plan.pipeline_parallel > 1 else ()
+    return estimate_step(workload, job.machine, plan, config, job.precision, kept, job.compute_scale, shares)
 
 
 def by_engine(job: PlannedJob, config: TrainConfig) -> list[Option]:
@@ -191,17 +227,19 @@ def options(job: PlannedJob) -> list[Option]:
     return found
 
 
-def recommend(job: PlannedJob) -> tuple[Option, list[Rung]]:
+def descend(job: PlannedJob) -> tuple[Option, list[Rung]]:
     """Return the first engine's option on the first rung that fits, and the rungs from the job's own to there.
 
+    If none fits, it is the last rung's.
+
     Raises:
-        UserError: if none fits, with the nearest thing that works.
+        UserError: if the ranks or settings do not go together.
     """
     config, rungs = job.config, list[Rung]()
     while (option := next((each for each in by_engine(job, config) if each.fits), None)) is None:
         rung = next_rung(config, job.ranks, has_gpus=job.has_gpus)
         if rung is None:
-            raise _fits_nowhere(job, evaluate(job, config))
+            return evaluate(job, config), rungs
         config = dataclasses.replace(config, **rung.changes)
         rungs.append(rung)
     return option, rungs
@@ -224,7 +262,7 @@ def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
     return f"it needs {need}, so nothing has to be given up for memory"
 
 
-def _fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
+def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
     """Build the error for a job that does not fit: the least that it needs, and the nearest GPU or size that works."""
     need, gpu = smallest.memory.peak, job.machine.gpu
     enough = [
@@ -260,9 +298,10 @@ def with_planned_batch(job: PlannedJob) -> PlannedJob:
     config = job.config
     if config.batch_size != "auto":
         return job
-    global_batch = config.global_batch or usual_global_batch(job.ranks)
-    sizes = micro_batches(global_batch, job.ranks, 0 if job.has_gpus else MOST_IMAGES_ON_CPU)
-    configs = [dataclasses.replace(divided(config, size, global_batch, job.ranks), global_batch=0) for size in sizes]
+    ranks = data_ranks(job.ranks, config.tensor_parallel)
+    global_batch = config.global_batch or usual_global_batch(ranks)
+    sizes = micro_batches(global_batch, ranks, 0 if job.has_gpus else MOST_IMAGES_ON_CPU)
+    configs = [dataclasses.replace(divided(config, size, global_batch, ranks), global_batch=0) for size in sizes]
     most = FILL * job.machine.gpu.memory_bytes
     fitting = [each for each in configs if memory_of(job, each)[2].peak <= most]
     return dataclasses.replace(job, config=[configs[0], *fitting][-1])

@@ -17,7 +17,9 @@ import dataclasses
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,7 +28,10 @@ from planning.memory import FLOAT32_BYTES
 from planning.run_workload import Workload, build_network, optimizer_of
 from training.config import TrainConfig
 from training.engines.precision import under_autocast
-from training.engines.strategies import ParallelPlan
+from training.engines.strategies import ParallelPlan, bubble
+
+if TYPE_CHECKING:
+    from planning.stages import RankShare
 
 STEPS, WARM_UP_STEPS = 20, 5
 ADAMW_PASSES = 7  # over the fp32 values: weight and two moments, read and written; gradient, read
@@ -82,6 +87,7 @@ def estimate_step(
     precision: str,
     kept_bytes: int,
     compute_scale: float = 1.0,
+    shares: Sequence[RankShare] = (),
 ) -> StepTime:
     """Estimate one update.
 
@@ -93,18 +99,47 @@ def estimate_step(
         precision: 'fp32', 'bf16' or 'fp16'.
         kept_bytes: of the activations that forward keeps of a micro-batch, without checkpointing.
         compute_scale: on forward, backward and update: that of a measured step to its estimate.
+        shares: of the ranks of a pipeline; none without one.
     """
     gpu, multiples = machine.gpu, CPU if machine.is_cpu else GPU
-    peak = gpu.peaks.get(precision, gpu.peaks["fp32"])
-    micro_s = multiples.operations * workload.flops_per_image * config.micro_batch / peak
-    micro_s += multiples.traffic * kept_bytes / gpu.bandwidth_bytes_per_s
+    trained = max([share.sizes.trained for share in shares], default=workload.sizes.trained)
+    micro_s = compute_s(machine, precision, workload.flops_per_image * config.micro_batch, kept_bytes)
     micro_s += multiples.layer_s * workload.layers * max(1.0, 1 / machine.rank_cores)
     micro_s *= RECOMPUTED if config.activation_checkpointing else 1
+    micro_s *= max([share.time for share in shares], default=1)
     steps = config.gradient_accumulation_steps
-    updated = workload.sizes.trained / plan.shards
-    update_s = ADAMW_PASSES * FLOAT32_BYTES * updated / gpu.bandwidth_bytes_per_s
-    exchange_s = exposed_s(machine, plan, FLOAT32_BYTES * workload.sizes.trained, steps, compute_scale * micro_s)
-    return StepTime(compute_scale * steps * micro_s, compute_scale * update_s, exchange_s)
+    update_s = ADAMW_PASSES * FLOAT32_BYTES * trained / plan.shards / gpu.bandwidth_bytes_per_s
+    # Ranks that exchange gradients are as many on a machine as it has groups.
+    groups = dataclasses.replace(machine, ranks=max(1, machine.ranks // config.ranks_per_replica))
+    exchange_s = exposed_s(groups, plan, FLOAT32_BYTES * trained, steps, compute_scale * micro_s)
+    exchange_s += steps * _features_s(machine, config, precision, workload, shares)
+    waited = 1 / (1 - bubble(config.pipeline_parallel, config.pipeline_schedule, steps))
+    return StepTime(compute_scale * steps * waited * micro_s, compute_scale * update_s, exchange_s)
+
+
+def _features_s(
+    machine: Machine, config: TrainConfig, precision: str, workload: Workload, shares: Sequence[RankShare]
+) -> float:
+    """Return the seconds in which a micro-batch's features and their gradients go between ranks; nothing hides them.
+
+    A tensor group adds up outputs in forward, in a recomputed one again, and gradients of fp32 in backward, around a
+    ring. Ranks of a pipeline send to their neighbours.
+    """
+    ranks, is_apart = config.tensor_parallel, config.ranks_per_replica > machine.ranks
+    forwards = 2 if config.activation_checkpointing else 1
+    values = forwards * (1 if precision == "fp32" else 0.5) + 1
+    added = values * FLOAT32_BYTES * config.micro_batch * sum(workload.exchanged)
+    messages = (forwards + 1) * len(workload.exchanged) * 2 * math.ceil(math.log2(ranks))
+    added_s = 2 * (ranks - 1) / ranks * added / machine.inside.rate + messages * machine.inside.latency_s
+    link, received = machine.between if is_apart else machine.inside, max([s.received_bytes for s in shares], default=0)
+    return added_s + (2 * (received / link.rate + link.latency_s) if received else 0.0)
+
+
+def compute_s(machine: Machine, precision: str, operations: float, kept_bytes: float) -> float:
+    """Return the seconds of forward and backward without the fixed time of each layer; arguments as of the step's."""
+    gpu, multiples = machine.gpu, CPU if machine.is_cpu else GPU
+    seconds = multiples.operations * operations / gpu.peaks.get(precision, gpu.peaks["fp32"])
+    return seconds + multiples.traffic * kept_bytes / gpu.bandwidth_bytes_per_s
 
 
 def exposed_s(machine: Machine, plan: ParallelPlan, size_bytes: int, micro_steps: int, micro_s: float) -> float:

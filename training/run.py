@@ -190,7 +190,7 @@ def _give_up(context: Run, error: RunEnded, start: RunStart, deliver: Deliver | 
 def _deliver(context: Run, start: RunStart, deliver: Deliver | None, *, has_finished: bool) -> None:
     if deliver is None:
         return
-    if start.predict is not None and context.config.pipeline_parallel == 1:
+    if start.predict is not None:
         start.predict(context.facts)
     # A run without a sound epoch has none; one that went back before its decay may have those of the longer run before.
     with_card = has_finished and epoch_of(context.folder.weights) == context.state.progress.best_epoch

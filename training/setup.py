@@ -278,7 +278,7 @@ def set_up_engine(
 ) -> tuple[EngineSetup, str]:
     """Return what the engine is built from, with a new optimizer, and the engine's name; a collective."""
     shards = ranks_per_machine(world.data) if config.replicate_across == "nodes" else world.data.size
-    parallel = plan_of(config.strategy, world.data.size, config.offload, shards, world.tensor.size)
+    parallel = plan_of(config.strategy, world.data.size, config.offload, shards, world.tensor.size, world.pipeline.size)
     name = agreed(
         lambda: resolve_engine(config.engine, parallel, strategy_json, built.module),
         world,

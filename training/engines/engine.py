@@ -113,16 +113,6 @@ class PipelineSetup:
     schedule: str
     split: str
 
-    @property
-    def stages_per_rank(self) -> int:
-        """Stages of each rank: an interleaved schedule goes round twice."""
-        return 2 if self.schedule == "interleaved" else 1
-
-    def bubble(self, micro_batches: int) -> float:
-        """Return the share of a step in which a rank waits, if all stages take equally long (Narayanan et al. 2021)."""
-        waits = self.world.pipeline.size - 1
-        return waits / (micro_batches * self.stages_per_rank + waits)
-
 
 @dataclass(frozen=True)
 class EngineSetup:

@@ -22,7 +22,7 @@ class ParallelPlan:
         offload: what is kept in CPU memory: 'none', 'optimizer' (its state) or 'all' (the weights too).
         bucket_elements: most gradient elements of one message.
         tensor_parallel: ranks that share the arithmetic of every layer.
-        pipeline_parallel: ranks that have consecutive layers; always 1 for now.
+        pipeline_parallel: ranks that have consecutive layers.
     """
 
     zero_stage: int
@@ -52,7 +52,12 @@ STRATEGIES: dict[str, ParallelPlan] = {
 
 
 def plan_of(
-    strategy: str, ranks: int, offload: str = "none", shards: int = 0, tensor_parallel: int = 1
+    strategy: str,
+    ranks: int,
+    offload: str = "none",
+    shards: int = 0,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
 ) -> ParallelPlan:
     """Return the plan of a strategy, a key of `STRATEGIES`.
 
@@ -62,6 +67,7 @@ def plan_of(
         offload: as in `ParallelPlan`.
         shards: ranks over which one copy of the training state is divided, a divisor of `ranks`; 0 for all of them.
         tensor_parallel: as in `ParallelPlan`.
+        pipeline_parallel: as in `ParallelPlan`.
     """
     shards = shards or ranks
     return dataclasses.replace(
@@ -70,7 +76,21 @@ def plan_of(
         replicas=ranks // shards,
         offload=offload,
         tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
     )
+
+
+def stages_per_rank(schedule: str) -> int:
+    """Return the stages of each rank of a pipeline: an interleaved schedule goes round twice."""
+    return 2 if schedule == "interleaved" else 1
+
+
+def bubble(ranks: int, schedule: str, micro_batches: int) -> float:
+    """Return the share of a step in which a rank of a pipeline waits, if all stages take equally long.
+
+    Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2; arguments as of `check_micro_batches`.
+    """
+    return (ranks - 1) / (micro_batches * stages_per_rank(schedule) + ranks - 1)
 
 
 def check_micro_batches(schedule: str, stages: int, micro_batches: int) -> None:

@@ -32,6 +32,7 @@ from training.engines.pipeline.cuts import (
 from training.engines.pipeline.network import StagedNetwork
 from training.engines.pipeline.rehearsal import boundaries_at, measure_pieces
 from training.engines.precision import under_autocast
+from training.engines.strategies import bubble, stages_per_rank
 from training.engines.torch_engine import TorchEngine
 from training.engines.zero1 import Stages, Zero1
 from training.world.collectives import agreed
@@ -59,7 +60,7 @@ class PipelineEngine(TorchEngine):
         """
         assert setup.pipeline is not None
         self.pipeline, self._schedule_name = setup.pipeline.world.pipeline, setup.pipeline.schedule
-        self.count = self.pipeline.size * setup.pipeline.stages_per_rank
+        self.count = self.pipeline.size * stages_per_rank(self._schedule_name)
         self._own = range(self.pipeline.rank, self.count, self.pipeline.size)
         self._images_shape = (max(setup.batch_size, FEWEST_IMAGES), *(setup.image_shape or ()))
         module, device = setup.module, setup.world.device
@@ -101,9 +102,10 @@ class PipelineEngine(TorchEngine):
         else:
             cuts = agreed(lambda: named_cuts(traced, asked.split, self.count, "--pipeline-split"), asked.world)
         shares = ", ".join(f"{share:.0%}" for share in shares_of_stages(traced, places, seconds, cuts))
+        waits = bubble(ranks, asked.schedule, setup.accumulation_steps)
         setup.notes.append(
             f"pipeline of {ranks} ranks: stages begin at the input, {', '.join(cuts)}, and take {shares} of a "
-            f"forward; by {asked.schedule} a rank waits for {asked.bubble(setup.accumulation_steps):.0%} of a step"
+            f"forward; by {asked.schedule} a rank waits for {waits:.0%} of a step"
         )
         return cuts
 

@@ -1,0 +1,109 @@
+"""The planner's meshes: memory against closed forms, times against volumes, and what it recommends when."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from launch.arguments import check_training, read_arguments
+from planning.machines import find_machine
+from planning.meshes import recommend
+from planning.plan_command import parse
+from planning.plan_output import command_of
+from planning.search import PlannedJob, evaluate
+from planning.stages import pipeline_of
+from training.base.errors import UserError
+from training.config import TrainConfig
+
+CONFIG = TrainConfig(model_type="timm:test_vit", engine="torch", batch_size=16)
+JOB = PlannedJob(CONFIG, find_machine("a100-40gb", 4, "nvlink3+ethernet10"), 4, 1000, 160, 100_000)
+
+
+def staged(**changes):
+    settings = {"pipeline_parallel": 2, "gradient_accumulation_steps": 4, "precision": "fp32"} | changes
+    return pipeline_of(
+        JOB.workload, JOB.machine, dataclasses.replace(CONFIG, **settings), settings["precision"], "cuda"
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_stages_are_the_whole(precision, recomputes):
+    """In all: every weight and each kept tensor once, but for what goes from stage to stage, which both have."""
+    shares = staged(precision=precision, activation_checkpointing=recomputes, pipeline_schedule="gpipe")
+    whole = JOB.workload.activations(16, precision, "cuda", recomputes, True, ("blocks",))
+    assert sum(share.sizes.parameters for share in shares) == JOB.workload.sizes.parameters
+    assert sum(share.time for share in shares) == pytest.approx(1)
+    assert max(share.time for share in shares) < 0.75
+    received = sum(share.received_bytes for share in shares)
+    assert received > 0
+    assert sum(share.activations.saved for share in shares) == 4 * (whole.saved + 2 * received)
+    assert max(share.activations.workspace for share in shares) <= 2 * whole.workspace
+    assert [share.tried_bytes for share in shares[1:]] == [0]
+
+
+def test_what_a_schedule_keeps():
+    """1F1B: as many micro-batches as stages are ahead (Narayanan et al. 2021), GPipe all of a step."""
+    (first, last), (of_all, _) = staged(), staged(pipeline_schedule="gpipe")
+    assert of_all.activations.saved == 2 * first.activations.saved
+    assert last.activations.saved == staged(pipeline_schedule="gpipe")[1].activations.saved / 4
+    interleaved = staged(pipeline_schedule="interleaved", pipeline_parallel=2)
+    assert sum(share.sizes.parameters for share in interleaved) == JOB.workload.sizes.parameters
+
+
+def test_a_pipeline_waits_and_a_tensor_group_exchanges():
+    alone = dataclasses.replace(JOB, ranks=1)
+    one = evaluate(alone, dataclasses.replace(CONFIG, gradient_accumulation_steps=4)).step
+    config = dataclasses.replace(CONFIG, pipeline_parallel=2, gradient_accumulation_steps=4)
+    two = evaluate(dataclasses.replace(JOB, ranks=2), config)
+    share = max(part.time for part in staged(precision="bf16"))
+    assert two.step.compute_s == pytest.approx(one.compute_s * share * 5 / 4)
+    assert two.images_per_update == 64
+    divided = evaluate(dataclasses.replace(JOB, ranks=2), dataclasses.replace(CONFIG, tensor_parallel=2))
+    workload, link = JOB.workload_for(divided.config), JOB.machine.inside
+    width, tokens, blocks = 64, 101, 6
+    assert sum(workload.exchanged) == 2 * blocks * width * tokens
+    volume = (2 + 4) * 16 * sum(workload.exchanged)  # bf16 in forward, fp32 in backward; half of it, twice
+    assert divided.step.exchange_s == pytest.approx(volume / link.rate + 2 * 2 * 2 * blocks * link.latency_s)
+    assert divided.memory.start == evaluate(JOB, CONFIG).memory.start >= 4 * JOB.workload.sizes.parameters
+
+
+def with_memory(job, memory_bytes):
+    gpu = dataclasses.replace(job.machine.gpu, memory_bytes=memory_bytes)
+    found = dataclasses.replace(job, machine=dataclasses.replace(job.machine, gpu=gpu))
+    found.__dict__["workload"] = JOB.workload  # counted once
+    return found
+
+
+def test_a_mesh_is_taken_when_nothing_else_fits():
+    """What fits with ddp keeps it; what is printed is what the trainer takes, with as many images in an update."""
+    config = dataclasses.replace(CONFIG, pipeline_parallel=4, batch_size=4, gradient_accumulation_steps=16)
+    least = evaluate(JOB, dataclasses.replace(config, activation_checkpointing=True)).memory.peak
+    assert recommend(with_memory(JOB, evaluate(JOB, CONFIG).memory.peak))[1:] == ([], [])
+    job = with_memory(JOB, least)
+    chosen, rungs, others = recommend(job)
+    assert chosen in others or rungs
+    script, *words = command_of(job, chosen)[1:]
+    taken = check_training(read_arguments(script.rpartition("/")[2], words, {}).training)
+    groups = 4 // taken.ranks_per_replica
+    assert groups * taken.batch_size * taken.gradient_accumulation_steps == 64
+    for other in others:
+        assert other.images_per_update == 64
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--tensor-parallel=3"], r"cannot be divided into groups of 3, use 6 or 9"),
+        (["--tensor-parallel=8", "--gpus-per-node=4"], "must be on one machine, which has 4"),
+        (["--tensor-parallel=2", "--pipeline-parallel=2"], "does not go with --tensor-parallel 2"),
+        (
+            ["--pipeline-parallel=32", "--gradient-accumulation-steps=32", "--num-gpus=32"],
+            "32 stages are too many for this model",
+        ),
+    ],
+)
+def test_what_the_trainer_refuses_is_refused(words, answer):
+    with pytest.raises(UserError, match=answer):
+        recommend(parse(["--model-type=timm:test_vit", "--gpu=a100-40gb", "--num-gpus=8", *words], None).job)
