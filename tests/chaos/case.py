@@ -53,9 +53,11 @@ class Case:
     engine: str = "torch"
     image_size: int = 32  # pixels
     recipe: str = "plain"
+    pipeline: int = 1  # ranks of a pipeline, if a launch has as many: no byte depends on it
 
     def __str__(self) -> str:
         how = f"{self.micro_batches} micro-batches, workers {self.workers}, engine {self.engine}, recipe {self.recipe}"
+        how += f", pipelines of {self.pipeline}" if self.pipeline > 1 else ""
         return f"{self.strategy}, {how}"
 
     @property
@@ -67,7 +69,7 @@ class Case:
     def oracle(self) -> Case:
         """The case whose uninterrupted run has to give the same bytes: stages 2 and 3 agree."""
         strategy = self.strategy if self.strategy == "ddp" or self.engine == "deepspeed" else "fsdp_stage2"
-        return replace(self, strategy=strategy, workers=0)
+        return replace(self, strategy=strategy, workers=0, pipeline=1)
 
     def start(self, ranks: int, mark: str, log_dir: Path, output: Path, *flags: str) -> subprocess.Popen:
         """Start the launcher; it appends to the file `output`.
@@ -79,9 +81,11 @@ class Case:
             output: gets standard output and standard error.
             flags: added to the training's flags.
         """
-        batch_size, accumulation = GLOBAL_BATCH // self.micro_batches, self.micro_batches // ranks
+        pipeline = min(self.pipeline, ranks)
+        batch_size, accumulation = GLOBAL_BATCH // self.micro_batches, self.micro_batches * pipeline // ranks
         words = ["bash", "scripts/launch_distributed.sh", MODEL, self.strategy, ranks, batch_size, EPOCHS]
         words += ["--learning-rate", 0.01, "--gradient-accumulation-steps", accumulation, "--engine", self.engine]
+        words += ["--pipeline-parallel", pipeline]
         words += ["--image-size", self.image_size, "--workers", self.workers, "--log-every-steps", 1]
         words += ["--log-dir", log_dir, "--run-name", RUN, *RECIPES[self.recipe].split(), *flags]
         kept = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
@@ -107,14 +111,17 @@ class Case:
 def make_case(number: int) -> Case:
     """Return the case of a training, from 0: all strategies with all recipes in 9.
 
-    A quarter of them trains with DeepSpeed, under all strategies within 12 and with all recipes within 14.
+    A quarter of them trains with DeepSpeed, under all strategies within 12 and with all recipes within 14. Every second
+    one under ddp has pipelines.
     """
+    engine = "deepspeed" if number % 4 == 1 else "torch"
     return Case(
         STRATEGIES[number % 3],
         micro_batches=4 << number // 9 % 2,
         workers=(number + number // 18) % 2,
-        engine="deepspeed" if number % 4 == 1 else "torch",
+        engine=engine,
         recipe=list(RECIPES)[(number + number // 3) % 3],
+        pipeline=2 if number % 6 == 0 and engine == "torch" else 1,
     )
 
 
