@@ -27,7 +27,7 @@ KEPT_SHARE = 0.9  # of a cache that was full
 DAMAGED = "these are other bytes than its index was made of"
 
 
-class Piece(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes `start` to `end` of a file, by its number: what is fetched at once."""
 
     file: int
@@ -106,7 +106,7 @@ class RemoteFiles:
         self._keys = [hashlib.sha256(repr(one).encode()).hexdigest()[:32] for one in zip(files, states, strict=True)]
         self.bytes = sum(size for size, _ in states)
         self.fits = self.bytes <= KEPT_SHARE * cache.max_bytes
-        self._coming: dict[Piece, Future[None]] = {}
+        self._coming: dict[ByteRange, Future[None]] = {}
         self._pool: ThreadPoolExecutor | None = None
 
     def read(self, archive: int, place: int, size: int) -> bytes:
@@ -144,13 +144,13 @@ class RemoteFiles:
 
         return Stream(None, str(self.files[archive]), cache_type="none", size=self._states[archive][0])
 
-    def _pieces(self, file: int, place: int, size: int) -> list[Piece]:
+    def _pieces(self, file: int, place: int, size: int) -> list[ByteRange]:
         step = BLOCK_BYTES if self.fits else PAGE_BYTES
         end = min(-(-(place + size) // step) * step, self._states[file][0])
         starts = range(place // step * step, end, BLOCK_BYTES)
-        return [Piece(file, start, min(start + BLOCK_BYTES, end)) for start in starts]
+        return [ByteRange(file, start, min(start + BLOCK_BYTES, end)) for start in starts]
 
-    def _take(self, piece: Piece, low: int, high: int) -> bytes:
+    def _take(self, piece: ByteRange, low: int, high: int) -> bytes:
         """Return the bytes of a piece between two bounds of pages."""
         start, end = max(piece.start, low) - piece.start, min(piece.end, high) - piece.start
         if coming := self._coming.pop(piece, None):
@@ -160,7 +160,7 @@ class RemoteFiles:
             return content
         return self._fetch(piece)[start:end]
 
-    def _key(self, piece: Piece) -> str:
+    def _key(self, piece: ByteRange) -> str:
         return f"{self._keys[piece.file]}/{piece.start}-{piece.end}"
 
     def _is_sound(self, file: int, start: int, content: bytes) -> bool:
@@ -168,10 +168,10 @@ class RemoteFiles:
         pages = (content[place : place + PAGE_BYTES] for place in range(0, len(content), PAGE_BYTES))
         return not self._checksums[file] or array("I", map(zlib.crc32, pages)) == expected
 
-    def _keep(self, piece: Piece) -> None:
+    def _keep(self, piece: ByteRange) -> None:
         self._fetch(piece)  # many of them would not fit into memory
 
-    def _fetch(self, piece: Piece) -> bytes:
+    def _fetch(self, piece: ByteRange) -> bytes:
         file, size = self.files[piece.file], piece.end - piece.start
 
         def fetched() -> bytes:
