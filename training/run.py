@@ -27,6 +27,7 @@ from training.base.points import SCORE_NAMES
 from training.base.timing import measured_communication
 from training.cached_features import cache_features
 from training.checkpoint.restore import restore
+from training.checkpoint.store import FoundCheckpoint
 from training.config import FLAG_OF, TrainConfig
 from training.config.check import check_config
 from training.epoch import train_and_evaluate
@@ -163,11 +164,17 @@ def train(context: Run, stop: StopRequest, start: RunStart = FIRST_START, delive
 
 def _resume(context: Run, start: RunStart) -> None:
     """Restore the state from the checkpoint that was found, if there is one; a collective."""
-    found, state, loggers = context.found, context.state, context.loggers
+    found, loggers = context.found, context.loggers
     for note in context.notes:
         loggers.message(note)
-    if found is None:
-        return
+    if found is not None:
+        _restore(context, found, start)
+    for kind, values in context.events.items():
+        loggers.event(kind, {"step": context.position} | values)
+
+
+def _restore(context: Run, found: FoundCheckpoint, start: RunStart) -> None:
+    state, loggers = context.state, context.loggers
     agreed(lambda: restore(found, state, context.world), context.world)
     progress, restarts = state.progress, start.origin.restarts
     loggers.message(f"resuming from {found.path}: epoch {progress.epoch + 1}, step {progress.step + 1}")

@@ -93,6 +93,7 @@ class Run:
         loggers: none on ranks other than 0.
         found: the checkpoint to resume from, None for a fresh start.
         notes: lines for the log about the choice of the checkpoint.
+        events: of the engine, for metrics.jsonl: kind -> values.
         train_loader: this rank's training batches.
         val_loader: this rank's validation batches.
         neighbours: tells classes in an evaluation; None if the model does.
@@ -122,6 +123,7 @@ class Run:
     loggers: Loggers
     found: FoundCheckpoint | None
     notes: list[str]
+    events: dict[str, dict[str, Any]]
     train_loader: Loader
     val_loader: Loader
     neighbours: Neighbours | None
@@ -228,6 +230,7 @@ def build(prepared: Prepared) -> Run:
         loggers=loggers,
         found=found,
         notes=notes,
+        events=setup.events,
         train_loader=train_loader,
         val_loader=val_loader,
         neighbours=neighbours,

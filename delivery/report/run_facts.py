@@ -155,6 +155,8 @@ def key_figures(run: RunFiles) -> list[Fact]:
         predicted, measured = found
         name, both = "memory of a rank, predicted / measured", f"{format_bytes(predicted)} / {format_bytes(measured)}"
         figures.append(Fact(name, f"{predicted / measured:.2f}", both))
+    if history.pipeline:
+        figures.append(_pipeline(history.pipeline))
     if search := run.batch_search:
         figures.append(
             Fact("batch size found", str(search.get("batch_size", "?")), clip(str(search.get("how", "")), 300))
@@ -163,6 +165,14 @@ def key_figures(run: RunFiles) -> list[Fact]:
         value = f"{number(total / 1e6, 3)} million" if total >= 1e6 else count(total)
         figures.append(Fact("weights", value, "numbers in model.safetensors"))
     return figures
+
+
+def _pipeline(line: Mapping[str, Any]) -> Fact:
+    """Return how well the stages are balanced, and how long a rank waits."""
+    shares = [percent(share, 0) for share in line["stage_shares"]]
+    cuts = clip(", ".join(map(str, line.get("cuts", ()))), LONGEST_REASON)
+    remark = f"of a step, as the schedule has it; stages begin at the input, {cuts}, and take {', '.join(shares)}"
+    return Fact("a pipeline's ranks wait", percent(line["wait_share"], 0), remark)
 
 
 def compare_memory(folder: Path, end: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -73,6 +73,7 @@ class History:
         epochs: the line of each epoch.
         events: lines of the kinds in `EVENTS` and `resume`, in the order they were written.
         checkpoints: the lines of saved checkpoints.
+        pipeline: the latest line about how the model is cut into stages, None if it is not.
         processes: one for each start of the run.
         repeated_steps, repeated_seconds: what was trained again after restarts, as far as it was logged.
         logged_images, logged_seconds: of all logged intervals, repeated ones included.
@@ -93,6 +94,7 @@ class History:
         self.epochs: dict[int, dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
         self.checkpoints: list[dict[str, Any]] = []
+        self.pipeline: dict[str, Any] | None = None
         self.processes = [Process()]
         self.repeated_steps = self.logged_images = 0
         self.repeated_seconds = self.logged_seconds = 0.0
@@ -130,6 +132,9 @@ class History:
                 # Within an epoch the stall is part of a logged interval.
                 if self.steps_per_epoch and int(line["step"]) % self.steps_per_epoch == 0:
                     self.processes[-1].logged_seconds["saving"] += float(line["stall_seconds"])
+            case "pipeline":
+                stages = [float(share) for share in line["stage_shares"]]
+                self.pipeline = line | {"stage_shares": stages, "wait_share": float(line["wait_share"])}
             case "end":
                 numbers = {name: float(line[name]) for name in ("seconds", "evaluation_seconds")}
                 shares = {name: float(share) for name, share in line["time_shares"].items()}

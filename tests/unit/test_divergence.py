@@ -116,7 +116,8 @@ def test_a_card_is_of_the_runs_own_weights(folders, best_epoch, has_card):
     """Not of those of epoch 2 of the run before, if this one went back to epoch 1 and found nothing better."""
     state = SimpleNamespace(progress=Progress(epoch=4, best_epoch=best_epoch))
     data = SimpleNamespace(parts={"val": SimpleNamespace(source=None)})
-    context = SimpleNamespace(folder=folders[0], state=state, data=data, config=SimpleNamespace(report=True))
+    settings, loggers = SimpleNamespace(report=True), SimpleNamespace(delivered=lambda: None)
+    context = SimpleNamespace(folder=folders[0], state=state, data=data, config=settings, loggers=loggers)
     cards = []
     _deliver(context, FIRST_START, lambda *_, with_card, **_others: cards.append(with_card) or [], has_finished=True)
     assert cards == [has_card]
@@ -133,7 +134,7 @@ def test_the_last_lines_name_divergence(folders):
 
 def test_an_epoch_of_which_no_step_was_applied_has_no_training_loss_and_has_not_diverged(tmp_path, monkeypatch):
     broken = lambda logits, batch: logits.float().sum(1) * math.nan  # noqa: E731
-    monkeypatch.setattr("training.setup.build_loss", lambda *_: broken)
+    monkeypatch.setattr("training.setup.build_loss", lambda *_, **__: broken)
     given = {"model_type": "basic_cnn", "data": "fake", "image_size": 8, "batch_size": 500, "epochs": 1}
     quiet = {"progress": "off", "report": False, "tensorboard": False, "log_dir": str(tmp_path), "run_name": "run"}
     assert run(TrainConfig(**given, **quiet, max_bad_steps=0)) == 0

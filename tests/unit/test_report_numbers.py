@@ -265,6 +265,17 @@ def test_without_scores_the_figures_are_of_the_best_epoch(tmp_path):
     assert figures["top-1 accuracy"].remark == "10 images, epoch 2 of 2"
 
 
+def test_the_balance_of_a_pipeline_is_that_of_its_latest_start(tmp_path):
+    run = read_run(make_run(tmp_path / "run"))
+    starts = [{"time": 0, "kind": "pipeline", "step": 0, "cuts": ["a", "b"], "stage_shares": [0.5, 0.3, 0.2]}]
+    starts += [starts[0] | {"cuts": ["c"], "stage_shares": [0.6, 0.4]}]
+    for line, share in zip(starts, (0.5, 0.2), strict=True):
+        run.history.add(line | {"wait_share": share})
+    figure = next(figure for figure in key_figures(run) if figure.name == "a pipeline's ranks wait")
+    assert figure.value == "20\u202f%"
+    assert figure.remark.endswith("stages begin at the input, c, and take 60\u202f%, 40\u202f%")
+
+
 def test_incidents():
     found = find_incidents(history_of(RESTARTED))
     assert [row[1:3] for row in found["rows"]] == [(20, "resumed"), (30, "slow rank"), (35, "skipped step")]

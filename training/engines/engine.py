@@ -132,6 +132,7 @@ class EngineSetup:
         must_compile: whether it is an error if that fails.
         image_shape: [C, H, W] of the images that it is tried with; None for no trial.
         notes: lines for the log, to which the engine adds.
+        events: for metrics.jsonl, kind -> values, to which the engine adds.
         split: what the module has of parameters that several ranks divide.
         pipeline: how the model is cut into stages; None if it is not.
     """
@@ -149,6 +150,7 @@ class EngineSetup:
     must_compile: bool = False
     image_shape: tuple[int, int, int] | None = None
     notes: list[str] = field(default_factory=list)
+    events: dict[str, dict[str, Any]] = field(default_factory=dict)
     split: TensorSplit = WHOLE
     pipeline: PipelineSetup | None = None
 

@@ -101,12 +101,14 @@ class PipelineEngine(TorchEngine):
             cuts = balanced_cuts(places, seconds, self.count)
         else:
             cuts = agreed(lambda: named_cuts(traced, asked.split, self.count, "--pipeline-split"), asked.world)
-        shares = ", ".join(f"{share:.0%}" for share in shares_of_stages(traced, places, seconds, cuts))
+        shares = shares_of_stages(traced, places, seconds, cuts)
         waits = bubble(ranks, asked.schedule, setup.accumulation_steps)
+        taken = ", ".join(f"{share:.0%}" for share in shares)
         setup.notes.append(
-            f"pipeline of {ranks} ranks: stages begin at the input, {', '.join(cuts)}, and take {shares} of a "
+            f"pipeline of {ranks} ranks: stages begin at the input, {', '.join(cuts)}, and take {taken} of a "
             f"forward; by {asked.schedule} a rank waits for {waits:.0%} of a step"
         )
+        setup.events["pipeline"] = {"cuts": cuts, "stage_shares": shares, "wait_share": waits}
         return cuts
 
     def _distribute(self, setup: EngineSetup) -> Zero1:
