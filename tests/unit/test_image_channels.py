@@ -173,7 +173,7 @@ def test_every_channel_is_moved_and_erased_like_a_grey_image(augmentation):
 # --- models and weights ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize("channels", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model_type", [*MODELS, "timm:resnet18", "timm:vit_tiny_patch16_224", "timm:convnext_atto"])
 def test_every_model_takes_them_and_its_description_says_so(model_type, channels):
     with torch.device("meta"):

@@ -261,13 +261,9 @@ def test_a_place_leaves_room_for_the_names_of_sockets(monkeypatch):
         socket_place()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("start", "length", "is_used"),
-    [
-        pytest.param("launched", 50, True, marks=pytest.mark.slow),
-        ("launched", 120, False),
-        pytest.param("alone", 120, False, marks=pytest.mark.slow),
-    ],
+    ("start", "length", "is_used"), [("launched", 50, True), ("launched", 120, False), ("alone", 120, False)]
 )
 def test_workers_start_whatever_the_folders_are(start: str, length: int, is_used: bool, tmp_path: Path):
     """A TMPDIR that leaves no room for sockets is passed over; no module is imported from the current folder."""

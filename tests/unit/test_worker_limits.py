@@ -37,7 +37,8 @@ def test_workers_are_as_many_as_shared_memory_has_room_for(monkeypatch, free, ma
         fit(8, False, 12288, world.local_size, is_main=True)
 
 
-@pytest.mark.parametrize("start", [["script.py"], pytest.param(["-m", "script"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [["script.py"], ["-m", "script"]])
 def test_a_script_without_a_main_guard_runs_in_no_worker(tmp_path, start):
     """And its soft limit of open files is raised to the hard one."""
     (tmp_path / "script.py").write_text(
