@@ -94,7 +94,7 @@ def test_networks_that_cannot_be_divided_are_refused_in_one_line():
 
 
 def test_a_checkpoint_of_a_mesh_goes_on_on_any_other(run_on_ranks, tmp_path):
-    case = {"log_dir": str(tmp_path), "model_type": "timm:test_vit", "image_size": 32, "epochs": 2, "batch_size": 200}
+    case = {"log_dir": str(tmp_path), "model_type": "timm:test_vit", "image_size": 32, "epochs": 2, "batch_size": 100}
     case |= {"ema": 0.9, "keep_last": 9, "save_every_steps": 5, "optimizer": "momentum", "learning_rate": 0.02}
 
     def run(name: str, tensor: int, resume: str = "never") -> dict[str, torch.Tensor]:
