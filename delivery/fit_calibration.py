@@ -60,7 +60,7 @@ class Calibrator:
 
     def __init__(self, weights: Path, reject: str, views: Views, known: Calibration | None) -> None:
         self._weights, self._reject, self._views, self._known = weights, reject, views, known
-        self._digest = digest_of(weights)
+        self._digest = known.facts["weights_sha256"] if known else digest_of(weights)
         self._batches: list[tuple[torch.Tensor, ...]] = []
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ def open_loggers(
             warn_cannot_write("TensorBoardLogger", error)
     trackers = [name for name in TRACKERS if name in settings.destinations]
     missing = [name for name in trackers if importlib.util.find_spec(name) is None]
-    for name in set(trackers).difference(missing):
+    for name in (name for name in trackers if name not in missing):
         from training.observe.loggers.tracker import TrackerLogger
 
         try:
