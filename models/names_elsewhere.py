@@ -64,6 +64,7 @@ FLAGS = {
     "--threads-per-rank": "num-threads threads",
     "--data": "data-dir data-path dataset dataset-name dataset-dir dataset-path train-dir train-data image-folder root",
     "--download": "dataset-download",
+    "--folds": "kfold k-fold kfolds k-folds cv n-splits",
     "--val-fraction": "val-split validation-split val-size test-size val-ratio split-ratio",
     "--val-part": "val-dir valdir val-data val-folder",
     "--image-size": "img-size imgsz input-size img resolution image-res train-crop-size",
@@ -123,9 +124,6 @@ FLAGS = {
     "A run counts in epochs: --epochs.": "max-steps steps iterations max-iters num-steps train-iters",
     "For a trained model: scripts/evaluate.py RUN.": "eval evaluate validate test test-only do-eval do-train eval-only",
     _CURVES: "comet neptune clearml",
-    "Not there yet: one part is held out; --val-part or --split-seed choose which.": (
-        "kfold k-fold kfolds k-folds folds fold cv n-splits"
-    ),
     "WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME in the environment names it.": "wandb-project",
     "Not there yet.": (
         "teacher distill distillation kd kd-model focal focal-loss multilabel multi-label limit-train-batches mosaic"
