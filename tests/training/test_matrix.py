@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from commands import ENTRY, read_metrics, run_command
+from commands import ENTRY, read_metrics, run_command, train_here
 from PIL import Image
 from ranks import free_port
 from safetensors.torch import load_file
@@ -155,3 +155,35 @@ def test_accelerate_which_starts_torchrun(tmp_path):
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     losses = [entry["loss"] for entry in read_metrics(tmp_path / "runs" / "r", "step")]
     assert losses[-1] < losses[0]
+
+
+STARTS = {"torchrun": ("--nproc-per-node=4", "--master-port"), "deepspeed": ("--num_gpus=4", "--master_port")}
+# What divides the ranks, and how far from one rank the weights may be.
+MESHES = {"--pipeline-parallel": 0.0, "--tensor-parallel": 1e-5}
+OF_MESHES = (
+    *("--model-type", "timm:test_vit", "--image-size", "32", "--data", "fake", "--batch-size", "50", "--workers", "0"),
+    *("--epochs", "1", "--optimizer", "momentum", "--learning-rate", "0.02", "--run-name", "r"),
+)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    """The weights that one rank trains from the images of two pipelines or groups of two micro-batches each."""
+    logs = tmp_path_factory.mktemp("one")
+    result = train_here(*OF_MESHES, "--gradient-accumulation-steps", "4", "--log-dir", str(logs))
+    assert result.returncode == 0, result.stdout + result.stderr
+    return load_file(logs / "runs" / "r" / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", STARTS)
+@pytest.mark.parametrize("flag", MESHES)
+def test_meshes_under_other_launchers(launcher, flag, one_rank, tmp_path):
+    count, port = STARTS[launcher]
+    words = [launcher, count, f"{port}={free_port()}", ENTRY, *OF_MESHES, flag, "2", "--log-dir", str(tmp_path)]
+    result = run_command(*words, "--gradient-accumulation-steps", "2", OMP_NUM_THREADS="1")
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert "global batch 200 = 50 per group of 2 CPU ranks x 2 groups x 2 accumulation step(s)" in result.stdout
+    found = load_file(tmp_path / "runs" / "r" / "model.safetensors")
+    for name, tensor in one_rank.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=MESHES[flag], msg=name)
