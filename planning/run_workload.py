@@ -129,7 +129,8 @@ def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
     states = [value for state in optimizer.state.values() for value in state.values()]
     kept = sum(value.numel() for value in states if isinstance(value, torch.Tensor) and value.ndim > 0)
     sizes = sizes_of(network)
-    values = kept / sizes.trained + bool(config.ema) + bool(config.lookahead) + 2 * config.has_islands
+    of_islands = config.has_islands * (2 if config.outer_precision == "fp32" else 3)
+    values = kept / sizes.trained + bool(config.ema) + bool(config.lookahead) + of_islands
     flops = training_flops(without_data(network), image_size, channels)
     if flops is None:
         raise UserError(f"model '{config.model_type}' computes with the values of its images: it cannot be planned.")

@@ -33,8 +33,10 @@ from training.checkpoint.state import TrainState
 from training.data.loader import Loader
 from training.data.reader import Batch
 from training.data.sampler import BatchPlan
+from training.engines.buckets import share_out
 from training.engines.islands import APPLIED_STEPS, OUTER_WEIGHTS, form_islands
 from training.engines.parameter_shards import gather_weights
+from training.engines.tensor_split import WHOLE
 from training.loop import train_one_epoch
 from training.observe.scores import ScoreSums, sample_losses
 from training.recipe.optimizer import OPTIONS, build_optimizer
@@ -65,9 +67,10 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
-def train(world: World, islands: int, over_collectives: bool = False) -> dict[str, Any]:
+def train(world: World, islands: int, precision: str = "fp32", over_collectives: bool = False) -> dict[str, Any]:
     """Train in the run's own loop; return the digests of what each epoch exports, and of all islands' weights."""
-    config, groups = island_configuration(world, islands), form_islands(world, islands)
+    config = island_configuration(world, islands, outer_precision=precision)
+    groups = form_islands(world, islands)
     with unfused(), without_shared_memory() if over_collectives else nullcontext():
         engine = make_engine(world, make_model(True), config, islands=groups)
     plan = BatchPlan(EPOCH_SAMPLES, BATCH_SIZE, LEAVES // world.size, world.size, 0, islands=islands)
@@ -90,10 +93,11 @@ def train(world: World, islands: int, over_collectives: bool = False) -> dict[st
     every = gather_rows(ours, groups.peers)
     rounds = [[values["step"], values["round"], values["local_steps"]] for _, values in log.events]
     engine.close()
-    return {"found": found, "rounds": rounds, "are_equal": bool((every == every[0]).all())}
+    are_equal, (sent,) = bool((every == every[0]).all()), {values["sent_bytes"] for _, values in log.events}
+    return {"found": found, "rounds": rounds, "are_equal": are_equal, "sent_bytes": sent}
 
 
-def simulate(islands: int) -> dict[str, Any]:
+def simulate(islands: int, precision: str = "fp32") -> dict[str, Any]:
     """Return what `train` finds, by PyTorch alone: a model and an AdamW per island, SGD for the outer step."""
     plan, config = BatchPlan(EPOCH_SAMPLES, BATCH_SIZE, LEAVES, 1, 0), configuration(gradient_clipping=0.0)
     outer = make_model(True).to(memory_format=torch.channels_last)
@@ -102,6 +106,8 @@ def simulate(islands: int) -> dict[str, Any]:
         rules = [build_optimizer(model, config, HEAD, discriminative=False) for model in models]
     rule = torch.optim.SGD(outer.parameters(), OUTER_RATE, OUTER_MOMENTUM, nesterov=True)
     buffers = [{name: buffer.clone() for name, buffer in outer.named_buffers()} for _ in range(LEAVES)]
+    groups = [[*one.parameters] for one in share_out(models[0], rules[0], torch.device("cpu"), WHOLE)]
+    residuals = [[torch.zeros(())] * islands for _ in groups]
     found: dict[str, Any] = {}
     for epoch in range(EPOCHS):
         leaves = [*Loader(make_small_data().train, plan, 0).epoch(epoch)]
@@ -113,6 +119,11 @@ def simulate(islands: int) -> dict[str, Any]:
             if position % LOCAL_STEPS == 0 or position == EPOCHS * plan.steps_per_epoch:
                 for parameter, *others in zip(outer.parameters(), *(m.parameters() for m in models), strict=True):
                     parameter.grad = sum(parameter.detach() - other.detach() for other in others) / islands
+                for group, left in zip(groups if precision != "fp32" else [], residuals, strict=False):
+                    parameters = [
+                        [dict(model.named_parameters())[name] for name in group] for model in [outer, *models]
+                    ]
+                    set_rounded_mean(*parameters, left=left, precision=precision)
                 rule.step()
                 average(buffers)
                 for model in models:
@@ -127,6 +138,33 @@ def simulate(islands: int) -> dict[str, Any]:
         )
         found[f"exported after {epoch}"] = digests(dict(outer.named_parameters()) | buffers[0])
     return found
+
+
+def set_rounded_mean(
+    outer: list[nn.Parameter], *islands: list[nn.Parameter], left: list[torch.Tensor], precision: str
+) -> None:
+    """Let the gradients be the mean of what islands send of their ways, in the blocks of an engine's buffer."""
+    sent = []
+    for number, island in enumerate(islands):
+        ways = [in_buffer_order((old - new).detach()).reshape(-1) for old, new in zip(outer, island, strict=True)]
+        flat = torch.cat([nn.functional.pad(way, (0, -len(way) % 16)) for way in ways])
+        exact = nn.functional.pad(flat, (0, -len(flat) % 1024)).view(-1, 1024) + left[number]
+        if precision == "bf16":
+            sent.append(exact.bfloat16().float())
+        else:
+            step = exact.abs().amax(1, keepdim=True) / 127
+            sent.append(torch.where(step == 0, 0, (exact / step).round() * step))
+        left[number] = exact - sent[-1]
+    mean, start = (sum(sent) / len(islands)).bfloat16().float().view(-1), 0
+    for parameter in outer:
+        place = in_buffer_order(parameter.grad)
+        place.copy_(mean[start : start + parameter.numel()].view(place.shape))
+        start += -(-parameter.numel() // 16) * 16
+
+
+def in_buffer_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view in the order of dimensions in which an engine keeps weights."""
+    return tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor
 
 
 def take_step(

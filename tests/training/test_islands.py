@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from math import ceil
 from pathlib import Path
 
 import pytest
@@ -9,22 +12,35 @@ from commands import read_metrics
 
 from tests.training.island_ranks import LEAVES, simulate
 
+CASE = ("islands", "precision", "over_collectives")
 TRAIN = "tests.training.island_ranks:train"
+SENT_BYTES = {"fp32": 1024 * (4 + 4), "bf16": 1024 * (2 + 2), "int8": 1024 * (1 + 2) + 4}  # per block, there and back
+STATISTICS = 4 * 32  # of BatchNorm: means and variances of 8 and of 16 channels, each aligned
 RUN = "tests.training.out_of_memory_ranks:run"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "islands", "over_collectives"), [(2, 2, False), (4, 2, False), (4, 2, True), (4, 4, False)]
+    ("ranks", "cases"),
+    [
+        (2, [(2, "fp32", False), (2, "int8", False)]),
+        (4, [(2, "fp32", False), (2, "fp32", True), (4, "fp32", False), (4, "bf16", False), (2, "int8", True)]),
+    ],
 )
-def test_islands_give_the_bytes_of_a_simulation_in_one_process(ranks, islands, over_collectives, run_on_ranks):
-    case = {"islands": islands, "over_collectives": over_collectives}
-    reports = [report for (report,) in run_on_ranks(TRAIN, ranks, [case])]
-    expected = simulate(islands)
-    for name, digests in reports[0]["found"].items():
-        assert digests == expected[name], name
-    assert all(report["are_equal"] for report in reports)
-    assert all(report["rounds"] == [[4, 1, 4], [6, 2, 2]] for report in reports)
-    assert expected["islands after 0"]["head.bias"] != expected["islands after 0"]["island 1/head.bias"]
+def test_islands_give_the_bytes_of_a_simulation_in_one_process(ranks, cases, run_on_ranks):
+    found = run_on_ranks(TRAIN, ranks, [dict(zip(CASE, case, strict=True)) for case in cases])
+    for (islands, precision, _), *reports in zip(cases, *found, strict=True):
+        expected = simulate(islands, precision)
+        assert reports[0]["found"].keys() == expected.keys()
+        for name, digests in reports[0]["found"].items():
+            assert digests == expected[name], (islands, precision, name)
+        assert all(report["are_equal"] for report in reports)
+        assert all(report["rounds"] == [[4, 1, 4], [6, 2, 2]] for report in reports)
+        # Of 3 blocks of matrices and 1 of vectors a rank has all, or 2 + 1 of its island's, and it adds up a part.
+        part = (3 + 1 if ranks == islands else 2 + 1) / islands
+        of_ways = SENT_BYTES[precision] * (part if precision == "fp32" else ceil(part)) * (islands - 1)
+        of_statistics = 4 * STATISTICS * LEAVES // ranks * (ranks - 1)
+        assert {report["sent_bytes"] for report in reports} == {of_ways + of_statistics}, (islands, precision)
+        assert expected["islands after 0"]["head.bias"] != expected["islands after 0"]["island 1/head.bias"]
 
 
 def test_an_island_skips_a_step_alone_and_all_ranks_count_it(run_on_ranks):
@@ -53,9 +69,10 @@ def train(run_on_ranks):
 
 
 @pytest.fixture(scope="module")
-def whole(train, tmp_path_factory) -> Path:
-    """The folder of an undisturbed run with a checkpoint after each step."""
-    return train(2, tmp_path_factory.mktemp("whole"), save_every_steps=1)
+def whole(train, tmp_path_factory) -> Callable[[str], Path]:
+    """Return the folder of an undisturbed run in an outer precision, with a checkpoint after each step."""
+    folder = tmp_path_factory.mktemp
+    return cache(lambda precision: train(2, folder(precision), save_every_steps=1, outer_precision=precision))
 
 
 def epochs(folder: Path) -> dict[int, tuple[float, ...]]:
@@ -63,11 +80,12 @@ def epochs(folder: Path) -> dict[int, tuple[float, ...]]:
     return {entry["epoch"]: tuple(entry[name] for name in names) for entry in read_metrics(folder, "epoch")}
 
 
-@pytest.mark.parametrize("checkpoint", ["step-00000-0000003", "step-00001-0000005"])
-def test_more_ranks_per_island_go_on_in_mid_round_and_end_with_the_same_bytes(whole, train, tmp_path, checkpoint):
-    resumed = train(4, tmp_path, resume=str(whole / "checkpoints" / checkpoint))
-    assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    assert epochs(resumed).items() <= epochs(whole).items()
+@pytest.mark.parametrize(("precision", "step"), [("fp32", "00000-0000003"), ("int8", "00001-0000005")])
+def test_more_ranks_per_island_go_on_in_mid_round_and_end_with_the_same_bytes(whole, train, tmp_path, precision, step):
+    undisturbed = whole(precision)
+    resumed = train(4, tmp_path, resume=str(undisturbed / f"checkpoints/step-{step}"), outer_precision=precision)
+    assert (resumed / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
+    assert epochs(resumed).items() <= epochs(undisturbed).items()
     assert max(epochs(resumed)) == 2
 
 
@@ -75,4 +93,4 @@ def test_one_local_step_is_ddp_and_more_are_not(whole, train, tmp_path):
     settings = [{"local_steps": 1}, {"local_steps": 1, "islands": 0}]
     one, ddp = (train(2, tmp_path / str(number), **more) for number, more in enumerate(settings))
     assert (one / "model.safetensors").read_bytes() == (ddp / "model.safetensors").read_bytes()
-    assert epochs(one) == epochs(ddp) != epochs(whole)
+    assert epochs(one) == epochs(ddp) != epochs(whole("fp32"))

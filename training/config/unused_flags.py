@@ -68,7 +68,9 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
     "shift_padding": _shifts,
     **dict.fromkeys(("pipeline_schedule", "pipeline_split"), lambda config: config.pipeline_parallel > 1),
     "temperature": lambda config: config.is_contrastive,
-    **dict.fromkeys(("islands", "outer_learning_rate", "outer_momentum"), lambda config: config.has_islands),
+    **dict.fromkeys(
+        ("islands", "outer_learning_rate", "outer_momentum", "outer_precision"), lambda config: config.has_islands
+    ),
 }
 
 

@@ -23,6 +23,7 @@ from training.world.world import World
 
 # Kinds of tensors in the optimizer's state that are the same on all islands.
 OUTER_WEIGHTS, OUTER_MOMENTUM = "outer_weights", "outer_momentum"
+OUTER_RESIDUAL = "outer_residual"  # what an island has still to send of its way, its own
 APPLIED_STEPS = "island/applied_steps"  # kept beside the buffers, which each rank saves: an island may skip a step
 
 

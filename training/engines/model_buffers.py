@@ -130,21 +130,27 @@ class ModelBuffers:
             live.copy_(values)
 
     @torch.no_grad()
-    def average(self, world: World) -> None:
+    def average(self, world: World) -> int:
         """Replace every floating-point buffer, and running average, by its mean over all leaves; a collective.
 
         They are added in the order of the leaves, so that the number of ranks changes no digit. What is the same in all
         versions stays as it is, as the statistics of frozen layers: a third of three times a number may be another one.
+
+        Returns:
+            The bytes that this rank sends.
         """
         self._store()
+        sent_bytes = 0
         for rows in (*self._rows, *self._averages):
             if rows.is_floating_point():
+                sent_bytes += (world.size - 1) * rows.nbytes
                 every = gather_rows(rows.reshape(-1), world).view(-1, rows.shape[1])
                 mean = every[0].clone()
                 for row in every[1:]:
                     mean += row
                 rows.copy_(torch.where((every == every[0]).all(0), every[0], mean.div_(len(every))))
         self._load()
+        return sent_bytes
 
     def _views(self, every: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the buffers [versions, ...] by name in tensors laid out as the rows."""
