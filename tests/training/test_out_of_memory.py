@@ -67,6 +67,7 @@ def searched(tmp_path_factory):
     return search
 
 
+@pytest.mark.slow
 def test_all_ranks_take_what_fits_the_one_with_the_least_memory(searched):
     """And train as if that had been given: trials, also those that ran out of memory, leave no trace."""
     found = searched(starts=2, name="least", global_batch=256, most=32, lookahead=1, image_size=8)

@@ -82,6 +82,7 @@ def test_one_rank_goes_on_from_any_step_of_two_and_ends_with_the_same_bytes(whol
     assert max(epochs(resumed)) == 3
 
 
+@pytest.mark.slow
 def test_all_ranks_take_the_rate_of_one_search(train, tmp_path):
     automatic = {
         "model_type": "basic_cnn",

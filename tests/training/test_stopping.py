@@ -93,19 +93,23 @@ def assert_left_a_report(output, folder):
     assert "It can be resumed." in (folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_run_that_is_stopped_three_times_ends_with_the_bytes_of_one_that_never_was(tmp_path, uninterrupted):
-    """By SIGTERM to one rank before the first step and to the launcher, and by SIGUSR1 to one rank in the evaluation.
+@pytest.mark.slow
+def test_a_run_whose_rank_is_stopped_before_the_first_step_begins_anew(tmp_path, uninterrupted):
+    process = start(tmp_path, "early")
+    wait_until((tmp_path / "runs" / "early").exists, process)
+    ranks_of("early")[0].send_signal(signal.SIGTERM)
+    output = assert_stopped(process, signal.SIGTERM, "early")
+    assert "could not be written" not in output
+    assert train_on_one_rank(tmp_path, "early", "--resume", "auto")[1] == uninterrupted
+
+
+def test_a_run_that_is_stopped_twice_ends_with_the_bytes_of_one_that_never_was(tmp_path, uninterrupted):
+    """By SIGTERM to the launcher, and by SIGUSR1 to one rank in the evaluation.
 
     Slurm sends SIGUSR1 ahead of a preemption; the evaluation is broken off and made anew after the resume.
     """
     folder = tmp_path / "runs" / "stopped"
-    process = start(tmp_path, "stopped")
-    wait_until(folder.exists, process)
-    ranks_of("stopped")[0].send_signal(signal.SIGTERM)
-    output = assert_stopped(process, signal.SIGTERM, "stopped")
-    assert "could not be written" not in output
-
-    process = start(tmp_path, "stopped", "--resume", "auto", "--workers", "1")
+    process = start(tmp_path, "stopped", "--workers", "1")
     wait_until(lambda: has_reached(folder, 4), process)
     process.send_signal(signal.SIGTERM)
     output = assert_stopped(process, signal.SIGTERM, "stopped")

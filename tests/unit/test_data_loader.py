@@ -337,6 +337,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_survive_the_signals_of_a_launcher_and_die_with_the_trainer(folder, tmp_path):
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)

@@ -86,6 +86,7 @@ def digits(notebook) -> Path:
     return path if path.exists() else train("digits")
 
 
+@pytest.mark.slow
 def test_two_trainings_in_one_process_are_the_same(digits, capsys):
     """The second in another thread, where Python has no signal handlers."""
     with ThreadPoolExecutor() as pool:

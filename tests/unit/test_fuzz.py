@@ -24,7 +24,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 @pytest.mark.parametrize("script", WORDS)
-@settings(fuzz_settings, max_examples=5)
+@settings(fuzz_settings, max_examples=3)
 @given(data=st.data())
 def test_launchers_run_nothing_of_what_they_are_given(script: str, data: st.DataObject) -> None:
     check_dry_run(script, data.draw(cases(script)))

@@ -181,6 +181,7 @@ def test_a_trial_is_as_long_as_the_run_at_most_and_trains_no_epoch_whole_for_les
     assert [len(losses) for losses in steps] == [50, 25]
 
 
+@pytest.mark.slow
 def test_trials_mix_as_the_runs_first_epochs(tmp_path, monkeypatch):
     monkeypatch.setattr("training.auto_learning_rate.TRIAL_STEPS", 24)
     monkeypatch.setattr("training.auto_learning_rate.find_rate", only_the_first)

@@ -77,7 +77,7 @@ def busy(tmp_path: Path):
             pass
 
 
-@pytest.mark.parametrize("words", [[], ["between"]])
+@pytest.mark.parametrize("words", [pytest.param([], marks=pytest.mark.slow), ["between"]])
 def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_stays(tmp_path: Path, busy, words):
     folder = tmp_path / "run"
     process = busy(folder, *words)

@@ -132,6 +132,7 @@ def test_the_ranks_of_all_starts_share_what_one_process_has_imported(tmp_path: P
     assert not last.is_running()
 
 
+@pytest.mark.slow
 def test_what_is_imported_ahead_leaves_cuda_and_threads_to_the_ranks(tmp_path: Path) -> None:
     """A process that has used CUDA cannot be forked, nor one that holds the locks of other threads."""
     preload = local_ranks_command("deepspeed", has_gpus=True)[-1].partition("=")[2]

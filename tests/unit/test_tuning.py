@@ -441,14 +441,8 @@ def test_a_run_keeps_the_frozen_tensors_and_goes_on_with_the_same_bytes(word, ch
     assert f"{file.name} is damaged: its sha256 does not match" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "checkpoint",
-    [
-        pytest.param("step-00000-0000007", marks=pytest.mark.slow),
-        "step-00001-0000000",
-        pytest.param("step-00001-0000001", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["step-00000-0000007", "step-00001-0000000", "step-00001-0000001"])
 def test_a_run_goes_on_around_the_moment_at_which_the_backbone_joins(checkpoint, logs, mobilenets, head_first):
     changes = {**HEAD_FIRST, "weights": str(mobilenets), "resume": str(head_first / "checkpoints" / checkpoint)}
     resumed = train(logs, f"head-first-{checkpoint}", **changes)
