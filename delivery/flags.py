@@ -71,6 +71,11 @@ def export_parser(description: str | None) -> OneLineParser:
     parser.add_choice("--format", [*FORMATS], required=True, help=f"{formats}.")
     parser.add_choice("--precision", [*PRECISIONS], default="fp32", help=f"{precisions} (onnx only).")
     parser.add_argument(
+        "--with-preprocessing",
+        action="store_true",
+        help="onnx, torch-export: take pictures of any size, uint8 [N, H, W, C], and give probabilities and classes.",
+    )
+    parser.add_argument(
         "--output", default="", help="Folder of the files; default: export/ in the run's folder, or beside the weights."
     )
     _add_image_flags(parser, "check")

@@ -24,7 +24,7 @@ from delivery.calibration import NONE_OF_THESE, Calibration, calibration_file, r
 from delivery.flags import predict_parser
 from delivery.image_numbers import ARRAY_EXTENSION, read_numbers
 from delivery.trained_model import find_model
-from delivery.views import Views, checked_views, mean_log_probabilities
+from delivery.views import Views, checked_views, probabilities_of
 from training.base.control_groups import limit_threads, usable_cores
 from training.base.errors import UserError
 from training.checkpoint.weights import load_model
@@ -254,11 +254,9 @@ def _top_classes(
     with _SETTINGS, preserved_torch_settings():
         limit_threads()
         use_exact_fp32()
-        logits = module(images)
-        logarithms = mean_log_probabilities(module, images, logits, predictor.views)
-        if predictor.calibration is not None:
-            logarithms = (logarithms / predictor.calibration.temperature).log_softmax(1)
-        probabilities = logarithms.exp() if thresholds_of(predictor.metadata) is None else logits.float().sigmoid()
+        is_multilabel = thresholds_of(predictor.metadata) is not None
+        asked = (predictor.views, predictor.calibration)
+        probabilities = probabilities_of(module, images, *asked, is_multilabel=is_multilabel)
         best = probabilities.topk(min(predictor.top_k, probabilities.shape[1]), dim=1)
         if predictor.explain:
             maps = activation_maps(module, images, best.indices[:, 0])

@@ -121,6 +121,8 @@ def _is_run(folder: Path) -> bool:
 
 
 def _check_is_safetensors(path: Path) -> None:
+    if path.suffix in (".onnx", ".pt2"):
+        raise UserError(f"'{path}' is an export, for other programs: give the run or the weights that it was made of.")
     try:
         with path.open("rb") as stream:
             start = stream.read(9)

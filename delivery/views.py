@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from delivery.calibration import Calibration
 from training.base.errors import UserError
 from training.observe.multilabel import thresholds_of
 
@@ -70,6 +71,19 @@ def mean_log_probabilities(
         of_view = logits if view is images else network(view)
         weighted.append(of_view.float().log_softmax(1) + math.log(weight))
     return torch.stack(weighted).logsumexp(0)
+
+
+def probabilities_of(
+    network: nn.Module, images: torch.Tensor, views: Views, calibration: Calibration | None, *, is_multilabel: bool
+) -> torch.Tensor:
+    """Return what `predict` says of images, float32 [B, classes]; arguments as of `mean_log_probabilities`."""
+    logits = network(images)
+    if is_multilabel:
+        return logits.float().sigmoid()
+    logarithms = mean_log_probabilities(network, images, logits, views)
+    if calibration is not None:
+        logarithms = (logarithms / calibration.temperature).log_softmax(1)
+    return logarithms.exp()
 
 
 def _views(images: torch.Tensor, views: Views) -> Iterable[tuple[float, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 python scripts/export.py digits --format onnx                      # a run's name; for onnxruntime
 python scripts/export.py digits --format onnx --precision int8     # quantized; prints what that costs and gains
+python scripts/export.py digits --format onnx --with-preprocessing  # takes pictures, gives probabilities
 python scripts/export.py logs/runs/digits --format torch-export    # for PyTorch without zerovision
 python scripts/export.py model.safetensors --format safetensors --precision bf16 --data digits --output ~/models
 
@@ -24,7 +25,7 @@ from training.config.command_line import run_script
 
 def export(given: argparse.Namespace) -> int:
     """Export the model that the command line names."""
-    check_choice(given.format, given.precision)  # before the slow imports
+    check_choice(given.format, given.precision, with_preprocessing=given.with_preprocessing)  # before the slow imports
     from delivery.export.export_job import ExportSettings
     from delivery.export.export_model import export_model, show_export
 

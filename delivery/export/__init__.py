@@ -20,12 +20,14 @@ class ExportFormat:
         extension: of the file's name.
         precisions: names of `PRECISIONS` that it can store.
         summary: one phrase for `--help`.
+        has_graph: whether it holds what is computed, and so can hold the preprocessing.
     """
 
     module: str
     extension: str
     precisions: tuple[str, ...]
     summary: str
+    has_graph: bool = True
 
 
 FORMATS: dict[str, ExportFormat] = {
@@ -34,6 +36,7 @@ FORMATS: dict[str, ExportFormat] = {
         ".safetensors",
         ("fp32", "bf16"),
         "tensors and metadata, for Python with zerovision or timm",
+        has_graph=False,
     ),
     "torch-export": ExportFormat(
         "delivery.export.torch_export_format", ".pt2", ("fp32", "bf16"), "graph and tensors, for PyTorch alone"
@@ -54,11 +57,11 @@ class ExportRefused(Exception):
     """The exported file does not compute what the model computes; the message is one line."""
 
 
-def check_choice(format_name: str, precision: str) -> ExportFormat:
+def check_choice(format_name: str, precision: str, *, with_preprocessing: bool = False) -> ExportFormat:
     """Return the format of a name.
 
     Raises:
-        UserError: for a precision that the format cannot store.
+        UserError: for a precision that the format cannot store, or preprocessing that one of both cannot contain.
     """
     chosen = FORMATS[format_name]
     if precision not in chosen.precisions:
@@ -66,5 +69,11 @@ def check_choice(format_name: str, precision: str) -> ExportFormat:
         raise UserError(
             f"--format {format_name} holds {' and '.join(chosen.precisions)}, not {precision}: "
             f"give --format {able} for {precision}."
+        )
+    if with_preprocessing and not (chosen.has_graph and precision != "int8"):
+        able = " or ".join(name for name, entry in FORMATS.items() if entry.has_graph)
+        raise UserError(
+            f"--with-preprocessing is for --format {able} in fp32 or bf16, not for {format_name} in {precision}: "
+            "give these, or leave it out."
         )
     return chosen

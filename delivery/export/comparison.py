@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import timeit
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
 
 from delivery.export import ExportRefused
-from delivery.export.export_job import CheckImages, Forward, run_in_batches
+from delivery.export.export_job import CheckImages, ExportJob, Forward, run_in_batches
+from delivery.export.pictures import FromPictures
+from delivery.views import probabilities_of
 
 SMALL_BATCHES = (1, 2)
 ROUNDING = 1e-9  # points: 1.0 - 0.99 is a little more than 0.01
@@ -32,7 +36,12 @@ TOLERANCES: dict[str, tuple[float | None, float | None, float]] = {
     "fp32": (1e-4, 1e-4, 1e-4),
     "bf16": (2**-2, 2**-4, 1e-4),
     "int8": (None, None, 2**-4),
+    "fp32 of pictures": (2**-6, 2**-6, 1e-4),  # without AVX2 PyTorch rounds a resized pixel otherwise, by a level
+    "bf16 of pictures": (2**-2, 2**-4, 1e-4),
 }
+SMALLEST_PROBABILITY = 1e-12  # whose logarithm is compared
+MOST_LEVELS = 1.01  # of 255, by which a prepared pixel may be off
+PIXELS_AT_A_TIME = 2**23
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,45 @@ def compare(forward: Forward, check: CheckImages, batch_size: int) -> Agreement:
     )
 
 
+def compare_pictures(forward: Forward, job: ExportJob) -> Agreement:
+    """Run a file with its preprocessing on the pictures, and compare it with what `predict` says of them.
+
+    The logits are the logarithms of the probabilities.
+
+    Raises:
+        ExportRefused: if a pixel that the network sees is another than in `predict`, by more than rounding.
+    """
+    module, check = job.module, job.check
+    assert isinstance(module, FromPictures)
+    assert check.picture is not None
+    levels, picture = 255 * module.std[:, None, None], check.picture
+
+    def answer(numbers: torch.Tensor) -> torch.Tensor:
+        pictures, rows = [picture(number) for number in numbers[:, 0].tolist()], defaultdict(list)
+        for place, shape in enumerate(one.shape for one in pictures):
+            rows[shape].append(place)
+        answers = torch.empty(len(pictures), check.logits.shape[1])
+        for shape, places in rows.items():  # pictures of one size are one batch
+            for part in torch.tensor(places).split(max(1, PIXELS_AT_A_TIME // shape.numel())):
+                batch = torch.stack([pictures[place] for place in part])
+                off = float(((module.prepared(batch) - check.images[numbers[part, 0]]) * levels).abs().max())
+                if not off <= MOST_LEVELS:
+                    raise ExportRefused(
+                        f"refused: a pixel that the network sees is off by {off:.3g} of 255 levels, allowed is 1. "
+                        "Nothing was written."
+                    )
+                answers[part] = forward(batch)
+        return _logarithms(answers)
+
+    def expect(images: torch.Tensor) -> torch.Tensor:
+        asked = (module.views, module.calibration)
+        return probabilities_of(module.network, images, *asked, is_multilabel=module.is_multilabel)
+
+    expected = _logarithms(run_in_batches(expect, check.images, job.settings.batch_size))
+    numbered = dataclasses.replace(check, images=torch.arange(len(check))[:, None], logits=expected)
+    return compare(answer, numbered, job.settings.batch_size)
+
+
 def check_agreement(agreement: Agreement, precision: str, max_accuracy_loss: float) -> None:
     """Refuse a file that differs by more than its precision explains, or loses more than allowed.
 
@@ -120,6 +168,10 @@ def milliseconds_per_image(forward: Forward, images: torch.Tensor, batch_size: i
     batch = images.repeat(-(-batch_size // len(images)), 1, 1, 1)[:batch_size]
     seconds = timeit.repeat(lambda: forward(batch), number=1, repeat=TIMED_RUNS)
     return 1e3 * statistics.median(seconds) / batch_size
+
+
+def _logarithms(probabilities: torch.Tensor) -> torch.Tensor:
+    return probabilities.clamp(min=SMALLEST_PROBABILITY).log()
 
 
 def _largest(values: torch.Tensor) -> float:

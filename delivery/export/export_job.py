@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from delivery.evaluation_data import EvaluationData
+from delivery.export.output_folder import describe_use
+from delivery.export.pictures import EXAMPLE, FromPictures
 from training.base.errors import UserError
 from training.data.datasets import ImageDataset
 from training.data.reading.images import ImageError
@@ -39,6 +41,7 @@ class ExportSettings:
         batch_size: images of one forward pass.
         max_accuracy_loss: points of top-1, 0 to 100, that the file may lose.
         threads: of onnxruntime.
+        with_preprocessing: whether the file takes pictures and gives probabilities.
     """
 
     model: str
@@ -56,6 +59,7 @@ class ExportSettings:
     batch_size: int = 64
     max_accuracy_loss: float = 1.0
     threads: int = 1
+    with_preprocessing: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class CheckImages:
         logits: float32 [N, classes], of the PyTorch module in fp32.
         name: of the data, such as "digits, val".
         label_sets: as of `delivery.evaluation_data.EvaluationData`.
+        picture: of a number, as decoded, uint8 [H, W, C]; None if they are not pictures.
     """
 
     images: torch.Tensor
@@ -75,6 +80,7 @@ class CheckImages:
     logits: torch.Tensor
     name: str
     label_sets: torch.Tensor | None = None
+    picture: Callable[[int], torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -92,7 +98,8 @@ class ExportJob:
 
     Attributes:
         settings: what the user asks for.
-        module: the network, float32 on the CPU in evaluation mode; writers leave it as it is.
+        module: the network, or what contains it with its preprocessing, float32 on the CPU in evaluation mode; writers
+            leave it as it is.
         metadata: what `training.checkpoint.weights.load_model` returned with it.
         origin: where it came from, as values of JSON.
         check: images that the file is compared on.
@@ -100,7 +107,7 @@ class ExportJob:
     """
 
     settings: ExportSettings
-    module: nn.Module
+    module: nn.Module | FromPictures
     metadata: dict[str, Any]
     origin: dict[str, Any]
     check: CheckImages
@@ -109,7 +116,20 @@ class ExportJob:
     def example(self) -> torch.Tensor:
         """Return images [2, C, S, S] to trace the network with: a batch of 1 would be taken for a constant."""
         size, mean = (self.metadata["preprocessing"][key] for key in ("image_size", "mean"))
+        if isinstance(self.module, FromPictures):
+            return torch.zeros(*EXAMPLE, len(mean), dtype=torch.uint8)
         return torch.zeros(2, len(mean), size, size)
+
+    @property
+    def free_sides(self) -> tuple[dict[int, Any]]:
+        """Which dimensions of the input are free, for torch.export."""
+        names = ("batch", "height", "width") if isinstance(self.module, FromPictures) else ("batch",)
+        return ({axis: torch.export.Dim(name) for axis, name in enumerate(names)},)
+
+    def use(self) -> dict[str, Any]:
+        """Return how the file is used, see `describe_use`."""
+        use = describe_use(self.metadata)
+        return self.module.describe(use) if isinstance(self.module, FromPictures) else use
 
 
 def run_in_batches(forward: Forward, images: torch.Tensor, batch_size: int) -> torch.Tensor:
@@ -129,7 +149,11 @@ def load_check_images(data: EvaluationData, module: nn.Module, settings: ExportS
     images, indices = _read(dataset, settings.check_images or max(MAX_BYTES // bytes_per_image, 1))
     labels = data.label_map[dataset.source.labels[indices]]
     logits = run_in_batches(module, images, settings.batch_size)
-    return CheckImages(images, labels, logits, f"{data.data}, {data.split}", data.label_sets)
+
+    def picture(number: int) -> torch.Tensor:
+        return dataset.source.read(indices[number]).permute(1, 2, 0).contiguous()
+
+    return CheckImages(images, labels, logits, f"{data.data}, {data.split}", data.label_sets, picture)
 
 
 def load_calibration_images(data: EvaluationData, count: int) -> torch.Tensor:

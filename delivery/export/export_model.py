@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.metadata
 import os
@@ -15,9 +16,10 @@ from rich.table import Table
 from delivery.calibration import digest_of, read_calibration
 from delivery.evaluation_data import EvaluationChoice, load_evaluation_data, run_data
 from delivery.export import check_choice
-from delivery.export.comparison import Agreement, check_agreement, compare, milliseconds_per_image
+from delivery.export.comparison import Agreement, check_agreement, compare, compare_pictures, milliseconds_per_image
 from delivery.export.export_job import ExportJob, ExportSettings, load_calibration_images, load_check_images
-from delivery.export.output_folder import check_output, files_about, unfinished_files
+from delivery.export.output_folder import PREPROCESSING, check_output, files_about, unfinished_files
+from delivery.export.pictures import FromPictures
 from delivery.trained_model import TrainedModel, find_model, slug
 from training.base.atomic_write import write_json
 from training.base.control_groups import limit_threads
@@ -56,7 +58,7 @@ def export_model(settings: ExportSettings) -> Exported:
         UserError: for a mistake in the settings, and for errors of the disk.
         ExportRefused: if the file does not compute what the model computes.
     """
-    chosen = check_choice(settings.format, settings.precision)
+    chosen = check_choice(settings.format, settings.precision, with_preprocessing=settings.with_preprocessing)
     limit_threads()
     model = find_model(settings.model)
     job = _prepare(settings, model)
@@ -65,6 +67,10 @@ def export_model(settings: ExportSettings) -> Exported:
     default = model.run / EXPORT if model.run else model.weights.parent
     output = Path(os.path.expanduser(settings.output)) if settings.output else default
     about, calibration = files_about(job.metadata), read_calibration(model.weights)
+    if settings.with_preprocessing:
+        job = dataclasses.replace(job, module=FromPictures(job.module, job.metadata, calibration).eval())
+        about.pop(PREPROCESSING)  # which the file contains, and the calibration
+        calibration = None
     check_output(output, about)
     writer = importlib.import_module(chosen.module)
     with unfinished_files(output) as (folder, publish):
@@ -73,8 +79,11 @@ def export_model(settings: ExportSettings) -> Exported:
         for fact, content in about.items():
             (folder / fact).write_bytes(content)
         forward = writer.open_exported(file, settings.threads)
-        agreement = compare(forward, job.check, settings.batch_size)
-        check_agreement(agreement, settings.precision, settings.max_accuracy_loss)
+        if settings.with_preprocessing:
+            agreement, bound = compare_pictures(forward, job), f"{settings.precision} of pictures"
+        else:
+            agreement, bound = compare(forward, job.check, settings.batch_size), settings.precision
+        check_agreement(agreement, bound, settings.max_accuracy_loss)
         sizes, latencies = {}, {}
         if fp32 is not None:
             opened = {"fp32": writer.open_exported(fp32, settings.threads), settings.precision: forward}
@@ -84,7 +93,8 @@ def export_model(settings: ExportSettings) -> Exported:
                 for name, run in opened.items()
                 for size in LATENCY_BATCHES
             }
-        name = f"{slug(job.metadata['description']['model_type'])}-{settings.precision}{chosen.extension}"
+        kind = "-with-preprocessing" if settings.with_preprocessing else ""
+        name = f"{slug(job.metadata['description']['model_type'])}-{settings.precision}{kind}{chosen.extension}"
         if calibration is not None:
             write_json(folder / CALIBRATION, calibration.facts)
             about |= {CALIBRATION: b""}
@@ -133,7 +143,10 @@ def _prepare(settings: ExportSettings, model: TrainedModel) -> ExportJob:
         settings.path_column,
         settings.label_column,
     )
-    data = load_evaluation_data(metadata, model.config(), choice, run_data(model))
+    config = model.config()
+    if config is not None and settings.with_preprocessing:  # which is given pictures at full size
+        config = dataclasses.replace(config, decode="exact")
+    data = load_evaluation_data(metadata, config, choice, run_data(model))
     check = load_check_images(data, module, settings)
     calibration = load_calibration_images(data, settings.calibration_images) if settings.precision == "int8" else None
     origin = _describe_origin(model, metadata, settings.precision)

@@ -13,7 +13,6 @@ from onnxscript import optimizer
 
 from delivery.export.export_job import ExportJob, Forward, tracing
 from delivery.export.int8 import quantize
-from delivery.export.output_folder import INPUT_NAME, OUTPUT_NAME, describe_use
 from training.base.errors import UserError
 from training.base.units import format_bytes
 
@@ -44,7 +43,10 @@ def write(job: ExportJob, path: Path) -> Path | None:
 
 
 def open_exported(path: Path, threads: int) -> Forward:
-    """Open the file in onnxruntime on the CPU, where so many threads share the work of one operator."""
+    """Open the file in onnxruntime on the CPU, where so many threads share the work of one operator.
+
+    Of several outputs the first is returned.
+    """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -52,7 +54,7 @@ def open_exported(path: Path, threads: int) -> Forward:
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
     def forward(images: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(session.run([OUTPUT_NAME], {INPUT_NAME: images.numpy()})[0])
+        return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: images.numpy()})[0])
 
     return forward
 
@@ -69,14 +71,15 @@ def export_graph(job: ExportJob) -> ModelProto:
             f"the weights are {format_bytes(weight_bytes)} and an ONNX file holds {format_bytes(MAX_BYTES)}: "
             "give --format safetensors or torch-export."
         )
+    use = job.use()
     with tracing():
         program = torch.onnx.export(
             job.module,
             (job.example(),),
             dynamo=True,
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
-            input_names=[INPUT_NAME],
-            output_names=[OUTPUT_NAME],
+            dynamic_shapes=job.free_sides,
+            input_names=[use["input"]["name"]],
+            output_names=[use[output]["name"] for output in ("output", "class") if output in use],
             verbose=False,
         )
     assert program is not None  # without a file's name the exporter returns it
@@ -88,7 +91,7 @@ def export_graph(job: ExportJob) -> ModelProto:
 
 def _describe(model: ModelProto, job: ExportJob) -> None:
     """Write class names, preprocessing and origin into the file's metadata, as JSON texts."""
-    use = describe_use(job.metadata)
+    use = job.use()
     class_names = use.pop("class_names")
     facts = {"class_names": class_names, "preprocessing": use, "origin": job.origin}
     helper.set_model_props(model, {key: json.dumps(value) for key, value in facts.items()})

@@ -6,12 +6,12 @@ import copy
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from delivery.export.export_job import ExportJob, Forward, tracing
-from delivery.export.output_folder import describe_use
 from delivery.export.safetensors_format import is_large
 
 FACTS = "zerovision.json"  # beside the graph, inside the file
@@ -28,8 +28,8 @@ class StoredInBf16(nn.Module):
             if is_large(parameter):
                 parameter.data = parameter.data.bfloat16()
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Map images `[B, C, S, S]` to logits `[B, classes]`, both float32."""
+    def forward(self, images: torch.Tensor) -> Any:
+        """Map images `[B, C, S, S]` to logits `[B, classes]`, both float32; or as of `FromPictures`."""
         widened = {name: parameter.float() for name, parameter in self.inner.named_parameters()}
         return torch.func.functional_call(self.inner, widened, (images,))
 
@@ -43,17 +43,22 @@ def write(job: ExportJob, path: Path) -> None:
     Raises:
         UserError: if PyTorch cannot trace it.
     """
-    batch = torch.export.Dim("batch")
     with tracing():
         program = torch.export.export(
-            STORED_AS[job.settings.precision](job.module), (job.example(),), dynamic_shapes=({0: batch},)
+            STORED_AS[job.settings.precision](job.module), (job.example(),), dynamic_shapes=job.free_sides
         )
-    facts = {**describe_use(job.metadata), "origin": job.origin}
+    facts = {**job.use(), "origin": job.origin}
     stream = io.BytesIO()  # on a full disk a file object raises OSError, torch's own writer anything
     torch.export.save(program, stream, extra_files={FACTS: json.dumps(facts)})
     path.write_bytes(stream.getbuffer())
 
 
 def open_exported(path: Path, threads: int) -> Forward:
-    """Load the file as any user of it would."""
-    return torch.export.load(path).module()
+    """Load the file as any user of it would; of several outputs the first is returned."""
+    program = torch.export.load(path).module()
+
+    def forward(images: torch.Tensor) -> torch.Tensor:
+        outputs = program(images)
+        return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+
+    return forward

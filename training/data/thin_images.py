@@ -5,7 +5,6 @@ An image of 3 x 9000 pixels whose shorter side becomes 256 has 768,000 on the lo
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
@@ -14,11 +13,11 @@ THINNEST_SIDES = 20  # longer side, as a multiple of the shorter one, up to whic
 _WEIGHT_BITS = 14  # of PyTorch's fixed-point weights for bytes, if the largest weight is from 1 to 2
 
 # By filter: how far it reaches in pixels, and its weight at a distance; PyTorch's with antialiasing, as Pillow's.
-_FILTERS = {
-    InterpolationMode.BILINEAR: (1, lambda x: np.maximum(1 - x, 0)),
+FILTERS = {
+    InterpolationMode.BILINEAR: (1, lambda x: (1 - x).clamp(min=0)),
     InterpolationMode.BICUBIC: (
         2,
-        lambda x: np.where(x < 1, (1.5 * x - 2.5) * x * x + 1, np.maximum(2 - x, 0) ** 2 * (x - 1) / -2),
+        lambda x: torch.where(x < 1, (1.5 * x - 2.5) * x * x + 1, (2 - x).clamp(min=0) ** 2 * (x - 1) / -2),
     ),
 }
 
@@ -56,25 +55,42 @@ def resized_centre(image: torch.Tensor, resize_size: int, size: int, mode: Inter
     return functional.center_crop(image, [size, size])
 
 
-def _centre_weights(side: int, resized: int, size: int, mode: InterpolationMode) -> tuple[int, np.ndarray]:
-    """Return the first pixel that the centre of an enlarged side is made of, and float64 [size, pixels] weights.
+def _centre_weights(side: int, resized: int, size: int, mode: InterpolationMode) -> tuple[int, torch.Tensor]:
+    """Return the first pixel that the centre of an enlarged side is made of, and float64 [size, pixels] weights."""
+    centres = side / resized * (round((resized - size) / 2) + torch.arange(size, dtype=torch.float64) + 0.5)
+    reach = FILTERS[mode][0]
+    first, end = max(int(centres[0] - reach + 0.5), 0), min(int(centres[-1] + reach + 0.5), side)
+    return first, resize_weights(torch.arange(first, end, dtype=torch.float64), centres, 1.0, mode)
+
+
+def resize_weights(
+    pixels: torch.Tensor, centres: torch.Tensor, step: torch.Tensor | float, mode: InterpolationMode
+) -> torch.Tensor:
+    """Return the weight of each pixel of a side in each pixel of the resized side.
 
     As in PyTorch's `_compute_indices_min_size_weights_aa` (aten/src/ATen/native/cpu/UpSampleKernel.cpp).
+
+    Args:
+        pixels: Numbers of the pixels that are there, float64 [P].
+        centres: Of the resized pixels, in pixels of the side, float64 [S].
+        step: From one centre to the next; 1 if it is less.
+        mode: Bilinear or bicubic, with antialiasing.
+
+    Returns:
+        float64 [S, P], the sum of each row 1.
     """
-    reach, weight_at = _FILTERS[mode]
-    centres = side / resized * (round((resized - size) / 2) + np.arange(size) + 0.5)
-    lows = np.maximum((centres - reach + 0.5).astype(int), 0)
-    ends = np.minimum((centres + reach + 0.5).astype(int), side)
-    pixels = np.arange(lows[0], ends[-1])
-    is_inside = (pixels >= lows[:, None]) & (pixels < ends[:, None])
-    weights = np.where(is_inside, weight_at(np.abs(pixels - centres[:, None] + 0.5)), 0)
-    return int(lows[0]), weights / weights.sum(axis=1, keepdims=True)
+    reach, weight_at = FILTERS[mode]
+    centres = centres[:, None]
+    lows, ends = ((centres + sign * reach * step + 0.5).trunc() for sign in (-1, 1))
+    is_inside = (pixels >= lows) & (pixels < ends)
+    weights = weight_at(((pixels - centres + 0.5) / step).abs()) * is_inside
+    return weights / weights.sum(1, keepdim=True)
 
 
-def _weighted(weights: np.ndarray, image: torch.Tensor) -> torch.Tensor:
+def _weighted(weights: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
     """Return the rows of `image` [C, h, w], weighted by [S, h]: [C, S, w]; bytes as PyTorch rounds them."""
     exact = image.dtype != torch.uint8
     one = 2**_WEIGHT_BITS
-    factors = torch.from_numpy(weights if exact else np.trunc(weights * one + np.copysign(0.5, weights)))
+    factors = weights if exact else (weights * one + torch.where(weights < 0, -0.5, 0.5)).trunc()
     summed = factors.to(image.device) @ image.double()
     return (summed if exact else ((summed + one / 2) / one).floor().clamp(0, 255)).to(image.dtype)
