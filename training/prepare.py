@@ -63,6 +63,7 @@ class Prepared:
         folder: paths of the run's files.
         lock: on rank 0 the file that locks the run folder as long as it is open.
         found: the checkpoint to resume from, None for a fresh start.
+        islands: that train by themselves, 1 without `--local-steps`.
         notes: lines for the log.
     """
 
@@ -74,6 +75,7 @@ class Prepared:
     folder: RunFolder
     lock: IO[bytes] | None
     found: FoundCheckpoint | None
+    islands: int
     notes: list[str]
 
     def changed(self, **settings: Any) -> Prepared:
@@ -88,7 +90,7 @@ class Prepared:
         """Return on what the memory that a rank needs depends, under an engine or 'auto'."""
         world, device = self.world, self.world.device
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        ranks = world.size // (self.config.islands if self.config.has_islands else 1)  # that share one training state
+        ranks = world.size // self.islands  # that share one training state
         return RunFacts(
             folder=str(self.folder.path),
             config=dataclasses.asdict(self.config) | {"image_channels": self.data.image_channels},
@@ -122,7 +124,9 @@ def prepare(config: TrainConfig, world: World, start: RunStart = FIRST_START) ->
     config, notes = resolved.config, [*note_unused_flags(resolved.config), *resolved.notes]
     if config.threads_per_rank:
         torch.set_num_threads(config.threads_per_rank)
-    return Prepared(config, world, precision, strategy_json, resolved.data, folder, lock, resolved.found, notes)
+    return Prepared(
+        config, world, precision, strategy_json, resolved.data, folder, lock, resolved.found, resolved.islands, notes
+    )
 
 
 def create_folder(config: TrainConfig, start: RunStart, world: World) -> tuple[RunFolder, IO[bytes] | None]:

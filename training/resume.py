@@ -20,8 +20,9 @@ from training.data import data_options, load_data
 from training.data.datasets import DatasetPair
 from training.data.image_list import describe_change, read_image_list
 from training.data.values import SMALLEST_BYTE_STD
+from training.engines.islands import number_of_islands, usable_islands
 from training.other_epochs import before_decay
-from training.world.collectives import agreed, broadcast_object, ranks_per_machine
+from training.world.collectives import agreed, broadcast_object, gather_objects, ranks_per_machine
 from training.world.exchange import whole_number
 from training.world.world import World
 
@@ -36,12 +37,14 @@ class Resolved:
         config: the settings, with those that a run keeps.
         data: the data set, normalized as the run began with.
         found: the checkpoint to resume from, None for a fresh start.
+        islands: that train by themselves, 1 without `--local-steps`.
         notes: lines for the log.
     """
 
     config: TrainConfig
     data: DatasetPair
     found: FoundCheckpoint | None
+    islands: int
     notes: list[str]
 
 
@@ -64,10 +67,10 @@ def resolve(config: TrainConfig, folder: RunFolder, data: DatasetPair, world: Wo
     if found is None:
         agreed(lambda: check_starting_weights(config, FLAG_OF), world)
     divided = agreed(lambda: keep_global_batch(config, found, world), world)
-    divided = keep_islands(divided, found, world)
+    divided, islands, island_notes = keep_islands(divided, found, world)
     kept, thread_notes = keep_threads(divided, found, world)
-    notes = [*notes, *decay_notes, *thread_notes, *note_other_leaves(kept, found)]
-    return Resolved(keep_starting_weights(kept, found), data, found, notes)
+    notes = [*notes, *decay_notes, *island_notes, *thread_notes, *note_other_leaves(kept, found)]
+    return Resolved(keep_starting_weights(kept, found), data, found, islands, notes)
 
 
 def find_checkpoint(
@@ -164,28 +167,48 @@ def normalization_of(data: DatasetPair) -> dict[str, list[float]]:
     return {name: list(data.preprocessing[name]) for name in ("mean", "std")}
 
 
-def keep_islands(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> TrainConfig:
-    """Return the configuration with the number of islands: the checkpoint's, else one per machine; a collective.
+def keep_islands(
+    config: TrainConfig, found: FoundCheckpoint | None, world: World
+) -> tuple[TrainConfig, int, list[str]]:
+    """Decide how many islands there are: as many as the run is meant to have, else one per machine; a collective.
+
+    A run that goes on keeps what it is meant to have, but fewer islands train if the ranks that are left cannot be
+    divided into as many.
+
+    Returns:
+        The configuration with the number that the run is meant to have, how many train now, and notes for the log.
 
     Raises:
-        UserError: on all ranks, if the ranks cannot be divided into them.
+        UserError: on all ranks, if a new run's ranks cannot be divided into them.
     """
     if not config.has_islands:
-        return config
+        return config, 1, []
     flag, size = f"--local-steps {config.local_steps}", world.data.size
-    islands = config.islands or (found.manifest.config.get("islands") if found else 0)
-    islands = islands or size // ranks_per_machine(world, flag)
-    if type(islands) is not int or islands < 2:
+    meant = config.islands or (found.manifest.config.get("islands") if found else 0)
+    meant = meant or size // ranks_per_machine(world, flag)
+    if type(meant) is not int or meant < 2:
         raise AgreedError(
-            f"{flag} needs 2 islands or more, here would be {shown(islands)}: give --islands N and a multiple of N "
+            f"{flag} needs 2 islands or more, here would be {shown(meant)}: give --islands N and a multiple of N "
             f"ranks ({size} here), or leave {flag} out."
         )
-    if size % islands:
+    machines = {*gather_objects(world.local_size, whole_number, world)}
+    islands = usable_islands(meant, size, machines.pop() if len(machines) == 1 else 1)
+    if found is None and islands != meant:
+        cure = f", or give --islands {islands}" if islands > 1 else ""
         raise AgreedError(
-            f"--islands {islands}: {size} rank(s) cannot be divided into {islands} equal groups, start a multiple of "
-            f"{islands} ranks."
+            f"--islands {meant}: {size} rank(s) cannot be divided into {meant} equal groups, each of whole machines or "
+            f"of a part of one: start a multiple of {meant} ranks{cure}."
         )
-    return dataclasses.replace(config, islands=islands)
+    before, notes = number_of_islands(found.manifest.parameters) if found else islands, []
+    if islands != before:
+        how = "the others' weights are dropped"
+        if islands > before:
+            how = "new ones begin with the outer weights and island 0's moments"
+        notes.append(
+            f"{islands} island(s) in place of the checkpoint's {before} ({meant} are meant to be): {how}, the bytes "
+            "will not be those of the run so far"
+        )
+    return dataclasses.replace(config, islands=meant), islands, notes
 
 
 def keep_threads(config: TrainConfig, found: FoundCheckpoint | None, world: World) -> tuple[TrainConfig, list[str]]:

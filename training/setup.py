@@ -160,8 +160,8 @@ def build(prepared: Prepared) -> Run:
     config, world, precision, data = prepared.config, prepared.world, prepared.precision, prepared.data
     folder, found, strategy_json = prepared.folder, prepared.found, prepared.strategy_json
     head_epochs = head_epochs_of(config)
-    islands, views = config.islands if config.has_islands else 1, VIEWS if config.is_contrastive else 1
-    plan = build_plan(config, data.train.source.labels, world.data.size, views, islands)
+    views = VIEWS if config.is_contrastive else 1
+    plan = build_plan(config, data.train.source.labels, world.data.size, views, prepared.islands)
     step = agreed(lambda: _build_step(config, data, world), world)
     keeps = agreed(lambda: check_best_by(config.best_by, data, config.micro_batch, world.data.size), world)
     # Worker processes take seconds to start: they do so while the model and the engine are built.
@@ -197,7 +197,7 @@ def build(prepared: Prepared) -> Run:
         recipe = (built.description, config.micro_batch, precision, config.strategy, engine_name)
         compiled_code = load_compiled_code(recipe)
     setup = dataclasses.replace(setup, must_compile=config.compile == "on", image_shape=data.image_shape)
-    groups = form_islands(world, islands) if config.has_islands else None
+    groups = form_islands(world, prepared.islands) if config.has_islands else None
     engine = build_engine(setup, engine_name, groups)
     averages: WeightAverages | OuterSteps
     if groups is None:

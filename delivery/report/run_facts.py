@@ -6,6 +6,7 @@ import json
 import shlex
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,6 +158,8 @@ def key_figures(run: RunFiles) -> list[Fact]:
         figures.append(Fact(name, f"{predicted / measured:.2f}", both))
     if history.pipeline:
         figures.append(_pipeline(history.pipeline))
+    if history.rounds:
+        figures.append(_islands([*history.rounds.values()]))
     if search := run.batch_search:
         figures.append(
             Fact("batch size found", str(search.get("batch_size", "?")), clip(str(search.get("how", "")), 300))
@@ -173,6 +176,14 @@ def _pipeline(line: Mapping[str, Any]) -> Fact:
     cuts = clip(", ".join(map(str, line.get("cuts", ()))), LONGEST_REASON)
     remark = f"of a step, as the schedule has it; stages begin at the input, {cuts}, and take {', '.join(shares)}"
     return Fact("a pipeline's ranks wait", percent(line["wait_share"], 0), remark)
+
+
+def _islands(rounds: Sequence[Mapping[str, Any]]) -> Fact:
+    """Return how many islands took part in how many rounds, and what rank 0 sent in these."""
+    numbers = Counter(line["islands"] for line in rounds)
+    value = ", ".join(f"{islands} in {plural(count, 'round')}" for islands, count in sorted(numbers.items())[::-1])
+    sent = format_bytes(sum(line["sent_bytes"] for line in rounds))
+    return Fact("islands", clip(value, LONGEST_REASON), f"rank 0 sent {sent} in outer steps")
 
 
 def compare_memory(folder: Path, end: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -74,6 +74,7 @@ class History:
         events: lines of the kinds in `EVENTS` and `resume`, in the order they were written.
         checkpoints: the lines of saved checkpoints.
         pipeline: the latest line about how the model is cut into stages, None if it is not.
+        rounds: by their numbers the lines about outer steps of islands.
         processes: one for each start of the run.
         repeated_steps, repeated_seconds: what was trained again after restarts, as far as it was logged.
         logged_images, logged_seconds: of all logged intervals, repeated ones included.
@@ -95,6 +96,7 @@ class History:
         self.events: list[dict[str, Any]] = []
         self.checkpoints: list[dict[str, Any]] = []
         self.pipeline: dict[str, Any] | None = None
+        self.rounds: dict[int, dict[str, Any]] = {}
         self.processes = [Process()]
         self.repeated_steps = self.logged_images = 0
         self.repeated_seconds = self.logged_seconds = 0.0
@@ -135,6 +137,9 @@ class History:
             case "pipeline":
                 stages = [float(share) for share in line["stage_shares"]]
                 self.pipeline = line | {"stage_shares": stages, "wait_share": float(line["wait_share"])}
+            case "outer_step":
+                counts = {name: int(line.get(name, 0)) for name in ("islands", "sent_bytes")}
+                self.rounds[int(line["round"])] = line | counts
             case "end":
                 numbers = {name: float(line[name]) for name in ("seconds", "evaluation_seconds")}
                 shares = {name: float(share) for name, share in line["time_shares"].items()}

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -269,6 +270,24 @@ def test_a_node_that_comes_back_takes_part_again(hosts: Hosts, shared: Path, uni
     finish(training, uninterrupted)
     then = f"2 nodes, bit-identical ({again - booted:.1f} s after it was back)"
     ROWS.append(("node02 without power, later back", noticed - broken, again - broken, then))
+
+
+def test_islands_go_on_without_one_that_dies_until_it_is_back(hosts: Hosts, shared: Path) -> None:
+    """Of two islands one is left, and at the next restart, after a rank of it was killed, there are two again."""
+    training = Training(hosts, shared, words(shared, "--min-nodes", "1", "--local-steps", "4", epochs=12), 2, 1)
+    training.wait_for_step(BREAK_AT)
+    hosts.fault("node02", "poweroff")
+    noticed = training.wait_for_text(NOTICED)
+    training.wait_for_step(1, after=noticed)
+    hosts.boot("node02")
+    training.wait_for_step(3 * BREAK_AT)
+    kill_ranks(hosts, "node01")
+    assert training.end() == 0, training.text()
+    assert "1 island(s) in place of the checkpoint's 2" in training.text()
+    assert "2 island(s) in place of the checkpoint's 1" in training.text()
+    lines = [line for line in read_metrics(shared) if line["kind"] == "outer_step"]
+    assert [number for number, _ in groupby(line["islands"] for line in lines)] == [2, 1, 2]
+    training.assert_nothing_is_left()
 
 
 def test_a_node_that_is_slow_to_start_is_waited_for(hosts: Hosts, shared: Path, uninterrupted: Path) -> None:

@@ -27,6 +27,7 @@ from tests.training.engine_ranks import (
     make_small_data,
     whole_tensors,
 )
+from tests.training.out_of_memory_ranks import run  # noqa: F401 - with the buckets of engine_ranks, too
 from training.base.progress import Progress
 from training.base.run_logger import Loggers
 from training.checkpoint.state import TrainState
@@ -188,6 +189,28 @@ def average(buffers: list[dict[str, torch.Tensor]]) -> None:
             mean = sum(own[name] for own in buffers) / len(buffers)
             for own in buffers:
                 own[name] = mean.clone()
+
+
+def change_islands(world: World, before: int, after: int) -> dict[str, Any]:
+    """Give the state of some islands to engines of another number of them; return both, and the applied steps."""
+    found: dict[str, Any] = {}
+    for name, islands in (("before", before), ("after", after)):
+        config, groups = island_configuration(world, islands, outer_precision="int8"), form_islands(world, islands)
+        engine = make_engine(world, make_model(True), config, islands=groups)
+        OuterSteps(engine, groups, world, config, 1, Loggers([]))
+        if name == "before":
+            torch.manual_seed(world.rank)
+            for weights, state in engine.optimizer.state.items():
+                for tensor in (weights.detach(), *state.values()):
+                    tensor.uniform_()
+            saved = whole_tensors(engine)
+        else:
+            buffers = engine.buffers.by_name() | {APPLIED_STEPS: torch.tensor([world.rank])}
+            engine.load_state(saved, buffers, 0)
+            found["applied"] = engine.state().applied_steps
+        found[name] = {kind: digests(tensors) for kind, tensors in whole_tensors(engine).items()}
+        engine.close()
+    return found
 
 
 def skip_on_one(world: World) -> dict[str, Any]:

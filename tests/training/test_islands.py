@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from math import ceil
 from pathlib import Path
 
 import pytest
+import torch
 from commands import read_metrics
 
-from tests.training.island_ranks import LEAVES, simulate
+from tests.training.engine_ranks import make_model
+from tests.training.island_ranks import LEAVES, digests, simulate
 
 CASE = ("islands", "precision", "over_collectives")
 TRAIN = "tests.training.island_ranks:train"
 SENT_BYTES = {"fp32": 1024 * (4 + 4), "bf16": 1024 * (2 + 2), "int8": 1024 * (1 + 2) + 4}  # per block, there and back
 STATISTICS = 4 * 32  # of BatchNorm: means and variances of 8 and of 16 channels, each aligned
-RUN = "tests.training.out_of_memory_ranks:run"
+RUN = "tests.training.island_ranks:run"
 
 
 @pytest.mark.parametrize(
@@ -31,8 +34,8 @@ def test_islands_give_the_bytes_of_a_simulation_in_one_process(ranks, cases, run
     for (islands, precision, _), *reports in zip(cases, *found, strict=True):
         expected = simulate(islands, precision)
         assert reports[0]["found"].keys() == expected.keys()
-        for name, digests in reports[0]["found"].items():
-            assert digests == expected[name], (islands, precision, name)
+        for name, found_digests in reports[0]["found"].items():
+            assert found_digests == expected[name], (islands, precision, name)
         assert all(report["are_equal"] for report in reports)
         assert all(report["rounds"] == [[4, 1, 4], [6, 2, 2]] for report in reports)
         # Of 3 blocks of matrices and 1 of vectors a rank has all, or 2 + 1 of its island's, and it adds up a part.
@@ -53,6 +56,22 @@ def test_an_island_skips_a_step_alone_and_all_ranks_count_it(run_on_ranks):
         ]
     assert [report["applied"] for report in reports] == [[3] * (LEAVES // 2), [2] * (LEAVES // 2)]
     assert [report["changed"] for report in reports] == [[True, True], [False, True]]
+
+
+@pytest.mark.parametrize(("before", "after", "applied"), [(2, 4, [0, 1, 2, 3]), (4, 2, [1, 1, 3, 3]), (4, 1, [3] * 4)])
+def test_another_number_of_islands_goes_on_with_the_state_that_there_is(before, after, applied, run_on_ranks):
+    case = {"before": before, "after": after}
+    reports = [report for (report,) in run_on_ranks("tests.training.island_ranks:change_islands", 4, [case])]
+    assert [report["applied"] for report in reports] == applied
+    old, new = reports[0]["before"], reports[0]["after"]
+    names = [name for name in new["weights"] if not name.startswith("island")]
+    assert len(new["weights"]) == after * len(names)
+    for name in names:
+        zero = digests({name: torch.zeros(dict(make_model(True).named_parameters())[name].shape)})[name]
+        for kind, island in product(new, range(after)):
+            own = f"island {island}/{name}" if island and not kind.startswith(("outer_w", "outer_m")) else name
+            first = {"weights": old["outer_weights"][name], "outer_residual": zero}.get(kind, old[kind][name])
+            assert new[kind][own] == (old[kind][own] if island < before else first), (kind, own)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +106,17 @@ def test_more_ranks_per_island_go_on_in_mid_round_and_end_with_the_same_bytes(wh
     assert (resumed / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
     assert epochs(resumed).items() <= epochs(undisturbed).items()
     assert max(epochs(resumed)) == 2
+
+
+def test_what_is_left_goes_on_with_fewer_islands_and_with_all_when_they_are_back(whole, train, tmp_path):
+    checkpoint = f"{whole('int8')}/checkpoints/step-00000-0000003"
+    less = {"resume": checkpoint, "outer_precision": "int8", "save_every_steps": 1}
+    alone = train(1, tmp_path / "alone", **less)
+    again = train(1, tmp_path / "again", **less | {"resume": f"{alone}/checkpoints/step-00001-0000004"})
+    assert (again / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
+    back = train(2, tmp_path / "back", **less | {"resume": f"{alone}/checkpoints/step-00001-0000004"})
+    taking_part = [{line["islands"] for line in read_metrics(run, "outer_step")} for run in (alone, again, back)]
+    assert taking_part == [{1}, {1}, {2}]
 
 
 def test_one_local_step_is_ddp_and_more_are_not(whole, train, tmp_path):

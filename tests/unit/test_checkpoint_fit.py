@@ -23,6 +23,7 @@ from training.config.values import field_types
 from training.resume import (
     check_fit,
     keep_global_batch,
+    keep_islands,
     keep_starting_weights,
     keep_threads,
     note_other_leaves,
@@ -302,6 +303,32 @@ def test_strange_numbers_of_threads_get_one_line(saved):
         keep_threads(CONFIG, found(config={"threads_per_rank": saved}), ALONE)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("before", "meant", "ranks", "per_machine", "islands", "told"),
+    [
+        (4, 4, 4, 4, 4, ""),  # on one machine, as a run began on four
+        (4, 4, 3, 1, 3, "3 island(s) in place of the checkpoint's 4 (4 are meant to be): the others' weights are"),
+        (3, 4, 4, 1, 4, "4 island(s) in place of the checkpoint's 3 (4 are meant to be): new ones begin with"),
+        (8, 8, 56, 8, 7, "7 island(s) in place of the checkpoint's 8"),  # 8 of 7 ranks would lie across machines
+        (2, 2, 1, 1, 1, "1 island(s) in place of the checkpoint's 2"),
+    ],
+)
+def test_as_many_islands_train_as_the_machines_that_are_left_can_be(
+    before, meant, ranks, per_machine, islands, told, monkeypatch
+):
+    monkeypatch.setattr("training.resume.gather_objects", lambda *_: [per_machine] * ranks)
+    checkpoint = found(config={"islands": meant})
+    names = [f"island {number}/head.bias" if number else "head.bias" for number in range(before)]
+    checkpoint.manifest.parameters.update({name: [10] for name in names})
+    config = dataclasses.replace(CONFIG, local_steps=5)
+    kept, now, notes = keep_islands(config, checkpoint, world_of(ranks))
+    assert (kept.islands, now, len(notes)) == (meant, islands, bool(told))
+    assert told in "".join(notes)
+    if islands < meant:  # as a new run, it is refused
+        with pytest.raises(UserError, match=f"--islands {meant}: .* cannot be divided into {meant} equal groups"):
+            keep_islands(dataclasses.replace(config, islands=meant), None, world_of(ranks))
 
 
 def test_another_batch_size_is_noted_since_the_bytes_change():

@@ -265,6 +265,16 @@ def test_without_scores_the_figures_are_of_the_best_epoch(tmp_path):
     assert figures["top-1 accuracy"].remark == "10 images, epoch 2 of 2"
 
 
+def test_the_islands_of_each_round_are_those_of_the_last_time_it_was_taken(tmp_path):
+    """The second round was taken by four, and again by three after a resume."""
+    run = read_run(make_run(tmp_path / "run"))
+    for number, islands in ((1, 4), (2, 4), (2, 3), (3, 3)):
+        line = {"time": 0, "kind": "outer_step", "step": 5 * number, "round": number}
+        run.history.add(line | {"islands": islands, "sent_bytes": 1000})
+    figure = next(figure for figure in key_figures(run) if figure.name == "islands")
+    assert (figure.value, figure.remark) == ("4 in 1 round, 3 in 2 rounds", "rank 0 sent 3 kB in outer steps")
+
+
 def test_the_balance_of_a_pipeline_is_that_of_its_latest_start(tmp_path):
     run = read_run(make_run(tmp_path / "run"))
     starts = [{"time": 0, "kind": "pipeline", "step": 0, "cuts": ["a", "b"], "stage_shares": [0.5, 0.3, 0.2]}]

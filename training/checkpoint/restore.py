@@ -13,6 +13,7 @@ from training.checkpoint.manifest import DamagedCheckpoint, Manifest
 from training.checkpoint.shards import CheckpointReader
 from training.checkpoint.state import TrainState
 from training.checkpoint.store import FoundCheckpoint
+from training.engines.islands import of_first_island
 from training.engines.model_buffers import AVERAGE, buffers_elsewhere
 from training.engines.parameter_shards import EngineState, frozen_parameters
 from training.world.world import World
@@ -53,7 +54,7 @@ def _check_content(
     own: EngineState, manifest: Manifest, reader: CheckpointReader, buffers: dict[str, torch.Tensor]
 ) -> None:
     """Refuse other parameters, buffers or moments than the engine's."""
-    ours, theirs = {name: list(shape) for name, shape in own.shapes.items()}, manifest.parameters
+    ours, theirs = of_first_island(own.shapes), of_first_island(manifest.parameters)
     if ours != theirs:
         other = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
         raise DamagedCheckpoint(f"{len(other)} parameters differ from this model's, first {other[0]}")

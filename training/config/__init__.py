@@ -24,7 +24,7 @@ class TrainConfig(ObserveSettings):
 CHANGEABLE_ON_RESUME = frozenset(
     {
         *("strategy", "precision", "offload", "engine", "replicate_across", "compile", "threads_per_rank"),
-        "tensor_parallel",
+        *("tensor_parallel", "islands"),
         *("deepspeed_config", "pipeline_parallel", "pipeline_schedule", "pipeline_split"),
         *("activation_checkpointing", "deterministic", "features"),
         *("batch_size", "global_batch", "gradient_accumulation_steps", "gradient_cache"),

@@ -3,12 +3,15 @@
 `training.steps.outer_step` brings them together now and then. In between their weights differ, and their moments always
 do. So a checkpoint contains those of each: island 0's by the parameters' names, island i's as 'island i/NAME'. What all
 have in common, such as frozen weights, it contains once.
+
+A run may go on with another number of islands: the last ones are dropped, and new ones begin as `_OfIsland` says.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +20,14 @@ from training.base.errors import AgreedError
 from training.engines.engine import EngineSetup, StepResult
 from training.engines.parameter_shards import WEIGHTS, EngineState, ParameterShard, frozen_parameters
 from training.engines.torch_engine import TorchEngine
-from training.world.collectives import copy_from_main
+from training.world.collectives import copy_from_main, largest_over_ranks
 from training.world.mesh import along
 from training.world.world import World
 
 # Kinds of tensors in the optimizer's state that are the same on all islands.
 OUTER_WEIGHTS, OUTER_MOMENTUM = "outer_weights", "outer_momentum"
 OUTER_RESIDUAL = "outer_residual"  # what an island has still to send of its way, its own
+FURTHER = re.compile(r"island ([0-9]{1,6})/")  # how the name of a further island's parameter begins in a checkpoint
 APPLIED_STEPS = "island/applied_steps"  # kept beside the buffers, which each rank saves: an island may skip a step
 
 
@@ -44,6 +48,16 @@ def form_islands(world: World, number: int) -> Islands:
     """Divide the ranks into so many islands, a divisor of their number; a collective."""
     numbers = torch.arange(world.size).view(number, -1)
     return Islands(own=along(1, numbers, world), peers=along(0, numbers, world))
+
+
+def usable_islands(most: int, ranks: int, ranks_per_machine: int) -> int:
+    """Return into how many islands ranks can be divided, all of whole machines or of equal parts of one; 1 always."""
+
+    def is_usable(islands: int) -> bool:
+        length, rest = divmod(ranks, islands)
+        return not rest and (ranks_per_machine % length == 0 or length % ranks_per_machine == 0)
+
+    return next((islands for islands in range(min(most, ranks), 1, -1) if is_usable(islands)), 1)
 
 
 class IslandEngine(TorchEngine):
@@ -85,15 +99,29 @@ class IslandEngine(TorchEngine):
         """As of every engine."""
         frozen = frozen_parameters(self.module).keys()
         own = {
-            kind: values if kind in (OUTER_WEIGHTS, OUTER_MOMENTUM) else _OfIsland(values, self._peers.rank, frozen)
+            kind: values
+            if kind in (OUTER_WEIGHTS, OUTER_MOMENTUM)
+            else _OfIsland(tensors, kind, self._peers.rank, frozen)
             for kind, values in tensors.items()
         }
-        super().load_state(own, buffers, int(buffers[APPLIED_STEPS][0]))
+        # The same on all ranks of an island, unless these were of several.
+        applied = largest_over_ranks(buffers[APPLIED_STEPS].to(self._world.device), self._world)
+        super().load_state(own, buffers, int(applied.max()))
 
 
 def _prefix(island: int) -> str:
     """Return what precedes the names of an island's parameters in a checkpoint."""
     return f"island {island}/" if island else ""
+
+
+def number_of_islands(names: Iterable[str]) -> int:
+    """Return how many islands a checkpoint has, given the names of its parameters."""
+    return 1 + max((int(found[1]) for found in map(FURTHER.match, names) if found), default=0)
+
+
+def of_first_island(shapes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    """Return the shapes of island 0's parameters, and of those that all islands have in common."""
+    return {name: list(shape) for name, shape in shapes.items() if not FURTHER.match(name)}
 
 
 def _of_island(shard: ParameterShard, island: int) -> ParameterShard:
@@ -107,13 +135,24 @@ def _of_island(shard: ParameterShard, island: int) -> ParameterShard:
 
 
 class _OfIsland(Mapping[str, torch.Tensor]):
-    """An island's tensors of a kind among those of a checkpoint, by the parameters' names."""
+    """An island's tensors of a kind among those of a checkpoint, by the parameters' names.
 
-    def __init__(self, values: Mapping[str, torch.Tensor], island: int, frozen: Collection[str]) -> None:
-        self._values, self._prefix, self._frozen = values, _prefix(island), frozen
+    An island that the checkpoint has not begins with the outer weights, nothing left to send, and island 0's moments:
+    with zeros its first steps would be too long, because the count of steps corrects their bias no more.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Mapping[str, torch.Tensor]], kind: str, island: int, frozen: Collection[str]
+    ) -> None:
+        self._values, self._prefix, self._frozen = tensors[kind], _prefix(island), frozen
+        self._of_new, self._begins_at_zero = tensors[OUTER_WEIGHTS if kind == WEIGHTS else kind], kind == OUTER_RESIDUAL
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._values[name if name in self._frozen else self._prefix + name]
+        try:
+            return self._values[name if name in self._frozen else self._prefix + name]
+        except KeyError:
+            first = self._of_new[name]
+            return torch.zeros_like(first) if self._begins_at_zero else first
 
     def __iter__(self) -> Iterator[str]:
         return (name.removeprefix(self._prefix) for name in self._values)
