@@ -46,8 +46,8 @@ def picture_of(image: torch.Tensor, importance: torch.Tensor, preprocessing: dic
     """Return an image as the network saw it, darker where it spoke less.
 
     Args:
-        image: float32 [C, S, S], normalized.
-        importance: float32 [S, S] in 0..1.
+        image: float32 [C, H, W], normalized.
+        importance: float32 [H, W] in 0..1.
         preprocessing: as `training.data.augment.evaluation_transform` takes it; of bytes.
     """
     mean, std = (torch.tensor(preprocessing[key], device=image.device)[:, None, None] for key in ("mean", "std"))
@@ -111,6 +111,7 @@ def _as_map(network: nn.Module, features: torch.Tensor) -> torch.Tensor:
         return features.permute(0, 3, 1, 2) if getattr(network, "output_fmt", "NCHW") == "NHWC" else features
     patches = features[:, getattr(network, "num_prefix_tokens", 0) :].transpose(1, 2)
     side = math.isqrt(patches.shape[2])
-    if side * side != patches.shape[2]:
-        raise UserError("the patches of this network are in no square grid: it cannot be explained.")
-    return patches.unflatten(2, (side, side))
+    grid = getattr(getattr(network, "patch_embed", None), "grid_size", None) or (side, side)
+    if math.prod(grid) != patches.shape[2]:
+        raise UserError("the patches of this network are in no known grid: it cannot be explained.")
+    return patches.unflatten(2, grid)

@@ -19,7 +19,7 @@ from delivery.export.output_folder import VALUES
 from delivery.intervals import interval_of
 from delivery.report.run_files import count_global_batch, read_run
 from delivery.trained_model import read_run_config
-from models.timm_models import has_fixed_size
+from models.timm_models import timm_size
 from training.base.atomic_write import replacing
 from training.base.points import SCORE_NAMES
 from training.base.run_folder import CARD, WEIGHTS
@@ -104,7 +104,7 @@ def write_model_card(run: Path) -> Path | None:
         preprocessing=json.dumps(metadata["preprocessing"]),
         image="photo.jpg" if values == BYTES and channels in CHANNEL_MODES else "image.npy",
         values="" if values == BYTES else VALUES[values][1],
-        fixed_size=has_fixed_size(metadata["description"]["timm_name"]),
+        fixed_size=timm_size(metadata["description"]["timm_name"], metadata["description"]["image_size"]),
         weights=WEIGHTS,
         epoch=metadata["extra"].get("epoch"),
         last_epoch=epochs[-1] if epochs else {},

@@ -25,6 +25,7 @@ from delivery.flags import predict_parser
 from delivery.image_numbers import ARRAY_EXTENSION, read_numbers
 from delivery.trained_model import find_model
 from delivery.views import Views, checked_views, probabilities_of
+from models.sides import sides
 from training.base.control_groups import limit_threads, usable_cores
 from training.base.errors import UserError
 from training.checkpoint.weights import load_model
@@ -207,7 +208,7 @@ def predictions_of(predictor: Predictor, entries: Iterator[Entry]) -> Iterator[P
     channels = len(preprocessing["mean"])
     transform = evaluation_transform(preprocessing)
     # Made when it is needed: there is none for all numbers of channels.
-    decoder = cache(lambda: make_decoder(predictor.decode, preprocessing["image_size"], channels))
+    decoder = cache(lambda: make_decoder(predictor.decode, max(sides(preprocessing["image_size"])), channels))
 
     def pixels(path: str, content: bytes | None) -> torch.Tensor:
         if values_of(preprocessing) != BYTES or (content is None and path.lower().endswith(ARRAY_EXTENSION)):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from delivery.calibration import Calibration
+from models.sides import sides
 from training.base.errors import UserError
 from training.observe.multilabel import thresholds_of
 
@@ -48,10 +49,11 @@ def checked_views(flip: bool, shift_pixels: int, metadata: dict[str, Any]) -> Vi
         UserError: if an image cannot be shifted that far.
     """
     size = metadata["preprocessing"]["image_size"]
+    farthest = min(sides(size)) - 1
     if (flip or shift_pixels) and thresholds_of(metadata) is not None:
         raise UserError("--flip and --shift-pixels are for one label: the thresholds are of plain images.")
-    if not 0 <= shift_pixels < size:
-        raise UserError(f"--shift-pixels {shift_pixels}: images of {size} pixels can be shifted by 0 to {size - 1}.")
+    if not 0 <= shift_pixels <= farthest:
+        raise UserError(f"--shift-pixels {shift_pixels}: images of {size} pixels can be shifted by 0 to {farthest}.")
     return Views(flip, shift_pixels)
 
 
@@ -62,7 +64,7 @@ def mean_log_probabilities(
 
     Args:
         network: float32 [B, C, S, S] to logits [B, classes], in evaluation mode.
-        images: float32 [B, C, S, S], S above `views.shift_pixels`.
+        images: float32 [B, C, H, W], both above `views.shift_pixels`.
         logits: what the network made of the images.
         views: the views.
     """
@@ -88,10 +90,10 @@ def probabilities_of(
 
 def _views(images: torch.Tensor, views: Views) -> Iterable[tuple[float, torch.Tensor]]:
     """Return the weight and the images of each view; the first are the images themselves."""
-    weighted, far, size = [(1.0, images)], views.shift_pixels, images.shape[-1]
+    weighted, far, (height, width) = [(1.0, images)], views.shift_pixels, images.shape[2:]
     if far:
         padded = nn.functional.pad(images, (far,) * 4, mode="reflect")
-        corners = (padded[..., start : start + size, start : start + size] for start in (0, 2 * far))
+        corners = (padded[..., start : start + height, start : start + width] for start in (0, 2 * far))
         weighted = [(1 / 2, images), *((1 / 4, corner) for corner in corners)]
     if views.flip:
         return ((weight / 2, both) for weight, view in weighted for both in (view, view.flip(3)))

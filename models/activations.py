@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from models.sides import ImageSize, sides
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # While it computes the gradient of a spatial convolution's weights, oneDNN has it twice more, in blocks of channels and
 # in the usual order, and the weights once more if they are not in the images' order of dimensions. Its blocks have
@@ -70,7 +72,7 @@ class Activations(NamedTuple):
 def activations(
     network: nn.Module,
     batch_size: int,
-    image_size: int,
+    image_size: ImageSize,
     precision: str = "fp32",
     device: str = "cpu",
     image_channels: int = 3,
@@ -81,10 +83,10 @@ def activations(
     """Count by a forward and a backward on tensors without data, in which gradients are added to existing ones.
 
     Args:
-        network: of `without_data`, float32 images [B, C, S, S] -> logits; activation checkpointing may be enabled. It
+        network: of `without_data`, float32 images [B, C, H, W] -> logits; activation checkpointing may be enabled. It
             is not to be used afterwards.
         batch_size: images per micro-batch, B.
-        image_size: S, in pixels.
+        image_size: H and W, in pixels.
         precision: 'fp32', or 'bf16' or 'fp16' by autocast, whose copies of the weights count too.
         device: 'cpu' or 'cuda', whose autocast normalizes in fp32.
         image_channels: C.
@@ -98,7 +100,7 @@ def activations(
             _fill_with_fakes(network)
         if lower and device == "cuda":
             _normalize_in_float32(network)
-        shape = (batch_size, image_channels, image_size, image_size)
+        shape = (batch_size, image_channels, *sides(image_size))
         images = torch.empty(shape, device="cpu" if lower else "meta")
         gradients = []
         live = LiveBytes(copies)

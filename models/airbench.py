@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from models.sides import ImageSize
+
 STEM_SIZE = 2  # pixels
 STEM_FILTERS = 24  # twice the values of a patch of 3 channels: what --whitened-stem fills in pairs
 LOGIT_SCALE = 1 / 9
@@ -55,7 +57,7 @@ def _convolution(in_channels: int, width: int) -> nn.Conv2d:
 
 
 def create(
-    num_classes: int, image_size: int, image_channels: int, timm_name: str | None, pretrained: bool, *, width: int
+    num_classes: int, image_size: ImageSize, image_channels: int, timm_name: str | None, pretrained: bool, *, width: int
 ) -> nn.Module:
     """Build the network; it has no pretrained weights. `width` is that of the first block, the others have 4 times."""
     return Airbench(num_classes, image_channels, (width, 4 * width, 4 * width))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from models.sides import ImageSize
+
 
 def conv_block(
     in_channels: int, out_channels: int, *, stride: int = 1, pool: tuple[int, int] = (2, 2)
@@ -48,7 +50,13 @@ class BasicCNN(nn.Module):
 
 
 def create(
-    num_classes: int, image_size: int, image_channels: int, timm_name: str | None, pretrained: bool, *, dropout: float
+    num_classes: int,
+    image_size: ImageSize,
+    image_channels: int,
+    timm_name: str | None,
+    pretrained: bool,
+    *,
+    dropout: float,
 ) -> nn.Module:
     """Build the network; it takes any image size and has no pretrained weights."""
     return BasicCNN(num_classes, image_channels, dropout)

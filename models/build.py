@@ -19,6 +19,7 @@ from models.ensemble import Ensemble
 from models.errors import UserError, one_line
 from models.image_size import as_names, create_for_image_size, set_strides
 from models.projection import put_projection
+from models.sides import ImageSize
 from models.weights_file import StateDict, load_weights_file
 
 MOST_BUFFER_BYTES, BUFFERS_PER_WEIGHT = 2**30, 16  # a network's tables of indices are less than the larger of the two
@@ -44,7 +45,7 @@ def build_model(
     model_type: str,
     *,
     num_classes: int,
-    image_size: int,
+    image_size: ImageSize,
     image_channels: int = 3,
     pretrained: bool | None = False,
     weights: str | None = None,
@@ -60,7 +61,7 @@ def build_model(
     Args:
         model_type: a name of `MODELS`, or `timm:<name>`.
         num_classes: width of the head.
-        image_size: height and width of the images, pixels.
+        image_size: of the images, pixels.
         image_channels: of the images.
         pretrained: load the hub's weights (network, or the hub's local cache); None: none, whatever the model.
         weights: path of a safetensors or `weights_only` file to load instead.
@@ -166,7 +167,7 @@ def _one_line_for_a_wrong_description() -> Iterator[None]:
 
 
 def describe_model(
-    model_type: str, num_classes: int, image_size: int, members: Sequence[str], image_channels: int = 3
+    model_type: str, num_classes: int, image_size: ImageSize, members: Sequence[str], image_channels: int = 3
 ) -> dict[str, Any]:
     """Return the description of a network before it is built; raise a UserError for names that do not fit."""
     spec = model_spec(model_type)
@@ -215,7 +216,11 @@ def _assemble(description: dict[str, Any], parts: list[nn.Module]) -> nn.Module:
 
 
 def _create(
-    part: dict[str, Any], image_size: int | None = None, *, pretrained: bool = False, rates: Mapping[str, float] = {}
+    part: dict[str, Any],
+    image_size: ImageSize | None = None,
+    *,
+    pretrained: bool = False,
+    rates: Mapping[str, float] = {},
 ) -> nn.Module:
     """Create a part for the image size of its description, or for another one."""
     spec = model_spec(part["model_type"])

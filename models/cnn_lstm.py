@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from models.basic_cnn import conv_block
+from models.sides import ImageSize
 
 HIDDEN_SIZE = 128
 HAS_BF16 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")  # oneDNN's LSTM
@@ -49,7 +50,13 @@ class CNNLSTM(nn.Module):
 
 
 def create(
-    num_classes: int, image_size: int, image_channels: int, timm_name: str | None, pretrained: bool, *, dropout: float
+    num_classes: int,
+    image_size: ImageSize,
+    image_channels: int,
+    timm_name: str | None,
+    pretrained: bool,
+    *,
+    dropout: float,
 ) -> nn.Module:
     """Build the network; it takes any image size and has no pretrained weights."""
     return CNNLSTM(num_classes, image_channels, dropout)

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from models.ensemble import Ensemble
+from models.sides import ImageSize, sides
 
 
 def without_data(module: nn.Module) -> nn.Module:
@@ -38,10 +39,10 @@ def without_data(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, copied).train()
 
 
-def forward_failure(module: nn.Module, image_size: int, batch_size: int, image_channels: int = 3) -> str | None:
+def forward_failure(module: nn.Module, image_size: ImageSize, batch_size: int, image_channels: int = 3) -> str | None:
     """Return why a forward in training mode fails at this size, or None; the module is put into training mode."""
     module.train()
-    shape = (batch_size, image_channels, image_size, image_size)
+    shape = (batch_size, image_channels, *sides(image_size))
     try:
         with torch.no_grad():  # on the meta device: four times as fast as fake tensors
             output = without_data(module)(torch.empty(shape, device="meta"))
@@ -56,21 +57,21 @@ def forward_failure(module: nn.Module, image_size: int, batch_size: int, image_c
     return None
 
 
-def training_flops(module: nn.Module, image_size: int, image_channels: int = 3) -> int | None:
+def training_flops(module: nn.Module, image_size: ImageSize, image_channels: int = 3) -> int | None:
     """Return the operations of forward and backward for one image, None if the module cannot be run without data.
 
     Multiplications and additions of convolutions and matrix products count, as `torch.utils.flop_counter` knows them;
     normalization, activations, the optimizer and recomputed activations do not.
 
     Args:
-        module: of `without_data`, float32 images [B, C, S, S] -> logits; its BatchNorms are removed.
-        image_size: S, in pixels.
+        module: of `without_data`, float32 images [B, C, H, W] -> logits; its BatchNorms are removed.
+        image_size: H and W, in pixels.
         image_channels: C.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
     _remove_batchnorm(module)
-    images = torch.empty(1, image_channels, image_size, image_size, device="meta")
+    images = torch.empty(1, image_channels, *sides(image_size), device="meta")
     formulas = {torch.ops.aten.convolution_backward: convolution_backward_flops}
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     try:
@@ -81,7 +82,9 @@ def training_flops(module: nn.Module, image_size: int, image_channels: int = 3) 
     return counter.get_total_flops() or None
 
 
-def forward_flops(module: nn.Module, places: Sequence[str], image_size: int, image_channels: int = 3) -> list[int]:
+def forward_flops(
+    module: nn.Module, places: Sequence[str], image_size: ImageSize, image_channels: int = 3
+) -> list[int]:
     """Return the operations of a forward for one image, before, between and after places; else as `training_flops`.
 
     Places are names of modules in the order in which they are entered, once each.
@@ -94,7 +97,7 @@ def forward_flops(module: nn.Module, places: Sequence[str], image_size: int, ima
         entered = module.get_submodule(name)
         entered.register_forward_pre_hook(lambda *_: counts.append(counter.get_total_flops()), prepend=True)
     with torch.no_grad(), counter:
-        module(torch.empty(1, image_channels, image_size, image_size, device="meta"))
+        module(torch.empty(1, image_channels, *sides(image_size), device="meta"))
     return [after - before for before, after in itertools.pairwise([*counts, counter.get_total_flops()])]
 
 

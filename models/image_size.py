@@ -8,8 +8,10 @@ from torch import nn
 
 from models.dry_run import forward_failure
 from models.errors import UserError
+from models.sides import ImageSize, sides, size_of
 
 SMALL_IMAGE_PIXELS = 64
+STEPS_TO_TRY = (8, 14, 16, 32, 64)  # pixels; sides may have to be multiples of one of them
 SIZES_TO_TRY = (9, 12, 16, 20, 24, 28, 32, 48, 64, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512)
 
 StrideChanges = dict[str, list[int]]
@@ -17,9 +19,9 @@ StrideChanges = dict[str, list[int]]
 
 
 def create_for_image_size(
-    create: Callable[[int], nn.Module],
+    create: Callable[[ImageSize], nn.Module],
     name: str,
-    image_size: int,
+    image_size: ImageSize,
     batch_size: int,
     *,
     image_channels: int = 3,
@@ -31,9 +33,9 @@ def create_for_image_size(
     with the lower stride (parallel branches in the stem), the usual stride stays.
 
     Args:
-        create: makes the network for an image size in pixels; it maps `[B, C, H, W]` to `[B, num_classes]`.
+        create: makes the network for an image size; it maps `[B, C, H, W]` to `[B, num_classes]`.
         name: the model as the user typed it.
-        image_size: height and width in pixels.
+        image_size: in pixels.
         batch_size: images per step and rank.
         image_channels: C.
         keep_stem: whether the stride stays for small images, too.
@@ -49,16 +51,19 @@ def create_for_image_size(
     if failure is None:
         return module, changes
 
-    def works(size: int, batch: int) -> bool:
+    def works(size: ImageSize, batch: int) -> bool:
         return _create_and_fit(create, size, batch, image_channels, own_stem_from)[2] is None
 
-    given = f"model '{name}' does not work with {image_size}-pixel images"
+    longer, given = max(sides(image_size)), f"model '{name}' does not work with {image_size}-pixel images"
     if batch_size == 1 and works(image_size, 2):
         raise UserError(f"{given} in batches of 1, BatchNorm needs more: type --batch-size 2 or more")
-    made_for = getattr(module, "default_cfg", {}).get("input_size", (3, image_size))[-1]
+    made_for = getattr(module, "default_cfg", {}).get("input_size", (3, longer))[-1]
     sizes = sorted({*SIZES_TO_TRY, made_for})
     # A larger size first: the user's images have at least as many pixels as were asked for.
-    candidates = [size for size in sizes if size > image_size] + [size for size in reversed(sizes) if size < image_size]
+    candidates: list[ImageSize] = [size for size in sizes if size > longer]
+    candidates += [size for size in reversed(sizes) if size < longer]
+    if isinstance(image_size, str):  # nearly this shape before any square
+        candidates[:0] = [size_of(*(-(-side // step) * step for side in sides(image_size))) for step in STEPS_TO_TRY]
     working = next((size for size in candidates if works(size, max(batch_size, 2))), None)
     if working is None:
         raise UserError(f"model '{name}' works with no image size from {sizes[0]} to {sizes[-1]} pixels ({failure})")
@@ -66,7 +71,11 @@ def create_for_image_size(
 
 
 def _create_and_fit(
-    create: Callable[[int], nn.Module], image_size: int, batch_size: int, image_channels: int, own_stem_from: int
+    create: Callable[[ImageSize], nn.Module],
+    image_size: ImageSize,
+    batch_size: int,
+    image_channels: int,
+    own_stem_from: int,
 ) -> tuple[nn.Module, StrideChanges, str | None]:
     """Return the network, the strides that were changed below the size `own_stem_from`, and why the size does not work.
 
@@ -76,7 +85,7 @@ def _create_and_fit(
         module = create(image_size)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:  # a vision transformer's own refusal
         return nn.Identity(), {}, str(error).partition("\n")[0] or type(error).__name__
-    changes = _stem_strides_to_lower(module) if image_size < own_stem_from else {}
+    changes = _stem_strides_to_lower(module) if min(sides(image_size)) < own_stem_from else {}
     set_strides(module, {name: new for name, (_, new) in changes.items()})
     failure = forward_failure(module, image_size, batch_size, image_channels)
     if failure is not None and changes:

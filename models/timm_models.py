@@ -17,6 +17,7 @@ from torch import nn
 
 from models.errors import UserError, nearest
 from models.image_size import as_names
+from models.sides import ImageSize, sides
 from models.whole_input import WholeInputConv2d
 
 HUB_TIMEOUT_SECONDS = 5.0
@@ -90,7 +91,7 @@ def _modules_with(name: str, **rate: Any) -> list[nn.Module]:
 
 def create(
     num_classes: int,
-    image_size: int,
+    image_size: ImageSize,
     image_channels: int,
     timm_name: str | None,
     pretrained: bool,
@@ -103,7 +104,7 @@ def create(
 
     Args:
         num_classes: width of the head.
-        image_size: height and width of the images, pixels.
+        image_size: of the images, pixels.
         image_channels: of the images; weights for another number are adapted as by timm's `adapt_input_conv`.
         timm_name: timm's name of it.
         pretrained: load the hub's weights.
@@ -142,7 +143,7 @@ def create(
 
 
 def adapt_weights(
-    timm_name: str, image_size: int, image_channels: int, tensors: dict[str, torch.Tensor]
+    timm_name: str, image_size: ImageSize, image_channels: int, tensors: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return a network's tensors for images of a size and channels, from those of others, as timm adapts its own.
 
@@ -179,16 +180,18 @@ def adapt_weights(
         return tensors
 
 
-def has_fixed_size(timm_name: str | None) -> bool:
-    """Return whether timm makes a network for one size of images, its `img_size`."""
+def timm_size(timm_name: str | None, image_size: ImageSize) -> int | tuple[int, int] | None:
+    """Return the `img_size` that a network is made for, None of one that timm makes for all sizes."""
     config = timm.get_pretrained_cfg(timm_name) if timm_name else None
-    return bool(config and config.fixed_input_size)
+    if not (config and config.fixed_input_size):
+        return None
+    return sides(image_size) if isinstance(image_size, str) else image_size
 
 
-def _options(timm_name: str, image_size: int, image_channels: int) -> dict[str, Any]:
+def _options(timm_name: str, image_size: ImageSize, image_channels: int) -> dict[str, Any]:
     options: dict[str, Any] = {"in_chans": image_channels}  # else that of the published weights
-    if has_fixed_size(timm_name):
-        options["img_size"] = image_size
+    if (img_size := timm_size(timm_name, image_size)) is not None:
+        options["img_size"] = img_size
     if timm_name.startswith("vgg"):
         options["conv_layer"] = WholeInputConv2d
     return options

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS, MOST_MEMBERS, model_spec
 from models.errors import UserError, shown
+from models.sides import read_size, sides
 
 # One key for everything: safetensors writes several keys in an order that changes from run to run, and equal runs
 # shall write equal files.
@@ -150,7 +151,7 @@ def _checked_description(value: Any, named: int) -> dict[str, Any]:
     _check_names("stem_stride_changed", strides)
     _check_names("model_type", [found["model_type"]])
     _check_names("timm_name", [] if found["timm_name"] is None else [found["timm_name"]])
-    _check_whole("image_size", found["image_size"], LARGEST_IMAGE_SIZE)
+    _check_size("image_size", found["image_size"], LARGEST_IMAGE_SIZE)
     for pair in strides.values():
         _check(isinstance(pair, list) and len(pair) == 2, "stem_stride_changed", pair, "[old, new]")
         for stride in pair:
@@ -168,9 +169,9 @@ def _checked_preprocessing(value: Any, image_channels: int) -> dict[str, Any]:
     _check(isinstance(value, dict), "preprocessing", value, "an object")
     found = _entries(value, PREPROCESSING_KEYS)
     _check(found["interpolation"] in INTERPOLATIONS, "interpolation", found["interpolation"], ", ".join(INTERPOLATIONS))
-    _check_whole("image_size", found["image_size"], LARGEST_IMAGE_SIZE)
+    _check_size("image_size", found["image_size"], LARGEST_IMAGE_SIZE)
     if found["resize_size"] is not None:
-        _check_whole("resize_size", found["resize_size"], LARGEST_RESIZE)
+        _check_size("resize_size", found["resize_size"], LARGEST_RESIZE)
     for name, low, high in (("mean", -LARGEST_MEAN, LARGEST_MEAN), ("std", SMALLEST_STD, LARGEST_STD)):
         channels = found[name] if isinstance(found[name], list) else []
         # nan is in no range
@@ -200,6 +201,16 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 def _check_whole(name: str, value: Any, largest: int) -> None:
     _check(type(value) is int and 1 <= value <= largest, name, value, f"a whole number from 1 to {largest}")
+
+
+def _check_size(name: str, value: Any, largest: int) -> None:
+    """Check an `ImageSize`."""
+    try:
+        is_right = type(value) is int or (isinstance(value, str) and read_size(value) == value)
+    except ValueError:
+        is_right = False
+    for side in sides(value) if is_right else [value]:
+        _check_whole(name, side, largest)
 
 
 def _check_names(name: str, values: Iterable[Any]) -> None:

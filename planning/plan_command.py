@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from planning.machines import GPUS, SMALLEST_GB, detect_machine, find_machine
 from planning.meshes import recommend
@@ -19,7 +20,11 @@ from training.data import data_options, load_data
 from training.engines.strategies import STRATEGIES
 from training.world.mesh_sizes import data_ranks
 
-IMAGENET = {"classes": 1000, "image_size": 224, "images": 1_281_167}  # planned for if no --data is given
+IMAGENET: dict[str, Any] = {
+    "classes": 1000,
+    "image_size": 224,
+    "images": 1_281_167,
+}  # planned for if no --data is given
 GPUS_PER_NODE, MOST_RANKS = 8, 65536
 
 
@@ -146,7 +151,7 @@ def _with_global_batch(config: TrainConfig, ranks: int, global_batch: int) -> Tr
     return dataclasses.replace(config, gradient_accumulation_steps=global_batch // one, global_batch=0)
 
 
-def _data(config: TrainConfig, *, has_data: bool) -> tuple[dict[str, int], str]:
+def _data(config: TrainConfig, *, has_data: bool) -> tuple[dict[str, Any], str]:
     """Return classes, images, their size and channels (those given, unless they are not 3), and what was assumed."""
     if not has_data:
         size = config.image_size or IMAGENET["image_size"]

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from models.activations import Activations, activations
 from models.dry_run import training_flops, without_data
+from models.sides import ImageSize, sides
 from models.tensor_plan import tensor_plan
 from planning.memory import ModelSizes
 from training.base.errors import UserError
@@ -31,7 +32,7 @@ class Workload:
 
     Attributes:
         network: on the meta device; left as it is.
-        image_size: side of the training images in pixels.
+        image_size: of the training images in pixels.
         image_channels: of these.
         sizes: of the network.
         optimizer_values: that the update rule and averages keep per trained parameter.
@@ -41,7 +42,7 @@ class Workload:
     """
 
     network: nn.Module
-    image_size: int
+    image_size: ImageSize
     image_channels: int
     sizes: ModelSizes
     optimizer_values: float
@@ -82,13 +83,13 @@ class Workload:
         return network
 
 
-def build_network(config: TrainConfig, classes: int, image_size: int) -> nn.Module:
+def build_network(config: TrainConfig, classes: int, image_size: ImageSize) -> nn.Module:
     """Build a run's network in training mode, with random weights on PyTorch's default device.
 
     Args:
         config: with model and channels of the images.
         classes: of the data set.
-        image_size: side of the training images in pixels.
+        image_size: of the training images in pixels.
 
     Raises:
         UserError: if it cannot be built for such images.
@@ -103,13 +104,13 @@ def optimizer_of(network: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     return build_optimizer(network, some_rate, (), discriminative=False)
 
 
-def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
+def workload_of(config: TrainConfig, classes: int, image_size: ImageSize) -> Workload:
     """Count a run's network, or the part of it that a rank of a tensor group has.
 
     Args:
         config: with model, channels of the images, optimizer, averages.
         classes: of the data set.
-        image_size: side of the training images in pixels.
+        image_size: of the training images in pixels.
 
     Raises:
         UserError: if the network cannot be built for such images, or not be run without data.
@@ -137,13 +138,13 @@ def workload_of(config: TrainConfig, classes: int, image_size: int) -> Workload:
     return Workload(network, image_size, channels, sizes, values, flops, whole_bytes, exchanged)
 
 
-def _output_elements(network: nn.Module, names: Iterable[str], image_size: int, channels: int) -> tuple[int, ...]:
+def _output_elements(network: nn.Module, names: Iterable[str], image_size: ImageSize, channels: int) -> tuple[int, ...]:
     """Return the elements of what each module of a network without data returns for one image."""
     found: list[int] = []
     for name in names:
         network.get_submodule(name).register_forward_hook(lambda _module, _inputs, output: found.append(output.numel()))
     with torch.no_grad():
-        network(torch.empty(1, channels, image_size, image_size, device="meta"))
+        network(torch.empty(1, channels, *sides(image_size), device="meta"))
     return tuple(found)
 
 

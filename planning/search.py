@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from models.sides import ImageSize, sides, size_of
 from planning.machines import GPUS, Machine
 from planning.memory import MemoryPlan, plan_memory
 from planning.run_workload import Workload, workload_of
@@ -47,7 +48,7 @@ class PlannedJob:
         machine: one of those that the ranks fill.
         ranks: of the run.
         classes: of the data set.
-        image_size: side of the training images in pixels.
+        image_size: of the training images in pixels.
         images: of an epoch.
         compute_scale: see `planning.step_time.estimate_step`.
     """
@@ -56,7 +57,7 @@ class PlannedJob:
     machine: Machine
     ranks: int
     classes: int
-    image_size: int
+    image_size: ImageSize
     images: int
     compute_scale: float = 1.0
 
@@ -262,6 +263,10 @@ def reason(job: PlannedJob, chosen: Option, rungs: list[Rung]) -> str:
     return f"it needs {need}, so nothing has to be given up for memory"
 
 
+def _halved(size: ImageSize) -> ImageSize:
+    return size_of(*(side // 2 for side in sides(size)))
+
+
 def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
     """Build the error for a job that does not fit: the least that it needs, and the nearest GPU or size that works."""
     need, gpu = smallest.memory.peak, job.machine.gpu
@@ -271,8 +276,8 @@ def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
         if other.memory_bytes >= need and job.precision in other.peaks
     ]
     works = [f"--gpu {enough[0]}"] if enough else []
-    size = job.image_size // 2
-    while size >= SMALLEST_IMAGE:
+    size = _halved(job.image_size)
+    while min(sides(size)) >= SMALLEST_IMAGE:
         config = dataclasses.replace(smallest.config, image_size=size)
         try:
             if evaluate(dataclasses.replace(job, config=config, image_size=size), config).fits:
@@ -280,7 +285,7 @@ def fits_nowhere(job: PlannedJob, smallest: Option) -> UserError:
                 break
         except UserError:  # a network that takes one size alone
             break
-        size //= 2
+        size = _halved(size)
     least = f"{smallest.config.strategy}, {smallest.config.micro_batch} images and all else that saves memory"
     return UserError(
         f"{job.config.model_type} with {job.image_size}-pixel images does not fit on {job.ranks} x {gpu.name}: "

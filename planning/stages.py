@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from models.activations import Activations, Piece
 from models.dry_run import forward_flops
+from models.sides import sides
 from planning.machines import Machine
 from planning.memory import ModelSizes
 from planning.run_workload import Workload, sizes_of
@@ -65,7 +66,7 @@ def pipeline_of(
     ranks, size, recomputes = config.pipeline_parallel, workload.image_size, config.activation_checkpointing
     count = ranks * stages_per_rank(config.pipeline_schedule)
     network = workload.without_data(recomputes=recomputes)
-    traced = trace(network, (config.micro_batch, workload.image_channels, size, size))
+    traced = trace(network, (config.micro_batch, workload.image_channels, *sides(size)))
     check_places(traced, count, f"--pipeline-parallel {ranks}")
     places = places_to_cut(traced)
     found = workload.activations(config.micro_batch, precision, device, recomputes, True, tuple(places))

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from models.sides import ImageSize, sides
 from planning.machines import Machine
 from planning.memory import FLOAT32_BYTES
 from planning.run_workload import Workload, build_network, optimizer_of
@@ -171,7 +172,7 @@ def exposed_s(machine: Machine, plan: ParallelPlan, size_bytes: int, micro_steps
     return max(total_s - hidden_s, total_s / messages)
 
 
-def measured_s(config: TrainConfig, classes: int, image_size: int, precision: str) -> float:
+def measured_s(config: TrainConfig, classes: int, image_size: ImageSize, precision: str) -> float:
     """Train `STEPS` steps of a micro-batch of random images on this machine's first GPU, or its CPU, in one process.
 
     Args:
@@ -188,7 +189,7 @@ def measured_s(config: TrainConfig, classes: int, image_size: int, precision: st
     resolved = dataclasses.replace(config, precision=precision)  # type: ignore[arg-type]  # one of its values
     optimizer = optimizer_of(network, resolved)
     forward = under_autocast(network, precision, device)
-    images = torch.rand(config.micro_batch, config.image_channels or 3, image_size, image_size, device=device)
+    images = torch.rand(config.micro_batch, config.image_channels or 3, *sides(image_size), device=device)
     images = images.contiguous(memory_format=torch.channels_last)
     seconds = []
     for _ in range(WARM_UP_STEPS + STEPS):

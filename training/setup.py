@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from models.build import BuiltModel
+from models.sides import sides
 from models.tensor_plan import tensor_plan
 from training.base.errors import AgreedError, UserError
 from training.base.heartbeat import SLOW_PHASE
@@ -170,7 +172,7 @@ def build(prepared: Prepared) -> Run:
     if found is not None:
         checkpoint, identity = found, _identity(data, built, plan)
         agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch, data), world)
-    pixels = config.epochs * len(data.train) * data.train.preprocessing["image_size"] ** 2
+    pixels = config.epochs * len(data.train) * math.prod(sides(data.train.preprocessing["image_size"]))
     # Not a loss that compares images: its first pass would be another network, with other dropout.
     # Nor a network in stages, which ends in the midst of a forward, or whose layers other ranks compute, too.
     compiles = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch import nn
 from delivery.evaluation_data import EvaluationData
 from delivery.export.output_folder import describe_use
 from delivery.export.pictures import EXAMPLE, FromPictures
+from models.sides import sides
 from training.base.errors import UserError
 from training.data.datasets import ImageDataset
 from training.data.reading.images import ImageError
@@ -114,11 +116,11 @@ class ExportJob:
     calibration: torch.Tensor | None
 
     def example(self) -> torch.Tensor:
-        """Return images [2, C, S, S] to trace the network with: a batch of 1 would be taken for a constant."""
+        """Return images [2, C, H, W] to trace the network with: a batch of 1 would be taken for a constant."""
         size, mean = (self.metadata["preprocessing"][key] for key in ("image_size", "mean"))
         if isinstance(self.module, FromPictures):
             return torch.zeros(*EXAMPLE, len(mean), dtype=torch.uint8)
-        return torch.zeros(2, len(mean), size, size)
+        return torch.zeros(2, len(mean), *sides(size))
 
     @property
     def free_sides(self) -> tuple[dict[int, Any]]:
@@ -145,7 +147,7 @@ def load_check_images(data: EvaluationData, module: nn.Module, settings: ExportS
         UserError: if an image cannot be read, or none is left.
     """
     dataset = data.datasets.val
-    bytes_per_image = 4 * dataset.source.channels * dataset.preprocessing["image_size"] ** 2
+    bytes_per_image = 4 * dataset.source.channels * math.prod(sides(dataset.preprocessing["image_size"]))
     images, indices = _read(dataset, settings.check_images or max(MAX_BYTES // bytes_per_image, 1))
     labels = data.label_map[dataset.source.labels[indices]]
     logits = run_in_batches(module, images, settings.batch_size)

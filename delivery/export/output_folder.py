@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from models.sides import sides
 from training.base.atomic_write import remove_leftovers, sync_to_disk, unfinished
 from training.base.errors import UserError
 from training.checkpoint.class_map import CLASS_MAP, class_map
@@ -79,7 +80,8 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
         metadata: what `training.checkpoint.weights.read_metadata` returned.
     """
     preprocessing = metadata["preprocessing"]
-    size, resize_size = preprocessing["image_size"], preprocessing["resize_size"]
+    height, width = sides(preprocessing["image_size"])
+    resize_size = preprocessing["resize_size"]
     channels = len(preprocessing["mean"])
     thresholds = thresholds_of(metadata)
     function = (
@@ -92,18 +94,26 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
     if values != BYTES:
         names, before = OTHER_CHANNELS[0], [f"take the channels as {values} values"]
     how = f"({preprocessing['interpolation']}, antialiased)"
+    longer, shorter = (
+        f"the longer side to {height} pixels, the shorter one",
+        f"the shorter side to {resize_size} pixels, the longer one",
+    )
+    whole, size = f"{height} x {width} pixels", str(height)
+    if height != width:
+        whole, size = f"{whole} (height x width)", "its size"
+        longer = f"one side to that of {whole}, into which it fits, the other one"
+        shorter = f"one side to that of {resize_size} (height x width), which it covers, the other one"
     if preprocessing.get("fit") == "pad":
         geometry = [
-            f"resize the longer side to {size} pixels, the shorter one in proportion, rounded {how}",
-            f"put it in the middle of {size} x {size} pixels of the colour `mean` (x 255), from (side - {size}) / 2, "
-            "rounded down",
+            f"resize {longer} in proportion, rounded {how}",
+            f"put it in the middle of {whole} of the colour `mean` (x 255), from (side - {size}) / 2, rounded down",
         ]
     elif resize_size is None:
-        geometry = [f"resize to {size} x {size} pixels {how}"]
+        geometry = [f"resize to {whole} {how}"]
     else:
         geometry = [
-            f"resize the shorter side to {resize_size} pixels, the longer one in proportion, rounded down {how}",
-            f"cut out the centre, {size} x {size} pixels, from (side - {size}) / 2, rounded",
+            f"resize {shorter} in proportion, rounded down {how}",
+            f"cut out the centre, {whole}, from (side - {size}) / 2, rounded",
         ]
     return {
         **preprocessing,
@@ -111,7 +121,7 @@ def describe_use(metadata: dict[str, Any]) -> dict[str, Any]:
         "input": {
             "name": INPUT_NAME,
             "dtype": "float32",
-            "shape": ["batch", channels, size, size],
+            "shape": ["batch", channels, height, width],
             "layout": f"NCHW, {names}",
             "value_range": f"{value_range}, then minus mean and divided by std, per channel",
         },

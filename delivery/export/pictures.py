@@ -15,6 +15,7 @@ from torchvision.transforms import InterpolationMode
 
 from delivery.calibration import NONE_OF_THESE, Calibration
 from delivery.views import Views, probabilities_of
+from models.sides import sides
 from training.base.errors import UserError
 from training.data.thin_images import FILTERS, resize_weights
 from training.data.values import BYTES, values_of
@@ -29,7 +30,7 @@ class FromPictures(nn.Module):
     """A network with what `predict` does before and after it.
 
     Args:
-        network: float32 [N, C, S, S] to logits [N, classes].
+        network: float32 [N, C, H, W] to logits [N, classes].
         metadata: of its weights.
         calibration: of the model, None without.
 
@@ -69,20 +70,21 @@ class FromPictures(nn.Module):
         return probabilities, torch.where(highest < threshold, -1, classes)
 
     def prepared(self, pictures: torch.Tensor) -> torch.Tensor:
-        """Return what the network takes, float32 [N, C, S, S]."""
+        """Return what the network takes, float32 [N, C, H, W]."""
         values = (self.resized(pictures) / 255 - self.mean) / self.std
         return values.permute(0, 3, 1, 2)
 
     def resized(self, pictures: torch.Tensor) -> torch.Tensor:
-        """Resize, and crop or pad as the run did: uint8 [N, H, W, C] to whole numbers, float32 [N, S, S, C]."""
-        size, values = self.preprocessing["image_size"], pictures.permute(0, 3, 1, 2).float()
+        """Resize, and crop or pad as the run did: uint8 [N, h, w, C] to whole numbers, float32 [N, H, W, C]."""
+        values = pictures.permute(0, 3, 1, 2).float()
         # Counted by tensors, not in Python: what follows is part of the graph, and exact in float64.
         pixels = [torch.arange(side, dtype=torch.float64) for side in pictures.shape[1:3]]
-        sides = torch.stack([numbers.max() + 1 for numbers in pixels])
-        resized, first = self._geometry(sides)
-        positions = first[:, None] + torch.arange(size)
-        inside = (positions >= 0) & (positions < resized[:, None])
-        rows, columns = (self._weights(pixels[axis], sides[axis], resized[axis], positions[axis]) for axis in (0, 1))
+        there = torch.stack([numbers.max() + 1 for numbers in pixels])
+        resized, first = self._geometry(there)
+        wanted = sides(self.preprocessing["image_size"])
+        positions = [first[axis] + torch.arange(side) for axis, side in enumerate(wanted)]
+        inside = [(positions[axis] >= 0) & (positions[axis] < resized[axis]) for axis in (0, 1)]
+        rows, columns = (self._weights(pixels[axis], there[axis], resized[axis], positions[axis]) for axis in (0, 1))
         values = _whole(values @ columns.T)
         values = _whole(rows @ values).permute(0, 2, 3, 1)
         if self.preprocessing.get("fit") == "pad":
@@ -90,21 +92,26 @@ class FromPictures(nn.Module):
             values = torch.where(is_picture, values, self.bars)
         return values
 
-    def _geometry(self, sides: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sides of the resized picture, and which of its pixels is the first of S: float64 [2] each."""
+    def _geometry(self, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sides of the resized picture, and which of its pixels are the first: float64 [2] each."""
         size, resize_size = self.preprocessing["image_size"], self.preprocessing["resize_size"]
-        if self.preprocessing.get("fit") == "pad":
-            resized = (size * sides / sides.max()).round().clamp(min=1)
-            return resized, -((size - resized) / 2).floor()
-        if resize_size is None:
-            return torch.full_like(sides, size), torch.zeros_like(sides)
-        resized = (resize_size * sides / sides.min()).floor()
-        return resized, ((resized - size) / 2).round()
+        pads, covered = self.preprocessing.get("fit") == "pad", size if resize_size is None else resize_size
+        wanted, around = (torch.tensor(sides(given), dtype=torch.float64) for given in (size, covered))
+        if not pads and resize_size is None:
+            return wanted, torch.zeros_like(wanted)
+        # The side that fills the shape, or the one that just covers it, decides.
+        is_taller = around[0] * there[1] <= around[1] * there[0]
+        axis = torch.where(is_taller, 0, 1) if pads else torch.where(is_taller, 1, 0)
+        resized = around[axis] * there / there[axis]
+        if pads:
+            resized = resized.round().clamp(min=1)
+            return resized, -((wanted - resized) / 2).floor()
+        return resized.floor(), ((resized.floor() - wanted) / 2).round()
 
     def _weights(
         self, pixels: torch.Tensor, side: torch.Tensor, resized: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Return PyTorch's weights of bytes, float32 [S, side]."""
+        """Return PyTorch's weights of bytes, float32 [positions, side]."""
         step = side / resized
         # A last row for the first pixel of the side: at the edges, which may be cut off, are the largest weights.
         inside = torch.cat([torch.minimum(positions.clamp(min=0), resized - 1), torch.zeros_like(positions[:1])])

@@ -55,6 +55,14 @@ def test_the_model_has_the_bytes_of_that_from_the_folder(train, photos, from_fol
     assert (back / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
+def test_images_of_another_shape_give_the_same_bytes_on_any_number_of_ranks(train, photos):
+    shaped = {"image_size": "16x32", "eval_image_size": "20x32", "random_erasing": 0.5, "cutmix": 0.5}
+    one, two = (train(photos, photos, ranks, **shaped) for ranks in (1, 2))
+    resumed = train(photos, photos, 2, resume=str(one / "checkpoints" / f"step-00000-{3:07}"), **shaped)
+    for file in ("model.safetensors", "evaluation/scores.json"):
+        assert (one / file).read_bytes() == (two / file).read_bytes() == (resumed / file).read_bytes(), file
+
+
 @pytest.mark.slow
 def test_several_labels_give_the_same_bytes_and_scores_on_any_number_of_ranks(train, photos, tmp_path):
     paths = sorted(photos.rglob("*.*"))

@@ -57,12 +57,12 @@ MODELS = ["basic_cnn", "cnn_lstm", "timm:vit_tiny_patch16_224", "timm:swin_tiny_
 def test_maps_of_networks(model):
     """Each has a map in 0..1 that is not flat, and is left as it was."""
     torch.manual_seed(0)
-    module = build_model(model, num_classes=CLASSES, image_size=SIZE).module.eval()
-    images = torch.randn(2, 3, SIZE, SIZE)
+    module = build_model(model, num_classes=CLASSES, image_size=f"{SIZE}x{2 * SIZE}").module.eval()
+    images = torch.randn(2, 3, SIZE, 2 * SIZE)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with torch.no_grad():
         maps = activation_maps(module, images, torch.tensor([1, 3]))
-    assert maps.shape == (2, SIZE, SIZE)
+    assert maps.shape == (2, SIZE, 2 * SIZE)
     assert 0 <= maps.min() <= maps.max() <= 1
     assert maps.std() > 0
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())

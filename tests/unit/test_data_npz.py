@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.sides import size_of
 from training.base.errors import UserError
 from training.data import DataOptions, load_data
 
@@ -31,7 +32,7 @@ def load(path, **options):
         ((12, 12, 2), 0, 2),
         ((32, 32, 3), 0, 3),
         ((12, 12, 4), 4, 4),
-        ((12, 12, 9), 0, 9),
+        ((12, 20, 9), 0, 9),
     ],
 )
 def test_images_and_labels_are_those_of_the_file(tmp_path, shape, asked, channels):
@@ -39,7 +40,7 @@ def test_images_and_labels_are_those_of_the_file(tmp_path, shape, asked, channel
     np.savez(tmp_path / "a.npz", **given)
     pair = load(tmp_path / "a.npz", image_channels=asked)
     assert (len(pair.train), len(pair.val), pair.augmentation) == (20, 10, "shift_flip")
-    assert pair.preprocessing["image_size"] == shape[0]
+    assert pair.preprocessing["image_size"] == size_of(*shape[:2])
     assert pair.class_names == [str(label) for label in range(10)]
     for index in range(10):
         image, label = pair.val[0, index]
@@ -72,8 +73,8 @@ WRONG = {
     "text": ("text", "no readable .npz file"),
     "missing": (lambda a: a.pop("y_test"), "y_test is missing"),
     "floats": (lambda a: a.update(x_train=a["x_train"] / 255), "x_train is float32, x_test is uint8: give both"),
-    "not square": (lambda a: a.update(x_test=a["x_test"][:, :20]), r"uint8 \[10, 20, 28, 1\]"),
-    "two sizes": (lambda a: a.update(x_test=a["x_test"][:, :20, :20]), "different shapes"),
+    "narrow": (lambda a: a.update(x_test=a["x_test"][:, :3]), r"uint8 \[10, 3, 28, 1\]"),
+    "two sizes": (lambda a: a.update(x_test=a["x_test"][:, :20]), "different shapes"),
     "labels of another length": (lambda a: a.update(y_train=a["y_train"][:5]), "expected 20 whole numbers"),
     "negative": (lambda a: a.update(y_train=a["y_train"].astype(int) - 1), "from 0, one per image"),
     "empty": (lambda a: a.update(x_test=a["x_test"][:0], y_test=a["y_test"][:0]), "y_test is uint8"),

@@ -32,22 +32,28 @@ SIDES = [(1, 1), (30, 40), (48, 31), (32, 32), (9, 180), (640, 481), (2, 43), (3
 ORIENTATION = 0x0112  # of EXIF
 
 
-def preprocessing(fit: str, filter_name: str = "bilinear") -> dict:
-    given = {"image_size": 32, "resize_size": 36 if fit == "crop" else None, "interpolation": filter_name}
+def preprocessing(fit: str, filter_name: str = "bilinear", shape: tuple = (32, 36)) -> dict:
+    given = {"image_size": shape[0], "resize_size": shape[1] if fit == "crop" else None, "interpolation": filter_name}
     return given | ({"fit": "pad"} if fit == "pad" else {}) | {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.25, 0.5]}
 
 
-def from_pictures(fit: str, filter_name: str = "bilinear", calibration: Calibration | None = None) -> FromPictures:
+def from_pictures(
+    fit: str, filter_name: str = "bilinear", calibration: Calibration | None = None, shape: tuple = (32, 36)
+) -> FromPictures:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
-    return FromPictures(network, {"preprocessing": preprocessing(fit, filter_name), "extra": {}}, calibration).eval()
+    return FromPictures(
+        network, {"preprocessing": preprocessing(fit, filter_name, shape), "extra": {}}, calibration
+    ).eval()
 
 
 @pytest.mark.parametrize("filter_name", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("fit", ["crop", "squash", "pad"])
-def test_the_pixels_are_those_of_the_evaluation(fit, filter_name):
-    module, geometry = from_pictures(fit, filter_name), evaluation_geometry(preprocessing(fit, filter_name))
-    transform, draws = evaluation_transform(preprocessing(fit, filter_name)), torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("shape", [(32, 36), ("20x44", "25x50"), ("40x20", "40x25")])
+def test_the_pixels_are_those_of_the_evaluation(fit, filter_name, shape):
+    given = preprocessing(fit, filter_name, shape)
+    module, geometry = from_pictures(fit, filter_name, shape=shape), evaluation_geometry(given)
+    transform, draws = evaluation_transform(given), torch.Generator().manual_seed(0)
     differing, values = 0, 0
     for height, width in SIDES:
         pictures = torch.randint(0, 256, (2, height, width, 3), generator=draws).byte()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from models.names_elsewhere import ours, plain
+from models.sides import ImageSize
 from training.base.errors import (
     FILE_SERVER_EXIT_CODE,
     RANK_0_MESSAGE_SECONDS,
@@ -267,7 +268,8 @@ def training_parser() -> OneLineParser:
         if kind is bool:
             options = {"metavar": "{true,false}", "nargs": "?", "const": True}
         elif number_type(field):
-            options, help_text = {"metavar": "|".join(["N", *names])}, f"{help_text} Range: {allowed_values(field)}."
+            more = ["HxW"] if kind == ImageSize else names
+            options, help_text = {"metavar": "|".join(["N", *more])}, f"{help_text} Range: {allowed_values(field)}."
         default = str(field.default).lower() if kind is bool else field.default
         help_text += f" (default: {default})" if default != "" else ""
         parser.add_value(

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
+from models.sides import ImageSize, read_size, sides
 from training.config import FLAG_OF, TrainConfig
 
 WORDS_OF_LAUNCH = ("model_type", "strategy", "batch_size", "epochs")  # fields that a launcher takes without a flag
@@ -50,6 +51,8 @@ def read_value(field: dataclasses.Field, value: Any) -> Any:
         if "\0" in text:
             raise ValueError
         return text
+    if kind == ImageSize and isinstance(value, str):
+        return read_size(value)
     if isinstance(value, bool):
         value = "on" if value else "off"  # as YAML reads `compile: on`
     if value in names:
@@ -101,11 +104,15 @@ def is_allowed(value: Any, field: dataclasses.Field) -> bool:
             return False
     except ValueError:
         return False
-    if isinstance(value, (str, bool)):
+    numbers = sides(value) if field_types()[field.name] == ImageSize else (value,)
+    if isinstance(numbers[0], (str, bool)):
         return True
     low, high, above = (field.metadata[key] for key in ("low", "high", "above"))
     # Written so that nan is in no range.
-    return (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
+    return all(
+        (low is None or number >= low) and (above is None or number > above) and (high is None or number <= high)
+        for number in numbers
+    )
 
 
 def allowed_values(field: dataclasses.Field) -> str:
@@ -115,5 +122,6 @@ def allowed_values(field: dataclasses.Field) -> str:
         texts = {"above": "above {}", "low": "from {}", "high": "up to {}"}
         bounds = [text.format(field.metadata[key]) for key, text in texts.items() if field.metadata[key] is not None]
         or_names = "".join(f", or {name}" for name in names)
+        or_names += " of a square, or HEIGHTxWIDTH" if field_types()[field.name] == ImageSize else ""
         return " ".join(["a whole number" if number is int else "a number", *bounds]) + or_names
     return " | ".join(names) if names else {bool: "true or false", str: "text"}[kind]

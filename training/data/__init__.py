@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from models import LARGEST_IMAGE_SIZE
+from models.sides import sides
 from training.base.errors import UserError, unknown_name
 from training.data.image_sizes import MIN_IMAGE_SIZE
 from training.data.reading.remote import check_url
@@ -169,7 +170,7 @@ def _check_options(options: DataOptions) -> None:
         raise UserError(f"the validation fraction is {options.val_fraction}: give a number above 0 and below 1.")
     if options.folds and not options.fold <= options.folds != 1:
         raise UserError(f"--fold {options.fold} of --folds {options.folds}: give 2 folds or more, and one of them.")
-    if options.image_size and not MIN_IMAGE_SIZE <= options.image_size <= LARGEST_IMAGE_SIZE:
+    if options.image_size and any(not MIN_IMAGE_SIZE <= n <= LARGEST_IMAGE_SIZE for n in sides(options.image_size)):
         raise UserError(
             f"the image size is {options.image_size}: give {MIN_IMAGE_SIZE} to {LARGEST_IMAGE_SIZE} pixels, "
             "or 0 for the data set's own."

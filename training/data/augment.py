@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torchvision.transforms import InterpolationMode, v2
 
+from models.sides import ImageSize, sides
 from training.data.thin_images import resized_centre
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -74,13 +75,14 @@ def evaluation_transform(preprocessing: dict[str, Any]) -> Transform:
     """Build the transform that `DatasetPair.preprocessing` describes.
 
     Args:
-        preprocessing: `image_size` S in pixels; `resize_size`: the shorter side is resized to it and the centre
-            cropped, or None: the image is resized to S x S; `mean` and `std` per channel of values in 0..1;
-            `interpolation`, a name of torchvision's `InterpolationMode`; `fit` "pad" if the image keeps its shape
-            between bars of the mean's colour; `values`, the type of the pixels, if it is not uint8.
+        preprocessing: `image_size` in pixels; `resize_size`: the image is resized to cover it, a square one with its
+            shorter side, and the centre cropped, or None: the image is resized to `image_size`; `mean` and `std` per
+            channel of values in 0..1; `interpolation`, a name of torchvision's `InterpolationMode`; `fit` "pad" if the
+            image keeps its shape between bars of the mean's colour; `values`, the type of the pixels, if it is not
+            uint8.
 
     Returns:
-        A function from uint8 [C, H, W], or what `values` names, to float32 [C, S, S].
+        A function from uint8 [C, H, W], or what `values` names, to float32 [C, H, W] of that size.
     """
     steps = [evaluation_geometry(preprocessing), v2.ToDtype(torch.float32, scale=True)]
     if "values" in preprocessing:  # bytes are resized as bytes, and rounded
@@ -95,33 +97,34 @@ def evaluation_geometry(preprocessing: dict[str, Any]) -> Transform:
     if preprocessing.get("fit") == "pad":
         return partial(padded, size=size, mode=filter_mode, colour=preprocessing["mean"])
     if resize_size is None:
-        return v2.Resize([size, size], interpolation=filter_mode, antialias=True)
+        return v2.Resize(sides(size), interpolation=filter_mode, antialias=True)
     return partial(resized_centre, resize_size=resize_size, size=size, mode=filter_mode)
 
 
-def padded(image: torch.Tensor, size: int, mode: InterpolationMode, colour: Sequence[float]) -> torch.Tensor:
-    """Resize the longer side, with antialiasing, and fill the square up at both ends of the shorter one.
+def padded(image: torch.Tensor, size: ImageSize, mode: InterpolationMode, colour: Sequence[float]) -> torch.Tensor:
+    """Resize the side that is longer than the shape, with antialiasing, and fill up at both ends of the other one.
 
     Args:
         image: uint8 or float32 [1 or C, H, W].
-        size: S, in pixels.
+        size: In pixels.
         mode: The filter.
         colour: Of the bars, for C channels; 1 is 255 in bytes.
 
     Returns:
-        As `image`, [C, S, S].
+        As `image`, [C, H, W] of this size.
     """
-    longer = max(image.shape[-2:])
-    height, width = (max(round(size * side / longer), 1) for side in image.shape[-2:])
+    inside, outer = image.shape[-2:], sides(size)
+    fullest = 0 if outer[0] * inside[1] <= outer[1] * inside[0] else 1
+    height, width = (max(round(outer[fullest] * side / inside[fullest]), 1) for side in inside)
     bars = torch.tensor(colour, dtype=torch.float64)
     bars = bars if len(image) == len(bars) else bars.mean(0, keepdim=True)  # grey, which becomes C channels later
     bars = bars if image.is_floating_point() else (255 * bars).round().clamp(0, 255)
-    square = bars.to(image.dtype)[:, None, None].repeat(1, size, size)
-    top, left = (size - height) // 2, (size - width) // 2
-    square[:, top : top + height, left : left + width] = v2.functional.resize(
+    whole = bars.to(image.dtype)[:, None, None].repeat(1, *outer)
+    top, left = (outer[0] - height) // 2, (outer[1] - width) // 2
+    whole[:, top : top + height, left : left + width] = v2.functional.resize(
         image, [height, width], mode, antialias=True
     )
-    return square
+    return whole
 
 
 def viewable(images: torch.Tensor) -> torch.Tensor:
@@ -137,4 +140,4 @@ def resize(image: torch.Tensor, preprocessing: dict[str, Any]) -> torch.Tensor:
     size, mode = preprocessing["image_size"], preprocessing["interpolation"]
     # the new dimension is put before the height, else torch does not see that the channels are innermost
     batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
-    return torch.nn.functional.interpolate(batch, (size, size), mode=mode, antialias=True)[0]
+    return torch.nn.functional.interpolate(batch, sides(size), mode=mode, antialias=True)[0]

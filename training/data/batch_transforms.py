@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from models.sides import sides
 from training.data.augmentations import Augmentation
 from training.data.erasing import RandomErasing
 from training.data.randomness import uniform_draws
@@ -34,8 +35,10 @@ class BatchTransforms:
 
     def __init__(self, preprocessing: dict[str, Any], augmentation: Augmentation, seed: int) -> None:
         size = preprocessing["image_size"]
-        self.augmentation, self.seed, self.size = augmentation, seed, size
-        farthest = int(SHIFT_FRACTION * size) if augmentation.shift_pixels is None else augmentation.shift_pixels
+        self.augmentation, self.seed, self.sides = augmentation, seed, sides(size)
+        farthest = (
+            int(SHIFT_FRACTION * min(self.sides)) if augmentation.shift_pixels is None else augmentation.shift_pixels
+        )
         self.border = farthest if augmentation.shift else 0
         self.channels = len(preprocessing["mean"])
         self._erase = RandomErasing(augmentation.erasing, augmentation.erasing_mode, size, seed, self.channels)
@@ -44,7 +47,7 @@ class BatchTransforms:
         # a CPU is four times as fast along whole rows as along the channels
         largest = 255 if values_of(preprocessing) == BYTES else 1
         factors = (1 / (largest * std), -mean / std)
-        self._factors = [torch.from_numpy(np.tile(values, size)).float() for values in factors]
+        self._factors = [torch.from_numpy(np.tile(values, self.sides[1])).float() for values in factors]
         self._factors_on: dict[torch.device, list[torch.Tensor]] = {}
 
     def __call__(self, images: torch.Tensor, epoch: int, indices: np.ndarray) -> torch.Tensor:
@@ -72,9 +75,10 @@ class BatchTransforms:
         """Pad images [N, S, S, 1 or C], wide enough for the farthest shift, with zeros or their mirror image."""
         if self.augmentation.shift_padding == "zeros":
             return pad(images, [0, 0] + [self.border] * 4)
-        reflected = torch.from_numpy(np.pad(np.arange(self.size), self.border, mode="reflect"))
-        reflected = to_device(reflected, images.device)  # `pad` reflects no bytes
-        return images.index_select(1, reflected).index_select(2, reflected)
+        for dimension, side in enumerate(self.sides, 1):  # `pad` reflects no bytes
+            reflected = torch.from_numpy(np.pad(np.arange(side), self.border, mode="reflect"))
+            images = images.index_select(dimension, to_device(reflected, images.device))
+        return images
 
     def from_set(self, bordered: torch.Tensor, positions: np.ndarray, epoch: int, indices: np.ndarray) -> torch.Tensor:
         """Take images out of a set that `with_border` has padded, and transform them.
@@ -93,12 +97,12 @@ class BatchTransforms:
         # few numbers are copied; the position of every pixel follows from them on the device
         chosen = np.stack([positions, tops, lefts, self._is_mirrored(draws, epoch, indices)])
         images, top, left, mirrored = to_device(torch.from_numpy(chosen), bordered.device).unsqueeze(2)
-        along = torch.arange(self.size, device=bordered.device)
-        rows = images * bordered.shape[1] + top + along
-        columns = left + torch.where(mirrored > 0, self.size - 1 - along, along)
+        down, along = (torch.arange(side, device=bordered.device) for side in self.sides)
+        rows = images * bordered.shape[1] + top + down
+        columns = left + torch.where(mirrored > 0, len(along) - 1 - along, along)
         pixels = (rows[:, :, None] * bordered.shape[2] + columns[:, None, :]).view(-1)
         flat = bordered.view(-1, bordered.shape[3])
-        taken = flat.index_select(0, pixels).view(len(positions), self.size, self.size, -1)
+        taken = flat.index_select(0, pixels).view(len(positions), *self.sides, -1)
         return self._finish(taken, epoch, indices)
 
     def _draws(self, epoch: int, indices: np.ndarray) -> np.ndarray:
@@ -124,9 +128,9 @@ class BatchTransforms:
         if images.device not in self._factors_on:
             self._factors_on[images.device] = [to_device(factors, images.device) for factors in self._factors]
         scale, offset = self._factors_on[images.device]
-        size, channels = self.size, self.channels
-        rows = images.expand(-1, -1, -1, channels).reshape(-1, size, channels * size).float()
-        return torch.addcmul(offset, rows, scale).view(-1, size, size, channels).permute(0, 3, 1, 2)
+        (height, width), channels = self.sides, self.channels
+        rows = images.expand(-1, -1, -1, channels).reshape(-1, height, channels * width).float()
+        return torch.addcmul(offset, rows, scale).view(-1, height, width, channels).permute(0, 3, 1, 2)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_factors_on": {}}  # tensors on a GPU are not sent to worker processes

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from models.sides import ImageSize, sides, size_of
 from training.base.errors import UserError, shown
 from training.data import DataOptions, bad_image_share
 from training.data.augment import CROP_DRAWS, BoxChooser, evaluation_geometry, random_box, resize
@@ -102,10 +103,10 @@ class ImageDataset(Dataset):
         return self._smaller
 
     @property
-    def sizes(self) -> list[int]:
-        """The sides in pixels that the images have in some epoch."""
+    def sizes(self) -> list[ImageSize]:
+        """The sizes in pixels that the images have in some epoch."""
         full = self.preprocessing["image_size"]
-        return [full] if self.ramp is None else self.ramp.sizes(full)
+        return [full] if self.ramp is None else [*self.ramp.sizes(full)]
 
     def draws(self, epoch: int, indices: np.ndarray) -> list[list[float]]:
         """Return what `read` needs for each sample of `indices` (int64 [B], the `draw_keys` of a `BatchKey`)."""
@@ -133,8 +134,9 @@ class ImageDataset(Dataset):
         return self._policy(image)
 
     def _crop(self, draws: list[float]) -> BoxChooser:
-        scale, ratio = self.augmentation.crop_scale, self.augmentation.crop_ratio
-        return partial(random_box, draws=draws, scale=scale, ratio=ratio)
+        height, width = self.batch_transforms.sides
+        low, high = (bound * (width / height) for bound in self.augmentation.crop_ratio)  # 1: this shape
+        return partial(random_box, draws=draws, scale=self.augmentation.crop_scale, ratio=(low, high))
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ class DatasetPair:
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of the validation images."""
-        return self.image_channels, self.preprocessing["image_size"], self.preprocessing["image_size"]
+        return self.image_channels, *sides(self.preprocessing["image_size"])
 
 
 @dataclass(frozen=True)
@@ -198,14 +200,14 @@ class DatasetDefaults:
     """Settings of a data set that apply if the user did not choose.
 
     Attributes:
-        image_size: Side in pixels.
+        image_size: In pixels.
         augmentation: The meaning of "auto".
         centre_crop: Whether evaluation crops the centre (photographs) or resizes the whole image.
         mean: Per channel, of values in 0..1.
         std: As `mean`.
     """
 
-    image_size: int
+    image_size: ImageSize
     augmentation: str
     centre_crop: bool
     mean: Sequence[float]
@@ -229,9 +231,10 @@ def at_size(preprocessing: dict[str, Any], size: int) -> dict[str, Any]:
     return preprocessing | {"image_size": size, "resize_size": resize_size}
 
 
-def _sides(size: int, options: DataOptions, defaults: DatasetDefaults) -> dict[str, int | None]:
+def _sides(size: ImageSize, options: DataOptions, defaults: DatasetDefaults) -> dict[str, ImageSize | None]:
     is_cropped = defaults.centre_crop if options.fit == "auto" else options.fit == "crop"
-    return {"image_size": size, "resize_size": int(size / options.eval_crop) if is_cropped else None}  # as by timm
+    resize_size = size_of(*(int(side / options.eval_crop) for side in sides(size)))  # as by timm
+    return {"image_size": size, "resize_size": resize_size if is_cropped else None}
 
 
 def make_dataset_pair(
@@ -279,10 +282,14 @@ def make_dataset_pair(
             f"{flag} changes the colours of RGB images of bytes, these have {channels} channel(s) of {train.values}: "
             f"give one of {plain} without --color-jitter."
         )
-    smallest, eval_size = ramp.low if ramp else size, options.eval_image_size or size
-    if smallest > size:
+    if ramp and isinstance(size, str):
+        raise UserError(
+            f"--progressive-size {options.progressive_size}: square images grow, these are {size}: leave it out."
+        )
+    smallest, eval_size = ramp.low if ramp else min(sides(size)), options.eval_image_size or size
+    if smallest > min(sides(size)):
         raise UserError(f"--progressive-size {options.progressive_size}: images grow, to {size} pixels: begin below.")
-    if eval_size < size:
+    if any(there < here for there, here in zip(sides(eval_size), sides(size), strict=True)):
         raise UserError(f"--eval-image-size {eval_size}: images are trained on at {size} pixels: give {size} or more.")
     if (augmentation.shift_pixels or 0) >= smallest:
         raise UserError(
@@ -329,7 +336,7 @@ def make_array_datasets(
     class_names: list[str],
     options: DataOptions,
     *,
-    image_size: int,
+    image_size: ImageSize,
     augmentation: str = "shift",
     notes: Iterable[str] = (),
 ) -> DatasetPair:
@@ -363,10 +370,12 @@ def make_file_datasets(
 
     The fingerprint is that of the images' names, sizes and labels, whether they are files or in an archive.
     """
-    largest = max(options.image_size or PHOTOGRAPHS.image_size, options.eval_image_size)
-    sources, cache_notes = open_files(root, parts, largest, options, archive)
+    longest = max(
+        side for size in (options.image_size or PHOTOGRAPHS.image_size, options.eval_image_size) for side in sides(size)
+    )
+    sources, cache_notes = open_files(root, parts, longest, options, archive)
     read_once = replace(options, cache="off")
-    tested = open_files(root, [test], largest, read_once, archive)[0][0] if test else None
+    tested = open_files(root, [test], longest, read_once, archive)[0][0] if test else None
     known = "\0".join([*class_names, *(label_sets.names if label_sets else ())])
     digest = hashlib.sha256(known.encode("utf-8", "surrogateescape"))
     for part in parts:
@@ -390,7 +399,7 @@ def _balance_notes(counts: Sequence[int], class_names: Sequence[str], options: D
         )
 
 
-def _size_notes(size: int, eval_size: int, ramp: SizeRamp | None) -> Iterator[str]:
+def _size_notes(size: ImageSize, eval_size: ImageSize, ramp: SizeRamp | None) -> Iterator[str]:
     if ramp:
         last = max(ramp.last, ramp.first + 1)
         yield f"training images have {ramp.low} pixels up to epoch {ramp.first + 1}, {size} from epoch {last + 1} on"

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
+from models.sides import sides
 from training.data.datasets import ImageDataset
 from training.data.reader import Batch
 from training.data.reading.sources import ArraySource
@@ -83,8 +84,10 @@ class ImagesOnDevice:
 
     def _fill(self, dataset: ImageDataset) -> None:
         """Put the images on the device as `dataset` shows them."""
-        images, size = self._images, dataset.preprocessing["image_size"]
-        if images.shape[2:] != (size, size):  # each resized as `ImageDataset.read` does it: not one bit may differ
+        images = self._images
+        if images.shape[2:] != sides(
+            dataset.preprocessing["image_size"]
+        ):  # each resized as `ImageDataset.read` does it: not one bit may differ
             images = torch.stack([dataset.read(0, index, [])[: images.shape[1]] for index in range(len(dataset))])
         bordered = dataset.batch_transforms.with_border(images.permute(0, 2, 3, 1).contiguous())
         self._filled_with, self._bordered = dataset, bordered.to(self._device)
@@ -106,9 +109,9 @@ def images_on_device(dataset: ImageDataset, device: torch.device) -> ImagesOnDev
     source = dataset.source
     if not isinstance(source, ArraySource) or not dataset.augmentation.in_batches:
         return None
-    side = dataset.preprocessing["image_size"] + 2 * dataset.batch_transforms.border
+    shape = [side + 2 * dataset.batch_transforms.border for side in sides(dataset.preprocessing["image_size"])]
     bound = MAX_BYTES
     if device.type == "cuda":
         bound = min(bound, int(MAX_SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0]))
-    fits = int(np.prod([*source.images.shape[:2], side, side])) * source.images.element_size() <= bound
+    fits = int(np.prod([*source.images.shape[:2], *shape])) * source.images.element_size() <= bound
     return ImagesOnDevice(dataset, source.images, device) if fits else None

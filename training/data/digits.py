@@ -9,6 +9,7 @@ import torch
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
+from models.sides import sides
 from training.data import DataOptions
 from training.data.datasets import DatasetPair, make_array_datasets
 from training.data.reading.sources import ArraySource
@@ -23,13 +24,13 @@ def load(options: DataOptions) -> DatasetPair:
     ink, targets = read_digits()
     parts = split(targets)
     size = options.image_size or IMAGE_SIZE
-    sides = (size, options.eval_image_size or size)
+    sizes = (size, options.eval_image_size or size)
     raw = torch.from_numpy(np.rint(ink * (255 / MAX_VALUE)).astype(np.uint8)).unsqueeze(1)
     # resized once here: 1,797 grey images take 2 MB at 32 pixels
     labels, filter_mode = torch.from_numpy(targets), InterpolationMode(options.interpolation)
     train, val = (
-        ArraySource(functional.resize(raw[indices], [side, side], filter_mode, antialias=True), labels[indices])
-        for indices, side in zip(parts, sides, strict=True)
+        ArraySource(functional.resize(raw[indices], sides(size), filter_mode, antialias=True), labels[indices])
+        for indices, size in zip(parts, sizes, strict=True)
     )
     return make_array_datasets(train, val, [str(digit) for digit in range(10)], options, image_size=IMAGE_SIZE)
 

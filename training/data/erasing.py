@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from models.sides import ImageSize, sides
 from training.data.randomness import FIRST_ERASING_DRAW, uniform_draws
 from training.data.transfer import to_device
 
@@ -25,14 +26,14 @@ class RandomErasing:
     Args:
         probability: Of an image.
         mode: "const": zeros, which is the mean; "rand": one normal number for each channel; "pixel": for each pixel.
-        size: Side S of the images in pixels.
+        size: Of the images in pixels.
         seed: Of the run.
         channels: C of the images.
     """
 
-    def __init__(self, probability: float, mode: str, size: int, seed: int, channels: int = 3) -> None:
+    def __init__(self, probability: float, mode: str, size: ImageSize, seed: int, channels: int = 3) -> None:
         self._probability, self._size, self._seed = probability, size, seed
-        self._noise_shape = {"const": None, "rand": (1, 1, channels), "pixel": (size, size, channels)}[mode]
+        self._noise_shape = {"const": None, "rand": (1, 1, channels), "pixel": (*sides(size), channels)}[mode]
         self._noise_on: dict[torch.device, torch.Tensor] = {}
 
     def __call__(self, images: torch.Tensor, epoch: int, indices: np.ndarray) -> torch.Tensor:
@@ -48,15 +49,15 @@ class RandomErasing:
         if boxes.shape[1] == 0:
             return images
         slots, top, left, height, width, start = to_device(torch.from_numpy(boxes), images.device).unsqueeze(2)
-        along = torch.arange(self._size, device=images.device)
-        rows, columns = (along >= top) & (along < top + height), (along >= left) & (along < left + width)
+        down, along = (torch.arange(side, device=images.device) for side in sides(self._size))
+        rows, columns = (down >= top) & (down < top + height), (along >= left) & (along < left + width)
         inside = rows[:, :, None, None] & columns[:, None, :, None]
         slots, pixels = slots.squeeze(1), images.permute(0, 2, 3, 1)  # in the order of the memory
         pixels.index_copy_(0, slots, torch.where(inside, self._fill(start), pixels.index_select(0, slots)))
         return images
 
     def _fill(self, start: torch.Tensor) -> torch.Tensor:
-        """Return what is put in: float32 [], or [K, 1 or S, 1 or S, C]: the noise from `start` (int64 [K, 1]) on."""
+        """Return what is put in: float32 [], or [K, 1 or H, 1 or W, C]: the noise from `start` (int64 [K, 1]) on."""
         if self._noise_shape is None:
             return torch.zeros((), device=start.device)
         places = start + torch.arange(math.prod(self._noise_shape), device=start.device)
@@ -76,24 +77,25 @@ class RandomErasing:
         return self.__dict__ | {"_noise_on": {}}  # tensors on a GPU are not sent to worker processes
 
 
-def erased_boxes(size: int, probability: float, draws: np.ndarray) -> np.ndarray:
+def erased_boxes(size: ImageSize, probability: float, draws: np.ndarray) -> np.ndarray:
     """Choose the rectangles to erase: area and shape (uniform in its logarithm) are drawn until they fit, 10 times.
 
     Args:
-        size: Side of the images in pixels.
+        size: Of the images in pixels.
         probability: That there is one.
         draws: float64 [B, ERASING_DRAWS], uniform in [0, 1).
 
     Returns:
         int64 [6, K]: slot in the batch, top, left, height, width, and place in the noise of K <= B rectangles.
     """
+    rows, columns = sides(size)
     log_low, log_high = map(math.log, RATIO)
-    area = size**2 * (AREA[0] + (AREA[1] - AREA[0]) * draws[:, 4 : 4 + TRIES])
+    area = rows * columns * (AREA[0] + (AREA[1] - AREA[0]) * draws[:, 4 : 4 + TRIES])
     ratio = np.exp(log_low + (log_high - log_low) * draws[:, 4 + TRIES :])
     heights, widths = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
-    fits = (heights < size) & (widths < size)
+    fits = (heights < rows) & (widths < columns)
     slots = np.flatnonzero(fits.any(1) & (draws[:, 0] < probability))
     attempt, (top, left, start) = fits[slots].argmax(1), draws[slots, 1:4].T
     height, width = heights[slots, attempt], widths[slots, attempt]
-    tops, lefts = np.floor(top * (size - height + 1)), np.floor(left * (size - width + 1))
+    tops, lefts = np.floor(top * (rows - height + 1)), np.floor(left * (columns - width + 1))
     return np.stack([slots, tops, lefts, height, width, np.floor(start * NOISE_LENGTH)]).astype(np.int64)

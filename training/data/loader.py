@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
@@ -137,7 +138,7 @@ def build_loaders(
     is_automatic = config.workers == "auto"
     workers = automatic_workers(datasets.train, plan.batches_per_rank, world) if is_automatic else int(config.workers)
     if workers:
-        batch_bytes = config.micro_batch * datasets.image_channels * datasets.preprocessing["image_size"] ** 2
+        batch_bytes = config.micro_batch * math.prod(datasets.image_shape)
         workers = fit_workers_into_memory(workers, is_automatic, batch_bytes, world.local_size, is_main=world.is_main)
     pool = WorkerPool([*datasets.parts.values(), *others], workers, world.device) if workers else 0
     evaluation = EvaluationPlan(len(datasets.val), config.micro_batch, world.data.size)

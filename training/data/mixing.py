@@ -6,11 +6,13 @@ One choice for all of a micro-batch, with the distribution of timm's `Mixup` in 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from models.sides import ImageSize, sides
 from training.data import DataOptions
 from training.data.transfer import to_device
 
@@ -34,14 +36,14 @@ class Mixing:
 
     Args:
         options: Parameters of the two beta distributions, probabilities, and epochs.
-        image_size: Side S of the images in pixels.
+        image_size: Of the images in pixels.
         num_classes: Classes C.
     """
 
-    def __init__(self, options: DataOptions, image_size: int, num_classes: int) -> None:
+    def __init__(self, options: DataOptions, image_size: ImageSize, num_classes: int) -> None:
         self._options, self._size, self._num_classes = options, image_size, num_classes
 
-    def at_size(self, image_size: int) -> Mixing:
+    def at_size(self, image_size: ImageSize) -> Mixing:
         """Return the same for images of another size."""
         return Mixing(self._options, image_size, self._num_classes)
 
@@ -90,7 +92,7 @@ class Mixing:
 
     def drawn(self, epoch: int, leaf: int) -> Mix | None:
         """Return how a micro-batch is mixed, None if it is not."""
-        options, size = self._options, self._size
+        options = self._options
         if options.mixup_off_epochs and epoch >= options.epochs - options.mixup_off_epochs:
             return None
         # NumPy keeps the numbers of RandomState the same in all versions; those of its newer generators may change.
@@ -104,10 +106,11 @@ class Mixing:
         share = float(draws.beta(alpha, alpha))
         if not cuts:
             return Mix(share, None)
-        # a square with the rest of the area, around any pixel; the targets count what of it is inside the image
-        side = int(size * np.sqrt(1 - share))
+        # the images' shape with the rest of the area, around any pixel; the targets count what of it is inside
         ends = []
-        for centre in (int(draws.randint(size)), int(draws.randint(size))):
+        for size in sides(self._size):
+            side, centre = int(size * np.sqrt(1 - share)), int(draws.randint(size))
             ends += [max(centre - side // 2, 0), min(centre + (side + 1) // 2, size)]
         top, bottom, left, right = ends
-        return Mix(1 - (bottom - top) * (right - left) / size**2, (top, bottom, left, right))
+        part = (bottom - top) * (right - left) / math.prod(sides(self._size))
+        return Mix(1 - part, (top, bottom, left, right))

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 
 from models import MOST_IMAGE_CHANNELS
+from models.sides import size_of
 from training.base.errors import FileServerError, UserError
 from training.data import DataOptions
 from training.data.datasets import DatasetPair, make_array_datasets
+from training.data.image_sizes import MIN_IMAGE_SIZE
 from training.data.reading.retry import patiently
 from training.data.reading.sources import ArraySource
 from training.data.values import to_values
@@ -23,7 +25,7 @@ MOST_CLASSES = 1_000_000
 
 
 def load(options: DataOptions) -> DatasetPair:
-    """Load images [N, S, S] or [N, S, S, C] and whole labels [N]; class names are optional, str [classes].
+    """Load images [N, H, W] or [N, H, W, C] and whole labels [N]; class names are optional, str [classes].
 
     Raises:
         UserError: The file is missing, no such file, or an array has another shape or type.
@@ -46,7 +48,7 @@ def load(options: DataOptions) -> DatasetPair:
     names = [str(name) for name in np.ravel(arrays.get(CLASS_NAMES, range(count)))]
     if len(names) < count:
         raise UserError(f"--data npz:{path}: {CLASS_NAMES} has {len(names)} names, the labels are up to {count - 1}.")
-    size = train.images.shape[-1]
+    size = size_of(*train.images.shape[2:])
     return make_array_datasets(train, val, names, options, image_size=size, augmentation="shift_flip")
 
 
@@ -61,10 +63,12 @@ def _source(arrays: dict[str, np.ndarray], part: str, path: Path) -> ArraySource
         raise UserError(f"--data npz:{path}: {missing[0]} is missing; expected x_train, y_train, x_test, y_test.")
     images, labels = arrays[f"x_{part}"], arrays[f"y_{part}"]
     images = images[..., None] if images.ndim == 3 else images
-    if images.ndim != 4 or not 1 <= images.shape[3] <= MOST_IMAGE_CHANNELS or images.shape[1] != images.shape[2]:
+    height, width, channels = images.shape[1:] if images.ndim == 4 else (0, 0, 0)
+    is_narrow = height != width and min(height, width) < MIN_IMAGE_SIZE  # as if channels came first
+    if not 1 <= channels <= MOST_IMAGE_CHANNELS or is_narrow:
         raise UserError(
-            f"--data npz:{path}: x_{part} is {images.dtype} {list(images.shape)}; expected square images "
-            f"[N, S, S] or [N, S, S, C] with up to {MOST_IMAGE_CHANNELS} channels C."
+            f"--data npz:{path}: x_{part} is {images.dtype} {list(images.shape)}; expected images "
+            f"[N, H, W] or [N, H, W, C] with up to {MOST_IMAGE_CHANNELS} channels C."
         )
     labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels  # as Keras' CIFAR-10
     if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1] or not len(labels) or labels.min() < 0:

@@ -12,6 +12,7 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 from torchvision.transforms import InterpolationMode, v2
 
+from models.sides import sides
 from training.data.augment import Transform
 from training.data.augmentations import Augmentation
 
@@ -25,7 +26,7 @@ def _randaugment(augmentation: Augmentation, preprocessing: dict[str, Any]) -> C
 
     size, mean = preprocessing["image_size"], preprocessing["mean"]
     fill = tuple(round(255 * value) for value in mean)
-    hyperparameters = {"translate_const": int(0.45 * size), "img_mean": fill}
+    hyperparameters = {"translate_const": int(0.45 * min(sides(size))), "img_mean": fill}
     policy = auto_augment.rand_augment_transform(augmentation.randaugment, hyperparameters)
     for operation in policy.ops:
         if operation.aug_fn is auto_augment.posterize:

@@ -157,18 +157,21 @@ class DataFields:
     links: Literal["follow", "refuse"] = option(
         "follow", "Symbolic links, and paths of a table, that lead out of DIR; those inside are always followed."
     )
-    image_size: int = option(
-        0, "Side of the square images, in pixels; 0: the data set's own.", low=0, high=LARGEST_IMAGE_SIZE
+    image_size: int | str = option(  # an `ImageSize`, as the next
+        0,
+        "Side of square images in pixels, or height x width, such as 224x448; 0: the data set's own.",
+        low=0,
+        high=LARGEST_IMAGE_SIZE,
     )
-    eval_image_size: int = option(
-        0, "Side of the validation images, at least --image-size; 0: --image-size.", low=0, high=LARGEST_IMAGE_SIZE
+    eval_image_size: int | str = option(
+        0, "Size of the validation images, at least --image-size; 0: --image-size.", low=0, high=LARGEST_IMAGE_SIZE
     )
     eval_crop: float = option(
         0.875, "Share of a photograph's shorter side that validation sees, in the middle.", low=0.5, high=1
     )
     fit: Literal["auto", "crop", "pad", "squash"] = option(
         "auto",
-        "How a whole image becomes square: its centre (crop), grey bars beside it (pad), or another shape (squash); "
+        "How a whole image gets the shape: its centre (crop), grey bars beside it (pad), or distorted (squash); "
         "auto: crop for photographs, squash for arrays. With pad and squash --augmentation auto crops nothing.",
     )
     interpolation: Literal["bilinear", "bicubic"] = option("bilinear", "Filter of every resize, with antialiasing.")
@@ -188,7 +191,10 @@ class DataFields:
         RANDAUGMENT, "timm's string for --augmentation randaugment: m magnitude, n operations, mstd, inc1, ..."
     )
     crop_scale: str = option(CROP_SCALE, "Smallest and largest share of the image's area that a crop takes.")
-    crop_ratio: str = option(CROP_RATIO, "Smallest and largest width of a crop, as a multiple of its height.")
+    crop_ratio: str = option(
+        CROP_RATIO,
+        "Smallest and largest width of a crop, as a multiple of its height; with --image-size HxW, of W/H times that.",
+    )
     mirror: Literal["auto", "off", "random", "alternate"] = option(
         "auto", "Left to right: half of the time, or every other epoch (alternate); auto: the augmentation's own."
     )

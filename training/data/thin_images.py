@@ -9,6 +9,8 @@ import torch
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
+from models.sides import ImageSize, sides
+
 THINNEST_SIDES = 20  # longer side, as a multiple of the shorter one, up to which an image is enlarged as a whole
 _WEIGHT_BITS = 14  # of PyTorch's fixed-point weights for bytes, if the largest weight is from 1 to 2
 
@@ -22,8 +24,10 @@ FILTERS = {
 }
 
 
-def resized_centre(image: torch.Tensor, resize_size: int, size: int, mode: InterpolationMode) -> torch.Tensor:
-    """Resize the shorter side, and cut out the centre.
+def resized_centre(
+    image: torch.Tensor, resize_size: ImageSize, size: ImageSize, mode: InterpolationMode
+) -> torch.Tensor:
+    """Resize the shorter side, or so that the image covers another size than a square, and cut out the centre.
 
     Of an image that is thinner than 1:20 and is enlarged, only the part that the centre needs is read: the same bytes
     as those of `resize` and `center_crop` where PyTorch resizes bytes as bytes (x86 with AVX2, ARM), elsewhere off by
@@ -31,28 +35,33 @@ def resized_centre(image: torch.Tensor, resize_size: int, size: int, mode: Inter
 
     Args:
         image: uint8 or float32 [C, H, W].
-        resize_size: Of the shorter side, in pixels.
-        size: S, of the centre, in pixels.
+        resize_size: In pixels.
+        size: Of the centre, in pixels.
         mode: Bilinear or bicubic, with antialiasing.
 
     Returns:
-        As `image`, [C, S, S].
+        As `image`, [C, H, W] of the centre.
     """
     height, width = image.shape[-2:]
-    shorter, longer = sorted((height, width))
-    if longer <= THINNEST_SIDES * shorter or resize_size <= shorter:
-        image = functional.resize(image, [resize_size], mode, antialias=True)
-    elif height > width:  # columns first, as PyTorch: it rounds bytes in between
-        first, weights = _centre_weights(longer, int(resize_size * longer / shorter), size, mode)
+    (rows_there, columns_there), centre = sides(resize_size), sides(size)
+    cuts_rows = columns_there * height >= rows_there * width
+    if cuts_rows:
+        rows_there = int(columns_there * height / width)
+    else:
+        columns_there = int(rows_there * width / height)
+    if max(height, width) <= THINNEST_SIDES * min(height, width) or rows_there <= height:
+        image = functional.resize(image, [rows_there, columns_there], mode, antialias=True)
+    elif cuts_rows:  # columns first, as PyTorch: it rounds bytes in between
+        first, weights = _centre_weights(height, rows_there, centre[0], mode)
         rows = image[:, first : first + weights.shape[1]]
-        rows = functional.resize(rows, [rows.shape[1], resize_size], mode, antialias=True)
+        rows = functional.resize(rows, [rows.shape[1], columns_there], mode, antialias=True)
         image = _weighted(weights, rows)
     else:
-        first, weights = _centre_weights(longer, int(resize_size * longer / shorter), size, mode)
+        first, weights = _centre_weights(width, columns_there, centre[1], mode)
         columns = image[:, :, first : first + weights.shape[1]]
         columns = _weighted(weights, columns.transpose(1, 2)).transpose(1, 2)
-        image = functional.resize(columns, [resize_size, size], mode, antialias=True)
-    return functional.center_crop(image, [size, size])
+        image = functional.resize(columns, [rows_there, centre[1]], mode, antialias=True)
+    return functional.center_crop(image, list(centre))
 
 
 def _centre_weights(side: int, resized: int, size: int, mode: InterpolationMode) -> tuple[int, torch.Tensor]:

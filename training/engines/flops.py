@@ -7,6 +7,7 @@ from functools import cached_property
 from torch import nn
 
 from models.dry_run import training_flops, without_data
+from models.sides import ImageSize
 
 # Words of PyTorch's name of the device -> 10**12 operations per second of matrix products in 16 bits (BF16; FP16 before
 # Ampere), dense, accumulated in FP32; the source. Sheets that give twice as much assume sparsity. The first entry that
@@ -39,7 +40,7 @@ PEAK_TFLOPS = {
 class TrainingFlops:
     """Counts the operations of training on one image when first asked, in some 0.1 s; see `training_flops`."""
 
-    def __init__(self, module: nn.Module, image_size: int, image_channels: int = 3) -> None:
+    def __init__(self, module: nn.Module, image_size: ImageSize, image_channels: int = 3) -> None:
         """Copy the shapes of a module, see `without_data`, for images of `image_size` pixels."""
         self._module, self._images = without_data(module), (image_size, image_channels)
 

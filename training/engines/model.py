@@ -8,6 +8,7 @@ import torch
 
 from models.build import BuiltModel, build_model
 from models.dry_run import forward_failure
+from models.sides import ImageSize
 from training.base.errors import UserError
 from training.data.datasets import DatasetPair
 from training.engines.activation_checkpointing import enable_activation_checkpointing
@@ -22,14 +23,14 @@ from training.world.world import World
 
 
 def new_model(
-    config: RecipeSettings, classes: int, image_size: int, image_channels: int, *, loads_weights: bool
+    config: RecipeSettings, classes: int, image_size: ImageSize, image_channels: int, *, loads_weights: bool
 ) -> BuiltModel:
     """Build a run's network in fp32 on PyTorch's default device, all of it trained yet.
 
     Args:
         config: with the model and its initial weights.
         classes: of the data set.
-        image_size: side of the images in pixels.
+        image_size: of the images in pixels.
         image_channels: of these.
         loads_weights: whether it begins with the configured weights; else with random ones.
 

@@ -51,7 +51,7 @@ class RunFacts:
     folder: str
     config: dict[str, Any]
     classes: int
-    image_size: int
+    image_size: int | str
     engine: str
     precision: str
     ranks: int

@@ -1,0 +1,30 @@
+"""Sizes of images as configurations, descriptions and preprocessing have them: one value for height and width."""
+
+from __future__ import annotations
+
+import re
+
+ImageSize = int | str
+"""The side of square images in pixels, such as 224; 'HEIGHTxWIDTH' of others, such as '224x448'."""
+
+_SIDES = re.compile(r"[1-9][0-9]{0,8}x[1-9][0-9]{0,8}")
+
+
+def sides(size: ImageSize) -> tuple[int, int]:
+    """Return height and width in pixels."""
+    height, _, width = str(size).partition("x")
+    return int(height), int(width or height)
+
+
+def size_of(height: int, width: int) -> ImageSize:
+    """Return the size of images with these sides."""
+    return height if height == width else f"{height}x{width}"
+
+
+def read_size(word: str) -> ImageSize:
+    """Return a size that was typed.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    return size_of(*sides(word)) if _SIDES.fullmatch(word) else int(word)
