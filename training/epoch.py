@@ -17,6 +17,7 @@ from training.observe.best_weights import write_best
 from training.observe.class_scores import score_of
 from training.observe.scores import Scores
 from training.observe.step_metrics import peak_memory_per_rank
+from training.recipe import read_distill
 from training.recipe.divergence import find_divergence
 from training.setup import Run
 from training.steps.context import TrainContext
@@ -86,7 +87,9 @@ def _end_epoch(
     train_loss = train_scores.loss if train_scores.samples else 0.0  # of no step that was applied
     # A loss that compares images guesses among those of a step.
     choices = loop.num_classes if loop.neighbours is None else max(loop.num_classes, loop.plan.global_batch)
-    diverged = find_divergence(train_loss, scores.loss, choices)
+    # A divergence at a temperature of T is of logits / T, times T squared.
+    scale = max(1.0, read_distill(context.config.distill)[0]) ** 2 if context.config.distill else 1.0
+    diverged = find_divergence(train_loss / scale, scores.loss, choices)
     write_weights, best_by = None, context.config.best_by
     score = merit(best_by, score_of(scores, best_by, loop.num_classes))
     if diverged is None and (not state.progress.best_epoch or score > state.progress.best_score):

@@ -64,6 +64,7 @@ from training.steps.nonfinite_steps import NonFiniteGuard
 from training.steps.outer_step import OuterSteps
 from training.steps.pipelined import Pipelined
 from training.steps.weight_average import WeightAverages
+from training.teacher import Teacher, load_teacher
 from training.world.collectives import agreed, copy_from_main, ranks_per_machine
 from training.world.signals import StopRequest
 from training.world.world import World
@@ -83,6 +84,7 @@ class Run:
         facts: on which a prediction of its memory depends.
         lock: on rank 0 the file that locks the run folder as long as it is open.
         plan: which samples are in which batch.
+        teacher: whose answers the run learns; None without.
         step: how the micro-batches of a step are trained on.
         schedule: learning rate by step.
         head_epochs: epochs in which only the head is trained.
@@ -113,6 +115,7 @@ class Run:
     facts: RunFacts
     lock: IO[bytes] | None
     plan: BatchPlan
+    teacher: Teacher | None
     step: Step
     schedule: Schedule
     head_epochs: int
@@ -136,7 +139,7 @@ class Run:
     @property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint and the run that resumes from it must agree on, beside the recipe."""
-        return _identity(self.data, self.built, self.plan) | {NORMALIZATION: normalization_of(self.data)}
+        return _identity(self.data, self.built, self.plan, self.teacher) | {NORMALIZATION: normalization_of(self.data)}
 
     @property
     def position(self) -> int:
@@ -164,13 +167,14 @@ def build(prepared: Prepared) -> Run:
     head_epochs = head_epochs_of(config)
     views = VIEWS if config.is_contrastive else 1
     plan = build_plan(config, data.train.source.labels, world.data.size, views, prepared.islands)
-    step = agreed(lambda: _build_step(config, data, world), world)
+    teacher = load_teacher(config, data, precision, world)
+    step = agreed(lambda: _build_step(config, data, world, teacher), world)
     keeps = agreed(lambda: check_best_by(config.best_by, data, config.micro_batch, world.data.size), world)
     # Worker processes take seconds to start: they do so while the model and the engine are built.
     train_loader, val_loader, neighbours = agreed(lambda: _build_readers(config, data, plan, world), world)
     built, flops = build_training_model(config, data, world, loads_weights=found is None)
     if found is not None:
-        checkpoint, identity = found, _identity(data, built, plan)
+        checkpoint, identity = found, _identity(data, built, plan, teacher)
         agreed(lambda: check_fit(checkpoint, config, identity, plan.steps_per_epoch, data), world)
     pixels = config.epochs * len(data.train) * math.prod(sides(data.train.preprocessing["image_size"]))
     # Not a loss that compares images: its first pass would be another network, with other dropout.
@@ -218,6 +222,7 @@ def build(prepared: Prepared) -> Run:
         facts=facts_of_memory,
         lock=prepared.lock,
         plan=plan,
+        teacher=teacher,
         step=step,
         schedule=build_schedule(config, plan.steps_per_epoch, plan.global_batch, head_epochs),
         head_epochs=head_epochs,
@@ -242,7 +247,7 @@ def build(prepared: Prepared) -> Run:
     )
 
 
-def _build_step(config: TrainConfig, data: DatasetPair, world: World) -> Step:
+def _build_step(config: TrainConfig, data: DatasetPair, world: World, teacher: Teacher | None) -> Step:
     """Return how a step trains: on the loss of each image, or on one over all images of a step.
 
     Raises:
@@ -254,7 +259,8 @@ def _build_step(config: TrainConfig, data: DatasetPair, world: World) -> Step:
     if config.is_contrastive:
         return GradientCache(world.data, config.temperature, len(data.class_names))
     is_multilabel = data.label_sets is not None
-    loss = build_loss(config, data.class_names, data.train_counts, world.device, is_multilabel=is_multilabel)
+    told = (config, data.class_names, data.train_counts, world.device)
+    loss = build_loss(*told, is_multilabel=is_multilabel, teacher=teacher)
     return Accumulate(loss) if config.pipeline_parallel == 1 else Pipelined(loss)
 
 
@@ -396,8 +402,9 @@ def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainCont
     )
 
 
-def _identity(data: DatasetPair, built: BuiltModel, plan: BatchPlan) -> dict[str, Any]:
-    return {
+def _identity(data: DatasetPair, built: BuiltModel, plan: BatchPlan, teacher: Teacher | None) -> dict[str, Any]:
+    taught = {} if teacher is None else {"teacher": teacher.digest}
+    return taught | {
         "model": built.description,
         "class list": data.class_names,
         DATA_SET: data.fingerprint,

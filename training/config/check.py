@@ -19,7 +19,7 @@ from training.data.settings import MULTILABEL
 from training.engines.strategies import STRATEGIES, check_micro_batches
 from training.observe.new_run import run_folder
 from training.observe.settings import TRACKERS
-from training.recipe import read_tune
+from training.recipe import read_distill, read_tune
 from training.recipe.class_weights import given_weights
 from training.recipe.rules import ELEMENT_WISE, MATRIX_RULES, SHIFTED_RATE, SQUARED_DECAY, check_optimizer, read_options
 from training.recipe.schedule import SCHEDULES, head_epochs_of, schedule_names
@@ -29,6 +29,7 @@ MILESTONES_PATTERN = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?(,[0-9]{1,6}(\.[0-9]{
 # The values that settings may have with a loss that compares images, the usual one first.
 OF_CLASSIFIERS: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("mixup", "cutmix"), (0,)),
+    "distill": ("",),
     "class_weights": ("none",),
     "engine": ("torch", "auto", "native"),
     "compile": ("off", "auto"),
@@ -39,6 +40,7 @@ OF_MULTILABEL: dict[str, tuple[object, ...]] = {
     "bce_target_threshold": (0,),
     "class_weights": ("none",),
     "sampling": ("uniform",),
+    "distill": ("",),
     "features": ("computed",),
     "best_by": ("map", "macro_f1", "auroc", "loss"),
 }
@@ -67,6 +69,7 @@ OF_PIPELINES: dict[str, tuple[object, ...]] = {
     "engine": ("torch", "auto", "native"),
     "loss": ("cross_entropy", "bce"),
     "compile": ("off", "auto"),
+    "distill": ("",),
     "sync_batchnorm": (False,),
     "local_steps": (1,),
     "tensor_parallel": (1,),
@@ -78,7 +81,7 @@ OF_CACHED_FEATURES: dict[str, tuple[object, ...]] = {
     "mirror": ("off", "auto"),
     "shift_pixels": (0, "auto"),
     **dict.fromkeys(("color_jitter", "random_erasing", "mixup", "cutmix"), (0,)),
-    "progressive_size": ("",),
+    **dict.fromkeys(("progressive_size", "distill"), ("",)),
     "engine": ("torch", "auto", "native"),
     "loss": ("cross_entropy", "bce"),
     "compile": ("off", "auto"),
@@ -173,6 +176,10 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     _check_rules(config, label_of)
     _check_schedule(config, label_of)
     _check_contrast(config, label_of)
+    if config.distill:
+        read_distill(config.distill)
+    if bool(config.distill) != bool(config.teacher):
+        raise UserError(f"{label_of['distill']} learns from {label_of['teacher']}: give both, or none.")
     if config.features == "cached":
         _check_values(config, label_of, f"{label_of['features']} cached", OF_CACHED_FEATURES)
     if config.task == MULTILABEL:
@@ -278,7 +285,11 @@ def _check_values(
     for name, allowed in allowed_values_of.items():
         value = getattr(config, name)
         if value not in allowed:
-            cure = f"leave {label_of[name]} out" if value is True else f"give {label_of[name]} {allowed[0]}"
+            cure = (
+                f"leave {label_of[name]} out"
+                if value is True or allowed == ("",)
+                else f"give {label_of[name]} {allowed[0]}"
+            )
             raise UserError(f"{setting} does not go with {label_of[name]} {shown(value)}: {cure}.")
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from models.ensemble import mean_over_members
 from training.base.errors import UserError
 from training.data.reader import Batch
+from training.recipe import read_distill
 from training.recipe.class_weights import class_weights
 from training.recipe.settings import RecipeSettings
 
@@ -25,6 +26,7 @@ def build_loss(
     device: torch.device,
     *,
     is_multilabel: bool = False,
+    teacher: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Loss:
     """Build the loss of a run; it is a function of the micro-batch alone, and of an ensemble the mean over its members.
 
@@ -34,6 +36,7 @@ def build_loss(
         counts: training samples of each class.
         device: device of the logits.
         is_multilabel: whether each class is a yes or no of its own.
+        teacher: from images to the logits that `config.distill` trains on, float32 [B, C].
 
     Raises:
         UserError: for class weights that do not fit the data, and a threshold that all targets are above or below.
@@ -42,6 +45,9 @@ def build_loss(
     weights = class_weights(config.class_weights, class_names, counts)
     build = _multilabel_loss if is_multilabel else LOSSES[config.loss]
     loss = build(config, None if weights is None else torch.tensor(weights, device=device))
+
+    if teacher is not None:
+        loss = _distilled(loss, teacher, *read_distill(config.distill))
 
     def losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         own = mean_over_members(lambda member: loss(member, batch), logits)
@@ -114,6 +120,23 @@ def _multilabel_loss(config: RecipeSettings, _: torch.Tensor | None) -> Loss:
 def multilabel_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the mean binary cross-entropy of each image over its classes: float32 [B, K] each, to [B]."""
     return F.binary_cross_entropy_with_logits(logits.float(), targets.float(), reduction="none").mean(1)
+
+
+def _distilled(loss: Loss, teacher: Callable[[torch.Tensor], torch.Tensor], temperature: float, share: float) -> Loss:
+    """Build the divergence from a teacher's softened answers, mixed with a loss of the labels.
+
+    Hinton et al. 2015 (https://arxiv.org/abs/1503.02531): times the temperature squared, so that the gradient's size
+    does not depend on it. The teacher sees the student's very images, augmented and mixed (Beyer et al. 2022,
+    https://arxiv.org/abs/2106.05237).
+    """
+
+    def distilled(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        told = F.log_softmax(teacher(batch.images) / temperature, dim=1)
+        own = F.log_softmax(logits.float() / temperature, dim=1)
+        divergence = temperature**2 * F.kl_div(own, told, reduction="none", log_target=True).sum(1)
+        return divergence if share == 1 else share * divergence + (1 - share) * loss(logits, batch)
+
+    return distilled
 
 
 def _sample_weights(batch: Batch, weights: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,14 @@ class RecipeSettings(RunSettings):
         low=0,
         high=LARGEST_BATCH,
     )
+    distill: str = option(
+        "",
+        "kl:T[:ALPHA] trains on the answers of --teacher: the divergence at temperature T, times T squared. ALPHA is "
+        "its share, the rest that of --loss; default: 1.",
+    )
+    teacher: str = option(
+        "", "--distill: a run's name or folder, a safetensors file, or timm:NAME with its published weights."
+    )
     label_smoothing: float = option(0.1, "Share of each target spread over all classes.", low=0, high=0.99)
     bce_target_threshold: float = option(
         0.0, "--loss bce: smoothed and mixed targets above this are 1, the others 0; 0: as they are.", low=0, high=0.99

@@ -1,0 +1,146 @@
+"""`--distill` as a user trains with it: the teacher's answers to the very images, the same bytes on any ranks."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from commands import assert_user_error, launch, train_here
+from torch import nn
+
+from models.build import build_model
+from training.base.run_folder import WEIGHTS
+from training.checkpoint.weights import load_model
+from training.teacher import Teacher
+
+DATA = ("--data", "digits", "--image-size", "8", "--report", "false", "--tensorboard", "false", "--shift-pixels", "1")
+STUDENT = ("--epochs", "2", "--mixup", "0.2", "--save-every-steps", "15", "--keep-last", "99", "--distill", "kl:4:0.7")
+STUDENT = (*STUDENT, "--threads-per-rank", "1")
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory):
+    """A folder of runs with two teachers, which differ by their seed, and a student of the first."""
+    folder = tmp_path_factory.mktemp("logs")
+    logs = ("--log-dir", str(folder), "--model-type", "basic_cnn", "--batch-size", "32", *DATA)
+    for seed in "01":
+        done = train_here(*logs, "--epochs", "1", "--seed", seed, "--run-name", f"teacher{seed}")
+        assert done.returncode == 0, done.stderr
+    done = train_here(*logs, *STUDENT, "--teacher", "teacher0", "--run-name", "student")
+    assert done.returncode == 0, done.stderr
+    return folder, logs
+
+
+def test_a_resumed_student_has_the_same_bytes_and_another_teacher_is_refused(teachers):
+    folder, logs = teachers
+    runs = folder / "runs"
+    checkpoint = ("--resume", str(runs / "student" / "checkpoints" / "step-00001-0000015"))
+    given = (*logs, *STUDENT, *checkpoint, "--run-name", "resumed", "--teacher")
+    assert_user_error(train_here(*given, "teacher1"), "was made with another teacher")
+    done = train_here(*given, str(runs / "teacher0" / WEIGHTS))  # the same one by another name
+    assert done.returncode == 0, done.stderr
+    assert (runs / "resumed" / WEIGHTS).read_bytes() == (runs / "student" / WEIGHTS).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp_stage3"])
+def test_two_ranks_leave_the_same_bytes(teachers, strategy):
+    folder, _ = teachers
+    flags = (*DATA, *STUDENT, "--log-dir", str(folder), "--teacher", "teacher0", "--run-name")
+    for ranks, more in (("1", ("--gradient-accumulation-steps", "2")), ("2", ())):
+        done = launch("basic_cnn", strategy, ranks, "16", "2", *flags, f"{strategy}-{ranks}", *more)
+        assert done.returncode == 0, done.stderr
+    found = [(folder / "runs" / f"{strategy}-{ranks}" / WEIGHTS).read_bytes() for ranks in "12"]
+    assert found[0] == found[1]
+
+
+def test_a_step_is_that_of_a_plain_loop(teachers, monkeypatch):
+    """An epoch by SGD: plain PyTorch repeats it on the images that the run saw, and ends at the same weights."""
+    from training import setup
+
+    folder, logs = teachers
+    seen, build_loss = [], setup.build_loss
+
+    def spied(*arguments, **more):
+        loss = build_loss(*arguments, **more)
+
+        def losses(logits, batch):
+            targets = batch.labels if batch.targets is None else batch.targets
+            seen.append((batch.images.clone(), targets.clone(), batch.weights.clone()))
+            return loss(logits, batch)
+
+        return losses
+
+    monkeypatch.setattr(setup, "build_loss", spied)
+    plain = ("--optimizer", "sgd", "--momentum", "0", "--weight-decay", "0", "--gradient-clipping", "0")
+    plain += ("--schedule", "constant", "--warmup-epochs", "0", "--learning-rate", "0.05", "--dropout", "0")
+    start = ("--weights", str(folder / "runs" / "teacher1" / WEIGHTS))
+    student = (*logs, *plain, *start, *STUDENT, "--epochs", "1", "--label-smoothing", "0")
+    done = train_here(*student, "--teacher", "teacher0", "--run-name", "plain")
+    assert done.returncode == 0, done.stderr
+    module = load_model(folder / "runs" / "teacher1" / WEIGHTS)[0].train()
+    teacher, _ = load_model(folder / "runs" / "teacher0" / WEIGHTS)
+    for dropout in (each for each in module.modules() if isinstance(each, nn.Dropout)):
+        dropout.p = 0
+    optimizer = torch.optim.SGD(module.parameters(), 0.05)
+    for images, targets, weights in seen:
+        logits = module(images)
+        with torch.no_grad():
+            told = (teacher(images) / 4).softmax(1)
+        divergence = (told * (told.log() - (logits / 4).log_softmax(1))).sum(1) * 16
+        labels = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        optimizer.zero_grad()
+        ((0.7 * divergence + 0.3 * labels) * weights).sum().div(weights.sum()).backward()
+        optimizer.step()
+    found = load_model(folder / "runs" / "plain" / WEIGHTS)[0].state_dict()
+    for name, expected in module.state_dict().items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_teacher_gets_its_own_normalization_and_answers_in_the_order_of_the_data():
+    module = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(12), nn.Dropout(0.5), nn.Linear(12, 3))
+    own, given = torch.tensor([[[0.5] * 3, [0.2] * 3], [[0.1, 0.2, 0.3], [0.5, 0.6, 0.7]]], dtype=torch.float64)
+    pixels = torch.rand(5, 3, 2, 2)
+    seen, wanted = ((pixels - mean[:, None, None]) / std[:, None, None] for mean, std in (given.float(), own.float()))
+    expected = module.eval()(wanted)[:, [2, 0]]
+    teacher = Teacher(module.train(), torch.tensor([2, 0]), own, given, "fp32", torch.device("cpu"))
+    torch.testing.assert_close(teacher(seen), expected)
+    assert not teacher(seen).requires_grad
+    first, module[3].bias.data[0] = teacher.digest, 7.0
+    assert Teacher(module, torch.tensor([2, 0]), own, given, "fp32", torch.device("cpu")).digest != first
+
+
+def test_published_weights_of_other_classes_are_one_line(teachers, monkeypatch):
+    """The network's own answers, if it has as many classes as the data; without the hub, so with random weights."""
+    build = functools.partial(build_model, "timm:test_resnet", num_classes=10, image_size=8)
+
+    def published(classes):
+        built = build()
+        built.module.pretrained_cfg = {"num_classes": classes, "mean": (0.5,) * 3, "std": (0.5,) * 3}
+        return lambda *_, **__: built
+
+    given = (*teachers[1], *STUDENT[:2], "--distill", "kl:1", "--teacher", "timm:test_resnet", "--run-name")
+    monkeypatch.setattr("training.teacher.build_model", published(1000))
+    assert_user_error(train_here(*given, "published"), "tells 1000 classes apart, the data has 10")
+    monkeypatch.setattr("training.teacher.build_model", published(10))
+    assert train_here(*given, "published-10").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--distill", "kl:4"), ("learns from --teacher", "give both")),
+        (("--distill", "kl:0", "--teacher", "teacher0"), ("expected kl:T",)),
+        (("--distill", "kl:4:1.5", "--teacher", "teacher0"), ("expected kl:T",)),
+        (("--distill", "kl:4", "--teacher", "nobody"), ("--teacher nobody is no run",)),
+        (("--distill", "kl:4", "--teacher", "timm:resnet18"), ("--teacher", "resnet18")),
+        (("--distill", "kl:4", "--teacher", "teacher0", "--image-channels", "1"), ("takes images of 3 channel(s)",)),
+        (("--distill", "kl:4", "--teacher", "teacher0", "--loss", "supcon"), ("does not go with --distill",)),
+    ],
+)
+def test_a_mistake_is_one_line(teachers, flags, words):
+    folder, logs = teachers
+    name = "refused-" + "-".join(flags[1::2]).replace(":", "-")
+    assert_user_error(train_here(*logs, *flags, "--run-name", name), *words)
+    assert not (folder / "runs" / name / WEIGHTS).exists()

@@ -1,0 +1,164 @@
+"""`--teacher`: the trained network whose answers a run learns, found, checked, and told from others by its hash."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from models.build import build_model
+from models.dry_run import forward_failure
+from training.base.errors import UserError, one_line
+from training.base.run_folder import WEIGHTS
+from training.base.settings import REPO_ROOT
+from training.checkpoint.weights import load_model
+from training.config import TrainConfig
+from training.data.datasets import DatasetPair
+from training.engines.precision import under_autocast
+from training.observe.new_run import run_folder
+from training.world.collectives import agreed, broadcast_object
+from training.world.exchange import text
+from training.world.world import World
+
+TIMM = "timm:"
+
+
+class Teacher:
+    """From the images of a run, float32 [B, C, S, S] as its network takes them, to logits, float32 [B, classes].
+
+    In evaluation mode, without gradients: a function of the images alone, the same on any rank. Its answers are not
+    kept by sample: their last bits may depend on the batch that an image is in, which a resume would change.
+
+    Args:
+        module: the network.
+        order: where each class of the data is among its own, int64 [classes].
+        own: means and standard deviations of its images, per channel, float64 [2, C].
+        given: those of the run.
+        precision: of its arithmetic, as of the run's.
+        device: of the images.
+
+    Attributes:
+        digest: sha256 of its tensors.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        order: torch.Tensor,
+        own: torch.Tensor,
+        given: torch.Tensor,
+        precision: str,
+        device: torch.device,
+    ) -> None:
+        self.digest = _digest_of(module)
+        module = module.eval().requires_grad_(False).to(device).to(memory_format=torch.channels_last)
+        self._network, self._order = under_autocast(module, precision, device), order.to(device)
+        factors = torch.stack([given[1] / own[1], (given[0] - own[0]) / own[1]])[:, :, None, None]
+        self._normalization = None if torch.equal(own, given) else factors.float().to(device)
+
+    @torch.no_grad()
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Answer."""
+        if self._normalization is not None:
+            scale, offset = self._normalization
+            images = images * scale + offset
+        return self._network(images).float().index_select(1, self._order)
+
+
+def load_teacher(config: TrainConfig, data: DatasetPair, precision: str, world: World) -> Teacher | None:
+    """Load the teacher that a configuration names, None without; a collective.
+
+    Raises:
+        UserError: on all ranks, if there is none, it does not fit the data, or ranks have different ones.
+    """
+    if not config.distill:
+        return None
+
+    def load() -> Teacher:
+        module, classes, normalization = _load_timm(config, data) if is_timm else _load_file(config, data)
+        own, given = (torch.tensor(pair, dtype=torch.float64) for pair in (normalization, _normalization(data)))
+        if own.shape != given.shape:
+            raise UserError(
+                f"--teacher {config.teacher} takes images of {own.shape[1]} channel(s), these have {given.shape[1]}."
+            )
+        for size in data.train.sizes:
+            failure = forward_failure(module, size, config.micro_batch, data.image_channels)
+            if failure:
+                raise UserError(f"--teacher {config.teacher} takes no images of {size} pixels: {one_line(failure)}.")
+        missing = [name for name in data.class_names if name not in classes]
+        if missing:
+            raise UserError(
+                f"--teacher {config.teacher} does not know {len(missing)} of the {len(data.class_names)} classes, such "
+                f"as '{missing[0]}': give one that was trained on them."
+            )
+        order = torch.tensor([classes.index(name) for name in data.class_names])
+        return Teacher(module, order, own, given, precision, world.device)
+
+    is_timm = config.teacher.startswith(TIMM)
+    # One rank per machine goes first and downloads; the others then find the weights in the cache.
+    first = agreed(lambda: load() if world.local_rank == 0 else None, world)
+    teacher = agreed(lambda: first or load(), world)
+    digest = broadcast_object(teacher.digest, text, world)
+
+    def check() -> None:
+        if teacher.digest != digest:
+            raise UserError(
+                f"--teacher {config.teacher} is another on rank {world.rank} than on rank 0: copy one to all."
+            )
+
+    agreed(check, world)
+    return teacher
+
+
+def _load_file(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, list[str], list[list[float]]]:
+    """Return the network of a run or a file, its classes, and the normalization of its images."""
+    given = Path(os.path.expanduser(config.teacher))
+    logs = (run_folder(config).path.parent, REPO_ROOT / "logs" / "runs")
+    places = [given, *(folder / WEIGHTS for folder in (given, *(log / config.teacher for log in logs)))]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        raise UserError(
+            f"--teacher {config.teacher} is no run with a {WEIGHTS} in {logs[0]}, no such folder, and no file: give "
+            "one, or timm:NAME."
+        )
+    module, metadata = load_model(path)
+    return module, metadata["class_names"], [metadata["preprocessing"][name] for name in ("mean", "std")]
+
+
+def _load_timm(config: TrainConfig, data: DatasetPair) -> tuple[nn.Module, list[str], list[list[float]]]:
+    """Return a network with its published weights, whose classes are taken to be in the order of the data's."""
+    try:
+        built = build_model(
+            config.teacher,
+            num_classes=len(data.class_names),
+            image_size=data.preprocessing["image_size"],
+            image_channels=data.image_channels,
+            pretrained=True,
+            keep_stem=True,
+        )
+    except UserError as error:  # which says what to type for the model of a run
+        raise UserError(f"--teacher {config.teacher}: {str(error).partition(' Type --weights')[0]}") from error
+    published: Any = built.module.pretrained_cfg
+    if published["num_classes"] != len(data.class_names):
+        raise UserError(
+            f"--teacher {config.teacher} tells {published['num_classes']} classes apart, the data has "
+            f"{len(data.class_names)}: train it on the data, and give that run."
+        )
+    own = [published[name] for name in ("mean", "std")]
+    return built.module, data.class_names, own if data.image_channels == 3 else _normalization(data)
+
+
+def _normalization(data: DatasetPair) -> list[list[float]]:
+    return [data.preprocessing[name] for name in ("mean", "std")]
+
+
+def _digest_of(module: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
