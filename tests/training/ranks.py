@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 240
 SERVER = multiprocessing.get_context("forkserver")
 # The last is imported by DeepSpeed's engine, and compiles something with all of torch.compile as it is.
-SERVER.set_forkserver_preload([*PRELOADED, "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"])
+SERVER.set_forkserver_preload([*PRELOADED, "deepspeed"])
 # For what it imports: OpenMP reads its threads as it is loaded, and nothing may use CUDA before a fork.
 SERVER_VARIABLES = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 

@@ -44,21 +44,23 @@ def test_nvidia_smi_knows_better_than_device_files(tmp_path: Path, monkeypatch: 
 
 
 DEEPSPEED = """
+import sys
 from tests.training.engine_ranks import configuration, make_engine, make_model
 from training.world.preserved_process import preserved_process
 from training.world.world import start_world
 make_engine(start_world(), make_model(True), configuration(engine="deepspeed"))
 import deepspeed
 print(deepspeed.accelerator.get_accelerator().device_name(), vars(deepspeed.ops)["__compatible_ops__"])
+print("torch._inductor.ir" in sys.modules)
 """
 
 
 @pytest.mark.slow
-def test_deepspeed_gets_the_ranks_device_and_looks_for_no_operators() -> None:
+def test_deepspeed_gets_the_ranks_device_looks_for_no_operators_and_imports_no_compiler() -> None:
     """Also where the environment says otherwise: this rank has no GPU."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cuda", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", DEEPSPEED], env=environment, capture_output=True, text=True)
-    assert done.stdout == "cpu {}\n", done.stderr[-3000:]
+    assert done.stdout == "cpu {}\nFalse\n", done.stderr[-3000:]
 
 
 NO_DRIVER = pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use a GPU here")

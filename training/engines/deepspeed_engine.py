@@ -44,6 +44,9 @@ class DeepSpeedEngine(Engine):
         # None: no operator is looked for, by compilers and on GPUs (seconds), nor compiled: one for inference on CPUs,
         # which is not used here, would be at the first start (20 s).
         deepspeed.ops.__compatible_ops__ = {}
+        # What decorates DeepSpeed's own Muon, which is not used here: torch.compile would import its code generation
+        # into each rank (3 CPU seconds).
+        deepspeed.runtime.compiler.compile = lambda: lambda function: function
         self.module, self._world = setup.module, setup.world
         self.loss_scale = DynamicLossScale() if setup.precision == "fp16" else None
         _forget_destroyed_group()
