@@ -180,7 +180,7 @@ def how_it_ended(code: int | None) -> str:
     if code == OUT_OF_MEMORY_EXIT_CODE:
         return "ran out of memory"
     if code == FILE_SERVER_EXIT_CODE:
-        return "could not read images for now"
+        return "could not read or write files for now"
     number = -code if code < 0 else code - 128
     if number > 0:
         with contextlib.suppress(ValueError):

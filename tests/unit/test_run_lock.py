@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from training.base.errors import UserError
+from training.base.errors import AnotherStartNeededError, UserError
 from training.base.run_lock import LOCK, Origin, lock_run
 from training.config import TrainConfig
 from training.observe.new_run import create_run_folder
@@ -150,6 +150,17 @@ def test_a_file_system_without_renames_is_refused_before_training(
     monkeypatch.undo()
     assert not list((run / "checkpoints").iterdir())
     create_run_folder(config, Origin())[1].close()
+
+
+@pytest.mark.parametrize(("restarts", "error"), [(0, UserError), (1, AnotherStartNeededError)])
+def test_a_full_disk_refuses_a_new_run_and_lets_a_restart_be_tried_again(tmp_path, monkeypatch, restarts, error):
+    def write(*_) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("training.observe.new_run.check_renames", write)
+    config = TrainConfig(run_name="digits", log_dir=str(tmp_path))
+    with pytest.raises(error, match=rf"^--log-dir {tmp_path}: cannot be written \(No space left on device\)[.;] "):
+        create_run_folder(config, Origin("launch", restarts=restarts))
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])

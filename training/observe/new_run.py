@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import shutil
 import time
 from collections.abc import Collection
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import IO
 
 from training.base.atomic_write import check_renames, remove_leftovers
-from training.base.errors import UserError, one_line, shown
+from training.base.errors import AnotherStartNeededError, UserError, one_line, shown
 from training.base.run_folder import CHECKPOINTS, EXPORT, LAST, WEIGHTS, RunFolder
 from training.base.run_lock import LOCK, Origin, lock_run
 from training.base.settings import REPO_ROOT
 from training.observe.settings import ObserveSettings
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def run_folder(config: ObserveSettings, name: str = "") -> RunFolder:
@@ -57,6 +60,7 @@ def create_run_folder(config: ObserveSettings, origin: Origin) -> tuple[RunFolde
 
     Raises:
         UserError: if a folder cannot be written, or a run of that name exists and is not resumed, or is being trained.
+        AnotherStartNeededError: if the disk is full for a training that the launcher started again.
     """
     folder = run_folder(config)
 
@@ -80,10 +84,11 @@ def create_run_folder(config: ObserveSettings, origin: Origin) -> tuple[RunFolde
         with folder.text_log.open("a", encoding="utf-8"), folder.metrics.open("a", encoding="utf-8"):
             pass
     except OSError as error:
-        raise UserError(
-            f"--log-dir {folder.log_dir}: cannot be written ({error.strerror}: {error.filename}). "
-            "Give a folder that you may write to."
-        ) from None
+        where = f": {error.filename}" if error.filename else ""
+        said = f"--log-dir {folder.log_dir}: cannot be written ({error.strerror}{where})"
+        if origin.restarts and error.errno in FULL:
+            raise AnotherStartNeededError(f"{said}; the run goes on when there is room.") from None
+        raise UserError(f"{said}. Give a folder that you may write to.") from None
     return folder, lock
 
 
