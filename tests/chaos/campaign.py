@@ -117,7 +117,8 @@ class Campaign:
         return draws
 
     def _oracle(self, case: Case) -> Path:
-        folder = self._folder / f"oracle-{case.strategy}-{case.engine}-{case.micro_batches}-{case.recipe}"
+        recipe = f"{case.strategy}-{case.engine}-{case.micro_batches}-{case.recipe}-{case.tensor}"
+        folder = self._folder / f"oracle-{recipe}"
         if not folder.exists():
             start = time.time()
             run_oracle(case, folder)

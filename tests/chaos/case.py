@@ -17,6 +17,7 @@ from tests.chaos.processes import LAUNCH_MARK, MARK, kill_all
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "basic_cnn"  # BatchNorm and dropout
+DIVIDED_MODEL = "timm:test_vit"  # of which a tensor group can divide the layers
 RANKS = (1, 2, 4)  # of a launch: the bytes are promised for any number
 GLOBAL_BATCH = 64
 EPOCHS = 4  # 92 optimizer steps on 1,437 digits
@@ -24,8 +25,13 @@ STRATEGIES = ("ddp", "fsdp_stage2", "fsdp_stage3")
 RECIPES = {
     "plain": "",
     "images": "--augmentation shift_flip --mirror alternate --shift-padding reflect --random-erasing 0.3 --mixup 0.4 "
-    "--cutmix 1 --mixup-probability 0.7 --repeated-augmentation 3 --sampling balanced --progressive-size 16:1:3",
-    "weights": "--optimizer adan --loss bce --schedule wsd --ema 0.9 --lookahead 3 --layer-decay 0.8 --whitened-stem",
+    "--cutmix 1 --mixup-probability 0.7 --repeated-augmentation 3 --sampling balanced",
+    "weights": "--optimizer adan --loss bce --schedule wsd --ema 0.9 --lookahead 3 --layer-decay 0.8",
+}
+# What a recipe has for one network alone: a ViT has one size of images, and no small convolution at its beginning.
+OF_MODEL = {
+    MODEL: {"images": "--progressive-size 16:1:3", "weights": "--whitened-stem"},
+    DIVIDED_MODEL: dict.fromkeys(RECIPES, "--drop-path 0.1"),
 }
 RUN = "run"
 STOP_SECONDS = 40
@@ -54,16 +60,18 @@ class Case:
     image_size: int = 32  # pixels
     recipe: str = "plain"
     pipeline: int = 1  # ranks of a pipeline, if a launch has as many: no byte depends on it
+    tensor: int = 1  # ranks of a tensor group: the bytes are its own
 
     def __str__(self) -> str:
         how = f"{self.micro_batches} micro-batches, workers {self.workers}, engine {self.engine}, recipe {self.recipe}"
         how += f", pipelines of {self.pipeline}" if self.pipeline > 1 else ""
+        how += f", tensor groups of {self.tensor}" if self.tensor > 1 else ""
         return f"{self.strategy}, {how}"
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The numbers of ranks that a launch may have for the same bytes; the first is the oracle's."""
-        return RANKS if self.engine == "torch" else (2,)
+        return tuple(ranks for ranks in RANKS if not ranks % self.tensor) if self.engine == "torch" else (2,)
 
     @property
     def oracle(self) -> Case:
@@ -82,12 +90,15 @@ class Case:
             flags: added to the training's flags.
         """
         pipeline = min(self.pipeline, ranks)
-        batch_size, accumulation = GLOBAL_BATCH // self.micro_batches, self.micro_batches * pipeline // ranks
-        words = ["bash", "scripts/launch_distributed.sh", MODEL, self.strategy, ranks, batch_size, EPOCHS]
+        batch_size = GLOBAL_BATCH // self.micro_batches
+        accumulation = self.micro_batches * pipeline * self.tensor // ranks
+        model = MODEL if self.tensor == 1 else DIVIDED_MODEL
+        words = ["bash", "scripts/launch_distributed.sh", model, self.strategy, ranks, batch_size, EPOCHS]
         words += ["--learning-rate", 0.01, "--gradient-accumulation-steps", accumulation, "--engine", self.engine]
-        words += ["--pipeline-parallel", pipeline]
+        words += ["--pipeline-parallel", pipeline, "--tensor-parallel", self.tensor]
         words += ["--image-size", self.image_size, "--workers", self.workers, "--log-every-steps", 1]
         words += ["--log-dir", log_dir, "--run-name", RUN, *RECIPES[self.recipe].split(), *flags]
+        words += OF_MODEL[model].get(self.recipe, "").split()
         kept = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
         changes = {
             MARK: mark,
@@ -112,16 +123,18 @@ def make_case(number: int) -> Case:
     """Return the case of a training, from 0: all strategies with all recipes in 9.
 
     A quarter of them trains with DeepSpeed, under all strategies within 12 and with all recipes within 14. Every second
-    one under ddp has pipelines.
+    one under ddp has pipelines. One in 8 has tensor groups, under all strategies and with all recipes within 19.
     """
     engine = "deepspeed" if number % 4 == 1 else "torch"
+    tensor = 2 if number % 8 == 2 else 1
     return Case(
         STRATEGIES[number % 3],
         micro_batches=4 << number // 9 % 2,
         workers=(number + number // 18) % 2,
         engine=engine,
         recipe=list(RECIPES)[(number + number // 3) % 3],
-        pipeline=2 if number % 6 == 0 and engine == "torch" else 1,
+        pipeline=2 if number % 6 == 0 and tensor == 1 else 1,
+        tensor=tensor,
     )
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from tests.chaos.campaign import Deck, draw_moment
-from tests.chaos.case import make_case
+from tests.chaos.case import RECIPES, STRATEGIES, make_case
 from tests.chaos.compare import WEIGHTS, differences
 from tests.chaos.damage import DAMAGES, MANIFEST, newest_checkpoint
 from tests.chaos.disk import fill, small_disk, why_no_disk
@@ -203,6 +203,12 @@ def test_a_full_disk_is_full_for_a_while_and_gone_at_the_end(tmp_path: Path):
 def test_all_mixtures_of_a_training_come():
     assert len({(case.strategy, case.recipe) for case in map(make_case, range(9))}) == 9
     assert len(set(map(make_case, range(36)))) == 36
+    for chosen, count in ((lambda case: case.engine == "deepspeed", 14), (lambda case: case.tensor > 1, 19)):
+        cases = [case for case in map(make_case, range(count)) if chosen(case)]
+        assert {case.strategy for case in cases} == set(STRATEGIES)
+        assert {case.recipe for case in cases} == set(RECIPES)
+    of_ddp = [case for case in map(make_case, range(0, 36, 3)) if case.tensor == 1]
+    assert sum(case.pipeline > 1 for case in of_ddp) == len(of_ddp) // 2
 
 
 def test_all_kinds_come_equally_often_and_none_that_is_impossible():
