@@ -124,7 +124,7 @@ def _features_s(
     """Return the seconds in which a micro-batch's features and their gradients go between ranks; nothing hides them.
 
     A tensor group adds up outputs in forward, in a recomputed one again, and gradients of fp32 in backward, around a
-    ring. Ranks of a pipeline send to their neighbours.
+    ring; of a pipeline, those of its stage. Ranks of a pipeline send to their neighbours.
     """
     ranks, is_apart = config.tensor_parallel, config.ranks_per_replica > machine.ranks
     forwards = 2 if config.activation_checkpointing else 1
@@ -133,6 +133,7 @@ def _features_s(
     messages = (forwards + 1) * len(workload.exchanged) * 2 * math.ceil(math.log2(ranks))
     added_s = 2 * (ranks - 1) / ranks * added / machine.inside.rate + messages * machine.inside.latency_s
     link, received = machine.between if is_apart else machine.inside, max([s.received_bytes for s in shares], default=0)
+    added_s *= max([share.time for share in shares], default=1)
     return added_s + (2 * (received / link.rate + link.latency_s) if received else 0.0)
 
 

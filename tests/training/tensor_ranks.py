@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from models import tensor_plan
 from models.build import BuiltModel
 from models.whole_input import WholeInputConv2d
 from tests.training.engine_ranks import configuration, whole_tensors
+from tests.training.out_of_memory_ranks import run
+from training.base.timing import SpanClock
+from training.data.reader import Batch
 from training.engines.activation_checkpointing import enable_activation_checkpointing
 from training.engines.build_engine import build_engine
 from training.engines.deepspeed_config import read_strategy_json
@@ -26,6 +30,8 @@ from training.engines.parameter_shards import gather_weights
 from training.loop import seed_dropout
 from training.observe.scores import sample_losses
 from training.setup import set_up_engine
+from training.steps.accumulate import Accumulate, TimedEngine
+from training.steps.pipelined import Pipelined
 from training.world.collectives import sum_over_ranks
 from training.world.mesh import form_mesh
 from training.world.world import World
@@ -57,7 +63,8 @@ def make_network(name: str) -> tuple[nn.Module, int]:
 
 def make_leaf(step: int, leaf: int, pixels: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + leaf)
-    return torch.randn(BATCH_SIZE, 3, pixels, pixels, generator=generator), torch.arange(BATCH_SIZE) + leaf
+    images = torch.randn(BATCH_SIZE, 3, pixels, pixels, generator=generator)
+    return images.contiguous(memory_format=torch.channels_last), (torch.arange(BATCH_SIZE) + leaf) % CLASSES
 
 
 @functools.cache
@@ -90,12 +97,14 @@ def divided_steps(
     precision: str = "fp32",
     recomputes: bool = False,
     wide_head: int = 0,
+    pipeline: int = 1,
+    split: str = "auto",
 ) -> dict[str, Any]:
     """Train on a mesh: what `plain_steps` returns, what this rank has of the state, and the sha256 of all of it.
 
     Rank 0 adds what it expects, and how far its weights are from that.
     """
-    world = form_mesh(world, tensor)
+    world = form_mesh(world, tensor, pipeline)
     network, pixels = make_network(name)
     if recomputes:
         enable_activation_checkpointing(network)
@@ -109,27 +118,34 @@ def divided_steps(
         gradient_clipping=CLIPPING,
         gradient_accumulation_steps=accumulation,
         batch_size=BATCH_SIZE,
+        pipeline_parallel=pipeline,
+        pipeline_split=split,
     )
     with mock.patch.object(tensor_plan, "WIDE_HEAD", wide_head or tensor_plan.WIDE_HEAD):
         setup, engine_name = set_up_engine(
             config, BuiltModel(network, {}), read_strategy_json(strategy), precision, world, compiles=False
         )
-    engine = build_engine(setup, engine_name)
+    engine = build_engine(dataclasses.replace(setup, image_shape=(3, pixels, pixels)), engine_name)
+    step_of = (Accumulate if pipeline == 1 else Pipelined)(lambda logits, batch: sample_losses(logits, batch.labels))
+    own_leaves = range(world.data.rank * accumulation, (world.data.rank + 1) * accumulation)
     losses, norms = torch.zeros(STEPS * LEAVES), []
     for step in range(STEPS):
-        for micro_step in range(accumulation):
-            leaf = world.data.rank * accumulation + micro_step
-            images, labels = make_leaf(step, leaf, pixels)
-            seed_dropout(0, step, leaf, world.device)
-            loss = sample_losses(engine.forward(images), labels).mean()
-            engine.backward(loss)
-            result = engine.step()
-            losses[step * LEAVES + leaf] = loss.detach()
+        leaves = [make_leaf(step, leaf, pixels) for leaf in own_leaves]
+        batches = [Batch(*leaf, torch.ones(BATCH_SIZE), torch.arange(BATCH_SIZE)) for leaf in leaves]
+        found: list[torch.Tensor] = []
+        result = step_of(
+            TimedEngine(engine, SpanClock()),
+            batches,
+            lambda leaf, step=step: seed_dropout(0, step, own_leaves[leaf], world.device),
+            1 / BATCH_SIZE,
+            lambda _batch, losses, _logits, found=found: found.append(losses.detach().mean()),
+        )
+        losses[[step * LEAVES + leaf for leaf in own_leaves]] = torch.stack(found)
         norms.append(float(result.gradient_norm))
     engine.module.eval()
     with torch.no_grad():
         logits = engine.forward(make_leaf(99, 0, pixels)[0])
-    own = [*engine.module.parameters()]
+    own = [parameter for parameter in engine.module.parameters() if not parameter.is_meta]
     moments = [state for states in engine.optimizer.state.values() for state in states.values() if state.ndim]
     digest = hashlib.sha256()
     for tensors in whole_tensors(engine).values():
@@ -151,3 +167,8 @@ def divided_steps(
         differences = [(weights[key] - values).abs().max().item() for key, values in expected["weights"].items()]
         report |= {"difference": max(differences), "expected": {**expected, "weights": None}}
     return report
+
+
+def whole_run(world: World, **case: Any) -> dict[str, Any]:
+    """Train a run; here, so that its buckets are as small as those of the jobs that these ranks may have had before."""
+    return run(world, **case)

@@ -66,6 +66,10 @@ def test_a_pipeline_waits_and_a_tensor_group_exchanges():
     assert sum(workload.exchanged) == 2 * blocks * width * tokens
     volume = (2 + 4) * 16 * sum(workload.exchanged)  # bf16 in forward, fp32 in backward; half of it, twice
     assert divided.step.exchange_s == pytest.approx(volume / link.rate + 2 * 2 * 2 * blocks * link.latency_s)
+    both = evaluate(JOB, dataclasses.replace(config, tensor_parallel=2))
+    assert both.images_per_update == 64
+    assert 0.25 < both.step.exchange_s / divided.step.exchange_s / 4 < 0.75  # of about half of the layers, four times
+    assert both.memory.peak < min(two.memory.peak, divided.memory.peak)
     assert divided.memory.start == evaluate(JOB, CONFIG).memory.start >= 4 * JOB.workload.sizes.parameters
 
 
@@ -97,7 +101,7 @@ def test_a_mesh_is_taken_when_nothing_else_fits():
     [
         (["--tensor-parallel=3"], r"cannot be divided into groups of 3, use 6 or 9"),
         (["--tensor-parallel=8", "--gpus-per-node=4"], "must be on one machine, which has 4"),
-        (["--tensor-parallel=2", "--pipeline-parallel=2"], "does not go with --tensor-parallel 2"),
+        (["--strategy=fsdp_stage3", "--pipeline-parallel=2"], "does not go with --strategy 'fsdp_stage3'"),
         (
             ["--pipeline-parallel=32", "--gradient-accumulation-steps=32", "--num-gpus=32"],
             "32 stages are too many for this model",

@@ -72,7 +72,6 @@ OF_PIPELINES: dict[str, tuple[object, ...]] = {
     "distill": ("",),
     "sync_batchnorm": (False,),
     "local_steps": (1,),
-    "tensor_parallel": (1,),
 }
 # The same if the head reads what was computed of each image once.
 OF_CACHED_FEATURES: dict[str, tuple[object, ...]] = {

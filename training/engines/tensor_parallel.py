@@ -56,7 +56,7 @@ class _GatherFeatures(torch.autograd.Function):
     def forward(context: Any, values: torch.Tensor, world: World) -> torch.Tensor:
         context.world = world
         rows = values.new_empty(world.size, *values.shape)
-        if world.group is not None:
+        if world.group is not None and not values.is_meta:
             with communication():
                 dist.all_gather_into_tensor(rows.view(-1), values.contiguous().view(-1), group=world.group)
         return rows.movedim(0, -2).flatten(-2)
@@ -68,7 +68,7 @@ class _GatherFeatures(torch.autograd.Function):
 
 def _sum(values: torch.Tensor, world: World) -> torch.Tensor:
     total = values.clone(memory_format=torch.contiguous_format)
-    if world.group is not None:
+    if world.group is not None and not values.is_meta:  # a rank may count alone
         with communication():
             dist.all_reduce(total, group=world.group)
     return total
@@ -112,7 +112,11 @@ class _DividedDropout(nn.Module):
         features, first, dimension = self.place
         shape = list(values.shape)
         shape[dimension], own = features, shape[dimension]
-        drawn = F.dropout(values.new_ones(shape), self.p)
+        is_channels_last = values.ndim > 3 and values.is_contiguous(memory_format=torch.channels_last)
+        layout = torch.channels_last if is_channels_last else torch.contiguous_format
+        drawn = F.dropout(
+            values.new_ones(shape).contiguous(memory_format=layout), self.p
+        )  # drawn as they lie in memory
         return values * drawn.narrow(dimension, first, own)
 
 

@@ -73,6 +73,10 @@ class World:
         """The ranks that have consecutive layers, in their order, and the same images."""
         return self.mesh.pipeline if self.mesh else self.alone()
 
+    def __deepcopy__(self, _copied: dict[int, Any]) -> World:
+        """Return itself: a copy of a layer that several ranks compute is computed by the same ones."""
+        return self
+
     def alone(self) -> World:
         """Return a world of this rank only."""
         return World(0, 0, 1, 1, self.device)

@@ -1,6 +1,7 @@
 """What only a run on the device tells before a network is cut: how long its pieces take, and how tensors lie in memory.
 
-Rank 0 has the whole network at that time, runs one micro-batch through it, and tells the others.
+Rank 0 has all layers at that time, runs one micro-batch through them together with its tensor group, and tells the
+others.
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ class _Passage:
             hook.remove()
 
 
+def _runs(world: World) -> bool:
+    """Return whether this rank is rank 0, or computes layers together with it."""
+    return world.data.is_main and world.pipeline.is_main
+
+
 @contextmanager
 def _undone(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore buffers and generators when the block ends."""
@@ -81,7 +87,7 @@ def measure_pieces(
         world: the ranks.
     """
     seconds: list[float] = []
-    if world.is_main:
+    if _runs(world):
         runs = []
         with _undone(module, images.device), torch.no_grad():
             for _ in range(TIMED_RUNS):
@@ -99,7 +105,7 @@ def boundaries_at(
 ) -> list[Boundary]:
     """Return what goes over each cut, on every rank as rank 0 has seen it; a collective. Arguments as above."""
     rows: list[Any] = []
-    if world.is_main:
+    if _runs(world):
         with _undone(module, images.device):
             trained = _Passage(module, cuts)
             # The gradient of the images: that of no weight is computed, or kept.
