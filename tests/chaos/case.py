@@ -89,7 +89,7 @@ class Case:
             output: gets standard output and standard error.
             flags: added to the training's flags.
         """
-        pipeline = min(self.pipeline, ranks)
+        pipeline = min(self.pipeline, ranks // self.tensor)
         batch_size = GLOBAL_BATCH // self.micro_batches
         accumulation = self.micro_batches * pipeline * self.tensor // ranks
         model = MODEL if self.tensor == 1 else DIVIDED_MODEL
@@ -126,15 +126,14 @@ def make_case(number: int) -> Case:
     one under ddp has pipelines. One in 8 has tensor groups, under all strategies and with all recipes within 19.
     """
     engine = "deepspeed" if number % 4 == 1 else "torch"
-    tensor = 2 if number % 8 == 2 else 1
     return Case(
         STRATEGIES[number % 3],
         micro_batches=4 << number // 9 % 2,
         workers=(number + number // 18) % 2,
         engine=engine,
         recipe=list(RECIPES)[(number + number // 3) % 3],
-        pipeline=2 if number % 6 == 0 and tensor == 1 else 1,
-        tensor=tensor,
+        pipeline=2 if number % 6 == 0 else 1,
+        tensor=2 if number % 8 == 2 else 1,
     )
 
 
