@@ -110,8 +110,8 @@ def _take_either(context: Run, head: nn.Module, features: _Features, read: list[
     rate = rates[int(largest.argmin())]
     if not largest.min() <= MOST_DIFFERENCE:
         raise AgreedError(
-            "--features cached: before its head this model does not compute the same in training as in evaluation: "
-            "give --drop-path 0, and --dropout 0 if it is not just before the head, or leave it out."
+            "--features cached: this model computes something after its head, or before it otherwise in training than "
+            "in evaluation: give --drop-path 0, and --dropout 0 if it is not just before the head, or leave it out."
         )
     return float(largest.min())
 
