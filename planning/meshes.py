@@ -28,6 +28,7 @@ KINDS = {
     "tensor_parallel": "ranks compute every layer together, each with a part of its weights",
     "pipeline_parallel": "each rank has consecutive layers",
 }
+MESH = ("tensor_parallel", "pipeline_parallel")
 COSTS = ("activation_checkpointing", "strategy", "offload")  # changes of the ladder that take time
 
 
@@ -56,28 +57,31 @@ def _others(job: PlannedJob, end: TrainConfig) -> list[Option]:
         job: that does not fit as it is.
         end: where the ladder ends; as many images at a time, or the fewest that are worth it, are tried.
     """
-    found = []
-    for kind in KINDS:
+    groups, pipelines = ([{kind: size} for size in SIZES] for kind in MESH)
+    # Over several machines: a group on each, whose stages they are (Narayanan et al. 2021, section 3.2).
+    of_groups = [{"tensor_parallel": job.machine.ranks} | pipeline for pipeline in pipelines]
+    found, has_several = [], job.ranks > job.machine.ranks > 1
+    ways: list[list[dict[str, int]]] = [[{}], groups, pipelines, of_groups if has_several else []]
+    for divisions in ways:
         fitting: list[Option] = []
-        for size in (1,) if kind == "strategy" else SIZES:
+        for divided in divisions:
             with contextlib.suppress(UserError, StopIteration):  # ranks or a model that cannot be divided so
                 most = job.machine.gpu.memory_bytes
-                fits = (each for each in _candidates(job, kind, size, end) if memory_of(job, each)[2].peak <= most)
+                fits = (each for each in _candidates(job, divided, end) if memory_of(job, each)[2].peak <= most)
                 fitting.append(evaluate(job, next(fits)))
-            if fitting and kind == "tensor_parallel":
+            if fitting and divisions is groups:
                 break  # larger groups only exchange more
         found += [max(fitting, key=lambda option: option.images_per_s)] if fitting else []
     return found
 
 
-def _candidates(job: PlannedJob, kind: str, size: int, end: TrainConfig) -> Iterator[TrainConfig]:
-    """Yield configurations that the trainer takes, the fastest first."""
-    divided: dict[str, Any] = {} if kind == "strategy" else {kind: size}
+def _candidates(job: PlannedJob, divided: dict[str, Any], end: TrainConfig) -> Iterator[TrainConfig]:
+    """Yield configurations with so many ranks of each kind that the trainer takes, the fastest first."""
     config = dataclasses.replace(job.config, engine="torch", **divided)
-    images = size * config.micro_batch * config.gradient_accumulation_steps
+    images = config.ranks_per_replica * config.micro_batch * config.gradient_accumulation_steps
     fewest = max(end.micro_batch, min(FEWEST_IMAGES, config.micro_batch))
     # A tensor group takes the images of its ranks at once, unless BatchNorm would see more of them.
-    at_a_time = size if kind == "tensor_parallel" and not job.workload.has_batchnorm else 1
+    at_a_time = 1 if job.workload.has_batchnorm else config.tensor_parallel
     sizes = [each for each in dict.fromkeys((at_a_time * fewest, fewest)) if images % each == 0]
     for recomputes, batch_size, strategy in itertools.product((False, True), sizes, STRATEGIES):
         changes: dict[str, Any] = {
@@ -97,7 +101,7 @@ def _as_rung(job: PlannedJob, mesh: Option, other: Option) -> Rung:
     names = (*KINDS, "batch_size", "gradient_accumulation_steps", "activation_checkpointing", "offload")
     values = {name: getattr(mesh.config, name) for name in names}
     changes = {name: value for name, value in values.items() if value != getattr(job.config, name)}
-    cost = KINDS[next((kind for kind in ("tensor_parallel", "pipeline_parallel") if kind in changes), "strategy")]
+    cost = ", ".join(KINDS[kind] for kind in MESH if kind in changes) or KINDS["strategy"]
     if mesh.plan.pipeline_parallel > 1:
         steps = mesh.config.gradient_accumulation_steps
         waits = bubble(mesh.plan.pipeline_parallel, mesh.config.pipeline_schedule, steps)

@@ -96,6 +96,17 @@ def test_a_mesh_is_taken_when_nothing_else_fits():
         assert other.images_per_update == 64
 
 
+def test_stages_on_machines_of_tensor_groups():
+    config = dataclasses.replace(CONFIG, tensor_parallel=2, pipeline_parallel=2, gradient_accumulation_steps=4)
+    machine = find_machine("a100-40gb", 2, "nvlink3+ethernet10")
+    job = dataclasses.replace(JOB, machine=machine, config=dataclasses.replace(CONFIG, precision="fp32"))
+    most = evaluate(job, dataclasses.replace(config, precision="fp32", batch_size=8, gradient_accumulation_steps=8))
+    _, _, others = recommend(with_memory(job, most.memory.peak))
+    (both,) = (other for other in others if other.plan.tensor_parallel == other.plan.pipeline_parallel == 2)
+    assert both.images_per_update == 64
+    assert both.memory.peak <= most.memory.peak
+
+
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
