@@ -19,6 +19,7 @@ from training.base.units import format_duration
 from training.data.loader import Batch, Loader
 from training.data.sampler import BatchKey
 from training.data.transfer import to_device
+from training.head_solver import solve_head
 from training.loop import forward_all, seed_dropout
 from training.world.collectives import gather_rows, largest_over_ranks
 from training.world.world import World
@@ -62,6 +63,9 @@ def cache_features(context: Run, loop: TrainContext) -> int:
     hook.remove()
     for loader, features in zip(loaders, sets, strict=True):
         loader.read_from(features.batch)
+    if context.config.solver == "lbfgs":
+        own = context.data.train.source.loss_weights
+        solve_head(context, head, sets[0].values, sets[0].weights if own is None else sets[0].weights * own)
     width, seconds = sets[0].values.shape[1], time.perf_counter() - begin
     context.loggers.message(
         f"features     {len(sets[0].values) + len(sets[1].values)} images went through the network once, in "
@@ -130,12 +134,13 @@ class _Features:
 
     Attributes:
         values: [images, D] on the device.
+        weights: float32 [images], 0 for those that could not be read.
         first: images and features of this rank's first batch.
     """
 
     def __init__(self, loader: Loader, read: list[torch.Tensor], world: World) -> None:
         self._source, self._read, self._world = loader.dataset.source, read, world
-        self._weights = torch.zeros(len(loader.dataset))
+        self.weights = torch.zeros(len(loader.dataset))
         self.values = torch.empty(0)
         self.first: tuple[torch.Tensor, ...] = ()
 
@@ -146,14 +151,14 @@ class _Features:
             shape = " x ".join(map(str, own.shape[1:]))
             raise AgreedError(f"--features cached: this head reads {shape} numbers, no vector: leave that out.")
         if not self.first:
-            self.first, self.values = (batch.images, own), own.new_zeros(len(self._weights), own.shape[1])
+            self.first, self.values = (batch.images, own), own.new_zeros(len(self.weights), own.shape[1])
         numbers = torch.where(batch.weights > 0, to_device(batch.indices, own.device), -1)
         places = gather_rows(numbers, self._world).view(-1)
         # as bytes: gloo knows no bf16
         rows = gather_rows(own.contiguous().view(torch.uint8).view(-1), self._world).view(own.dtype)
         is_read = places >= 0
         self.values[places[is_read]] = rows.view(len(places), -1)[is_read]
-        self._weights[places[is_read].cpu()] = 1.0
+        self.weights[places[is_read].cpu()] = 1.0
 
     def batch(self, key: BatchKey) -> Batch:
         """Return the batch of a key, with features in the place of images; those of unreadable images have weight 0."""
@@ -161,7 +166,7 @@ class _Features:
         return Batch(
             self.values.index_select(0, to_device(indices, self.values.device)),
             self._source.labels[indices],
-            torch.from_numpy(key.weights) * self._weights[indices],
+            torch.from_numpy(key.weights) * self.weights[indices],
             indices,
             epoch=key.epoch,
             leaf=key.leaf,

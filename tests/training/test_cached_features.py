@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import shutil
 
+import numpy
 import pytest
 import torch
 from commands import assert_user_error, launch, read_metrics, train_here
+from sklearn.linear_model import LogisticRegression
 from torch import nn
 
 from models.build import BuiltModel
 from training import setup
 from training.base.run_folder import WEIGHTS
+from training.checkpoint.weights import load_model
+from training.data import DataOptions, load_data
 
 DATA = (
     "--data",
@@ -72,6 +76,46 @@ def test_a_cached_run_and_one_that_goes_on_have_the_same_bytes(source):
         assert (folder / "runs" / f"{name}-resumed" / WEIGHTS).read_bytes() == (computed / WEIGHTS).read_bytes()
 
 
+SOLVED = (*CACHED, "--tune", "head", "--solver", "lbfgs", "--weight-decay", "0.01", "--label-smoothing", "0")
+
+
+def test_the_solved_head_is_scikit_learns(source):
+    folder, flags = source
+    given = ("--model-type", "basic_cnn", "--batch-size", "32", *DATA, *flags[:-2], *SOLVED)
+    done = train_here(*given, "--epochs", "9", "--run-name", "solved")
+    assert done.returncode == 0, done.stderr
+    assert "the head's optimum over 1437 images" in done.stdout
+    assert "a gradient of" not in done.stdout
+    run = folder / "runs" / "solved"
+    module, metadata = load_model(run / WEIGHTS)
+    assert metadata["extra"]["epoch"] == 9, "the last is all there is"
+    assert len(read_metrics(run, "epoch")) == 1
+    data, head, read = load_data(DataOptions(image_size=8, augmentation="none")), module.head, []
+    head.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    with torch.no_grad():
+        for part in (data.train, data.val):
+            module(torch.stack([part[0, index][0] for index in range(len(part))]))
+    inputs, labels = read[0].double().numpy(), data.train.source.labels.numpy()
+    oracle = LogisticRegression(C=1 / (0.01 * len(inputs)), tol=1e-10, max_iter=10000).fit(inputs, labels)
+    # The intercepts have one free constant: theirs have the mean 0, as ours from the start.
+    assert numpy.abs(head.weight.detach().numpy() - oracle.coef_).max() < 1e-3 * numpy.abs(oracle.coef_).max()
+    assert numpy.abs(head.bias.detach().numpy() - oracle.intercept_).max() < 1e-3
+    (epoch,) = read_metrics(run, "epoch")
+    assert epoch["val_top1"] == pytest.approx(oracle.score(read[1].double().numpy(), data.val.source.labels))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp_stage3"])
+def test_two_ranks_solve_for_the_same_bytes(source, strategy):
+    folder, flags = source
+    words = (*DATA, *flags[:-2], *SOLVED, "--threads-per-rank", "1", "--run-name")
+    for ranks, batch in (("1", "32"), ("2", "32")):
+        done = launch("basic_cnn", strategy, ranks, batch, "2", *words, f"solved-{strategy}-{ranks}")
+        assert done.returncode == 0, done.stdout + done.stderr
+    one, two = ((folder / "runs" / f"solved-{strategy}-{ranks}" / WEIGHTS).read_bytes() for ranks in "12")
+    assert one == two
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_stage2", "fsdp_stage3"])
 def test_two_ranks_of_a_cached_run_leave_the_same_bytes(source, strategy):
@@ -97,11 +141,12 @@ def test_two_ranks_of_a_cached_run_leave_the_same_bytes(source, strategy):
             ("does not go with --augmentation 'shift'", "give --augmentation none"),
         ),
         (("--tune", "head", "--mixup", "0.2"), ("does not go with --mixup 0.2", "give --mixup 0")),
+        ((*SOLVED, "--sampling", "uniform", "--weight-decay", "0"), ("needs a --weight-decay above 0",)),
     ],
 )
 def test_what_changes_features_is_refused(source, flags, words):
     given = ("--model-type", "basic_cnn", *DATA, *source[1], *CACHED, *flags)
-    assert_user_error(train_here(*given, "--run-name", "refused"), "--features cached", *words)
+    assert_user_error(train_here(*given, "--run-name", "refused"), *words)
     assert not (source[0] / "runs" / "refused").exists()
 
 

@@ -61,6 +61,11 @@ class RunSettings:
         "--tune head: what the head reads of an image; cached: computed once, before the first epoch: the same weights "
         "sooner, with --augmentation none.",
     )
+    solver: Literal["steps", "lbfgs"] = option(
+        "steps",
+        "--features cached: how the head is trained; lbfgs: to the minimum of cross-entropy and weight decay (as L2), "
+        "in place of epochs.",
+    )
     ensemble_members: str = option(
         "mobilenet,efficientnet,vgg", f"Members of --model-type ensemble, comma-separated; at most {MOST_MEMBERS}."
     )

@@ -86,6 +86,16 @@ OF_CACHED_FEATURES: dict[str, tuple[object, ...]] = {
     "compile": ("off", "auto"),
     "pipeline_parallel": (1,),
 }
+# The same if the head is solved for, in place of being trained by steps.
+OF_SOLVED_HEADS: dict[str, tuple[object, ...]] = {
+    "features": ("cached",),
+    "loss": ("cross_entropy",),
+    "class_weights": ("none",),
+    "sampling": ("uniform",),
+    **dict.fromkeys(("ema", "lookahead"), (0,)),
+    "local_steps": (1,),
+    "replicate_across": ("none",),  # whose other replicas have no parts to fill
+}
 OF_LAUNCHERS = ("auto",)  # strategies that a launcher replaces by another
 DESTINATIONS = ("tensorboard", *TRACKERS)
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
@@ -181,6 +191,12 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
         raise UserError(f"{label_of['distill']} learns from {label_of['teacher']}: give both, or none.")
     if config.features == "cached":
         _check_values(config, label_of, f"{label_of['features']} cached", OF_CACHED_FEATURES)
+    if config.solver == "lbfgs":
+        _check_values(config, label_of, f"{label_of['solver']} lbfgs", OF_SOLVED_HEADS)
+        if not config.weight_decay:
+            raise UserError(
+                f"{label_of['solver']} lbfgs needs a {label_of['weight_decay']} above 0: else may be no minimum."
+            )
     if config.task == MULTILABEL:
         _check_values(config, label_of, f"{label_of['task']} {MULTILABEL}", OF_MULTILABEL)
         if model_spec(config.model_type).takes_members:

@@ -67,6 +67,7 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
     "random_erasing_mode": lambda config: config.random_erasing > 0,
     "shift_padding": _shifts,
     **dict.fromkeys(("pipeline_schedule", "pipeline_split"), lambda config: config.pipeline_parallel > 1),
+    **dict.fromkeys(("epochs", "learning_rate", "optimizer", "schedule"), lambda config: config.solver == "steps"),
     "temperature": lambda config: config.is_contrastive,
     **dict.fromkeys(
         ("islands", "outer_learning_rate", "outer_momentum", "outer_precision"), lambda config: config.has_islands
