@@ -20,6 +20,7 @@ from training.config import TrainConfig
 from training.data import DataOptions, find_dataset, layout_of, load_data, load_whole
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.image_list import ListedImage, TrainedImages, describe_change, read_image_list
+from training.data.reading.image_numbers import takes_numbers
 from training.data.settings import MULTILABEL
 from training.data.values import values_of
 from training.observe.multilabel import thresholds_of
@@ -229,7 +230,7 @@ def _data_options(
         data_root=choice.data_root or config.data_root,
         mean=tuple(preprocessing["mean"]),
         std=tuple(preprocessing["std"]),
-        decode=config.decode,
+        decode="numbers" if takes_numbers(preprocessing) else config.decode,
     )
 
 

@@ -22,7 +22,6 @@ from torch import nn
 from delivery.activation_map import activation_maps, picture_of
 from delivery.calibration import NONE_OF_THESE, Calibration, calibration_file, read_calibration
 from delivery.flags import predict_parser
-from delivery.image_numbers import ARRAY_EXTENSION, read_numbers
 from delivery.trained_model import find_model
 from delivery.views import Views, checked_views, probabilities_of
 from models.sides import sides
@@ -33,10 +32,12 @@ from training.data.augment import evaluation_transform
 from training.data.folder_listing import SYSTEM_NAMES
 from training.data.label_sets import SEPARATOR
 from training.data.reading.decode import make_decoder
-from training.data.reading.formats import IMAGE_EXTENSIONS
+from training.data.reading.formats import ARRAY_EXTENSION, IMAGE_EXTENSIONS
 from training.data.reading.image_notes import collected_notes, noting
-from training.data.reading.images import CHANNEL_MODES, MAX_FILE_BYTES, ImageError
+from training.data.reading.image_numbers import read_numbers, takes_numbers
+from training.data.reading.images import MAX_FILE_BYTES, ImageError
 from training.data.reading.retry import entries_of, is_folder, patiently
+from training.data.settings import NUMBERS
 from training.data.values import BYTES, values_of
 from training.observe.multilabel import thresholds_of
 from training.world.preserved_process import preserved_torch_settings
@@ -110,8 +111,7 @@ class Predictor:
     @property
     def is_of_arrays(self) -> bool:
         """Whether the network takes numbers that no picture has."""
-        preprocessing = self.metadata["preprocessing"]
-        return values_of(preprocessing) != BYTES or len(preprocessing["mean"]) not in CHANNEL_MODES
+        return takes_numbers(self.metadata["preprocessing"])
 
 
 def predict(
@@ -155,7 +155,11 @@ def predict(
         decode=decode,
         explain=explain,
     )
-    extensions = (*IMAGE_EXTENSIONS, ARRAY_EXTENSION) if predictor.is_of_arrays else IMAGE_EXTENSIONS
+    extensions = (
+        (*IMAGE_EXTENSIONS, ARRAY_EXTENSION)
+        if predictor.is_of_arrays or predictor.decode == NUMBERS
+        else IMAGE_EXTENSIONS
+    )
     return predictions_of(predictor, _list_images(images, extensions))
 
 
@@ -211,8 +215,9 @@ def predictions_of(predictor: Predictor, entries: Iterator[Entry]) -> Iterator[P
     decoder = cache(lambda: make_decoder(predictor.decode, max(sides(preprocessing["image_size"])), channels))
 
     def pixels(path: str, content: bytes | None) -> torch.Tensor:
-        if values_of(preprocessing) != BYTES or (content is None and path.lower().endswith(ARRAY_EXTENSION)):
-            return read_numbers(path, content, preprocessing)
+        is_array = content is None and path.lower().endswith(ARRAY_EXTENSION)
+        if values_of(preprocessing) != BYTES or predictor.decode == NUMBERS or is_array:
+            return read_numbers(path, content, values_of(preprocessing), channels)
         return torch.from_numpy(decoder()(path, data=content)).permute(2, 0, 1)
 
     def read(entry: Entry) -> tuple[torch.Tensor, str] | ImageError:

@@ -64,7 +64,8 @@ def check_data(options: DataOptions, workers: int | None = None) -> DataReport:
     Raises:
         UserError: What keeps the data set from being loaded at all, see `load_data`.
     """
-    report = DataReport(load_data(replace(options, decode="exact", cache="off")))  # every pixel, and each time anew
+    decode = "exact" if options.decode == "cpu" else options.decode
+    report = DataReport(load_data(replace(options, decode=decode, cache="off")))  # every pixel, and each time anew
     for name, part in report.datasets.parts.items():
         is_worth_it = len(part) >= IMAGES_WORTH_A_WORKER and not part.source.in_memory
         automatic = most_workers() if is_worth_it else 0

@@ -18,7 +18,6 @@ import torch
 from made_data import class_folders, train_loader
 from PIL import Image
 
-from delivery.image_numbers import read_numbers
 from delivery.predict import _list_images
 from planning.data_check import DataReport, decode_part
 from training.base.errors import FILE_SERVER_EXIT_CODE, FileServerError, UserError
@@ -27,6 +26,7 @@ from training.data import DataOptions, load_data
 from training.data.datasets import DatasetPair, ImageDataset
 from training.data.reading import images
 from training.data.reading.decode import header_size
+from training.data.reading.image_numbers import read_numbers
 from training.data.reading.images import ImageError, read_file
 from training.run import run
 
@@ -129,7 +129,7 @@ def test_a_server_that_stays_silent_is_one_line_from_every_process(tmp_path, wor
 
 READERS = {
     "header": ("1.png", "open", header_size),
-    "array": ("x.npy", "open", lambda path: read_numbers(path, None, {"mean": [0.5], "values": "float32"})),
+    "array": ("x.npy", "open", lambda path: read_numbers(path, None, "float32", 1)),
     "arrays": ("x.npz", "load", lambda path: load_data(DataOptions(data=f"npz:{path}"))),
     "predict's folder": ("/train/a", "list", lambda path: list(_list_images(path, [".png"]))),
     "predict's word": ("/train/a", "stat", lambda path: list(_list_images(path, [".png"]))),

@@ -243,7 +243,7 @@ def test_floats_are_predicted_from_tiff_files_as_from_arrays(tmp_path):
     array, tiff, png = predict(folder, [tmp_path / name for name in ("0.npy", "1.tif", "2.png")])
     assert (array.labels, array.probabilities) == (tiff.labels, tiff.probabilities)
     assert array.probabilities
-    assert "it has uint8 numbers, the model was trained on float32" in png.error
+    assert "it has uint8 numbers, the model takes float32" in png.error
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -254,7 +254,7 @@ def npy(array: np.ndarray) -> bytes:
 
 PATTERN = np.arange(2 * SIDE * SIDE).reshape(SIDE, SIDE, 2)
 REFUSED = {
-    "bytes.npy": (npy(PATTERN.astype(np.uint8)), "it has uint8 numbers, the model was trained on int16"),
+    "bytes.npy": (npy(PATTERN.astype(np.uint8)), "it has uint8 numbers, the model takes int16"),
     "floats.npy": (npy(PATTERN / 1.0), "it has floats from 0 to 287"),
     "colours.npy": (
         npy(np.zeros((4, 4, 3), np.int16)),

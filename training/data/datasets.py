@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePath
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset
+from torchvision.transforms import v2
 
 from models.sides import ImageSize, sides, size_of
 from training.base.errors import UserError, shown
@@ -27,13 +29,15 @@ from training.data.label_sets import LabelSets
 from training.data.mixing import Mixing
 from training.data.policies import build_policy
 from training.data.randomness import COPY, FIRST_CROP_DRAW, seed_generators, uniform_draws
-from training.data.reading.sources import Archive, ArraySource, ImageFile, Source, open_files
-from training.data.settings import MULTILABEL
+from training.data.reading.images import ImageError
+from training.data.reading.sources import Archive, ArraySource, FileSource, ImageFile, Source, open_files
+from training.data.settings import MULTILABEL, NUMBERS
 from training.data.values import BYTES, statistics
 from training.world.preserved_process import preserved_generators
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NAMES_IN_MESSAGE = 5
+IMAGES_OF_STATISTICS, SIDE_OF_STATISTICS, VALUES_OF_STATISTICS = 64, 128, 2**26  # of files read as numbers
 IMBALANCE = 15  # from which on a run notes it
 
 
@@ -384,9 +388,28 @@ def make_file_datasets(
             more = f"\0{file.box}\0{file.weight}" if file.box or file.weight != 1 else ""
             digest.update(os.fsencode(f"{file.path}\0{file.size}\0{file.label}{more}\n"))
     all_notes, defaults = [*notes, *cache_notes], RGBA_PHOTOGRAPHS if sources[0].channels == 4 else PHOTOGRAPHS
+    if options.decode == NUMBERS and len(sources[0].labels):
+        if tested and tested.values != sources[0].values:
+            raise UserError(f"the test images are {tested.values}, the others {sources[0].values}: give all one type.")
+        mean, std = _statistics_of_some(sources[0])
+        defaults = replace(PHOTOGRAPHS, mean=mean, std=std)
+        options = options if sources[0].values == BYTES else replace(options, mean=None, std=None)
     return make_dataset_pair(
         sources[0], sources[-1], class_names, defaults, options, digest.hexdigest(), all_notes, tested, label_sets
     )
+
+
+def _statistics_of_some(source: FileSource) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation per channel of images evenly spaced over a set, each with the same weight."""
+    most = min(
+        len(source.labels), IMAGES_OF_STATISTICS, VALUES_OF_STATISTICS // (source.channels * SIDE_OF_STATISTICS**2)
+    )
+    chosen = np.linspace(0, len(source.labels) - 1, most).astype(int)
+    shrunk = []
+    for index in chosen.tolist():
+        with suppress(ImageError):  # the loader reports it
+            shrunk.append(v2.functional.resize(source.read(index), [SIDE_OF_STATISTICS] * 2, antialias=True))
+    return statistics(torch.stack(shrunk)) if shrunk else ([0.5], [0.5])
 
 
 def _balance_notes(counts: Sequence[int], class_names: Sequence[str], options: DataOptions) -> Iterator[str]:

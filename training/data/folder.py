@@ -16,9 +16,10 @@ from training.data import DATASETS, DataOptions
 from training.data.datasets import DatasetPair, first_names, make_file_datasets
 from training.data.folder_listing import FolderListing, FoundFile
 from training.data.folder_parts import Layout, find_layout
-from training.data.reading.formats import IMAGE_EXTENSIONS
+from training.data.reading.formats import ARRAY_EXTENSION, IMAGE_EXTENSIONS
 from training.data.reading.retry import is_folder
 from training.data.reading.sources import ImageFile
+from training.data.settings import NUMBERS
 
 Classes = dict[str, list[FoundFile]]  # the name in Unicode's form NFC, the images
 TOLERANCE = 0.1  # of the expected number of held-out images, and one image
@@ -31,7 +32,7 @@ def load(options: DataOptions) -> DatasetPair:
         UserError: The folder is missing or empty; a class has no image; there is one class only; the parts have
             different classes, or it is not clear which is which; a symbolic link is broken or leads in a circle.
     """
-    listing = FolderListing(_resolve_root(options.data), options.links)
+    listing = _listing(options)
     layout = find_layout(listing, options.val_part)
     names = _Names()
     if layout.is_divided:
@@ -60,7 +61,7 @@ def load_whole(options: DataOptions) -> DatasetPair:
     Raises:
         UserError: As `load`.
     """
-    listing, names = FolderListing(_resolve_root(options.data), options.links), _Names()
+    listing, names = _listing(options), _Names()
     classes = _read_classes(listing, str(listing.root), names)
     return _make_datasets(listing, [classes], None, names, replace(options, cache="off"))
 
@@ -71,7 +72,7 @@ def layout_of(options: DataOptions) -> Layout:
     Raises:
         UserError: As `load`.
     """
-    return find_layout(FolderListing(_resolve_root(options.data), options.links), options.val_part)
+    return find_layout(_listing(options), options.val_part)
 
 
 class _Names:
@@ -125,6 +126,11 @@ def _make_datasets(
         [*notes, *listing.notes(), *names.notes()],
         test=None if test is None else files(test),
     )
+
+
+def _listing(options: DataOptions) -> FolderListing:
+    more = (ARRAY_EXTENSION,) if options.decode == NUMBERS else ()
+    return FolderListing(_resolve_root(options.data), options.links, more)
 
 
 def _resolve_root(data: str) -> Path:

@@ -31,10 +31,11 @@ class FolderListing:
     Args:
         root: The data folder, resolved.
         links: Whether symbolic links that lead out of `root` are followed or refused.
+        more: Extensions of files that are images, beside the usual ones.
     """
 
-    def __init__(self, root: Path, links: str = "follow") -> None:
-        self.root = root
+    def __init__(self, root: Path, links: str = "follow", more: tuple[str, ...] = ()) -> None:
+        self.root, self._extensions = root, (*IMAGE_EXTENSIONS, *more)
         self._is_strict = links == "refuse"
         self._links: set[str] = set()
         self._system: dict[str, str] = {}  # path and name
@@ -69,14 +70,14 @@ class FolderListing:
 
     def count_loose(self, entries: Iterable[os.DirEntry[str]]) -> None:
         """Count the images among the entries of a folder of classes, which belong to no class."""
-        self._loose |= {entry.path for entry in entries if _is_image(entry.name) and entry.is_file()}
+        self._loose |= {entry.path for entry in entries if self._is_image(entry.name) and entry.is_file()}
 
     def starts_with_images(self, folder: str) -> bool:
         """Return whether a folder contains images itself, and not just in folders below it."""
 
         def starts() -> bool:
             with os.scandir(folder) as scan:  # not all of it: a class may have a million
-                return any(_is_image(entry.name) and not entry.is_dir() for entry in scan)
+                return any(self._is_image(entry.name) and not entry.is_dir() for entry in scan)
 
         return patiently(starts, folder)
 
@@ -86,7 +87,7 @@ class FolderListing:
         for entry in self._files_below(folder, [os.path.realpath(folder)]):
             if not entry.is_file():
                 self._other_files["not a regular file"] += 1
-            elif _is_image(entry.name):
+            elif self._is_image(entry.name):
                 status = patiently(entry.stat, entry.path)
                 found.append((entry.path[prefix:], status.st_size, status.st_mtime_ns))
             else:
@@ -136,6 +137,5 @@ class FolderListing:
         self._links.add(link)
         return True
 
-
-def _is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in IMAGE_EXTENSIONS
+    def _is_image(self, name: str) -> bool:
+        return os.path.splitext(name)[1].lower() in self._extensions

@@ -19,6 +19,7 @@ from training.data.reader import Batch, read_batch
 from training.data.reading.sources import UNKNOWN, FileSource, Source
 from training.data.sampler import BatchKey, BatchPlan, EvaluationPlan
 from training.data.settings import DataSettings
+from training.data.values import BYTES
 from training.data.workers import WorkerPool, fit_workers_into_memory
 from training.world.world import World
 
@@ -138,7 +139,8 @@ def build_loaders(
     is_automatic = config.workers == "auto"
     workers = automatic_workers(datasets.train, plan.batches_per_rank, world) if is_automatic else int(config.workers)
     if workers:
-        batch_bytes = config.micro_batch * math.prod(datasets.image_shape)
+        value_bytes = 1 if datasets.train.source.values == BYTES else 4
+        batch_bytes = config.micro_batch * math.prod(datasets.image_shape) * value_bytes
         workers = fit_workers_into_memory(workers, is_automatic, batch_bytes, world.local_size, is_main=world.is_main)
     pool = WorkerPool([*datasets.parts.values(), *others], workers, world.device) if workers else 0
     evaluation = EvaluationPlan(len(datasets.val), config.micro_batch, world.data.size)

@@ -108,9 +108,11 @@ DATASETS: dict[str, DatasetEntry] = {
     ),
 }
 
+NUMBERS = "numbers"
 DECODERS: dict[str, str] = {
     "cpu": "JPEG files shrunk while decoding, never below twice --image-size",
     "exact": "every pixel decoded at full size",
+    NUMBERS: "the numbers of .npy files and of grey ones of 16 bits as they are, in any channels; folders and tables",
 }
 
 
@@ -228,7 +230,7 @@ class DataFields:
         low=1,
         high=64,
     )
-    decode: Literal["cpu", "exact"] = option(
+    decode: Literal["cpu", "exact", "numbers"] = option(
         "cpu", f"How image files are decoded: {'; '.join(f'{name}: {text}' for name, text in DECODERS.items())}."
     )
     cache: Literal["auto", "ram", "disk", "off"] = option(

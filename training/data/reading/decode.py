@@ -64,7 +64,7 @@ def make_decoder(name: str, image_size: int, channels: int = 3) -> Decoder:
     if channels not in CHANNEL_MODES:
         raise UserError(
             f"image files are read as 1 (grey), 3 (RGB) or 4 (RGBA) channels, not as {channels} (--image-channels): "
-            "put others into arrays, --data npz:FILE."
+            "put others into .npy files, for --decode numbers, or into arrays, --data npz:FILE."
         )
     decode = partial(decode_shrunk, image_size=image_size) if name == "cpu" else decode_exact
     return decode if channels == 3 else partial(decode, channels=channels)

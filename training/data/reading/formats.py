@@ -46,6 +46,7 @@ _FOUND = [each for each in _OPTIONAL if each.is_here]
 _MISSING = [each for each in _OPTIONAL if not each.is_here]
 
 IMAGE_EXTENSIONS = (*_JPEG_EXTENSIONS, *_OTHER_EXTENSIONS, *(name for each in _FOUND for name in each.extensions))
+ARRAY_EXTENSION = ".npy"
 CURES: Mapping[str, str] = {name: each.cure for each in _MISSING for name in each.extensions}  # by extension
 
 

@@ -19,7 +19,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from training.base.errors import UserError
-from training.data.reading.formats import pillow_formats, unknown_format, without_metadata
+from training.data.reading.formats import ARRAY_EXTENSION, pillow_formats, unknown_format, without_metadata
 from training.data.reading.image_notes import in_one_line, noting
 from training.data.reading.retry import patiently
 
@@ -33,6 +33,7 @@ CHANNEL_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's names by number of cha
 _FORMATS_WITH_EXTRA_PICTURES = ("MPO",)
 
 # of TIFF 6.0
+_PNG_BITS = 24  # where a PNG has the bits of a channel
 _BITS_PER_SAMPLE, _PHOTOMETRIC_INTERPRETATION, _WHITE_IS_ZERO = 258, 262, 0
 
 
@@ -109,9 +110,20 @@ def open_image(
 def open_numbers(path: str | os.PathLike[str], data: bytes | None = None) -> np.ndarray:
     """As `open_image`, but return the numbers that the file contains, [H, W] or [H, W, C], of the type that they have.
 
-    Pillow has more than 8 bits for grey images alone.
+    Colours of a palette and the like are read as RGB. Pillow has more than 8 bits for grey images alone: colours of
+    more are refused.
     """
-    return _decode(path, data, MAX_PIXELS, np.array)
+    content = read_file(path) if data is None else data
+
+    def numbers_of(image: Image.Image) -> np.ndarray:
+        is_grey = image.mode == "F" or image.mode.startswith("I")
+        bits = max(image.tag_v2.get(_BITS_PER_SAMPLE, (8,))) if isinstance(image, TiffImageFile) else 8
+        bits = content[_PNG_BITS] if image.format == "PNG" else bits
+        if bits > 8 and not is_grey:
+            raise ValueError(f"colours of {bits} bits, which Pillow reads as 8: save it as {ARRAY_EXTENSION}")
+        return np.array(image if is_grey or image.mode in CHANNEL_MODES.values() else image.convert("RGB"))
+
+    return _decode(path, content, MAX_PIXELS, numbers_of)
 
 
 def _decode(

@@ -18,8 +18,10 @@ from training.data import DataOptions
 from training.data.augment import BoxChooser
 from training.data.reading.boxes import Edges, decode_box
 from training.data.reading.cache import ImageCache, open_cache
-from training.data.reading.decode import Decoder, crop, header_size, make_decoder, shrunk_bytes
+from training.data.reading.decode import Decoder, crop, decode_exact, header_size, make_decoder, shrunk_bytes
+from training.data.reading.image_numbers import decode_numbers, kind_of_numbers
 from training.data.reading.images import MAX_FILE_BYTES, ImageError, read_file
+from training.data.settings import NUMBERS
 from training.data.values import BYTES
 
 CACHE_FORMAT = 2  # increased when the same file gives other pixels, or the files of a cache change their format
@@ -293,7 +295,14 @@ def open_files(
     """Return the source of each list of images, with the decoder and the cache that the options name, and notes."""
     files = [file for part in parts for file in part]
     cache, note, channels = None, "", options.image_channels or 3
-    decoder = make_decoder(options.decode, image_size, channels)
+    values = BYTES
+    if options.decode == NUMBERS and files:
+        example = FileSource(root, files[:1], decode_exact, archive=archive)
+        values, found = kind_of_numbers(example.name(0), example.content(0))
+        channels = options.image_channels or (3 if found == 1 else found)
+        decoder: Decoder = partial(decode_numbers, kind=values, channels=channels)
+    else:
+        decoder = make_decoder(options.decode, image_size, channels)
     reduced_to = image_size if options.decode == "cpu" else 0
     if options.decode == "cpu" and options.cache != "off":
         few = [files[number] for number in np.linspace(0, len(files) - 1, min(len(files), HEADERS_READ)).astype(int)]
@@ -308,6 +317,7 @@ def open_files(
     sources, first = [], 0
     for part in parts:
         sources.append(FileSource(root, part, decoder, cache, first, channels, archive, reduced_to))
+        sources[-1].values = values
         first += len(part)
     return sources, [note] if note else []
 

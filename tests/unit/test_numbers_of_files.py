@@ -1,0 +1,125 @@
+"""`--decode numbers`: files of 16 bits, and of any number of channels, in a folder; in training and every later use."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import json
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from exports import save_run
+from PIL import Image
+from torchvision.transforms.v2 import functional
+
+from delivery.evaluate import evaluate
+from delivery.predict import predict
+from models.build import build_model
+from training.base.errors import UserError
+from training.data import DataOptions, load_data
+from training.data.reading.image_numbers import read_numbers
+from training.data.reading.images import ImageError
+
+KINDS = [("uint16", 1), ("uint16", 5), ("float32", 16), ("int16", 3), ("uint8", 7)]
+
+
+def write_folder(root, kind: str, channels: int) -> dict[str, torch.Tensor]:
+    """Write two classes, grey ones also as PNG and TIFF; return the values by path, float32 [C, H, W] up to 1."""
+    generator, expected = np.random.default_rng(5), {}
+    for label, number in itertools.product("ab", range(6)):
+        (root / label).mkdir(parents=True, exist_ok=True)
+        path = root / label / f"{number}{('.npy', '.png', '.tif')[number % 3] if channels == 1 else '.npy'}"
+        numbers = values = generator.random((18 + number, 24, channels), dtype=np.float32)
+        if kind != "float32":
+            numbers = (values * np.iinfo(kind).max).astype(kind)
+            values = numbers / np.float32(np.iinfo(kind).max)
+        if path.suffix == ".npy":
+            np.save(path, numbers)
+        else:
+            Image.fromarray(numbers[..., 0]).save(path)
+        expected[str(path)] = torch.from_numpy(values).permute(2, 0, 1)
+    return expected
+
+
+def options_of(root, **changes) -> DataOptions:
+    return DataOptions(data=str(root), decode="numbers", image_size="16x24", val_fraction=0.3, **changes)
+
+
+@pytest.mark.parametrize(("kind", "channels"), KINDS)
+def test_not_one_bit_is_lost(tmp_path, kind, channels):
+    expected = write_folder(tmp_path, kind, channels)
+    pair = load_data(options_of(tmp_path, fit="squash"))
+    seen = max(channels, 3)
+    assert pair.image_shape == (seen, 16, 24)
+    assert pair.preprocessing.get("values", "uint8") == kind
+    mean, std = (torch.tensor(pair.preprocessing[key]).view(-1, 1, 1) for key in ("mean", "std"))
+    for index in range(len(pair.val)):
+        values = expected[pair.val.source.name(index)].expand(seen, -1, -1)
+        found = functional.to_dtype(pair.val.source.read(index), torch.float32, scale=True)
+        torch.testing.assert_close(found, values, rtol=0, atol=1e-7)
+        resized = functional.resize(values, [16, 24], antialias=True)
+        tolerance = 1 / 255 if kind == "uint8" else 1e-5  # bytes are rounded
+        torch.testing.assert_close(pair.val[0, index][0] * std + mean, resized, rtol=0, atol=tolerance)
+    every = torch.cat([values.flatten(1) for values in expected.values()], 1).mean(1)
+    torch.testing.assert_close(mean.flatten(), every.expand(seen), rtol=0, atol=0.05)
+    cropped = load_data(options_of(tmp_path))
+    assert (cropped.augmentation, cropped.train[0, 1][0].shape) == ("crop_flip", (seen, 16, 24))
+
+
+@pytest.mark.parametrize(("kind", "channels"), [("uint16", 1), ("float32", 16)])
+def test_evaluation_and_prediction_read_them_alike(tmp_path, kind, channels):
+    expected = write_folder(tmp_path / "data", kind, channels)
+    data = load_data(options_of(tmp_path / "data"))
+    torch.manual_seed(0)
+    built = build_model("basic_cnn", num_classes=2, image_size="16x24", image_channels=max(channels, 3))
+    used = {"data": str(tmp_path / "data"), "decode": "numbers", "val_fraction": 0.3, "image_size": "16x24"}
+    run = save_run(tmp_path / "run", built, data)
+    (run / "config.json").write_text(json.dumps(used | {"model_type": "basic_cnn"}))
+    images = torch.stack([data.val[0, index][0] for index in range(len(data.val))])
+    with torch.no_grad():
+        logits = built.module.eval()(images)
+    loss = torch.nn.functional.cross_entropy(logits, data.val.source.labels)
+    assert evaluate(run)["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    found = {each.image: max(each.probabilities) for each in predict(run, tmp_path / "data")}
+    assert found.keys() == expected.keys()
+    highest = dict(zip(map(data.val.source.name, range(len(images))), logits.softmax(1).amax(1).tolist(), strict=True))
+    assert {path: found[path] for path in highest} == pytest.approx(highest, rel=1e-5)
+
+
+def npy(array: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """Return a PNG of colours, uint16 [H, W, 3], which Pillow does not write."""
+    height, width, _ = pixels.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows))]
+    parts = (
+        struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+        for name, content in [*chunks, (b"IEND", b"")]
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def test_what_would_lose_bits_or_is_other_is_refused(tmp_path):
+    write_folder(tmp_path, "uint16", 1)
+    with pytest.raises(UserError, match="not as 5"):
+        load_data(dataclasses.replace(options_of(tmp_path, image_channels=5), decode="cpu"))
+    deep = np.full((4, 4, 3), 300, np.uint16)
+    for name, content, words in [
+        ("x.npy", npy(deep[..., 0].astype(np.uint8)), "it has uint8 numbers, the model takes uint16"),
+        ("x.npy", npy(deep[..., :2]), r"its numbers are \[4, 4, 2\], the model sees"),
+        ("x.npy", b"PK", "no readable .npy file"),
+        ("x.png", png(deep), "colours of 16 bits, which Pillow reads as 8: save it as .npy"),
+    ]:
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(ImageError, match=words):
+            read_numbers(str(path), None, "uint16", 3)

@@ -1,0 +1,91 @@
+"""Images as the numbers that their files contain: arrays in .npy files, and grey image files of more than 8 bits."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import torch
+
+from training.base.errors import UserError, one_line
+from training.data.augment import BoxChooser
+from training.data.reading.decode import crop
+from training.data.reading.formats import ARRAY_EXTENSION
+from training.data.reading.images import CHANNEL_MODES, ImageError, open_numbers, read_file
+from training.data.values import BYTES, FLOATS, to_values, values_of
+
+
+def takes_numbers(preprocessing: dict[str, Any]) -> bool:
+    """Return whether a model of this `DatasetPair.preprocessing` takes numbers that no picture has."""
+    return values_of(preprocessing) != BYTES or len(preprocessing["mean"]) not in CHANNEL_MODES
+
+
+def read_numbers(path: str, content: bytes | None, wanted: str, channels: int) -> torch.Tensor:
+    """Return an image for `evaluation_transform`: uint8 or float32 [C, H, W], by the rule of `training.data.values`.
+
+    Args:
+        path: of a .npy file of one image, [H, W] or [H, W, C], or of an image file.
+        content: of the file, if it was read before.
+        wanted: type of the numbers, see `values_of`.
+        channels: C; grey ones are read as three equal channels.
+
+    Raises:
+        ImageError: if it cannot be read, or has other numbers or channels than those that the model was trained on.
+    """
+    numbers = _numbers_in(path, content, wanted)
+    found = numbers.shape[-1] if numbers.ndim else 0
+    if numbers.ndim != 3 or not numbers.size or found not in (channels, 1 if channels == 3 else channels):
+        raise ImageError(path, f"its numbers are {list(numbers.shape)}, the model sees [height, width, {channels}]")
+    try:
+        image, kind = to_values(numbers, "it")
+    except UserError as error:
+        raise ImageError(path, str(error)) from None
+    if kind != wanted:
+        raise ImageError(path, f"it has {kind} numbers, the model takes {wanted}")
+    return image.permute(2, 0, 1).expand(channels, -1, -1)
+
+
+def kind_of_numbers(path: str, content: bytes) -> tuple[str, int]:
+    """Return the type of an image's numbers, as `values_of`, and its channels.
+
+    Raises:
+        ImageError: if it cannot be read.
+        UserError: for a type that is not read.
+    """
+    numbers = _numbers_in(path, content, "uint16")
+    return to_values(numbers, path)[1], numbers.shape[-1]
+
+
+def decode_numbers(
+    path: str, choose: BoxChooser | None = None, data: bytes | None = None, *, kind: str, channels: int
+) -> np.ndarray:
+    """Return the numbers of a file, uint8 or float32 [h, w, C]; see `Decoder`."""
+    return crop(read_numbers(path, data, kind, channels).permute(1, 2, 0).numpy(), choose)
+
+
+def _numbers_in(path: str, content: bytes | None, wanted: str) -> np.ndarray:
+    """Return what a file contains, grey images as [H, W, 1]."""
+    is_array = path.lower().endswith(ARRAY_EXTENSION)
+    numbers = _read_array(path, content) if is_array else _narrowed(open_numbers(path, content), wanted)
+    return numbers[..., None] if numbers.ndim == 2 else numbers
+
+
+def _read_array(path: str, content: bytes | None) -> np.ndarray:
+    content = read_file(path) if content is None else content
+    try:
+        array = np.load(io.BytesIO(content), allow_pickle=False)
+    except Exception as error:  # a damaged file may end in anything, also in a header of a size without limits
+        raise ImageError(path, f"no readable .npy file ({one_line(error)})") from None
+    if not isinstance(array, np.ndarray):  # an archive of several
+        raise ImageError(path, "it is an archive: give a .npy file of one image")
+    return array
+
+
+def _narrowed(numbers: np.ndarray, wanted: str) -> np.ndarray:
+    """Return int32 numbers, which Pillow makes of some files of 16 bits, as the type that is wanted if all fit."""
+    if numbers.dtype != np.int32 or wanted == FLOATS or not numbers.size:
+        return numbers
+    limits = np.iinfo(wanted)
+    fits = limits.min <= numbers.min() and numbers.max() <= limits.max
+    return numbers.astype(wanted) if fits else numbers
