@@ -250,7 +250,7 @@ def test_a_run_that_goes_on_is_left_to_its_ranks(refusal: Callable[..., str], tm
     checkpoints = tmp_path / "runs/old/checkpoints"
     checkpoints.mkdir(parents=True)
     (checkpoints / "last").write_text("step-00001-0000000")
-    (tmp_path / "runs/old/metrics.jsonl").touch()
+    (tmp_path / "runs/old/metrics.jsonl").write_text("{}\n")
     flags = ["--global-batch=100", "--run-name=old"]
     assert refusal("launch_distributed.sh", "16", *flags, "--resume=auto") == ""
     assert "already contains a run" in refusal("launch_distributed.sh", "16", *flags)

@@ -187,5 +187,7 @@ def test_runs_of_one_second_whose_names_nobody_chose_have_folders_of_their_own(t
     again, lock = create_run_folder(named, Origin("launch", restarts=1))
     assert again == created[1][0]
     lock.close()
+    create_run_folder(named, Origin())[1].close()  # none has come so far that it wrote a line
+    again.metrics.write_text("{}\n")
     with pytest.raises(UserError, match="already contains a run"):
         create_run_folder(named, Origin())

@@ -40,8 +40,11 @@ def run_folder(config: ObserveSettings, name: str = "") -> RunFolder:
 
 
 def refuse_existing(config: ObserveSettings, folder: RunFolder) -> None:
-    """Raise a UserError if a run is in the folder that is not to be resumed."""
-    if config.resume == "never" and folder.metrics.exists():
+    """Raise a UserError if a run is in the folder that is not to be resumed.
+
+    What a start left that ended by a mistake, before it wrote a line of metrics.jsonl, is no run.
+    """
+    if config.resume == "never" and folder.metrics.exists() and folder.metrics.stat().st_size:
         raise UserError(
             f"--run-name {folder.name}: {folder.path} already contains a run. Give another name, or --resume auto to "
             "continue it."
