@@ -61,7 +61,10 @@ def compare(first: Path, second: Path) -> Difference:
     Raises:
         UserError: if a run has no hashes, both have none of the same step, or they are of other networks.
     """
-    sides = [_hashes(first), _hashes(second)]
+    sides = [read_hashes(first), read_hashes(second)]
+    for run, hashes in zip((first, second), sides, strict=True):
+        if not hashes:
+            raise UserError(f"run {run.name} has no hashes: train it with --log-hashes 1 (or every N steps).")
     steps = sorted(sides[0].keys() & sides[1].keys())
     if not steps:
         raise UserError(
@@ -98,7 +101,12 @@ def lines_of(found: Difference) -> Iterator[str]:
     yield from (f"other        {line}" for line in found.settings or ["no setting, version or image that a run notes"])
 
 
-def _hashes(run: Path) -> dict[int, dict[str, Any]]:
+def read_hashes(run: Path) -> dict[int, dict[str, Any]]:
+    """Return the lines of hashes of a run by step, the later one of a step that was trained twice.
+
+    Raises:
+        UserError: if metrics.jsonl cannot be read.
+    """
     found = {}
     try:
         for line in (run / METRICS).read_text(encoding="utf-8").splitlines():
@@ -106,8 +114,6 @@ def _hashes(run: Path) -> dict[int, dict[str, Any]]:
                 found[int(values["step"])] = values
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{run / METRICS} cannot be read: {one_line(error)}.") from None
-    if not found:
-        raise UserError(f"run {run.name} has no hashes: train it with --log-hashes 1 (or every N steps).")
     return found
 
 

@@ -94,22 +94,25 @@ def _write_worst(
         true, predicted = class_names[one["label"]], class_names[one["prediction"]]
         rows.append([name, one["name"], true, predicted, one["confidence"], one["loss"]])
     _write_csv(folder / f"{WORST}.csv", ("picture", "image", "true", "predicted", "confidence", "loss"), rows)
-    captions = [(printable(row[2]), printable(row[3]), one["confidence"]) for row, one in zip(rows, worst, strict=True)]
-    _contact_sheet(pictures, captions).save(folder / f"{WORST}.png")
+    captions = []
+    for row, one in zip(rows, worst, strict=True):
+        true, predicted = printable(row[2]), printable(row[3])
+        text = f"{predicted[:LONGEST_NAME]}  {one['confidence']:.0%}"
+        captions.append([(f"true {true[:LONGEST_NAME]}", BLACK), (text, BLACK if true == predicted else WRONG)])
+    contact_sheet(pictures, captions).save(folder / f"{WORST}.png")
 
 
-def _contact_sheet(pictures: Sequence[Image.Image], captions: Sequence[tuple[str, str, float]]) -> Image.Image:
-    """Lay pictures in rows, below each the true class and the predicted one with its probability."""
+def contact_sheet(pictures: Sequence[Image.Image], captions: Sequence[Sequence[tuple[str, str]]]) -> Image.Image:
+    """Lay pictures in rows, below each two lines, of text and colour."""
     font = ImageFont.load_default(FONT_PIXELS)
     width, height = THUMBNAIL_PIXELS + TILE_GAP, THUMBNAIL_PIXELS + 2 * LINE_PIXELS + TILE_GAP
     lines = max(-(-len(pictures) // COLUMNS), 1)
     sheet = Image.new("RGB", (COLUMNS * width + TILE_GAP, lines * height + TILE_GAP), "white")
     draw = ImageDraw.Draw(sheet)
-    for number, (picture, (true, predicted, confidence)) in enumerate(zip(pictures, captions, strict=True)):
+    for number, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
         left, top = TILE_GAP + number % COLUMNS * width, TILE_GAP + number // COLUMNS * height
         shift = [(THUMBNAIL_PIXELS - side) // 2 for side in picture.size]
         sheet.paste(picture, (left + shift[0], top + shift[1]))
-        text = f"{predicted[:LONGEST_NAME]}  {confidence:.0%}"
-        draw.text((left, top + THUMBNAIL_PIXELS + 2), f"true {true[:LONGEST_NAME]}", BLACK, font)
-        draw.text((left, top + THUMBNAIL_PIXELS + 2 + LINE_PIXELS), text, BLACK if true == predicted else WRONG, font)
+        for line, (text, colour) in enumerate(caption):
+            draw.text((left, top + THUMBNAIL_PIXELS + 2 + line * LINE_PIXELS), text, colour, font)
     return sheet

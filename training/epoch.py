@@ -25,13 +25,19 @@ from training.steps.epoch_observer import EpochResult
 from training.world.collectives import error_on_any_rank
 
 
+def begin_epoch(context: Run) -> None:
+    """Decide what learns in the epoch that is next, or goes on."""
+    progress = context.state.progress
+    context.freezer.start_epoch(only_head=progress.epoch < context.head_epochs)
+    if progress.epoch == context.head_epochs > 0 and progress.step == 0:
+        context.state.engine.restart_optimizer()
+
+
 def train_and_evaluate(context: Run, loop: TrainContext, saver: Saver) -> int:
     """Train and evaluate one epoch, or the part of it before a signal, and save; return the signal."""
     state, world, clock = context.state, context.world, loop.timing.clock
     engine, epoch = state.engine, state.progress.epoch
-    context.freezer.start_epoch(only_head=epoch < context.head_epochs)
-    if epoch == context.head_epochs > 0 and state.progress.step == 0:
-        engine.restart_optimizer()
+    begin_epoch(context)
     first_step, last_step = state.progress.step, context.plan.steps_per_epoch
     only_evaluation_is_left = first_step == last_step
     write_weights = None

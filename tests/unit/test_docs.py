@@ -49,7 +49,10 @@ LAUNCHER_WORDS = {
 PROGRAMS_OF_OTHERS = (
     *("deepspeed", "torchrun", "accelerate", "mpirun", "sbatch", "srun", "scancel", "tensorboard", "nvidia-smi"),
 )
-VERBS = ("evaluate", "predict", "report", "export", "plan", "serve", "sweep", "bisect_runs", "pack", "audit_data")
+VERBS = (
+    *("evaluate", "predict", "report", "export", "plan", "serve", "sweep", "bisect_runs", "replay"),
+    *("pack", "audit_data"),
+)
 # With how many words they take.
 LAUNCHER_FLAGS = {"--master_port": 2} | {flag: 1 if field.default is False else 2 for flag, field in SETTINGS.items()}
 FLAGS_LEFT_OUT = {"--config": 2, **LAUNCHER_FLAGS}  # not judged: the first names a file of the reader's

@@ -51,6 +51,10 @@ class StopRequest:
             for number in STOP_SIGNALS:
                 signal.signal(number, self._remember)
 
+    def request(self, signal_number: int) -> None:
+        """Stop as if this signal had come."""
+        self._signal_number = self._signal_number or signal_number
+
     def poll(self, world: World, *, failure: int = 0, save_due: bool = False) -> StopDecision:
         """Return what any rank had received or requested by the previous poll, the same on all ranks; a collective.
 

@@ -1,0 +1,221 @@
+"""One step of a run, trained again in this process from the checkpoint before it, and looked at from near.
+
+What the run's ranks computed are micro-batches of one accumulation here, which leaves the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from delivery.bisect_runs import read_hashes
+from delivery.evaluation_files import BLACK, LONGEST_NAME, WRONG, contact_sheet, thumbnail
+from delivery.trained_model import read_json, read_run_config
+from training.base.atomic_write import replacing_folder, write_json
+from training.base.errors import UserError, printable
+from training.base.run_folder import CHECKPOINTS, ENVIRONMENT
+from training.base.run_logger import Loggers
+from training.checkpoint.restore import restore
+from training.checkpoint.store import NAME_PATTERN, find_candidates
+from training.data.reader import Batch
+from training.engines.engine import StepResult
+from training.engines.parameter_shards import gather_weights
+from training.epoch import begin_epoch
+from training.loop import train_one_epoch
+from training.observe.step_hashes import tensor_hash
+from training.prepare import FIRST_START
+from training.run import set_up
+from training.setup import Run, train_context
+from training.steps.accumulate import Note, TimedEngine
+from training.world.mesh_sizes import data_ranks
+from training.world.preserved_process import preserved_process
+from training.world.signals import StopRequest
+from training.world.world import start_world
+
+MOST_PICTURES = 600  # of one sheet
+
+
+@dataclass
+class WatchedStep:
+    """A `training.steps.accumulate.Step` that keeps what one step was given and did, and ends the training after it.
+
+    Attributes:
+        number: of that step in the run, from 1.
+        context: of the replay.
+        stop: of the replay.
+        before, after: the parameters by name, float32 in CPU memory.
+        gradients: of those that are trained, before clipping.
+        seen: each micro-batch, with the images as the network saw them, and its losses [B].
+    """
+
+    number: int
+    context: Run
+    stop: StopRequest = field(default_factory=StopRequest)
+    before: dict[str, torch.Tensor] = field(default_factory=dict)
+    after: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    seen: list[tuple[Batch, torch.Tensor]] = field(default_factory=list)
+
+    def __call__(
+        self,
+        engine: TimedEngine,
+        batches: Iterable[Batch],
+        seed_leaf: Callable[[int], None],
+        loss_scale: float,
+        note: Note,
+    ) -> StepResult | None:
+        """See `training.steps.accumulate.Step`."""
+        if self.context.position != self.number - 1:
+            return self.context.step(engine, batches, seed_leaf, loss_scale, note)
+        scale = 1.0 if engine.engine.loss_scale is None else engine.engine.loss_scale.value
+
+        def keep(batch: Batch, losses: torch.Tensor, *more: torch.Tensor) -> None:
+            self.seen.append((batch, losses.detach()))
+            note(batch, losses, *more)
+
+        def add(gradient: torch.Tensor, name: str) -> None:
+            self.gradients[name] = self.gradients.get(name, torch.zeros_like(gradient)) + gradient / scale
+
+        self.before = self.parameters()
+        trained = [(name, one) for name, one in engine.engine.module.named_parameters() if one.requires_grad]
+        for name, parameter in trained:
+            parameter.register_hook(partial(add, name=name))  # called once for each leaf
+        self.stop.request(signal.SIGINT)
+        return self.context.step(engine, batches, seed_leaf, loss_scale, keep)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return the parameters of this moment by name, those that `--log-hashes` hashes."""
+        engine = self.context.state.engine
+        weights, names = gather_weights(engine, self.context.world), engine.state().shapes.keys()
+        return {name: weight for name, weight in weights.items() if name in names}
+
+
+@preserved_process()
+def replay(run: Path, number: int) -> WatchedStep:
+    """Train step `number`, from 1, of the run in a folder again, in a folder that is removed.
+
+    Raises:
+        UserError: if the run has no such step, its data or configuration are gone, or its islands had weights each.
+    """
+    config, facts = read_run_config(run), read_json(run / ENVIRONMENT)
+    if config.has_islands:
+        raise UserError(f"run {run.name} has --local-steps: its islands train apart, which one process cannot repeat.")
+    ranks = data_ranks(facts["ranks"], config.tensor_parallel, config.pipeline_parallel)
+    leaves = ranks * config.gradient_accumulation_steps
+    steps_per_epoch = -(-facts["training_images"] // (leaves * config.micro_batch))
+    if number > (last := config.epochs * steps_per_epoch):
+        raise UserError(f"--step {number}: run {run.name} has {last} steps, give 1 to {last}.")
+    whole: dict[str, Any] = dict.fromkeys(("tensor_parallel", "pipeline_parallel"), 1) | {"features": "computed"}
+    quiet: dict[str, Any] = dict.fromkeys(("profile", "log_hashes", "max_bad_steps"), 0) | {"loggers": "none"}
+    resume = _newest_before(run, number, steps_per_epoch)
+    config = dataclasses.replace(config, **whole, **quiet, resume=resume, gradient_accumulation_steps=leaves)
+    with tempfile.TemporaryDirectory(prefix="replay-") as folder:
+        alone = dataclasses.replace(config, log_dir=folder, run_name="replay")
+        with contextlib.closing(set_up(alone, start_world(deterministic=config.deterministic))) as context:
+            watched = WatchedStep(number, context)
+            _train(watched)
+    return watched
+
+
+def _newest_before(run: Path, number: int, steps_per_epoch: int) -> str:
+    """Return the newest checkpoint before a step, as `--resume` takes it; 'never' if there is none."""
+    for path in find_candidates("auto", run / CHECKPOINTS, is_restart=False)[0]:
+        name = NAME_PATTERN.fullmatch(path.name)
+        if name and int(name[1]) * steps_per_epoch + int(name[2]) < number:
+            return str(path)
+    return "never"
+
+
+def _train(watched: WatchedStep) -> None:
+    """Train up to the step as the run did, without its evaluations, which change nothing that a step depends on."""
+    context = dataclasses.replace(watched.context, loggers=Loggers([]))
+    state = context.state
+    if context.found is not None:
+        restore(context.found, state, context.world)
+    loop = dataclasses.replace(train_context(context, watched.stop, FIRST_START), step=watched, saver=None)
+    while not watched.seen:
+        begin_epoch(context)
+        if state.progress.step < context.plan.steps_per_epoch:
+            train_one_epoch(state, context.train_loader.epoch(state.progress.epoch, state.progress.step), loop)
+            state.engine.buffers.average(context.world.data)
+        state.progress = state.progress.after_epoch(0.0, is_best=False, has_diverged=False)
+        state.sums.reset()
+    watched.after = watched.parameters()
+
+
+def write_step(watched: WatchedStep, differing: list[str] | None, folder: Path) -> Iterator[str]:
+    """Write batch.png and step.json into a new folder, and yield what to print; `differing` as of `differences`."""
+    found, layers, (samples, pictures) = watched.context.found, _layers(watched), _samples(watched)
+    counted = [one for one in samples if one["weight"]]
+    loss = sum(one["weight"] * one["loss"] for one in counted) / max(sum(one["weight"] for one in counted), 1)
+    start, verdict = found.path.name if found else "the seed", "the bytes of the run"
+    if differing is None:
+        verdict = "the run has no hashes of it (--log-hashes) to compare with"
+    elif differing:
+        verdict = f"differs from the run in {len(differing)} of its hashes: {', '.join(differing[:3])}"
+    facts = {"step": watched.number, "start": start, "loss": loss, "verdict": verdict}
+    with replacing_folder(folder) as new:
+        write_json(new / "step.json", facts | {"layers": layers, "samples": samples})
+        contact_sheet(*zip(*pictures, strict=True)).save(new / "batch.png")
+    width = max(map(len, layers))
+    yield f"step {watched.number}, from {start}: loss {loss:.6g}"
+    yield f"{'layer':{width}}  {'gradient':>12}  {'before':>12}  {'after':>12}  {'change':>12}"
+    for name, norms in layers.items():
+        yield f"{name:{width}}  " + "  ".join(f"{norm:12.6g}" for norm in norms.values())
+    yield f"step {watched.number}: {verdict}"
+
+
+def differences(watched: WatchedStep, run: Path) -> list[str] | None:
+    """Return `images` and parameters that have other hashes than in the run after the step; None if it has none."""
+    line = read_hashes(run).get(watched.number)
+    if line is None:
+        return None
+    ours = {name: tensor_hash(weight) for name, weight in watched.after.items()}
+    theirs = line["weights"]
+    if "images" in line:  # first in the list
+        ours = {"images": tensor_hash(watched.seen[0][0].images)} | ours
+        theirs = theirs | {"images": line["images"]}
+    return [name for name, value in ours.items() if theirs.get(name) != value]
+
+
+def _samples(watched: WatchedStep) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return what the images are and what became of them, and the first ones as pictures, each with its caption."""
+    data = watched.context.data
+    samples: list[dict[str, Any]] = []
+    pictures: list[Any] = []
+    mean, std = (torch.tensor(data.preprocessing[key]).view(-1, 1, 1) for key in ("mean", "std"))
+    for batch, losses in watched.seen:
+        for slot, (weight, loss) in enumerate(zip(batch.weights.tolist(), losses.tolist(), strict=True)):
+            labels = {data.class_names[int(batch.labels[slot])]: 1.0}
+            if batch.targets is not None:  # several if images are mixed
+                shares = zip(data.class_names, batch.targets[slot].tolist(), strict=True)
+                labels = {label: share for label, share in shares if share}
+            name = data.train.source.name(int(batch.indices[slot]))
+            samples.append({"name": name, "labels": labels, "weight": weight, "loss": loss})
+            if len(pictures) < MOST_PICTURES:
+                pixels = (batch.images[slot].float().cpu() * std + mean).clamp(0, 1)
+                captions = (printable(Path(name).name)[-LONGEST_NAME:], printable(", ".join(labels))[:LONGEST_NAME])
+                picture = thumbnail((255 * pixels).round().to(torch.uint8))
+                pictures.append((picture, [(caption, BLACK if weight else WRONG) for caption in captions]))
+    return samples, pictures
+
+
+def _layers(watched: WatchedStep) -> dict[str, dict[str, float]]:
+    """Return L2 norms by layer: of the gradient, of the weights before and after the step, and of their change."""
+    changes = {name: after - watched.before[name] for name, after in watched.after.items()}
+    kinds = {"gradient": watched.gradients, "before": watched.before, "after": watched.after, "change": changes}
+    squares: dict[str, dict[str, float]] = {}
+    for name in watched.after:
+        layer = squares.setdefault(name.rpartition(".")[0] or name, dict.fromkeys(kinds, 0.0))
+        for kind, tensors in kinds.items():
+            layer[kind] += float(tensors[name].double().square().sum()) if name in tensors else 0.0
+    return {name: {kind: square**0.5 for kind, square in layer.items()} for name, layer in squares.items()}

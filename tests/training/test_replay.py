@@ -1,0 +1,149 @@
+"""A step of a run of two ranks, trained again in one process: the run's bytes, its numbers, and a bit that is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from commands import assert_user_error, launch, read_metrics, train_here
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from scripts.replay import parse, replay
+from training.checkpoint.manifest import ShardFacts, read_manifest, shard_name, write_manifest
+from training.config.command_line import run_script
+
+# Dropout, BatchNorm and augmentation; the update of a step is its gradient times the rate.
+FLAGS = ("--data", "fake", "--image-size", "8", "--augmentation", "shift_flip", "--threads-per-rank", "1")
+PLAIN = ("--optimizer", "sgd", "--momentum", "0", "--weight-decay", "0", "--gradient-clipping", "0")
+LOGGED = ("--log-hashes", "1", "--log-every-steps", "1", "--save-every-steps", "3", "--keep-last", "100")
+QUIET = ("--tensorboard", "false", "--report", "false", "--workers", "0")
+STEPS_PER_EPOCH = 5  # 1,000 images, 2 x 100 at a time
+
+
+def replay_here(*words: str) -> subprocess.CompletedProcess[str]:
+    output, errors = io.StringIO(), io.StringIO()
+    told = mock.patch.object(sys, "argv", ["replay.py", *words])
+    with told, contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        exit_code = run_script("replay", parse, replay)
+    return subprocess.CompletedProcess(words, exit_code, output.getvalue(), errors.getvalue())
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    logs = tmp_path_factory.mktemp("replayed")
+    words = ("basic_cnn", "ddp", "2", "100", "2", *FLAGS, *PLAIN, *LOGGED, *QUIET)
+    result = launch(*words, "--run-name", "two", "--log-dir", str(logs))
+    assert result.returncode == 0, result.stdout + result.stderr
+    return logs / "runs" / "two"
+
+
+def test_a_step_of_two_ranks_leaves_its_bytes_in_one_process(run, tmp_path):
+    before, step, output = content(run), 5, tmp_path / "out"
+    result = replay_here(str(run), "--step", str(step), "--output", str(output))
+    assert (result.returncode, result.stderr.strip()) in ((0, ""), (0, "no GPU found: training on CPU"))
+    assert f"step {step}: the bytes of the run\n" in result.stdout
+    assert content(run) == before
+    seen = json.loads((output / "step.json").read_text())
+    (logged,) = (line for line in read_metrics(run, "step") if line["step"] == step)
+    assert seen["start"] == "step-00000-0000003"
+    assert seen["loss"] == pytest.approx(logged["loss"], rel=1e-9)
+    # What the hooks have added up is what the optimizer was given, and all of it.
+    norms = seen["layers"].values()
+    assert sum(one["gradient"] ** 2 for one in norms) ** 0.5 == pytest.approx(logged["gradient_norm"], rel=1e-6)
+    for one in norms:
+        assert one["change"] == pytest.approx(logged["learning_rate"] * one["gradient"], rel=1e-2)
+    assert len({one["name"] for one in seen["samples"]}) == 200
+    for one in seen["samples"]:
+        assert one["labels"] == {f"wave-{int(one['name'].removeprefix('image ')) % 10}": 1.0}
+    assert Image.open(output / "batch.png").width == 824
+    again = replay_here(str(run), "--step", str(step), "--output", str(output))
+    assert_user_error(again, f"'{output}' exists: move it away")
+
+    changed = tmp_path / "changed"
+    shutil.copytree(run, changed)
+    flip_a_bit(changed / "checkpoints" / "step-00000-0000003")
+    result = replay_here(str(changed), "--step", str(step))
+    assert result.returncode == 1, result.stderr
+    assert f"step {step}: differs from the run in " in result.stdout
+    assert " of its hashes: blocks.0.0.weight, " in result.stdout  # not the images
+    assert (changed / f"replay-{step}" / "batch.png").read_bytes() == (output / "batch.png").read_bytes()
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    """Flip the lowest bit of an element of the first weights, and make all hashes right."""
+    for rank in range(2):
+        shard = checkpoint / shard_name(rank)
+        with safe_open(shard, "pt") as file:
+            metadata = file.metadata()
+        tensors = load_file(shard)
+        for name, tensor in tensors.items():
+            if "weights" in name and tensor.numel():
+                tensor.view(-1).view(dtype=torch.int32)[0] ^= 1
+        save_file(tensors, shard, metadata)
+    manifest = read_manifest(checkpoint)
+    files = [(checkpoint / shard_name(rank)).read_bytes() for rank in range(2)]
+    facts = tuple(ShardFacts(len(file), hashlib.sha256(file).hexdigest()) for file in files)
+    write_manifest(checkpoint, dataclasses.replace(manifest, shards=facts))
+
+
+@pytest.mark.slow
+def test_a_step_without_a_checkpoint_is_trained_from_the_seed(run, tmp_path):
+    """Over the end of an epoch, whose evaluation is left out."""
+    bare = tmp_path / "bare"
+    shutil.copytree(run, bare)
+    shutil.rmtree(bare / "checkpoints")
+    result = replay_here(str(bare), "--step", str(STEPS_PER_EPOCH + 2))
+    assert result.returncode == 0, result.stderr
+    assert f"step {STEPS_PER_EPOCH + 2}, from the seed: loss " in result.stdout
+    assert f"step {STEPS_PER_EPOCH + 2}: the bytes of the run\n" in result.stdout
+    lines = (bare / "metrics.jsonl").read_text().splitlines()
+    (bare / "metrics.jsonl").write_text("\n".join(line for line in lines if '"hashes"' not in line) + "\n")
+    result = replay_here(str(bare), "--step", "1")
+    assert result.returncode == 0, result.stderr
+    assert "step 1: the run has no hashes of it" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_and_a_step_that_never_was_are_refused(run, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run, damaged)
+    (damaged / "checkpoints" / "step-00000-0000003" / shard_name(0)).write_bytes(b"")
+    assert_user_error(replay_here(str(damaged), "--step", "4"), "step-00000-0000003: no good checkpoint. ")
+    assert (damaged / "checkpoints" / "step-00000-0000003").is_dir()
+    assert_user_error(replay_here(str(run), "--step", "11"), "--step 11: run two has 10 steps, give 1 to 10")
+
+
+VARIANTS = {
+    "averages": ("--strategy", "fsdp_stage2", "--ema", "0.9", "--lookahead", "2", "--gradient-clipping", "0.1"),
+    "mixed": ("--mixup", "0.4", "--cutmix", "1", "--label-smoothing", "0.1", "--optimizer", "lamb"),
+    "pairs": ("--loss", "supcon"),
+    "global": ("--global-batch", "200", "--repeated-augmentation", "2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whatever_a_step_consists_of(variant, tmp_path):
+    words = ("--model-type", "basic_cnn", "--batch-size", "100", "--epochs", "2", *FLAGS, *LOGGED, *QUIET)
+    words += () if "--global-batch" in VARIANTS[variant] else ("--gradient-accumulation-steps", "2")
+    result = train_here(*words, *VARIANTS[variant], "--run-name", "one", "--log-dir", str(tmp_path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    result = replay_here(str(tmp_path / "runs" / "one"), "--step", str(STEPS_PER_EPOCH + 4))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"step {STEPS_PER_EPOCH + 4}: the bytes of the run\n" in result.stdout
