@@ -107,6 +107,8 @@ def replay(run: Path, number: int) -> WatchedStep:
         UserError: if the run has no such step, its data or configuration are gone, or its islands had weights each.
     """
     config, facts = read_run_config(run), read_json(run / ENVIRONMENT)
+    if missing := [name for name in ("ranks", "training_images") if type(facts.get(name)) is not int]:
+        raise UserError(f"'{run / ENVIRONMENT}' is damaged: no number '{missing[0]}'. Restore it.")
     if config.has_islands:
         raise UserError(f"run {run.name} has --local-steps: its islands train apart, which one process cannot repeat.")
     ranks = data_ranks(facts["ranks"], config.tensor_parallel, config.pipeline_parallel)

@@ -127,6 +127,8 @@ def test_a_damaged_checkpoint_and_a_step_that_never_was_are_refused(run, tmp_pat
     assert_user_error(replay_here(str(damaged), "--step", "4"), "step-00000-0000003: no good checkpoint. ")
     assert (damaged / "checkpoints" / "step-00000-0000003").is_dir()
     assert_user_error(replay_here(str(run), "--step", "11"), "--step 11: run two has 10 steps, give 1 to 10")
+    (damaged / "environment.json").write_text("{}")
+    assert_user_error(replay_here(str(damaged), "--step", "4"), "is damaged: no number 'ranks'")
 
 
 VARIANTS = {
