@@ -72,7 +72,7 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
 ) -> None:
     monkeypatch.setenv("PATH", pretend_gpus(tmp_path, 2))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(UserError) as refusal:
+    with preserved_process(), pytest.raises(UserError) as refusal:
         start_world()
     said = f"torch {torch.__version__} cannot use the 2 GPU(s) of this machine: Found no NVIDIA driver"
     assert said in str(refusal.value)
