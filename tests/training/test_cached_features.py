@@ -165,7 +165,7 @@ class Noisy(nn.Module):
     ("module", "heads", "line"),
     [
         (Noisy(nn.Sequential(nn.Dropout(0.1), nn.LayerNorm(192)), nn.Linear(192, 10)), ["head"], "give --drop-path 0"),
-        (Noisy(nn.BatchNorm1d(192), nn.Linear(192, 10)), ["head"], "not compute the same in training"),
+        (Noisy(nn.BatchNorm1d(192), nn.Linear(192, 10)), ["head"], "otherwise in training"),
         (
             Noisy(nn.Unflatten(1, (3, 8, 8)), nn.Sequential(nn.Conv2d(3, 10, 8), nn.Flatten())),
             ["head.0"],
