@@ -96,6 +96,7 @@ def test_a_mesh_is_taken_when_nothing_else_fits():
         assert other.images_per_update == 64
 
 
+@pytest.mark.slow
 def test_stages_on_machines_of_tensor_groups():
     config = dataclasses.replace(CONFIG, tensor_parallel=2, pipeline_parallel=2, gradient_accumulation_steps=4)
     machine = find_machine("a100-40gb", 2, "nvlink3+ethernet10")
