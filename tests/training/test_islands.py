@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
 from math import ceil
@@ -20,6 +20,15 @@ TRAIN = "tests.training.island_ranks:train"
 SENT_BYTES = {"fp32": 1024 * (4 + 4), "bf16": 1024 * (2 + 2), "int8": 1024 * (1 + 2) + 4}  # per block, there and back
 STATISTICS = 4 * 32  # of BatchNorm: means and variances of 8 and of 16 channels, each aligned
 RUN = "tests.training.island_ranks:run"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Let this process add up as the ranks do, which have a thread each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +108,9 @@ def epochs(folder: Path) -> dict[int, tuple[float, ...]]:
     return {entry["epoch"]: tuple(entry[name] for name in names) for entry in read_metrics(folder, "epoch")}
 
 
-@pytest.mark.parametrize(("precision", "step"), [("fp32", "00000-0000003"), ("int8", "00001-0000005")])
+@pytest.mark.parametrize(
+    ("precision", "step"), [pytest.param("fp32", "00000-0000003", marks=pytest.mark.slow), ("int8", "00001-0000005")]
+)
 def test_more_ranks_per_island_go_on_in_mid_round_and_end_with_the_same_bytes(whole, train, tmp_path, precision, step):
     undisturbed = whole(precision)
     resumed = train(4, tmp_path, resume=str(undisturbed / f"checkpoints/step-{step}"), outer_precision=precision)

@@ -63,6 +63,7 @@ STAGED = [
 ]
 
 
+@pytest.mark.slow
 def test_stages_of_tensor_groups_train_the_bytes_of_the_groups_alone(run_on_ranks):
     """And so the losses and gradients of one rank."""
     cases = [recipe | {"tensor": 2, "strategy": "ddp", "pipeline": stages} for recipe in STAGED for stages in (1, 2)]
