@@ -19,7 +19,7 @@ BUDGET = {
     "training/base": 1684,
     "training/world": 1402,
     "training/data": 7332,
-    "training/recipe": 1631,
+    "training/recipe": 1637,
     "training/engines": 5063,
     "training/checkpoint": 1523,
     "training/observe": 2555,

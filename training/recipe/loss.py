@@ -46,11 +46,13 @@ def build_loss(
     build = _multilabel_loss if is_multilabel else LOSSES[config.loss]
     loss = build(config, None if weights is None else torch.tensor(weights, device=device))
 
-    if teacher is not None:
-        loss = _distilled(loss, teacher, *read_distill(config.distill))
+    def of_members(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return mean_over_members(lambda member: loss(member, batch), logits)
+
+    whole = of_members if teacher is None else _distilled(loss, teacher, *read_distill(config.distill))
 
     def losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        own = mean_over_members(lambda member: loss(member, batch), logits)
+        own = whole(logits, batch)
         return own if batch.loss_weights is None else own * batch.loss_weights
 
     return losses
@@ -127,14 +129,18 @@ def _distilled(loss: Loss, teacher: Callable[[torch.Tensor], torch.Tensor], temp
 
     Hinton et al. 2015 (https://arxiv.org/abs/1503.02531): times the temperature squared, so that the gradient's size
     does not depend on it. The teacher sees the student's very images, augmented and mixed (Beyer et al. 2022,
-    https://arxiv.org/abs/2106.05237).
+    https://arxiv.org/abs/2106.05237), and is asked once for all members of an ensemble.
     """
 
     def distilled(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         told = F.log_softmax(teacher(batch.images) / temperature, dim=1)
-        own = F.log_softmax(logits.float() / temperature, dim=1)
-        divergence = temperature**2 * F.kl_div(own, told, reduction="none", log_target=True).sum(1)
-        return divergence if share == 1 else share * divergence + (1 - share) * loss(logits, batch)
+
+        def of_member(member: torch.Tensor) -> torch.Tensor:
+            own = F.log_softmax(member.float() / temperature, dim=1)
+            divergence = temperature**2 * F.kl_div(own, told, reduction="none", log_target=True).sum(1)
+            return divergence if share == 1 else share * divergence + (1 - share) * loss(member, batch)
+
+        return mean_over_members(of_member, logits)
 
     return distilled
 
