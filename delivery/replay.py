@@ -28,10 +28,9 @@ from training.checkpoint.restore import restore
 from training.checkpoint.store import NAME_PATTERN, find_candidates
 from training.data.reader import Batch
 from training.engines.engine import StepResult
-from training.engines.parameter_shards import gather_weights
 from training.epoch import begin_epoch
 from training.loop import train_one_epoch
-from training.observe.step_hashes import tensor_hash
+from training.observe.step_hashes import hashed_parameters, tensor_hash
 from training.prepare import FIRST_START
 from training.run import set_up
 from training.setup import Run, train_context
@@ -93,10 +92,8 @@ class WatchedStep:
         return self.context.step(engine, batches, seed_leaf, loss_scale, keep)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters of this moment by name, those that `--log-hashes` hashes."""
-        engine = self.context.state.engine
-        weights, names = gather_weights(engine, self.context.world), engine.state().shapes.keys()
-        return {name: weight for name, weight in weights.items() if name in names}
+        """Return the parameters of this moment by name."""
+        return hashed_parameters(self.context.state.engine, self.context.world)
 
 
 @preserved_process()

@@ -22,11 +22,11 @@ BUDGET = {
     "training/recipe": 1637,
     "training/engines": 5063,
     "training/checkpoint": 1523,
-    "training/observe": 2555,
+    "training/observe": 2560,
     "training/steps": 939,
     "training/config": 1187,
     "planning": 3298,
-    "delivery": 4253,
+    "delivery": 4250,
     "delivery/export": 1255,
     "delivery/report": 1617,
 }

@@ -21,6 +21,12 @@ def tensor_hash(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(values.numpy().data, digest_size=DIGEST_BYTES).hexdigest()
 
 
+def hashed_parameters(engine: Engine, world: World) -> dict[str, torch.Tensor]:
+    """Return the parameters by name, without buffers, as of `gather_weights`; a collective."""
+    names = engine.state().shapes.keys()
+    return {name: weight for name, weight in gather_weights(engine, world).items() if name in names}
+
+
 class StepHashes:
     """Hashes of every so many steps: of the first leaf's images, and of all parameters after the step.
 
@@ -44,12 +50,11 @@ class StepHashes:
         """Return the values of a line on rank 0 if the step that ended is due; then a collective."""
         if not self._is_due(position):
             return None
-        names = engine.state().shapes.keys()
-        weights = gather_weights(engine, self._world)
+        parameters = hashed_parameters(engine, self._world)
         images, self._images = self._images, {}
         if not self._world.is_main:
             return None
-        kept = {name: tensor_hash(weights[name]) for name in weights if name in names}
+        kept = {name: tensor_hash(parameter) for name, parameter in parameters.items()}
         return {"step": position + 1, **images, "weights": kept}
 
     def _is_due(self, position: int) -> bool:
