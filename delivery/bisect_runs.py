@@ -24,6 +24,7 @@ OF_NO_ACCOUNT = (
     "report",
     "log_every_steps",
     "log_hashes",
+    "audit",
     "command",
 )
 

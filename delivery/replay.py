@@ -114,7 +114,7 @@ def replay(run: Path, number: int) -> WatchedStep:
     if number > (last := config.epochs * steps_per_epoch):
         raise UserError(f"--step {number}: run {run.name} has {last} steps, give 1 to {last}.")
     whole: dict[str, Any] = dict.fromkeys(("tensor_parallel", "pipeline_parallel"), 1) | {"features": "computed"}
-    quiet: dict[str, Any] = dict.fromkeys(("profile", "log_hashes", "max_bad_steps"), 0) | {"loggers": "none"}
+    quiet: dict[str, Any] = dict.fromkeys(("profile", "log_hashes", "audit", "max_bad_steps"), 0) | {"loggers": "none"}
     resume = _newest_before(run, number, steps_per_epoch)
     config = dataclasses.replace(config, **whole, **quiet, resume=resume, gradient_accumulation_steps=leaves)
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:

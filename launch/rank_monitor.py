@@ -21,6 +21,7 @@ from training.base.errors import (
     FILE_SERVER_EXIT_CODE,
     OUT_OF_MEMORY_EXIT_CODE,
     TOO_MANY_BAD_STEPS_EXIT_CODE,
+    WRONG_GRADIENT_EXIT_CODE,
 )
 from training.base.heartbeat import ENDED, Heartbeat
 
@@ -32,7 +33,12 @@ INNERMOST_LINES = 7
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 STOP_CODES = frozenset(128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))
 # The ranks agree on these among themselves: if one ends with them, the others end by themselves.
-AGREED_CODES = STOP_CODES | {TOO_MANY_BAD_STEPS_EXIT_CODE, CANNOT_SAVE_EXIT_CODE, DIVERGED_EXIT_CODE}
+AGREED_CODES = STOP_CODES | {
+    TOO_MANY_BAD_STEPS_EXIT_CODE,
+    WRONG_GRADIENT_EXIT_CODE,
+    CANNOT_SAVE_EXIT_CODE,
+    DIVERGED_EXIT_CODE,
+}
 
 
 @dataclass(frozen=True)

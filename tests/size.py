@@ -13,22 +13,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {
     "scripts": 968,
-    "launch": 3737,
+    "launch": 3743,
     "models": 2431,
-    "training": 3033,
-    "training/base": 1684,
+    "training": 3042,
+    "training/base": 1685,
     "training/world": 1402,
     "training/data": 7332,
     "training/recipe": 1637,
-    "training/engines": 5063,
+    "training/engines": 5081,
     "training/checkpoint": 1523,
-    "training/observe": 2560,
-    "training/steps": 939,
-    "training/config": 1187,
+    "training/observe": 2563,
+    "training/steps": 1154,
+    "training/config": 1199,
     "planning": 3298,
-    "delivery": 4250,
+    "delivery": 4251,
     "delivery/export": 1255,
-    "delivery/report": 1617,
+    "delivery/report": 1623,
 }
 
 

@@ -25,6 +25,7 @@ from training.observe.evaluation import check_replaceable
 from training.observe.new_run import create_run_folder, run_folder
 from training.observe.step_metrics import resident_bytes
 from training.resume import resolve
+from training.steps.audit import check_audit
 from training.world.collectives import agreed, broadcast_object
 from training.world.exchange import row_of, text
 from training.world.world import World
@@ -116,6 +117,7 @@ def prepare(config: TrainConfig, world: World, start: RunStart = FIRST_START) ->
     Raises:
         UserError: on all ranks, for a mistake that any of them found.
     """
+    agreed(lambda: check_audit(config, world), world)
     precision = agreed(lambda: resolve_precision(config.precision, world.device), world)
     strategy_json = agreed(lambda: read_strategy_json(config.strategy, config.deepspeed_config), world)
     data = agreed(lambda: load_data(data_options(config)), world)

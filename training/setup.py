@@ -58,6 +58,7 @@ from training.resume import (
     normalization_of,
 )
 from training.steps.accumulate import Accumulate, Step
+from training.steps.audit import Audited
 from training.steps.context import TrainContext
 from training.steps.gradient_cache import GradientCache
 from training.steps.nonfinite_steps import NonFiniteGuard
@@ -298,6 +299,7 @@ def set_up_engine(
         f"--loss {config.loss}": config.is_contrastive,
         f"--features {config.features}": config.features == "cached",
         f"--local-steps {config.local_steps}": config.has_islands,
+        f"--audit {config.audit}": config.audit > 0,
         f"--pipeline-parallel {config.pipeline_parallel}": config.pipeline_parallel > 1,
     }
     setting = next((setting for setting, is_given in needing.items() if is_given), None)
@@ -377,6 +379,11 @@ def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainCont
         consecutive=state.progress.bad_steps_in_row,
         by_island=config.has_islands,
     )
+    step = context.step
+    if config.audit:
+        assert isinstance(step, Accumulate)
+        leaves = context.plan.accumulation_steps
+        step = Audited(step, config.audit, world, leaves, lambda: context.position, loggers)
     return TrainContext(
         world=world,
         plan=context.plan,
@@ -385,7 +392,7 @@ def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainCont
         image_shape=context.data.image_shape,
         label_sets=context.data.label_targets(world.device),
         seed=config.seed,
-        step=context.step,
+        step=step,
         log_every_steps=config.log_every_steps,
         epochs=config.epochs,
         loggers=loggers,

@@ -15,6 +15,7 @@ LONGEST_TEXT = 200
 LANES = {
     "resume": "restarts",
     "skipped_step": "skipped steps",
+    "wrong_gradient": "wrong gradients",
     "slow_rank": "slow ranks",
     "diverged": "diverged",
     "checkpoint": "checkpoints",
@@ -52,6 +53,7 @@ def _summarize(history: History) -> list[str]:
     counts = [
         plural(kinds.count("resume"), "resume"),
         plural(kinds.count("skipped_step"), "skipped step"),
+        plural(kinds.count("wrong_gradient"), "wrong gradient"),
         plural(kinds.count("slow_rank"), "warning") + " of a slow rank",
         plural(kinds.count("checkpoint_failed"), "failed checkpoint"),
         plural(kinds.count("diverged"), "diverged epoch"),
@@ -85,6 +87,10 @@ def _describe(line: dict[str, Any]) -> tuple[str, str]:
             own, others = (number(1000 * float(line[key]), 3) for key in ("step_seconds", "others_step_seconds"))
             host = f" (host {clip(str(line['host']))})" if line.get("host") else ""
             return "slow rank", f"rank {line['rank']}{host}: {own} ms of work per step, the others {others} ms (median)"
+        case "wrong_gradient":
+            places = zip(line["ranks"], line["hosts"], strict=True)
+            who = " or ".join(f"rank {rank} (host {clip(str(host))})" for rank, host in places)
+            return "wrong gradient", clip(f"{who}, first in {line['parameters'][0]}", LONGEST_TEXT)
         case "checkpoint_failed":
             return "failed checkpoint", clip(f"{line.get('name', '?')}: {line.get('error', '?')}", LONGEST_TEXT)
         case "duplicates":

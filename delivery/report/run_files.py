@@ -31,7 +31,7 @@ from training.base.run_folder import (
 )
 
 CURVES = ("loss", "learning_rate", "images_per_second", "gradient_norm")
-EVENTS = ("duplicates", "skipped_step", "checkpoint_failed", "slow_rank", "diverged", "gave_up")
+EVENTS = ("duplicates", "skipped_step", "wrong_gradient", "checkpoint_failed", "slow_rank", "diverged", "gave_up")
 EPOCH_NUMBERS = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5")
 
 

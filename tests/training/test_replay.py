@@ -47,7 +47,7 @@ def content(folder: Path) -> dict[Path, bytes]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     logs = tmp_path_factory.mktemp("replayed")
-    words = ("basic_cnn", "ddp", "2", "100", "2", *FLAGS, *PLAIN, *LOGGED, *QUIET)
+    words = ("basic_cnn", "ddp", "2", "100", "2", *FLAGS, *PLAIN, *LOGGED, *QUIET, "--audit", "1")
     result = launch(*words, "--run-name", "two", "--log-dir", str(logs))
     assert result.returncode == 0, result.stdout + result.stderr
     return logs / "runs" / "two"
@@ -62,6 +62,9 @@ def test_a_step_of_two_ranks_leaves_its_bytes_in_one_process(run, tmp_path):
     seen = json.loads((output / "step.json").read_text())
     (logged,) = (line for line in read_metrics(run, "step") if line["step"] == step)
     assert seen["start"] == "step-00000-0000003"
+    # The hashes of a run whose ranks check each other are those of one without it.
+    checked = [(line["step"], line["rank"], line["again_on"]) for line in read_metrics(run, "audit")]
+    assert checked == [(number, number % 2, 1 - number % 2) for number in range(1, 2 * STEPS_PER_EPOCH + 1)]
     assert seen["loss"] == pytest.approx(logged["loss"], rel=1e-9)
     # What the hooks have added up is what the optimizer was given, and all of it.
     norms = seen["layers"].values()

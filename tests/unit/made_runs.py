@@ -78,6 +78,7 @@ RESTARTED = [
     event("resume", 12, 20, checkpoint="step-1", restarts=1),
     step(30, 1.0, at=13, loss=0.25),
     event("slow_rank", 13, 30, rank=1, host="node", step_seconds=0.4, others_step_seconds=0.2),
+    event("wrong_gradient", 13, 32, ranks=[0, 1], hosts=["node", "other"], parameters=["stem.weight", "head.bias"]),
     event("skipped_step", 13.5, 35, in_row=1, culprit="the loss", samples=["a.png"]),
     step(40, 1.0, at=14, loss=0.125),
     epoch(2, 0.75, at=14.5),

@@ -288,11 +288,15 @@ def test_the_balance_of_a_pipeline_is_that_of_its_latest_start(tmp_path):
 
 def test_incidents():
     found = find_incidents(history_of(RESTARTED))
-    assert [row[1:3] for row in found["rows"]] == [(20, "resumed"), (30, "slow rank"), (35, "skipped step")]
+    kinds = [(20, "resumed"), (30, "slow rank"), (32, "wrong gradient"), (35, "skipped step")]
+    assert [row[1:3] for row in found["rows"]] == kinds
+    assert found["rows"][2][3] == "rank 0 (host node) or rank 1 (host other), first in stem.weight"
     assert "rank 1 (host node): 400 ms of work per step, the others 200 ms (median)" in found["rows"][1][3]
-    assert [name for name, _ in found["lanes"]] == ["restarts", "skipped steps", "slow ranks", "checkpoints"]
+    assert [name for name, _ in found["lanes"]] == [
+        *("restarts", "skipped steps", "wrong gradients", "slow ranks", "checkpoints"),
+    ]
     assert found["lanes"][0][1] == [50.0]
-    assert found["summary"][0] == "1 resume, 1 skipped step and 1 warning of a slow rank."
+    assert found["summary"][0] == "1 resume, 1 skipped step, 1 wrong gradient and 1 warning of a slow rank."
     assert find_incidents(History(None))["rows"] == []
 
 

@@ -22,6 +22,7 @@ USER_ERROR_EXIT_CODE = 2
 TOO_MANY_BAD_STEPS_EXIT_CODE = 65  # EX_DATAERR of sysexits.h: --max-bad-steps in a row had no finite gradient
 DIVERGED_EXIT_CODE = 78  # EX_CONFIG of sysexits.h: the run finished, and its last epoch had diverged
 CANNOT_SAVE_EXIT_CODE = 74  # EX_IOERR of sysexits.h: saves have failed for too long
+WRONG_GRADIENT_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h: --audit has found a machine that computes wrong
 OUT_OF_MEMORY_EXIT_CODE = 71  # EX_OSERR of sysexits.h: a rank could not get memory
 FILE_SERVER_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: another start may succeed, as where images cannot be read now
 RANK_0_MESSAGE_SECONDS = 2.0  # a launcher ends all ranks when one exits: the others wait until rank 0 has printed

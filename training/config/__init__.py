@@ -38,6 +38,7 @@ CHANGEABLE_ON_RESUME = frozenset(
             "log_dir",
             "log_every_steps",
             "log_hashes",
+            "audit",
             "progress",
             "loggers",
             "tensorboard",

@@ -73,6 +73,15 @@ OF_PIPELINES: dict[str, tuple[object, ...]] = {
     "sync_batchnorm": (False,),
     "local_steps": (1,),
 }
+# The same if ranks check each other's gradients.
+OF_AUDITS: dict[str, tuple[object, ...]] = {
+    "strategy": ("ddp",),  # every rank has all weights
+    "engine": ("torch", "auto", "native"),
+    "loss": ("cross_entropy", "bce"),
+    "sync_batchnorm": (False,),
+    "features": ("computed",),
+    **dict.fromkeys(("tensor_parallel", "pipeline_parallel", "local_steps"), (1,)),
+}
 # The same if the head reads what was computed of each image once.
 OF_CACHED_FEATURES: dict[str, tuple[object, ...]] = {
     "tune": ("head",),
@@ -208,6 +217,8 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
     if config.tensor_parallel > 1:
         setting = f"{label_of['tensor_parallel']} {config.tensor_parallel}"
         _check_values(config, label_of, setting, OF_TENSOR_PARALLEL)
+    if config.audit:
+        _check_values(config, label_of, f"{label_of['audit']} {config.audit}", OF_AUDITS)
     if config.pipeline_parallel > 1:
         _check_pipeline(config, label_of)
     if config.learning_rate == "auto" and config.base_batch_size:

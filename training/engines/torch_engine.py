@@ -60,6 +60,17 @@ class TorchEngine(Engine):
         (loss * self._factor).backward()
         self._distribution.end_backward()
 
+    def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what `backward` would add to the sums, by parameter, without adding it; no collective under `ddp`."""
+        trained = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
+        found = torch.autograd.grad(loss * self._factor, [*trained.values()], allow_unused=True)
+        return {name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None}
+
+    def drop_leaf(self) -> None:
+        """Forget the first leaf of a step, between its backward and `step`; a collective."""
+        assert isinstance(self._distribution, Zero1)
+        self._distribution.drop_leaf()
+
     @torch.no_grad()
     def step(self) -> StepResult | None:
         self._micro_steps += 1

@@ -95,6 +95,13 @@ class Zero1(Distribution):
     def end_backward(self, stage: int = 0) -> None:
         self._orders[stage].end()
 
+    def drop_leaf(self) -> None:
+        """Forget the first leaf of a step; a collective."""
+        if self._accumulation_steps == 1:
+            self.sum_gradients()  # which is under way
+        for bucket in self._buckets:
+            bucket.buffers.sums.clear()
+
     def sum_gradients(self) -> torch.Tensor:
         for bucket in self._buckets:
             bucket.sum_gradients()

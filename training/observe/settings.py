@@ -24,6 +24,9 @@ class ObserveSettings(CheckpointSettings, EngineSettings):
     log_hashes: int = option(
         0, "Steps between two hashes of images and weights, for scripts/bisect_runs.py; 0: none.", low=0
     )
+    audit: int = option(
+        0, "Steps between two checks of a rank's gradients against another rank's of the same images; 0: none.", low=0
+    )
     progress: Literal["auto", "bar", "lines", "off"] = option(
         "auto", "Console progress; auto: a bar on a terminal; off: only start, result and problems."
     )

@@ -54,6 +54,14 @@ class Accumulate:
 
     loss: Loss
 
+    def losses(
+        self, engine: Engine | TimedEngine, batch: Batch, loss_scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the losses [B] of a micro-batch, its logits [B, classes], and the number [] to be differentiated."""
+        logits = engine.forward(batch.images)
+        losses = self.loss(logits, batch)
+        return losses, logits, (losses * batch.weights).sum() * loss_scale
+
     def __call__(
         self,
         engine: TimedEngine,
@@ -66,9 +74,8 @@ class Accumulate:
         result = None
         for micro_step, batch in enumerate(batches):
             seed_leaf(micro_step)
-            logits = engine.forward(batch.images)
-            losses = self.loss(logits, batch)
-            engine.backward((losses * batch.weights).sum() * loss_scale)
+            losses, logits, total = self.losses(engine, batch, loss_scale)
+            engine.backward(total)
             result = engine.step()
             note(batch, losses, logits)
         return result

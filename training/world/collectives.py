@@ -72,13 +72,13 @@ def mean_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
     return result[: len(values)]
 
 
-def copy_from_main(tensors: list[torch.Tensor], world: World) -> None:
-    """Replace tensors of one dtype by rank 0's, in place, by one broadcast; a collective."""
+def copy_from_main(tensors: list[torch.Tensor], world: World, source: int = 0) -> None:
+    """Replace tensors of one dtype by rank 0's, or another rank's, in place, by one broadcast; a collective."""
     if world.size == 1 or not tensors:
         return
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     with communication():
-        dist.broadcast(flat, group=world.group, group_src=0)
+        dist.broadcast(flat, group=world.group, group_src=source)
     _split_into(tensors, flat)
 
 

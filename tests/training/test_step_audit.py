@@ -1,0 +1,51 @@
+"""`--audit`: bits of gradients that are flipped on one rank are found, named and undone."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from training.base.errors import WRONG_GRADIENT_EXIT_CODE
+
+RANKS = "tests.training.step_audit_ranks"
+FLIPS = 100
+
+
+@pytest.mark.parametrize(("accumulation", "over_collectives"), [(1, False), (1, True), (2, False)])
+def test_each_of_100_flipped_bits_is_found_and_leaves_no_trace(accumulation, over_collectives, run_on_ranks):
+    case = {"steps": FLIPS, "accumulation": accumulation, "over_collectives": over_collectives}
+    cases = [case | {"wrong": wrong} for wrong in ("owner", "checker")] + [case | {"wrong": "", "audit": False}]
+    for *disturbed, plain in run_on_ranks(f"{RANKS}:audited_steps", 2, cases):
+        for run in disturbed:
+            found = run["events"]["wrong_gradient"]
+            assert [one["ranks"] for one in found] == [[culprit] for culprit in run["culprits"]]
+            assert [one["step"] for one in found] == [*range(1, FLIPS + 1)]
+            assert {*map(len, (one["parameters"] for one in found))} == {1}
+            assert run["weights"] == plain["weights"]
+            assert f"step 1: rank {run['culprits'][0]} on {socket.gethostname()} computed wrong" in run["messages"][0]
+
+
+def test_without_a_flip_nothing_is_found_and_ranks_check_each_other_in_turn(run_on_ranks):
+    cases = [{"steps": 13, "every": 2, "wrong": "", "audit": audit} for audit in (True, False)]
+    for audited, plain in run_on_ranks(f"{RANKS}:audited_steps", 3, cases):
+        assert audited["weights"] == plain["weights"]
+        assert audited["events"].keys() == {"audit"}
+        assert [line["step"] for line in audited["events"]["audit"]] == [2, 4, 6, 8, 10, 12]
+        pairs = {(line["rank"], line["again_on"]) for line in audited["events"]["audit"]}
+        assert pairs == {(0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)}
+
+
+def test_a_rank_that_is_always_wrong_ends_the_run_and_two_ranks_cannot_tell_which(run_on_ranks):
+    case = {"steps": 9, "wrong": "1", "times": 10**9, "most": 3}
+    host = socket.gethostname()
+    for size, who in ((3, f"rank 1 on {host}"), (2, f"rank 0 on {host} or rank 1 on {host}")):
+        for (result,) in run_on_ranks(f"{RANKS}:audited_steps", size, [case]):
+            start = f"{WRONG_GRADIENT_EXIT_CODE}: {who} computed wrong, 3 times in this start (--audit): "
+            assert result["ended"].startswith(start)
+            assert len(result["events"]["wrong_gradient"]) == 3
+
+
+def test_a_rank_without_its_images_is_not_compared(run_on_ranks):
+    for (result,) in run_on_ranks(f"{RANKS}:unlike_batches", 2, [{}]):
+        assert result == {"events": [], "applied": True}
