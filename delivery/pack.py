@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from rich.progress import track
 from torchvision.transforms.v2.functional import to_pil_image
 
@@ -19,6 +20,7 @@ from training.base.errors import UserError
 from training.data import DataOptions, archives, load_data
 from training.data.archives import CLASS_NAMES, Entry, index_of, write_index
 from training.data.datasets import ImageDataset
+from training.data.folder_parts import TRAIN
 from training.data.reading.formats import IMAGE_EXTENSIONS
 from training.data.reading.remote_files import page_checksums
 from training.data.reading.sources import FileSource, Source, digest_of
@@ -40,7 +42,8 @@ class Packed(NamedTuple):
 def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
     """Write the images of all parts, as they are, into tar files of about `shard_bytes` in a new folder.
 
-    A part keeps its order, and files their bytes; images in memory become PNG files. Every tar file is read again and
+    Files keep their bytes; images in memory become PNG files. Training images are shuffled, for `--order shards`; that
+    decides nothing else, because a loaded set is sorted. Every tar file is read again and
     compared with what was packed; the folder appears under its name when all of it is right.
 
     Raises:
@@ -74,8 +77,10 @@ def pack(options: DataOptions, output: Path, shard_bytes: int) -> Packed:
 def _write_part(folder: Path, part: str, dataset: ImageDataset, shard_bytes: int) -> Iterator[tuple[Path, int]]:
     """Write the tar files of a part, and yield each with the number of its images once it was checked."""
     source = dataset.source
-    console, every = open_console(stderr=True), range(len(dataset))
-    bar = track(every, f"packing {part}", console=console, transient=True, disable=not console.is_terminal)
+    console, every = open_console(stderr=True), np.arange(len(dataset))
+    if part == TRAIN:
+        every = np.argsort(np.random.Philox(key=0).random_raw(len(dataset)), kind="stable")
+    bar = track(every.tolist(), f"packing {part}", console=console, transient=True, disable=not console.is_terminal)
     indices = iter(bar)
     for number in itertools.count():
         index = next(indices, None)

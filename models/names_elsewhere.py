@@ -90,6 +90,7 @@ FLAGS = {
     "--mixup-off-epochs (the last ones)": "mixup-off-epoch close-mosaic",
     "--sampling balanced": "weighted-sampler balanced-sampler class-balanced use-weighted-sampler",
     "--class-weights": "class-weight cls-weights weighted-loss",
+    "--order shards --shuffle-window": "shuffle-buffer shuffle-buffer-size shuffle-block-size shuffle-size",
     "--repeated-augmentation": "aug-repeats ra-reps ra-sampler",
     "--workers": "j num-workers dataloader-num-workers nw n-workers",
     "--run-name": "experiment exp-name experiment-name name",

@@ -5,7 +5,7 @@ python scripts/pack.py list.csv packed --shard-mb 100 -- --val-fraction 0.1
 python scripts/pack.py torchvision:CIFAR10 cifar10
 
 DATA is what --data of a training takes; arguments after -- are the training's own, such as --split-seed. Images keep
-their bytes, order, names and parts. Exit code: 0 all is packed, 2 it could not be.
+their bytes, names and parts; training images are shuffled. Exit code: 0 all is packed, 2 it could not be.
 """
 
 from __future__ import annotations

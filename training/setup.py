@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,7 +168,7 @@ def build(prepared: Prepared) -> Run:
     folder, found, strategy_json = prepared.folder, prepared.found, prepared.strategy_json
     head_epochs = head_epochs_of(config)
     views = VIEWS if config.is_contrastive else 1
-    plan = build_plan(config, data.train.source.labels, world.data.size, views, prepared.islands)
+    plan = agreed(lambda: build_plan(config, data.train.source, world.data.size, views, prepared.islands), world)
     teacher = load_teacher(config, data, precision, world)
     step = agreed(lambda: _build_step(config, data, world, teacher), world)
     keeps = agreed(lambda: check_best_by(config.best_by, data, config.micro_batch, world.data.size), world)
@@ -411,9 +412,14 @@ def train_context(context: Run, stop: StopRequest, start: RunStart) -> TrainCont
 
 def _identity(data: DatasetPair, built: BuiltModel, plan: BatchPlan, teacher: Teacher | None) -> dict[str, Any]:
     taught = {} if teacher is None else {"teacher": teacher.digest}
-    return taught | {
-        "model": built.description,
-        "class list": data.class_names,
-        DATA_SET: data.fingerprint,
-        "global batch": plan.global_batch,
-    }
+    in_shards = {"division into shards": hashlib.sha256(plan.places).hexdigest()} if plan.places else {}
+    return (
+        taught
+        | in_shards
+        | {
+            "model": built.description,
+            "class list": data.class_names,
+            DATA_SET: data.fingerprint,
+            "global batch": plan.global_batch,
+        }
+    )

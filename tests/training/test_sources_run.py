@@ -20,7 +20,8 @@ def train(run_on_ranks, tmp_path_factory):
     def train_on(data: Path, root: Path, ranks: int, **changes: object) -> Path:
         logs = tmp_path_factory.mktemp("logs")
         case = CASE | SPLIT | {"data": str(data), "data_root": str(root), "log_dir": str(logs), "name": "run"} | changes
-        results = run_on_ranks(TRAIN, ranks, [case | {"gradient_accumulation_steps": 2 // ranks}])
+        case.setdefault("gradient_accumulation_steps", 2 // ranks)
+        results = run_on_ranks(TRAIN, ranks, [case])
         assert all(result["code"] == 0 for (result,) in results)
         return logs / "runs" / "run"
 
@@ -53,6 +54,17 @@ def test_the_model_has_the_bytes_of_that_from_the_folder(train, photos, from_fol
     killed = whole / "checkpoints" / f"step-00001-{2:07}"
     back = train(photos, photos, 3 - ranks, resume=str(killed))
     assert (back / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_by_shards_any_number_of_ranks_and_a_killed_run_give_the_same_bytes(train, photos, tmp_path, ranks):
+    data = KINDS["tar"](photos, tmp_path / "data")
+    by_shards = {"order": "shards", "shuffle_window": 6, "batch_size": 2}
+    one = train(data, photos, 1, **by_shards, gradient_accumulation_steps=4)
+    killed = one / "checkpoints" / f"step-00000-{2:07}"
+    for resume in ({}, {"resume": str(killed)}):
+        several = train(data, photos, ranks, **by_shards, gradient_accumulation_steps=4 // ranks, **resume)
+        assert (several / "model.safetensors").read_bytes() == (one / "model.safetensors").read_bytes()
 
 
 def test_images_of_another_shape_give_the_same_bytes_on_any_number_of_ranks(train, photos):

@@ -11,15 +11,18 @@ import sys
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from delivery.pack import pack
-from tests.unit.made_data import make_photos
+from tests.unit.made_data import KINDS, make_photos
 from training.base.errors import UserError
+from training.config import TrainConfig
 from training.data import DataOptions, archives, load_data, load_whole
 from training.data.archives import index_of
+from training.data.sampler import build_plan
 from training.data.tar_shards import TAR, scan
 
 
@@ -202,6 +205,23 @@ def test_arrays_are_packed_as_png(tmp_path):
     assert torch.equal(packed.val.source.labels, digits.val.source.labels[order])
     for index in (0, 100, 359):
         assert torch.equal(packed.val.source.read(index), digits.val.source.read(int(order[index])))
+
+
+def test_only_what_is_in_several_shards_has_an_order_by_shards(tmp_path):
+    photos = make_photos(tmp_path / "photos")
+    for kind, make in KINDS.items():
+        data = DataOptions(data=str(make(photos, tmp_path / kind)), data_root=str(photos), image_size=16)
+        source = load_data(data).train.source
+        config = TrainConfig(data=kind, order="shards", shuffle_window=4)
+        if kind == "table":
+            with pytest.raises(UserError, match=r"^--order shards: --data table is not in several shards: give tar or"):
+                build_plan(config, source, 1)
+            continue
+        shards = source.shards()[build_plan(config, source, 1).draw_keys(0), 0]
+        assert len(np.unique(shards)) > 2
+        assert max(len(np.unique(shards[start : start + 4])) for start in range(len(shards) - 4)) < 5
+    with pytest.raises(UserError, match="--data digits is not in several shards"):
+        build_plan(TrainConfig(order="shards"), load_data(DataOptions(image_size=16)).train.source, 1)
 
 
 @pytest.fixture

@@ -21,8 +21,10 @@ from scripts.train_distributed import train as run_command
 from training.base.errors import FileServerError, UserError
 from training.config import TrainConfig
 from training.data import DataOptions, load_data
+from training.data.loader import Loader
 from training.data.reading import remote
 from training.data.reading.remote_files import PieceCache
+from training.data.sampler import build_plan
 from training.run import run
 
 OVER_HTTP = ("tar", "parquet", "photos/table.csv")
@@ -177,6 +179,22 @@ def test_a_first_reading_that_fails_is_not_kept(server, tmp_path, impatient):
         load_data(options(server.url("parquet"), tmp_path))
     server.change = bytes
     assert len(load_data(options(server.url("parquet"), tmp_path)).train)
+
+
+def test_by_shards_a_cache_that_is_smaller_suffices_to_fetch_each_byte_once_an_epoch(server, kinds, tmp_path):
+    """But for the shards that an epoch begins and ends with; in a random order most are fetched several times."""
+    size, fetched = sum(file.stat().st_size for file in (kinds / "tar").glob("*.tar")), {}
+    for order in ("shards", "random"):
+        values = {"order": order, "shuffle_window": 3}
+        pair = load_data(options(server.url("tar"), tmp_path, **values, remote_cache_gb=0.5 * size / 1e9))
+        plan = build_plan(TrainConfig(**values, batch_size=4), pair.train.source, 1)
+        shutil.rmtree(tmp_path / "remote")
+        server.requests.clear()
+        assert len([*Loader(pair.train, plan, 0).epoch(1)]) == plan.steps_per_epoch
+        ranges = [request for request in server.requests if request[1]]
+        fetched[order] = len(ranges) - len(set(ranges))
+        assert any("one shard after another" in note for note in pair.notes) is (order == "shards")
+    assert fetched["shards"] <= 2 < fetched["random"]
 
 
 def test_the_cache_is_bounded_and_what_was_not_used_for_longest_goes_first(tmp_path):

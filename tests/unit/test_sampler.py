@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
 from sklearn.utils.class_weight import compute_sample_weight
 from timm.data.distributed_sampler import RepeatAugSampler
 
@@ -78,7 +80,13 @@ def test_an_island_takes_the_mean_over_its_own_samples(accumulation, world, repe
 SKEWED = np.repeat([0, 2, 3], [90, 8, 3])[np.random.Generator(np.random.PCG64(1)).permutation(101)]
 
 
-@pytest.mark.parametrize("sampling", [{}, {"labels": SKEWED.tobytes()}, {"repeats": 3}])
+# 101 samples in 9 shards of 3 to 22, which lie there in another order than in the data set
+SHARDS = np.repeat(np.arange(9), [3, 22, 8, 11, 12, 9, 17, 4, 15])
+PLACES = np.stack([SHARDS, np.arange(101) * 1000], axis=1)[np.random.Generator(np.random.PCG64(2)).permutation(101)]
+IN_SHARDS = {"places": PLACES.tobytes(), "window": 20}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"labels": SKEWED.tobytes()}, {"repeats": 3}, IN_SHARDS])
 def test_order_is_the_same_for_any_number_of_ranks(sampling):
     plans = [
         BatchPlan(101, 64 // (world * steps), steps, world, 7, **sampling)
@@ -209,3 +217,35 @@ def test_the_batches_of_an_evaluation_are_the_same_on_any_number_of_ranks(world)
         np.testing.assert_array_equal(first.indices, second.indices)
         np.testing.assert_array_equal(first.weights, second.weights)
     assert not any(key.weights.any() for key in keys[len(alone) :])
+
+
+def in_order(epoch: int, window: int, seed: int = 1) -> np.ndarray:
+    """Return the samples of an epoch by shards."""
+    return BatchPlan(101, 8, 1, 1, seed, places=PLACES.tobytes(), window=window).draw_keys(epoch)
+
+
+def test_an_epoch_by_shards_shuffles_the_shards_and_the_samples_within_a_window():
+    """A window of 1 moves no sample; another moves each by less than a window, those of the end to the beginning."""
+    orders = set()
+    for epoch in range(20):
+        whole = in_order(epoch, 1)
+        groups = [[*group] for _, group in itertools.groupby(whole.tolist(), key=lambda index: PLACES[index, 0])]
+        assert len(groups) == 9, "each shard is read at one go"
+        assert all(np.all(np.diff(PLACES[group, 1]) > 0) for group in groups)
+        orders.add(tuple(PLACES[group[0], 0] for group in groups))
+        mixed = in_order(epoch, 20)
+        np.testing.assert_array_equal(np.sort(mixed), np.arange(101))
+        moved = (np.argsort(mixed) - np.argsort(whole)) % 101
+        assert np.all(np.minimum(moved, 101 - moved) < 2 * 20)
+        assert (mixed == whole).mean() < 0.3
+    assert len(orders) == 20
+    np.testing.assert_array_equal(in_order(3, 20), in_order(3, 20))
+    assert (in_order(3, 20) != in_order(3, 20, seed=2)).mean() > 0.9
+
+
+def test_a_window_of_all_samples_makes_every_order_equally_likely():
+    places = np.array([[0, 0], [1, 0], [1, 5]])
+    plans = [BatchPlan(3, 1, 1, 1, seed, places=places.tobytes(), window=9) for seed in range(1200)]
+    counts = Counter(tuple(plan.draw_keys(0).tolist()) for plan in plans)
+    assert len(counts) == 6
+    assert chisquare([*counts.values()]).pvalue > 0.001

@@ -166,6 +166,11 @@ def check_config(config: TrainConfig, label_of: Mapping[str, str]) -> TrainConfi
             f"{label_of['class_weights']} and {label_of['sampling']} balanced both make up for rare classes: "
             "give one of them."
         )
+    if config.order == "shards" and config.sampling == "balanced":
+        raise UserError(
+            f"{label_of['sampling']} balanced takes its images from everywhere, {label_of['order']} shards from a few "
+            f"shards at a time: give one of them, or {label_of['class_weights']} balanced."
+        )
     if config.bce_target_threshold and config.loss != "bce":
         raise UserError(f"{label_of['bce_target_threshold']} is of {label_of['loss']} bce only: give both, or none.")
     if config.workers != "auto" and not re.fullmatch(r"[0-9]{1,3}", config.workers):

@@ -50,6 +50,7 @@ def _has_momentum(config: TrainConfig) -> bool:
 # When each flag has an effect.
 USED: dict[str, Callable[[TrainConfig], bool]] = {
     "fold": lambda config: config.folds > 0,
+    "shuffle_window": lambda config: config.order == "shards",
     "val_fraction": lambda config: not config.folds,
     "eval_crop": lambda config: config.fit in ("auto", "crop"),
     "momentum": _has_momentum,

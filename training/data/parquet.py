@@ -21,6 +21,7 @@ from training.data import DataOptions, archives
 from training.data.archives import Entry, Index, Kind
 from training.data.reading.remote_files import RemoteFiles
 from training.data.reading.retry import patiently
+from training.data.reading.sources import ROW_BITS
 from training.data.records import Listing
 from training.data.table import Row, listing_of
 
@@ -29,7 +30,6 @@ IMAGE_COLUMN = "image"
 METADATA = b"huggingface"
 CACHE_BYTES = 256 * 2**20  # of row groups that a process keeps
 MOST_GROUP_BYTES = 2 * 10**9  # of a row group, which is read as a whole
-ROW_BITS = 32  # of a place, beside the number of the row group
 
 
 def listing(options: DataOptions) -> Listing:

@@ -7,6 +7,9 @@ unnecessarily.
 
 With balanced sampling and repeated augmentation an epoch still has N samples, each of which counts once, but a sample
 of the set may be among them several times, as copies that are augmented differently, or not at all.
+
+With `--order shards` the permutation is one that reads the shards of the data one after another, so that each byte of
+them is fetched once, see `_by_shards`.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from training.base.errors import UserError
 from training.data.randomness import COPY
+from training.data.reading.sources import FileSource, Source
 
 if TYPE_CHECKING:
-    import torch
-
     from training.base.progress import Progress
     from training.data.settings import DataSettings
 
@@ -61,6 +64,9 @@ class BatchPlan:
         labels: Bytes of the int64 labels [N]: an epoch has equally many samples of each class; empty: each sample once.
         repeats: How often each sample of an epoch occurs in it, in a row.
         islands: Equal groups of ranks of which each takes the mean over its own samples.
+        places: Bytes of the places in shards, see `FileSource.shards`, that decide the order; empty: any sample may
+            follow any other.
+        window: Samples of the shuffled shards among which each is shuffled, if there are places.
     """
 
     num_samples: int
@@ -71,6 +77,8 @@ class BatchPlan:
     labels: bytes = b""
     repeats: int = 1
     islands: int = 1
+    places: bytes = b""
+    window: int = 1
 
     @property
     def global_batch(self) -> int:
@@ -91,7 +99,8 @@ class BatchPlan:
 
         If each sample occurs once, these are their positions in the data set.
         """
-        return _order(self.num_samples, self.seed, epoch, self.labels, self.repeats)
+        kind = self.labels, self.repeats, self.places, self.window
+        return _order(self.num_samples, self.seed, epoch, *kind)
 
     def micro_batch(self, epoch: int, step: int, micro_step: int, rank: int) -> BatchKey:
         """Return the samples of one forward pass of one rank.
@@ -184,10 +193,20 @@ class EvaluationPlan:
             yield BatchKey(0, indices, (positions < self.num_samples).astype(np.float32), indices)
 
 
-def build_plan(
-    config: DataSettings, labels: torch.Tensor, world_size: int, views: int = 1, islands: int = 1
-) -> BatchPlan:
-    """Build the plan of a run over a training set with these labels, int64 [N], with at least so many views of each."""
+def build_plan(config: DataSettings, source: Source, world_size: int, views: int = 1, islands: int = 1) -> BatchPlan:
+    """Build the plan of a run over a training set, with at least so many views of each sample.
+
+    Raises:
+        UserError: The set has no shards for `--order shards`.
+    """
+    labels, places = source.labels, b""
+    if config.order == "shards":
+        places = source.shards().tobytes() if isinstance(source, FileSource) else b""
+        if not places or len(_in_shards(places)[1]) < 2:
+            raise UserError(
+                f"--order shards: --data {config.data} is not in several shards: give tar or Parquet files "
+                "(python scripts/pack.py DATA OUT makes tar files), or leave --order out."
+            )
     return BatchPlan(
         len(labels),
         config.micro_batch,
@@ -197,11 +216,15 @@ def build_plan(
         labels.numpy().tobytes() if config.sampling == "balanced" else b"",
         max(config.repeated_augmentation, views),
         islands=islands,
+        places=places,
+        window=config.shuffle_window,
     )
 
 
 @lru_cache(maxsize=2)
-def _order(num_samples: int, seed: int, epoch: int, labels: bytes, repeats: int) -> np.ndarray:
+def _order(
+    num_samples: int, seed: int, epoch: int, labels: bytes, repeats: int, places: bytes, window: int
+) -> np.ndarray:
     """Return the keys of an epoch's samples in order, see `BatchKey.draw_keys`: int64 [N], read-only.
 
     Repeated augmentation (Berman et al. 2019, https://arxiv.org/abs/1902.05509, section 3.2; the `RepeatAugSampler` of
@@ -210,7 +233,8 @@ def _order(num_samples: int, seed: int, epoch: int, labels: bytes, repeats: int)
     # NumPy guarantees the raw bits of a bit generator, but not the order of its shuffle: sorting raw bits keeps a run
     # resumable under another NumPy. Equal keys (1 in 10^7 at a million) stay in order.
     bits = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
-    keys = np.argsort(bits.random_raw(num_samples), kind="stable")
+    draws = bits.random_raw(num_samples)
+    keys = _by_shards(places, window, draws, bits) if places else np.argsort(draws, kind="stable")
     distinct = -(-num_samples // repeats)
     if labels:
         keys = _balanced(keys, np.frombuffer(labels, dtype=np.int64), bits.random_raw(distinct), epoch)
@@ -235,3 +259,31 @@ def _balanced(permutation: np.ndarray, labels: np.ndarray, bits: np.ndarray, epo
     copy, place = np.divmod(turn, counts[chosen])
     keys = by_class[(np.cumsum(counts) - counts)[chosen] + place] + COPY * copy
     return keys[np.argsort(bits, kind="stable")]
+
+
+def _by_shards(places: bytes, window: int, draws: np.ndarray, bits: np.random.Philox) -> np.ndarray:
+    """Return the samples in an order that goes through the shards once: int64 [N].
+
+    The shards are shuffled, and each sample is moved back by up to `window` places, those of the end to the beginning.
+    So at any time the samples come from about `window` neighbouring ones, which begin to be read one after another;
+    with a window of N or more every order is equally likely.
+
+    Args:
+        places: Bytes of int64 [N, 2].
+        window: In samples.
+        draws: Raw bits of each sample, uint64 [N].
+        bits: Where those of the shards come from.
+    """
+    samples, counts = _in_shards(places)
+    shards = np.argsort(bits.random_raw(len(counts)), kind="stable")
+    firsts, counts = (np.cumsum(counts) - counts)[shards], counts[shards]
+    shuffled = samples[np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(len(samples))]
+    moved = (np.arange(len(samples)) + (draws % min(window, len(samples))).astype(np.int64)) % len(samples)
+    return shuffled[np.argsort(moved << 20 | (draws >> 44).astype(np.int64), kind="stable")]  # equal ones by chance
+
+
+@lru_cache(maxsize=1)
+def _in_shards(places: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Return the samples as they lie in the shards, one shard after another, int64 [N]; and how many are in each."""
+    shards, within = np.frombuffer(places, dtype=np.int64).reshape(-1, 2).T
+    return np.lexsort((within, shards)), np.unique(shards, return_counts=True)[1]

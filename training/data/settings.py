@@ -224,6 +224,14 @@ class DataFields:
         "uniform",
         "What an epoch consists of; uniform: each sample once; balanced: as many samples, equally many of each class.",
     )
+    order: Literal["random", "shards"] = option(
+        "random",
+        "How the samples of an epoch follow each other; shards: tar files, or row groups of Parquet files, are "
+        "shuffled and read one after another, for data that a cache cannot keep.",
+    )
+    shuffle_window: int = option(
+        4096, "--order shards: neighbouring samples among which each is shuffled.", low=1, high=10**9
+    )
     repeated_augmentation: int = option(
         1,
         "Differently augmented copies of each sample of an epoch, next to each other; its length stays.",

@@ -28,6 +28,7 @@ from training.data.records import Listing, Record
 from training.data.tar_shards import TAR
 
 PIECES = "remote"  # below --data-root
+WINDOWS_KEPT = 3  # of --order shards: at the start of an epoch its first, its last, and what a block has around them
 
 
 def listing(options: DataOptions) -> Listing:
@@ -59,7 +60,11 @@ def listing(options: DataOptions) -> Listing:
     kind, files = TAR if suffix == TAR.suffix else parquet.kind_of(options), [f for f in files if f.suffix == suffix]
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         indexes = [*pool.map(partial(_index, kind, options.root / CACHE, cache), files)]
-    remote = RemoteFiles(files, [index.state for index in indexes], [index.checksums for index in indexes], cache)
+    images, share = max(1, sum(len(index.entries) for index in indexes)), 1.0
+    if options.order == "shards":
+        share = min(1.0, WINDOWS_KEPT * options.shuffle_window / images)
+    states, checksums = [index.state for index in indexes], [index.checksums for index in indexes]
+    remote = RemoteFiles(files, states, checksums, cache, share)
     root = root.parent if root.suffix in ARCHIVES else root
     found = archives.listing_of(
         root, files, indexes, kind.over(remote), options, partial(ask, root / CLASS_NAMES, "cat_file")
@@ -69,7 +74,9 @@ def listing(options: DataOptions) -> Listing:
 
 def _note(remote: RemoteFiles, cache: PieceCache) -> str:
     how = f"kept in {cache.folder} as they are read"
-    if not remote.fits:
+    if remote.fits and not remote.stays:
+        how = "fetched again in each epoch, one shard after another"
+    elif not remote.fits:
         how = f"more than --remote-cache-gb {cache.max_bytes / 1e9:g} keeps: images are fetched again in each epoch"
     return f"{remote.bytes / 1e9:.3g} GB behind the URL, {how}"
 
@@ -95,7 +102,7 @@ def _index(kind: Kind, kept_in: Path, cache: PieceCache, file: RemotePath) -> In
 def _copied(file: RemotePath, state: State, cache: PieceCache) -> Iterator[Path]:
     """Yield a copy of a file, which is removed afterwards; what it consists of stays in the cache."""
     remote, step = RemoteFiles([file], [state], [archives.NO_CHECKSUMS], cache), CONNECTIONS * BLOCK_BYTES
-    with tempfile.TemporaryDirectory(dir=cache.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=cache.folder.parent) as folder:  # in the cache it might be removed
         copy = Path(folder) / file.name
         with copy.open("wb") as stream:
             for start in range(0, state[0], step):

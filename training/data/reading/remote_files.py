@@ -86,13 +86,14 @@ class PieceCache:
 class RemoteFiles:
     """Reads images of remote files by their offset in bytes; see `Archive`.
 
-    Whole blocks of the files are fetched if all of them fit into the cache, otherwise no more than the images.
+    Whole blocks of the files are fetched if what is read at a time fits into the cache, otherwise no more than images.
 
     Args:
         files: The files.
         states: Of each, see `state_of`.
         checksums: Of the pages of each; none if they are not known.
         cache: Of what is fetched.
+        at_a_time: Share of the files that is read for a while before the next begins.
     """
 
     def __init__(
@@ -101,11 +102,12 @@ class RemoteFiles:
         states: Sequence[State],
         checksums: Sequence[array[int]],
         cache: PieceCache,
+        at_a_time: float = 1.0,
     ) -> None:
         self.files, self._states, self._checksums, self._cache = files, states, checksums, cache
         self._keys = [hashlib.sha256(repr(one).encode()).hexdigest()[:32] for one in zip(files, states, strict=True)]
         self.bytes = sum(size for size, _ in states)
-        self.fits = self.bytes <= KEPT_SHARE * cache.max_bytes
+        self.stays, self.fits = (share * self.bytes <= KEPT_SHARE * cache.max_bytes for share in (1.0, at_a_time))
         self._coming: dict[ByteRange, Future[None]] = {}
         self._pool: ThreadPoolExecutor | None = None
 

@@ -27,6 +27,7 @@ from training.data.values import BYTES
 CACHE_FORMAT = 2  # increased when the same file gives other pixels, or the files of a cache change their format
 HEADERS_READ = 64
 IMAGES_CONVERTED = 1000  # at a time
+ROW_BITS = 32  # of a place in a Parquet file, above which is the number of the row group
 UNKNOWN = 0  # the digest of a file that was not read
 # What `--cache auto` makes a cache for, by benchmarks/results/cache_2cpu_2026-11-22.md.
 FEWEST_EPOCHS = 3  # of a run
@@ -131,7 +132,7 @@ class ImageFile(NamedTuple):
         box: The part of the image that is the sample, see `reading.boxes`; empty for all of it.
         weight: Of its loss in training.
         archive: Number of the file of the `Archive` that it is in.
-        place: Where it is in that file.
+        place: Where it is in that file: by bytes, or by row group and row, see `ROW_BITS`.
     """
 
     path: str
@@ -232,6 +233,16 @@ class FileSource:
         cache, first = self._cache, self._first_in_cache
         far = [index for index in indices if cache is None or not cache.digest(first + index)]
         expect((*self._places[index].tolist(), int(self.sizes[index])) for index in far)
+
+    def shards(self) -> np.ndarray:
+        """Return the shard of each image and its place in that, int64 [N, 2], or [0, 2] if each is a file of its own.
+
+        A shard is a tar file, of a larger one 4 GB, or a row group of a Parquet file.
+        """
+        if self._places is None:
+            return np.empty((0, 2), dtype=np.int64)
+        archive, place = self._places.numpy().T
+        return np.stack([archive << 31 | place >> ROW_BITS, place], axis=1)
 
     def box(self, index: int) -> Edges:
         """Return the part of the image that is the sample, empty if it is all of it."""
