@@ -28,9 +28,9 @@ def test_a_head_makes_a_classifier_of_features(tmp_path):
         with pytest.raises(UserError, match=r"is of --loss supcon and tells no classes apart yet"):
             use()
     head = ("--data", "digits", "--image-size", "8", "--weights", str(run / WEIGHTS), "--tune", "head")
-    done = train_here(*flags, *head, "--epochs", "1", "--learning-rate", "0.05", "--run-name", "head")
+    done = train_here(*flags, *head, "--epochs", "3", "--learning-rate", "0.02", "--run-name", "head")
     assert done.returncode == 0, done.stderr
-    assert read_metrics(tmp_path / "runs" / "head", "epoch")[0]["val_top1"] > 0.85
+    assert max(epoch["val_top1"] for epoch in read_metrics(tmp_path / "runs" / "head", "epoch")) > 0.85
     assert evaluate(str(tmp_path / "runs" / "head"), verbose=False)["top1"] > 0.85
 
 
