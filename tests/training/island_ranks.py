@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -68,12 +69,18 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
-def train(world: World, islands: int, precision: str = "fp32", over_collectives: bool = False) -> dict[str, Any]:
+def train(
+    world: World, islands: int, precision: str = "fp32", over_collectives: bool = False, of_one_matrix: bool = False
+) -> dict[str, Any]:
     """Train in the run's own loop; return the digests of what each epoch exports, and of all islands' weights."""
     config = island_configuration(world, islands, outer_precision=precision)
+    module = make_model(True)
+    if of_one_matrix:  # muon deals whole matrices out to an island's ranks: one has it
+        config = dataclasses.replace(config, optimizer="muon")
+        module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, CLASSES, bias=False))
     groups = form_islands(world, islands)
     with unfused(), without_shared_memory() if over_collectives else nullcontext():
-        engine = make_engine(world, make_model(True), config, islands=groups)
+        engine = make_engine(world, module, config, islands=groups)
     plan = BatchPlan(EPOCH_SAMPLES, BATCH_SIZE, LEAVES // world.size, world.size, 0, islands=islands)
     log = Recorder()
     outer = OuterSteps(engine, groups, world, config, EPOCHS * plan.steps_per_epoch, Loggers([log]))
@@ -90,12 +97,13 @@ def train(world: World, islands: int, precision: str = "fp32", over_collectives:
         with outer.in_use():
             found[f"exported after {epoch}"] = digests(gather_weights(engine, world))
     context.stop.close()
-    ours = torch.cat([state[OUTER_WEIGHTS].reshape(-1) for state in engine.optimizer.state.values()])
+    own = [state[OUTER_WEIGHTS].reshape(-1) for state in engine.optimizer.state.values()]
+    ours = torch.cat([torch.empty(0), *own])
     every = gather_rows(ours, groups.peers)
     rounds = [[values["step"], values["round"], values["local_steps"]] for _, values in log.events]
     engine.close()
     are_equal, (sent,) = bool((every == every[0]).all()), {values["sent_bytes"] for _, values in log.events}
-    return {"found": found, "rounds": rounds, "are_equal": are_equal, "sent_bytes": sent}
+    return {"found": found, "rounds": rounds, "are_equal": are_equal, "sent_bytes": sent, "updates": len(ours)}
 
 
 def simulate(islands: int, precision: str = "fp32") -> dict[str, Any]:

@@ -55,6 +55,16 @@ def test_islands_give_the_bytes_of_a_simulation_in_one_process(ranks, cases, run
         assert expected["islands after 0"]["head.bias"] != expected["islands after 0"]["island 1/head.bias"]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_ranks_that_update_no_weights_take_part_in_outer_steps(precision, run_on_ranks):
+    case = {"islands": 2, "precision": precision, "of_one_matrix": True}
+    (alone, _), four = ([report for (report,) in run_on_ranks(TRAIN, ranks, [case])] for ranks in (2, 4))
+    assert [report["updates"] > 0 for report in four] == [True, False, True, False]
+    assert four[0]["found"] == alone["found"]
+    assert all(report["are_equal"] for report in four)
+    assert [report["sent_bytes"] > 0 for report in four] == [True, False, True, False]
+
+
 def test_an_island_skips_a_step_alone_and_all_ranks_count_it(run_on_ranks):
     reports = [report for (report,) in run_on_ranks("tests.training.island_ranks:skip_on_one", 2, [{}])]
     for report in reports:

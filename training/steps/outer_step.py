@@ -104,7 +104,9 @@ class OuterSteps:
         states, peers = self._engine.optimizer.state, self._islands.peers
         # In one tensor: over slow links every message takes its time.
         ways = [(state[OUTER_WEIGHTS] - weights).reshape(-1) for weights, state in states.items()]
-        if self._is_compressed:
+        if not ways:  # nor have the peers: an island's other ranks update all weights
+            mean, sent_bytes = list[torch.Tensor](), 0
+        elif self._is_compressed:
             mean, sent_bytes = self._compressed_mean(ways)
         else:
             flat = torch.cat(ways)
