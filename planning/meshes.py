@@ -26,7 +26,7 @@ SIZES = (2, 4, 8, 16)  # of a tensor group or a pipeline
 KINDS = {
     "strategy": "every rank has whole layers, and their state is sharded",
     "tensor_parallel": "ranks compute every layer together, each with a part of its weights",
-    "pipeline_parallel": "each rank has consecutive layers",
+    "pipeline_parallel": "each rank has consecutive layers, or members of an ensemble",
 }
 MESH = ("tensor_parallel", "pipeline_parallel")
 COSTS = ("activation_checkpointing", "strategy", "offload")  # changes of the ladder that take time
@@ -102,7 +102,7 @@ def _as_rung(job: PlannedJob, mesh: Option, other: Option) -> Rung:
     values = {name: getattr(mesh.config, name) for name in names}
     changes = {name: value for name, value in values.items() if value != getattr(job.config, name)}
     cost = ", ".join(KINDS[kind] for kind in MESH if kind in changes) or KINDS["strategy"]
-    if mesh.plan.pipeline_parallel > 1:
+    if mesh.config.has_stages:
         steps = mesh.config.gradient_accumulation_steps
         waits = bubble(mesh.plan.pipeline_parallel, mesh.config.pipeline_schedule, steps)
         cost += f", and waits for {waits:.0%} of a step"

@@ -1,25 +1,31 @@
 """What each rank of a pipeline has of a network, for the planner: cut as `training.engines.pipeline` cuts it.
 
-The trainer cuts where a forward that it measures is balanced, the planner where its estimate of time is.
+The trainer cuts where a forward that it measures is balanced, the planner where its estimate of time is. An ensemble's
+members are dealt out by the same times.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from bisect import bisect_right
 from dataclasses import dataclass
 
+import torch
+
 from models.activations import Activations, Piece
 from models.dry_run import forward_flops
+from models.ensemble import Ensemble
 from models.sides import sides
 from planning.machines import Machine
-from planning.memory import ModelSizes
+from planning.memory import FLOAT32_BYTES, ModelSizes
 from planning.run_workload import Workload, sizes_of
 from planning.step_time import compute_s
 from training.config import TrainConfig
 from training.engines.pipeline.cuts import (
     balanced_cuts,
     check_places,
+    deal_members,
     named_cuts,
     names_of_stages,
     places_to_cut,
@@ -63,6 +69,8 @@ def pipeline_of(
     Raises:
         UserError: if it cannot be cut so.
     """
+    if isinstance(workload.network, Ensemble):
+        return _members_of(workload, workload.network, machine, config, precision, device)
     ranks, size, recomputes = config.pipeline_parallel, workload.image_size, config.activation_checkpointing
     count = ranks * stages_per_rank(config.pipeline_schedule)
     network = workload.without_data(recomputes=recomputes)
@@ -89,6 +97,28 @@ def pipeline_of(
         share = sum(cost for cost, at in zip(costs, stage_of, strict=True) if at in own) / sum(costs)
         tried = 0 if rank else found.saved + found.workspace
         shares.append(RankShare(sizes, held, share, sum(stage[0].entered for stage in stages), tried))
+    return tuple(shares)
+
+
+def _members_of(
+    workload: Workload, ensemble: Ensemble, machine: Machine, config: TrainConfig, precision: str, device: str
+) -> tuple[RankShare, ...]:
+    """Deal the members of the workload's network out; other arguments as of `pipeline_of`."""
+    settings = (config.micro_batch, precision, device, config.activation_checkpointing, True)
+    shape = (workload.image_channels, *sides(workload.image_size))
+    costs = []
+    for member in ensemble.members:
+        alone = dataclasses.replace(workload, network=member)
+        flops = sum(forward_flops(alone.without_data(recomputes=False), (), workload.image_size, shape[0]))
+        saved = alone.activations(*settings).saved
+        costs.append(compute_s(machine, precision, 3 * flops * config.micro_batch, saved))
+    with torch.no_grad():
+        logits = workload.without_data(recomputes=False)(torch.empty(1, *shape, device="meta"))
+    received, shares = FLOAT32_BYTES * config.micro_batch * logits.numel(), []
+    for own in deal_members(costs, config.pipeline_parallel):
+        part = dataclasses.replace(workload, network=Ensemble(ensemble.members[number] for number in own))
+        time = sum(costs[number] for number in own) / sum(costs)
+        shares.append(RankShare(sizes_of(part.network), part.activations(*settings), time, received, 0))
     return tuple(shares)
 
 

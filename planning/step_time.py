@@ -114,8 +114,8 @@ def estimate_step(
     groups = dataclasses.replace(machine, ranks=max(1, machine.ranks // config.ranks_per_replica))
     exchange_s = exposed_s(groups, plan, FLOAT32_BYTES * trained, steps, compute_scale * micro_s)
     exchange_s += steps * _features_s(machine, config, precision, workload, shares)
-    waited = 1 / (1 - bubble(config.pipeline_parallel, config.pipeline_schedule, steps))
-    return StepTime(compute_scale * steps * waited * micro_s, compute_scale * update_s, exchange_s)
+    waits = bubble(config.pipeline_parallel, config.pipeline_schedule, steps) if config.has_stages else 0
+    return StepTime(compute_scale * steps * micro_s / (1 - waits), compute_scale * update_s, exchange_s)
 
 
 def _features_s(

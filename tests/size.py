@@ -14,21 +14,21 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGET = {
     "scripts": 968,
     "launch": 3743,
-    "models": 2432,
-    "training": 3048,
+    "models": 2457,
+    "training": 3047,
     "training/base": 1685,
     "training/world": 1402,
     "training/data": 7412,
     "training/recipe": 1637,
-    "training/engines": 5081,
+    "training/engines": 5176,
     "training/checkpoint": 1523,
     "training/observe": 2563,
-    "training/steps": 1154,
-    "training/config": 1205,
-    "planning": 3298,
+    "training/steps": 1156,
+    "training/config": 1212,
+    "planning": 3328,
     "delivery": 4256,
     "delivery/export": 1255,
-    "delivery/report": 1623,
+    "delivery/report": 1627,
 }
 
 

@@ -263,7 +263,7 @@ def _build_step(config: TrainConfig, data: DatasetPair, world: World, teacher: T
     is_multilabel = data.label_sets is not None
     told = (config, data.class_names, data.train_counts, world.device)
     loss = build_loss(*told, is_multilabel=is_multilabel, teacher=teacher)
-    return Accumulate(loss) if config.pipeline_parallel == 1 else Pipelined(loss)
+    return Pipelined(loss) if config.has_stages else Accumulate(loss)
 
 
 def _build_readers(
@@ -321,7 +321,8 @@ def set_up_engine(
     pipeline = None
     if config.pipeline_parallel > 1:
         schedule, steps = config.pipeline_schedule, config.gradient_accumulation_steps
-        agreed(lambda: check_micro_batches(schedule, config.pipeline_parallel, steps), world)
+        if config.has_stages:
+            agreed(lambda: check_micro_batches(schedule, config.pipeline_parallel, steps), world)
         pipeline = PipelineSetup(world, schedule, config.pipeline_split)
     setup = EngineSetup(
         built.module,

@@ -171,11 +171,15 @@ def key_figures(run: RunFiles) -> list[Fact]:
 
 
 def _pipeline(line: Mapping[str, Any]) -> Fact:
-    """Return how well the stages are balanced, and how long a rank waits."""
-    shares = [percent(share, 0) for share in line["stage_shares"]]
+    """Return how well the stages, or an ensemble's members, are balanced, and how long a rank waits."""
+    shares = ", ".join(percent(share, 0) for share in line["stage_shares"])
+    waited = percent(line["wait_share"], 0)
+    if "members" in line:
+        members = clip(" | ".join(map(str, line["members"])), LONGEST_REASON)
+        return Fact("ranks with members wait", waited, f"of a step; they have the members {members}, and take {shares}")
     cuts = clip(", ".join(map(str, line.get("cuts", ()))), LONGEST_REASON)
-    remark = f"of a step, as the schedule has it; stages begin at the input, {cuts}, and take {', '.join(shares)}"
-    return Fact("a pipeline's ranks wait", percent(line["wait_share"], 0), remark)
+    remark = f"of a step, as the schedule has it; stages begin at the input, {cuts}, and take {shares}"
+    return Fact("a pipeline's ranks wait", waited, remark)
 
 
 def _islands(rounds: Sequence[Mapping[str, Any]]) -> Fact:

@@ -17,6 +17,7 @@ from timm.layers import DropPath
 from torch import nn
 
 from models.build import BuiltModel
+from models.ensemble import Ensemble
 from tests.recording import Recorder
 from tests.training.engine_ranks import CLASSES, configuration, make_engine, of_all_stages, weights_of, whole_tensors
 from training.base.errors import RunEnded
@@ -146,6 +147,7 @@ class Job:
         optimizer: str = "adamw",
         is_contrastive: bool = False,
         stages: int = 1,
+        members: int = 0,
     ) -> None:
         world = mesh_of(world, stages)
         data = world.data
@@ -169,6 +171,8 @@ class Job:
         # A resumed run must not owe its weights to the seed.
         torch.manual_seed(0 if resume == "never" else 99)
         self.module = DropoutNet(with_batchnorm, image_channels)
+        if members:
+            self.module = Ensemble(DropoutNet(with_batchnorm, image_channels) for _ in range(members))
         if is_frozen:
             # Other values on each rank: rank 0's count.
             self.module.convolution.requires_grad_(False).weight += world.rank
@@ -184,7 +188,8 @@ class Job:
             parameters = frozen_parameters(self.module)
             frozen = keep_frozen(self.folder, parameters, found, is_main=world.is_main)
             barrier(world)
-        self.freezer = BackboneFreezer(self.module, HEAD)
+        heads = {name for name, _ in self.module.named_parameters() if "head." in name}
+        self.freezer = BackboneFreezer(self.module, heads)
         self.engine = make_engine(world, self.module, config, precision)
         plan = BatchPlan(SAMPLES, MICRO_BATCH, accumulation, data.size, seed=3, repeats=2 if is_contrastive else 1)
         schedule = Schedule(RATE, total_steps=EPOCHS * plan.steps_per_epoch, warmup_steps=1, final_scale=0.1)
@@ -204,7 +209,7 @@ class Job:
         guard = NonFiniteGuard(self.engine, data, loggers, most_bad_steps, name_of=lambda index: f"sample-{index}")
         loss = build_loss(config, self.data.class_names, self.data.train_counts, world.device)
         step = GradientCache(world, 0.1, CLASSES) if is_contrastive else Accumulate(loss)
-        if stages > 1:
+        if stages > 1 and not members:
             step = Pipelined(loss)
         self.context = TrainContext(
             world,

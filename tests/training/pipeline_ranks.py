@@ -52,6 +52,17 @@ class Residual(nn.Module):
         return self.head(features.mean((2, 3)))
 
 
+class Branches(nn.Module):
+    """Two paths from the images to the logits, with no place where one tensor is all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Linear(3 * SIZE * SIZE, CLASSES) for _ in "ab")
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.left(images.flatten(1)) + self.right(images.flatten(1))
+
+
 def make_network(name: str) -> nn.Module:
     from timm.models.resnet import BasicBlock, ResNet
     from timm.models.vision_transformer import VisionTransformer
@@ -64,7 +75,8 @@ def make_network(name: str) -> nn.Module:
         "vit": lambda: vit(drop_path_rate=0.2, proj_drop_rate=0.1),
         "resnet": lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=CLASSES, drop_path_rate=0.2),
         "residual": Residual,
-        "ensemble": lambda: Ensemble([Residual(), Residual()]),
+        "branches": Branches,
+        "ensemble": lambda: Ensemble([networks[member]() for member in ("cnn", "vit", "resnet")]),
     }
     return networks[name]()
 
@@ -120,7 +132,7 @@ def train(
         parameter.requires_grad_(not (frozen and name.startswith(tuple(frozen))))
     engine = make_engine(world, module, leaves, size, pipeline=pipeline, schedule=schedule, split=split, **changes)
     loss = build_loss(configuration(label_smoothing=0.1), [], [], world.device)
-    step = Pipelined(loss) if pipeline > 1 else Accumulate(loss)
+    step = Pipelined(loss) if pipeline > 1 and network != "ensemble" else Accumulate(loss)
     own, seen, norms = leaves // world.data.size, list[torch.Tensor](), list[str]()
     module.train()
     for number in range(3):
@@ -130,7 +142,7 @@ def train(
             seed_dropout(0, number, world.data.rank * own + leaf, world.device)
 
         def note(_batch: Batch, losses: torch.Tensor, logits: torch.Tensor) -> None:
-            seen.append(torch.cat([losses.detach()[:, None], logits.detach()], dim=1))
+            seen.append(torch.cat([losses.detach()[:, None], logits.detach().flatten(1)], dim=1))
 
         result = step(TimedEngine(engine, SpanClock()), batches, seed, 1.0, note)
         norms.append(float(result.gradient_norm).hex())

@@ -10,6 +10,7 @@ QUICK = [
     ("cnn", 4, 2, 2, {}),
     ("vit", 3, 2, 2, {"schedule": "gpipe", "split": "blocks.1"}),
     ("resnet", 4, 2, 2, {"schedule": "interleaved", "recomputes": True}),
+    ("ensemble", 2, 2, 2, {"recomputes": True}),
 ]
 SLOW = [
     ("lstm", 3, 3, 3, {}),
@@ -22,6 +23,8 @@ SLOW = [
     ("vit", 8, 4, 2, {"schedule": "interleaved", "gradient_clipping": 0.0}),
     ("vit", 4, 2, 2, {"frozen": ("cls_token", "pos_embed", "patch_embed", "blocks")}),
     ("residual", 4, 2, 2, {"split": "head"}),
+    ("ensemble", 1, 3, 3, {"optimizer": "muon"}),
+    ("ensemble", 4, 4, 2, {"frozen": ("members.0",), "gradient_clipping": 0.0}),
 ]
 
 
@@ -54,7 +57,7 @@ def test_stages_train_and_evaluate_the_bytes_of_the_whole(network, leaves, ranks
 
 
 REFUSED = {
-    "several paths": ({"network": "ensemble"}, "more than one tensor goes from layer to layer"),
+    "several paths": ({"network": "branches"}, "more than one tensor goes from layer to layer"),
     "unknown": ({"network": "vit", "split": "blocks.9"}, "--pipeline-split blocks.9: this model can be cut before"),
     "inside a block": ({"network": "vit", "split": "blocks.1.attn"}, "can be cut before blocks, blocks.1"),
     "too many": ({"network": "vit", "split": "blocks.1,blocks.2"}, "1 for 2 stages"),

@@ -30,6 +30,7 @@ VARIANTS = {
     "adapters": {"tuning": "lora:2", "with_batchnorm": True},
     "averages": {"is_averaged": True, "with_batchnorm": True},
     "contrastive": {"is_contrastive": True, "with_batchnorm": True},
+    "members": {"members": 3, "is_averaged": True, "with_batchnorm": True},
     "averages of muon": {"is_averaged": True, "with_batchnorm": True, "optimizer": "muon"},
 }
 
@@ -94,6 +95,7 @@ def quick() -> Iterator[Row]:
     yield Row("contrastive", Place("torch", "ddp", 2), 2, Place("torch", "ddp", 1))
     # A pipeline, kept in mid-epoch, that goes on whole.
     yield Row("batchnorm", Place("torch", "ddp", 2, 2), 2, Place("torch", "ddp", 1, 1))
+    yield Row("members", Place("torch", "ddp", 2, 2), 2, Place("torch", "ddp", 1, 1))
     yield Row("averages", Place("deepspeed", "fsdp_stage3", 2), 1, Place("deepspeed", "fsdp_stage3", 2))
 
 
@@ -124,6 +126,8 @@ def slow() -> Iterator[Row]:
         ("frozen", "adapters", "averages of muon"), ((2, 2), (3, 3), (4, 2)), ((2, 1), (4, 2))
     ):
         yield Row(variant, Place("torch", "ddp", *saved), 2, Place("torch", "ddp", *resumed))
+    for saved, resumed in (((1, 1), (2, 2)), ((3, 3), (4, 2)), ((4, 2), (2, 1))):
+        yield Row("members", Place("torch", "ddp", *saved), 2, Place("torch", "ddp", *resumed))
     for step in (1, 2):
         yield Row("averages", *[Place("deepspeed", "fsdp_stage3", 2), step, Place("deepspeed", "fsdp_stage3", 2)])
 

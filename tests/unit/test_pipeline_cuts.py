@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import pytest
 import timm
@@ -13,7 +13,7 @@ from models.dry_run import without_data
 from models.errors import UserError
 from training.engines.activation_checkpointing import enable_activation_checkpointing
 from training.engines.pipeline.boundary import layout_of
-from training.engines.pipeline.cuts import balanced_cuts, check_places, places_to_cut, trace
+from training.engines.pipeline.cuts import balanced_cuts, check_places, deal_members, places_to_cut, trace
 from training.engines.strategies import check_micro_batches
 
 SIZE = 32  # pixels
@@ -83,6 +83,19 @@ def test_balanced_stages_are_the_best_of_all(stages):
     cuts = balanced_cuts(places, costs, stages)
     assert len(cuts) == stages - 1
     assert worst(cuts) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_members_are_dealt_out_evenly(ranks):
+    costs = [3.0, 3.0, 2.0, 2.0, 2.0]
+    dealt = deal_members(costs, ranks)
+    assert sorted(number for members in dealt for number in members) == [0, 1, 2, 3, 4]
+    best = min(
+        max(sum(cost for cost, at in zip(costs, places, strict=True) if at == rank) for rank in range(ranks))
+        for places in product(range(ranks), repeat=len(costs))
+    )
+    assert max(sum(costs[number] for number in members) for members in dealt) <= best * 4 / 3
+    assert all(dealt)
 
 
 LAID_OUT = {

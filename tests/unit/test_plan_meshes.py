@@ -73,6 +73,23 @@ def test_a_pipeline_waits_and_a_tensor_group_exchanges():
     assert divided.memory.start == evaluate(JOB, CONFIG).memory.start >= 4 * JOB.workload.sizes.parameters
 
 
+def test_members_of_an_ensemble_do_not_wait():
+    names = "timm:test_vit,timm:test_resnet,timm:test_vit"
+    config = dataclasses.replace(CONFIG, model_type="ensemble", ensemble_members=names, pipeline_parallel=2)
+    job = dataclasses.replace(JOB, config=config, ranks=2)
+    shares = pipeline_of(job.workload, JOB.machine, config, "fp32", "cuda")
+    assert sum(share.sizes.parameters for share in shares) == job.workload.sizes.parameters
+    assert sum(share.time for share in shares) == pytest.approx(1)
+    assert max(share.time for share in shares) < 0.7
+    assert {share.received_bytes for share in shares} == {4 * 16 * 1000 * 3}
+    two = evaluate(job, config)
+    alone = dataclasses.replace(config, pipeline_parallel=1)
+    one = evaluate(dataclasses.replace(job, config=alone, ranks=1), alone)
+    longest = max(share.time for share in pipeline_of(job.workload, JOB.machine, config, "bf16", "cuda"))
+    assert two.step.compute_s == pytest.approx(one.step.compute_s * longest)
+    assert two.memory.peak < one.memory.peak
+
+
 def with_memory(job, memory_bytes):
     gpu = dataclasses.replace(job.machine.gpu, memory_bytes=memory_bytes)
     found = dataclasses.replace(job, machine=dataclasses.replace(job.machine, gpu=gpu))

@@ -75,6 +75,7 @@ def test_a_flag_without_what_it_belongs_to_is_named(name):
         ("momentum", {"optimizer": "sgd", "optimizer_options": "momentum=0.9", "momentum": 0.5}),
         ("head-epochs", {"model_type": "mobilenet_finetuned", "tune": "head", "head_epochs": 1}),
         ("backbone-learning-rate-scale", {"model_type": "mobilenet_finetuned", "tune": "lora:2"}),
+        ("pipeline-schedule", {"pipeline_schedule": "gpipe", "pipeline_parallel": 2, "model_type": "ensemble"}),
         ("shift-padding", {"shift_pixels": 0, "shift_padding": "reflect"}),
         ("shift-padding", {"augmentation": "crop_flip", "shift_padding": "reflect"}),
     ],

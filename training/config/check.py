@@ -331,7 +331,14 @@ def _check_pipeline(config: TrainConfig, label_of: Mapping[str, str]) -> None:
     for name in ("batch_size", "learning_rate"):
         if getattr(config, name) == "auto":
             raise UserError(f"{flag} does not go with {label_of[name]} auto: give {label_of[name]} a number.")
-    if not config.global_batch:
+    if not config.has_stages:
+        members = config.ensemble_members.count(",") + 1
+        if members < config.pipeline_parallel:
+            raise UserError(
+                f"{flag}: an ensemble of {members} members fills {members} ranks: give "
+                f"{label_of['pipeline_parallel']} {members} or less, or more {label_of['ensemble_members']}."
+            )
+    elif not config.global_batch:
         steps = config.gradient_accumulation_steps
         check_micro_batches(config.pipeline_schedule, config.pipeline_parallel, steps)
 

@@ -67,7 +67,7 @@ USED: dict[str, Callable[[TrainConfig], bool]] = {
     "mixup_switch_probability": lambda config: _mixes(config) and bool(config.mixup and config.cutmix),
     "random_erasing_mode": lambda config: config.random_erasing > 0,
     "shift_padding": _shifts,
-    **dict.fromkeys(("pipeline_schedule", "pipeline_split"), lambda config: config.pipeline_parallel > 1),
+    **dict.fromkeys(("pipeline_schedule", "pipeline_split"), lambda config: config.has_stages),
     **dict.fromkeys(("epochs", "learning_rate", "optimizer", "schedule"), lambda config: config.solver == "steps"),
     "temperature": lambda config: config.is_contrastive,
     **dict.fromkeys(

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from models.ensemble import Ensemble
 from training.base.errors import UserError
 from training.engines.deepspeed_config import keys_of_deepspeed_alone
 from training.engines.engine import Engine, EngineSetup
@@ -21,7 +22,9 @@ ENGINES = {
     "deepspeed": ("training.engines.deepspeed_engine", "DeepSpeedEngine"),
     "torch": ("training.engines.torch_engine", "TorchEngine"),
 }
-PIPELINED = ("training.engines.pipeline.engine", "PipelineEngine")  # the torch engine, if the model is cut
+# The torch engine, if the model is cut, or has members.
+PIPELINED = ("training.engines.pipeline.engine", "PipelineEngine")
+OF_MEMBERS = ("training.engines.pipeline.members", "MembersEngine")
 FORMER_NAMES = {"native": "torch"}
 
 
@@ -103,5 +106,7 @@ def build_engine(setup: EngineSetup, engine: str, islands: Islands | None = None
     if islands is not None:
         return IslandEngine(setup, islands)
     # Imported here: DeepSpeed takes seconds to import, and other engines do not need it.
-    module_name, class_name = ENGINES[engine] if setup.pipeline is None else PIPELINED
+    module_name, class_name = ENGINES[engine]
+    if setup.pipeline is not None:
+        module_name, class_name = OF_MEMBERS if isinstance(setup.module, Ensemble) else PIPELINED
     return getattr(importlib.import_module(module_name), class_name)(setup)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from models import model_spec
 from training.base.option import option
 from training.data.settings import DataSettings
 from training.engines.strategies import STRATEGIES
@@ -53,7 +54,7 @@ class EngineSettings(DataSettings):
     pipeline_parallel: int = option(
         1,
         "Cut the model into so many stages of consecutive layers, each on ranks of its own; micro-batches go through "
-        "them (ddp, not --engine deepspeed).",
+        "them. An ensemble: deal its members out to so many ranks (ddp, not --engine deepspeed).",
         low=1,
         high=1024,
     )
@@ -85,6 +86,11 @@ class EngineSettings(DataSettings):
     def has_islands(self) -> bool:
         """Whether groups of ranks train by themselves between outer steps."""
         return self.local_steps > 1
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether ranks have consecutive layers of the model; those of an ensemble have members of it."""
+        return self.pipeline_parallel > 1 and not model_spec(self.model_type).takes_members
 
     @property
     def ranks_per_replica(self) -> int:

@@ -79,7 +79,7 @@ class PipelineEngine(TorchEngine):
         buffers = names_of_stages(traced, [name for name, _ in module.named_buffers()], cuts)
         self._stages = Stages(names, self.pipeline)
         self._staged.cut(cuts, self._own, network, traced)
-        _release(module, setup.optimizer, {name for stage in self._own for name in (*names[stage], *buffers[stage])})
+        release(module, setup.optimizer, {name for stage in self._own for name in (*names[stage], *buffers[stage])})
         super().__init__(setup)
         self._schedules: dict[tuple[int, ...], Any] = {}
         self._draws, self._clock = traced.draws, SpanClock()
@@ -294,7 +294,7 @@ class PipelineEngine(TorchEngine):
             torch.set_rng_state(state)
 
 
-def _release(module: nn.Module, optimizer: torch.optim.Optimizer, kept: Collection[str]) -> None:
+def release(module: nn.Module, optimizer: torch.optim.Optimizer, kept: Collection[str]) -> None:
     """Replace the parameters and buffers that are not kept by ones without data."""
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     empty: dict[int, torch.Tensor] = {}
