@@ -134,6 +134,7 @@ class NodeRun:
             self._end_what_is_late()
             time.sleep(LOOK_SECONDS)
         self.monitor.look()
+        self._cause = self._cause and self.monitor.first_failure()
         assert child.returncode is not None
         ending = self._ending(child.returncode, was_asked)
         self._end_leftovers(at_once=not ending.is_final)

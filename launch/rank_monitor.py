@@ -98,8 +98,12 @@ class RankMonitor:
             self.deaths += sorted(deaths, key=_cause_first)
 
     def first_failure(self) -> Death | None:
-        """Return the first death for which the other ranks may wait, if there is any."""
-        return next((death for death in self.deaths if death.is_failure), None)
+        """Return the first death for which the other ranks may wait, if there is any.
+
+        If some rank ran out of memory, its own: those that lost their connection to it may well end before it does.
+        """
+        failures = [death for death in self.deaths if death.is_failure]
+        return min(failures, key=lambda death: death.code != OUT_OF_MEMORY_EXIT_CODE, default=None)
 
     def all_ended(self, code: int | None = None) -> bool:
         """Return whether every rank has ended, and if a code is given, whether each noted that one."""

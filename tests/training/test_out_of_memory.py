@@ -40,6 +40,7 @@ def test_a_rank_that_runs_out_of_memory_ends_the_start_and_smaller_settings_go_o
     result = launch(*words, *flags, "--tensorboard", "false", PYTHONPATH=str(tmp_path))
     assert result.returncode == code, result.stdout + result.stderr
     assert "error: rank 1 ran out of memory: CUDA out of memory. Tried to allocate 2.00 GiB." in result.stderr
+    assert "restart 1 of" not in result.stderr  # rank 0, which lost its connection, may have ended first
     if on_oom == "stop":
         assert "; next to try: --batch-size=8 --gradient-accumulation-steps=2: " in result.stderr
     else:

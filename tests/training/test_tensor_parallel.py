@@ -115,7 +115,12 @@ def test_networks_that_cannot_be_divided_are_refused_in_one_line():
     assert {"Eva", "VGG"} < TENSOR_PLANS.keys()
 
 
-def test_a_checkpoint_of_a_mesh_goes_on_on_any_other(run_on_ranks, tmp_path):
+ONE, GROUP, STAGES_OF_GROUPS = (1, 1), (2, 1), (2, 2)  # ranks of a tensor group, stages
+MESHES = [(GROUP, GROUP), (GROUP, ONE), (ONE, GROUP), (GROUP, STAGES_OF_GROUPS), (STAGES_OF_GROUPS, ONE)]
+
+
+@pytest.mark.parametrize("pairs", [MESHES[1:3], pytest.param(MESHES, marks=pytest.mark.slow)])
+def test_a_checkpoint_of_a_mesh_goes_on_on_any_other(run_on_ranks, tmp_path, pairs):
     case = {"log_dir": str(tmp_path), "model_type": "timm:test_vit", "image_size": 32, "epochs": 2, "batch_size": 50}
     case |= {
         "gradient_accumulation_steps": 2,
@@ -136,9 +141,7 @@ def test_a_checkpoint_of_a_mesh_goes_on_on_any_other(run_on_ranks, tmp_path):
     def checkpoint(name: str) -> str:
         return str(RunFolder(tmp_path, name).checkpoints / "step-00000-0000005")
 
-    one, group, stages_of_groups = (1, 1), (2, 1), (2, 2)
-    whole = {mesh: run(f"whole-{mesh}", mesh) for mesh in (one, group, stages_of_groups)}
-    pairs = [(group, group), (group, one), (one, group), (group, stages_of_groups), (stages_of_groups, one)]
+    whole = {mesh: run(f"whole-{mesh}", mesh) for mesh in sorted({saved for saved, _ in pairs})}
     for saved, resumed in pairs:
         found = run(f"from-{saved}-to-{resumed}", resumed, checkpoint(f"whole-{saved}"))
         for key, tensor in whole[saved].items():

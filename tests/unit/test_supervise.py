@@ -22,7 +22,7 @@ from launch.launch_folder import HeartbeatFolder
 from launch.node_launcher import NodeLauncher
 from launch.node_run import FINAL_CODES, NodeRun
 from launch.process_tree import MARK, Launch, code_of_zombie, is_alive, remove_stale_build_locks, shell_exit_code
-from launch.rank_monitor import Death, main_thread
+from launch.rank_monitor import Death, RankMonitor, main_thread
 from launch.restart_policy import RestartPolicy, signal_within
 from tests.unit.launching import CORES, WORDS, environment, hear_ctrl_c, stub_repo
 from training.world.network_interfaces import free_port
@@ -307,6 +307,14 @@ def test_only_an_end_on_which_all_agree_gives_the_others_time(code: int | None, 
     assert Death(1, "node-1, pid 7", code, noted, 0.0).is_failure == expected
 
 
+def test_a_rank_without_memory_is_the_failure_even_if_another_ended_before_it(tmp_path: Path) -> None:
+    monitor = RankMonitor(NodeLauncher(), HeartbeatFolder(tmp_path))
+    monitor.deaths = [Death(rank, "", code, True, 0.0) for rank, code in enumerate([143, 1, 71, 1, 71])]
+    assert monitor.first_failure() == monitor.deaths[2]
+    del monitor.deaths[2:]
+    assert monitor.first_failure() == monitor.deaths[1]
+
+
 def test_the_stack_is_the_main_threads_and_our_own_frames_stay() -> None:
     ours = [f'  File "/repo/training/run.py", line {n} in train' for n in range(3)]
     library = [f'  File "/env/site-packages/torch/nn.py", line {n} in call' for n in range(40)]
@@ -318,7 +326,7 @@ def test_the_stack_is_the_main_threads_and_our_own_frames_stay() -> None:
 
 
 def test_final_codes() -> None:
-    assert set(FINAL_CODES) == {2, 65, 71, 74, 78, 130, 138, 143}
+    assert set(FINAL_CODES) == {2, 65, 70, 71, 74, 78, 130, 138, 143}
 
 
 @pytest.mark.parametrize(("how", "expected"), [("exit 7", 7), ("kill -9 $$", -9), ("kill -TERM $$", -15)])
