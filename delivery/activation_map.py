@@ -1,10 +1,13 @@
-"""Which parts of an image spoke for a class: Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391)."""
+"""Which parts of an image counted: Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391), of transformers the rollout.
+
+Attention rollout (Abnar & Zuidema 2020, arXiv:2005.00928) says what a vision transformer looks at, whatever the class.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +16,10 @@ from PIL import Image
 from torch import nn
 
 from training.base.errors import UserError
-from training.data.augment import viewable
+from training.data.augment import evaluation_transform, viewable
+from training.data.values import BYTES, values_of
+
+Explain = Callable[[Sequence[torch.Tensor], Sequence[int]], list[Image.Image]]
 
 DARKEST = 0.25  # share of its brightness that a part of the image keeps which did not count
 
@@ -21,9 +27,10 @@ DARKEST = 0.25  # share of its brightness that a part of the image keeps which d
 def activation_maps(network: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     """Return how much each place of each image spoke for a class, and 1 for the place that did most.
 
-    Equation 1 and 2 of the paper, for the last feature map of more than one place; of a vision transformer for the
-    patches that go into its last block, because the class token alone comes out of that; the mean of an ensemble's
-    members. 0 everywhere for an image in which nothing spoke for the class.
+    Grad-CAM, equation 1 and 2 of the paper, for the last feature map of more than one place; of a vision transformer
+    the attention rollout, or, if its attention is of another kind, Grad-CAM for the patches that go into its last
+    block, because the class token alone comes out of that; the mean of an ensemble's members. 0 everywhere for an image
+    in which nothing spoke for the class.
 
     Args:
         network: float32 [B, C, H, W] to logits [B, classes], in evaluation mode.
@@ -36,8 +43,10 @@ def activation_maps(network: nn.Module, images: torch.Tensor, classes: torch.Ten
     Raises:
         UserError: if the network has no such feature map.
     """
-    maps = sum(_grad_cam(member, images, classes) for member in getattr(network, "members", [network]))
-    assert isinstance(maps, torch.Tensor)
+    maps = torch.zeros(())
+    for member in getattr(network, "members", [network]):
+        rollout = _rollout(member, images)
+        maps = maps + (_grad_cam(member, images, classes) if rollout is None else rollout)
     maps = F.interpolate(maps[:, None], images.shape[2:], mode="bilinear", align_corners=False)[:, 0]
     return maps / maps.amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(maps.dtype).tiny)
 
@@ -54,6 +63,65 @@ def picture_of(image: torch.Tensor, importance: torch.Tensor, preprocessing: dic
     shown = viewable((image * std + mean).clamp(0, 1)) * (DARKEST + (1 - DARKEST) * importance)
     pixels = (255 * shown).round().byte().expand(3, -1, -1)
     return Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
+
+
+def explainer(network: nn.Module, preprocessing: dict[str, Any]) -> Explain | None:
+    """Return what makes `picture_of` of images [C, H, W] as their source has them, and of a class of each.
+
+    None for images of other numbers than bytes, which have no picture.
+
+    Args:
+        network: as of `activation_maps`.
+        preprocessing: as of `picture_of`.
+    """
+    if values_of(preprocessing) != BYTES:
+        return None
+    transform = evaluation_transform(preprocessing)
+
+    def explain(images: Sequence[torch.Tensor], classes: Sequence[int]) -> list[Image.Image]:
+        seen = torch.stack([transform(image) for image in images]).contiguous(memory_format=torch.channels_last)
+        device = next(network.parameters()).device
+        maps = activation_maps(network, seen.to(device), torch.tensor(classes, device=device)).cpu()
+        return [picture_of(image, one, preprocessing) for image, one in zip(seen, maps, strict=True)]
+
+    return explain
+
+
+@torch.no_grad()
+def _rollout(network: nn.Module, images: torch.Tensor) -> torch.Tensor | None:
+    """Return float32 [B, h, w] with a largest value of 1; None for a network that is no vision transformer.
+
+    Section 3 of the paper: the product of all blocks' attention, the mean of the heads and, for the residual
+    connection, half of it the identity; of that the class token's row, or the mean row if the patches are averaged.
+    """
+    layers: list[Any] = [getattr(block, "attn", None) for block in getattr(network, "blocks", ())]
+    if not layers or not all(hasattr(layer, "fused_attn") and hasattr(layer, "attn_drop") for layer in layers):
+        return None
+    flow: list[torch.Tensor] = []
+
+    def follow(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        attention = inputs[0].float().mean(dim=1)
+        mixed = (attention + torch.eye(attention.shape[-1], device=attention.device)) / 2
+        flow[:] = [mixed @ flow[0] if flow else mixed]
+
+    hooks = [layer.attn_drop.register_forward_pre_hook(follow) for layer in layers]
+    were_fused = [layer.fused_attn for layer in layers]
+    try:
+        for layer in layers:
+            layer.fused_attn = False  # which has no matrix to look at
+        network(images)
+    finally:
+        for layer, was_fused, hook in zip(layers, were_fused, hooks, strict=True):
+            layer.fused_attn = was_fused
+            hook.remove()
+    prefix = getattr(network, "num_prefix_tokens", 0)
+    grid = getattr(getattr(network, "patch_embed", None), "grid_size", None) or ()
+    if not flow or flow[0].shape != (len(images), *2 * (prefix + math.prod(grid),)):  # as of windows
+        return None
+    has_token = getattr(network, "global_pool", "") == "token" and prefix
+    row = flow[0][:, 0] if has_token else flow[0][:, prefix:].mean(dim=1)
+    maps = _as_map(network, row[:, :, None])[:, 0]
+    return maps / maps.amax(dim=(1, 2), keepdim=True)
 
 
 def _grad_cam(network: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,12 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from delivery.activation_map import explainer
 from delivery.evaluation_files import write_evaluation
+from training.base.errors import UserError
 from training.base.run_folder import EVALUATION, METRICS, REPORT, TEST_EVALUATION, RunFolder, shown_path
 from training.base.units import format_bytes
-from training.checkpoint.weights import read_metadata
+from training.checkpoint.weights import load_model, read_metadata
 from training.data.reading.sources import Source
 from training.observe.evaluation import read_scores
 
@@ -72,4 +74,8 @@ def _write_evaluation(folder: RunFolder, name: str, source: Source) -> None:
     facts = read_scores(folder.path / name)
     # A run that was killed between the two files has the scores of an older epoch.
     if facts is not None and facts["epoch"] == read_metadata(folder.weights)["extra"].get("epoch"):
-        write_evaluation(folder.path / name, facts, source.read)
+        explain = None
+        with contextlib.suppress(UserError):  # of weights that tell no classes apart
+            module, metadata = load_model(folder.weights)
+            explain = explainer(module, metadata["preprocessing"])
+        write_evaluation(folder.path / name, facts, source.read, explain)

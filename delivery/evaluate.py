@@ -17,6 +17,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
+from delivery.activation_map import Explain, explainer
 from delivery.calibration import read_calibration
 from delivery.evaluation_data import EvaluationChoice, EvaluationData, load_evaluation_data, run_data
 from delivery.evaluation_files import write_evaluation
@@ -153,7 +154,8 @@ def evaluate(
                 before, told = result.views or result.plain, (evaluated.data, evaluated.split)
                 scores["rejection"] = calibrator.finish(before, *told, num_classes, world)
             if folder is not None:
-                agreed(lambda: _write(folder, scores, evaluated) if world.is_main else None, world)
+                explain = explainer(module, metadata["preprocessing"])
+                agreed(lambda: _write(folder, scores, evaluated, explain) if world.is_main else None, world)
         finally:
             stop_world()
     if world.is_main and reject and found.run is not None and (found.run / CARD).exists():
@@ -294,9 +296,9 @@ def _is_of_other_data(folder: Path, data: str) -> bool:
     return False
 
 
-def _write(folder: Path, scores: dict[str, Any], data: EvaluationData) -> None:
+def _write(folder: Path, scores: dict[str, Any], data: EvaluationData, explain: Explain | None) -> None:
     try:
-        write_evaluation(folder, scores, data.datasets.val.source.read)
+        write_evaluation(folder, scores, data.datasets.val.source.read, explain)
     except OSError as error:
         raise UserError(f"cannot write into '{folder}': {error.strerror or error}.") from None
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from torchvision.transforms.v2.functional import to_pil_image
+from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
+from delivery.activation_map import Explain
 from training.base.atomic_write import replacing_folder, write_json
 from training.base.csv_cells import csv_line
-from training.base.errors import printable
-from training.base.run_folder import SCORES, WORST
+from training.base.errors import UserError, printable
+from training.base.run_folder import SCORES, TYPICAL, WHY, WORST
 from training.data.augment import viewable
 from training.data.values import stretched
 from training.observe.evaluation import check_replaceable, dense_confusion
@@ -23,16 +25,23 @@ LARGEST_MATRIX = 1000  # classes; more have neither picture nor table of all pai
 THUMBNAIL_PIXELS = 128
 COLUMNS, TILE_GAP, LINE_PIXELS, FONT_PIXELS = 6, 8, 16, 12
 LONGEST_NAME = 18
+MOST_SECONDS_OF_REASONS, IMAGES_AT_A_TIME = 10.0, 8
 BLACK, WRONG = "black", "#b00020"
 
 
-def write_evaluation(folder: Path, facts: dict[str, Any], read_image: Callable[[int], torch.Tensor]) -> None:
+def write_evaluation(
+    folder: Path,
+    facts: dict[str, Any],
+    read_image: Callable[[int], torch.Tensor],
+    explain: Explain | None = None,
+) -> None:
     """Write all files of an evaluation; a failure leaves the folder as it was.
 
     Args:
         folder: where they go; what an earlier evaluation left there is replaced.
         facts: of `describe_scores`; more keys may stand beside its own.
         read_image: from a sample's position to its image, uint8 or float32 [C, H, W].
+        explain: shows what counted in images; None if nothing can.
     """
     class_names = [one["name"] for one in facts["classes"]]
     check_replaceable(folder)
@@ -42,6 +51,11 @@ def write_evaluation(folder: Path, facts: dict[str, Any], read_image: Callable[[
         if "task" not in facts:  # several labels are not confused with each other
             _write_confusion(new, facts["confusion"], class_names)
             _write_worst(new, facts["worst"], class_names, read_image)
+            (new / TYPICAL).mkdir()
+            for number, one in enumerate(facts["typical"]):
+                thumbnail(read_image(one["index"])).save(new / TYPICAL / f"{number:03d}.png")
+            if explain is not None:
+                _write_reasons(new, facts, read_image, explain)
 
 
 def thumbnail(image: torch.Tensor, side: int = THUMBNAIL_PIXELS) -> Image.Image:
@@ -100,6 +114,25 @@ def _write_worst(
         text = f"{predicted[:LONGEST_NAME]}  {one['confidence']:.0%}"
         captions.append([(f"true {true[:LONGEST_NAME]}", BLACK), (text, BLACK if true == predicted else WRONG)])
     contact_sheet(pictures, captions).save(folder / f"{WORST}.png")
+
+
+def _write_reasons(
+    folder: Path, facts: dict[str, Any], read_image: Callable[[int], torch.Tensor], explain: Explain
+) -> None:
+    """Write beside pictures what counted for the predicted class, until the time for it is over."""
+    end = time.monotonic() + MOST_SECONDS_OF_REASONS
+    samples = [(kind, number, one) for kind in (WORST, TYPICAL) for number, one in enumerate(facts[kind])]
+    for start in range(0, len(samples), IMAGES_AT_A_TIME):
+        some = samples[start : start + IMAGES_AT_A_TIME]
+        if time.monotonic() > end:
+            return
+        images = [read_image(one["index"]) for _, _, one in some]
+        try:
+            pictures = explain(images, [one["prediction"] for _, _, one in some])
+        except UserError:  # a network without places of an image
+            return
+        for (kind, number, _), picture in zip(some, pictures, strict=True):
+            thumbnail(pil_to_tensor(picture)).save(folder / kind / f"{number:03d}{WHY}.png")
 
 
 def contact_sheet(pictures: Sequence[Image.Image], captions: Sequence[Sequence[tuple[str, str]]]) -> Image.Image:

@@ -16,19 +16,19 @@ BUDGET = {
     "launch": 3748,
     "models": 2457,
     "training": 3047,
-    "training/base": 1685,
+    "training/base": 1687,
     "training/world": 1402,
     "training/data": 7412,
     "training/recipe": 1637,
     "training/engines": 5176,
     "training/checkpoint": 1523,
-    "training/observe": 2563,
+    "training/observe": 2578,
     "training/steps": 1156,
     "training/config": 1212,
     "planning": 3328,
-    "delivery": 4256,
+    "delivery": 4365,
     "delivery/export": 1255,
-    "delivery/report": 1627,
+    "delivery/report": 1649,
 }
 
 

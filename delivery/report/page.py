@@ -16,18 +16,18 @@ from markupsafe import Markup
 from delivery.report import formatting, run_facts
 from delivery.report.comparison import compare
 from delivery.report.incidents import find_incidents
-from delivery.report.per_class import MOST_IMAGES, calibration_chart, class_table, confusion, misclassified_images
+from delivery.report.per_class import MOST_IMAGES, calibration_chart, class_table, confusion, sample_images
 from delivery.report.run_files import names_of, read_run
 from delivery.report.training_curves import STYLES, overlaid_charts, rate_search_chart, single_run_charts
 from training.base.atomic_write import replacing
 from training.base.errors import UserError
-from training.base.run_folder import ENVIRONMENT, EVALUATION, LEARNING_RATE, METRICS, SCORES, WORST
+from training.base.run_folder import ENVIRONMENT, EVALUATION, LEARNING_RATE, METRICS, SCORES, TYPICAL, WORST
 
 TEMPLATE = Path(__file__).resolve().parent / "template"
 RELOAD_SECONDS = 4
 MOST_RUNS = STYLES  # so that no two lines look the same
 MOST_RUNS_WITH_MATRIX = 4
-IMAGES_OF_ALL_RUNS = 48
+IMAGES_OF_ALL_RUNS = 32  # of each kind
 POLL_SECONDS = 2.0
 LARGEST_SHARE_OF_TIME = 0.1  # for writing: the training needs the processor too
 # A run writes its evaluation after its last line, so the page is written until nothing has changed for a while.
@@ -126,6 +126,7 @@ def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, An
     shown |= {"history": history, "settings": run_facts.settings(run), "evaluation": None}
     with _damage_named(folder / LEARNING_RATE):
         shown["rate_search"] = rate_search_chart(run.rate_search)
+    most = min(MOST_IMAGES, IMAGES_OF_ALL_RUNS // runs)
     with _damage_named(folder / EVALUATION / SCORES):
         shown["figures"] = run_facts.key_figures(run)
         if run.scores is not None:
@@ -135,7 +136,8 @@ def _page_run(position: int, name: str, folder: Path, runs: int) -> dict[str, An
                 "confusion": None
                 if "task" in run.scores  # several labels are not confused with each other
                 else confusion(run.scores, with_matrix=runs <= MOST_RUNS_WITH_MATRIX),
-                "images": misclassified_images(run, min(MOST_IMAGES, IMAGES_OF_ALL_RUNS // runs)),
+                "images": sample_images(run, WORST, most),
+                "typical": sample_images(run, TYPICAL, most),
             }
     with _damage_named(folder / METRICS):
         shown |= {"status": run_facts.find_status(run), "incidents": find_incidents(history)}

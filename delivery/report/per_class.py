@@ -14,7 +14,7 @@ from PIL import Image
 from delivery.report.charts import Chart, Line, draw
 from delivery.report.formatting import clip, percent
 from delivery.report.run_files import RunFiles
-from training.base.run_folder import EVALUATION, WORST
+from training.base.run_folder import EVALUATION, WHY, WORST
 from training.data.reading.images import ImageError, read_file
 
 MOST_CLASSES_LISTED = 200
@@ -94,21 +94,29 @@ def calibration_chart(key: str, scores: Mapping[str, Any]) -> Chart | None:
     return draw(key, title, lines, caption=caption, x_name="confidence", from_zero=True, is_percent=True)
 
 
-def misclassified_images(run: RunFiles, most: int = MOST_IMAGES) -> list[dict[str, str]]:
-    """Return the misclassified images with the largest loss; `data_uri` is empty if the file cannot be read."""
+def sample_images(run: RunFiles, kind: str, most: int = MOST_IMAGES) -> list[dict[str, str]]:
+    """Return images of an evaluation: of the kind `WORST` those that are misclassified, of `TYPICAL` all.
+
+    `data_uri` is empty if the file cannot be read, and `why`, what counted in it, if there is none.
+    """
     if run.scores is None:
         return []
     names = [clip(str(one["name"])) for one in run.scores["classes"]]
-    wrong = [(number, one) for number, one in enumerate(run.scores["worst"]) if one["label"] != one["prediction"]]
+    chosen = [
+        (run.folder / EVALUATION / kind / f"{number:03d}", one)
+        for number, one in enumerate(run.scores.get(kind, []))
+        if kind != WORST or one["label"] != one["prediction"]
+    ]
     return [
         {
             "name": clip(str(one["name"])),
             "label": names[one["label"]],
             "prediction": names[one["prediction"]],
             "confidence": percent(one["confidence"], 0),
-            "data_uri": _data_uri(run.folder / EVALUATION / WORST / f"{number:03d}.png"),
+            "data_uri": _data_uri(path.with_name(f"{path.name}.png")),
+            "why": _data_uri(path.with_name(f"{path.name}{WHY}.png")),
         }
-        for number, one in wrong[:most]
+        for path, one in chosen[:most]
     ]
 
 

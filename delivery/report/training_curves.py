@@ -9,7 +9,7 @@ import numpy as np
 
 from delivery.report.charts import Chart, Line, draw
 from delivery.report.formatting import number, percent, plural
-from delivery.report.run_files import CURVES, History, best_score
+from delivery.report.run_files import CURVES, SYSTEM, History, best_score
 from training.base.points import IN_EVERY_LINE, SCORE_NAMES
 
 STYLES = 8  # colours, each with a dash pattern of its own
@@ -57,6 +57,14 @@ def single_run_charts(history: History) -> list[Chart]:
         title = OVERLAID[key]
         line = _line(history, key, title.lower(), 1)
         charts.append(draw(key, title, [line], marks=marks, from_zero=key in FROM_ZERO))
+    memory = [
+        _line(history, "memory_bytes", "peak", 1),
+        _line(history, "memory_allocated_bytes", "now", 2),
+    ]
+    memory = [line._replace(y=line.y / 1e9) for line in memory]
+    use = [_line(history, "gpu_utilization", "GPU", 1), _line(history, "data_wait_share", "waiting for data", 2)]
+    charts.append(draw("memory", "Memory of rank 0 (GB)", memory, marks=marks, from_zero=True))
+    charts.append(draw("use", "Use of rank 0's time", use, marks=marks, from_zero=True, is_percent=True))
     return [chart for chart in charts if chart is not None]
 
 
@@ -91,7 +99,7 @@ def overlaid_charts(histories: Sequence[History], names: Sequence[str]) -> list[
 
 def _line(history: History, column: str, name: str, style: int, switch: str = "") -> Line:
     """Return a column of the logging points or of the epochs as a line over epochs."""
-    if column in CURVES:
+    if column in (*CURVES, *SYSTEM):
         x, y = np.array(history.steps) / (history.steps_per_epoch or 1), np.array(history.columns[column])
     else:
         x = np.array(sorted(history.epochs), dtype=np.float64)

@@ -191,6 +191,28 @@ def test_reads_the_confusion_matrix(page):
     assert readout.text_content() == "True cow, predicted cat: 1 of 3 (33.3 %)"
 
 
+def test_enlarges_pictures_by_keyboard(page):
+    dialog, buttons = page.locator("dialog"), page.locator(".images button")
+    assert (buttons.count(), dialog.is_visible()) == (3, False)
+    buttons.first.press("Enter")
+    assert dialog.is_visible()
+    large, small = (
+        one.bounding_box()["width"] for one in (dialog.locator("img").first, buttons.first.locator("img").first)
+    )
+    assert large > 3 * small
+    assert (dialog.locator("img").count(), dialog.locator(".classes").text_content()) == (2, "cat → predicted as  dog")
+    page.keyboard.press("ArrowRight")
+    assert (dialog.locator("img").count(), dialog.locator(".classes").text_content()) == (1, "dog → predicted as  cow")
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowRight")
+    assert (dialog.locator("img").count(), dialog.locator(".classes").text_content()) == (2, "cat")
+    results = Axe().run(page)
+    assert results.violations_count == 0, results.generate_report()
+    page.keyboard.press("Escape")
+    assert not dialog.is_visible()
+    assert buttons.nth(2).evaluate("one => one === document.activeElement")
+
+
 def test_remembers_the_theme(page):
     background = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(background)

@@ -339,7 +339,7 @@ def test_a_run_ends_with_the_evaluation_of_its_weights_and_a_model_card(run_fold
     for one in scores["worst"]:
         assert one["confidence"] == pytest.approx(probabilities[one["index"]].max(), abs=1e-5)
     names = {path.name for path in (run_folder / "evaluation").iterdir()}
-    pictures = {"confusion.png", "worst.png", "worst"}
+    pictures = {"confusion.png", "worst.png", "worst", "typical"}
     assert names == pictures | {"scores.json", "per_class.csv", "confusion.csv", "worst.csv"}
     card = (run_folder / "README.md").read_text()
     assert f"| top-1 | {scores['top1']:.4f} [" in card

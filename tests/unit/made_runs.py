@@ -122,6 +122,9 @@ def make_scores(class_names: Sequence[str], worst: int = 2) -> dict[str, Any]:
             }
             for place in range(worst + 1)
         ],
+        "typical": [
+            {"index": 7, "name": "images/7.png", "label": 0, "prediction": 0, "confidence": 1.0, "loss": 0.0},
+        ],
     }
 
 
@@ -154,4 +157,7 @@ def make_run(
         pixels = np.random.default_rng(0).integers(0, 256, (len(scores["worst"]), 128, 128, 3), dtype=np.uint8)
         for number, picture in enumerate(pixels):
             Image.fromarray(picture).save(folder / "evaluation" / "worst" / f"{number:03d}.png")
+        (folder / "evaluation" / "typical").mkdir()
+        for name in ("typical/000", "typical/000-why", "worst/000-why"):
+            Image.fromarray(pixels[0] // 2).save(folder / "evaluation" / f"{name}.png")
     return folder

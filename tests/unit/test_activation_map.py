@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -48,6 +49,31 @@ def test_of_a_pooled_cnn_it_is_cam(members):
             assert not torch.equal(found, activation_maps(networks[0], images, classes))
     assert found.amax((1, 2)).tolist() == pytest.approx([1, 1, 1])
     assert all(not module._forward_hooks for module in network.modules())
+
+
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_of_a_vision_transformer_it_is_attention_rollout(pool):
+    """Abnar & Zuidema 2020, section 3: the product of (A + I) / 2 over the layers, from its closed form."""
+    torch.manual_seed(0)
+    network = timm.create_model("vit_tiny_patch16_224", img_size=(64, 96), num_classes=CLASSES, global_pool=pool).eval()
+    for block in network.blocks:  # attention that is not even
+        block.attn.qkv.weight.data *= 15
+    images, rollout = torch.randn(2, 3, 64, 96), torch.eye(25)
+    with torch.no_grad():
+        tokens = network.norm_pre(network._pos_embed(network.patch_embed(images)))
+        for block in network.blocks:
+            queries, keys, _ = block.attn.qkv(block.norm1(tokens)).reshape(2, 25, 3, 3, 64).permute(2, 0, 3, 1, 4)
+            attention = (queries @ keys.transpose(2, 3) / 8).softmax(dim=3).mean(dim=1)
+            rollout = (0.5 * attention + 0.5 * torch.eye(25)) @ rollout
+            tokens = block(tokens)
+        logits = network(images)
+        maps = (rollout[:, 0, 1:] if pool == "token" else rollout[:, 1:, 1:].mean(dim=1)).reshape(2, 1, 4, 6)
+        maps = F.interpolate(maps, (64, 96), mode="bilinear")[:, 0]
+        found = activation_maps(network, images, torch.tensor([0, 1]))
+        torch.testing.assert_close(found, maps / maps.amax((1, 2), keepdim=True), rtol=1e-3, atol=1e-4)
+        assert found.std() > 0.05
+        assert torch.equal(network(images), logits)
+    assert all(block.attn.fused_attn and not block.attn.attn_drop._forward_pre_hooks for block in network.blocks)
 
 
 MODELS = ["basic_cnn", "cnn_lstm", "timm:vit_tiny_patch16_224", "timm:swin_tiny_patch4_window7_224", "timm:resnet10t"]

@@ -153,7 +153,8 @@ def test_several_ranks_give_the_same_bytes(call, run, tmp_path):
     assert calibration.read_bytes() == fitted
     calibration.unlink()
     names = {path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file()}
-    assert len(names) == 6 + 24
+    typical = json.loads((tmp_path / "one" / "scores.json").read_text())["typical"]
+    assert len(names) == 6 + 2 * (24 + len(typical))
     for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "three" / name).read_bytes(), name
 

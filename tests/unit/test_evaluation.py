@@ -111,6 +111,16 @@ def test_the_worst_samples_are_the_wrong_ones_with_the_highest_loss(judged):
     assert first["name"] == f"image\r{expected[0]}"
 
 
+def test_the_typical_sample_of_a_class_is_the_right_one_with_the_smallest_loss(judged):
+    labels, logits, facts = judged
+    losses = -logits.log_softmax(1)[torch.arange(SAMPLES), torch.from_numpy(labels)].numpy()
+    is_right, expected = logits.argmax(1).numpy() == labels, []
+    for label in range(len(NAMES)):
+        places = np.flatnonzero(is_right & (labels == label))
+        expected += [int(places[losses[places].argmin()])] if len(places) else []
+    assert [one["index"] for one in facts["typical"]] == expected[:24]
+
+
 def image(index: int) -> torch.Tensor:
     """A picture of its own for each index: uint8 [3, 20, 10]."""
     return torch.full((3, 20, 10), index % 251, dtype=torch.uint8)
@@ -118,7 +128,19 @@ def image(index: int) -> torch.Tensor:
 
 def test_files_hold_what_was_found(judged, tmp_path: Path):
     labels, logits, facts = judged
-    write_evaluation(tmp_path / "e", facts, image)
+    asked = []
+
+    def explain(images: list[torch.Tensor], classes: list[int]) -> list[Image.Image]:
+        asked.extend(zip((int(one[0, 0, 0]) for one in images), classes, strict=True))
+        return [Image.new("RGB", (6, 6), (int(one[0, 0, 0]), 0, 0)) for one in images]
+
+    write_evaluation(tmp_path / "e", facts, image, explain)
+    shown = {"worst": facts["worst"], "typical": facts["typical"]}
+    assert asked == [(one["index"] % 251, one["prediction"]) for samples in shown.values() for one in samples]
+    for kind, samples in shown.items():
+        for number, one in enumerate(samples):
+            with Image.open(tmp_path / "e" / kind / f"{number:03d}-why.png") as picture:
+                assert (picture.size, picture.getpixel((0, 0))) == ((126, 126), (one["index"] % 251, 0, 0))
     assert read_scores(tmp_path / "e") == json.loads(json.dumps(facts))
     with (tmp_path / "e" / "confusion.csv").open(encoding="utf-8", newline="") as stream:
         header, *rows = csv.reader(stream)

@@ -11,7 +11,7 @@ from made_runs import GLOBAL_BATCH, RESTARTED, START, end, epoch, event, make_ru
 
 from delivery.report.charts import Line, draw, thin
 from delivery.report.incidents import find_incidents
-from delivery.report.per_class import class_table, confusion, misclassified_images
+from delivery.report.per_class import class_table, confusion, sample_images
 from delivery.report.run_facts import (
     SILENT_SECONDS,
     command_of,
@@ -323,9 +323,12 @@ def test_classes_and_confusion(tmp_path):
 def test_only_misclassified_images_are_shown(tmp_path):
     run = read_run(make_run(tmp_path / "run"))
     (run.folder / "evaluation/worst/001.png").write_bytes(b"no picture")
-    shown = misclassified_images(run)
+    shown = sample_images(run, "worst")
     assert [(image["label"], image["prediction"]) for image in shown] == [("cat", "dog"), ("dog", "cow")]
     assert [image["data_uri"][:16] for image in shown] == ["data:image/jpeg;", ""]
+    assert [image["why"][:16] for image in shown] == ["data:image/jpeg;", ""]
+    (typical,) = sample_images(run, "typical")
+    assert (typical["label"], typical["prediction"], typical["why"][:16]) == ("cat", "cat", "data:image/jpeg;")
 
 
 def test_memory_of_many_ranks():

@@ -24,6 +24,8 @@ CARD = "README.md"
 LAST = "last"  # names the newest
 # In its evaluation folder.
 SCORES = "scores.json"
+TYPICAL = "typical"  # folder of one sample of each class, as `WORST`
+WHY = "-why"  # after the number of a sample: what counted in its picture
 WORST = "worst"  # folder of the worst samples, one picture each
 
 

@@ -22,6 +22,7 @@ from training.observe.scores import SampleScores, Scores
 
 CALIBRATION_BINS = 15
 WORST_SAMPLES = 24
+TYPICAL_SAMPLES = 24
 
 
 def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callable[[int], str]) -> dict[str, Any]:
@@ -36,8 +37,9 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
         samples, loss (nats) and loss_standard_error, top1, top5, balanced_accuracy, ece, and auroc and map if they are
         known; `macro` and `weighted`, each with precision, recall and f1; `classes`, see `class_scores`;
         `calibration`, see `calibration_bins`; `confusion`, a list of [true class, predicted class, samples] without
-        zeros; `worst`, see `worst_samples`; `judged`, see `judged_images`. Shares are in 0..1. Of several labels,
-        `task` says so, classes have a `threshold` too, and `confusion` and `worst` are empty.
+        zeros; `worst` and `typical`, see `worst_samples` and `typical_samples`; `judged`, see `judged_images`. Shares
+        are in 0..1. Of several labels, `task` says so, classes have a `threshold` too, and `confusion`, `worst` and
+        `typical` are empty.
     """
     details = scores.details
     if details is None:
@@ -65,6 +67,7 @@ def describe_scores(scores: Scores, class_names: Sequence[str], name_of: Callabl
         "calibration": bins,
         "confusion": confusion_cells(details, len(class_names)) if several is None else [],
         "worst": worst_samples(details, name_of) if several is None else [],
+        "typical": typical_samples(details, name_of) if several is None else [],
         "judged": judged_images(details, name_of),
     }
 
@@ -154,6 +157,18 @@ def expected_calibration_error(bins: Sequence[dict[str, Any]]) -> float:
 def worst_samples(details: SampleScores, name_of: Callable[[int], str]) -> list[dict[str, Any]]:
     """Return at most 24 samples, the wrong ones first, by falling loss: index, name, label, prediction, both scores."""
     order = np.lexsort((-details.losses.numpy(), details.is_right.numpy()))[:WORST_SAMPLES]
+    return _described(details, order, name_of)
+
+
+def typical_samples(details: SampleScores, name_of: Callable[[int], str]) -> list[dict[str, Any]]:
+    """Return the right sample with the smallest loss of each of the first 24 classes that have one; `worst_samples`."""
+    right = details.is_right.numpy().nonzero()[0]
+    order = right[np.argsort(details.losses.numpy()[right], kind="stable")]
+    _, firsts = np.unique(details.labels.numpy()[order], return_index=True)
+    return _described(details, order[firsts[:TYPICAL_SAMPLES]], name_of)
+
+
+def _described(details: SampleScores, places: np.ndarray, name_of: Callable[[int], str]) -> list[dict[str, Any]]:
     return [
         {
             "index": int(details.indices[place]),
@@ -163,7 +178,7 @@ def worst_samples(details: SampleScores, name_of: Callable[[int], str]) -> list[
             "confidence": float(details.confidences[place]),
             "loss": float(details.losses[place]),
         }
-        for place in order.tolist()
+        for place in places.tolist()
     ]
 
 

@@ -1,4 +1,4 @@
-// Theme, copying, reading charts, toggling lines, sorting, reading matrices, live reload.
+// Theme, copying, reading charts, toggling lines, sorting, reading matrices, enlarging pictures, live reload.
 "use strict";
 (() => {
   const DATA = JSON.parse(document.getElementById("data").textContent);
@@ -223,6 +223,33 @@
     all(".scroll").forEach((part) => observer.observe(part));
   }
 
+  // A picture opens large, beside what counted in it.
+  function addZoom() {
+    const items = all(".images li").filter((item) => item.querySelector("img"));
+    const dialog = make("dialog", "zoom", document.body);
+    dialog.setAttribute("aria-live", "polite");
+    dialog.setAttribute("aria-label", "Picture");
+    let at = 0;
+    const show = (place) => {
+      at = clamp(place, 0, items.length - 1);
+      dialog.replaceChildren(...all("img, .classes, small", items[at]).map((one) => one.cloneNode(true)));
+      const close = make("button", "", dialog);
+      close.textContent = "Close";
+      close.addEventListener("click", () => dialog.close());
+      close.focus();
+    };
+    items.forEach((item, place) => {
+      wrapInButton(item.querySelector(".pictures")).addEventListener("click", () => { dialog.showModal(); show(place); });
+    });
+    const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity };
+    dialog.addEventListener("keydown", (event) => {
+      if (!(event.key in steps)) return;
+      event.preventDefault();
+      show(at + steps[event.key]);
+    });
+    dialog.addEventListener("close", () => items[at].querySelector("button").focus());
+  }
+
   // While a run trains, the page reloads itself, and restores scroll position, focus and open parts.
   function reloadWhileLive() {
     const key = `zerovision-live-${location.pathname}`;
@@ -256,6 +283,7 @@
   all("figure.chart").forEach(addCursor);
   addSorting();
   addMatrixKeys();
+  addZoom();
   trimTabStops();
   all(".hint").forEach((hint) => { hint.hidden = false; });
   reloadWhileLive();
