@@ -24,7 +24,7 @@ BUDGET = {
     "training/checkpoint": 1523,
     "training/observe": 2578,
     "training/steps": 1156,
-    "training/config": 1212,
+    "training/config": 1214,
     "planning": 3328,
     "delivery": 4365,
     "delivery/export": 1255,

@@ -121,6 +121,7 @@ def train(
     split: str = "auto",
     recomputes: bool = False,
     frozen: Sequence[str] = (),
+    has_teacher: bool = False,
     **changes: Any,
 ) -> dict[str, str]:
     """Train three steps and evaluate three batches; return a sha256 of all that came out, by name, on all ranks."""
@@ -131,7 +132,10 @@ def train(
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(not (frozen and name.startswith(tuple(frozen))))
     engine = make_engine(world, module, leaves, size, pipeline=pipeline, schedule=schedule, split=split, **changes)
-    loss = build_loss(configuration(label_smoothing=0.1), [], [], world.device)
+    taught = configuration(label_smoothing=0.1, distill="kl:2:0.5")
+    answers = torch.randn(3 * size * size, CLASSES, generator=torch.Generator().manual_seed(5))
+    teacher = (lambda images: images.flatten(1) @ answers) if has_teacher else None
+    loss = build_loss(taught, [], [], world.device, teacher=teacher)
     step = Pipelined(loss) if pipeline > 1 and network != "ensemble" else Accumulate(loss)
     own, seen, norms = leaves // world.data.size, list[torch.Tensor](), list[str]()
     module.train()

@@ -23,7 +23,7 @@ SLOW = [
     ("vit", 8, 4, 2, {"schedule": "interleaved", "gradient_clipping": 0.0}),
     ("vit", 4, 2, 2, {"frozen": ("cls_token", "pos_embed", "patch_embed", "blocks")}),
     ("residual", 4, 2, 2, {"split": "head"}),
-    ("ensemble", 1, 3, 3, {"optimizer": "muon"}),
+    ("ensemble", 1, 3, 3, {"optimizer": "muon", "has_teacher": True}),
     ("ensemble", 4, 4, 2, {"frozen": ("members.0",), "gradient_clipping": 0.0}),
 ]
 

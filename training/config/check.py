@@ -327,7 +327,9 @@ def _check_values(
 def _check_pipeline(config: TrainConfig, label_of: Mapping[str, str]) -> None:
     """Check what a model in stages does not go with; raise UserError."""
     flag = f"{label_of['pipeline_parallel']} {config.pipeline_parallel}"
-    _check_values(config, label_of, flag, OF_PIPELINES)
+    # The loss of an ensemble's members is computed where their images are.
+    taught = {} if config.has_stages else {"distill": (config.distill,)}
+    _check_values(config, label_of, flag, OF_PIPELINES | taught)
     for name in ("batch_size", "learning_rate"):
         if getattr(config, name) == "auto":
             raise UserError(f"{flag} does not go with {label_of[name]} auto: give {label_of[name]} a number.")
