@@ -1,10 +1,12 @@
 """Islands over slow links: accuracy by local steps, and the seconds that exchanges take on links of the cluster lab.
 
     python benchmarks/islands.py accuracy --seeds 3
+    python benchmarks/islands.py accuracy --data npz:cifar10.npz --epochs 8
     python benchmarks/islands.py links                # root: on the hosts of tests/cluster
 
-`accuracy` trains basic_cnn on the digits, on two ranks of this machine. `links` trains it on two hosts and changes the
-link between them while it runs; every cell is the median of some exchanges, beside what bytes and round trips predict.
+`accuracy` trains basic_cnn on the digits, or airbench_small on other data, on two ranks of this machine. `links` trains
+it on two hosts and changes the link between them while it runs; every cell is the median of some exchanges, beside
+what bytes and round trips predict.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from training.world.world import start_world, stop_world
 
 RECIPE = {"model_type": "basic_cnn", "batch_size": 16, "image_size": 16, "learning_rate": 1e-3, "augmentation": "none"}
 VARIANTS = [(1, "fp32"), (10, "fp32"), (50, "fp32"), (200, "fp32"), (50, "bf16"), (50, "int8")]
-EPOCHS, EARLY = 10, 2
+LARGER = {"model_type": "airbench_small", "batch_size": 64, "learning_rate": 4e-3, "augmentation": "shift_flip"}
+EARLY = 2
 LINKS = [(rate, delay) for rate in (1000, 100, 10) for delay in (1, 50, 200)]  # Mbit/s; ms each way
 FITTED = ((1000, 1), (1000, 50))  # links that tell how many round trips there are
 WARM_UP, EXCHANGES = 4, 5  # on each link: until TCP's window fits it, and those that are measured
@@ -54,9 +57,9 @@ class Measured(NamedTuple):
         return self.seconds[None] + round_trips * delay + 8 * self.sent_bytes / (rate * 1e6)
 
 
-def accuracy(seeds: int, variants: list[tuple[int, str]]) -> str:
+def accuracy(recipe: dict[str, Any], seeds: int, variants: list[tuple[int, str]]) -> str:
     """Train every variant with so many seeds; return the table."""
-    cases = [[steps, precision, seed] for steps, precision in variants for seed in range(seeds)]
+    cases = [[recipe, steps, precision, seed] for steps, precision in variants for seed in range(seeds)]
     output = torchrun(2, "benchmarks.islands", "train", json.dumps(cases))
     runs = [json.loads(line.removeprefix("RUN ")) for line in output.splitlines() if line.startswith("RUN ")]
     rows = ["| local steps | precision | bytes sent per step | outer steps | early | last | best |", "|---" * 7 + "|"]
@@ -69,16 +72,16 @@ def accuracy(seeds: int, variants: list[tuple[int, str]]) -> str:
     return "\n".join(rows)
 
 
-def train_cases(cases: list[tuple[int, str, int]]) -> None:
+def train_cases(cases: list[tuple[dict[str, Any], int, str, int]]) -> None:
     """Train as one of two ranks; rank 0 prints what came out of each case."""
     world = start_world()
-    for steps, precision, seed in cases:
+    for recipe, steps, precision, seed in cases:
         with tempfile.TemporaryDirectory() as folder:
             own = {"local_steps": steps, "islands": 2 if steps > 1 else 0, "outer_precision": precision, "seed": seed}
             logs = {"log_dir": folder, "run_name": RUN, "tensorboard": False, "report": False, "progress": "off"}
-            context = set_up(TrainConfig(**RECIPE, **own, **logs, epochs=EPOCHS), world)
+            context = set_up(TrainConfig(**recipe, **own, **logs), world)
             weights = sum(parameter.numel() for parameter in context.built.module.parameters())
-            total, stop = EPOCHS * context.plan.steps_per_epoch, StopRequest()
+            total, stop = context.config.epochs * context.plan.steps_per_epoch, StopRequest()
             assert train(context, stop) == 0
             stop.close()
             context.close()
@@ -188,13 +191,16 @@ def main() -> None:
     parser.add_argument("what", choices=("accuracy", "links", "train"))
     parser.add_argument("cases", nargs="?", default="[]", help="for the ranks that accuracy starts")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--data", help="as of a training (default: the digits)")
     parser.add_argument("--only", default="", help="variants such as 200:fp32,50:int8")
     given = parser.parse_args()
     if given.what == "train":
         train_cases(json.loads(given.cases))
         return
     chosen = [(int(steps), precision) for steps, precision in (one.split(":") for one in given.only.split(",") if one)]
-    table = links() if given.what == "links" else accuracy(given.seeds, chosen or VARIANTS)
+    recipe = (LARGER | {"data": given.data} if given.data else RECIPE) | {"epochs": given.epochs}
+    table = links() if given.what == "links" else accuracy(recipe, given.seeds, chosen or VARIANTS)
     print(f"{machine_name()}, {versions('torch')}, {today()}\n\n{table}")
 
 
