@@ -16,15 +16,8 @@ from training.data.image_list import read_image_list
 from training.observe.step_hashes import HASHES
 
 OF_NO_ACCOUNT = (
-    "run_name",
-    "log_dir",
-    "resume",
-    "progress",
-    "tensorboard",
-    "report",
-    "log_every_steps",
-    "log_hashes",
-    "audit",
+    *("run_name", "log_dir", "resume", "progress", "tensorboard", "report", "log_every_steps"),
+    *("log_hashes", "audit"),
     "command",
 )
 

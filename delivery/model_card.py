@@ -50,16 +50,8 @@ NOT_RECIPE = frozenset(
     {
         *WORDS_OF_LAUNCH,
         *OF_ONE_RUN,
-        "precision",
-        "data",
-        "data_root",
-        "download",
-        "decode",
-        "cache",
-        "cache_gb",
-        "remote_cache_gb",
-        "workers",
-        "bad_images",
+        *("precision", "data", "data_root", "download", "decode", "cache", "cache_gb", "remote_cache_gb"),
+        *("workers", "bad_images"),
     }
 )
 

@@ -8,11 +8,11 @@ import sys
 import time
 from dataclasses import dataclass
 
-from launch.adaptation import oom_kills
 from launch.launch_folder import HeartbeatFolder
 from launch.node_launcher import NodeLauncher
 from launch.process_tree import POLL_SECONDS, Launch, shell_exit_code
 from launch.rank_monitor import AGREED_CODES, STOP_CODES, Death, RankMonitor, how_it_ended
+from training.base.control_groups import oom_kills
 from training.base.errors import OUT_OF_MEMORY_EXIT_CODE, USER_ERROR_EXIT_CODE
 from training.base.heartbeat import SLOW_IMPORT_S
 

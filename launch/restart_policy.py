@@ -1,4 +1,7 @@
-"""Starts a training again after every failure that another start may cure."""
+"""Starts a training again after every failure that another start may cure.
+
+After one for want of memory, `--on-oom adapt` starts it with the next smaller settings.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from launch.adaptation import Adaptation
+from launch.arguments import check_training
 from launch.node_run import PASSED_ON, Ending
 from launch.process_tree import POLL_SECONDS
 from training.base.errors import OUT_OF_MEMORY_EXIT_CODE
+from training.out_of_memory import advise, next_rung
 
 LONGEST_DELAY_SECONDS = 30.0
 
@@ -29,6 +33,39 @@ class Started:
     ending: Ending
     run_name: str
     position: int
+
+
+class Adaptation:
+    """The smaller settings that a launch has come to.
+
+    Args:
+        training: arguments of the training entry, as given.
+        ranks: of the launch.
+        has_gpus: whether they compute on GPUs.
+
+    Attributes:
+        flags: of the training entry, to be added to its arguments.
+    """
+
+    def __init__(self, training: list[str], ranks: int, *, has_gpus: bool) -> None:
+        self._training, self._ranks, self._has_gpus = training, ranks, has_gpus
+        self.flags: list[str] = []
+
+    def step_down(self, reason: str) -> bool:
+        """Print what follows, and add the flags of the next rung; return False if the launch ends instead.
+
+        Args:
+            reason: what happened, without a full stop.
+        """
+        config = check_training([*self._training, *self.flags])
+        rung = next_rung(config, self._ranks, has_gpus=self._has_gpus)
+        if rung is None or config.on_oom == "stop":
+            advice = advise(config, self._ranks, has_gpus=self._has_gpus)
+            print(f"{reason}; {advice}", file=sys.stderr, flush=True)
+            return False
+        print(f"{reason}: starting again with {rung.describe()}", file=sys.stderr, flush=True)
+        self.flags += rung.flags
+        return True
 
 
 class RestartPolicy:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch.adaptation import Adaptation
 from launch.arguments import (
     ENTRY,
     LaunchArguments,
@@ -24,16 +23,15 @@ from launch.arguments import (
     run_launcher,
     run_preflight,
 )
-from launch.auto_strategy import resolve_strategy
+from launch.before_start import check_new_run, resolve_strategy
 from launch.launch_folder import launch_environment, launch_folder
-from launch.new_run import check_new_run
 from launch.node_launcher import NodeLauncher, local_ranks_command, malloc_variables
 from launch.node_run import NodeRun, receive_signals
 from launch.process_tree import Launch, extensions_folder, remove_stale_build_locks
-from launch.restart_policy import RestartPolicy, Started, start_until_done
+from launch.restart_policy import Adaptation, RestartPolicy, Started, start_until_done
 from training.base.control_groups import quota_note, usable_cores
 from training.base.errors import UserError
-from training.base.heartbeat import RESTARTS_VARIABLE, SECRET_VARIABLE
+from training.base.heartbeat import CALLER_VARIABLE, RESTARTS_VARIABLE, SECRET_VARIABLE, end_with_parent
 from training.world.gpus import machine_gpus, visible_gpus
 from training.world.launchers import refuse_a_pod_alone
 from training.world.network_interfaces import check_chosen_interfaces, free_port
@@ -144,4 +142,6 @@ def supervise(
 
 
 if __name__ == "__main__":
+    if caller := os.environ.pop(CALLER_VARIABLE, ""):
+        end_with_parent(int(caller))
     run_launcher(main)

@@ -29,13 +29,14 @@ from launch.arguments import check_training, read_arguments
 from training.base.atomic_write import replacing, write_json
 from training.base.control_groups import usable_cores
 from training.base.errors import DIVERGED_EXIT_CODE, UserError, one_line, shown
+from training.base.heartbeat import CALLER_VARIABLE
 from training.base.points import merit
 from training.base.run_folder import METRICS, shown_path
 from training.config import REPO_ROOT
 from training.observe.new_run import run_folder
 from training.world.gpus import machine_gpus, visible_gpus
 
-LAUNCHER = REPO_ROOT / "launch" / "from_python.py"  # stops the ranks if this process dies
+LAUNCHER = REPO_ROOT / "launch" / "single_node.py"
 SCRIPT = "launch_distributed.sh"
 MOST_TRIALS = 1000
 POLL_SECONDS = 0.2
@@ -176,14 +177,14 @@ class RunningSweep:
 
     def _start(self, trial: SweepTrial, until: int, place: Mapping[str, str]) -> None:
         words = [*self.sweep.words, *trial.flags, f"--run-name={trial.run_name}", "--resume=auto"]
-        command = [sys.executable, str(LAUNCHER), str(os.getpid()), *words]
+        command, caller = [sys.executable, str(LAUNCHER), *words], {CALLER_VARIABLE: str(os.getpid())}
         start = time.monotonic()
         output = self.folder / f"{trial.number:03}.log"
         with output.open("ab") as log, self._lock:
             if self._is_stopped:
                 return
             process = subprocess.Popen(
-                command, env={**os.environ, **place}, stdout=log, stderr=log, start_new_session=True
+                command, env={**os.environ, **place, **caller}, stdout=log, stderr=log, start_new_session=True
             )
             self._processes.add(process)
         is_asked = False

@@ -16,10 +16,9 @@ from typing import Any
 
 from models.sides import ImageSize, sides, size_of
 from planning.machines import GPUS, Machine
-from planning.memory import MemoryPlan, plan_memory
+from planning.memory import STATE_RULES, MemoryPlan, plan_memory
 from planning.run_workload import Workload, workload_of
 from planning.stages import pipeline_of
-from planning.state_rules import STATE_RULES
 from planning.step_time import StepTime, estimate_step
 from training.base.errors import UserError
 from training.base.settings import FEWEST_IMAGES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -18,11 +19,14 @@ from training.observe.class_scores import score_of
 from training.observe.scores import Scores
 from training.observe.step_metrics import peak_memory_per_rank
 from training.recipe import read_distill
-from training.recipe.divergence import find_divergence
 from training.setup import Run
 from training.steps.context import TrainContext
 from training.steps.epoch_observer import EpochResult
 from training.world.collectives import error_on_any_rank
+
+# Times the loss of a uniform guess, log(classes): the geometric mean of the true class's probability is then
+# classes ** -10. Good trainings stay far below, also while BatchNorm's running statistics lag behind at the start.
+GUESSES_ALLOWED = 10
 
 
 def begin_epoch(context: Run) -> None:
@@ -125,3 +129,17 @@ def _end_epoch(
             diverged=diverged,
         )
     return write_weights
+
+
+def find_divergence(train_loss: float, val_loss: float, choices: int) -> str | None:
+    """Return the reason why an epoch with these mean losses (nats) has diverged, None if it has not.
+
+    A uniform guess is one of so many choices.
+    """
+    guess = math.log(max(choices, 2))
+    for name, loss in (("validation loss", val_loss), ("training loss", train_loss)):
+        if not math.isfinite(loss):
+            return f"the {name} is {loss}"
+        if loss > GUESSES_ALLOWED * guess:
+            return f"the {name} is {loss:.3g}, that of a uniform guess {guess:.3g}"
+    return None

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from training.base.errors import UserError, shown
+from training.base.heartbeat import CALLER_VARIABLE
 from training.config import FLAG_OF, REPO_ROOT, TrainConfig
 from training.config.check import OF_LAUNCHERS, check_config
 from training.config.file import read_preset
@@ -18,7 +19,7 @@ from training.config.values import WORDS_OF_LAUNCH, changed_flags
 from training.world.launchers import environment_for_ranks
 from training.world.signals import handling_stop_signals
 
-LAUNCHER = REPO_ROOT / "launch" / "from_python.py"
+LAUNCHER = REPO_ROOT / "launch" / "single_node.py"
 MOST_GPUS = 1024
 
 
@@ -41,10 +42,10 @@ def run_launched(config: TrainConfig, gpus: int) -> int:
         raise UserError(f"gpus {shown(gpus)}: expected a whole number from 1 to {MOST_GPUS}.")
     is_planned = config.strategy in OF_LAUNCHERS  # the launcher finds one
     check_config(dataclasses.replace(config, strategy="ddp") if is_planned else config, FLAG_OF)
-    environment = environment_for_ranks()
+    environment = environment_for_ranks() | {CALLER_VARIABLE: str(os.getpid())}
     # As an activated environment has it: DeepSpeed compiles with a ninja from there.
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-    command = [sys.executable, str(LAUNCHER), str(os.getpid()), *launch_words(config, gpus)]
+    command = [sys.executable, str(LAUNCHER), *launch_words(config, gpus)]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     with (
         subprocess.Popen(command, env=environment, stdin=nowhere, stdout=pipe, stderr=pipe) as launcher,

@@ -12,7 +12,7 @@ import torch
 from models.ensemble import seed_generators
 from training.base.errors import AgreedError, UserError
 from training.base.timing import SpanClock
-from training.checkpoint.state import TrainState
+from training.checkpoint.restore import TrainState
 from training.data.bad_images import check_bad_images
 from training.data.loader import Batch, Loader
 from training.engines.engine import Engine

@@ -18,8 +18,8 @@ from training.base.progress import Progress
 from training.base.run_folder import RunFolder
 from training.base.run_logger import Loggers
 from training.checkpoint.frozen import FrozenWeights, keep_frozen
+from training.checkpoint.restore import TrainState
 from training.checkpoint.saver import Saver
-from training.checkpoint.state import TrainState
 from training.checkpoint.store import FoundCheckpoint
 from training.config import TrainConfig
 from training.data.datasets import DatasetPair, ImageDataset

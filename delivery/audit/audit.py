@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from delivery.audit.catalogue import Catalogue
+from delivery.audit.catalogue import Catalogue, embeddings, picture_features
 from delivery.audit.copies import find_copies
-from delivery.audit.embeddings import embeddings, picture_features
 from delivery.audit.findings import (
     KINDS,
     Finding,

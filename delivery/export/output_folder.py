@@ -14,7 +14,7 @@ from typing import Any
 from models.sides import sides
 from training.base.atomic_write import remove_leftovers, sync_to_disk, unfinished
 from training.base.errors import UserError
-from training.checkpoint.class_map import CLASS_MAP, class_map
+from training.checkpoint.weights import CLASS_MAP, class_map
 from training.data.values import BYTES, values_of
 from training.observe.multilabel import THRESHOLDS, thresholds_of
 

@@ -69,7 +69,7 @@ def single_run_charts(history: History) -> list[Chart]:
 
 
 def rate_search_chart(result: Mapping[str, Any] | None) -> Chart | None:
-    """Return the chart of a search for a learning rate as `training.recipe.rate_search.describe_search` has it."""
+    """Return the chart of a search for a learning rate as `training.auto_learning_rate.describe_search` has it."""
     if result is None:
         return None
     rates, final_losses = np.array([row[:2] for row in result["tried"]], dtype=np.float64).T

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -129,3 +130,25 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     if value and not re.fullmatch(r"[0-9]{1,18}", value):
         raise UserError(f"{name} {value!r}: expected a whole number, which Slurm sets.")
     return int(value) if value else None
+
+
+SCONTROL_SECONDS = 60
+
+
+def scontrol(*arguments: str, stderr: int | None = None) -> str | None:
+    """Run Slurm's scontrol; return its output, None if it fails."""
+    command = ["scontrol", *arguments]
+    try:
+        return subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=SCONTROL_SECONDS, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def host_names(node_list: str) -> list[str]:
+    """Return the hosts of a job, as `scontrol` reads 'node[01-04]'; raise a UserError if it cannot."""
+    names = scontrol("show", "hostnames", node_list, stderr=subprocess.DEVNULL)
+    if not names:
+        raise UserError(f"SLURM_JOB_NODELIST {node_list!r}: scontrol cannot read it.")
+    return names.split()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from launch.cluster.remote_shell import Command, srun_command, ssh_command
 from launch.hostfile import read_hostfile, split_hosts
-from launch.slurm.scontrol import host_names
+from launch.slurm.arguments import host_names
 from training.base.errors import UserError
 from training.config import REPO_ROOT, TrainConfig
 from training.config.command_line import OneLineParser, parse_args

@@ -15,7 +15,7 @@ from models.build import build_model
 from tests.training import engine_ranks
 from training.base.progress import Progress
 from training.base.timing import start_clock
-from training.checkpoint.state import TrainState
+from training.checkpoint.restore import TrainState
 from training.data import DataOptions, load_data
 from training.data.datasets import DatasetDefaults, DatasetPair, make_dataset_pair
 from training.data.loader import Loader

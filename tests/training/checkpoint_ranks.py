@@ -25,9 +25,8 @@ from training.base.heartbeat import HeartbeatWriter
 from training.base.progress import Progress
 from training.base.run_logger import Loggers
 from training.checkpoint.frozen import keep_frozen
-from training.checkpoint.restore import restore
+from training.checkpoint.restore import TrainState, restore
 from training.checkpoint.saver import GIVE_UP_SECONDS, Saver
-from training.checkpoint.state import TrainState
 from training.checkpoint.store import choose, find_candidates
 from training.data import DataOptions
 from training.data.batch_transforms import BatchTransforms

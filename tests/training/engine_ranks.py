@@ -19,7 +19,7 @@ from training.base.errors import AgreedError
 from training.base.heartbeat import HeartbeatWriter
 from training.base.progress import Progress
 from training.base.run_logger import Loggers
-from training.checkpoint.state import TrainState
+from training.checkpoint.restore import TrainState
 from training.config import TrainConfig
 from training.data.sampler import BatchPlan
 from training.engines import buckets

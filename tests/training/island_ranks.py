@@ -31,7 +31,7 @@ from tests.training.engine_ranks import (
 from tests.training.out_of_memory_ranks import run  # noqa: F401 - with the buckets of engine_ranks, too
 from training.base.progress import Progress
 from training.base.run_logger import Loggers
-from training.checkpoint.state import TrainState
+from training.checkpoint.restore import TrainState
 from training.data.loader import Loader
 from training.data.reader import Batch
 from training.data.sampler import BatchPlan

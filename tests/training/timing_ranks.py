@@ -21,7 +21,7 @@ from training.base.heartbeat import HeartbeatWriter
 from training.base.progress import Progress
 from training.base.run_logger import Loggers
 from training.base.timing import SpanClock, measured_communication, shares
-from training.checkpoint.state import TrainState
+from training.checkpoint.restore import TrainState
 from training.data.loader import Loader
 from training.data.sampler import BatchPlan
 from training.engines.engine import StepResult

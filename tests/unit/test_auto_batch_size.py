@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from launch.arguments import check_training, read_arguments
-from launch.auto_strategy import resolve_strategy
+from launch.before_start import resolve_strategy
 from planning.machines import find_machine
 from planning.search import PlannedJob, memory_of, with_planned_batch
 from training import auto_batch_size

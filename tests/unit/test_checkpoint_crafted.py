@@ -23,9 +23,8 @@ from small_checkpoints import (
 from training.base.errors import UserError
 from training.base.progress import Progress
 from training.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST_FILE, shard_name
-from training.checkpoint.restore import restore
+from training.checkpoint.restore import TrainState, restore
 from training.checkpoint.shards import Snapshot
-from training.checkpoint.state import TrainState
 from training.checkpoint.store import choose, find_candidates
 from training.observe.scores import ScoreSums
 

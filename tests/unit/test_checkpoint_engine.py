@@ -21,9 +21,8 @@ from models.weights_metadata import METADATA_KEY
 from training.base.errors import UserError
 from training.base.progress import Progress
 from training.checkpoint.manifest import Manifest, shard_name
-from training.checkpoint.restore import restore
+from training.checkpoint.restore import TrainState, restore
 from training.checkpoint.shards import Snapshot, write_shard
-from training.checkpoint.state import TrainState
 from training.checkpoint.store import FoundCheckpoint, commit, read_manifest, temporary_folder
 from training.config import TrainConfig
 from training.engines.build_engine import build_engine

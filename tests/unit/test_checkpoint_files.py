@@ -39,9 +39,8 @@ from training.checkpoint.manifest import (
     shard_name,
     write_manifest,
 )
-from training.checkpoint.restore import restore
+from training.checkpoint.restore import TrainState, restore
 from training.checkpoint.shards import CheckpointReader, Snapshot, write_shard
-from training.checkpoint.state import TrainState
 from training.checkpoint.store import checkpoint_name, choose, discard, find_candidates, temporary_folder
 from training.engines.parameter_shards import EngineState, ParameterShard
 from training.observe.scores import ScoreSums

@@ -19,8 +19,8 @@ from training.base.progress import Progress
 from training.base.run_logger import Loggers
 from training.checkpoint import saver as saver_module
 from training.checkpoint import store
+from training.checkpoint.restore import TrainState
 from training.checkpoint.saver import Saver
-from training.checkpoint.state import TrainState
 from training.config import TrainConfig
 from training.data.sampler import BatchPlan
 from training.observe.scores import ScoreSums

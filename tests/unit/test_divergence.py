@@ -14,11 +14,11 @@ from training.base.progress import Progress
 from training.base.run_folder import EVALUATION, RunFolder
 from training.checkpoint.weights import save_weights
 from training.config import TrainConfig
+from training.epoch import find_divergence
 from training.messages import _result
 from training.observe.best_weights import bring_along, epoch_of
 from training.observe.evaluation import read_scores, write_scores
 from training.prepare import FIRST_START
-from training.recipe.divergence import find_divergence
 from training.run import _deliver, run
 
 PREPROCESSING = {

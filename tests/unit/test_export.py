@@ -30,8 +30,7 @@ from delivery.export.comparison import check_agreement, compare
 from delivery.export.export_job import CheckImages, tracing
 from models.build import build_model
 from training.base.errors import UserError
-from training.checkpoint.class_map import write_class_map
-from training.checkpoint.weights import load_model, preprocess, read_metadata
+from training.checkpoint.weights import load_model, preprocess, read_metadata, write_class_map
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CROPPED = {

@@ -20,9 +20,7 @@ OWNERS = {
     "peft": {"training/recipe/tuning.py"},
     "torch.utils.tensorboard": {"training/observe/loggers/tensorboard.py"},
     **{name: {"training/observe/loggers/tracker_runs.py"} for name in ("wandb", "mlflow", "trackio")},
-    "onnx": {f"delivery/export/{name}.py" for name in ("int8", "onnx_format")},
-    "onnxruntime": {f"delivery/export/{name}.py" for name in ("int8", "onnx_format")},
-    "onnxscript": {"delivery/export/onnx_format.py"},
+    **dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), {"delivery/export/onnx_format.py"}),
 }
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from training.auto_learning_rate import HIGHEST, LOWEST, find_rate
 from training.base.run_folder import LEARNING_RATE, METRICS
 from training.config import TrainConfig
 from training.data.mixing import Mixing
 from training.data.reader import Batch
 from training.recipe.loss import GUESSES, build_loss
-from training.recipe.rate_search import HIGHEST, LOWEST, find_rate
 from training.run import run as train_run
 
 GUESS = math.log(10)

@@ -10,9 +10,8 @@ from torch import nn
 
 from models.activations import LARGEST_KEPT_BYTES, Activations, activations
 from models.dry_run import without_data
-from planning.memory import ModelSizes, plan_memory
+from planning.memory import STATE_RULES, ModelSizes, plan_memory
 from planning.run_workload import sizes_of, workload_of
-from planning.state_rules import STATE_RULES
 from training.config import TrainConfig
 from training.engines.activation_checkpointing import enable_activation_checkpointing
 from training.engines.strategies import ParallelPlan

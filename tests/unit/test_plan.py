@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.arguments import check_training, read_arguments
-from launch.auto_strategy import resolve_strategy
+from launch.before_start import resolve_strategy
 from planning.machines import find_machine
 from planning.plan_command import parse, run
 from planning.plan_output import command_of, describe_filling

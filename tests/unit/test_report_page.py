@@ -19,9 +19,9 @@ from delivery.report import formatting
 from delivery.report.page import TEMPLATE, watch, write_report
 from delivery.report.run_files import read_history
 from delivery.report.training_curves import rate_search_chart
+from training.auto_learning_rate import describe_search
 from training.base.errors import UserError
 from training.base.run_folder import LEARNING_RATE
-from training.recipe.rate_search import describe_search
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGEST_PAGE_BYTES = 2_000_000

@@ -121,7 +121,7 @@ def test_every_start_has_a_secret_of_its_own_which_no_file_shows(tmp_path):
         "sys.exit(3)\n"
     )
     code = (
-        "import sys; from launch.adaptation import Adaptation; from launch.single_node import supervise;"
+        "import sys; from launch.restart_policy import Adaptation; from launch.single_node import supervise;"
         "sys.exit(supervise(lambda _: sys.argv[1:], {}, 5.0, 1, Adaptation([], 1, has_gpus=False)))"
     )
     supervisor = [sys.executable, "-c", code, sys.executable, str(program)]

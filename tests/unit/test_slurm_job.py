@@ -10,7 +10,7 @@ import pytest
 
 from launch.slurm import job as job_module
 from launch.slurm.arguments import Job, training_arguments
-from launch.slurm.requeue import JobRecord, JobState, what_follows
+from launch.slurm.job import JobRecord, JobState, what_follows
 from training.base.errors import UserError
 
 ARGUMENTS = ["--model-type=mobilenet", "--strategy=ddp"]

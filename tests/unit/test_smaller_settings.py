@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from launch import node_run
-from launch.adaptation import Adaptation, oom_kills
 from launch.launch_folder import HeartbeatFolder
 from launch.node_launcher import NodeLauncher
 from launch.node_run import Ending
 from launch.process_tree import Launch
 from launch.rank_monitor import Death
-from launch.restart_policy import RestartPolicy, Started, start_until_done
+from launch.restart_policy import Adaptation, RestartPolicy, Started, start_until_done
+from training.base.control_groups import oom_kills
 from training.base.errors import OUT_OF_MEMORY_EXIT_CODE
 from training.config import FLAG_OF, TrainConfig
 from training.config.check import check_config

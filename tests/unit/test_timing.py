@@ -21,7 +21,7 @@ from tests.training.engine_ranks import loop_context
 from training.base.progress import Progress
 from training.base.run_logger import Loggers
 from training.base.timing import SPANS, SpanClock, StreamMarks, measured_communication, shares
-from training.checkpoint.state import TrainState
+from training.checkpoint.restore import TrainState
 from training.data.reader import Batch
 from training.data.sampler import BatchPlan
 from training.engines.batchnorm import _SumOverRanks

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
+OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def group_files(controller: str, name: str, old_name: str, root: Path = ROOT) -> Iterator[Path]:
@@ -68,6 +70,21 @@ def quota_note(root: Path = ROOT) -> str:
     """
     quota, cores = cpu_quota(root), len(os.sched_getaffinity(0))
     return f"a CPU quota of {quota:.3g} of {cores} cores" if quota < cores else ""
+
+
+def oom_kills(root: Path = ROOT) -> int:
+    """Return how many processes the kernel has killed for want of memory so far, in this process's control group.
+
+    That of the whole machine if the group does not say; 0 if nothing does, as in some sandboxes.
+
+    Args:
+        root: that /proc and /sys are below.
+    """
+    for path in [*group_files("memory", "memory.events", "memory.oom_control", root), root / "proc/vmstat"]:
+        with contextlib.suppress(OSError):
+            if found := OOM_KILLS.search(path.read_text()):
+                return int(found[1])
+    return 0
 
 
 def limit_threads() -> None:

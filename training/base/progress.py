@@ -19,7 +19,7 @@ class Progress:
         epochs_without_better: evaluations since then, for early stopping.
         skipped_steps: optimizer steps skipped so far because a gradient was not finite.
         bad_steps_in_row: how many of them were the latest steps.
-        diverged_epochs_in_row: how many of the latest epochs had diverged, see `training.recipe.divergence`.
+        diverged_epochs_in_row: how many of the latest epochs had diverged, see `training.epoch`.
     """
 
     epoch: int = 0

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from models import MODELS, MOST_MEMBERS
-from training.base.option import option
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 PRESET_FOLDER = REPO_ROOT / "presets"
@@ -15,6 +14,21 @@ PRESETS = tuple(sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml")))
 LARGEST_BATCH = 65_536  # images of one forward pass
 TUNE_USAGE = "full, head, layers:N, lora:R"
 FEWEST_IMAGES = 8  # of a micro-batch that is chosen for the user: BatchNorm's statistics of fewer are poor
+
+
+def option(
+    default: Any, help: str, *, low: float | None = None, high: float | None = 10**9, above: float | None = None
+) -> Any:
+    """Declare a field with its help text and its range.
+
+    Args:
+        default: the value if neither file nor command line gives one.
+        help: one sentence with the unit.
+        low: smallest allowed value, itself included.
+        high: largest allowed value, itself included.
+        above: lower bound, itself excluded.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "above": above})
 
 
 @dataclasses.dataclass(frozen=True)

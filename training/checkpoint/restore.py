@@ -1,18 +1,20 @@
-"""Fills a fresh state from a checkpoint."""
+"""What changes from step to step, and how a fresh one is filled from a checkpoint."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 
 from training.base.errors import UserError, one_line
+from training.base.progress import Progress
 from training.checkpoint.manifest import DamagedCheckpoint, Manifest
 from training.checkpoint.shards import CheckpointReader
-from training.checkpoint.state import TrainState
 from training.checkpoint.store import FoundCheckpoint
+from training.engines.engine import Engine
 from training.engines.islands import of_first_island
 from training.engines.model_buffers import AVERAGE, buffers_elsewhere
 from training.engines.parameter_shards import EngineState, frozen_parameters
@@ -20,6 +22,26 @@ from training.world.world import World
 
 if TYPE_CHECKING:
     from training.observe.scores import ScoreSums
+
+if TYPE_CHECKING:
+    from training.observe.scores import ScoreSums
+
+
+@dataclass
+class TrainState:
+    """Everything that changes from step to step.
+
+    Dropout, sample order and augmentation are functions of the seed and the position, so no generator is part of it.
+
+    Attributes:
+        engine: parameters, buffers, optimizer state, number of applied updates and fp16's loss scale.
+        sums: score sums of the running epoch.
+        progress: position of the run, best epoch and counts.
+    """
+
+    engine: Engine
+    sums: ScoreSums
+    progress: Progress
 
 
 def restore(found: FoundCheckpoint, state: TrainState, world: World) -> None:

@@ -19,9 +19,9 @@ from training.base.progress import Progress
 from training.base.run_logger import Loggers
 from training.checkpoint.frozen import FrozenWeights
 from training.checkpoint.manifest import Manifest, ShardFacts, shard_name
+from training.checkpoint.restore import TrainState
 from training.checkpoint.settings import CheckpointSettings
 from training.checkpoint.shards import Snapshot, write_shard
-from training.checkpoint.state import TrainState
 from training.checkpoint.store import checkpoint_name, commit, discard, temporary_folder
 from training.data.sampler import BatchPlan
 from training.recipe.schedule import stable_epochs

@@ -7,10 +7,11 @@ network), `class_names`, `preprocessing` and `extra`. Tensor names are the netwo
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from models.build import channels_of, rebuild_model, tensor_mismatch
 from models.dry_run import forward_failure
 from models.weights_file import check_finite
 from models.weights_metadata import METADATA_KEY, METADATA_KEYS, WrongMetadata, open_weights, read_facts
-from training.base.atomic_write import replacing_by_library, sync_to_disk
+from training.base.atomic_write import replacing, replacing_by_library, sync_to_disk
 from training.base.errors import UserError
 from training.data.augment import evaluation_transform
 from training.data.reading.images import to_channels
 from training.data.values import BYTES, values_of
 from training.world.preserved_process import preserved_generators
+
+CLASS_MAP = "class_map.txt"  # the classes in the order of the logits, a name a line, for timm's --class-map
 
 
 def save_weights(
@@ -169,3 +172,28 @@ def preprocess(metadata: dict[str, Any]) -> Callable[[Image.Image], torch.Tensor
         return transform(pil_to_tensor(to_channels(ImageOps.exif_transpose(image), channels)))
 
     return to_input
+
+
+def class_map(class_names: Sequence[str]) -> bytes | None:
+    """Return the content of the file, None if timm would read other names: it strips lines, and takes UTF-8 alone."""
+    content = "".join(f"{name}\n" for name in class_names)
+    if [line.strip() for line in io.StringIO(content, newline=None)] != [*class_names]:
+        return None
+    try:
+        return content.encode()
+    except UnicodeEncodeError:  # bytes of a folder's name that are no text
+        return None
+
+
+def write_class_map(folder: Path, class_names: Sequence[str]) -> None:
+    """Write `CLASS_MAP` into a folder, or remove that of other classes if there can be none.
+
+    Without it timm numbers folders in natural order (1, 2, 10), and here they are numbered as text is sorted
+    (1, 10, 2).
+    """
+    content, path = class_map(class_names), folder / CLASS_MAP
+    if content is None:
+        path.unlink(missing_ok=True)
+        return
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)

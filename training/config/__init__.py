@@ -32,19 +32,8 @@ CHANGEABLE_ON_RESUME = frozenset(
         *("raw_accuracy", "teacher"),  # which its hash identifies
         *("data", "data_root", "path_column", "label_column", "links", "download"),
         *("workers", "cache", "cache_gb", "remote_cache_gb", "bad_images"),
-        *(
-            "preset",
-            "run_name",
-            "log_dir",
-            "log_every_steps",
-            "log_hashes",
-            "audit",
-            "progress",
-            "loggers",
-            "tensorboard",
-            "report",
-            "profile",
-        ),
+        *("preset", "run_name", "log_dir", "log_every_steps", "log_hashes", "audit", "progress"),
+        *("loggers", "tensorboard", "report", "profile"),
         *("resume", "save_every_steps", "save_every_minutes", "keep_last", "max_bad_steps", "on_oom", "hang_timeout"),
     }
 )

@@ -11,8 +11,7 @@ import dataclasses
 from typing import Literal
 
 from models import LARGEST_IMAGE_SIZE, MOST_IMAGE_CHANNELS
-from training.base.option import option
-from training.base.settings import RunSettings
+from training.base.settings import RunSettings, option
 from training.data.augmentations import AUGMENTATION_NAMES, CROP_RATIO, CROP_SCALE, RANDAUGMENT
 from training.data.image_sizes import USAGE as SIZE_USAGE
 

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from training.engines.activation_checkpointing import repeated_blocks
 from training.engines.compilation import compile_network
-from training.engines.distribution import Distribution
-from training.engines.engine import EngineSetup
+from training.engines.engine import Distribution, EngineSetup
 from training.engines.norms import SumOfSquares, pieces_per_row
 from training.engines.parameter_shards import WEIGHTS, ParameterShard
 from training.engines.precision import under_autocast

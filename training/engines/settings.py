@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from models import model_spec
-from training.base.option import option
+from training.base.settings import option
 from training.data.settings import DataSettings
 from training.engines.strategies import STRATEGIES
 

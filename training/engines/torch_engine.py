@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from training.engines.distribution import Distribution
-from training.engines.engine import Engine, EngineSetup, StepResult, Updates
+from training.engines.engine import Distribution, Engine, EngineSetup, StepResult, Updates
 from training.engines.fsdp2 import Fsdp2
 from training.engines.model_buffers import ModelBuffers
 from training.engines.parameter_shards import WEIGHTS, EngineState, fill_shards, frozen_parameters, parameter_shapes

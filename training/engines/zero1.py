@@ -17,8 +17,7 @@ import torch
 
 from training.engines.buckets import BackwardOrder, Placed, Shared, make_buckets, place, share_out
 from training.engines.compilation import compile_network
-from training.engines.distribution import Distribution
-from training.engines.engine import EngineSetup
+from training.engines.engine import Distribution, EngineSetup
 from training.engines.norms import BLOCK, SumOfSquares, squares_of_rows
 from training.engines.parameter_shards import (
     CONVOLUTION_DIMENSIONS,

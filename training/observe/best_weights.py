@@ -13,9 +13,8 @@ from models.build import BuiltModel
 from training.base.atomic_write import replacing
 from training.base.errors import UserError
 from training.base.run_folder import EVALUATION, WEIGHTS, RunFolder
-from training.checkpoint.class_map import write_class_map
 from training.checkpoint.manifest import Manifest
-from training.checkpoint.weights import read_metadata, save_weights
+from training.checkpoint.weights import read_metadata, save_weights, write_class_map
 from training.data.datasets import DatasetPair
 from training.observe.evaluation import describe_scores, read_scores, write_scores
 from training.observe.multilabel import THRESHOLDS

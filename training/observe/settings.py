@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from training.base.option import option
+from training.base.settings import option
 from training.checkpoint.settings import CheckpointSettings
 from training.engines.settings import EngineSettings
 

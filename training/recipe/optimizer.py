@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from models.ensemble import Ensemble
 from training.base.errors import UserError, one_line
 from training.recipe.composite import Composite, rules_of
-from training.recipe.layer_groups import parameter_settings
 from training.recipe.rules import MATRIX_RULES, OPTION_READERS, WHOLE_PARAMETER, read_options
 from training.recipe.settings import RecipeSettings
 
@@ -27,6 +27,49 @@ WITHOUT_BETAS = ("muon", "nmuon")  # whose class has them for other rules
 STARTS = {("RMSpropTF", "square_avg"): torch.ones_like, ("MADGRAD", "x0"): torch.clone}
 
 AVERAGES = "averages"  # of a parameter group: names of the averages of its weights that are in the optimizer's state
+
+
+class ParameterSettings(NamedTuple):
+    """Whether a parameter has weight decay, and the factor on its learning rate."""
+
+    decays: bool
+    rate_scale: float
+
+
+def parameter_settings(module: nn.Module, config: RecipeSettings) -> dict[str, ParameterSettings]:
+    """Return the settings of every parameter that is trained, by name.
+
+    Biases and norm weights are vectors: decaying them only hurts (Goyal et al. 2017, https://arxiv.org/abs/1706.02677,
+    section 3). With `--no-weight-decay model` those that a timm model's `no_weight_decay` names do not decay either.
+    With `--layer-decay` a layer's rate is that of the next one, towards the head, times the decay (Bao et al. 2021,
+    https://arxiv.org/abs/2106.08254, appendix); the layers are timm's, see `timm.optim.param_groups_layer_decay`.
+
+    Raises:
+        UserError: for a layer decay of a model of which one layer is trained, or that timm does not divide into layers.
+    """
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if config.layer_decay == 1 and config.no_weight_decay == "vectors":
+        return {name: ParameterSettings(parameter.ndim > 1, 1.0) for name, parameter in trained.items()}
+    from timm.optim import param_groups_layer_decay
+
+    by_id: dict[int, ParameterSettings] = {}
+    for part in module.members if isinstance(module, Ensemble) else [module]:
+        spared: Any = getattr(part, "no_weight_decay", set) if config.no_weight_decay == "model" else set
+        groups = param_groups_layer_decay(
+            part,
+            weight_decay=1.0,
+            no_weight_decay_list=spared(),
+            layer_decay=config.layer_decay,
+        )
+        if config.layer_decay < 1 and len({group["lr_scale"] for group in groups}) == 1:
+            raise UserError(
+                f"--layer-decay {config.layer_decay}: what is trained of {type(part).__name__} is one layer: "
+                "leave it out."
+            )
+        for group in groups:
+            settings = ParameterSettings(group["weight_decay"] > 0, group["lr_scale"])
+            by_id |= {id(parameter): settings for parameter in group["params"]}
+    return {name: by_id[id(parameter)] for name, parameter in trained.items()}
 
 
 def build_optimizer(
@@ -99,7 +142,7 @@ def _build_rule(name: str, param_groups: list[dict[str, Any]], config: RecipeSet
         # timm passes the momentum only to the optimizers that have one.
         options = {"momentum": momentum} | OPTIONS.get(name, {}) | options
         if name in MATRIX_RULES and config.precision == "fp32":
-            from training.recipe.muon import Fp32Muon
+            from training.recipe.composite import Fp32Muon
 
             return Fp32Muon(param_groups, **getattr(get_optimizer_class(name), "keywords", {}) | options)
         return create_optimizer_v2(param_groups, opt="momentum" if is_plain_sgd else name, **options)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from training.base.option import option
-from training.base.settings import LARGEST_BATCH, RunSettings
+from training.base.settings import LARGEST_BATCH, RunSettings, option
 from training.recipe.class_weights import USAGE as CLASS_WEIGHTS_USAGE
 from training.recipe.rules import ALLOWED, ELEMENT_WISE, MATRIX_RULES, OPTION_READERS
 from training.recipe.schedule import SCHEDULES

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from training.checkpoint.state import TrainState
+from training.checkpoint.restore import TrainState
 from training.data.reader import Batch
 from training.engines.engine import StepResult
 from training.observe.step_hashes import HASHES, StepHashes

@@ -1,4 +1,4 @@
-"""The strategy word `auto`: scripts/plan.py chooses, in a process of its own, because it needs torch."""
+"""What is settled before any rank starts: the strategy word `auto`, and whether a new run can begin."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from launch.arguments import LaunchArguments
 from training.base.errors import UserError
-from training.config import REPO_ROOT
+from training.config import REPO_ROOT, TrainConfig
+from training.config.global_batch import check_division
+from training.observe.new_run import refuse_existing, run_folder
 
 PLANNER = str(REPO_ROOT / "scripts/plan.py")
 AUTO = "auto"
@@ -18,7 +21,8 @@ AUTO = "auto"
 def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
     """Return the arguments with `auto` replaced by the strategy, batch size and flags that the planner recommends.
 
-    A batch size `auto` stays, unless fewer images than that finds are recommended.
+    The planner is a process of its own, because it needs torch. A batch size `auto` stays, unless fewer images than
+    that finds are recommended.
 
     Args:
         given: arguments of the launcher.
@@ -49,3 +53,31 @@ def resolve_strategy(given: LaunchArguments, nodes: int) -> LaunchArguments:
     if (positional["batch_size"], best["batch_size"]) != (AUTO, plan["batch_size"]):  # else the ranks find it
         positional["batch_size"], flags = str(best["batch_size"]), [*flags, steps]
     return dataclasses.replace(given, positional=positional, flags=[*given.flags, *flags], gpu="")
+
+
+def check_new_run(config: TrainConfig, possible_ranks: Sequence[int]) -> None:
+    """Refuse a run whose name another one has, and a global batch that the ranks cannot share.
+
+    A run that goes on keeps the global batch of its checkpoint: that is for the ranks to check, which read it.
+
+    Args:
+        config: of the training.
+        possible_ranks: numbers of ranks that the launch may use, the wanted one first.
+
+    Raises:
+        UserError: for the batch what the wanted number of ranks says, if no number can share it.
+    """
+    folder = run_folder(config)
+    if config.run_name:
+        refuse_existing(config, folder)
+    if config.resume not in ("never", "auto") or (config.resume == "auto" and folder.has_checkpoint):
+        return
+    errors = []
+    for ranks in possible_ranks:
+        try:
+            check_division(config, ranks)
+        except UserError as error:
+            errors.append(error)
+        else:
+            return
+    raise errors[0]
