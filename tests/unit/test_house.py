@@ -20,7 +20,7 @@ OWNERS = {
     "peft": {"training/recipe/tuning.py"},
     "torch.utils.tensorboard": {"training/observe/loggers/tensorboard.py"},
     **{name: {"training/observe/loggers/tracker_runs.py"} for name in ("wandb", "mlflow", "trackio")},
-    **dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), {"delivery/export/onnx_format.py"}),
+    **{name: {"delivery/export/onnx_format.py"} for name in ("onnx", "onnxruntime", "onnxscript")},
 }
 
 
