@@ -77,7 +77,7 @@ def main() -> None:
     rows = []
     for model in given.models.split(","):
         run = train(model, given.log_dir.resolve())
-        settings = ExportSettings(str(run), "onnx", "int8", threads=given.threads)
+        settings = ExportSettings(model=str(run), format="onnx", precision="int8", threads=given.threads)
         try:
             rows.append(row(model, export_model(settings)))
         except ExportRefused as refusal:

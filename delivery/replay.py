@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import signal
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from training.observe.step_hashes import hashed_parameters, tensor_hash
 from training.prepare import FIRST_START
 from training.run import set_up
 from training.setup import Run, train_context
-from training.steps.accumulate import Note, TimedEngine
+from training.steps.accumulate import StepInput, TimedEngine
 from training.world.mesh_sizes import data_ranks
 from training.world.preserved_process import preserved_process
 from training.world.signals import StopRequest
@@ -64,22 +64,15 @@ class WatchedStep:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     seen: list[tuple[Batch, torch.Tensor]] = field(default_factory=list)
 
-    def __call__(
-        self,
-        engine: TimedEngine,
-        batches: Iterable[Batch],
-        seed_leaf: Callable[[int], None],
-        loss_scale: float,
-        note: Note,
-    ) -> StepResult | None:
+    def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
         """See `training.steps.accumulate.Step`."""
         if self.context.position != self.number - 1:
-            return self.context.step(engine, batches, seed_leaf, loss_scale, note)
+            return self.context.step(engine, given)
         scale = 1.0 if engine.engine.loss_scale is None else engine.engine.loss_scale.value
 
         def keep(batch: Batch, losses: torch.Tensor, *more: torch.Tensor) -> None:
             self.seen.append((batch, losses.detach()))
-            note(batch, losses, *more)
+            given.note(batch, losses, *more)
 
         def add(gradient: torch.Tensor, name: str) -> None:
             self.gradients[name] = self.gradients.get(name, torch.zeros_like(gradient)) + gradient / scale
@@ -89,7 +82,7 @@ class WatchedStep:
         for name, parameter in trained:
             parameter.register_hook(partial(add, name=name))  # called once for each leaf
         self.stop.request(signal.SIGINT)
-        return self.context.step(engine, batches, seed_leaf, loss_scale, keep)
+        return self.context.step(engine, given._replace(note=keep))
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters of this moment by name."""

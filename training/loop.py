@@ -17,6 +17,7 @@ from training.data.bad_images import check_bad_images
 from training.data.loader import Batch, Loader
 from training.engines.engine import Engine
 from training.observe.scores import SampleRecorder, Scores, sample_losses
+from training.steps.accumulate import StepInput
 from training.steps.context import TrainContext
 from training.steps.epoch_observer import EpochObserver, EpochResult
 from training.world.collectives import error_on_any_rank
@@ -47,7 +48,7 @@ def train_one_epoch(state: TrainState, batches: Iterable[Batch], context: TrainC
         context.schedule.set_learning_rates(engine.optimizer.param_groups, position)
         own_batches, seed_leaf = islice(waiting, plan.accumulation_steps), partial(seed_own_leaf, context, position)
         scale = plan.loss_scale_for(step, context.world.data.rank)
-        result = context.step(engine, own_batches, seed_leaf, scale, observer.note)
+        result = context.step(engine, StepInput(own_batches, seed_leaf, scale, observer.note))
         if observer.after_step(result, failure=waiting.failure):
             break
     waiting.raise_error()

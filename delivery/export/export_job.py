@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from delivery.evaluation_data import EvaluationData
+from delivery.evaluation_data import EvaluationChoice, EvaluationData
 from delivery.export.output_folder import describe_use
 from delivery.export.pictures import EXAMPLE, FromPictures
 from models.sides import sides
@@ -27,17 +27,15 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 MAX_BYTES = 2 * 10**9  # of the images that are kept in memory, float32
 
 
-@dataclass(frozen=True)
-class ExportSettings:
-    """What a user asks for; see the flags of scripts/export.py.
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings(EvaluationChoice):
+    """What a user asks for, see the flags of scripts/export.py, and the images that the file is compared on.
 
     Attributes:
         model: a run's name or folder, or a safetensors file.
         format: a name of `FORMATS`.
         precision: a name of `PRECISIONS`.
         output: folder of the files, empty for the default.
-        data, data_root, path_column, label_column, bad_images, allow_missing_classes: the images that the file is
-            compared on, see `delivery.evaluation_data.EvaluationChoice`; calibration takes those of the training split.
         check_images: at most so many, 0 for as many as fit into memory.
         calibration_images: of the training split, for int8.
         batch_size: images of one forward pass.
@@ -50,12 +48,7 @@ class ExportSettings:
     format: str
     precision: str = "fp32"
     output: str = ""
-    data: str = ""
-    data_root: str = ""
-    path_column: str = ""
-    label_column: str = ""
-    bad_images: str = ""
-    allow_missing_classes: bool = False
+    split: str = "val"
     check_images: int = 0
     calibration_images: int = 256
     batch_size: int = 64

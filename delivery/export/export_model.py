@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from delivery.calibration import digest_of, read_calibration
-from delivery.evaluation_data import EvaluationChoice, load_evaluation_data, run_data
+from delivery.evaluation_data import load_evaluation_data, run_data
 from delivery.export import check_choice
 from delivery.export.comparison import Agreement, check_agreement, compare, compare_pictures, milliseconds_per_image
 from delivery.export.export_job import ExportJob, ExportSettings, load_calibration_images, load_check_images
@@ -134,19 +134,10 @@ def _show_against_fp32(exported: Exported, settings: ExportSettings) -> None:
 
 def _prepare(settings: ExportSettings, model: TrainedModel) -> ExportJob:
     module, metadata = load_model(model.weights)
-    choice = EvaluationChoice(
-        settings.data,
-        "val",
-        settings.data_root,
-        settings.bad_images,
-        settings.allow_missing_classes,
-        settings.path_column,
-        settings.label_column,
-    )
     config = model.config()
     if config is not None and settings.with_preprocessing:  # which is given pictures at full size
         config = dataclasses.replace(config, decode="exact")
-    data = load_evaluation_data(metadata, config, choice, run_data(model))
+    data = load_evaluation_data(metadata, config, settings, run_data(model))
     check = load_check_images(data, module, settings)
     calibration = load_calibration_images(data, settings.calibration_images) if settings.precision == "int8" else None
     origin = _describe_origin(model, metadata, settings.precision)

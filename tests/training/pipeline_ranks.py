@@ -25,7 +25,7 @@ from training.engines.strategies import plan_of
 from training.loop import seed_dropout
 from training.recipe.loss import build_loss
 from training.recipe.optimizer import build_optimizer
-from training.steps.accumulate import Accumulate, TimedEngine
+from training.steps.accumulate import Accumulate, StepInput, TimedEngine
 from training.steps.pipelined import Pipelined
 from training.world.collectives import gather_objects
 from training.world.exchange import list_of, text
@@ -148,7 +148,7 @@ def train(
         def note(_batch: Batch, losses: torch.Tensor, logits: torch.Tensor) -> None:
             seen.append(torch.cat([losses.detach()[:, None], logits.detach().flatten(1)], dim=1))
 
-        result = step(TimedEngine(engine, SpanClock()), batches, seed, 1.0, note)
+        result = step(TimedEngine(engine, SpanClock()), StepInput(batches, seed, 1.0, note))
         norms.append(float(result.gradient_norm).hex())
     found: dict[str, str] = {}
     for kind, tensors in whole_tensors(engine).items():

@@ -18,7 +18,7 @@ from training.base.timing import SpanClock
 from training.data.reader import Batch
 from training.loop import seed_dropout
 from training.recipe.loss import build_loss
-from training.steps.accumulate import Accumulate, TimedEngine
+from training.steps.accumulate import Accumulate, StepInput, TimedEngine
 from training.steps.audit import Audited
 from training.world.world import World
 
@@ -85,7 +85,7 @@ def audited_steps(
             seed_dropout(0, position, world.rank * accumulation + micro_step, world.device)
 
         try:
-            (audited if audit else step)(timed, iter(batches), seed_leaf, 1.0, lambda *_: None)
+            (audited if audit else step)(timed, StepInput(iter(batches), seed_leaf, 1.0, lambda *_: None))
         except RunEnded as error:
             ended = f"{error.exit_code}: {error}"
             break
@@ -105,6 +105,6 @@ def unlike_batches(world: World) -> dict[str, Any]:
     if world.rank == 0:
         images = images.contiguous(memory_format=torch.channels_last)
     batch = Batch(images, labels, torch.ones(len(labels)), torch.arange(len(labels)))
-    result = audited(TimedEngine(engine, SpanClock()), iter([batch]), lambda _: None, 1.0, lambda *_: None)
+    result = audited(TimedEngine(engine, SpanClock()), StepInput(iter([batch]), lambda _: None, 1.0, lambda *_: None))
     engine.close()
     return {"events": log.events, "applied": bool(result.applied)}

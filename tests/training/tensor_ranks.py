@@ -30,7 +30,7 @@ from training.engines.parameter_shards import gather_weights
 from training.loop import seed_dropout
 from training.observe.scores import sample_losses
 from training.setup import set_up_engine
-from training.steps.accumulate import Accumulate, TimedEngine
+from training.steps.accumulate import Accumulate, StepInput, TimedEngine
 from training.steps.pipelined import Pipelined
 from training.world.collectives import sum_over_ranks
 from training.world.mesh import form_mesh
@@ -135,10 +135,12 @@ def divided_steps(
         found: list[torch.Tensor] = []
         result = step_of(
             TimedEngine(engine, SpanClock()),
-            batches,
-            lambda leaf, step=step: seed_dropout(0, step, own_leaves[leaf], world.device),
-            1 / BATCH_SIZE,
-            lambda _batch, losses, _logits, found=found: found.append(losses.detach().mean()),
+            StepInput(
+                batches,
+                lambda leaf, step=step: seed_dropout(0, step, own_leaves[leaf], world.device),
+                1 / BATCH_SIZE,
+                lambda _batch, losses, _logits, found=found: found.append(losses.detach().mean()),
+            ),
         )
         losses[[step * LEAVES + leaf for leaf in own_leaves]] = torch.stack(found)
         norms.append(float(result.gradient_norm))

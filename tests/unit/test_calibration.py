@@ -113,7 +113,7 @@ def test_a_calibration_belongs_to_its_weights_and_views(call, own_run, digit_fol
     assert (code, err.count("\n")) == (2, 1)
     assert "calibrated for plain, not for plain and mirrored images" in err
     known = read_calibration(weights)
-    export_model(ExportSettings(str(own_run), "safetensors"))
+    export_model(ExportSettings(model=str(own_run), format="safetensors"))
     assert json.loads((own_run / "export" / "calibration.json").read_text()) == known.facts
     assert any(fact.name == "calibration error, calibrated" for fact in key_figures(read_run(own_run)))
     file = calibration_file(weights)

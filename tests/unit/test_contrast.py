@@ -24,7 +24,7 @@ from training.data.reader import Batch
 from training.data.sampler import BatchPlan, EvaluationPlan
 from training.observe.neighbours import NEIGHBOURS, TEMPERATURE, Neighbours
 from training.recipe.contrast import contrast
-from training.steps.accumulate import TimedEngine
+from training.steps.accumulate import StepInput, TimedEngine
 from training.steps.gradient_cache import GradientCache
 from training.world.world import World
 
@@ -144,7 +144,7 @@ def run_step(leaves: int, note=lambda *_: None) -> tuple[NoUpdate, nn.Module]:
     module = Network()
     before, engine = copy.deepcopy(module), NoUpdate(module, leaves)
     batches = batches_of(drawn(IMAGES, 3, 6, 6), LABELS, IMAGES // leaves)
-    result = GradientCache(ALONE, 0.1, CLASSES)(engine, iter(batches), seed, leaves / (IMAGES - 2), note)
+    result = GradientCache(ALONE, 0.1, CLASSES)(engine, StepInput(iter(batches), seed, leaves / (IMAGES - 2), note))
     assert result is not None
     return engine, before
 
@@ -176,7 +176,7 @@ def test_a_batch_of_32_chunks_keeps_the_activations_of_one():
         images = drawn(CHUNK * leaves, 3, 24, 24)
         labels = LABELS.repeat(CHUNK)[: CHUNK * leaves]
         batches = batches_of(images, labels, CHUNK)
-        GradientCache(ALONE, 0.1, CLASSES)(engine, batches, seed, 1.0, lambda *_: None)
+        GradientCache(ALONE, 0.1, CLASSES)(engine, StepInput(batches, seed, 1.0, lambda *_: None))
     assert one.most_kept > 16 * CHUNK * 24 * 24 * 4
     assert many.most_kept == one.most_kept
 
@@ -190,10 +190,12 @@ def test_only_the_image_that_is_not_finite_is_to_blame():
     step = GradientCache(ALONE, 0.1, CLASSES)
     step(
         engine,
-        batches_of(images, LABELS[:8], 4),
-        seed,
-        1.0,
-        lambda batch, losses, logits, evidence: blamed.extend((~evidence.isfinite()).tolist()),
+        StepInput(
+            batches_of(images, LABELS[:8], 4),
+            seed,
+            1.0,
+            lambda batch, losses, logits, evidence: blamed.extend((~evidence.isfinite()).tolist()),
+        ),
     )
     assert blamed == [number == 5 for number in range(8)]
 

@@ -91,7 +91,7 @@ def test_onnxruntime_takes_pictures_of_any_size():
     calibration = Calibration(0.7, 0.3, False, 0, {})
     module = from_pictures("crop", "bicubic", calibration)
     metadata = {"preprocessing": module.preprocessing, "class_names": list("abcde"), "extra": {}}
-    job = ExportJob(ExportSettings("", "onnx", with_preprocessing=True), module, metadata, {}, None, None)
+    job = ExportJob(ExportSettings(model="", format="onnx", with_preprocessing=True), module, metadata, {}, None, None)
     session = onnxruntime.InferenceSession(export_graph(job).SerializeToString())
     assert session.get_inputs()[0].shape == ["batch", "height", "width", 3]
     draws, classes = torch.Generator().manual_seed(0), set()

@@ -251,7 +251,7 @@ def test_a_run_is_judged_and_used(call, run, tables, tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert "mAP" in page
     assert 'id="confusion"' not in page
-    exported = export_model(ExportSettings(str(run), "torch-export", output=str(tmp_path / "export")))
+    exported = export_model(ExportSettings(model=str(run), format="torch-export", output=str(tmp_path / "export")))
     assert exported.agreement.model_top1 == pytest.approx(scores["top1"])
     about = json.loads((tmp_path / "export" / "preprocessing.json").read_text())
     assert about["output"]["thresholds"] == read_metadata(weights)["extra"]["thresholds"]

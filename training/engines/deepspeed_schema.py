@@ -13,62 +13,43 @@ from typing import Any
 
 from training.base.errors import UserError, nearest
 
-BOOL = "true or false"
-COUNT = "a whole number, 0 or more"
-NUMBER = "a number, 0 or more"
-TEXT = "text"
-LIST = "a list"
+BOOL, TEXT, LIST = "true or false", "text", "a list"
+COUNT, NUMBER, WHOLE = "a whole number, 0 or more", "a number, 0 or more", "a whole number"
+KINDS = {"flag": BOOL, "text": TEXT, "list": LIST, "count": COUNT, "number": NUMBER, "whole": WHOLE}
 
-_OFFLOAD = {"pin_memory": BOOL, "buffer_count": COUNT, "buffer_size": COUNT, "nvme_path": TEXT}
 
+def _keys(words: str) -> dict[str, Any]:
+    """Return what each key of words `key:kind` is expected to be."""
+    return {key: KINDS[kind] for key, kind in (word.split(":") for word in words.split())}
+
+
+_OFFLOAD = _keys("pin_memory:flag buffer_count:count buffer_size:count nvme_path:text")
 # A dictionary stands for a nested section.
 SCHEMA: dict[str, Any] = {
     "zero_optimization": {
-        "stage": COUNT,
-        "contiguous_gradients": BOOL,
-        "reduce_scatter": BOOL,
-        "reduce_bucket_size": COUNT,
-        "use_multi_rank_bucket_allreduce": BOOL,
-        "allgather_partitions": BOOL,
-        "allgather_bucket_size": COUNT,
-        "overlap_comm": BOOL,
-        "compute_grad_norm": BOOL,
-        "round_robin_gradients": BOOL,
-        "ignore_unused_parameters": BOOL,
-        "sub_group_size": COUNT,
-        "stage3_prefetch_bucket_size": COUNT,
-        "stage3_param_persistence_threshold": COUNT,
-        "stage3_model_persistence_threshold": COUNT,
-        "stage3_max_live_parameters": COUNT,
-        "stage3_max_reuse_distance": COUNT,
-        "stage3_module_granularity_threshold": COUNT,
-        "stage3_use_all_reduce_for_fetch_params": BOOL,
-        "stage3_allgather_sequential": BOOL,
-        "memory_efficient_linear": BOOL,
-        "zero_hpz_partition_size": COUNT,
-        "zero_quantized_weights": BOOL,
-        "zero_quantized_gradients": BOOL,
-        "log_trace_cache_warnings": BOOL,
-        "leaf_module": {"classes": LIST, "names": LIST, "name_suffixes": LIST},
-        "offload_optimizer": _OFFLOAD | {"pipeline_read": BOOL, "pipeline_write": BOOL, "ratio": NUMBER},
-        "offload_param": _OFFLOAD | {"max_in_cpu": COUNT},
+        **_keys(
+            "stage:count contiguous_gradients:flag reduce_scatter:flag reduce_bucket_size:count "
+            "use_multi_rank_bucket_allreduce:flag allgather_partitions:flag allgather_bucket_size:count "
+            "overlap_comm:flag compute_grad_norm:flag round_robin_gradients:flag ignore_unused_parameters:flag "
+            "sub_group_size:count stage3_prefetch_bucket_size:count stage3_param_persistence_threshold:count "
+            "stage3_model_persistence_threshold:count stage3_max_live_parameters:count stage3_max_reuse_distance:count "
+            "stage3_module_granularity_threshold:count stage3_use_all_reduce_for_fetch_params:flag "
+            "stage3_allgather_sequential:flag memory_efficient_linear:flag zero_hpz_partition_size:count "
+            "zero_quantized_weights:flag zero_quantized_gradients:flag log_trace_cache_warnings:flag"
+        ),
+        "leaf_module": _keys("classes:list names:list name_suffixes:list"),
+        "offload_optimizer": _OFFLOAD | _keys("pipeline_read:flag pipeline_write:flag ratio:number"),
+        "offload_param": _OFFLOAD | _keys("max_in_cpu:count"),
     },
-    "communication_data_type": TEXT,
-    "prescale_gradients": BOOL,
-    "gradient_predivide_factor": NUMBER,
-    "wall_clock_breakdown": BOOL,
-    "memory_breakdown": BOOL,
-    "dump_state": BOOL,
-    "flops_profiler": {
-        "enabled": BOOL,
-        "profile_step": COUNT,
-        "module_depth": "a whole number",
-        "top_modules": COUNT,
-        "detailed": BOOL,
-        "recompute_fwd_factor": NUMBER,
-        "output_file": TEXT,
-    },
-    "comms_logger": {"enabled": BOOL, "verbose": BOOL, "prof_all": BOOL, "debug": BOOL, "prof_ops": LIST},
+    **_keys(
+        "communication_data_type:text prescale_gradients:flag gradient_predivide_factor:number "
+        "wall_clock_breakdown:flag memory_breakdown:flag dump_state:flag"
+    ),
+    "flops_profiler": _keys(
+        "enabled:flag profile_step:count module_depth:whole top_modules:count detailed:flag "
+        "recompute_fwd_factor:number output_file:text"
+    ),
+    "comms_logger": _keys("enabled:flag verbose:flag prof_all:flag debug:flag prof_ops:list"),
 }
 # Keys of DeepSpeed that the command line owns, with the flag to use instead.
 OWNED_BY_COMMAND_LINE = {
@@ -78,12 +59,7 @@ OWNED_BY_COMMAND_LINE = {
     "gradient_clipping": "--gradient-clipping",
     "optimizer": "--optimizer, --learning-rate and --weight-decay",
     "scheduler": "--schedule, --warmup-epochs and --final-learning-rate-scale",
-    "bf16": "--precision",
-    "bfloat16": "--precision",
-    "fp16": "--precision",
-    "amp": "--precision",
-    "torch_autocast": "--precision",
-    "data_types": "--precision",
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "amp", "torch_autocast", "data_types"), "--precision"),
     "steps_per_print": "--log-every-steps",
     "tensorboard": "--tensorboard",
     "activation_checkpointing": "--activation-checkpointing",
@@ -142,5 +118,5 @@ def _fits(value: Any, expected: str) -> bool:
         whole = float(value).is_integer()
         if expected == COUNT:
             return whole and value >= 0
-        return (expected == NUMBER and value >= 0) or (expected == "a whole number" and whole)
+        return (expected == NUMBER and value >= 0) or (expected == WHOLE and whole)
     return (isinstance(value, str) and expected == TEXT) or (isinstance(value, list) and expected == LIST)

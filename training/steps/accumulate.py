@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -40,11 +41,25 @@ Note = Callable[..., None]
 """Takes what a micro-batch has given: batch, losses [B], logits [B, classes], and, unless the losses tell, evidence [B]
 that is not finite where a sample is to blame."""
 
-Step = Callable[[TimedEngine, Iterable[Batch], Callable[[int], None], float, Note], StepResult | None]
-"""Trains on this rank's micro-batches of an optimizer step, and returns what the engine did; a collective.
 
-Its arguments are the model with its optimizer; the micro-batches, on its device; what seeds dropout for the micro-batch
-of a number, from 0; a factor on losses, see `BatchPlan.loss_scale_for`; and what is called with each micro-batch.
+class StepInput(NamedTuple):
+    """This rank's part of an optimizer step.
+
+    Attributes:
+        batches: its micro-batches, on its device.
+        seed_leaf: seeds dropout for the micro-batch of a number, from 0.
+        loss_scale: a factor on losses, see `BatchPlan.loss_scale_for`.
+        note: called with each micro-batch.
+    """
+
+    batches: Iterable[Batch]
+    seed_leaf: Callable[[int], None]
+    loss_scale: float
+    note: Note
+
+
+Step = Callable[[TimedEngine, StepInput], StepResult | None]
+"""Trains on this rank's part of a step by the model with its optimizer, and returns what the engine did; a collective.
 """
 
 
@@ -62,20 +77,13 @@ class Accumulate:
         losses = self.loss(logits, batch)
         return losses, logits, (losses * batch.weights).sum() * loss_scale
 
-    def __call__(
-        self,
-        engine: TimedEngine,
-        batches: Iterable[Batch],
-        seed_leaf: Callable[[int], None],
-        loss_scale: float,
-        note: Note,
-    ) -> StepResult | None:
+    def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
         """See `Step`."""
         result = None
-        for micro_step, batch in enumerate(batches):
-            seed_leaf(micro_step)
-            losses, logits, total = self.losses(engine, batch, loss_scale)
+        for micro_step, batch in enumerate(given.batches):
+            given.seed_leaf(micro_step)
+            losses, logits, total = self.losses(engine, batch, given.loss_scale)
             engine.backward(total)
             result = engine.step()
-            note(batch, losses, logits)
+            given.note(batch, losses, logits)
         return result

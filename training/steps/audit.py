@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -25,7 +25,7 @@ from training.engines.engine import StepResult
 from training.engines.torch_engine import TorchEngine
 from training.observe.settings import ObserveSettings
 from training.observe.step_hashes import tensor_hash
-from training.steps.accumulate import Accumulate, Note, TimedEngine
+from training.steps.accumulate import Accumulate, StepInput, TimedEngine
 from training.world.collectives import copy_from_main, gather_objects
 from training.world.exchange import list_of, number, row_of, text
 from training.world.world import World
@@ -107,14 +107,7 @@ class Audited:
     most_findings: int = MOST_FINDINGS
     findings: Counter[int] = field(default_factory=Counter)
 
-    def __call__(
-        self,
-        engine: TimedEngine,
-        batches: Iterable[Batch],
-        seed_leaf: Callable[[int], None],
-        loss_scale: float,
-        note: Note,
-    ) -> StepResult | None:
+    def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
         """See `training.steps.accumulate.Step`.
 
         Raises:
@@ -122,20 +115,21 @@ class Audited:
         """
         audit, left = divmod(self.position() + 1, self.every)
         if left:
-            return self.step(engine, batches, seed_leaf, loss_scale, note)
-        batches = iter(batches)
+            return self.step(engine, given)
+        batches = iter(given.batches)
         first = next(batches)
         # Each rank in turn; the one that checks it is another every time.
         owner = audit % self.world.size
         checker = (owner + 1 + audit // self.world.size % (self.world.size - 1)) % self.world.size
-        shared = self._share(first, loss_scale, owner)
+        given = given._replace(batches=chain([first], batches))
+        shared = self._share(first, given.loss_scale, owner)
         if shared is None:
-            return self.step(engine, chain([first], batches), seed_leaf, loss_scale, note)
+            return self.step(engine, given)
         (batch, owners_scale), kept, torch_engine = shared, engine.buffers.copy(), engine.engine
         assert isinstance(torch_engine, TorchEngine)
 
         def compute() -> Hashes:
-            seed_leaf((owner - self.world.rank) * self.leaves_per_rank)  # the leaf of the owner
+            given.seed_leaf((owner - self.world.rank) * self.leaves_per_rank)  # the leaf of the owner
             loss = self.step.losses(torch_engine, batch, owners_scale)[2]
             found = [(name, tensor_hash(gradient)) for name, gradient in torch_engine.gradients(loss).items()]
             engine.buffers.restore(kept)
@@ -155,7 +149,7 @@ class Audited:
             again = compute() if self.world.rank == checker else []
             watched = _Watched(engine, check, hashes=self.world.rank == owner)
             try:
-                return self.step(watched, chain([first], batches), seed_leaf, loss_scale, note)
+                return self.step(watched, given._replace(batches=chain([first], batches)))
             except _WrongLeafError:
                 continue
 

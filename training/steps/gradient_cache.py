@@ -8,15 +8,13 @@ BatchNorm takes its statistics over a micro-batch in both, and its running ones 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-from training.data.reader import Batch
 from training.engines.engine import StepResult
 from training.recipe.contrast import contrast
-from training.steps.accumulate import Note, TimedEngine
+from training.steps.accumulate import StepInput, TimedEngine
 from training.world.collectives import gather_rows
 from training.world.world import World
 
@@ -35,20 +33,13 @@ class GradientCache:
     temperature: float
     num_classes: int
 
-    def __call__(
-        self,
-        engine: TimedEngine,
-        batches: Iterable[Batch],
-        seed_leaf: Callable[[int], None],
-        loss_scale: float,
-        note: Note,
-    ) -> StepResult | None:
+    def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
         """See `training.steps.accumulate.Step`."""
-        held, buffers, outputs = [*batches], engine.buffers.copy(), list[torch.Tensor]()
+        held, buffers, outputs = [*given.batches], engine.buffers.copy(), list[torch.Tensor]()
         is_single = len(held) == 1  # its graph is kept: there is no other micro-batch to make room for
         with torch.set_grad_enabled(is_single):
             for micro_step, batch in enumerate(held):
-                seed_leaf(micro_step)
+                given.seed_leaf(micro_step)
                 outputs.append(engine.forward(batch.images))
         if not is_single:
             engine.buffers.restore(buffers)
@@ -63,13 +54,13 @@ class GradientCache:
         result = None
         for micro_step, batch in enumerate(held):
             if not is_single:
-                seed_leaf(micro_step)
+                given.seed_leaf(micro_step)
                 outputs[micro_step] = engine.forward(batch.images)
-            engine.backward((outputs[micro_step] * gradients[micro_step]).sum() * loss_scale)
+            engine.backward((outputs[micro_step] * gradients[micro_step]).sum() * given.loss_scale)
             result = engine.step()
             # Where one embedding is not finite, the losses of all images are not: it alone is to blame.
             evidence = outputs[micro_step].detach().sum(1)
-            note(batch, losses[micro_step], shares[micro_step], evidence)
+            given.note(batch, losses[micro_step], shares[micro_step], evidence)
             outputs[micro_step] = evidence  # which frees the graph
         return result
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-from training.data.reader import Batch
 from training.engines.engine import StepResult
 from training.engines.pipeline.engine import PipelineEngine
 from training.recipe.loss import Loss
-from training.steps.accumulate import Note, TimedEngine
+from training.steps.accumulate import StepInput, TimedEngine
 
 
 @dataclass(frozen=True)
@@ -20,27 +18,20 @@ class Pipelined:
 
     loss: Loss
 
-    def __call__(
-        self,
-        engine: TimedEngine,
-        batches: Iterable[Batch],
-        seed_leaf: Callable[[int], None],
-        loss_scale: float,
-        note: Note,
-    ) -> StepResult | None:
+    def __call__(self, engine: TimedEngine, given: StepInput) -> StepResult | None:
         """See `training.steps.accumulate.Step`."""
-        staged, held, found = engine.engine, [*batches], list[torch.Tensor]()
+        staged, held, found = engine.engine, [*given.batches], list[torch.Tensor]()
         assert isinstance(staged, PipelineEngine)
 
         def loss_of(logits: torch.Tensor, number: int) -> torch.Tensor:
             batch = held[number]
             losses = self.loss(logits, batch)
             found.append(torch.cat([losses.detach().view(-1), logits.detach().reshape(-1)]))
-            return (losses * batch.weights).sum() * loss_scale
+            return (losses * batch.weights).sum() * given.loss_scale
 
-        result = staged.run_schedule([batch.images for batch in held], loss_of, seed_leaf, engine.clock)
+        result = staged.run_schedule([batch.images for batch in held], loss_of, given.seed_leaf, engine.clock)
         size, shape = len(held[0].labels), staged.output_shape(held[0].images)
         rows = staged.share_outputs(torch.stack(found) if found else None, (len(held), size + shape.numel()))
         for batch, row in zip(held, rows, strict=True):
-            note(batch, row[:size], row[size:].view(shape))
+            given.note(batch, row[:size], row[size:].view(shape))
         return result
