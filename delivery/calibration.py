@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from delivery.trained_model import read_json
 from training.base.errors import UserError
+from training.base.small_files import sha256_of
 
 NONE_OF_THESE = "none of these"
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.05, 20.0
@@ -37,12 +37,6 @@ def calibration_file(weights: Path) -> Path:
     return weights.with_suffix(".calibration.json")
 
 
-def digest_of(weights: Path) -> str:
-    """Return what tells a weights' file from another."""
-    with weights.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def read_calibration(weights: Path) -> Calibration | None:
     """Return the calibration of a weights' file, None if it has none; that of weights before these is none.
 
@@ -61,4 +55,4 @@ def read_calibration(weights: Path) -> Calibration | None:
     if not (LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE and 0 <= threshold <= 1):
         raise UserError(f"'{file}' is damaged: write it again with scripts/evaluate.py --reject, or remove it.")
     found = Calibration(temperature, threshold, flip, shift_pixels, facts)
-    return found if digest == digest_of(weights) else None
+    return found if digest == sha256_of(weights) else None

@@ -13,7 +13,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
 from delivery.activation_map import Explain
 from training.base.atomic_write import replacing_folder, write_json
-from training.base.csv_cells import csv_line
+from training.base.csv_cells import write_csv
 from training.base.errors import UserError, printable
 from training.base.run_folder import SCORES, TYPICAL, WHY, WORST
 from training.data.augment import viewable
@@ -47,7 +47,7 @@ def write_evaluation(
     check_replaceable(folder)
     with replacing_folder(folder) as new:
         write_json(new / SCORES, facts)
-        _write_csv(new / "per_class.csv", list(facts["classes"][0]), (one.values() for one in facts["classes"]))
+        write_csv(new / "per_class.csv", list(facts["classes"][0]), (one.values() for one in facts["classes"]))
         if "task" not in facts:  # several labels are not confused with each other
             _write_confusion(new, facts["confusion"], class_names)
             _write_worst(new, facts["worst"], class_names, read_image)
@@ -75,20 +75,15 @@ def thumbnail(image: torch.Tensor, side: int = THUMBNAIL_PIXELS) -> Image.Image:
     return picture
 
 
-def _write_csv(path: Path, header: Sequence[str], rows: Any) -> None:
-    with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
-        stream.writelines(map(csv_line, (header, *rows)))
-
-
 def _write_confusion(folder: Path, cells: Sequence[Sequence[int]], class_names: Sequence[str]) -> None:
     """Write every pair of classes, or if there are too many classes for that, the pairs that occur."""
     if len(class_names) > LARGEST_MATRIX:
         named = ([class_names[true], class_names[predicted], count] for true, predicted, count in cells)
-        _write_csv(folder / "confusion.csv", ("true", "predicted", "samples"), named)
+        write_csv(folder / "confusion.csv", ("true", "predicted", "samples"), named)
         return
     confusion = dense_confusion(cells, len(class_names))
     rows = ([name, *counts] for name, counts in zip(class_names, confusion.tolist(), strict=True))
-    _write_csv(folder / "confusion.csv", ("true \\ predicted", *class_names), rows)
+    write_csv(folder / "confusion.csv", ("true \\ predicted", *class_names), rows)
     Image.fromarray(confusion_picture(confusion, class_names)).save(folder / "confusion.png")
 
 
@@ -107,7 +102,7 @@ def _write_worst(
         picture.save(folder / name)
         true, predicted = class_names[one["label"]], class_names[one["prediction"]]
         rows.append([name, one["name"], true, predicted, one["confidence"], one["loss"]])
-    _write_csv(folder / f"{WORST}.csv", ("picture", "image", "true", "predicted", "confidence", "loss"), rows)
+    write_csv(folder / f"{WORST}.csv", ("picture", "image", "true", "predicted", "confidence", "loss"), rows)
     captions = []
     for row, one in zip(rows, worst, strict=True):
         true, predicted = printable(row[2]), printable(row[3])

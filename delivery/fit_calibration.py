@@ -19,11 +19,11 @@ from delivery.calibration import (
     LOWEST_TEMPERATURE,
     Calibration,
     calibration_file,
-    digest_of,
 )
 from delivery.views import Views
 from training.base.atomic_write import write_json
 from training.base.errors import UserError, shown
+from training.base.small_files import sha256_of
 from training.observe.class_scores import MOST_PROBABILITY_BYTES
 from training.observe.evaluation import calibration_bins, expected_calibration_error
 from training.observe.scores import LOSS_UNIT, SampleRecorder, SampleScores, Scores, sample_losses
@@ -60,7 +60,7 @@ class Calibrator:
 
     def __init__(self, weights: Path, reject: str, views: Views, known: Calibration | None) -> None:
         self._weights, self._reject, self._views, self._known = weights, reject, views, known
-        self._digest = known.facts["weights_sha256"] if known else digest_of(weights)
+        self._digest = known.facts["weights_sha256"] if known else sha256_of(weights)
         self._batches: list[tuple[torch.Tensor, ...]] = []
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> None:

@@ -123,7 +123,7 @@ def largest_that_fits(planned: Sequence[int], measure: Callable[[int], Trial]) -
 def _search(prepared: Prepared, global_batch: int, start: RunStart) -> tuple[int, str]:
     """Return the size, and what was tried in words, and write both into the run's folder; a collective."""
     config, world, folder = prepared.config, prepared.world, prepared.folder
-    facts = prepared.facts(config.engine)
+    facts = prepared.memory_facts(config.engine)
     most = 0 if facts.gpu_name else MOST_IMAGES_ON_CPU
     sizes = agreed(lambda: micro_batches(global_batch, world.data.size, most), world)
     configs = [divided(config, size, global_batch, world.data.size) for size in sizes]

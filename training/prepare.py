@@ -13,18 +13,16 @@ import torch
 from training.base.heartbeat import HeartbeatWriter
 from training.base.run_folder import EVALUATION, RunFolder
 from training.base.run_lock import Origin
-from training.checkpoint.store import FoundCheckpoint
 from training.config import TrainConfig
 from training.config.unused_flags import note_unused_flags
 from training.data import data_options, load_data
-from training.data.datasets import DatasetPair
 from training.engines.deepspeed_config import read_strategy_json
 from training.engines.precision import resolve_precision
 from training.observe.environment import RunFacts
 from training.observe.evaluation import check_replaceable
 from training.observe.new_run import create_run_folder, run_folder
 from training.observe.step_metrics import resident_bytes
-from training.resume import resolve
+from training.resume import Resolved, resolve
 from training.steps.audit import check_audit
 from training.world.collectives import agreed, broadcast_object
 from training.world.exchange import row_of, text
@@ -52,32 +50,22 @@ FIRST_START = RunStart(Origin(), HeartbeatWriter(None, 0, 0.0))
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A run of which nothing is built yet.
+class Prepared(Resolved):
+    """A run of which nothing is built yet: what its checkpoint decides, and more.
 
     Attributes:
-        config: the user's settings, with those that the checkpoint decides.
         world: the ranks.
         precision: 'bf16', 'fp16' or 'fp32', never 'auto'.
         strategy_json: the strategy's JSON for DeepSpeed.
-        data: training and validation set.
         folder: paths of the run's files.
         lock: on rank 0 the file that locks the run folder as long as it is open.
-        found: the checkpoint to resume from, None for a fresh start.
-        islands: that train by themselves, 1 without `--local-steps`.
-        notes: lines for the log.
     """
 
-    config: TrainConfig
     world: World
     precision: str
     strategy_json: dict[str, Any]
-    data: DatasetPair
     folder: RunFolder
     lock: IO[bytes] | None
-    found: FoundCheckpoint | None
-    islands: int
-    notes: list[str]
 
     def changed(self, **settings: Any) -> Prepared:
         """Return the same with other settings."""
@@ -87,7 +75,7 @@ class Prepared:
         """Return the same with settings that were left to this machine, and a note on them."""
         return dataclasses.replace(self.changed(**settings), notes=[*self.notes, note])
 
-    def facts(self, engine: str) -> RunFacts:
+    def memory_facts(self, engine: str) -> RunFacts:
         """Return on what the memory that a rank needs depends, under an engine or 'auto'."""
         world, device = self.world, self.world.device
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -123,11 +111,11 @@ def prepare(config: TrainConfig, world: World, start: RunStart = FIRST_START) ->
     data = agreed(lambda: load_data(data_options(config)), world)
     folder, lock = create_folder(config, start, world)
     resolved = resolve(config, folder, data, world, is_restart=start.origin.restarts > 0)
-    config, notes = resolved.config, [*note_unused_flags(resolved.config), *resolved.notes]
-    if config.threads_per_rank:
-        torch.set_num_threads(config.threads_per_rank)
+    if resolved.config.threads_per_rank:
+        torch.set_num_threads(resolved.config.threads_per_rank)
+    resolved.notes[:0] = note_unused_flags(resolved.config)
     return Prepared(
-        config, world, precision, strategy_json, resolved.data, folder, lock, resolved.found, resolved.islands, notes
+        **vars(resolved), world=world, precision=precision, strategy_json=strategy_json, folder=folder, lock=lock
     )
 
 

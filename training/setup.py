@@ -7,7 +7,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from models.build import BuiltModel
 from models.sides import sides
@@ -73,18 +73,12 @@ from training.world.world import World
 
 
 @dataclass(frozen=True)
-class Run:
-    """Everything that a run consists of.
+class Run(Prepared):
+    """Everything that a run consists of: what was prepared, with `compile` as resolved, and what is built of it.
 
     Attributes:
-        config: the user's settings, `compile` as resolved.
-        world: the ranks.
-        precision: 'bf16', 'fp16' or 'fp32', never 'auto'.
-        data: training and validation set.
         built: the model, before it was sharded.
-        folder: paths of the run's files.
         facts: on which a prediction of its memory depends.
-        lock: on rank 0 the file that locks the run folder as long as it is open.
         plan: which samples are in which batch.
         teacher: whose answers the run learns; None without.
         step: how the micro-batches of a step are trained on.
@@ -97,8 +91,6 @@ class Run:
         frozen: the file of weights that are not trained; None if all are.
         flops: counts the model's operations, on rank 0.
         loggers: none on ranks other than 0.
-        found: the checkpoint to resume from, None for a fresh start.
-        notes: lines for the log about the choice of the checkpoint.
         events: of the engine, for metrics.jsonl: kind -> values.
         train_loader: this rank's training batches.
         val_loader: this rank's validation batches.
@@ -108,14 +100,8 @@ class Run:
         compiled_code: the file that keeps what `torch.compile` makes; None unless the run is compiled.
     """
 
-    config: TrainConfig
-    world: World
-    precision: str
-    data: DatasetPair
     built: BuiltModel
-    folder: RunFolder
     facts: RunFacts
-    lock: IO[bytes] | None
     plan: BatchPlan
     teacher: Teacher | None
     step: Step
@@ -128,8 +114,6 @@ class Run:
     frozen: FrozenWeights | None
     flops: TrainingFlops | None
     loggers: Loggers
-    found: FoundCheckpoint | None
-    notes: list[str]
     events: dict[str, dict[str, Any]]
     train_loader: Loader
     val_loader: Loader
@@ -197,7 +181,7 @@ def build(prepared: Prepared) -> Run:
     if world.is_main:
         facts = describe_run(world, precision, data, built)
         loggers = open_loggers(config, folder, facts, dict(setup.deepspeed_config), first_step)
-    facts_of_memory = prepared.facts(engine_name)  # before the engine takes memory
+    facts_of_memory = prepared.memory_facts(engine_name)  # before the engine takes memory
     freezer, adapters = BackboneFreezer(built.module, built.head_parameter_names), Adapters(built.module)
     frozen = agreed(lambda: _keep_frozen(config, built, folder, found, world), world)
     compiled_code = None
@@ -214,15 +198,14 @@ def build(prepared: Prepared) -> Run:
         averages = OuterSteps(engine, groups, world, config, config.epochs * plan.steps_per_epoch, loggers)
         notes.append(averages.describe())
     notes += setup.notes
+    changed: dict[str, Any] = {
+        "config": dataclasses.replace(config, compile="on" if compiles else "off"),
+        "notes": notes,
+    }
     return Run(
-        config=dataclasses.replace(config, compile="on" if compiles else "off"),
-        world=world,
-        precision=precision,
-        data=data,
+        **vars(prepared) | changed,
         built=built,
-        folder=folder,
         facts=facts_of_memory,
-        lock=prepared.lock,
         plan=plan,
         teacher=teacher,
         step=step,
@@ -237,8 +220,6 @@ def build(prepared: Prepared) -> Run:
         frozen=frozen,
         flops=flops if config.features == "computed" else None,
         loggers=loggers,
-        found=found,
-        notes=notes,
         events=setup.events,
         train_loader=train_loader,
         val_loader=val_loader,

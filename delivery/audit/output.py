@@ -7,7 +7,7 @@ import csv
 import io
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from delivery.evaluation_files import thumbnail
 from delivery.report import formatting
 from delivery.report.page import TEMPLATE as REPORT_TEMPLATE
 from training.base.atomic_write import replacing_folder, write_json
-from training.base.csv_cells import as_given, csv_line
+from training.base.csv_cells import as_given, write_csv
 from training.base.errors import UserError, printable, shown
 from training.data.reading.images import ImageError
 
@@ -64,10 +64,11 @@ def write_audit(
         | {"reason": one.reason, "copy_of": catalogue.name(one.other) if one.other >= 0 else None}
         for one in findings
     ]
+    rows = ((catalogue.name(one), fix.action, fix.new, f"{fix.confidence:.3f}", fix.reason) for one, fix in fixes)
     try:
         with replacing_folder(folder) as new:
             write_json(new / FACTS, facts | {"images": len(catalogue), "findings": listed})
-            _write(new / FIXES, COLUMNS, (_row(catalogue, number, fix) for number, fix in fixes))
+            write_csv(new / FIXES, COLUMNS, rows)
             if catalogue.are_files:
                 write_fixed(new / FIXED, catalogue, fixes)
             page = _page(facts, findings, dict(fixes), catalogue)
@@ -88,7 +89,7 @@ def write_fixed(path: Path, catalogue: Catalogue, fixes: Fixes) -> int:
     kept = [number for number in range(len(catalogue)) if number not in dropped]
     others = catalogue.other_columns()
     rows = ((catalogue.name(one), labels[one], parts[one], *(cells[one] for cells in others.values())) for one in kept)
-    _write(path, ("path", "label", "split", *others), rows)
+    write_csv(path, ("path", "label", "split", *others), rows)
     return len(kept)
 
 
@@ -120,15 +121,6 @@ def read_fixes(path: Path, catalogue: Catalogue) -> list[tuple[int, Fix]]:
     except (OSError, csv.Error) as error:
         raise UserError(f"--fixes {path}: cannot be read ({printable(str(error))}).") from None
     return fixes
-
-
-def _row(catalogue: Catalogue, number: int, fix: Fix) -> tuple[Any, ...]:
-    return catalogue.name(number), fix.action, fix.new, f"{fix.confidence:.3f}", fix.reason
-
-
-def _write(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
-        stream.writelines(map(csv_line, (header, *rows)))
 
 
 def _page(facts: dict[str, Any], findings: Sequence[Finding], fixes: dict[int, Fix], catalogue: Catalogue) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from delivery.calibration import digest_of, read_calibration
+from delivery.calibration import read_calibration
 from delivery.evaluation_data import load_evaluation_data, run_data
 from delivery.export import check_choice
 from delivery.export.comparison import Agreement, check_agreement, compare, compare_pictures, milliseconds_per_image
@@ -25,6 +25,7 @@ from training.base.atomic_write import write_json
 from training.base.control_groups import limit_threads
 from training.base.errors import printable
 from training.base.run_folder import EXPORT
+from training.base.small_files import sha256_of
 from training.checkpoint.weights import load_model
 from training.observe.new_run import remove_leftovers_of_run
 
@@ -151,7 +152,7 @@ def _describe_origin(model: TrainedModel, metadata: dict[str, Any], precision: s
         "model": metadata["description"]["model_type"],
         "run": model.run.resolve().name if model.run else None,
         "weights": model.weights.name,
-        "weights_sha256": digest_of(model.weights),
+        "weights_sha256": sha256_of(model.weights),
         "precision": precision,
         "epoch": extra.get("epoch"),
         "top1": extra.get("top1"),

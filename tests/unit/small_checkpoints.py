@@ -139,8 +139,8 @@ def forge_shard(checkpoint: Path, rank: int, tensors: dict[str, torch.Tensor], l
 
 def trust_shard(checkpoint: Path, rank: int) -> None:
     """Give the manifest the size and the sha256 that a shard has now."""
-    from training.checkpoint.shards import _sha256
+    from training.base.small_files import sha256_of
 
     path = checkpoint / shard_name(rank)
-    facts = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    facts = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
     forge_manifest(checkpoint, lambda content: content["shards"].__setitem__(rank, facts))

@@ -15,7 +15,7 @@ from exports import IMAGE_SIZE, ROOT, run_export, save_run
 from PIL import Image
 from torch import nn
 
-from delivery.calibration import Calibration, calibration_file, digest_of
+from delivery.calibration import Calibration, calibration_file
 from delivery.export import ExportRefused
 from delivery.export.comparison import compare_pictures
 from delivery.export.export_job import CheckImages, ExportJob, ExportSettings
@@ -24,6 +24,7 @@ from delivery.export.pictures import FromPictures
 from delivery.predict import predict
 from models.build import build_model
 from training.base.errors import UserError
+from training.base.small_files import sha256_of
 from training.data import DataOptions, load_data
 from training.data.augment import evaluation_geometry, evaluation_transform
 
@@ -128,7 +129,7 @@ def photos(tmp_path_factory):
     (run / "config.json").write_text(json.dumps(values))
     weights, paths = run / "model.safetensors", sorted(str(path) for path in (root / "val").rglob("*.jpg"))
     calibration = {"temperature": 0.5, "threshold": 0.0, "flip": True, "shift_pixels": 0}
-    calibration |= {"weights_sha256": digest_of(weights)}
+    calibration |= {"weights_sha256": sha256_of(weights)}
     calibration_file(weights).write_text(json.dumps(calibration))
     threshold = np.median([each.probabilities[0] for each in predict(run, paths, flip=True, decode="exact")])
     calibration_file(weights).write_text(json.dumps(calibration | {"threshold": float(threshold)}))

@@ -26,7 +26,7 @@ def save(number, frame):
     os._exit(128 + number)
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, save)
-print(*sys.argv[1:], os.environ.get("RANK"), flush=True)
+print(os.environ["ZEROVISION_CALLER"], *sys.argv[1:], os.environ.get("RANK"), flush=True)
 print("grün", file=sys.stderr, flush=True)
 if "{WAITS}" in sys.argv:
     time.sleep(60)

@@ -13,10 +13,11 @@ import torch
 from huggingface_hub import ModelCard
 from made_runs import end, epoch
 
-from delivery.calibration import calibration_file, digest_of
+from delivery.calibration import calibration_file
 from delivery.model_card import write_model_card
 from models.build import build_model
 from training.base.atomic_write import write_json
+from training.base.small_files import sha256_of
 from training.checkpoint.weights import load_model, save_weights
 from training.config import TrainConfig
 from training.config.command_line import parse_args
@@ -101,7 +102,7 @@ def test_a_calibration_is_in_the_card(run: Path):
     weights = run / "model.safetensors"
     facts = {"temperature": 1.5, "threshold": 0.625, "ece_before": 0.1, "ece": 0.02, "coverage": 0.9, "accuracy": 0.75}
     facts |= {"flip": False, "shift_pixels": 0, "data": "digits", "split": "val", "samples": 3}
-    for digest, is_told in (("of other weights", False), (digest_of(weights), True)):
+    for digest, is_told in (("of other weights", False), (sha256_of(weights), True)):
         write_json(calibration_file(weights), facts | {"weights_sha256": digest})
         text = write_model_card(run).read_text(encoding="utf-8")
         assert ("divide the logits by 1.5000" in text) == is_told

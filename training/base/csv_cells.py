@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 # What begins a formula, also after a spreadsheet has taken off white space, and in the full width of Chinese and
@@ -21,6 +22,12 @@ def csv_line(row: Iterable[Any]) -> str:
     line = io.StringIO()
     csv.writer(line, lineterminator="\r\n").writerow(inert(row))
     return line.getvalue().removesuffix("\r\n") + "\n"
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Iterable[Any]]) -> None:
+    """Write a file of rows under a header; names of files keep bytes that are no text."""
+    with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
+        stream.writelines(map(csv_line, (header, *rows)))
 
 
 def inert(row: Iterable[Any]) -> list[Any]:

@@ -1,8 +1,9 @@
-"""Reads small text files that a user names: never waits for a named pipe, and never reads without a limit."""
+"""Reads small text files that a user names, never waiting for a named pipe; tells files apart by their content."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 from pathlib import Path
@@ -25,3 +26,9 @@ def read_small_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
     if len(content) > largest_bytes:
         raise OSError(errno.EFBIG, f"larger than {largest_bytes >> 10} KiB")
     return content.decode("utf-8")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file's content, hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -11,7 +11,6 @@ A fine-tuning run writes the weights that it does not train once, into a file of
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import mmap
@@ -27,6 +26,7 @@ from safetensors.torch import save_file
 from models.weights_metadata import METADATA_KEY
 from training.base.atomic_write import replacing_by_library
 from training.base.errors import one_line
+from training.base.small_files import sha256_of
 from training.checkpoint.manifest import (
     DamagedCheckpoint,
     Manifest,
@@ -155,7 +155,7 @@ def write_frozen(path: Path, parameters: Mapping[str, torch.Tensor]) -> ShardFac
 def _write(path: Path, tensors: dict[str, torch.Tensor], layout: dict[str, Any]) -> ShardFacts:
     with replacing_by_library(path) as temporary:
         save_file(tensors, temporary, metadata={METADATA_KEY: json.dumps(layout)})
-    return ShardFacts(path.stat().st_size, _sha256(path))
+    return ShardFacts(path.stat().st_size, sha256_of(path))
 
 
 def verify_shard(path: Path, facts: ShardFacts) -> None:
@@ -168,7 +168,7 @@ def verify_shard(path: Path, facts: ShardFacts) -> None:
         size = file_size(path)
         if size != facts.bytes:
             raise DamagedCheckpoint(f"{path.name} has {size} bytes instead of {facts.bytes}")
-        if _sha256(path) != facts.sha256:
+        if sha256_of(path) != facts.sha256:
             raise DamagedCheckpoint(f"{path.name} is damaged: its sha256 does not match")
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path.name} is missing") from None
@@ -343,8 +343,3 @@ class _Assembled(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._reader.shapes)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
